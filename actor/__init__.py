@@ -1,0 +1,1 @@
+"""Samples: engines, rewards, outbox, weight receiver."""

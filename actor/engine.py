@@ -1,0 +1,82 @@
+"""What the actor needs of an engine: the interface, and the values that cross it."""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from protocols.messages import EngineInfo, Sampling, Segment
+
+
+class Completion(NamedTuple):
+    """One finished completion."""
+
+    request_id: str
+    token_ids: NDArray[np.int32]
+    """`[num_tokens]`, the end-of-sequence token included when it was sampled."""
+    behavior_logprobs: NDArray[np.float32]
+    """`[num_tokens]`, of the distribution sampled from (temperature applied)."""
+    finish_reason: Literal["stop", "length"]
+    segments: tuple[Segment, ...]
+    """Policy versions in order; the first one starts at token 0."""
+
+
+class Engine(Protocol):
+    """Continuous batching whose caller owns the step loop, so that weights change only between two steps.
+
+    All methods are called from one thread.
+    """
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the learner is told at hello."""
+        ...
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that the next step samples with; -1 before the first `load_weights`."""
+        ...
+
+    @property
+    def num_unfinished(self) -> int:
+        """Completions submitted and not yet returned by `step`."""
+        ...
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens sampled since the engine was made."""
+        ...
+
+    def submit(self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+        """Queue one completion."""
+        ...
+
+    def step(self) -> list[Completion]:
+        """Advance every running completion by a step (or wait briefly for one); return those that finished."""
+        ...
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget these completions; they are not returned."""
+        ...
+
+    def load_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv: bool
+    ) -> None:
+        """Swap in new weights between two steps; running completions go on under them.
+
+        `weights` are all parameters under their Hugging Face names, as host tensors that stay valid during the call.
+        """
+        ...
+
+    def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Log-probs `[len(token_ids) - 1]` of tokens 1.. given those before them, at temperature 1 (the canary).
+
+        May step running completions meanwhile; what finishes is returned by the next `step`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the engine and end its processes."""
+        ...

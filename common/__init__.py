@@ -1,0 +1,1 @@
+"""What both services need: configuration, logs, metrics, weights as tensors, shutdown."""

@@ -1,0 +1,1 @@
+"""Trains: ledger, staleness, batching, losses, trainer, weight publisher, checkpoints."""

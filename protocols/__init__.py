@@ -1,0 +1,1 @@
+"""The contract between the services: messages, wire format, channels."""
