@@ -61,9 +61,7 @@ class Engine(Protocol):
         """Forget these completions; they are not returned."""
         ...
 
-    def load_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv: bool
-    ) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv: bool) -> None:
         """Swap in new weights between two steps; running completions go on under them.
 
         `weights` are all parameters under their Hugging Face names, as host tensors that stay valid during the call.

@@ -153,15 +153,7 @@ class Goodbye(Message):
 
 
 ActorMessage = (
-    Hello
-    | Credit
-    | GroupDone
-    | LeaseFailed
-    | ActorHeartbeat
-    | WeightsStaged
-    | WeightsCommitted
-    | CanaryScored
-    | Goodbye
+    Hello | Credit | GroupDone | LeaseFailed | ActorHeartbeat | WeightsStaged | WeightsCommitted | CanaryScored | Goodbye
 )
 
 # Learner to actor
@@ -171,6 +163,8 @@ class Welcome(Message):
     """The answer to `Hello`: the contract of this run. Frame 0: int32 canary token ids."""
 
     run_id: str
+    learner_incarnation: int
+    """Another one than before: the leases of the learner process before it are void."""
     layout: tuple[TensorSpec, ...]
     """The flat weight buffer, in order."""
     policy_version: int

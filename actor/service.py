@@ -1,0 +1,351 @@
+"""The actor: leases in, groups out, new weights between two engine steps. One loop on one thread.
+
+    Link -> leases -> Engine.step -> completions -> RewardRunner -> groups -> Outbox -> Link
+                          ^ commit <- WeightReceiver (thread) <- collective
+
+Everything slow beside sampling (transfers, rewards) happens in threads and processes that the loop only looks at.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import time
+import zlib
+from collections.abc import Callable
+
+import msgspec
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from actor.engine import Completion, Engine
+from actor.engine_choice import make_engine
+from actor.jobs import Job, parse_request_id
+from actor.outbox import Outbox
+from actor.rewards import Rewarded, RewardRunner
+from actor.weight_receiver import WeightReceiver
+from common.config import Config
+from common.models import resolve_model
+from common.shutdown import StopRequest
+from protocols.channels import Link
+from protocols.messages import (
+    Ack,
+    ActorHeartbeat,
+    ActorStats,
+    CanaryScored,
+    Cancel,
+    Credit,
+    Goodbye,
+    Hello,
+    LearnerHeartbeat,
+    Lease,
+    LeaseFailed,
+    Refused,
+    Stop,
+    Unknown,
+    WeightsCommitted,
+    WeightsStaged,
+    WeightUpdate,
+    Welcome,
+)
+from protocols.wire import token_ids
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.05
+"""How long the loop waits for a message when there is nothing to sample."""
+BUSY_WAIT_S = 0.002
+"""The same when a transfer or a reward is about to end."""
+HELLO_INTERVAL_S = 1.0
+SAY_WAITING_INTERVAL_S = 30.0
+
+
+def run_actor(config: Config, stop: StopRequest) -> str:
+    """Wire an actor and work until the run is over or a signal asks to leave; returns why it ended."""
+    name = config.actor.name or f"{socket.gethostname()}-{os.getpid()}"
+    # Before the engine: a reward that cannot be imported, or an address that is none, shows at once.
+    rewards = RewardRunner(config.task.reward, num_workers=config.actor.reward_workers, timeout_s=config.task.reward_timeout_s)
+    with (
+        contextlib.closing(rewards),
+        Link(
+            config.hub.address,
+            identity=f"{name}/{time.time_ns()}".encode(),
+            max_message_bytes=config.hub.max_message_mb << 20,
+        ) as link,
+    ):
+        model = resolve_model(config.model.path)
+        engine = make_engine(config.actor, config.model, model, seed=zlib.crc32(f"{config.run.seed}/{name}".encode()))
+        logger.info("engine ready: %s", engine.info)
+        with contextlib.closing(engine):
+            tokenizer = AutoTokenizer.from_pretrained(model)
+            service = ActorService(
+                name=name, config=config, engine=engine, tokenizer=tokenizer, rewards=rewards, link=link, stop=stop
+            )
+            return service.run()
+
+
+class RefusedError(RuntimeError):
+    """The learner will not work with this actor, and said why."""
+
+
+class ActorService:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        config: Config,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        rewards: RewardRunner,
+        link: Link,
+        stop: StopRequest,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._name = name
+        self._config = config
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._rewards = rewards
+        self._link = link
+        self._stop = stop
+        self._clock = clock
+        self._incarnation = time.time_ns()
+        self._learner_incarnation = 0
+        self._is_welcome = False
+        self._outbox = Outbox(resend_after_s=config.hub.dead_after_s)
+        self._jobs: dict[int, Job] = {}
+        self._waiting: list[Job] = []
+        self._receiver: WeightReceiver | None = None
+        self._canary: list[int] = []
+        self._seconds = dict.fromkeys(("generate", "commit_weights", "wait_leases", "wait_weights", "wait_rewards"), 0.0)
+        self._num_groups_sent = 0
+        self._is_over = ""
+        now = clock()
+        self._heard_at = now
+        self._hello_at = float("-inf")
+        self._beat_at = float("-inf")
+        self._said_waiting_at = now
+
+    def run(self) -> str:
+        """Work until the learner says stop or a signal asks for it; returns why it ended.
+
+        Consumes: leases, weight updates. Waits for: the learner's messages, never longer than `IDLE_WAIT_S` at a time.
+        Produces: groups, heartbeats. Raises `RefusedError`, or whatever ended the engine.
+        """
+        while not self._is_over:
+            now = self._clock()
+            self._keep_in_touch(now)
+            self._commit_weights()
+            self._start_waiting()
+            if self._engine.num_unfinished:
+                self._generate()
+            self._collect_rewards()
+            self._send_outbox()
+            self._read(self._patience())
+            if self._stop:
+                self._drain()
+        logger.info("leaving: %s", self._is_over)
+        self._link.send(Goodbye(reason=self._is_over))
+        if self._receiver is not None:
+            self._receiver.close()
+        return self._is_over
+
+    # Staying in touch
+
+    def _keep_in_touch(self, now: float) -> None:
+        silent_s = now - self._heard_at
+        if self._is_welcome and silent_s > self._config.hub.dead_after_s:
+            logger.warning("the learner at %s is silent for %.1f s", self._config.hub.address, silent_s)
+            self._is_welcome = False
+        if not self._is_welcome:
+            self._say_hello(now, silent_s)
+        elif now - self._beat_at >= self._config.hub.heartbeat_s:
+            self._beat_at = now
+            self._link.send(ActorHeartbeat(policy_version=self._engine.policy_version, stats=self._stats()))
+
+    def _say_hello(self, now: float, silent_s: float) -> None:
+        limit_s = self._config.actor.connect_timeout_s
+        if limit_s and silent_s > limit_s:
+            raise RefusedError(
+                f"no learner answered at {self._config.hub.address} for {silent_s:.0f} s (actor.connect_timeout_s): "
+                "start `offbeat learner`, or correct hub.address"
+            )
+        if now - self._said_waiting_at > SAY_WAITING_INTERVAL_S:
+            self._said_waiting_at = now
+            logger.info("waiting for the learner at %s, %.0f s so far", self._config.hub.address, silent_s)
+        if now - self._hello_at >= HELLO_INTERVAL_S:
+            hello = Hello(
+                actor=self._name,
+                incarnation=self._incarnation,
+                engine=self._engine.info,
+                policy_version=self._engine.policy_version,
+            )
+            if self._link.send(hello):
+                self._hello_at = now
+
+    def _stats(self) -> ActorStats:
+        return ActorStats(
+            num_generated_tokens=self._engine.num_generated_tokens,
+            num_groups_sent=self._num_groups_sent,
+            num_running_completions=self._engine.num_unfinished,
+            seconds=dict(self._seconds),
+        )
+
+    def _patience(self) -> float:
+        """How long the next read may wait."""
+        if self._engine.num_unfinished:
+            return 0.0
+        is_something_due = self._rewards.num_pending or self._waiting or not self._is_welcome
+        return BUSY_WAIT_S if is_something_due else IDLE_WAIT_S
+
+    def _read(self, timeout_s: float) -> None:
+        started = self._clock()
+        received = self._link.receive(timeout_s)
+        if timeout_s:
+            self._seconds[self._waiting_for()] += self._clock() - started
+        while received is not None:
+            self._heard_at = self._clock()
+            self._handle(received.message, received.arrays)
+            received = self._link.receive()
+
+    def _waiting_for(self) -> str:
+        if self._rewards.num_pending:
+            return "wait_rewards"
+        is_behind = self._waiting or self._engine.policy_version < 0
+        return "wait_weights" if is_behind else "wait_leases"
+
+    def _handle(self, message: object, arrays: tuple) -> None:
+        match message:
+            case Welcome():
+                self._enter(message, token_ids(arrays[0]).tolist())
+            case Unknown():
+                self._is_welcome = False
+            case Lease():
+                self._waiting.append(Job(message, token_ids(arrays[0]).tolist()))
+                self._jobs[message.lease_id] = self._waiting[-1]
+            case Ack():
+                if message.outcome == "rejected":
+                    logger.warning("the learner rejected lease %d: %s", message.lease_id, message.detail)
+                self._outbox.acknowledge(message.lease_id)
+            case Cancel():
+                self._forget(message.lease_ids)
+            case WeightUpdate():
+                if self._receiver is not None:
+                    self._receiver.announce(message)
+            case LearnerHeartbeat():
+                pass
+            case Refused():
+                raise RefusedError(f"the learner refused this actor: {message.reason}")
+            case Stop():
+                self._is_over = f"the learner ended the run: {message.reason}"
+
+    def _enter(self, welcome: Welcome, canary: list[int]) -> None:
+        """The learner admitted this actor (again): send it what it has not acknowledged."""
+        if self._learner_incarnation not in (0, welcome.learner_incarnation):
+            logger.warning("the learner is a new process: its %d leases from before are void", len(self._jobs))
+            self._forget(tuple(self._jobs))
+            self._outbox = Outbox(resend_after_s=self._config.hub.dead_after_s)
+        if self._receiver is None or self._receiver.layout != welcome.layout:
+            self._receiver = WeightReceiver(welcome.layout, self._config.weights.bucket_mb << 20)
+        if not self._is_welcome:
+            logger.info("joined run %s at policy version %d", welcome.run_id, welcome.policy_version)
+        self._learner_incarnation = welcome.learner_incarnation
+        self._canary = canary
+        self._is_welcome = True
+        self._outbox.send_all_again()
+        self._link.send(Credit(capacity=self._config.actor.max_inflight_groups))
+
+    def _forget(self, lease_ids: tuple[int, ...]) -> None:
+        for lease_id in lease_ids:
+            job = self._jobs.pop(lease_id, None)
+            if job is not None:
+                self._engine.abort(job.request_ids())
+                self._waiting = [waiting for waiting in self._waiting if waiting is not job]
+
+    # Sampling
+
+    def _start_waiting(self) -> None:
+        """Submit the leases whose weights are here."""
+        able = [job for job in self._waiting if job.lease.min_policy_version <= self._engine.policy_version]
+        self._waiting = [job for job in self._waiting if job.lease.min_policy_version > self._engine.policy_version]
+        for job in able:
+            job.started_at = self._clock()
+            for request in job.request_ids():
+                self._engine.submit(request, job.prompt_token_ids, job.lease.sampling)
+
+    def _generate(self) -> None:
+        started = self._clock()
+        for completion in self._engine.step():
+            self._take(completion)
+        self._seconds["generate"] += self._clock() - started
+
+    def _take(self, completion: Completion) -> None:
+        lease_id, index = parse_request_id(completion.request_id)
+        job = self._jobs.get(lease_id)
+        if job is None:
+            return
+        job.completions[index] = completion
+        if not job.is_generated:
+            return
+        assert job.started_at is not None
+        job.generated_s = self._clock() - job.started_at
+        texts = [str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)) for completion in job.in_order()]
+        self._rewards.submit(lease_id, job.lease.prompt, texts, msgspec.json.decode(job.lease.row))
+
+    def _collect_rewards(self) -> None:
+        for result in self._rewards.poll():
+            job = self._jobs.pop(result.key, None)
+            if job is None:
+                continue
+            if isinstance(result, Rewarded):
+                message, arrays = job.group(list(result.rewards))
+                self._outbox.put(result.key, message, *arrays)
+            else:
+                self._outbox.put(result.key, LeaseFailed(lease_id=result.key, reason=result.reason, detail=result.detail))
+
+    def _send_outbox(self) -> None:
+        if not self._is_welcome:
+            return
+        now = self._clock()
+        for parcel in self._outbox.due(now):
+            if not self._link.send(parcel.message, *parcel.arrays):
+                return
+            self._num_groups_sent += parcel.sent_at == float("-inf")
+            parcel.sent_at = now
+
+    # Weights
+
+    def _commit_weights(self) -> None:
+        """If a version lies in the buffer: swap it in, tell the learner, and score the canary under it."""
+        outcome = self._receiver.outcome() if self._receiver is not None else None
+        if outcome is None:
+            return
+        assert self._receiver is not None
+        version, epoch = outcome.update.policy_version, outcome.update.epoch
+        self._link.send(WeightsStaged(policy_version=version, epoch=epoch, error=outcome.error))
+        if outcome.error:
+            return
+        started = self._clock()
+        self._engine.load_weights(
+            self._receiver.buffer.views(), version, recompute_kv=self._config.actor.on_update == "recompute_kv"
+        )
+        stall_s = self._clock() - started
+        self._receiver.release()
+        self._link.send(WeightsCommitted(policy_version=version, stall_s=stall_s))
+        self._link.send(CanaryScored(policy_version=version), self._engine.score(self._canary))
+        self._seconds["commit_weights"] += self._clock() - started
+
+    # The end
+
+    def _drain(self) -> None:
+        """A signal asked to leave: hand back what is not finished, send what is."""
+        for lease_id in list(self._jobs):
+            self._forget((lease_id,))
+            self._outbox.put(lease_id, LeaseFailed(lease_id=lease_id, reason="returned"))
+        self._link.send(Credit(capacity=0))
+        deadline = self._clock() + self._config.hub.dead_after_s
+        while self._is_welcome and len(self._outbox) and self._clock() < deadline and not self._is_over:
+            self._send_outbox()
+            self._read(BUSY_WAIT_S)
+        self._is_over = self._is_over or f"{self._stop.reason}: handed back its leases"

@@ -1,0 +1,241 @@
+"""The actor's engine on transformers' continuous batching: slower than vLLM, and nothing more to install."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedModel,
+)
+from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
+from transformers.generation.continuous_batching.requests import GenerationOutput
+
+from actor.engine import Completion
+from common.weights import tensor_dtype
+from protocols.messages import EngineInfo, Sampling, Segment
+
+GREEDY_TEMPERATURE = 1e-6
+"""Stands for temperature 0: one engine samples all its completions, or none."""
+
+_OWN_OPTIONS = {
+    "return_logprobs": "behavior log-probs are what the learner trains on",
+    "per_request_processors": "every lease has its temperature",
+    "use_async_batching": "tokens of a step in flight would be counted under the wrong policy version",
+    "allow_block_sharing": "new prompts would be continued from keys of older weights",
+    "seed": "every actor has its own",
+}
+"""Options that may not be set, and why."""
+
+
+class TransformersEngine:
+    """See `actor.engine.Engine`. The manager's own thread is never started: `step` does what its loop does."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str,
+        max_model_len: int,
+        model_hash: str,
+        seed: int,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Load the model; its weights count as version -1. `options` are of `ContinuousBatchingConfig`.
+
+        The process's random state is seeded with `seed`: two actors must not have the same.
+        """
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        config = _batching_config(device, max_model_len=max_model_len, seed=seed, options=options)
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=tensor_dtype(dtype), attn_implementation="sdpa")
+        self._model: PreTrainedModel = model.eval()
+        nn.Module.to(self._model, device)
+        self._eos_token_ids = _eos_token_ids(self._model, model_path)
+        manager: ContinuousBatchingManager = self._model.init_continuous_batching(_generation_config(), config)
+        manager.warmup()
+        assert manager.batch_processor is not None
+        self._batches = manager.batch_processor
+        self._outputs = manager.output_router.output_queue
+        self._max_model_len = max_model_len
+        self._info = EngineInfo(
+            name="transformers",
+            version=transformers.__version__,
+            dtype=dtype,
+            device=device.type,
+            max_model_len=max_model_len,
+            model_hash=model_hash,
+        )
+        self._policy_version = -1
+        self._segments: dict[str, list[Segment]] = {}
+        """Of every unfinished completion, by request id."""
+        self._num_ended_tokens = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._segments)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return self._num_ended_tokens + sum(_num_tokens(state) for state in self._states())
+
+    def submit(self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+        num_prompt_tokens = len(prompt_token_ids)
+        if not 0 < num_prompt_tokens < self._max_model_len:
+            raise ValueError(f"a prompt of {num_prompt_tokens} tokens, but at most {self._max_model_len - 1} are possible")
+        self._segments[request_id] = [Segment(self._policy_version, 0)]
+        self._batches.scheduler.add_waiting_request(
+            RequestState(
+                request_id,
+                list(prompt_token_ids),
+                max_new_tokens=min(sampling.max_new_tokens, self._max_model_len - num_prompt_tokens),
+                eos_token_id=self._eos_token_ids,
+                logit_processor_kwargs={"temperature": float(sampling.temperature or GREEDY_TEMPERATURE)},
+                # What `_num_tokens` counts from, also after the generated tokens have become part of the prompt.
+                _true_initial_tokens=num_prompt_tokens,
+            )
+        )
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        batches = self._batches
+        if not batches.prepare_next_batch():
+            return []
+        batch = batches.inputs_and_outputs.get_model_kwargs(use_padding=batches.model_runner.pad_inputs)
+        batches.model_runner.compute_batch(self._model, dict(batch))
+        batches.inputs_and_outputs.retrieve_device_outputs()
+        batches.update_batch()
+        finished = []
+        while not self._outputs.empty():
+            finished.append(self._completion(self._outputs.get()))
+        return finished
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._segments.pop(request_id, None)
+            self._batches.scheduler.set_request_cancellation(request_id)
+        for state in self._batches.scheduler.clear_cancelled_requests():
+            self._num_ended_tokens += _num_tokens(state)
+            self._batches.offloading_manager.free_request_cpu_cache(state)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv: bool) -> None:
+        self._copy_weights(dict(weights))
+        self._policy_version = policy_version
+        for state in self._states():
+            _begin_segment(self._segments[state.request_id], Segment(policy_version, _num_tokens(state)))
+        if recompute_kv:
+            self._restart_active()
+
+    @torch.inference_mode()
+    def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        ids = torch.tensor([list(token_ids)], device=self._model.device)
+        logprobs = self._model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        return logprobs.gather(-1, ids[0, 1:, None])[:, 0].cpu().numpy()
+
+    def close(self) -> None:
+        self._batches.reset()
+        self._segments.clear()
+
+    def _states(self) -> Iterator[RequestState]:
+        """The batching state of every unfinished completion."""
+        yield from self._batches.scheduler.active_requests.values()
+        yield from self._batches.scheduler.waiting_requests.values()
+
+    def _completion(self, output: GenerationOutput) -> Completion:
+        if output.error is not None:
+            raise RuntimeError(f"transformers failed on request {output.request_id}: {output.error}")
+        self._num_ended_tokens += len(output.generated_tokens)
+        return Completion(
+            request_id=output.request_id,
+            token_ids=np.array(output.generated_tokens, np.int32),
+            behavior_logprobs=np.array(output.logprobs, np.float32),
+            finish_reason="stop" if output.generated_tokens[-1] in self._eos_token_ids else "length",
+            segments=tuple(self._segments.pop(output.request_id)),
+        )
+
+    @torch.no_grad()
+    def _copy_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        parameters = dict(self._model.named_parameters())
+        if parameters.keys() != weights.keys():
+            difference = sorted(parameters.keys() ^ weights.keys())
+            raise ValueError(f"not the parameters of this model; {len(difference)} differ, first {difference[0]}")
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+
+    def _restart_active(self) -> None:
+        """Let every completion that has begun go on from a new prefill of its prompt and tokens.
+
+        They go before what waits: they are the older ones.
+        """
+        scheduler = self._batches.scheduler
+        for state in reversed(list(scheduler.active_requests.values())):
+            scheduler.finish_request(state.request_id)
+            scheduler.waiting_requests[state.request_id] = state.create_equivalent_initial_request()
+            scheduler.waiting_requests_order.appendleft(state.request_id)
+
+
+def _num_tokens(state: RequestState) -> int:
+    """Tokens sampled so far."""
+    return len(state.initial_tokens) + len(state.generated_tokens) - state._true_initial_tokens
+
+
+def _begin_segment(segments: list[Segment], segment: Segment) -> None:
+    """Append `segment`, in place of the last one if no token was sampled in that."""
+    if segments[-1].first_token == segment.first_token:
+        segments.pop()
+    segments.append(segment)
+
+
+def _eos_token_ids(model: PreTrainedModel, model_path: str) -> list[int]:
+    """What ends a completion: the ids in the model's generation config and the tokenizer's, as in vLLM."""
+    assert model.generation_config is not None
+    configured = model.generation_config.eos_token_id
+    ids = set(configured) if isinstance(configured, list) else {configured}
+    ids.add(AutoTokenizer.from_pretrained(model_path).eos_token_id)
+    return sorted(ids - {None})
+
+
+def _generation_config() -> GenerationConfig:
+    # Any temperature but 1 makes the processor that applies each request's own; top_k and top_p are off.
+    return GenerationConfig(do_sample=True, temperature=0.5, top_k=0, top_p=1.0, eos_token_id=-1)
+
+
+def _batching_config(
+    device: torch.device, *, max_model_len: int, seed: int, options: Mapping[str, Any]
+) -> ContinuousBatchingConfig:
+    for name in options:
+        if name in _OWN_OPTIONS:
+            raise ValueError(f"actor.engine_options may not set {name!r}: {_OWN_OPTIONS[name]}")
+    unknown = set(options) - {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    if unknown:
+        raise ValueError(
+            f"actor.engine_options: transformers {transformers.__version__} has no batching option {sorted(unknown)}"
+        )
+    arguments: dict[str, Any] = {"auto_switch_to_flash": False}
+    if device.type == "cpu":
+        # Left to itself it takes nine tenths of the machine's memory.
+        arguments |= {"page_size": 64, "num_blocks": max(512, max_model_len // 16), "max_batch_tokens": 512}
+    arguments |= options
+    return ContinuousBatchingConfig(
+        **arguments,
+        return_logprobs=True,
+        per_request_processors=True,
+        use_async_batching=False,
+        allow_block_sharing=False,
+        seed=seed,
+    )

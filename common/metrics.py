@@ -1,0 +1,247 @@
+"""A run's numbers: rows appended to `metrics.jsonl`, their scalars copied to TensorBoard and Weights & Biases."""
+
+import errno
+import io
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+ROWS_FILE = "metrics.jsonl"
+"""Name of the rows file in a run's folder."""
+
+SCALAR_KINDS = ("step", "eval")
+"""Kinds of row whose numbers also go to TensorBoard and W&B, over `policy_version`."""
+
+# A used-up quota is the full disk of a shared cluster.
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class MetricsWriter:
+    """Appends rows to `folder/metrics.jsonl`; any thread may write.
+
+    Each row reaches the file in one system call, so a killed process leaves at most one torn line. A full disk does not
+    stop training: the rows it costs are counted, and an event row tells how many once there is space again. Every
+    other `OSError` propagates.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tensorboard: bool = False,
+        wandb_project: str = "",
+        run_name: str = "",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Open (and create) the files; what an earlier process wrote to them stays.
+
+        Args:
+            folder: The run's folder.
+            tensorboard: Also write TensorBoard events to `folder/tensorboard`.
+            wandb_project: Also log to this Weights & Biases project; empty: do not.
+            run_name: How W&B shows the run; empty: the folder's name.
+            clock: Seconds since the epoch, for rows that bring no `time`.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        # First what the user can get wrong, so that a refused run leaves no files.
+        self._wandb = _start_wandb(folder, wandb_project, run_name or folder.name) if wandb_project else None
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._rows = _AppendFile(folder / ROWS_FILE)
+        self._rows.end_torn_line()
+        self._events = _TensorBoardEvents(folder / "tensorboard", clock()) if tensorboard else None
+        self._num_lost_in_a_row = 0
+        self.num_lost_rows = 0
+        """Rows that a full disk has cost this process."""
+
+    def write(self, kind: str, **fields: object) -> dict[str, object]:
+        """Append a row of this kind and return it as written; fields whose names hold a `/` go through `write_row`."""
+        return self.write_row({"kind": kind, **fields})
+
+    def write_row(self, row: Mapping[str, object]) -> dict[str, object]:
+        """Append a row, which must have a `kind`; it gets the current `time` if it has none. Returns it as written.
+
+        Non-finite floats become null. `TypeError` for values that JSON cannot hold, numpy scalars included.
+        """
+        kind = row["kind"]
+        with self._lock:
+            row = {"kind": kind, "time": self._clock(), **row}
+            self._append_row(row)
+            if kind in SCALAR_KINDS:
+                self._copy_scalars(row)
+        return row
+
+    def close(self) -> None:
+        """Close the files and end the W&B run; a second call does nothing."""
+        with self._lock:
+            self._rows.close()
+            if self._events is not None:
+                self._events.close()
+            if self._wandb is not None:
+                self._wandb.finish()
+                self._wandb = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _append_row(self, row: Mapping[str, object]) -> None:
+        lines = msgspec.json.encode(row) + b"\n"
+        loss = ""
+        if self._num_lost_in_a_row:
+            loss = f"{self._num_lost_in_a_row} metrics rows were lost while the disk was full"
+            event = {"kind": "event", "time": self._clock(), "event": "metrics_rows_lost", "detail": loss}
+            # Both or neither: the short event fits long before a row does, and each try would tell of a recovery.
+            lines = msgspec.json.encode(event) + b"\n" + lines
+        try:
+            self._rows.append(lines)
+        except OSError as error:
+            if error.errno not in _DISK_FULL:
+                raise
+            self.num_lost_rows += 1
+            self._num_lost_in_a_row += 1
+            if self._num_lost_in_a_row == 1:
+                logger.warning("metrics rows are being lost, training goes on: %s", error)
+            return
+        if loss:
+            self._num_lost_in_a_row = 0
+            logger.warning("metrics are written again; %s", loss)
+
+    def _copy_scalars(self, row: Mapping[str, Any]) -> None:
+        scalars = _scalars_of(row)
+        if self._events is not None:
+            self._events.append(int(row["policy_version"]), float(row["time"]), scalars)
+        if self._wandb is not None:
+            # Without `step=`: W&B drops what arrives behind its newest step, and an evaluation always does.
+            self._wandb.log({"policy_version": row["policy_version"], **scalars})
+
+
+def read_rows(path: Path, broken_lines: list[int] | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a metrics file in order; a line that is no JSON object is skipped.
+
+    A running or killed writer may leave the last line torn. The numbers (from 1) of all skipped lines are appended
+    to `broken_lines`.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            row = _decode_row(line)
+            if row is not None:
+                yield row
+            elif line.strip() and broken_lines is not None:
+                broken_lines.append(number)
+
+
+def _decode_row(line: bytes) -> dict[str, Any] | None:
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    # UnicodeDecodeError: a string that was torn inside a character.
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _scalars_of(row: Mapping[str, object]) -> dict[str, float]:
+    """The row's numbers by the name they are charted under: a step's as they are, an evaluation's below `eval/`."""
+    prefix = "" if row["kind"] == "step" else f"{row['kind']}/"
+    numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+    return {f"{prefix}{name}": number for name, number in numbers.items() if name not in ("time", "policy_version")}
+
+
+class _AppendFile:
+    """A file that grows by whole appends, or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def append(self, data: bytes) -> None:
+        """Write all of `data`; if the disk takes only a part of it, take that part back and raise `ENOSPC`."""
+        if self._fd < 0:
+            raise ValueError(f"{self._path} is closed")
+        num_written = os.write(self._fd, data)
+        if num_written < len(data):
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - num_written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+
+    def end_torn_line(self) -> None:
+        """Start a new line if a killed process left the last one unfinished."""
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            self.append(b"\n")
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class _TensorBoardEvents:
+    """A TensorBoard events file.
+
+    `torch.utils.tensorboard` writes from a thread of its own, which a full disk ends for good; this writes at once.
+    """
+
+    def __init__(self, folder: Path, now: float) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._num_lost = 0
+        self._file = _AppendFile(folder / f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}")
+        # Imported here: it takes 0.5 s, and many runs do without it.
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+
+        self._event_type, self._summary_type = Event, Summary
+        self._append_event(self._event_type(wall_time=now, file_version="brain.Event:2"))
+
+    def append(self, step: int, wall_time: float, scalars: Mapping[str, float]) -> None:
+        """Add the scalars of one step."""
+        values = [self._summary_type.Value(tag=tag, simple_value=number) for tag, number in scalars.items()]
+        self._append_event(self._event_type(wall_time=wall_time, step=step, summary=self._summary_type(value=values)))
+
+    def _append_event(self, event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        try:
+            self._file.append(record.getvalue())
+            self._num_lost = 0
+        except OSError as error:
+            if error.errno not in _DISK_FULL:
+                raise
+            self._num_lost += 1
+            if self._num_lost == 1:
+                logger.warning("TensorBoard events are being lost, training goes on: %s", error)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _start_wandb(folder: Path, project: str, run_name: str) -> Any:
+    """A W&B run, the same one again when the run resumes."""
+    try:
+        import wandb  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f'metrics.wandb_project = "{project}", but wandb is not installed: '
+            'pip install "offbeat[wandb]", or leave the setting empty'
+        ) from error
+    id_file = folder / "wandb_run_id.txt"
+    if not id_file.exists():
+        id_file.write_text(uuid.uuid4().hex[:16])
+    run = wandb.init(project=project, name=run_name, dir=folder, id=id_file.read_text().strip(), resume="allow")
+    run.define_metric("*", step_metric="policy_version")
+    return run

@@ -1,0 +1,143 @@
+"""The command line. Commands import what they need when they run: `offbeat check` takes no torch and no vLLM."""
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from common.settings import SettingError, check, explain, load, resolved_toml
+
+from common.config import Config
+from common.logs import configure_logs
+from common.shutdown import StopRequest, die_with_parent
+from protocols.channels import ChannelError
+
+logger = logging.getLogger(__name__)
+
+QUICKSTART = Path(__file__).parent / "configs" / "quickstart.toml"
+PARENT_VARIABLE = "OFFBEAT_PARENT"
+"""Set by the launcher for its children: they die with the process of this id."""
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[CONFIG] [SECTION.KEY=VALUE]...", help="A TOML file, and settings that replace its own."),
+]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Asynchronous, off-policy reinforcement learning for language models.",
+    epilog="Every setting: offbeat check --explain",
+)
+
+
+@app.command()
+def train(arguments: Arguments = None) -> None:
+    """Run learner and actors on this machine, and write the report. Without arguments: the quick start."""
+    configure_logs("train")
+    from deploy.launcher import Launcher
+
+    config = _read(arguments, default=QUICKSTART)
+    raise typer.Exit(Launcher(config, StopRequest().install()).run())
+
+
+@app.command()
+def learner(arguments: Arguments = None) -> None:
+    """Run the learner alone; actors find it at `hub.address`, in any starting order."""
+    configure_logs("learner")
+    config = _read(arguments)
+    stop = StopRequest().install()
+    from learner.service import run_learner
+
+    run_learner(config, stop)
+
+
+@app.command()
+def actor(arguments: Arguments = None) -> None:
+    """Run one actor; it may be started and stopped at any time while the learner runs."""
+    config = _read(arguments)
+    configure_logs(config.actor.name or "actor")
+    stop = StopRequest().install()
+    from actor.service import run_actor
+
+    run_actor(config, stop)
+
+
+@app.command(name="check")
+def check_config(
+    arguments: Arguments = None,
+    show_explanation: Annotated[bool, typer.Option("--explain", help="Describe every setting instead.")] = False,
+) -> None:
+    """Validate a config without starting anything, and print it resolved."""
+    if show_explanation:
+        typer.echo(explain())
+        return
+    typer.echo(resolved_toml(_read(arguments, default=QUICKSTART)))
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]) -> None:
+    """Write RUN/report.html: one self-contained page about the run."""
+    from deploy.report import write_report
+
+    typer.echo(write_report(run))
+
+
+def main() -> None:
+    """Entry point: what the user can mend is one line on stderr and exit status 2, without a traceback."""
+    # Local modules (rewards named by import path) are found as `python -m` would find them.
+    sys.path.insert(0, "")
+    parent = os.environ.get(PARENT_VARIABLE)
+    if parent is not None:
+        die_with_parent(int(parent))
+    from common.environment import prepare_environment
+
+    prepare_environment()
+    try:
+        app()
+    except (SettingError, ChannelError) as error:
+        _fail(error, 2)
+    except RuntimeError as error:
+        if not _is_explained(error):
+            raise
+        _fail(error, 1)
+
+
+def _is_explained(error: RuntimeError) -> bool:
+    """Whether the error's text is written for the user (without importing the services to know their classes)."""
+    return type(error).__name__ in ("RunFailedError", "RefusedError", "LaunchError", "ReportError")
+
+
+def _fail(error: Exception, status: int) -> None:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(status)
+
+
+def _read(arguments: list[str] | None, default: Path | None = None) -> Config:
+    """The config of a command line, checked, with its placeholders filled in."""
+    arguments = list(arguments or [])
+    is_path_given = arguments and "=" not in arguments[0]
+    path = Path(arguments.pop(0)) if is_path_given else default
+    if path is None:
+        raise SettingError("CONFIG", "", "no config file is given", "Name a TOML file, for example: offbeat learner run.toml")
+    config = load(path, arguments)
+    from deploy.quickstart import expand
+
+    config = expand(_fill_in_time(config))
+    check(config)
+    return config
+
+
+def _fill_in_time(config: Config) -> Config:
+    from msgspec.structs import replace
+
+    folder = config.run.dir.replace("{time}", time.strftime("%Y%m%d-%H%M%S"))
+    return replace(config, run=replace(config.run, dir=folder))
+
+
+if __name__ == "__main__":
+    main()

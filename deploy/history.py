@@ -1,0 +1,252 @@
+"""A run's metrics rows folded into what its report shows: series, counts, and what became of every group."""
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+Row = Mapping[str, Any]
+
+
+class Interval(NamedTuple):
+    """Tokens that were produced between two times (seconds since the epoch)."""
+
+    start: float
+    end: float
+    num_tokens: float
+
+
+class GroupFate(NamedTuple):
+    """What became of one generated group."""
+
+    outcome: str
+    """`trained` or `dropped`."""
+    reason: str
+    """Why it was dropped; empty for a trained group."""
+    lengths: "array[int]"
+    """Tokens of each completion."""
+
+
+class Ledger(NamedTuple):
+    """Leases by how they ended."""
+
+    leased: int
+    trained: int
+    dropped: dict[str, int]
+    """By reason."""
+    expired: int
+    in_flight: int
+
+    @property
+    def num_accounted(self) -> int:
+        """The right side of `leased = trained + dropped + expired + in flight`."""
+        return self.trained + sum(self.dropped.values()) + self.expired + self.in_flight
+
+
+@dataclass
+class ActorHistory:
+    """One actor, over all its restarts under the same name."""
+
+    name: str
+    policy_version: int = -1
+    """The newest one it reported."""
+    num_groups_sent: int = 0
+    num_generated_tokens: int = 0
+    seconds: Counter[str] = field(default_factory=Counter)
+    """Main-loop seconds by what they went to."""
+    times: "array[float]" = field(default_factory=lambda: array("d"))
+    """When it reported, seconds since the epoch."""
+    tokens: "array[float]" = field(default_factory=lambda: array("d"))
+    """`num_generated_tokens` at those times, restarts added up."""
+    _last: Row = field(default_factory=dict)
+
+    def take(self, row: Row) -> None:
+        """Add one report; its counters only grow until the actor is started again."""
+        restarted = (number(row, "num_generated_tokens") or 0) < (number(self._last, "num_generated_tokens") or 0)
+        before = {} if restarted else self._last
+        self.num_generated_tokens += _increase(before, row, "num_generated_tokens")
+        self.num_groups_sent += _increase(before, row, "num_groups_sent")
+        for work in _mapping(row, "seconds"):
+            self.seconds[work] += _increase(_mapping(before, "seconds"), _mapping(row, "seconds"), work)
+        self.policy_version = int(number(row, "policy_version") or 0)
+        self.times.append(row["time"])
+        self.tokens.append(self.num_generated_tokens)
+        self._last = row
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Mean over the time from the first report to the last; None for less than two reports."""
+        if len(self.times) < 2 or self.times[-1] <= self.times[0]:
+            return None
+        return (self.tokens[-1] - self.tokens[0]) / (self.times[-1] - self.times[0])
+
+    def intervals(self) -> Iterable[Interval]:
+        """The tokens generated between each two reports."""
+        for index in range(1, len(self.times)):
+            tokens = self.tokens[index] - self.tokens[index - 1]
+            yield Interval(self.times[index - 1], self.times[index], tokens)
+
+
+@dataclass
+class RunHistory:
+    """Everything the report shows; all times are seconds since the epoch."""
+
+    num_rows: int = 0
+    first_time: float | None = None
+    last_time: float | None = None
+    steps: list[Row] = field(default_factory=list)
+    """One row for each optimizer step; steps repeated after a resume are in it once, as last done."""
+    evaluations: dict[int, Row] = field(default_factory=dict)
+    """By policy version."""
+    publishes: list[Row] = field(default_factory=list)
+    commits: list[Row] = field(default_factory=list)
+    canaries: list[Row] = field(default_factory=list)
+    events: list[Row] = field(default_factory=list)
+    actors: dict[str, ActorHistory] = field(default_factory=dict)
+    groups: dict[int, GroupFate] = field(default_factory=dict)
+    """By lease id; a group trained on again after a resume is in it once."""
+    final: Row | None = None
+    """None while the run goes on, and for a run that was killed."""
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The learner's own books, which only a run that came to its end has written."""
+        books = _mapping(self.final, "ledger") if self.final else {}
+        if not books:
+            return None
+        counts = {name: int(number(books, name) or 0) for name in ("leased", "trained", "expired", "in_flight")}
+        return Ledger(dropped={reason: int(count) for reason, count in _mapping(books, "dropped").items()}, **counts)
+
+    @property
+    def wall_s(self) -> float:
+        """Duration of the run, so far if it has not ended."""
+        told = number(self.final, "wall_s") if self.final else None
+        if told is not None:
+            return told
+        return 0.0 if self.first_time is None or self.last_time is None else self.last_time - self.first_time
+
+    @property
+    def groups_by_lag(self) -> dict[int, int]:
+        """Trained groups by policy lag."""
+        counts: Counter[int] = Counter()
+        for row in self.steps:
+            for lag, count in _mapping(row, "lag/counts").items():
+                counts[int(lag)] += int(count)
+        return dict(sorted(counts.items()))
+
+    @property
+    def groups_by_drop_reason(self) -> dict[str, int]:
+        """Dropped groups by reason, as far as they were generated."""
+        return dict(Counter(group.reason for group in self.groups.values() if group.outcome == "dropped"))
+
+    @property
+    def num_groups_trained(self) -> int:
+        """Groups whose last outcome is `trained`."""
+        return sum(group.outcome == "trained" for group in self.groups.values())
+
+    def lengths(self, *, trained_only: bool) -> list[int]:
+        """Completion lengths of all generated groups, or of those trained on."""
+        groups = self.groups.values()
+        return [n for group in groups if group.outcome == "trained" or not trained_only for n in group.lengths]
+
+    def learner_seconds(self) -> dict[str, float]:
+        """The learner's seconds by what they went to; `other` is what no row accounts for."""
+        seconds = dict.fromkeys(("wait_rollouts", "train", "proximal", "snapshot", "publish_wait"), 0.0)
+        total = 0.0
+        for row in self.steps:
+            total += number(row, "time/step_s") or 0.0
+            for name in seconds:
+                seconds[name] += number(row, f"time/{name}_s") or 0.0
+        return seconds | {"other": max(0.0, total - sum(seconds.values()))}
+
+    def training_intervals(self) -> list[Interval]:
+        """The tokens trained on in each step."""
+        return [
+            Interval(row["time"] - (number(row, "time/step_s") or 0.0), row["time"], number(row, "tokens/trained") or 0)
+            for row in self.steps
+        ]
+
+
+def fold_rows(rows: Iterable[Row]) -> RunHistory:
+    """Read a run's rows, in the order they were written.
+
+    A row that lacks what its kind needs (another version wrote it, or it is damaged) is left out.
+    """
+    history = RunHistory()
+    for row in rows:
+        if number(row, "time") is None:
+            continue
+        history.num_rows += 1
+        history.first_time = row["time"] if history.first_time is None else history.first_time
+        history.last_time = row["time"]
+        _take(history, row)
+    return history
+
+
+def number(row: Row, name: str) -> float | None:
+    """The finite number of this name, or None."""
+    value = row.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value
+
+
+def rate_over_time(intervals: Iterable[Interval], edges: list[float]) -> list[float]:
+    """Tokens per second in each bin `[edges[i], edges[i + 1])` of equal width; an interval's tokens spread evenly over it."""
+    width = edges[1] - edges[0]
+    tokens = [0.0] * (len(edges) - 1)
+    for interval in intervals:
+        duration = interval.end - interval.start
+        if duration <= 0:
+            continue
+        first = max(0, int((interval.start - edges[0]) / width))
+        last = min(len(tokens) - 1, int((interval.end - edges[0]) / width))
+        for index in range(first, last + 1):
+            overlap = min(interval.end, edges[index + 1]) - max(interval.start, edges[index])
+            tokens[index] += interval.num_tokens * max(0.0, overlap) / duration
+    return [count / width for count in tokens]
+
+
+def _take(history: RunHistory, row: Row) -> None:
+    has_version = number(row, "policy_version") is not None
+    match row.get("kind"):
+        case "step" if has_version:
+            # A run resumed from a checkpoint does the steps after it again.
+            while history.steps and history.steps[-1]["policy_version"] >= row["policy_version"]:
+                history.steps.pop()
+            history.steps.append(row)
+            history.final = None
+        case "eval" if has_version:
+            history.evaluations[row["policy_version"]] = row
+        case "group" if isinstance(row.get("lease_id"), int):
+            history.groups[row["lease_id"]] = _fate(row)
+        case "actor" if row.get("actor"):
+            name = str(row["actor"])
+            history.actors.setdefault(name, ActorHistory(name)).take(row)
+        case "weights" if has_version:
+            history.publishes.append(row)
+        case "commit" if has_version and row.get("actor"):
+            history.commits.append(row)
+        case "canary" if has_version and row.get("actor"):
+            history.canaries.append(row)
+        case "event":
+            history.events.append(row)
+        case "final":
+            history.final = row
+
+
+def _fate(row: Row) -> GroupFate:
+    lengths = row.get("lengths")
+    whole = [length for length in lengths if isinstance(length, int)] if isinstance(lengths, list) else []
+    return GroupFate(str(row.get("outcome")), str(row.get("reason") or ""), array("i", whole))
+
+
+def _increase(before: Row, after: Row, name: str) -> Any:
+    return max(0, (number(after, name) or 0) - (number(before, name) or 0))
+
+
+def _mapping(row: Row, name: str) -> Row:
+    value = row.get(name)
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,381 @@
+"""The learner: groups in, optimizer steps, weights out. The training loop, and the wiring of what stands around it.
+
+Hub <-> HubThread <-> Dispatcher -> batch -> RankedTrainer -> snapshot -> WeightPublisher -> actors
+"""
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+from common.settings import SettingError, resolved_toml
+from transformers import AutoConfig, AutoTokenizer
+
+from common.config import Config
+from common.metrics import ROWS_FILE, MetricsWriter
+from common.models import model_hash, resolve_model
+from common.shutdown import StopRequest
+from learner import checkpoints
+from learner.dispatcher import Contract, Dispatcher, DispatcherState, RunFailedError
+from learner.groups import Group
+from learner.hub_thread import HubThread
+from learner.ledger import Ledger
+from learner.progress import Progress
+from learner.prompts import Prompt, PromptStream, load_prompts
+from learner.ranks import RankedTrainer
+from learner.staleness import StalenessGate
+from learner.trainer import Trainer
+from learner.weight_publisher import WeightPublisher
+from protocols.channels import Hub, host_of
+
+logger = logging.getLogger(__name__)
+
+Outcome = Literal["finished", "stopped"]
+
+CHECKPOINTS = "checkpoints"
+MODEL = "model"
+WAIT_S = 1.0
+"""How long the training loop waits for a batch before it looks at signals and deadlines."""
+SAY_WAITING_INTERVAL_S = 30.0
+CANARY_TOKENS = 64
+CANARY_VERSIONS = 64
+"""How many versions' canary log-probs are kept for actors that answer late."""
+CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+"""Largest believable difference per token between engine and learner under the same weights, in nats."""
+
+
+class ServiceState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a checkpoint keeps beside model and optimizer."""
+
+    run_id: str
+    dispatcher: DispatcherState
+
+
+def run_learner(config: Config, stop: StopRequest) -> Outcome:
+    """Train until `train.num_steps` or a signal; every rank of the learner calls this."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        RankedTrainer(Trainer(config)).follow()
+        return "finished"
+    with ExitStack() as stack:
+        folder = prepare_folder(config)
+        metrics = MetricsWriter(folder, tensorboard=config.metrics.tensorboard, wandb_project=config.metrics.wandb_project)
+        stack.enter_context(metrics)
+        # Bound before the model is loaded: a port in use is reported at once.
+        hub = stack.enter_context(Hub(config.hub.bind or config.hub.address, max_message_bytes=config.hub.max_message_mb << 20))
+        return Learner(config, folder, metrics, hub, stop).run()
+
+
+def prepare_folder(config: Config) -> Path:
+    """Make the run's folder and write the resolved config there; refuses to mix two runs in one folder."""
+    folder = Path(config.run.dir)
+    if (folder / ROWS_FILE).exists() and not config.run.resume:
+        raise SettingError(
+            "run.dir",
+            config.run.dir,
+            "the folder holds a run already",
+            "Set run.resume=true to continue it, or another run.dir.",
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(resolved_toml(config))
+    return folder
+
+
+class Learner:
+    """Rank 0: see the module's docstring."""
+
+    def __init__(self, config: Config, folder: Path, metrics: MetricsWriter, hub: Hub, stop: StopRequest) -> None:
+        self._config = config
+        self._folder = folder
+        self._metrics = metrics
+        self._stop = stop
+        self._started = time.monotonic()
+        self._progress = Progress(config.train.num_steps)
+        self._canaries: dict[int, np.ndarray] = {}
+
+        model = resolve_model(config.model.path)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        task = config.task
+        prompts = self._load_prompts(task.train_data, task.train_split, "task.train_data", tokenizer)
+        eval_prompts = (
+            self._load_prompts(task.eval_data, task.eval_split, "task.eval_data", tokenizer) if task.eval_data else []
+        )
+        self._trainer = RankedTrainer(Trainer(config))
+        state = self._resume() if config.run.resume else None
+        self._run_id = state.run_id if state else uuid.uuid4().hex[:12]
+        self._canary_token_ids = _canary(prompts)
+        layout = self._trainer.layout()
+        self._dispatcher = Dispatcher(
+            contract=Contract(
+                run_id=self._run_id,
+                learner_incarnation=time.time_ns(),
+                layout=layout,
+                canary_token_ids=self._canary_token_ids,
+                dtype=config.model.dtype,
+                model_hash=model_hash(model),
+                max_length=task.max_prompt_tokens + config.rollout.max_new_tokens,
+                vocabulary_size=AutoConfig.from_pretrained(model).get_text_config().vocab_size,
+            ),
+            rollout=config.rollout,
+            evaluation=config.evaluation,
+            hub=config.hub,
+            prompts=prompts,
+            eval_prompts=eval_prompts,
+            stream=_stream(state, len(prompts), config.run.seed),
+            ledger=_ledger(state),
+            gate=StalenessGate(
+                max_staleness=config.staleness.max_staleness,
+                hard_max_staleness=config.staleness.hard_max_staleness,
+                groups_per_step=config.train.groups_per_step,
+                steps_per_batch=config.train.steps_per_batch,
+                num_steps=config.train.num_steps,
+            ),
+            drop_zero_variance=config.loss.zero_variance == "drop",
+            max_failed_leases=config.train.max_failed_leases,
+            policy_version=self._trainer.policy_version,
+            record=self._record,
+            on_join=lambda peer: self._publisher.joined(peer),
+            on_weights=lambda actor, message: self._publisher.handle(actor, message),
+            on_canary=self._compare_canary,
+        )
+        self._hub = hub
+        self._hub_thread = HubThread(hub, self._dispatcher)
+        self._publisher = WeightPublisher(
+            layout=layout,
+            members=self._dispatcher.members,
+            post=self._post,
+            record=self._record,
+            host=host_of(config.hub.address),
+            listen_on=host_of(config.hub.bind or config.hub.address),
+            port=config.weights.port,
+            backend=_backend(config, self._trainer.device),
+            timeout_s=config.weights.timeout_s,
+            bucket_bytes=config.weights.bucket_mb << 20,
+            on_failure=self._dispatcher.fail,
+        )
+
+    def run(self) -> Outcome:
+        """The whole run; raises what ended it early, after writing the final row."""
+        with self._progress:
+            try:
+                outcome = self._run()
+            except BaseException as error:
+                detail = str(error) if isinstance(error, RunFailedError) else f"{type(error).__name__}: {error}"
+                self._end("failed", detail)
+                raise
+            self._end(outcome, self._stop.reason)
+            return outcome
+
+    def _run(self) -> Outcome:
+        logger.info("run %s in %s; hub at %s", self._run_id, self._folder, self._hub.address)
+        self._hub_thread.start()
+        self._publisher.start()
+        # Before any wait for data: actors that are there already need these weights to produce it.
+        self._publish()
+        num_steps = self._config.train.num_steps
+        while self._trainer.policy_version < num_steps:
+            started = time.monotonic()
+            groups = self._wait_batch()
+            if groups is None:
+                self._save_checkpoint()
+                return "stopped"
+            self._train(groups, started)
+        self._finish_evaluations()
+        self._trainer.save_model(self._folder / MODEL)
+        logger.info("the trained model is in %s", self._folder / MODEL)
+        return "finished"
+
+    def _end(self, outcome: str, detail: str) -> None:
+        """Tell everyone; whatever state the run is in."""
+        self._dispatcher.stop(f"{outcome} {detail}".strip())
+        self._hub_thread.close()
+        self._publisher.close()
+        counts = self._dispatcher.counts()
+        self._record(
+            "final",
+            policy_version=self._trainer.policy_version,
+            wall_s=time.monotonic() - self._started,
+            ledger=msgspec.structs.asdict(counts),
+            outcome=outcome,
+            detail=detail,
+        )
+        assert counts.adds_up, f"the ledger does not add up: {counts}"
+        self._trainer.close()
+
+    # The loop's parts
+
+    def _wait_batch(self) -> list[Group] | None:
+        """The next batch; None when a signal asks to stop.
+
+        Waits for: the dispatcher, `WAIT_S` at a time. Raises `RunFailedError` when no actor comes in time.
+        """
+        began = said = time.monotonic()
+        alone_since: float | None = None
+        while not self._stop:
+            groups = self._dispatcher.take_batch(WAIT_S)
+            if groups is not None:
+                return groups
+            self._trainer.idle()
+            now = time.monotonic()
+            alone_since = None if self._dispatcher.members() else alone_since or now
+            self._check_alone(now - (alone_since or now))
+            if now - said > SAY_WAITING_INTERVAL_S:
+                said = now
+                logger.info("waiting for rollouts, %.0f s so far: %s", now - began, self._dispatcher.waiting_for())
+        return None
+
+    def _check_alone(self, alone_s: float) -> None:
+        limit_s = self._config.train.no_actor_timeout_s
+        if limit_s and alone_s > limit_s:
+            raise RunFailedError(
+                f"no actor for {alone_s:.0f} s (train.no_actor_timeout_s = {limit_s:g}): start one with `offbeat actor` "
+                f"and hub.address = {self._config.hub.address}"
+            )
+
+    def _train(self, groups: Sequence[Group], started: float) -> None:
+        waited_s = time.monotonic() - started
+        first_version = self._trainer.policy_version
+        steps = self._trainer.train_batch(list(groups))
+        policy_version = self._trainer.policy_version
+        self._dispatcher.finish_batch(groups, policy_version)
+        self._hub.wake()
+        publish_wait_s = snapshot_s = 0.0
+        is_last = policy_version >= self._config.train.num_steps
+        if is_last or policy_version // self._config.weights.interval > first_version // self._config.weights.interval:
+            publish_wait_s, snapshot_s = self._publish(last=is_last)
+        interval = self._config.train.checkpoint_interval
+        if interval and policy_version // interval > first_version // interval:
+            self._save_checkpoint()
+        self._record_steps(
+            steps,
+            first_version,
+            {
+                "time/step_s": (time.monotonic() - started) / len(steps),
+                "time/wait_rollouts_s": waited_s / len(steps),
+                "time/publish_wait_s": publish_wait_s / len(steps),
+                "time/snapshot_s": snapshot_s / len(steps),
+            },
+        )
+
+    def _record_steps(self, steps: list[dict[str, Any]], first_version: int, shares: dict[str, float]) -> None:
+        ready, in_flight = self._dispatcher.buffer_sizes()
+        for index, step in enumerate(steps):
+            over_bound = sum(
+                count for lag, count in step["lag/counts"].items() if int(lag) > self._config.staleness.max_staleness
+            )
+            row = {
+                **step,
+                **shares,
+                "staleness/over_bound": over_bound,
+                "buffer/ready": ready,
+                "buffer/in_flight": in_flight,
+            }
+            self._show({"kind": "step", "policy_version": first_version + index + 1, **row})
+        if first_version == 0:
+            logger.info("first sequence ratio of the run: mean |s - 1| = %.2e", steps[0]["ratio/first"])
+
+    def _publish(self, *, last: bool = False) -> tuple[float, float]:
+        """Snapshot the weights for the publisher; seconds waited for its buffer, seconds to fill it."""
+        version = self._trainer.policy_version
+        started = time.monotonic()
+        with self._publisher.writing() as buffer:
+            waited = time.monotonic()
+            self._trainer.snapshot(buffer)
+            self._canaries[version] = self._trainer.score(self._canary_token_ids.tolist())
+            self._canaries.pop(version - CANARY_VERSIONS, None)
+            self._publisher.publish(version)
+            self._dispatcher.publish(version, last=last)
+        self._hub.wake()
+        return waited - started, time.monotonic() - waited
+
+    def _finish_evaluations(self) -> None:
+        if not self._dispatcher.wait_evaluations(self._config.rollout.lease_timeout_s):
+            logger.warning("the last evaluation was not finished in time: %s", self._dispatcher.waiting_for())
+
+    def _save_checkpoint(self) -> None:
+        if not self._config.train.checkpoint_interval:
+            return
+        root = self._folder / CHECKPOINTS
+        state = ServiceState(self._run_id, self._dispatcher.state())
+        folder = checkpoints.checkpoint_folder(root, self._trainer.policy_version)
+        self._trainer.save_checkpoint(folder, msgspec.msgpack.encode(state))
+        checkpoints.prune(root, keep=self._config.train.keep_checkpoints)
+        logger.info("checkpoint %s", folder)
+
+    def _resume(self) -> ServiceState:
+        newest = checkpoints.newest(self._folder / CHECKPOINTS)
+        if newest is None:
+            raise SettingError(
+                "run.resume",
+                True,
+                f"there is no checkpoint in {self._folder / CHECKPOINTS}",
+                "Start anew in another run.dir, and set train.checkpoint_interval to have checkpoints.",
+            )
+        extra = self._trainer.load_checkpoint(newest)
+        logger.info("resumed from %s", newest)
+        return msgspec.msgpack.decode(extra, type=ServiceState)
+
+    # What other threads call
+
+    def _post(self, peer: bytes, message: Any) -> None:
+        self._dispatcher.post(peer, message)
+        self._hub.wake()
+
+    def _compare_canary(self, actor: str, policy_version: int, logprobs: np.ndarray) -> None:
+        """Weights announced are weights applied: the engine must score the canary as the learner does."""
+        expected = self._canaries.get(policy_version)
+        if expected is None or expected.shape != logprobs.shape:
+            return
+        max_abs_diff = float(np.abs(expected - logprobs).max())
+        self._record("canary", actor=actor, policy_version=policy_version, max_abs_diff=max_abs_diff)
+        # Not `>`: a NaN must not pass.
+        if not max_abs_diff <= CANARY_TOLERANCE[self._config.model.dtype]:
+            detail = f"{actor}'s log-probs of the canary differ by {max_abs_diff:.2g} at version {policy_version}"
+            logger.warning(detail)
+            self._record("event", event="canary_mismatch", actor=actor, detail=detail)
+
+    def _record(self, kind: str, **row: Any) -> None:
+        self._show({"kind": kind, **row})
+
+    def _show(self, row: dict[str, Any]) -> None:
+        self._progress.show(self._metrics.write_row(row))
+
+    def _load_prompts(self, source: str, split: str, setting: str, tokenizer: Any) -> list[Prompt]:
+        loaded = load_prompts(source, split, self._config.task, tokenizer, setting=setting)
+        if loaded.num_dropped:
+            logger.info("%s: %d prompts left out as too long", setting, loaded.num_dropped)
+        return loaded.prompts
+
+
+def _stream(state: ServiceState | None, num_prompts: int, seed: int) -> PromptStream:
+    """The order of prompts; a resumed run first leases again what was open when the checkpoint was written."""
+    if state is None:
+        return PromptStream(num_prompts, seed)
+    stream = PromptStream.from_state(state.dispatcher.stream, num_prompts)
+    for prompt_id in state.dispatcher.open_prompts:
+        stream.give_back(prompt_id)
+    return stream
+
+
+def _ledger(state: ServiceState | None) -> Ledger:
+    # An actor may still answer leases of the process before: ids that grow with time keep them apart.
+    first_lease_id = int(time.time() * 1000) << 20
+    return Ledger(first_lease_id=first_lease_id, counts=state.dispatcher.counts if state else None)
+
+
+def _backend(config: Config, device: torch.device) -> Literal["gloo", "nccl"]:
+    if config.weights.backend != "auto":
+        return config.weights.backend
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _canary(prompts: Sequence[Prompt]) -> np.ndarray:
+    """A fixed sequence that every version of the policy is scored on: the first prompts, one after another."""
+    token_ids = np.concatenate([prompt.token_ids for prompt in prompts[:CANARY_TOKENS]])
+    return token_ids[:CANARY_TOKENS].astype(np.int32)

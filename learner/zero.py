@@ -1,0 +1,143 @@
+"""DeepSpeed: the config that our settings make, an engine without chatter or compiler, gathering of partitioned weights."""
+
+import contextlib
+import io
+import logging
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from common.config import TrainSection
+from learner.logprobs import CompletionLogprobs
+
+_logger = logging.getLogger(__name__)
+
+GATHER_BUCKET_NUMEL = 2**26
+"""Parameters gathered at once under ZeRO-3: 128 MiB of bfloat16."""
+
+_OURS = {
+    "train_batch_size": "train.groups_per_step",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_tokens",
+    "gradient_accumulation_steps": "train.micro_batch_tokens",
+    "scheduler": "train.lr_schedule",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+}
+"""DeepSpeed settings that `train.deepspeed` may not hold, and the setting to use instead."""
+
+
+def deepspeed_config(train: TrainSection, dtype: Literal["float32", "bfloat16"]) -> dict[str, Any]:
+    """The DeepSpeed config of these settings, `train.deepspeed` merged over it."""
+    for name in train.deepspeed:
+        if name in _OURS:
+            raise ValueError(f"train.deepspeed: {name!r} cannot be set there; use {_OURS[name]}")
+    config: dict[str, Any] = {
+        # Micro-batches have any number of rows and accumulate by hand: these only satisfy DeepSpeed's arithmetic.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": train.max_grad_norm,
+        "zero_optimization": {"stage": train.zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if dtype == "bfloat16":
+        # DeepSpeed accumulates bfloat16 gradients in float32 under every stage but 0; stage 1 with the same weights on
+        # every rank differs from it only in who keeps which part of the optimizer's state.
+        config["zero_optimization"]["stage"] = max(1, train.zero_stage)
+        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        config["communication_data_type"] = "fp32"
+    return _merged(config, train.deepspeed)
+
+
+def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for name, value in override.items():
+        nested = isinstance(value, dict) and isinstance(base.get(name), dict)
+        result[name] = _merged(base[name], value) if nested else value
+    return result
+
+
+def make_engine(module: CompletionLogprobs, config: dict[str, Any], train: TrainSection) -> Any:  # noqa: ANN401
+    """The DeepSpeed engine that trains `module` with torch's AdamW, or the optimizer that `train.deepspeed` names."""
+    deepspeed = _import_deepspeed()
+    optimizer = None
+    if "optimizer" not in config:
+        optimizer = torch.optim.AdamW(
+            module.parameters(), lr=train.learning_rate, betas=train.adam_betas, weight_decay=train.weight_decay
+        )
+    if config["zero_optimization"]["stage"] == 3:
+        deepspeed.zero.register_external_parameter(module.head, module.policy.get_output_embeddings().weight)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        engine, *_ = deepspeed.initialize(
+            model=cast(Any, module), optimizer=optimizer, model_parameters=cast(Any, list(module.parameters())), config=config
+        )
+    _logger.debug("DeepSpeed printed: %s", printed.getvalue())
+    return engine
+
+
+def _import_deepspeed() -> Any:  # noqa: ANN401
+    """DeepSpeed, whose import and first use would otherwise print, start a C++ compiler, and log past our handlers."""
+    if not torch.cuda.is_available():
+        # Said here, it need not be guessed and warned about.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    # On a CPU it would compile a shared-memory all-reduce, for a minute, where gloo serves.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # pyright: ignore[reportAttributeAccessIssue]
+    logger = logging.getLogger("DeepSpeed")
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    return deepspeed
+
+
+def is_partitioned(parameter: nn.Parameter) -> bool:
+    """Whether ZeRO-3 has split the parameter over the ranks, so that it must be gathered before it is read."""
+    return hasattr(parameter, "ds_id")
+
+
+def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The parameter's shape, also while it is partitioned."""
+    return tuple(cast(Any, parameter).ds_shape if is_partitioned(parameter) else parameter.shape)
+
+
+def gathered_parameters(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], *, bucket_numel: int = GATHER_BUCKET_NUMEL
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter whole, by name; under ZeRO-3 a collective that holds one bucket of them at a time.
+
+    A tensor is valid until the next one is asked for. All ranks must exhaust the iterator.
+    """
+    for bucket in _buckets(named_parameters, bucket_numel):
+        parameters = [parameter for _, parameter in bucket]
+        with _gathered(parameters), torch.no_grad():
+            for name, parameter in bucket:
+                yield name, parameter.detach()
+
+
+def _buckets(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], bucket_numel: int
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    bucket: list[tuple[str, nn.Parameter]] = []
+    numel = 0
+    for name, parameter in named_parameters:
+        size = torch.Size(full_shape(parameter)).numel()
+        if bucket and numel + size > bucket_numel:
+            yield bucket
+            bucket, numel = [], 0
+        bucket.append((name, parameter))
+        numel += size
+    if bucket:
+        yield bucket
+
+
+def _gathered(parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
+    if not any(is_partitioned(parameter) for parameter in parameters):
+        return contextlib.nullcontext()
+    return _import_deepspeed().zero.GatheredParameters(parameters)

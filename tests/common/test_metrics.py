@@ -1,0 +1,210 @@
+"""Claims about `common.metrics`."""
+
+import ctypes
+import errno
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from common.metrics import MetricsWriter, read_rows
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return list(read_rows(folder / "metrics.jsonl"))
+
+
+def tensorboard_points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """`{tag: [(step, value), ...]}` as TensorBoard's own reader sees the folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in tags}
+
+
+def test_row_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path):
+    with MetricsWriter(tmp_path, clock=lambda: 12.5) as metrics:
+        returned = metrics.write("event", event="actor_joined", actor="a0")
+        assert rows_of(tmp_path) == [{"kind": "event", "time": 12.5, "event": "actor_joined", "actor": "a0"}]
+        assert returned == rows_of(tmp_path)[0]
+
+
+def test_row_keeps_the_time_it_brings(tmp_path: Path):
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write_row({"kind": "actor", "time": 3.0})
+    assert rows_of(tmp_path) == [{"kind": "actor", "time": 3.0}]
+
+
+def test_non_finite_numbers_become_null(tmp_path: Path):
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write_row({"kind": "step", "time": 0.0, "policy_version": 1, "loss/policy": float("nan")})
+    assert rows_of(tmp_path)[0]["loss/policy"] is None
+
+
+def test_rows_of_many_threads_do_not_mix(tmp_path: Path):
+    with MetricsWriter(tmp_path) as metrics:
+
+        def write_many(actor: int) -> None:
+            for index in range(200):
+                metrics.write("actor", actor=actor, index=index, padding="x" * 500)
+
+        threads = [threading.Thread(target=write_many, args=(actor,)) for actor in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    broken: list[int] = []
+    rows = list(read_rows(tmp_path / "metrics.jsonl", broken))
+    assert not broken
+    for actor in range(4):
+        assert [row["index"] for row in rows if row["actor"] == actor] == list(range(200))
+
+
+def test_resumed_run_appends_after_a_torn_line(tmp_path: Path):
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write("event", event="first")
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"kind":"event","eve')
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write("event", event="second")
+    broken: list[int] = []
+    assert [row["event"] for row in read_rows(tmp_path / "metrics.jsonl", broken)] == ["first", "second"]
+    assert broken == [2]
+
+
+@pytest.mark.parametrize("torn", [b'{"kind":"st', b'{"a":"\xc3', b"[1, 2]", b"null", b"\x00\x00", b"nonsense"])
+def test_torn_last_line_is_not_a_row(tmp_path: Path, torn: bytes):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind":"event"}\n' + torn)
+    broken: list[int] = []
+    assert list(read_rows(path, broken)) == [{"kind": "event"}]
+    assert broken == [2]
+
+
+def test_scalars_of_steps_and_evaluations_reach_tensorboard(tmp_path: Path):
+    with MetricsWriter(tmp_path, tensorboard=True) as metrics:
+        for version in (1, 2):
+            metrics.write_row(
+                {
+                    "kind": "step",
+                    "policy_version": version,
+                    "reward/mean": version / 4,
+                    "lag/counts": {"0": 3},
+                    "loss/policy": None,
+                }
+            )
+        metrics.write("eval", policy_version=1, reward=0.75, num_completions=8)
+        metrics.write("actor", policy_version=1, num_generated_tokens=7)
+    assert tensorboard_points(tmp_path) == {
+        "reward/mean": [(1, 0.25), (2, 0.5)],
+        "eval/reward": [(1, 0.75)],
+        "eval/num_completions": [(1, 8.0)],
+    }
+
+
+def test_tensorboard_of_a_resumed_run_holds_both_parts(tmp_path: Path):
+    for version in (1, 2):
+        with MetricsWriter(tmp_path, tensorboard=True, clock=lambda at=float(version): at) as metrics:
+            metrics.write_row({"kind": "step", "policy_version": version, "reward/mean": 0.5})
+    assert tensorboard_points(tmp_path)["reward/mean"] == [(1, 0.5), (2, 0.5)]
+
+
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
+def test_wandb_project_without_wandb_is_refused_with_the_cure(tmp_path: Path):
+    with pytest.raises(ModuleNotFoundError, match=r'metrics.wandb_project = "mine".*pip install "offbeat\[wandb\]"'):
+        MetricsWriter(tmp_path / "run", wandb_project="mine")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_write_after_close_is_an_error(tmp_path: Path):
+    metrics = MetricsWriter(tmp_path)
+    metrics.close()
+    metrics.close()
+    with pytest.raises(ValueError, match="is closed"):
+        metrics.write("event", event="late")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system of 64 KiB."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if libc.mount(b"tmpfs", bytes(folder), b"tmpfs", 0, b"size=64k") != 0:
+        pytest.skip(f"mounting a small disk is not permitted: {os.strerror(ctypes.get_errno())}")
+    yield folder
+    assert libc.umount2(bytes(folder), 0) == 0
+
+
+def fill(disk: Path) -> Path:
+    """Use up every free byte."""
+    ballast = disk / "ballast"
+    with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(512))
+    return ballast
+
+
+def test_full_disk_costs_rows_but_does_not_stop_the_run(small_disk: Path, caplog: pytest.LogCaptureFixture):
+    with MetricsWriter(small_disk, tensorboard=True) as metrics, caplog.at_level(logging.WARNING):
+
+        def write_step(version: int) -> None:
+            metrics.write_row({"kind": "step", "policy_version": version, "reward/mean": 0.5, "padding": "x" * 3000})
+
+        write_step(1)
+        ballast = fill(small_disk)
+        # The rest of the file's last page takes the first row or a part of it.
+        for version in range(2, 12):
+            write_step(version)
+        num_lost = metrics.num_lost_rows
+        assert num_lost >= 9
+        assert sum("metrics rows are being lost" in record.message for record in caplog.records) == 1
+        ballast.unlink()
+        write_step(12)
+        write_step(13)
+    broken: list[int] = []
+    rows = list(read_rows(small_disk / "metrics.jsonl", broken))
+    assert not broken, "a row that did not fit whole is taken back"
+    kept = [row["policy_version"] for row in rows if row["kind"] == "step"]
+    assert kept == [*range(1, 12 - num_lost), 12, 13]
+    events = [row for row in rows if row["kind"] == "event"]
+    assert [(row["event"], row["detail"]) for row in events] == [
+        ("metrics_rows_lost", f"{num_lost} metrics rows were lost while the disk was full")
+    ]
+    assert sum("metrics are written again" in record.message for record in caplog.records) == 1
+    points = tensorboard_points(small_disk)["reward/mean"]
+    assert points[0] == (1, 0.5)
+    assert points[-1] == (13, 0.5), "TensorBoard goes on as well"
+
+
+def test_device_without_space_costs_rows_but_does_not_stop_the_run(tmp_path: Path):
+    # Needs no rights, unlike the small disk: every write to /dev/full fails with ENOSPC.
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with MetricsWriter(tmp_path) as metrics:
+        for _ in range(3):
+            metrics.write("event", event="unwritable")
+        assert metrics.num_lost_rows == 3
+
+
+def test_other_errors_of_the_disk_propagate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(fd: int, data: bytes) -> int:
+        raise OSError(errno.EIO, "broken disk")
+
+    with MetricsWriter(tmp_path) as metrics:
+        monkeypatch.setattr(os, "write", fail)
+        with pytest.raises(OSError, match="broken disk"):
+            metrics.write("event", event="unwritable")
+
+
+def test_rows_are_plain_json_lines(tmp_path: Path):
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write("event", event="line\nbreak")
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
+    assert [msgspec.json.decode(line)["event"] for line in lines] == ["line\nbreak"]
