@@ -1,12 +1,13 @@
-"""What the actor needs of an engine: the interface, and the values that cross it."""
+"""What the actor needs of an engine: the interface, the values that cross it, the checks all engines make."""
 
-from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from common.settings import SettingError
 from protocols.messages import EngineInfo, Sampling, Segment
 
 
@@ -78,3 +79,19 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free the engine and end its processes."""
         ...
+
+
+def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
+    """`ValueError` unless the prompt has a token and leaves room for one."""
+    if not 0 < num_tokens < max_model_len:
+        raise ValueError(f"a prompt of {num_tokens} tokens does not fit model.max_length = {max_model_len}")
+
+
+def check_options(options: Mapping[str, Any], known: Collection[str], own: Mapping[str, str]) -> None:
+    """`SettingError` for an option that the engine does not know, or that is not the user's to set: `own` says why."""
+    for name, value in options.items():
+        setting = f"actor.engine_options.{name}"
+        if name in own:
+            raise SettingError(setting, value, f"this is not an option, because {own[name]}", "Remove it.")
+        if name not in known:
+            raise SettingError(setting, value, "the engine has no such option", "Remove it or correct its name.")

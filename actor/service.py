@@ -24,7 +24,7 @@ from actor.outbox import Outbox
 from actor.rewards import Rewarded, RewardRunner
 from actor.weight_receiver import WeightReceiver
 from common.config import Config
-from common.models import resolve_model
+from common.models import model_hash, resolve_model
 from common.shutdown import StopRequest
 from protocols.channels import Link
 from protocols.messages import (
@@ -73,7 +73,15 @@ def run_actor(config: Config, stop: StopRequest) -> str:
         ) as link,
     ):
         model = resolve_model(config.model.path)
-        engine = make_engine(config.actor, config.model, model, seed=zlib.crc32(f"{config.run.seed}/{name}".encode()))
+        engine = make_engine(
+            config.actor.engine,
+            str(model),
+            dtype=config.model.dtype,
+            max_model_len=config.model.max_length,
+            model_hash=model_hash(model),
+            seed=zlib.crc32(f"{config.run.seed}/{name}".encode()),
+            options=config.actor.engine_options,
+        )
         logger.info("engine ready: %s", engine.info)
         with contextlib.closing(engine):
             tokenizer = AutoTokenizer.from_pretrained(model)
@@ -247,7 +255,7 @@ class ActorService:
             self._forget(tuple(self._jobs))
             self._outbox = Outbox(resend_after_s=self._config.hub.dead_after_s)
         if self._receiver is None or self._receiver.layout != welcome.layout:
-            self._receiver = WeightReceiver(welcome.layout, self._config.weights.bucket_mb << 20)
+            self._receiver = WeightReceiver(welcome.layout)
         if not self._is_welcome:
             logger.info("joined run %s at policy version %d", welcome.run_id, welcome.policy_version)
         self._learner_incarnation = welcome.learner_incarnation

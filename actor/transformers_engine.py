@@ -19,7 +19,7 @@ from transformers import (
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from actor.engine import Completion
+from actor.engine import Completion, check_options, check_prompt_length
 from common.weights import tensor_dtype
 from protocols.messages import EngineInfo, Sampling, Segment
 
@@ -53,6 +53,7 @@ class TransformersEngine:
 
         The process's random state is seeded with `seed`: two actors must not have the same.
         """
+        transformers.utils.logging.disable_progress_bar()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config = _batching_config(device, max_model_len=max_model_len, seed=seed, options=options)
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=tensor_dtype(dtype), attn_implementation="sdpa")
@@ -64,7 +65,6 @@ class TransformersEngine:
         assert manager.batch_processor is not None
         self._batches = manager.batch_processor
         self._outputs = manager.output_router.output_queue
-        self._max_model_len = max_model_len
         self._info = EngineInfo(
             name="transformers",
             version=transformers.__version__,
@@ -96,14 +96,13 @@ class TransformersEngine:
 
     def submit(self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
         num_prompt_tokens = len(prompt_token_ids)
-        if not 0 < num_prompt_tokens < self._max_model_len:
-            raise ValueError(f"a prompt of {num_prompt_tokens} tokens, but at most {self._max_model_len - 1} are possible")
+        check_prompt_length(num_prompt_tokens, self._info.max_model_len)
         self._segments[request_id] = [Segment(self._policy_version, 0)]
         self._batches.scheduler.add_waiting_request(
             RequestState(
                 request_id,
                 list(prompt_token_ids),
-                max_new_tokens=min(sampling.max_new_tokens, self._max_model_len - num_prompt_tokens),
+                max_new_tokens=min(sampling.max_new_tokens, self._info.max_model_len - num_prompt_tokens),
                 eos_token_id=self._eos_token_ids,
                 logit_processor_kwargs={"temperature": float(sampling.temperature or GREEDY_TEMPERATURE)},
                 # What `_num_tokens` counts from, also after the generated tokens have become part of the prompt.
@@ -148,8 +147,7 @@ class TransformersEngine:
         return logprobs.gather(-1, ids[0, 1:, None])[:, 0].cpu().numpy()
 
     def close(self) -> None:
-        self._batches.reset()
-        self._segments.clear()
+        del self._batches, self._model
 
     def _states(self) -> Iterator[RequestState]:
         """The batching state of every unfinished completion."""
@@ -218,14 +216,7 @@ def _generation_config() -> GenerationConfig:
 def _batching_config(
     device: torch.device, *, max_model_len: int, seed: int, options: Mapping[str, Any]
 ) -> ContinuousBatchingConfig:
-    for name in options:
-        if name in _OWN_OPTIONS:
-            raise ValueError(f"actor.engine_options may not set {name!r}: {_OWN_OPTIONS[name]}")
-    unknown = set(options) - {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
-    if unknown:
-        raise ValueError(
-            f"actor.engine_options: transformers {transformers.__version__} has no batching option {sorted(unknown)}"
-        )
+    check_options(options, [field.name for field in dataclasses.fields(ContinuousBatchingConfig)], _OWN_OPTIONS)
     arguments: dict[str, Any] = {"auto_switch_to_flash": False}
     if device.type == "cpu":
         # Left to itself it takes nine tenths of the machine's memory.

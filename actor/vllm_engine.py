@@ -18,8 +18,10 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 
-from actor.engine import Completion
-from actor.vllm_worker import WeightLoading, silence_tied_head_warning
+from actor.engine import Completion, check_options, check_prompt_length
+from actor.shared_weights import SharedWeights
+from actor.vllm_worker import WeightLoading
+from common.weights import layout_of
 from protocols.messages import EngineInfo, Sampling, Segment
 
 CPU_KV_CACHE_BYTES = 256 << 20
@@ -68,7 +70,6 @@ class VllmEngine:
         config = arguments.create_engine_config(UsageContext.LLM_CLASS)
         if current_platform.is_cpu() and config.cache_config.kv_cache_memory_bytes is None:
             config.cache_config.kv_cache_memory_bytes = _cpu_kv_cache_bytes(config)
-        silence_tied_head_warning()
         self._engine = LLMEngine.from_vllm_config(config, UsageContext.LLM_CLASS, disable_log_stats=True)
         self._info = EngineInfo(
             name="vllm",
@@ -78,6 +79,9 @@ class VllmEngine:
             max_model_len=max_model_len,
             model_hash=model_hash,
         )
+        self._num_workers = config.parallel_config.world_size
+        self._shared_weights: SharedWeights | None = None
+        """Of an engine with worker processes, from its first update on."""
         self._sampling_params: dict[Sampling, SamplingParams] = {}
         self._finished: list[Completion] = []
         """Completions that finished while `score` stepped the engine."""
@@ -101,6 +105,7 @@ class VllmEngine:
         return self._num_ended_tokens + self._num_running_tokens()
 
     def submit(self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+        check_prompt_length(len(prompt_token_ids), self._info.max_model_len)
         params = self._sampling_params.get(sampling)
         if params is None:
             params = self._sampling_params[sampling] = _sampling_params(sampling)
@@ -120,7 +125,10 @@ class VllmEngine:
         self._finished = [completion for completion in self._finished if completion.request_id not in ids]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv: bool) -> None:
-        self._engine.collective_rpc(WeightLoading.load_host_weights.__name__, args=(weights,))
+        if self._num_workers == 1:
+            self._engine.collective_rpc(WeightLoading.load_host_weights.__name__, args=(weights,))
+        else:
+            self._share_weights(dict(weights))
         self._set_policy_version(policy_version)
         # With completions running vLLM keeps the prefix cache too; `_prompt` keeps new prompts from using that.
         if recompute_kv or not self._engine.has_unfinished_requests():
@@ -130,17 +138,30 @@ class VllmEngine:
         request_id = "score"
         # Before whatever is queued: the learner waits for the canary.
         self._engine.add_request(request_id, self._prompt(token_ids), _SCORING, priority=-1)
-        while True:
+        scored = None
+        while scored is None:
+            # The whole list, also past the score: what else finished in this step is in it.
             for output in self._step_engine():
-                if output.request_id != request_id:
+                if output.request_id == request_id:
+                    scored = output.prompt_logprobs
+                else:
                     self._finished.append(self._completion(output))
-                    continue
-                assert isinstance(output.prompt_logprobs, FlatLogprobs)
-                # The first token has no log-prob, and so no entry.
-                return np.array(output.prompt_logprobs.logprobs, np.float32)
+        assert isinstance(scored, FlatLogprobs)
+        # The first token has no log-prob, and so no entry.
+        return np.array(scored.logprobs, np.float32)
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
+        if self._shared_weights is not None:
+            self._shared_weights.close()
+
+    def _share_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Load in worker processes: tensors among the arguments would be copied through pickles and pipes."""
+        if self._shared_weights is None:
+            self._shared_weights = SharedWeights(layout_of(weights))
+        self._shared_weights.write(weights.values())
+        arguments = (self._shared_weights.path, self._shared_weights.layout)
+        self._engine.collective_rpc(WeightLoading.load_shared_weights.__name__, args=arguments)
 
     def _set_policy_version(self, policy_version: int) -> None:
         self._policy_version = policy_version
@@ -208,15 +229,11 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
 
 
 def _engine_arguments(model_path: str, *, dtype: str, max_model_len: int, seed: int, options: Mapping[str, Any]) -> EngineArgs:
-    for name in options:
-        if name in _OWN_ARGUMENTS:
-            raise ValueError(f"actor.engine_options may not set {name!r}: {_OWN_ARGUMENTS[name]}")
-    unknown = set(options) - {field.name for field in dataclasses.fields(EngineArgs)}
-    if unknown:
-        raise ValueError(f"actor.engine_options: vLLM {vllm.__version__} has no engine argument {sorted(unknown)}")
+    check_options(options, [field.name for field in dataclasses.fields(EngineArgs)], _OWN_ARGUMENTS)
     arguments: dict[str, Any] = {
         # Compiling takes 40 s on a CPU and gains a third there.
         "enforce_eager": current_platform.is_cpu(),
+        "use_tqdm_on_load": False,
         **options,
         "model": model_path,
         "dtype": dtype,

@@ -1,5 +1,6 @@
 """What offbeat adds to vLLM's workers: loading new weights in place."""
 
+import functools
 import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.platforms import current_platform
 
-from common.weights import WeightBuffer
+from actor.shared_weights import map_weights
 from protocols.messages import TensorSpec
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class WeightLoading:
 
     def load_host_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace the model's parameters by `weights`, host tensors that stay valid during the call."""
+        _silence_reload_warnings()
         model = self.model_runner.get_model()
         if not current_platform.is_cpu():
             self.model_runner.reload_weights(weights)
@@ -34,19 +36,15 @@ class WeightLoading:
         _repack_tied_heads(model)
 
     def load_shared_weights(self, path: str, layout: tuple[TensorSpec, ...]) -> None:
-        """As `load_host_weights`, from a file that holds a flat weight buffer of this layout."""
-        num_bytes = WeightBuffer.num_bytes(layout)
-        flat = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
-        self.load_host_weights(WeightBuffer(layout, flat).views())
+        """As `load_host_weights`, with the weights of a `SharedWeights`."""
+        self.load_host_weights(map_weights(path, layout).views())
 
 
-def silence_tied_head_warning() -> None:
-    """Drop vLLM's warning, at every update of a model with tied embeddings, that its head failed to load.
-
-    There is nothing to load: the head shares the embedding's parameter.
-    """
+@functools.cache
+def _silence_reload_warnings() -> None:
+    """Drop what vLLM says at every update about modules that have no weights of their own: nothing is missing there."""
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-    logger.addFilter(lambda record: record.args != ("ParallelLMHead",))
+    logger.addFilter(lambda record: record.args not in [("ParallelLMHead",), ("RotaryEmbedding",)])
 
 
 def _unpack_experts(model: nn.Module) -> None:

@@ -31,10 +31,9 @@ class Outcome(NamedTuple):
 class WeightReceiver:
     """See the module's docstring. All methods are for the actor's loop; the thread is inside."""
 
-    def __init__(self, layout: tuple[TensorSpec, ...], bucket_bytes: int) -> None:
+    def __init__(self, layout: tuple[TensorSpec, ...]) -> None:
         self.layout = layout
         self.buffer = WeightBuffer(layout)
-        self._bucket_bytes = bucket_bytes
         self._announced: WeightUpdate | None = None
         self._outcome: Outcome | None = None
         self._store: TCPStore | None = None
@@ -113,7 +112,7 @@ class WeightReceiver:
                     backend=update.backend,
                     timeout_s=update.timeout_s,
                 )
-            self._group.broadcast(self.buffer.flat, self._bucket_bytes)
+            self._group.broadcast(self.buffer.flat, update.bucket_bytes)
         except (CollectiveError, dist.DistError) as error:
             self._drop_group()
             self._store = None

@@ -1,6 +1,6 @@
 """The settings of a run: one frozen struct per section of the TOML file, the same file for every service.
 
-Reading, overriding, checking across settings and explaining them is `common.settings`.
+Reading and explaining them is `common.settings`; which of them contradict each other, `common.setting_checks`.
 """
 
 from typing import Annotated, Any, Literal
@@ -27,7 +27,7 @@ class RunSection(Section):
     """Folder for metrics, checkpoints, report and model. `{time}` becomes the start time."""
     resume: bool = False
     """Continue from the newest checkpoint in `run.dir`."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seeds the order of prompts and the learner's random state."""
 
 
@@ -46,7 +46,7 @@ class TaskSection(Section):
     """Prompts and how completions are rewarded."""
 
     train_data: str = ""
-    """A JSONL file, or the name of a Hugging Face dataset (`name`, `name/config`)."""
+    """A JSONL file, or the name of a Hugging Face dataset (`owner/name`, `owner/name/config`)."""
     train_split: str = "train"
     """Split of a Hugging Face dataset; ignored for a file."""
     eval_data: str = ""

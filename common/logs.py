@@ -43,6 +43,8 @@ def configure_logs(service: str, *, level: str = "") -> None:
     for package in OWN_PACKAGES:
         logging.getLogger(package).setLevel(level.upper())
     _quiet_vllm()
+    # Bars of loaders that take a moment; they would tear the log.
+    os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def _terminal_handler(service: str) -> logging.Handler:

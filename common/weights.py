@@ -1,6 +1,6 @@
 """A model's weights as one flat buffer: the layout both sides agree on, and views into it by name."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -24,24 +24,38 @@ def make_layout(named_shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: torc
     return tuple(TensorSpec(parameter, tuple(shape), name) for parameter, shape in named_shapes)
 
 
+def layout_of(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorSpec, ...]:
+    """The layout of a buffer that holds these tensors, each in its own dtype."""
+    return tuple(spec for name, tensor in tensors.items() for spec in make_layout([(name, tensor.shape)], tensor.dtype))
+
+
+def buffer_bytes(layout: tuple[TensorSpec, ...]) -> int:
+    """Size of the buffer that holds these tensors."""
+    return sum(_aligned_bytes(spec) for spec in layout)
+
+
 class WeightBuffer:
     """One contiguous host allocation with a view per parameter; allocated once, reused by every update."""
 
-    def __init__(self, layout: tuple[TensorSpec, ...]) -> None:
+    def __init__(self, layout: tuple[TensorSpec, ...], flat: torch.Tensor | None = None) -> None:
+        """Over `flat` if given (uint8, of `buffer_bytes(layout)`), else over memory of its own."""
         self.layout = layout
-        self._offsets: list[int] = []
-        end = 0
-        for spec in layout:
-            self._offsets.append(end)
-            size = torch.Size(spec.shape).numel() * tensor_dtype(spec.dtype).itemsize
-            end += -(-size // ALIGNMENT) * ALIGNMENT
         # Zeros, not empty: the pages are touched now, not during the first transfer.
-        self.flat = torch.zeros(end, dtype=torch.uint8)
+        self.flat = torch.zeros(buffer_bytes(layout), dtype=torch.uint8) if flat is None else flat
         """`[num_bytes]` uint8, what the collective moves."""
 
     def views(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter's name and its view into the buffer."""
-        for spec, offset in zip(self.layout, self._offsets, strict=True):
-            dtype = tensor_dtype(spec.dtype)
-            size = torch.Size(spec.shape).numel() * dtype.itemsize
-            yield spec.name, self.flat[offset : offset + size].view(dtype).view(spec.shape)
+        offset = 0
+        for spec in self.layout:
+            view = self.flat[offset : offset + _num_bytes(spec)]
+            yield spec.name, view.view(tensor_dtype(spec.dtype)).view(spec.shape)
+            offset += _aligned_bytes(spec)
+
+
+def _num_bytes(spec: TensorSpec) -> int:
+    return torch.Size(spec.shape).numel() * tensor_dtype(spec.dtype).itemsize
+
+
+def _aligned_bytes(spec: TensorSpec) -> int:
+    return -(-_num_bytes(spec) // ALIGNMENT) * ALIGNMENT

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from common.settings import SettingError, check, explain, load, resolved_toml
 
 from common.config import Config
 from common.logs import configure_logs
+from common.setting_checks import check, check_files
+from common.settings import SettingError, explain, load, resolved_toml
 from common.shutdown import StopRequest, die_with_parent
+from deploy.quickstart import PLACEHOLDER, expand
 from protocols.channels import ChannelError
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,9 @@ def train(arguments: Arguments = None) -> None:
     configure_logs("train")
     from deploy.launcher import Launcher
 
-    config = _read(arguments, default=QUICKSTART)
+    config = expand(_read(arguments, default=QUICKSTART))
+    check_files(config)
+    _check_reward(config)
     raise typer.Exit(Launcher(config, StopRequest().install()).run())
 
 
@@ -49,7 +53,8 @@ def train(arguments: Arguments = None) -> None:
 def learner(arguments: Arguments = None) -> None:
     """Run the learner alone; actors find it at `hub.address`, in any starting order."""
     configure_logs("learner")
-    config = _read(arguments)
+    config = expand(_read(arguments))
+    check_files(config)
     stop = StopRequest().install()
     from learner.service import run_learner
 
@@ -59,7 +64,7 @@ def learner(arguments: Arguments = None) -> None:
 @app.command()
 def actor(arguments: Arguments = None) -> None:
     """Run one actor; it may be started and stopped at any time while the learner runs."""
-    config = _read(arguments)
+    config = expand(_read(arguments))
     configure_logs(config.actor.name or "actor")
     stop = StopRequest().install()
     from actor.service import run_actor
@@ -76,7 +81,13 @@ def check_config(
     if show_explanation:
         typer.echo(explain())
         return
-    typer.echo(resolved_toml(_read(arguments, default=QUICKSTART)))
+    configure_logs("check")
+    config = _read(arguments, default=QUICKSTART)
+    # The quick start's files are made when it is first run.
+    if PLACEHOLDER not in config.model.path:
+        check_files(config)
+    _check_reward(config)
+    typer.echo(resolved_toml(config))
 
 
 @app.command()
@@ -118,18 +129,23 @@ def _fail(error: Exception, status: int) -> None:
 
 
 def _read(arguments: list[str] | None, default: Path | None = None) -> Config:
-    """The config of a command line, checked, with its placeholders filled in."""
+    """The config of a command line, checked."""
     arguments = list(arguments or [])
     is_path_given = arguments and "=" not in arguments[0]
     path = Path(arguments.pop(0)) if is_path_given else default
     if path is None:
         raise SettingError("CONFIG", "", "no config file is given", "Name a TOML file, for example: offbeat learner run.toml")
-    config = load(path, arguments)
-    from deploy.quickstart import expand
-
-    config = expand(_fill_in_time(config))
-    check(config)
+    config = _fill_in_time(load(path, arguments))
+    for warning in check(config):
+        logger.warning(warning)
     return config
+
+
+def _check_reward(config: Config) -> None:
+    """Refuse a reward that cannot be imported before anything is started; on other machines the actor does it."""
+    from actor.rewards import load_reward
+
+    load_reward(config.task.reward)
 
 
 def _fill_in_time(config: Config) -> Config:

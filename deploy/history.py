@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]
 
+_END_OF_TIME = 4.1e9
+"""The year 2099: a larger time is damage, which dates and plots could not show."""
+
 
 class Interval(NamedTuple):
     """Tokens that were produced between two times (seconds since the epoch)."""
@@ -117,7 +120,7 @@ class RunHistory:
         if not books:
             return None
         counts = {name: int(number(books, name) or 0) for name in ("leased", "trained", "expired", "in_flight")}
-        return Ledger(dropped={reason: int(count) for reason, count in _mapping(books, "dropped").items()}, **counts)
+        return Ledger(dropped=_counts(books, "dropped"), **counts)
 
     @property
     def wall_s(self) -> float:
@@ -132,8 +135,8 @@ class RunHistory:
         """Trained groups by policy lag."""
         counts: Counter[int] = Counter()
         for row in self.steps:
-            for lag, count in _mapping(row, "lag/counts").items():
-                counts[int(lag)] += int(count)
+            for lag, count in _counts(row, "lag/counts").items():
+                counts[int(lag)] += count
         return dict(sorted(counts.items()))
 
     @property
@@ -176,11 +179,13 @@ def fold_rows(rows: Iterable[Row]) -> RunHistory:
     """
     history = RunHistory()
     for row in rows:
-        if number(row, "time") is None:
+        written = number(row, "time")
+        if written is None or not 0 <= written < _END_OF_TIME:
             continue
         history.num_rows += 1
-        history.first_time = row["time"] if history.first_time is None else history.first_time
-        history.last_time = row["time"]
+        # Not simply the first and the last row: threads write slightly out of order, and clocks are set.
+        history.first_time = written if history.first_time is None else min(written, history.first_time)
+        history.last_time = written if history.last_time is None else max(written, history.last_time)
         _take(history, row)
     return history
 
@@ -250,3 +255,8 @@ def _increase(before: Row, after: Row, name: str) -> Any:
 def _mapping(row: Row, name: str) -> Row:
     value = row.get(name)
     return value if isinstance(value, dict) else {}
+
+
+def _counts(row: Row, name: str) -> dict[str, int]:
+    counts = _mapping(row, name)
+    return {key: int(count) for key in counts if (count := number(counts, key)) is not None}

@@ -37,7 +37,13 @@ _EVENT_TONES = {
     "actor_joined": "good",
     "actor_lost": "bad",
     "actor_excluded": "bad",
-    "reward_failed": "bad",
+    "actor_refused": "bad",
+    "bad_message": "bad",
+    "canary_mismatch": "bad",
+    "group_rejected": "bad",
+    "prompt_dropped": "bad",
+    "reward_error": "bad",
+    "reward_timeout": "bad",
     "metrics_rows_lost": "bad",
     "lease_expired": "warn",
     "actor_left": "warn",
@@ -229,19 +235,23 @@ def _facts(history: RunHistory, config: _Config) -> dict[str, str]:
         value = config.setting(section, name)
         return "not recorded" if value in (None, "") else str(value)
 
-    version = int(history.steps[-1]["policy_version"]) if history.steps else 0
+    version, num_steps = _last_version(history), config.number("train", "num_steps")
     started = history.first_time
     facts = {
         "Model": told("model", "path"),
         "Task": told("task", "train_data"),
         "Reward": told("task", "reward"),
-        "Policy version": f"{version:,} of {told('train', 'num_steps')}",
+        "Policy version": f"{version:,}" if num_steps is None else f"{version:,} of {num_steps:,.0f}",
         "Actors seen": f"{len(history.actors)}",
         "Started": "never" if started is None else time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(started)),
         "Wall time": _duration(history.wall_s),
     }
     software = [str(event.get("detail")) for event in history.events if event.get("event") == "run_started"]
     return facts | ({"Software": software[-1]} if software else {})
+
+
+def _last_version(history: RunHistory) -> int:
+    return int(history.steps[-1]["policy_version"]) if history.steps else 0
 
 
 class _KeyFigure(NamedTuple):
@@ -405,28 +415,36 @@ def _ledger(history: RunHistory) -> str:
 
 def _law(books: Ledger) -> str:
     num_dropped = sum(books.dropped.values())
-    terms = (("", "leased", books.leased), ("=", "trained", books.trained), ("+", "dropped", num_dropped))
-    terms += (("+", "expired", books.expired), ("+", "in flight", books.in_flight))
-    boxes = "".join(
-        (f'<div class="sign">{sign}</div>' if sign else "")
-        + f'<div class="term{"" if sign else " main"}"><b>{count:,}</b><span>{label}</span></div>'
-        for sign, label, count in terms
+    parts = (
+        ("trained", books.trained, "calm"),
+        (f"dropped{_reasons(books.dropped)}", num_dropped, "bad"),
+        ("expired", books.expired, "warn"),
+        ("in flight", books.in_flight, "idle"),
     )
-    sum_text = f"{books.trained:,} + {num_dropped:,} + {books.expired:,} + {books.in_flight:,} = {books.num_accounted:,}"
+    boxes = '<div class="sign">+</div>'.join(_term(label, count, tone) for label, count, tone in parts)
+    shares = "".join(
+        f'<div class="{tone}" style="flex: {count}" title="{count:,} {label}"></div>' for label, count, tone in parts if count
+    )
+    sum_text = f"{' + '.join(f'{count:,}' for _, count, _ in parts)} = {books.num_accounted:,}"
     missing = books.leased - books.num_accounted
     if missing == 0:
         verdict = f'<p class="verdict good">The law holds: {sum_text}, every lease is accounted for.</p>'
     else:
-        fault = f"{missing:,} leases are unaccounted for" if missing > 0 else f"{-missing:,} were counted twice"
+        fault = f"{missing:,} leases are unaccounted for" if missing > 0 else f"{-missing:,} are counted twice"
         verdict = f'<p class="verdict bad">The law is broken: {sum_text}, not {books.leased:,}; {fault}.</p>'
-    reasons = f'<p class="reasons">Dropped{_reasons(books.dropped)}.</p>' if num_dropped else ""
-    return f'<div class="law">{boxes}</div>{verdict}{reasons}'
+    leased = f'{_term("leased", books.leased, "whole")}<div class="sign">=</div>'
+    return f'<div class="law">{leased}{boxes}</div><div class="shares">{shares}</div>{verdict}'
+
+
+def _term(label: str, count: int, tone: str) -> str:
+    return f'<div class="term {tone}"><b>{count:,}</b><span>{label}</span></div>'
 
 
 def _reasons(dropped: Mapping[str, int]) -> str:
+    """` { stale 18, reward_error 2 }`, or nothing."""
     parts = sorted(dropped.items(), key=lambda item: -item[1])
     text = ", ".join(f"{html.escape(reason or 'no reason')} {count:,}" for reason, count in parts)
-    return f": {text}" if text else ""
+    return f" {{ {text} }}" if text else ""
 
 
 # Tables

@@ -3,7 +3,7 @@
 import html
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from deploy.history import Row, RunHistory, number, rate_over_time
@@ -80,28 +80,36 @@ def reward_by_step(history: RunHistory) -> Plot:
     """Mean reward of each step, with the held-out evaluations."""
     caption = (
         "Mean reward of the completions each step trained on (thin) and its running mean (bold); "
-        "diamonds are the held-out prompts."
+        "orange are the held-out prompts."
     )
-    return _reward("Reward by step", caption, history, "optimizer step", lambda row: row["policy_version"])
+    traces = _reward_traces(history, lambda row: row["policy_version"])
+    if not traces:
+        return Plot("Reward by step", caption, None, _NO_REWARD)
+    layout = _step_layout("optimizer step", traces[0]["x"], "reward")
+    return Plot("Reward by step", caption, {"data": traces, "layout": layout})
 
 
 def reward_by_time(history: RunHistory) -> Plot:
     """The same over wall time."""
     unit, scale = time_unit(history)
+    start = history.first_time or 0.0
     caption = "The same rewards against the clock: what two runs of different staleness should be compared by."
-    return _reward("Reward by wall time", caption, history, f"wall time ({unit})", _since_start(history, scale))
+    traces = _reward_traces(history, lambda row: (row["time"] - start) / scale)
+    if not traces:
+        return Plot("Reward by wall time", caption, None, _NO_REWARD)
+    return Plot("Reward by wall time", caption, {"data": traces, "layout": _layout(f"wall time ({unit})", "reward")})
 
 
 def gradient_norm(history: RunHistory, max_grad_norm: float | None) -> Plot:
     """Gradient norm before clipping."""
-    steps, norms = _series(history.steps, "loss/grad_norm")
+    steps, norms = _series(history.steps, "loss/grad_norm", max)
     caption = (
         "Length of the gradient before it is scaled down to train.max_grad_norm (dashed, where in range); "
         "spikes are steps to look at."
     )
     if not norms:
         return Plot("Gradient norm", caption, None, "No step has recorded a gradient norm.")
-    layout = _layout("optimizer step", "norm", y={"rangemode": "tozero"})
+    layout = _step_layout("optimizer step", steps, "norm", y={"rangemode": "tozero"})
     # A limit far above the data would flatten it.
     if max_grad_norm is not None and max_grad_norm <= 3 * max(norms):
         _add_limit(layout, max_grad_norm, "max_grad_norm")
@@ -115,7 +123,7 @@ def groups_without_signal(history: RunHistory) -> Plot:
     if not counts:
         return Plot("Groups without signal", caption, None, "No step has recorded its zero-variance groups.")
     bars = {"type": "bar", "x": steps, "y": counts, "marker": {"color": GOLD}, "hovertemplate": "%{y:.3~g} groups"}
-    layout = _layout("optimizer step", "groups") | {"bargap": 0.1}
+    layout = _step_layout("optimizer step", steps, "groups") | {"bargap": 0.1}
     return Plot("Groups without signal", caption, {"data": [bars | {"name": ""}], "layout": layout})
 
 
@@ -133,7 +141,7 @@ def lag_histogram(history: RunHistory) -> Plot:
         "type": "bar",
         "x": list(counts),
         "y": list(counts.values()),
-        "text": [f"{count / total:.0%}" for count in counts.values()],
+        "text": [f"{count / total:.0%}" if count >= total / 100 else "< 1%" for count in counts.values()],
         "textposition": "outside",
         "cliponaxis": False,
         "marker": {"color": BLUE},
@@ -154,9 +162,9 @@ def lag_by_step(history: RunHistory, max_staleness: float | None) -> Plot:
     )
     if not means:
         return Plot("Policy lag by step", caption, None, "No step has recorded its lag.")
-    top = _line(steps, largest, "largest", PALE_BLUE)
-    top["line"]["shape"] = "hv"
-    layout = _layout("optimizer step", "policy lag (steps)", y={"rangemode": "tozero"})
+    top = _line(steps, largest, "largest", GRAY)
+    top["line"] |= {"shape": "hv", "width": 1.2}
+    layout = _step_layout("optimizer step", steps, "policy lag (steps)", y={"rangemode": "tozero"})
     if max_staleness is not None:
         _add_limit(layout, max_staleness, "max_staleness")
     return Plot("Policy lag by step", caption, {"data": [top, _line(steps, means, "mean", BLUE)], "layout": layout})
@@ -174,16 +182,17 @@ def clip_fraction(history: RunHistory) -> Plot:
         ("positive_below", "A > 0, below", PALE_BLUE),
         ("negative_above", "A < 0, above", PALE_RED),
     )
-    data = []
+    data, steps = [], []
     for name, label, color in parts:
         steps, fractions = _series(history.steps, f"clip/{name}")
         if fractions:
             area = _line(steps, fractions, html.escape(label), color)
-            data.append(area | {"stackgroup": "fractions", "fillcolor": color, "mode": "lines"})
             area["line"]["width"] = 0.5
+            data.append(area | {"stackgroup": "fractions", "fillcolor": color, "mode": "lines"})
     if not data:
         return Plot("Clip fraction", caption, None, "No step has recorded its clip fractions.")
-    layout = _layout("optimizer step", "share of completions", y={"tickformat": ".1~%", "rangemode": "tozero"})
+    y_axis = {"tickformat": ".1~%", "rangemode": "tozero"}
+    layout = _step_layout("optimizer step", steps, "share of completions", y=y_axis)
     layout["legend"]["traceorder"] = "normal"
     return Plot("Clip fraction", caption, {"data": data, "layout": layout})
 
@@ -213,9 +222,9 @@ def log_ratio(history: RunHistory, clip_low: float | None, clip_high: float | No
         extreme["line"] |= {"width": 1}
         data.append(extreme)
     data.append(_line(steps, means, "mean", BLUE))
-    layout = _layout("optimizer step", "log ratio")
+    layout = _step_layout("optimizer step", steps, "log ratio")
     if clip_low is not None and clip_low < 1:
-        _add_limit(layout, math.log(1 - clip_low), "1 − clip_low")
+        _add_limit(layout, math.log(1 - clip_low), "1 − clip_low", below=True)
     if clip_high is not None:
         _add_limit(layout, math.log(1 + clip_high), "1 + clip_high")
     return Plot("Sequence log-ratio", caption, {"data": data, "layout": layout})
@@ -265,10 +274,12 @@ def throughput(history: RunHistory) -> Plot:
     trained = history.training_intervals()
     if not generated and not trained:
         return Plot(title, caption, None, "No actor has reported and no step has been made.")
-    start, end = history.first_time or 0.0, history.last_time or 0.0
+    start, end = history.first_time or 0.0, max(interval.end for interval in (*generated, *trained))
+    # No bin shorter than two steps: the tokens of a step come all at once.
     step_s = statistics.median([interval.end - interval.start for interval in trained]) if trained else 0.0
-    width = max((end - start) / 120, 2 * step_s, 2.0)
-    edges = [start + index * width for index in range(max(1, math.ceil((end - start) / width)) + 1)]
+    num_bins = max(1, min(120, int((end - start) / max(2 * step_s, 2.0))))
+    width = max((end - start) / num_bins, 1e-3)
+    edges = [start + index * width for index in range(num_bins + 1)]
     unit, scale = time_unit(history)
     middles = [((a + width / 2) - start) / scale for a in edges[:-1]]
     data = [
@@ -276,7 +287,7 @@ def throughput(history: RunHistory) -> Plot:
         for intervals, label, color in ((generated, "generated", GREEN), (trained, "trained", BLUE))
         if intervals
     ]
-    layout = _layout(f"wall time ({unit})", "tokens / s", y={"rangemode": "tozero"})
+    layout = _layout(f"wall time ({unit})", "tokens / s", y={"rangemode": "tozero", "tickformat": ","})
     return Plot(title, caption, {"data": data, "layout": layout})
 
 
@@ -289,9 +300,8 @@ def where_time_went(history: RunHistory) -> Plot:
     )
     bars: dict[str, dict[str, tuple[str, str, float]]] = {}
     if history.steps:
-        bars["learner"] = {
-            name: (*LEARNER_WORK[name], seconds) for name, seconds in history.learner_seconds().items() if seconds > 0
-        }
+        seconds = history.learner_seconds()
+        bars["learner"] = {work: (*LEARNER_WORK[work], seconds[work]) for work in LEARNER_WORK if seconds[work] > 0}
     actors = sorted(history.actors.values(), key=lambda actor: actor.name)
     for actor in actors[:MAX_BARS]:
         bars[actor.name] = _actor_bar(actor.seconds)
@@ -303,7 +313,9 @@ def where_time_went(history: RunHistory) -> Plot:
         return Plot(title, caption, None, "No service has reported its time.", wide=True)
     data = _stacked_bars(bars)
     layout = _layout("", "", x={"tickformat": ".0%", "range": [0, 1]}, y={"autorange": "reversed", "showgrid": False})
-    layout |= {"barmode": "stack", "bargap": 0.35, "hovermode": "closest", "height": 110 + 34 * len(bars)}
+    layout |= {"barmode": "stack", "bargap": 0.35, "hovermode": "closest", "height": 120 + 34 * len(bars)}
+    layout["legend"]["traceorder"] = "normal"
+    layout["margin"] = layout["margin"] | {"r": 24}
     return Plot(title, caption, {"data": data, "layout": layout}, wide=True)
 
 
@@ -314,13 +326,11 @@ def weight_sync(history: RunHistory) -> Plot:
         "Seconds from the start of a publish to its end, which training does not wait for, "
         "and seconds each actor's engine stood still to take it (log scale)."
     )
-    data = [_scatter(history.publishes, "publish_s", "publish", INK)]
-    data += _by_actor(history.commits, "stall_s", "stall of ")
-    data = [trace for trace in data if trace["x"]]
+    publish = _points([(row["policy_version"], number(row, "publish_s")) for row in history.publishes], "publish", INK)
+    data = [trace for trace in (publish, *_by_actor(history.commits, "stall_s", "stall, ")) if trace["x"]]
     if not data:
         return Plot(title, caption, None, "No weights have been published.")
-    layout = _layout("policy version", "seconds", y={"type": "log", "dtick": 1, "tickformat": "~g"})
-    return Plot(title, caption, {"data": data, "layout": layout})
+    return Plot(title, caption, {"data": data, "layout": _log_layout(data, "seconds", "~g")})
 
 
 def canary(history: RunHistory) -> Plot:
@@ -333,8 +343,7 @@ def canary(history: RunHistory) -> Plot:
     data = [trace for trace in _by_actor(history.canaries, "max_abs_diff", "") if trace["x"]]
     if not data:
         return Plot(title, caption, None, "No canary has been scored.")
-    layout = _layout("policy version", "max |Δ log-prob|", y={"type": "log", "dtick": 1, "tickformat": ".0e"})
-    return Plot(title, caption, {"data": data, "layout": layout})
+    return Plot(title, caption, {"data": data, "layout": _log_layout(data, "max |Δ log-prob|", ".0e")})
 
 
 def time_unit(history: RunHistory) -> tuple[str, float]:
@@ -345,29 +354,30 @@ def time_unit(history: RunHistory) -> tuple[str, float]:
     return ("min", 60.0) if span < 3 * 3600 else ("h", 3600.0)
 
 
-def _reward(title: str, caption: str, history: RunHistory, x_title: str, x_of: Callable[[Row], float]) -> Plot:
+_NO_REWARD = "No step has been made: there is no reward to show."
+
+
+def _reward_traces(history: RunHistory, x_of: Callable[[Row], float]) -> list[dict[str, Any]]:
+    """Rewards of steps, their running mean, and those of evaluations if there are any; nothing without steps."""
     rows = [row for row in history.steps if number(row, "reward/mean") is not None]
     if not rows:
-        return Plot(title, caption, None, "No step has been made: there is no reward to show.")
+        return []
     xs, means = _bucket([x_of(row) for row in rows]), _bucket([row["reward/mean"] for row in rows])
     thin = _line(xs, means, "per step", PALE_BLUE)
     thin["line"]["width"] = 1.5
-    data = [thin, _line(xs, _running_mean(means, max(1, len(means) // 10)), "running mean", BLUE)]
-    data[1]["mode"] = "lines"
+    smooth = _line(xs, _running_mean(means, max(1, len(means) // 10)), "running mean", BLUE) | {"mode": "lines"}
     evaluations = [row for row in history.evaluations.values() if number(row, "reward") is not None]
-    if evaluations:
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": "held-out",
-                "x": [x_of(row) for row in evaluations],
-                "y": [row["reward"] for row in evaluations],
-                "marker": {"symbol": "diamond", "size": 9, "color": ORANGE, "line": {"width": 1.5, "color": CARD}},
-                "hovertemplate": "%{y:.3f}",
-            }
-        )
-    return Plot(title, caption, {"data": data, "layout": _layout(x_title, "reward")})
+    held_out = {
+        "type": "scatter",
+        "mode": "markers" if len(evaluations) <= 40 else "lines",
+        "name": "held-out",
+        "x": [x_of(row) for row in evaluations],
+        "y": [row["reward"] for row in evaluations],
+        "marker": {"symbol": "diamond", "size": 9, "color": ORANGE, "line": {"width": 1.5, "color": CARD}},
+        "line": {"color": ORANGE, "width": 1.5},
+        "hovertemplate": "%{y:.3f}",
+    }
+    return [thin, smooth, *([held_out] if evaluations else [])]
 
 
 def _actor_bar(seconds: Mapping[str, float]) -> dict[str, tuple[str, str, float]]:
@@ -402,25 +412,41 @@ def _stacked_bars(bars: Mapping[str, Mapping[str, tuple[str, str, float]]]) -> l
 
 
 def _by_actor(rows: Sequence[Row], name: str, prefix: str) -> list[dict[str, Any]]:
-    actors = sorted({str(row["actor"]) for row in rows})
+    """Points of each actor; of more actors than there are colors, the middle and the highest one of each version."""
+    values: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if (value := number(row, name)) is not None:
+            values.setdefault(str(row["actor"]), {})[row["policy_version"]] = value
+    if len(values) > len(ACTOR_COLORS):
+        by_version: dict[int, list[float]] = {}
+        for version, value in (item for series in values.values() for item in series.items()):
+            by_version.setdefault(version, []).append(value)
+        versions = sorted(by_version)
+        values = {
+            f"median of {len(values)} actors": {v: statistics.median(by_version[v]) for v in versions},
+            f"highest of {len(values)} actors": {v: max(by_version[v]) for v in versions},
+        }
     return [
-        _scatter(
-            [row for row in rows if str(row["actor"]) == actor],
-            name,
-            html.escape(f"{prefix}{actor}"),
-            ACTOR_COLORS[index % len(ACTOR_COLORS)],
-        )
-        for index, actor in enumerate(actors)
+        _points(sorted(series.items()), html.escape(f"{prefix}{actor}"), color)
+        for (actor, series), color in zip(sorted(values.items()), ACTOR_COLORS, strict=False)
     ]
 
 
-def _scatter(rows: Sequence[Row], name: str, label: str, color: str) -> dict[str, Any]:
+def _points(pairs: Iterable[tuple[float, float | None]], label: str, color: str) -> dict[str, Any]:
     """Points over the policy version; what is not positive has no place on a log axis."""
-    rows = [row for row in rows if (number(row, name) or 0.0) > 0]
-    xs, ys = _bucket([row["policy_version"] for row in rows]), _bucket([row[name] for row in rows], max)
-    trace = _line(xs, ys, label, color) | {"mode": "lines+markers", "marker": {"size": 4, "color": color}}
-    trace["line"]["width"] = 1
-    return trace | {"hovertemplate": "%{y:.3g}"}
+    positive = [(version, value) for version, value in pairs if value is not None and value > 0]
+    xs, ys = _bucket([version for version, _ in positive]), _bucket([value for _, value in positive], max)
+    trace = _line(xs, ys, label, color) | {"mode": "markers", "marker": {"size": 5, "color": color, "opacity": 0.8}}
+    return trace | {"hovertemplate": "%{y:.3~g}"}
+
+
+def _log_layout(traces: Sequence[Mapping[str, Any]], y_title: str, tick_format: str) -> dict[str, Any]:
+    """A log axis whose ticks fit its range: 1, 2, 5 over few decades, else powers of ten."""
+    values = [value for trace in traces for value in trace["y"]]
+    num_decades = math.log10(max(values)) - math.log10(min(values))
+    dtick = "D2" if num_decades < 2.5 else math.ceil(num_decades / 8)
+    versions = [version for trace in traces for version in trace["x"]]
+    return _step_layout("policy version", versions, y_title, y={"type": "log", "dtick": dtick, "tickformat": tick_format})
 
 
 def _series(
@@ -445,11 +471,6 @@ def _running_mean(values: Sequence[float], window: int) -> list[float]:
     return [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
-def _since_start(history: RunHistory, scale: float) -> Callable[[Row], float]:
-    start = history.first_time or 0.0
-    return lambda row: (row["time"] - start) / scale
-
-
 def _line(xs: Sequence[float], ys: Sequence[float], name: str, color: str) -> dict[str, Any]:
     return {
         "type": "scatter",
@@ -461,6 +482,12 @@ def _line(xs: Sequence[float], ys: Sequence[float], name: str, color: str) -> di
         "line": {"color": color, "width": 2},
         "hovertemplate": "%{y:.3~g}",
     }
+
+
+def _step_layout(x_title: str, steps: Sequence[float], y_title: str, *, y: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A layout over steps or versions; a short run's axis has no ticks between them."""
+    is_short = bool(steps) and max(steps) - min(steps) <= 8
+    return _layout(x_title, y_title, x={"dtick": 1} if is_short else None, y=y)
 
 
 def _layout(
@@ -476,7 +503,7 @@ def _layout(
     title_font = {"color": MUTED, "size": 12}
     return {
         "height": 270,
-        "margin": {"l": 44, "r": 14, "t": 30, "b": 36},
+        "margin": {"l": 44, "r": 14, "t": 14, "b": 36},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', sans-serif", "color": INK, "size": 12},
@@ -490,8 +517,8 @@ def _layout(
     }
 
 
-def _add_limit(layout: dict[str, Any], value: float, label: str) -> None:
-    """A dashed horizontal line, with its setting's name at the right."""
+def _add_limit(layout: dict[str, Any], value: float, label: str, *, below: bool = False) -> None:
+    """A dashed horizontal line, with its setting's name at the right, above or below it."""
     layout["shapes"].append(
         {
             "type": "line",
@@ -509,8 +536,11 @@ def _add_limit(layout: dict[str, Any], value: float, label: str) -> None:
             "x": 1,
             "xanchor": "right",
             "y": value,
-            "yanchor": "bottom",
-            "text": label,
+            "yanchor": "top" if below else "bottom",
+            "yshift": -2 if below else 2,
+            "borderpad": 1,
+            "bgcolor": CARD,
+            "text": html.escape(label),
             "showarrow": False,
             "font": {"color": ORANGE, "size": 10},
         }

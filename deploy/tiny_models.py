@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tiny_model(folder: Path, *, alphabet: str, moe: bool = False, tie_embeddings: bool = True, seed: int = 0) -> None:
-    """Write a random float32 Qwen3 of about 0.4 M parameters whose tokens are the characters of `alphabet`.
+    """Write a random float32 Qwen3 of about 0.3 M parameters whose tokens are the characters of `alphabet`.
 
     `moe` makes it a Qwen3-MoE with four experts, two of them active. Nothing is added to an encoded text.
     """
@@ -92,10 +92,10 @@ def _save_random_model(
     shape: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": HIDDEN_SIZE,
-        "intermediate_size": 3 * HIDDEN_SIZE,
+        "intermediate_size": 2 * HIDDEN_SIZE,
         "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": NUM_HEADS,
-        "num_key_value_heads": NUM_HEADS,
+        "num_key_value_heads": NUM_HEADS // 2,
         "head_dim": HIDDEN_SIZE // NUM_HEADS,
         "max_position_embeddings": max_length,
         "tie_word_embeddings": tie_embeddings,

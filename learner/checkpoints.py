@@ -20,9 +20,13 @@ def partial_folder(folder: Path) -> Path:
 
 def publish(folder: Path) -> None:
     """Give the finished `partial_folder(folder)` its name, in place of an older checkpoint of the same name."""
+    partial = partial_folder(folder)
+    # On disk before it has the name: after a power failure a whole name must mean whole files.
+    for path in [*partial.rglob("*"), partial]:
+        _sync(path)
     if folder.exists():
         _delete(folder)
-    partial_folder(folder).rename(folder)
+    partial.rename(folder)
     _sync(folder.parent)
 
 
@@ -51,9 +55,9 @@ def _delete(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _sync(folder: Path) -> None:
-    """Have the rename on disk: `rename` alone is atomic, not durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Have a file's bytes, or a folder's names, on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -425,23 +425,29 @@ class Dispatcher:
 
     def _take_failure(self, member: Member, failure: LeaseFailed) -> None:
         self._send(member, Ack(lease_id=failure.lease_id, outcome="accepted"))
+        # Reported again because the acknowledgement was late, or too late: counted once, or not at all.
+        if failure.lease_id not in member.lease_ids:
+            return
         if failure.reason == "returned":
             self._take_back(member, failure.lease_id, "handed back by the actor")
             return
         member.lease_ids.discard(failure.lease_id)
         self._event(failure.reason, failure.detail, actor=member.name, lease_id=failure.lease_id)
-        self._failed_in_a_row += 1
-        if self._failed_in_a_row >= self._max_failed_leases:
-            self.fail(
-                RunFailedError(
-                    f"the last {self._failed_in_a_row} leases failed (train.max_failed_leases), the last one with "
-                    f"{failure.reason}: {failure.detail}. Repair task.reward, or raise task.reward_timeout_s."
-                )
-            )
+        self._count_failure(f"{failure.reason}: {failure.detail}. Repair task.reward, or raise task.reward_timeout_s.")
         if self._eval_deadlines.pop(failure.lease_id, None) is not None:
             self._end_evaluation(failure.lease_id, None)
         elif self._ledger.status(failure.lease_id) == "generating":
             self._drop(failure.lease_id, failure.reason)
+
+    def _count_failure(self, last: str) -> None:
+        """Too many in a row, and nothing but failures is to be expected: end the run."""
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= self._max_failed_leases:
+            self.fail(
+                RunFailedError(
+                    f"the last {self._failed_in_a_row} leases failed (train.max_failed_leases), the last one with {last}"
+                )
+            )
 
     def _drop(self, lease_id: int, reason: str) -> None:
         """A lease brought nothing usable: its prompt gets another try, `max_lease_attempts` in all."""
@@ -455,21 +461,19 @@ class Dispatcher:
     # Groups
 
     def _take_group(self, member: Member, done: GroupDone, arrays: Sequence[Frame]) -> None:
-        is_evaluation = done.lease_id in self._eval_deadlines
-        if not is_evaluation:
-            match self._ledger.status(done.lease_id):
-                case "ended" | "ready":
-                    self._send(member, Ack(lease_id=done.lease_id, outcome="duplicate"))
-                    return
-                case "unknown":
-                    self._send(member, Ack(lease_id=done.lease_id, outcome="unknown"))
-                    return
+        # Only the holder of a lease may answer it, once; its late answer to a lease that ended is nothing unusual.
+        if done.lease_id not in member.lease_ids:
+            outcome = "duplicate" if self._ledger.status(done.lease_id) in ("ended", "ready") else "unknown"
+            self._send(member, Ack(lease_id=done.lease_id, outcome=outcome))
+            return
         member.lease_ids.discard(done.lease_id)
+        is_evaluation = done.lease_id in self._eval_deadlines
         rollouts = _unpack(done, arrays)
         flaw = self._flaw(rollouts, self._evaluation.group_size if is_evaluation else self._rollout.group_size)
         self._send(member, Ack(lease_id=done.lease_id, outcome="rejected" if flaw else "accepted", detail=flaw))
         if flaw:
             self._event("group_rejected", flaw, actor=member.name, lease_id=done.lease_id)
+            self._count_failure(f"a group of {member.name} that cannot be trained on: {flaw}.")
         if is_evaluation:
             del self._eval_deadlines[done.lease_id]
             self._end_evaluation(done.lease_id, None if flaw else rollouts)
@@ -559,7 +563,9 @@ class Dispatcher:
         )
 
     def _event(self, event: str, detail: str, **fields: Any) -> None:
-        logger.info("%s: %s", " ".join([event, *(str(value) for value in fields.values())]), detail)
+        # A lost actor brings one such event for each of its leases.
+        level = logging.DEBUG if event == "lease_expired" else logging.INFO
+        logger.log(level, "%s: %s", " ".join([event, *(str(value) for value in fields.values())]), detail)
         self._record("event", event=event, detail=detail, **fields)
 
     def _send(self, member: Member, message: LearnerMessage, *arrays: Array) -> None:

@@ -58,6 +58,7 @@ class Evaluations:
         self._num_prompts = num_prompts
         self._max_attempts = max_attempts
         self._due: deque[int] = deque()
+        self._reached: int | None = None
         self.current: Round | None = None
 
     @property
@@ -66,8 +67,13 @@ class Evaluations:
         return self.current is None and not self._due
 
     def reach(self, policy_version: int, *, last: bool = False) -> None:
-        """Called once for every published version: at the interval, and for the last one, a round falls due."""
-        if self._interval and (policy_version % self._interval == 0 or last) and policy_version not in self._due:
+        """Called once for every published version: where one crosses the interval, and for the last one, a round is due."""
+        if not self._interval or not self._num_prompts:
+            return
+        # Crosses, not meets: with several steps between two published versions no multiple need be among them.
+        previous = policy_version - 1 if self._reached is None else self._reached
+        self._reached = policy_version
+        if last or policy_version // self._interval > previous // self._interval:
             self._due.append(policy_version)
 
     def begin(self) -> Round | None:

@@ -47,7 +47,7 @@ def _chunk_logprobs(
 class CompletionHead(nn.Module):
     """The policy's output layer, applied to the positions that predict completion tokens."""
 
-    def __init__(self, output_layer: nn.Module, max_chunk_logits: int) -> None:
+    def __init__(self, output_layer: nn.Linear, max_chunk_logits: int) -> None:
         super().__init__()
         self.output_layer = output_layer
         self._max_chunk_logits = max_chunk_logits
@@ -58,8 +58,8 @@ class CompletionHead(nn.Module):
         # often as there are chunks, which is a collective, and ranks do not have equally many chunks.
         return token_logprobs(
             hidden_states,
-            self.output_layer.weight,  # pyright: ignore[reportArgumentType]
-            self.output_layer.bias,  # pyright: ignore[reportArgumentType]
+            self.output_layer.weight,
+            self.output_layer.bias,
             token_ids,
             temperature=temperature,
             max_chunk_logits=self._max_chunk_logits,
@@ -71,8 +71,11 @@ class CompletionLogprobs(nn.Module):
 
     def __init__(self, policy: PreTrainedModel, max_chunk_logits: int = MAX_CHUNK_LOGITS) -> None:
         super().__init__()
+        output_layer = policy.get_output_embeddings()
+        if not isinstance(output_layer, nn.Linear):
+            raise TypeError(f"the policy's output layer is {type(output_layer).__name__}; only a plain Linear is supported")
         self.policy = policy
-        self.head = CompletionHead(policy.get_output_embeddings(), max_chunk_logits)
+        self.head = CompletionHead(output_layer, max_chunk_logits)
 
     def forward(self, token_ids: Tensor, completion_mask: Tensor, temperature: float) -> Tensor:
         """Log-probs `[rows, tokens]` float32: the entry at t is that of token t given those before it.

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 """A rank that waits longer in a collective fails: one that died would otherwise leave the others waiting for ever."""
@@ -37,7 +38,7 @@ def join_process_group() -> Place:
     if not dist.is_initialized():
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         if world_size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
             dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
     return Place(rank, world_size, device)

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -122,8 +123,9 @@ class Progress:
 
     def _take_step(self, row: Mapping[str, Any]) -> str:
         self._steps.append(row)
-        if row.get("reward/mean") is not None:
-            self._rewards.append(row["reward/mean"])
+        reward = row.get("reward/mean")
+        if reward is not None and math.isfinite(reward):
+            self._rewards.append(reward)
         due = self._clock() - self._last_plain_line >= PLAIN_INTERVAL_S or row["policy_version"] == self._num_steps
         if not due:
             return ""

@@ -182,7 +182,8 @@ def _read_dataset(source: str, split: str, setting: str) -> Iterator[_Row]:
             f"the dataset or its split {split!r} cannot be loaded ({error})",
             "Check the name (owner/name or owner/name/config), the split and the connection, or give a JSONL file.",
         ) from error
-    for number, fields in enumerate(rows):
+    for number, row in enumerate(rows):
+        fields = dict(row)
         # Datasets hold values that JSON does not (dates, bytes, images): the reward gets those as text.
         yield _Row(f"row {number} of {source}", fields, msgspec.json.encode(fields, enc_hook=str).decode())
 

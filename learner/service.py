@@ -109,7 +109,7 @@ class Learner:
         self._trainer = RankedTrainer(Trainer(config))
         state = self._resume() if config.run.resume else None
         self._run_id = state.run_id if state else uuid.uuid4().hex[:12]
-        self._canary_token_ids = _canary(prompts)
+        self._canary_token_ids = _canary(prompts, min(CANARY_TOKENS, config.model.max_length - 1))
         layout = self._trainer.layout()
         self._dispatcher = Dispatcher(
             contract=Contract(
@@ -375,7 +375,7 @@ def _backend(config: Config, device: torch.device) -> Literal["gloo", "nccl"]:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def _canary(prompts: Sequence[Prompt]) -> np.ndarray:
+def _canary(prompts: Sequence[Prompt], num_tokens: int) -> np.ndarray:
     """A fixed sequence that every version of the policy is scored on: the first prompts, one after another."""
-    token_ids = np.concatenate([prompt.token_ids for prompt in prompts[:CANARY_TOKENS]])
-    return token_ids[:CANARY_TOKENS].astype(np.int32)
+    token_ids = np.concatenate([prompt.token_ids for prompt in prompts[:num_tokens]])
+    return token_ids[:num_tokens].astype(np.int32)

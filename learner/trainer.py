@@ -1,6 +1,7 @@
 """The trainer: groups in, optimizer steps on the policy, weights and checkpoints out."""
 
 import math
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from learner.logprobs import CompletionLogprobs
 from learner.losses import gspo_loss
 from learner.process_group import gather_tensors, join_process_group
 from learner.step_metrics import LossTally, Metrics, group_metrics, loss_metrics
-from learner.zero import deepspeed_config, full_shape, gathered_parameters, make_engine
+from learner.zero import deepspeed_config, full_shape, gathered_parameters, make_engine, muted_prints
 from protocols.messages import TensorSpec
 
 _STATE_TAG = "state"
@@ -110,8 +111,11 @@ class Trainer:
         `folder` appears at the end and whole: see `learner.checkpoints`.
         """
         partial = checkpoints.partial_folder(folder)
-        # DeepSpeed makes the folder and holds the ranks together; the schedule is a function of the version.
-        self._engine.save_checkpoint(str(partial), tag=_STATE_TAG, save_latest=False)
+        if self.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        # DeepSpeed makes the folder and has the other ranks wait for that.
+        with muted_prints():
+            self._engine.save_checkpoint(str(partial), tag=_STATE_TAG, save_latest=False)
         torch.save(_random_state(), partial / _random_file(self.rank))
         dist.barrier()
         if self.rank == 0:
@@ -129,7 +133,8 @@ class Trainer:
                 f"checkpoint {folder} was saved with {meta}, this run has {expected}: resume with the same number of "
                 "learner processes (launch.learner_processes), train.zero_stage and model.dtype"
             )
-        loaded, _ = self._engine.load_checkpoint(str(folder), tag=_STATE_TAG)
+        with muted_prints():
+            loaded, _ = self._engine.load_checkpoint(str(folder), tag=_STATE_TAG)
         if loaded is None:
             raise FileNotFoundError(f"checkpoint {folder} holds no DeepSpeed state")
         _set_random_state(torch.load(folder / _random_file(self.rank), weights_only=True))
@@ -176,7 +181,8 @@ class Trainer:
             del metrics["ratio/first"]
         rate = self._learning_rate()
         grad_norm = self._apply_gradients(rate)
-        if not math.isfinite(grad_norm):
+        # DeepSpeed skips the step and tells -1 under some stages.
+        if not 0 <= grad_norm < math.inf:
             raise FloatingPointError(
                 f"the gradient norm of optimizer step {self.policy_version} is {grad_norm} (loss {metrics['loss/policy']}, "
                 f"largest token log ratio {metrics['ratio/token_log_abs_max']}): the weights cannot be trusted any more"
@@ -243,7 +249,8 @@ class Trainer:
         mask = torch.ones_like(row, dtype=torch.bool)
         mask[:, 0] = False
         difference = (self._module(row, mask, 1.0)[:, 1:] - expected).abs().max().item()
-        if difference > 1e-2:
+        # In bfloat16 neighboring numbers near 10 are 0.06 apart, and the two paths may round differently.
+        if difference > {"float32": 1e-3, "bfloat16": 0.25}[self._model.dtype]:
             raise ValueError(
                 f"model.path: {self._model.path!r} changes its logits after the output layer (soft-capping or scaling; "
                 f"log-probs differ by {difference:.3g}), which is not supported"

@@ -75,6 +75,10 @@ class WeightPublisher:
         self._epoch = 0
         self._group: WeightGroup | None = None
         self._group_peers: list[bytes] = []
+        self._sent_version = -1
+        """Newest version that went through the group."""
+        self._past: list[tuple[Rendezvous, int]] = []
+        """Transfers whose keys are in the store still, with their world sizes."""
         self._standings: dict[bytes, Standing] = {}
         self._failed: dict[str, str] = {}
         self._buffer_lock = threading.Lock()
@@ -146,11 +150,15 @@ class WeightPublisher:
         now = time.monotonic()
         members = self._members()
         live = {peer for peer, _, _ in members}
-        self._standings = {peer: standing for peer, standing in self._standings.items() if peer in live}
+        with self._changed:
+            self._standings = {peer: standing for peer, standing in self._standings.items() if peer in live}
         behind = []
         for peer, name, version in members:
             standing = self._standings.setdefault(peer, Standing())
-            if version >= self._policy_version or standing.excluded_until > now:
+            if version >= self._policy_version:
+                standing.failures = 0
+                continue
+            if standing.excluded_until > now:
                 continue
             error = self._failed.pop(name, "")
             if error:
@@ -169,31 +177,36 @@ class WeightPublisher:
             started = time.monotonic()
             policy_version = self._policy_version
             peers = [peer for peer, _ in behind]
-            if self._group is None or peers != self._group_peers:
-                self._drop_group()
-                self._epoch += 1
+            # The same version to the same members needs an epoch of its own: keys are never used twice.
+            if self._group is None or peers != self._group_peers or policy_version == self._sent_version:
+                self._begin_epoch()
             rendezvous = Rendezvous(self._store, epoch=self._epoch, policy_version=policy_version)
             self._announce(peers, policy_version)
             absent = self._wait_ready(behind, rendezvous)
+            if not absent:
+                # Not earlier: a member that is served by another member need not have seen the go yet when the learner's
+                # part of the broadcast is over. Ready for this transfer, it has seen those before.
+                self._forget_past()
+            self._past.append((rendezvous, len(peers) + 1))
             for peer, name, why in absent:
                 self._exclude(peer, name, why)
             if absent:
-                self._drop_group()
+                self._begin_epoch()
                 return
             try:
                 self._broadcast(peers, rendezvous)
             except CollectiveError as error:
                 # Who is to blame shows in the next round: the one that does not get ready.
                 logger.warning("weights %d, epoch %d: %s; asking again who is there", policy_version, self._epoch, error)
-                self._drop_group()
-                self._epoch += 1
-                self._failed.clear()
+                self._begin_epoch()
                 return
+            self._sent_version = policy_version
             now = time.monotonic()
-            for peer in peers:
-                self._standings[peer] = Standing(sent_version=policy_version, sent_at=now)
-            rendezvous.clear(len(peers) + 1)
-            num_excluded = sum(standing.excluded_until > now for standing in self._standings.values())
+            with self._changed:
+                for peer in peers:
+                    standing = self._standings.setdefault(peer, Standing())
+                    standing.sent_version, standing.sent_at = policy_version, now
+                num_excluded = sum(standing.excluded_until > now for standing in self._standings.values())
             self._record(
                 "weights",
                 policy_version=policy_version,
@@ -212,6 +225,7 @@ class WeightPublisher:
                 store_host=self._host,
                 store_port=self._store.port,
                 backend=self._backend,
+                bucket_bytes=self._bucket_bytes,
                 timeout_s=self._timeout_s,
             )
             self._post(peer, update)
@@ -258,6 +272,18 @@ class WeightPublisher:
         detail = f"weights {self._policy_version}: {name} {why}; left out for {exclusion_s:g} s"
         logger.warning(detail)
         self._record("event", event="actor_excluded", actor=name, detail=detail)
+
+    def _begin_epoch(self) -> None:
+        """Give up the group; what its members still report about it is about nothing."""
+        self._drop_group()
+        self._epoch += 1
+        self._failed.clear()
+
+    def _forget_past(self) -> None:
+        """Keep the store from growing with the run."""
+        for rendezvous, world_size in self._past:
+            rendezvous.clear(world_size)
+        self._past.clear()
 
     def _drop_group(self) -> None:
         if self._group is not None:

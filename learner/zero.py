@@ -61,7 +61,7 @@ def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def make_engine(module: CompletionLogprobs, config: dict[str, Any], train: TrainSection) -> Any:  # noqa: ANN401
+def make_engine(module: CompletionLogprobs, config: dict[str, Any], train: TrainSection) -> Any:
     """The DeepSpeed engine that trains `module` with torch's AdamW, or the optimizer that `train.deepspeed` names."""
     deepspeed = _import_deepspeed()
     optimizer = None
@@ -70,17 +70,25 @@ def make_engine(module: CompletionLogprobs, config: dict[str, Any], train: Train
             module.parameters(), lr=train.learning_rate, betas=train.adam_betas, weight_decay=train.weight_decay
         )
     if config["zero_optimization"]["stage"] == 3:
-        deepspeed.zero.register_external_parameter(module.head, module.policy.get_output_embeddings().weight)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+        deepspeed.zero.register_external_parameter(module.head, module.head.output_layer.weight)
+    with muted_prints():
         engine, *_ = deepspeed.initialize(
-            model=cast(Any, module), optimizer=optimizer, model_parameters=cast(Any, list(module.parameters())), config=config
+            model=module, optimizer=optimizer, model_parameters=list(module.parameters()), config=config
         )
-    _logger.debug("DeepSpeed printed: %s", printed.getvalue())
     return engine
 
 
-def _import_deepspeed() -> Any:  # noqa: ANN401
+@contextlib.contextmanager
+def muted_prints() -> Iterator[None]:
+    """DeepSpeed reports on its memory and its internals with print(): to our debug log instead. Warnings are logged."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        yield
+    if printed.getvalue():
+        _logger.debug("DeepSpeed printed:\n%s", printed.getvalue())
+
+
+def _import_deepspeed() -> Any:
     """DeepSpeed, whose import and first use would otherwise print, start a C++ compiler, and log past our handlers."""
     if not torch.cuda.is_available():
         # Said here, it need not be guessed and warned about.

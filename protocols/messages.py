@@ -223,6 +223,8 @@ class WeightUpdate(Message):
     store_host: str
     store_port: int
     backend: Literal["gloo", "nccl"]
+    bucket_bytes: int
+    """Size of one broadcast: with another one at either end the transfer ends well, with the wrong bytes."""
     timeout_s: float
 
 

@@ -65,7 +65,8 @@ def decode_from_actor(frames: Sequence[Frame]) -> FromActor:
     body, arrays = _split(frames)
     try:
         message = _actor_decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    # msgspec reports text that is not UTF-8 as UnicodeDecodeError, which is none of its own errors.
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise WireError(f"malformed message: {error}") from error
     _check_arrays(message, arrays)
     if isinstance(message, GroupDone):
@@ -78,7 +79,8 @@ def decode_from_learner(frames: Sequence[Frame]) -> FromLearner:
     body, arrays = _split(frames)
     try:
         message = _learner_decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    # msgspec reports text that is not UTF-8 as UnicodeDecodeError, which is none of its own errors.
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise WireError(f"malformed message: {error}") from error
     _check_arrays(message, arrays)
     return FromLearner(message, arrays)

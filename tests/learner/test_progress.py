@@ -139,6 +139,7 @@ def test_numbers_that_are_missing_or_null_do_not_stop_the_display(caplog: pytest
     progress = Progress(10, console=plain_console(), clock=FakeClock())
     with caplog.at_level(logging.INFO):
         progress.show({"kind": "step", "time": 1000.0, "policy_version": 1, "reward/mean": None})
+        progress.show(step_row(2, 1000.0) | {"reward/mean": float("nan"), "loss/grad_norm": float("inf")})
         progress.show({"kind": "group", "time": 1000.0})
     assert "reward –" in caplog.text
     assert "reward" in rendered(progress)

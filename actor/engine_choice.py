@@ -1,0 +1,42 @@
+"""Which engine an actor samples with."""
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from actor.engine import Engine
+from common.settings import SettingError
+
+
+def make_engine(
+    name: Literal["auto", "vllm", "transformers"],
+    model_path: str,
+    *,
+    dtype: str,
+    max_model_len: int,
+    model_hash: str,
+    seed: int,
+    options: Mapping[str, Any],
+) -> Engine:
+    """The engine of this `actor.engine` setting, with the model loaded; `auto` takes vLLM where it is installed.
+
+    The engines are imported here: either takes seconds, and vLLM need not be there.
+    """
+    if name == "auto":
+        name = "vllm" if _is_vllm_installed() else "transformers"
+    if name == "vllm":
+        if not _is_vllm_installed():
+            raise SettingError(
+                "actor.engine",
+                name,
+                "vLLM is not installed",
+                'Install offbeat[cpu] or offbeat[cuda], or set it to "transformers".',
+            )
+        from actor.vllm_engine import VllmEngine as ChosenEngine
+    else:
+        from actor.transformers_engine import TransformersEngine as ChosenEngine
+    return ChosenEngine(model_path, dtype=dtype, max_model_len=max_model_len, model_hash=model_hash, seed=seed, options=options)
+
+
+def _is_vllm_installed() -> bool:
+    return importlib.util.find_spec("vllm") is not None

@@ -1,0 +1,318 @@
+"""Rewards: a function of the user's, or one of the two here, run where it can neither hold up the actor nor crash it.
+
+A reward is `function(prompt: str, completion: str, row: dict) -> float`, plain or async. Plain functions run in processes
+of their own, a group at a time; async ones on one event loop in a thread, all completions of a group at once.
+"""
+
+import asyncio
+import functools
+import importlib
+import inspect
+import logging
+import math
+import multiprocessing
+import numbers
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from pebble import ProcessExpired, ProcessPool
+
+from common.settings import SettingError
+from common.shutdown import die_with_parent
+
+logger = logging.getLogger(__name__)
+
+RewardFunction = Callable[[str, str, dict[str, Any]], Any]
+
+_BLOCKED_LOOP_GRACE_S = 1.0
+"""So long after the time limit of an async reward the event loop is taken for blocked."""
+
+
+def exact_match(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    """1 if the completion is `row["answer"]`, white space around either aside; else 0."""
+    return float(completion.strip() == str(row["answer"]).strip())
+
+
+def math_answer(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    """1 if the last answer in the completion equals `row["answer"]` mathematically; else 0.
+
+    Of an answer in GSM8K's format (`... #### 72`) what follows the mark counts. Needs no particular format of the
+    completion: a boxed answer is preferred to other LaTeX, and that to plain numbers.
+    """
+    from math_verify import parse, verify  # a second, which other rewards need not pay
+
+    # math-verify limits its time by SIGALRM, which only a main thread has; without it, the group's limit remains.
+    seconds = 2 if threading.current_thread() is threading.main_thread() else 0
+    answer = str(row["answer"]).rpartition("####")[2].strip()
+    # A plain formula is only recognized as LaTeX; a plain number needs nothing.
+    gold = parse(answer, parsing_timeout=seconds) or parse(f"${answer}$", parsing_timeout=seconds)
+    if not gold:
+        raise ValueError(f"the row's answer {answer!r} is no mathematical expression")
+    return float(verify(gold, parse(completion, parsing_timeout=seconds), timeout_seconds=seconds))
+
+
+class Rewarded(NamedTuple):
+    """The rewards of one group."""
+
+    key: int
+    rewards: tuple[float, ...]
+    """Finite, in the order of the completions."""
+
+
+class RewardFailure(NamedTuple):
+    """A group whose reward function failed on one of its completions, or took too long."""
+
+    key: int
+    reason: Literal["reward_error", "reward_timeout"]
+    detail: str
+    """One line: exception, message and where in the user's file."""
+
+
+class RewardRunner:
+    """Rewards of groups, computed beside the thread that submits them.
+
+    Make it on the thread that lives as long as the process: worker processes die with the thread that started them.
+    """
+
+    def __init__(self, path: str, *, num_workers: int, timeout_s: float) -> None:
+        """`path` is `module:function`; the current folder is on the import path. `SettingError` if there is no such.
+
+        `timeout_s` limits the rewards of one group, from when they are begun.
+        """
+        function = load_reward(path)
+        self._timeout_s = timeout_s
+        self._backend = (
+            _EventLoopThread(function, timeout_s)
+            if inspect.iscoroutinefunction(function)
+            else _WorkerProcesses(path, num_workers, timeout_s)
+        )
+        self._pending: dict[int, float] = {}
+        """Groups not yet returned by `poll`: when they were submitted."""
+        self._done: queue.SimpleQueue[Rewarded | RewardFailure] = queue.SimpleQueue()
+
+    @property
+    def num_pending(self) -> int:
+        """Groups submitted and not yet returned by `poll`."""
+        return len(self._pending)
+
+    def submit(self, key: int, prompt: str, completions: Sequence[str], row: dict[str, Any]) -> None:
+        """Begin the rewards of a group; `key` names it in what `poll` returns."""
+        self._pending[key] = time.monotonic()
+        future = self._backend.start(prompt, tuple(completions), row)
+        # Called by the thread that sets the future; the queue is all it touches.
+        future.add_done_callback(lambda future: self._done.put(_outcome(key, future, self._timeout_s)))
+
+    def poll(self) -> list[Rewarded | RewardFailure]:
+        """What has become of submitted groups since the last call, each once; never waits."""
+        outcomes: list[Rewarded | RewardFailure] = []
+        while not self._done.empty():
+            outcomes.append(self._done.get())
+        outcomes += self._stuck()
+        return [outcome for outcome in outcomes if self._pending.pop(outcome.key, None) is not None]
+
+    def close(self) -> None:
+        """End what runs; nothing is left behind."""
+        self._backend.close()
+
+    def _stuck(self) -> list[RewardFailure]:
+        """Groups past their time on an event loop that cannot even say so, because a reward blocks it."""
+        if not isinstance(self._backend, _EventLoopThread):
+            return []
+        latest = time.monotonic() - self._timeout_s - _BLOCKED_LOOP_GRACE_S
+        detail = f"no result {self._timeout_s:g} s after the start: an async reward must not call what blocks"
+        return [RewardFailure(key, "reward_timeout", detail) for key, started in self._pending.items() if started < latest]
+
+
+class RewardError(Exception):
+    """A reward function failed on a completion; the text says how, in one line."""
+
+
+def load_reward(path: str) -> RewardFunction:
+    """The function that `module:function` names; `SettingError` with what is wrong about `task.reward` otherwise."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    module_name, _, function_name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing runs the user's code
+        problem = _import_problem(error, module_name)
+        raise SettingError("task.reward", path, problem, "Name it as module:function.") from error
+    function = vars(module).get(function_name)
+    if function is None:
+        raise SettingError("task.reward", path, f"{module.__file__} has no {function_name!r}", "Correct the name.")
+    if not callable(function):
+        raise SettingError("task.reward", path, f"{function_name!r} is a {type(function).__name__}", "Name a function.")
+    if not _takes_three(function):
+        problem = f"{function_name}{inspect.signature(function)} cannot take (prompt, completion, row)"
+        raise SettingError("task.reward", path, problem, "Give it these three parameters.")
+    return function
+
+
+def _import_problem(error: Exception, module_name: str) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
+        return f"there is no module {error.name!r} in {Path.cwd()}, and none installed"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"importing it raised {_one_line(error)} ({frame.filename}:{frame.lineno})"
+
+
+def _takes_three(function: RewardFunction) -> bool:
+    try:
+        inspect.signature(function).bind("", "", {})
+    except TypeError:
+        return False
+    except ValueError:  # written in C, without a signature
+        return True
+    return True
+
+
+class _WorkerProcesses:
+    """Runs a plain function in processes that are killed at the time limit."""
+
+    def __init__(self, path: str, num_workers: int, timeout_s: float) -> None:
+        self._path = path
+        self._num_workers = num_workers
+        self._timeout_s = timeout_s
+        self._pool = self._make_pool()
+
+    def start(self, prompt: str, completions: tuple[str, ...], row: dict[str, Any]) -> Future[tuple[float, ...]]:
+        # A worker that dies while it is idle breaks pebble's pool for good.
+        if not self._pool.active:
+            logger.warning("the reward processes died; starting new ones")
+            self._pool = self._make_pool()
+        return self._pool.schedule(_group_rewards, (self._path, prompt, completions, row), timeout=self._timeout_s)
+
+    def close(self) -> None:
+        self._pool.stop()
+        self._pool.join()
+
+    def _make_pool(self) -> ProcessPool:
+        # Spawned: a fork of a process that runs an engine's threads can hang.
+        pool = ProcessPool(
+            self._num_workers,
+            initializer=_prepare_worker,
+            initargs=(os.getpid(),),
+            context=multiprocessing.get_context("spawn"),
+        )
+        # Starts the workers, and imports the function before the first group's time runs.
+        pool.schedule(_load_once, (self._path,))
+        return pool
+
+
+def _prepare_worker(parent_pid: int) -> None:
+    die_with_parent(parent_pid)
+    # Pebble's handler waits for the interpreter, which a regular expression gone astray does not come back to.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@functools.cache
+def _load_once(path: str) -> RewardFunction:
+    return load_reward(path)
+
+
+def _group_rewards(path: str, prompt: str, completions: tuple[str, ...], row: dict[str, Any]) -> tuple[float, ...]:
+    """In a worker: the rewards of a group, one completion after another."""
+    function = _load_once(path)
+    rewards = []
+    for completion in completions:
+        try:
+            rewards.append(_as_reward(function(prompt, completion, row)))
+        except Exception as error:  # noqa: BLE001, the user's code
+            raise RewardError(_describe(error, function)) from None
+    return tuple(rewards)
+
+
+class _EventLoopThread:
+    """Runs an async function on an event loop in a thread."""
+
+    def __init__(self, function: RewardFunction, timeout_s: float) -> None:
+        self._function = function
+        self._timeout_s = timeout_s
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
+        self._thread.start()
+
+    def start(self, prompt: str, completions: tuple[str, ...], row: dict[str, Any]) -> Future[tuple[float, ...]]:
+        return asyncio.run_coroutine_threadsafe(self._group_rewards(prompt, completions, row), self._loop)
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).add_done_callback(
+            lambda _: self._loop.call_soon_threadsafe(self._loop.stop)
+        )
+        # A loop that a reward blocks does not stop; its thread ends with the process.
+        self._thread.join(_BLOCKED_LOOP_GRACE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    async def _group_rewards(self, prompt: str, completions: tuple[str, ...], row: dict[str, Any]) -> tuple[float, ...]:
+        tasks = [asyncio.create_task(self._reward(prompt, completion, row)) for completion in completions]
+        try:
+            return tuple(await asyncio.wait_for(asyncio.gather(*tasks), self._timeout_s))
+        finally:
+            # Those that still run when one has failed.
+            for task in tasks:
+                task.cancel()
+
+    async def _reward(self, prompt: str, completion: str, row: dict[str, Any]) -> float:
+        try:
+            return _as_reward(await self._function(prompt, completion, row))
+        except Exception as error:  # noqa: BLE001, the user's code
+            raise RewardError(_describe(error, self._function)) from None
+
+
+async def _cancel_others() -> None:
+    """Cancel every other task of the running loop and wait for their ends."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _as_reward(value: object) -> float:
+    if not isinstance(value, numbers.Real | np.bool_):
+        raise TypeError(f"the reward is {_shortened(repr(value))}, not a number")
+    reward = float(value)
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward is {reward}")
+    return reward
+
+
+def _describe(error: Exception, function: RewardFunction) -> str:
+    """Exception, message and the innermost line of the function's own file, in one line."""
+    file = sys.modules[function.__module__].__file__
+    # The first frame is the call, here.
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if frame.filename == file]
+    return f"{_one_line(error)} ({file}:{frames[-1].lineno})" if frames else f"{_one_line(error)} ({file})"
+
+
+def _one_line(error: BaseException) -> str:
+    return _shortened(" ".join(f"{type(error).__name__}: {error}".split()))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def _outcome(key: int, future: Future[tuple[float, ...]], timeout_s: float) -> Rewarded | RewardFailure:
+    """What a finished future says about its group."""
+    if future.cancelled():
+        return RewardFailure(key, "reward_error", "cancelled")
+    error = future.exception()
+    if error is None:
+        return Rewarded(key, future.result())
+    if isinstance(error, RewardError):
+        return RewardFailure(key, "reward_error", str(error))
+    if isinstance(error, TimeoutError):
+        return RewardFailure(key, "reward_timeout", f"the group took longer than task.reward_timeout_s = {timeout_s:g}")
+    if isinstance(error, ProcessExpired):
+        return RewardFailure(key, "reward_error", f"the reward ended its process, exit code {error.exitcode}")
+    return RewardFailure(key, "reward_error", _one_line(error))

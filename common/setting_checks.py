@@ -1,0 +1,242 @@
+"""Settings that cannot be together: refused before anything starts, with the reason and the cure."""
+
+import ipaddress
+import math
+import re
+from pathlib import Path
+
+from common.config import Config, HubSection
+from common.settings import SettingError, is_data_file
+
+BYTES_PER_TOKEN = 8
+"""On the wire: an int32 token id and a float32 log-prob."""
+
+NOISY_CLIP = 2e-3
+"""A narrower band than this clips engine log-probs for their noise alone."""
+
+
+def check(config: Config) -> list[str]:
+    """Raise `SettingError` for the first contradiction; return warnings about what is allowed and probably not meant."""
+    _check_sampling(config)
+    _check_lengths(config)
+    _check_advantages(config)
+    _check_staleness(config)
+    _check_steps(config)
+    _check_task(config)
+    _check_hub(config.hub)
+    _check_launch(config)
+    return _warnings(config)
+
+
+def check_files(config: Config) -> None:
+    """Raise `SettingError` for a model folder, data file or run folder that is not there. For the learner's machine."""
+    _check_model_folder(config.model.path)
+    for key in ("train_data", "eval_data"):
+        source = getattr(config.task, key)
+        if is_data_file(source) and not Path(source).expanduser().is_file():
+            raise SettingError(f"task.{key}", source, "there is no such file", "Give the path of a JSONL file.")
+    if config.run.resume and not Path(config.run.dir).is_dir():
+        raise SettingError(
+            "run.dir", config.run.dir, "there is no such folder to resume from", "Give the folder of an earlier run."
+        )
+
+
+def _check_sampling(config: Config) -> None:
+    for key, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+        value = getattr(config.rollout, key)
+        if value != neutral:
+            raise SettingError(
+                f"rollout.{key}",
+                value,
+                "it cuts tokens off the distribution, so the behavior log-probs would be those of another policy than the "
+                "one trained and every importance ratio would be biased",
+                f"Leave it at {neutral}; use rollout.temperature for less random completions.",
+            )
+
+
+def _check_lengths(config: Config) -> None:
+    model, task, rollout = config.model, config.task, config.rollout
+    total = task.max_prompt_tokens + rollout.max_new_tokens
+    if total > model.max_length:
+        raise SettingError(
+            "model.max_length",
+            model.max_length,
+            f"task.max_prompt_tokens + rollout.max_new_tokens = {task.max_prompt_tokens} + {rollout.max_new_tokens} = {total}",
+            f"Lower one of the two, or set model.max_length={total}.",
+        )
+    group_mb = math.ceil(rollout.group_size * total * BYTES_PER_TOKEN / 2**20)
+    if group_mb > config.hub.max_message_mb:
+        raise SettingError(
+            "hub.max_message_mb",
+            config.hub.max_message_mb,
+            f"a group of {rollout.group_size} completions of {total} tokens takes up to {group_mb} MB and would be refused",
+            f"Set hub.max_message_mb={group_mb + 1} or more.",
+        )
+
+
+def _check_advantages(config: Config) -> None:
+    loss, train = config.loss, config.train
+    if config.rollout.group_size == 1:
+        raise SettingError(
+            "rollout.group_size",
+            1,
+            "a completion's advantage is its reward minus the mean of its group, which is 0 for a group of one: nothing "
+            "would be learned",
+            "Set it to at least 2.",
+        )
+    if loss.anchor == "proximal" and train.steps_per_batch == 1:
+        raise SettingError(
+            "loss.anchor",
+            "proximal",
+            "with train.steps_per_batch = 1 the proximal policy is the policy itself, so the importance ratio is always 1 "
+            "and neither clipping nor staleness correction happens",
+            'Set loss.anchor="behavior", or train.steps_per_batch=2 or more.',
+        )
+
+
+def _check_staleness(config: Config) -> None:
+    staleness, train, interval = config.staleness, config.train, config.weights.interval
+    # Weights are sent after whole batches of k steps, at least `interval` steps apart: when a batch starts, the newest are up
+    # to `(ceil(interval / k) - 1) * k` steps old; the last groups of the batch are trained k - 1 steps later.
+    behind = (math.ceil(interval / train.steps_per_batch) - 1) * train.steps_per_batch
+    least = train.steps_per_batch - 1 + behind
+    if staleness.max_staleness < least:
+        raise SettingError(
+            "staleness.max_staleness",
+            staleness.max_staleness,
+            f"the run would wait for ever: with train.steps_per_batch = {train.steps_per_batch} the last groups of a batch are "
+            f"trained {train.steps_per_batch - 1} steps after it starts, and with weights.interval = {interval} it may be "
+            f"generated under weights {behind} steps old, so a lag of {train.steps_per_batch - 1} + {behind} = {least} is the "
+            "least there can be",
+            f"Set staleness.max_staleness={least} or more, or lower those two.",
+        )
+    hard = staleness.hard_max_staleness
+    if hard is not None and hard < staleness.max_staleness:
+        raise SettingError(
+            "staleness.hard_max_staleness",
+            hard,
+            f"groups are admitted that may lag by staleness.max_staleness = {staleness.max_staleness}, and would be generated "
+            "only to be dropped",
+            f"Set it to {staleness.max_staleness} or more, or leave it out to drop nothing.",
+        )
+
+
+def _check_steps(config: Config) -> None:
+    train = config.train
+    if train.num_steps % train.steps_per_batch:
+        raise SettingError(
+            "train.num_steps",
+            train.num_steps,
+            f"it is not a multiple of train.steps_per_batch = {train.steps_per_batch}, and the last batch would stay unfilled",
+            f"Set it to {train.num_steps - train.num_steps % train.steps_per_batch + train.steps_per_batch}.",
+        )
+    if train.warmup_steps > train.num_steps:
+        raise SettingError(
+            "train.warmup_steps",
+            train.warmup_steps,
+            f"the run ends after train.num_steps = {train.num_steps}, before the warm-up does",
+            "Lower it.",
+        )
+    if 1.0 in train.adam_betas:
+        raise SettingError("train.adam_betas", train.adam_betas, "a decay of 1 never moves", "Give numbers below 1.")
+
+
+def _check_task(config: Config) -> None:
+    task = config.task
+    if not config.model.path:
+        raise SettingError("model.path", "", "no model is given", "Set it to a model folder or a hub name.")
+    if not task.train_data:
+        raise SettingError("task.train_data", "", "no data is given", "Set it to a JSONL file or a dataset's name.")
+    if config.evaluation.interval and not task.eval_data:
+        raise SettingError(
+            "evaluation.interval",
+            config.evaluation.interval,
+            "there is nothing to evaluate on",
+            "Set task.eval_data, or evaluation.interval=0.",
+        )
+    if task.system_prompt and not task.chat_template:
+        raise SettingError(
+            "task.system_prompt",
+            task.system_prompt,
+            "it is only used with the chat template",
+            "Set task.chat_template=true, or remove it.",
+        )
+
+
+def _check_hub(hub: HubSection) -> None:
+    if hub.heartbeat_s >= hub.dead_after_s:
+        raise SettingError(
+            "hub.dead_after_s",
+            hub.dead_after_s,
+            f"every peer would be taken for dead between two heartbeats, hub.heartbeat_s = {hub.heartbeat_s}",
+            f"Set it to several heartbeats: {5 * hub.heartbeat_s} or more.",
+        )
+    for key in ("address", "bind"):
+        address = getattr(hub, key)
+        if address and not _is_loopback(f"hub.{key}", address) and not hub.allow_plaintext:
+            raise SettingError(
+                f"hub.{key}",
+                address,
+                "the address is reachable from other machines, and traffic is neither encrypted nor authenticated",
+                "Use tcp://127.0.0.1:PORT, or set hub.allow_plaintext=true on a network that you trust.",
+            )
+
+
+def _is_loopback(setting: str, address: str) -> bool:
+    match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5})", address)
+    if match is None or int(match[2]) > 65535:
+        raise SettingError(setting, address, "is not an address", "Write tcp://HOST:PORT, for example tcp://127.0.0.1:5700.")
+    host = match[1].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        # A host name, a network interface's name, or `*`.
+        return False
+
+
+def _check_launch(config: Config) -> None:
+    launch = config.launch
+    if launch.actor_gpus and len(launch.actor_gpus) != launch.num_actors:
+        raise SettingError(
+            "launch.actor_gpus",
+            launch.actor_gpus,
+            f"it has {len(launch.actor_gpus)} entries for launch.num_actors = {launch.num_actors}",
+            "Give one list of GPUs for each actor, or leave it empty.",
+        )
+    if launch.learner_gpus and len(launch.learner_gpus) != launch.learner_processes:
+        raise SettingError(
+            "launch.learner_gpus",
+            launch.learner_gpus,
+            f"it has {len(launch.learner_gpus)} entries for launch.learner_processes = {launch.learner_processes}",
+            "Give one GPU for each learner process, or leave it empty.",
+        )
+
+
+def _check_model_folder(path: str) -> None:
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise SettingError("model.path", path, "the folder has no config.json", "Give a folder in the Hugging Face layout.")
+        return
+    # `owner/name` may be on a hub; anything that looks like a path is not.
+    is_hub_name = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) is not None
+    if not is_hub_name:
+        raise SettingError("model.path", path, "there is no such folder", "Give a model folder or a hub name (owner/name).")
+
+
+def _warnings(config: Config) -> list[str]:
+    warnings: list[str] = []
+    loss, evaluation = config.loss, config.evaluation
+    if loss.anchor == "behavior" and min(loss.clip_low, loss.clip_high) < NOISY_CLIP:
+        warnings.append(
+            f"loss.clip_low = {loss.clip_low}, loss.clip_high = {loss.clip_high}: against engine log-probs so narrow a band "
+            "clips many completions for numerical noise alone; watch clip/fraction."
+        )
+    if evaluation.interval and evaluation.temperature == 0 and evaluation.group_size > 1:
+        warnings.append(
+            f"evaluation.group_size = {evaluation.group_size}: greedy completions of one prompt are all the same; set "
+            "evaluation.temperature, or evaluation.group_size=1."
+        )
+    return warnings

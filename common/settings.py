@@ -1,0 +1,258 @@
+"""A run's settings as text: read from TOML and the command line, written back as TOML, explained one by one.
+
+What each setting is stands in `common.config`; which of them contradict each other, in `common.setting_checks`.
+"""
+
+import ast
+import difflib
+import inspect
+import json
+import math
+import tomllib
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import msgspec.inspect as types
+from msgspec.structs import FieldInfo
+
+from common import config as config_module
+from common.config import Config, Section
+
+
+class SettingError(Exception):
+    """A mistake of the user's: the text names the setting, its value, what is wrong and what to do."""
+
+    def __init__(self, setting: str, value: object, problem: str, cure: str) -> None:
+        super().__init__(f"{setting} = {_shown(value)}: {problem}. {cure}")
+        self.setting = setting
+
+
+class Explanation(NamedTuple):
+    """One setting, described."""
+
+    setting: str
+    """`section.key`."""
+    type: str
+    """The values it takes, in words."""
+    default: str
+    """As TOML."""
+    text: str
+    """Its docstring."""
+
+
+def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The settings of a TOML file, or the defaults without one, with `section.key=value` overrides applied in order.
+
+    The value of an override is read as TOML; what is not TOML is taken as text, so quotes are rarely needed. Raises
+    `SettingError` for a file that cannot be read, an unknown setting and a value of the wrong type or out of range.
+    """
+    data: dict[str, Any] = {} if path is None else _read_toml(path)
+    for override in overrides:
+        _apply_override(data, override)
+    return _convert(data)
+
+
+def resolved_toml(config: Config) -> str:
+    """Every setting as TOML that `load` reads back as the same config; settings that are None are left out."""
+    lines: list[str] = []
+    for section_name in Config.__struct_fields__:
+        section: Section = getattr(config, section_name)
+        lines.append(f"[{section_name}]")
+        for key in section.__struct_fields__:
+            value = getattr(section, key)
+            if value is not None:
+                lines.append(f"{key} = {_to_toml(value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def explain(name: str = "") -> str:
+    """What `explanations` gives, as text for a terminal."""
+    return "\n\n".join(f"{row.setting} = {row.default}   ({row.type})\n    {row.text}" for row in explanations(name))
+
+
+def explanations(name: str = "") -> list[Explanation]:
+    """The setting `section.key`, or those of a section, or all; `SettingError` when there is none of that name."""
+    every = [row for section_name in _sections() for row in _explain_section(section_name)]
+    wanted = [row for row in every if name in ("", row.setting, row.setting.split(".")[0])]
+    if not wanted:
+        names = [*_sections(), *(row.setting for row in every)]
+        raise SettingError("setting", name, "there is none of that name", _did_you_mean(name, names))
+    return wanted
+
+
+def is_data_file(source: str) -> bool:
+    """Whether a data setting names a JSONL file rather than a Hugging Face dataset."""
+    path = Path(source).expanduser()
+    return path.suffix in (".jsonl", ".json", ".ndjson") or path.is_file()
+
+
+def _sections() -> dict[str, type[Section]]:
+    return {field.name: field.type for field in msgspec.structs.fields(Config)}
+
+
+def _fields(section_name: str) -> dict[str, FieldInfo]:
+    return {field.name: field for field in msgspec.structs.fields(_sections()[section_name])}
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+        raise SettingError("config file", str(path), problem, "Give the path of a TOML file.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingError("config file", str(path), f"is not TOML: {error}", "Correct the file there.") from error
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    """Set one value in the nested tables of a config file; a path may go on into a setting that is a table itself."""
+    setting, equals, raw = override.partition("=")
+    setting = setting.strip()
+    if not equals:
+        raise SettingError("override", override, "has no value", "Write section.key=value.")
+    section_name, *path = setting.split(".")
+    field = _find_field(section_name, path[0] if path else "")
+    value = _parse_value(raw)
+    if field.type is str and not isinstance(value, str):
+        value = raw
+    if len(path) > 1 and not isinstance(types.type_info(field.type), types.DictType):
+        raise SettingError(setting, value, f"{section_name}.{path[0]} has no parts", "Give the setting one value.")
+    table = data
+    for key in (section_name, *path[:-1]):
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise SettingError(setting, value, f"{key} is not a table in the config file", "Correct the file.")
+    table[path[-1]] = value
+
+
+def _parse_value(raw: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {raw}")
+    except tomllib.TOMLDecodeError:
+        return raw
+    # More keys than one: the text held a line break, so it was no value.
+    return parsed["value"] if len(parsed) == 1 else raw
+
+
+def _find_field(section_name: str, key: str) -> FieldInfo:
+    sections = _sections()
+    if section_name not in sections:
+        raise SettingError("section", section_name, "there is none of that name", _did_you_mean(section_name, sections))
+    fields = _fields(section_name)
+    if key not in fields:
+        elsewhere = [f"{name}.{key}" for name in sections if key in _fields(name)]
+        cure = f"Did you mean {elsewhere[0]}?" if elsewhere else _did_you_mean(key, fields, f"{section_name}.")
+        raise SettingError("setting", f"{section_name}.{key}", "there is none of that name", cure)
+    return fields[key]
+
+
+def _did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"Did you mean {prefix}{close[0]}?" if close else f"There are: {', '.join(known)}."
+
+
+def _convert(data: dict[str, Any]) -> Config:
+    sections: dict[str, Section] = {}
+    for section_name, table in data.items():
+        if not isinstance(table, dict):
+            raise SettingError(section_name, table, "stands outside of any section", "Put it under its [section].")
+        if section_name not in _sections():
+            _find_field(section_name, "")
+        values = {key: _convert_value(section_name, _find_field(section_name, key), table[key]) for key in table}
+        sections[section_name] = _sections()[section_name](**values)
+    return Config(**sections)  # pyright: ignore[reportArgumentType], each name goes with its own section
+
+
+def _convert_value(section_name: str, field: FieldInfo, value: Any) -> Any:
+    accepted = types.type_info(field.type)
+    if value == "none" and isinstance(accepted, types.UnionType) and accepted.includes_none:
+        return None
+    setting, cure = f"{section_name}.{field.name}", f"Give {_describe(accepted)}."
+    # TOML has both; nan would pass every comparison with a bound.
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SettingError(setting, value, "is not a finite number", cure)
+    try:
+        return msgspec.convert(value, field.type)
+    except msgspec.ValidationError as error:
+        raise SettingError(setting, value, "is not a value that it takes", cure) from error
+
+
+def _describe(accepted: types.Type) -> str:
+    """The values that a type takes, in words: "a whole number, at least 1"."""
+    match accepted:
+        case types.BoolType():
+            return "true or false"
+        case types.IntType(ge=low, le=high, gt=above):
+            return "a whole number" + _describe_range(low, high, above)
+        case types.FloatType(ge=low, le=high, gt=above):
+            return "a number" + _describe_range(low, high, above)
+        case types.StrType(pattern=pattern):
+            return "text" if pattern is None else f"text that matches {pattern}"
+        case types.LiteralType(values=values):
+            return "one of " + ", ".join(_to_toml(value) for value in values)
+        case types.VarTupleType(item_type=item) | types.ListType(item_type=item):
+            return f"a list, each of it {_describe(item)}"
+        case types.TupleType(item_types=items):
+            return f"a list of {len(items)}, each of it {_describe(items[0])}"
+        case types.DictType():
+            return "a table"
+        case types.UnionType(types=alternatives):
+            return " or ".join(_describe(alternative) for alternative in alternatives)
+        case types.NoneType():
+            return '"none"'
+    raise AssertionError(f"no setting is a {accepted}")
+
+
+def _describe_range(low: float | None, high: float | None, above: float | None) -> str:
+    parts = [(low, "at least"), (above, "above"), (high, "at most")]
+    return "".join(f", {word} {_to_toml(bound)}" for bound, word in parts if bound is not None)
+
+
+def _explain_section(section_name: str) -> list[Explanation]:
+    docstrings = _docstrings(_sections()[section_name].__name__)
+    rows: list[Explanation] = []
+    for field in _fields(section_name).values():
+        value = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
+        default = "none" if value is None else _to_toml(value)
+        kind = _describe(types.type_info(field.type))
+        rows.append(Explanation(f"{section_name}.{field.name}", kind, default, docstrings[field.name]))
+    return rows
+
+
+def _docstrings(class_name: str) -> dict[str, str]:
+    """The text below each attribute of a class in `common.config`, its lines joined."""
+    tree = ast.parse(inspect.getsource(config_module))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+    docstrings: dict[str, str] = {}
+    for attribute, text in pairwise(body):
+        match attribute, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
+                docstrings[name] = " ".join(docstring.split())
+    return docstrings
+
+
+def _shown(value: object) -> str:
+    return "none" if value is None else _to_toml(value)
+
+
+def _to_toml(value: object) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            # JSON escapes what TOML must, but for DEL.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+        case int() | float():
+            return repr(value)
+        case list() | tuple():
+            return f"[{', '.join(_to_toml(item) for item in value)}]"
+        case dict():
+            items = (f"{_to_toml(str(key))} = {_to_toml(item)}" for key, item in value.items())
+            return f"{{{', '.join(items)}}}"
+    # What is left of TOML's types: dates and times.
+    return str(value)

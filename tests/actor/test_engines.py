@@ -1,0 +1,279 @@
+"""Both engines, by the same claims: what they report is what a plain forward pass of the same weights says."""
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from actor.engine import Completion, Engine
+from actor.engine_choice import make_engine
+from common.settings import SettingError
+from protocols.messages import Sampling, Segment
+
+pytestmark = pytest.mark.engine
+
+TOLERANCE = 1e-4
+MAX_MODEL_LEN = 256
+EOS = 2
+PROMPTS = [[5, 6, 7], [9, 8, 30, 31, 12], [20], [11, 12, 13, 14, 15, 16, 17, 18]]
+
+
+def start(kind: str, folder: Path) -> Engine:
+    if kind == "vllm" and importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    return make_engine(
+        kind,  # pyright: ignore[reportArgumentType]
+        str(folder),
+        dtype="float32",
+        max_model_len=MAX_MODEL_LEN,
+        model_hash="0" * 16,
+        seed=3,
+        options={},
+    )
+
+
+@pytest.fixture(scope="module", params=["vllm", "transformers"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def engine(kind: str, tiny_model: Path) -> Iterator[Engine]:
+    """One engine for all tests of the dense model; every test loads the weights it asks about."""
+    engine = start(kind, tiny_model)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def references(tiny_model: Path) -> list[PreTrainedModel]:
+    """The dense model as it is on disk and with two other sets of weights: policy versions 0, 1 and 2."""
+    return [load_reference(tiny_model, seed) for seed in (None, 1, 2)]
+
+
+def load_reference(folder: Path, seed: int | None) -> PreTrainedModel:
+    """The model in `folder`; with a seed, its weights are moved far enough to change every distribution."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def load(engine: Engine, reference: PreTrainedModel, policy_version: int, *, recompute_kv: bool = True) -> None:
+    weights = [(name, parameter.data) for name, parameter in reference.named_parameters()]
+    engine.load_weights(weights, policy_version, recompute_kv=recompute_kv)
+
+
+@torch.inference_mode()
+def reference_logprobs(
+    reference: PreTrainedModel, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0
+) -> NDArray[np.float32]:
+    """Log-probs `[len(completion)]` by one forward pass."""
+    ids = torch.tensor([[*prompt, *completion]])
+    logits = reference(ids).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
+
+
+def finish(engine: Engine) -> dict[str, Completion]:
+    finished: dict[str, Completion] = {}
+    while engine.num_unfinished:
+        for completion in engine.step():
+            assert completion.request_id not in finished
+            finished[completion.request_id] = completion
+    return finished
+
+
+def step(engine: Engine, num_steps: int) -> dict[str, Completion]:
+    return {completion.request_id: completion for _ in range(num_steps) for completion in engine.step()}
+
+
+def assert_logprobs(reference: PreTrainedModel, prompt: Sequence[int], completion: Completion) -> None:
+    expected = reference_logprobs(reference, prompt, completion.token_ids.tolist())
+    np.testing.assert_allclose(completion.behavior_logprobs, expected, atol=TOLERANCE)
+
+
+def test_logprobs_are_those_of_a_forward_pass_at_the_sampling_temperature(engine, references):
+    load(engine, references[0], 0)
+    temperatures = [1.0, 0.7, 1.3]
+    for index in range(24):
+        engine.submit(str(index), PROMPTS[index % 4], Sampling(64, temperatures[index % 3]))
+    finished = finish(engine)
+    for index in range(24):
+        completion = finished[str(index)]
+        tokens = completion.token_ids.tolist()
+        expected = reference_logprobs(references[0], PROMPTS[index % 4], tokens, temperatures[index % 3])
+        np.testing.assert_allclose(completion.behavior_logprobs, expected, atol=TOLERANCE)
+        assert completion.token_ids.dtype == np.int32
+        assert completion.behavior_logprobs.dtype == np.float32
+        assert completion.segments == (Segment(0, 0),)
+    assert {completion.finish_reason for completion in finished.values()} == {"stop", "length"}
+    for completion in finished.values():
+        assert (completion.token_ids[-1] == EOS) == (completion.finish_reason == "stop")
+        assert EOS not in completion.token_ids[:-1]
+
+
+def test_temperature_zero_takes_the_likeliest_token_beside_sampled_completions(engine, references):
+    load(engine, references[1], 1)
+    for index, prompt in enumerate(PROMPTS):
+        engine.submit(f"greedy{index}", prompt, Sampling(20, 0.0))
+        engine.submit(f"sampled{index}", prompt, Sampling(20, 1.0))
+    finished = finish(engine)
+    for index, prompt in enumerate(PROMPTS):
+        tokens = finished[f"greedy{index}"].token_ids.tolist()
+        logits = references[1](torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        assert tokens == logits.argmax(-1).tolist()
+
+
+def test_completions_end_at_the_longest_length(engine, references):
+    load(engine, references[0], 0)
+    prompt = [7] * (MAX_MODEL_LEN - 3)
+    engine.submit("long", prompt, Sampling(50))
+    completion = finish(engine)["long"]
+    assert len(completion.token_ids) <= 3
+    for num_tokens in (0, MAX_MODEL_LEN):
+        with pytest.raises(ValueError, match=f"{num_tokens} tokens does not fit"):
+            engine.submit("impossible", [7] * num_tokens, Sampling(50))
+    assert engine.num_unfinished == 0
+
+
+def test_score_is_a_forward_pass_and_loses_no_running_completion(engine, references):
+    load(engine, references[2], 2)
+    tokens = [5, 6, 7, 8, 30, 2, 9]
+    for index in range(5):
+        engine.submit(str(index), PROMPTS[0], Sampling(1 + index))
+    scored = engine.score(tokens)
+    assert scored.dtype == np.float32
+    np.testing.assert_allclose(scored, reference_logprobs(references[2], tokens[:1], tokens[1:]), atol=TOLERANCE)
+    assert engine.num_unfinished == 5
+    assert sorted(finish(engine)) == ["0", "1", "2", "3", "4"]
+
+
+def test_segments_tell_which_weights_sampled_each_token(engine, references):
+    load(engine, references[0], 0)
+    for index in range(8):
+        engine.submit(str(index), PROMPTS[index % 4], Sampling(60))
+    finished = step(engine, 10)
+    load(engine, references[1], 1)
+    finished |= step(engine, 12)
+    load(engine, references[2], 2)
+    finished |= finish(engine)
+    assert engine.policy_version == 2
+    for index in range(8):
+        completion, prompt = finished[str(index)], PROMPTS[index % 4]
+        starts = [segment.first_token for segment in completion.segments]
+        assert [segment.policy_version for segment in completion.segments] == [0, 1, 2][: len(starts)]
+        assert starts == [0, 10, 22][: len(starts)]
+        for start_token, end_token, segment in zip(
+            starts, [*starts[1:], len(completion.token_ids)], completion.segments, strict=True
+        ):
+            expected = reference_logprobs(references[segment.policy_version], prompt, completion.token_ids.tolist())
+            np.testing.assert_allclose(
+                completion.behavior_logprobs[start_token:end_token], expected[start_token:end_token], atol=TOLERANCE
+            )
+    assert any(len(completion.segments) == 3 for completion in finished.values())
+
+
+def test_weights_that_sampled_no_token_have_no_segment(engine, references):
+    load(engine, references[0], 0)
+    engine.submit("a", PROMPTS[0], Sampling(8))
+    load(engine, references[1], 1, recompute_kv=False)
+    finished = step(engine, 3)
+    load(engine, references[0], 2, recompute_kv=False)
+    load(engine, references[2], 3, recompute_kv=False)
+    finished |= finish(engine)
+    assert finished["a"].segments in ((Segment(1, 0), Segment(3, 3)), (Segment(1, 0),))
+
+
+def test_new_prompts_never_start_from_keys_of_older_weights(engine, references):
+    """While completions run, their keys stay in the cache: also those of a prompt that comes again."""
+    prompt = [5 + index % 30 for index in range(200)]
+    load(engine, references[0], 0)
+    engine.submit("old", prompt, Sampling(50))
+    finished = step(engine, 5)
+    load(engine, references[1], 1, recompute_kv=False)
+    engine.submit("new", prompt, Sampling(5))
+    finished |= finish(engine)
+    assert finished["new"].segments == (Segment(1, 0),)
+    assert_logprobs(references[1], prompt, finished["new"])
+    expected = reference_logprobs(references[0], prompt, finished["old"].token_ids.tolist())
+    np.testing.assert_allclose(finished["old"].behavior_logprobs[:5], expected[:5], atol=TOLERANCE)
+
+
+def test_aborted_completions_are_never_returned(engine, references):
+    load(engine, references[0], 0)
+    for index in range(6):
+        engine.submit(str(index), PROMPTS[0], Sampling(30))
+    finished = step(engine, 1)
+    engine.submit("queued", PROMPTS[0], Sampling(30))
+    engine.abort(["0", "1", "queued", "never submitted"])
+    finished |= finish(engine)
+    assert set(finished) - {"0", "1"} == {"2", "3", "4", "5"}
+    engine.submit("0", PROMPTS[1], Sampling(2))
+    assert list(finish(engine)) == ["0"]
+    assert engine.step() == []
+
+
+def test_hundreds_of_concurrent_completions_all_come_back_once(engine, references):
+    load(engine, references[1], 1)
+    num_tokens_before = engine.num_generated_tokens
+    for index in range(600):
+        engine.submit(str(index), PROMPTS[index % 4], Sampling(1 + index % 6))
+    assert engine.num_unfinished == 600
+    finished = finish(engine)
+    assert len(finished) == 600
+    assert all(len(finished[str(index)].token_ids) <= 1 + index % 6 for index in range(600))
+    num_tokens = sum(len(completion.token_ids) for completion in finished.values())
+    assert engine.num_generated_tokens - num_tokens_before == num_tokens
+    for index in range(0, 600, 7):
+        assert_logprobs(references[1], PROMPTS[index % 4], finished[str(index)])
+
+
+def test_tokens_of_running_and_aborted_completions_are_counted(engine, references):
+    load(engine, references[0], 0)
+    before = engine.num_generated_tokens
+    engine.submit("a", PROMPTS[0], Sampling(100))
+    finished = step(engine, 4)
+    if not finished:
+        assert engine.num_generated_tokens - before == 4
+        engine.abort(["a"])
+        assert engine.num_generated_tokens - before == 4
+
+
+@pytest.mark.parametrize("model", ["tiny_model", "tiny_untied_model", "tiny_moe_model"])
+def test_every_update_reaches_scores_and_samples(kind, model, request):
+    """Tied heads and experts are what vLLM on a CPU gets wrong when left alone, experts from the second update on."""
+    folder = request.getfixturevalue(model)
+    engine = request.getfixturevalue("engine") if model == "tiny_model" else start(kind, folder)
+    tokens = [5, 6, 7, 8, 30, 2, 9]
+    for policy_version in (1, 2, 3):
+        reference = load_reference(folder, seed=10 + policy_version)
+        load(engine, reference, policy_version)
+        expected = reference_logprobs(reference, tokens[:1], tokens[1:])
+        np.testing.assert_allclose(engine.score(tokens), expected, atol=TOLERANCE)
+        engine.submit("a", PROMPTS[1], Sampling(30))
+        completion = finish(engine)["a"]
+        assert completion.segments == (Segment(policy_version, 0),)
+        assert_logprobs(reference, PROMPTS[1], completion)
+    if model != "tiny_model":
+        engine.close()
+
+
+def test_unknown_and_reserved_options_are_refused(kind, tiny_model):
+    own = {"vllm": "logprobs_mode", "transformers": "return_logprobs"}[kind]
+    for options, message in (({own: 1}, "not an option, because"), ({"no_such_option": 1}, "no such option")):
+        with pytest.raises(SettingError, match=message):
+            make_engine(kind, str(tiny_model), dtype="float32", max_model_len=64, model_hash="", seed=0, options=options)
+
+
+def test_vllm_asked_for_and_not_installed_is_said_at_once(monkeypatch, tiny_model):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SettingError, match="not installed"):
+        make_engine("vllm", str(tiny_model), dtype="float32", max_model_len=64, model_hash="", seed=0, options={})

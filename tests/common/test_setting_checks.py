@@ -1,0 +1,129 @@
+"""Contradicting settings are refused with their reason and cure; what is merely odd is warned about."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from common.setting_checks import check, check_files
+from common.settings import SettingError, load
+
+GOOD = ("model.path=some/model", "task.train_data=train.jsonl")
+
+
+def test_defaults_with_a_model_and_data_pass_without_warnings() -> None:
+    assert check(load(None, GOOD)) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["rollout.top_p=0.9"], ["rollout.top_p = 0.9", "behavior log-probs", "1.0"]),
+        (["rollout.top_k=50"], ["rollout.top_k = 50", "-1"]),
+        (["rollout.min_p=0.1"], ["rollout.min_p = 0.1"]),
+        (["model.max_length=2000"], ["1024 + 1024 = 2048", "model.max_length=2048"]),
+        (["hub.max_message_mb=1", "rollout.group_size=128"], ["up to 2 MB", "hub.max_message_mb=3"]),
+        (["rollout.group_size=1"], ["rollout.group_size = 1", "nothing would be learned"]),
+        (["loss.anchor=proximal"], ['loss.anchor = "proximal"', "always 1", "steps_per_batch=2"]),
+        (
+            ["train.steps_per_batch=4", "staleness.max_staleness=2"],
+            ["staleness.max_staleness = 2", "3 + 0 = 3", "staleness.max_staleness=3"],
+        ),
+        (["weights.interval=4", "staleness.max_staleness=0"], ["0 + 3 = 3", "weights 3 steps old"]),
+        (["train.steps_per_batch=2", "weights.interval=3", "staleness.max_staleness=2"], ["1 + 2 = 3"]),
+        (["staleness.hard_max_staleness=3"], ["staleness.hard_max_staleness = 3", "only to be dropped"]),
+        (["train.num_steps=10", "train.steps_per_batch=4"], ["train.num_steps = 10", "12"]),
+        (["train.num_steps=10", "train.warmup_steps=11"], ["train.warmup_steps = 11"]),
+        (["train.adam_betas=[0.9, 1.0]"], ["train.adam_betas"]),
+        (["evaluation.interval=5"], ["evaluation.interval = 5", "task.eval_data"]),
+        (["task.system_prompt=Think."], ["task.system_prompt", "task.chat_template=true"]),
+        (["hub.dead_after_s=1"], ["hub.dead_after_s = 1.0", "5.0"]),
+        (["hub.address=tcp://10.0.0.1:5700"], ['hub.address = "tcp://10.0.0.1:5700"', "allow_plaintext=true"]),
+        (["hub.bind=tcp://*:5700"], ["hub.bind"]),
+        (["hub.bind=tcp://[::]:5700"], ["hub.bind"]),
+        (["hub.address=tcp://localhost.example.org:1"], ["hub.address"]),
+        (["hub.address=127.0.0.1:5700"], ["is not an address", "tcp://HOST:PORT"]),
+        (["hub.address=tcp://127.0.0.1"], ["is not an address"]),
+        (["hub.address=tcp://127.0.0.1:70000"], ["is not an address"]),
+        (["launch.num_actors=2", "launch.actor_gpus=[[0]]"], ["launch.actor_gpus = [[0]]", "1 entries", "num_actors = 2"]),
+        (["launch.learner_gpus=[0, 1]"], ["launch.learner_gpus = [0, 1]"]),
+        (["model.path="], ["model.path"]),
+        (["task.train_data="], ["task.train_data"]),
+    ],
+)
+def test_contradiction_is_refused(overrides: list[str], parts: list[str]) -> None:
+    with pytest.raises(SettingError) as raised:
+        check(load(None, [*GOOD, *overrides]))
+    for part in parts:
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loss.anchor=proximal", "train.steps_per_batch=2"],
+        ["train.steps_per_batch=4", "staleness.max_staleness=3"],
+        # Weights are sent after every batch.
+        ["train.steps_per_batch=4", "weights.interval=3", "staleness.max_staleness=3"],
+        ["staleness.max_staleness=0", "staleness.hard_max_staleness=0"],
+        ["hub.address=tcp://localhost:5700"],
+        ["hub.address=tcp://127.0.0.2:0"],
+        ["hub.address=tcp://[::1]:5700"],
+        ["hub.bind=tcp://*:5700", "hub.allow_plaintext=true"],
+        ["launch.num_actors=2", "launch.actor_gpus=[[0],[1]]"],
+    ],
+)
+def test_settings_at_the_edge_pass(overrides: list[str]) -> None:
+    assert check(load(None, [*GOOD, *overrides])) == []
+
+
+def test_band_narrower_than_the_engine_noise_is_warned_about() -> None:
+    (warning,) = check(load(None, [*GOOD, "loss.clip_low=3e-4", "loss.clip_high=4e-4"]))
+    assert "clip/fraction" in warning
+
+
+def test_greedy_evaluation_in_groups_is_warned_about() -> None:
+    settings = ["task.eval_data=e.jsonl", "evaluation.interval=5", "evaluation.group_size=4"]
+    (warning,) = check(load(None, [*GOOD, *settings]))
+    assert "evaluation.group_size" in warning
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """Overrides that name files which are there."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    data = tmp_path / "train.jsonl"
+    data.write_text("{}")
+    return [f"model.path={model}", f"task.train_data={data}"]
+
+
+def test_files_that_are_there_pass(files: list[str]) -> None:
+    check_files(load(None, files))
+
+
+def test_hub_names_are_left_to_the_hub() -> None:
+    check_files(load(None, ["model.path=Qwen/Qwen3-0.6B", "task.train_data=openai/gsm8k/main"]))
+
+
+@pytest.mark.parametrize("path", ["/absent/model", "./absent", "a/b/c"])
+def test_missing_model_folder_is_reported(path: str, files: list[str]) -> None:
+    with pytest.raises(SettingError, match=re.escape(f'model.path = "{path}": there is no such folder')):
+        check_files(load(None, [*files, f"model.path={path}"]))
+
+
+def test_model_folder_without_config_is_reported(tmp_path: Path, files: list[str]) -> None:
+    with pytest.raises(SettingError, match=r"has no config\.json"):
+        check_files(load(None, [*files, f"model.path={tmp_path}"]))
+
+
+@pytest.mark.parametrize("key", ["train_data", "eval_data"])
+def test_missing_data_file_is_reported(key: str, files: list[str]) -> None:
+    with pytest.raises(SettingError, match=rf'task\.{key} = "absent\.jsonl": there is no such file'):
+        check_files(load(None, [*files, f"task.{key}=absent.jsonl"]))
+
+
+def test_resuming_in_a_folder_that_is_not_there_is_refused(tmp_path: Path, files: list[str]) -> None:
+    with pytest.raises(SettingError, match=r"run\.dir.*no such folder"):
+        check_files(load(None, [*files, "run.resume=true", f"run.dir={tmp_path / 'absent'}"]))

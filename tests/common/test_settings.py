@@ -1,0 +1,167 @@
+"""Settings as text: read, overridden, written back, explained; mistakes name the setting and the cure."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.config import Config
+from common.settings import SettingError, explain, explanations, is_data_file, load, resolved_toml
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def message(*overrides: str) -> str:
+    with pytest.raises(SettingError) as raised:
+        load(None, overrides)
+    return str(raised.value)
+
+
+def test_without_a_file_all_settings_have_their_defaults() -> None:
+    assert load() == Config()
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(tmp_path: Path) -> None:
+    path = write(tmp_path, "[train]\nnum_steps = 5\nlearning_rate = 1\n")
+    config = load(path, ["train.num_steps=6", "train.num_steps=7"])
+    assert config.train.num_steps == 7
+    assert config.train.learning_rate == 1.0
+    assert isinstance(config.train.learning_rate, float)
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("train.lr_schedule=cosine", "train", "lr_schedule", "cosine"),
+        ("model.path=/models/a b=c", "model", "path", "/models/a b=c"),
+        ("actor.name=7", "actor", "name", "7"),
+        ('actor.name="7"', "actor", "name", "7"),
+        ("run.resume=true", "run", "resume", True),
+        ("train.adam_betas=[0.8, 0.9]", "train", "adam_betas", (0.8, 0.9)),
+        ("launch.actor_gpus=[[0],[1,2]]", "launch", "actor_gpus", ((0,), (1, 2))),
+        ("staleness.hard_max_staleness=6", "staleness", "hard_max_staleness", 6),
+        ("staleness.hard_max_staleness=none", "staleness", "hard_max_staleness", None),
+        ("actor.engine_options.max_num_seqs=64", "actor", "engine_options", {"max_num_seqs": 64}),
+        ("train.deepspeed.a.b=x", "train", "deepspeed", {"a": {"b": "x"}}),
+    ],
+)
+def test_override_is_read_as_toml_and_else_as_text(override: str, section: str, key: str, value: object) -> None:
+    assert getattr(getattr(load(None, [override]), section), key) == value
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("train.num_step=3", ["train.num_step", "Did you mean train.num_steps?"]),
+        ("train.max_staleness=3", ["train.max_staleness", "Did you mean staleness.max_staleness?"]),
+        ("trian.num_steps=3", ["trian", "Did you mean train?"]),
+        ("train.zzz=3", ["train.zzz", "There are:", "learning_rate"]),
+        ("num_steps=3", ["num_steps"]),
+        ("train.num_steps", ["train.num_steps", "section.key=value"]),
+        ("train.num_steps=0", ["train.num_steps = 0", "a whole number, at least 1"]),
+        ("train.num_steps=1.5", ["train.num_steps = 1.5", "a whole number"]),
+        ("train.num_steps=true", ["train.num_steps = true", "a whole number"]),
+        ("train.num_steps=many", ['train.num_steps = "many"', "a whole number"]),
+        ("train.learning_rate=nan", ["train.learning_rate = nan", "a number, above 0"]),
+        ("train.learning_rate=-1", ["train.learning_rate = -1", "a number, above 0"]),
+        ("train.zero_stage=4", ["train.zero_stage = 4", "at most 3"]),
+        ("train.adam_betas=[0.9]", ["train.adam_betas = [0.9]", "a list of 2"]),
+        ("train.lr_schedule=cosin", ['train.lr_schedule = "cosin"', 'one of "constant", "cosine", "linear"']),
+        ("task.reward=nonsense", ['task.reward = "nonsense"', "text that matches"]),
+        ("staleness.hard_max_staleness=-1", ["staleness.hard_max_staleness = -1", 'at least 0 or "none"']),
+        ("train.num_steps.x=1", ["train.num_steps.x", "has no parts"]),
+    ],
+)
+def test_mistake_names_the_setting_the_value_and_the_cure(override: str, parts: list[str]) -> None:
+    text = message(override)
+    for part in parts:
+        assert part in text
+
+
+def test_malformed_toml_is_reported_with_file_and_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "[train]\nnum_steps = = 5\n")
+    with pytest.raises(SettingError, match=r"run\.toml.*line 2"):
+        load(path)
+
+
+def test_missing_file_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"absent\.toml.*No such file"):
+        load(tmp_path / "absent.toml")
+
+
+def test_setting_outside_of_any_section_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"num_steps = 5: stands outside of any section"):
+        load(write(tmp_path, "num_steps = 5\n"))
+
+
+def test_unknown_section_of_a_file_is_refused_even_when_empty(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="Did you mean train"):
+        load(write(tmp_path, "[trian]\n"))
+
+
+texts = st.text(alphabet=st.characters(exclude_categories=["Cs"]))
+options = st.recursive(
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    name=texts,
+    engine_options=st.dictionaries(texts, options, max_size=3),
+    learning_rate=st.floats(1e-300, 1e300),
+    hard=st.none() | st.integers(0, 10**6),
+    gpus=st.lists(st.lists(st.integers(0, 7), max_size=2).map(tuple), max_size=3).map(tuple),
+)
+def test_resolved_toml_reads_back_as_the_same_config(
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    engine_options: dict[str, object],
+    learning_rate: float,
+    hard: int | None,
+    gpus: tuple[tuple[int, ...], ...],
+) -> None:
+    config = Config()
+    config = msgspec.structs.replace(
+        config,
+        actor=msgspec.structs.replace(config.actor, name=name, engine_options=engine_options),
+        train=msgspec.structs.replace(config.train, learning_rate=learning_rate),
+        staleness=msgspec.structs.replace(config.staleness, hard_max_staleness=hard),
+        launch=msgspec.structs.replace(config.launch, actor_gpus=gpus),
+    )
+    path = tmp_path_factory.getbasetemp() / "resolved.toml"
+    path.write_bytes(resolved_toml(config).encode())
+    assert load(path) == config
+
+
+def test_every_setting_has_an_explanation() -> None:
+    rows = explanations()
+    assert {row.setting.split(".")[0] for row in rows} == set(Config.__struct_fields__)
+    assert all(row.text and row.type and row.default for row in rows)
+
+
+def test_one_setting_is_explained_with_type_default_and_docstring() -> None:
+    (row,) = explanations("staleness.max_staleness")
+    assert row.type == "a whole number, at least 0"
+    assert row.default == "4"
+    assert row.text.startswith("Admission bound")
+    assert explain("staleness.max_staleness").startswith("staleness.max_staleness = 4   (a whole number, at least 0)\n    ")
+
+
+def test_explaining_an_unknown_setting_suggests_one() -> None:
+    with pytest.raises(SettingError, match=r"Did you mean train\.num_steps"):
+        explain("train.num_step")
+
+
+def test_data_file_is_told_from_a_dataset_by_suffix_or_by_being_there(tmp_path: Path) -> None:
+    (tmp_path / "rows").write_text("{}")
+    assert is_data_file("absent/train.jsonl")
+    assert is_data_file(str(tmp_path / "rows"))
+    assert not is_data_file("openai/gsm8k/main")

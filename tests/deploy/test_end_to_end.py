@@ -1,0 +1,141 @@
+"""Whole runs: real processes, real sockets, real vLLM, real collectives, on tiny models."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.deploy.services import Services, free_port, services_in, write_config
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+RUN_S = 150.0
+
+
+def test_synchronous_run_never_trains_on_lag_and_leaves_nothing_behind(tmp_path: Path, tiny_model: Path) -> None:
+    config = write_config(tmp_path, tiny_model, staleness={"max_staleness": 0}, launch={"num_actors": 2})
+    with services_in(tmp_path) as services:
+        train = services.start("train", config)
+        assert services.wait(train, "train", RUN_S) == 0, services.output("train")
+        groups = services.rows("run", "group")
+        assert [group["policy_lag"] for group in groups] == [0] * 24
+        assert {group["num_segments"] for group in groups} == {1}
+        assert_books_balance(services, leased=24, trained=24)
+        first = services.rows("run", "step")[0]
+        # On-policy, float32 on both sides: the ratio of the run's first step is 1.
+        assert first["ratio/first"] < 1e-5
+        assert first["clip/fraction"] == 0
+        diffs = [row["max_abs_diff"] for row in services.rows("run", "canary")]
+        assert len(diffs) >= 6
+        assert max(diffs) < 1e-4
+        assert not processes_that_mention(str(tmp_path))
+    assert (tmp_path / "run" / "report.html").stat().st_size > 100_000
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+    assert_loads_in_transformers(tmp_path / "run" / "model")
+
+
+def test_actors_may_come_first_late_or_die_and_the_ledger_adds_up(tmp_path: Path, tiny_model: Path) -> None:
+    config = write_config(
+        tmp_path,
+        tiny_model,
+        train={"num_steps": 60, "groups_per_step": 4, "learning_rate": 1e-3},
+        hub={"address": "tcp://127.0.0.1:0", "dead_after_s": 5.0},
+    )
+    address = f"hub.address=tcp://127.0.0.1:{free_port()}"
+    with services_in(tmp_path) as services:
+        early = services.start("actor", config, address, "actor.name=early", log="early")
+        doomed = services.start("actor", config, address, "actor.name=doomed", log="doomed")
+        learner = services.start("learner", config, address)
+        services.wait_for(lambda: len(services.rows("run", "step")) >= 3, "three steps", RUN_S)
+        os.killpg(doomed.pid, signal.SIGKILL)
+        late = services.start("actor", config, address, "actor.name=late", log="late")
+        assert services.wait(learner, "learner", RUN_S) == 0, services.output("learner")
+        assert services.wait(early, "early", 30) == 0
+        assert services.wait(late, "late", 30) == 0, services.output("late")
+        events = {(row["event"], row.get("actor")) for row in services.rows("run", "event")}
+        assert {("actor_joined", "early"), ("actor_joined", "doomed"), ("actor_joined", "late")} <= events
+        assert ("actor_lost", "doomed") in events
+        assert {group["actor"] for group in services.rows("run", "group")} >= {"early", "late"}
+        assert len(services.rows("run", "step")) == 60
+        final = services.rows("run", "final")[-1]["ledger"]
+        assert final["trained"] == 240
+        assert final["leased"] == final["trained"] + sum(final["dropped"].values()) + final["expired"] + final["in_flight"]
+
+
+def test_completions_that_live_through_updates_carry_their_segments_and_keep_to_the_hard_bound(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    config = write_config(
+        tmp_path,
+        tiny_model,
+        model={"path": str(tiny_model), "dtype": "float32", "max_length": 320},
+        rollout={"group_size": 2, "max_new_tokens": 300, "lease_timeout_s": 60.0},
+        train={"num_steps": 12, "groups_per_step": 2, "learning_rate": 1e-3},
+        staleness={"max_staleness": 3, "hard_max_staleness": 3},
+        launch={"num_actors": 1},
+    )
+    with services_in(tmp_path) as services:
+        train = services.start("train", config)
+        assert services.wait(train, "train", RUN_S) == 0, services.output("train")
+        trained = [group for group in services.rows("run", "group") if group["outcome"] == "trained"]
+        assert max(group["policy_lag"] for group in trained) <= 3
+        assert max(group["num_segments"] for group in trained) > 1
+
+
+def test_stopped_run_resumes_where_it_was(tmp_path: Path, tiny_model: Path) -> None:
+    config = write_config(
+        tmp_path,
+        tiny_model,
+        train={"num_steps": 40, "groups_per_step": 4, "checkpoint_interval": 2, "learning_rate": 1e-3},
+        actor={"max_inflight_groups": 4, "engine": "transformers", "engine_options": {}},
+    )
+    with services_in(tmp_path) as services:
+        train = services.start("train", config)
+        services.wait_for(lambda: len(services.rows("run", "step")) >= 3, "three steps", RUN_S)
+        train.send_signal(signal.SIGINT)
+        assert services.wait(train, "train", 60) == 130, services.output("train")
+        reached = services.rows("run", "final")[-1]
+        assert reached["outcome"] == "stopped"
+        assert reached["policy_version"] < 40
+        resumed = services.start("train", config, "run.resume=true", log="resumed")
+        assert services.wait(resumed, "resumed", RUN_S) == 0, services.output("resumed")
+        versions = [row["policy_version"] for row in services.rows("run", "step")]
+        assert versions == list(range(1, 41))
+        final = services.rows("run", "final")[-1]["ledger"]
+        assert final["trained"] == 160
+        assert final["leased"] == final["trained"] + sum(final["dropped"].values()) + final["expired"] + final["in_flight"]
+
+
+def test_two_learner_ranks_train_a_mixture_of_experts(tmp_path: Path, tiny_moe_model: Path) -> None:
+    config = write_config(
+        tmp_path,
+        tiny_moe_model,
+        train={"num_steps": 3, "groups_per_step": 4, "zero_stage": 2, "learning_rate": 1e-3},
+        launch={"num_actors": 1, "learner_processes": 2},
+    )
+    with services_in(tmp_path) as services:
+        train = services.start("train", config)
+        assert services.wait(train, "train", RUN_S) == 0, services.output("train")
+        assert_books_balance(services, leased=12, trained=12)
+        assert max(row["max_abs_diff"] for row in services.rows("run", "canary")) < 1e-4
+    assert_loads_in_transformers(tmp_path / "run" / "model")
+
+
+def assert_books_balance(services: Services, *, leased: int, trained: int) -> None:
+    ledger = services.rows("run", "final")[-1]["ledger"]
+    assert ledger == {"leased": leased, "trained": trained, "dropped": {}, "expired": 0, "in_flight": 0}
+
+
+def assert_loads_in_transformers(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    token_ids = AutoTokenizer.from_pretrained(folder)("123>", return_tensors="pt").input_ids
+    assert model(token_ids).logits.isfinite().all()
+
+
+def processes_that_mention(text: str) -> list[str]:
+    listing = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listing.splitlines() if text in line and "pytest" not in line and "ps -eo" not in line]
+

@@ -1,0 +1,942 @@
+"""What the learner decides about rollouts, with hand-made messages and a clock that the test moves."""
+
+import math
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from common.config import EvaluationSection, HubSection, RolloutSection
+from learner.dispatcher import Contract, Dispatcher, Outgoing, RunFailedError
+from learner.groups import Group
+from learner.ledger import Ledger
+from learner.prompts import Prompt, PromptStream
+from learner.staleness import StalenessGate
+from protocols.messages import (
+    Ack,
+    ActorHeartbeat,
+    ActorMessage,
+    ActorStats,
+    CanaryScored,
+    Cancel,
+    CompletionMeta,
+    Credit,
+    EngineInfo,
+    Goodbye,
+    GroupDone,
+    Hello,
+    LearnerHeartbeat,
+    LearnerMessage,
+    Lease,
+    LeaseFailed,
+    Refused,
+    Segment,
+    Stop,
+    TensorSpec,
+    Unknown,
+    WeightsCommitted,
+    WeightsStaged,
+    Welcome,
+)
+from protocols.wire import WireError, token_ids
+
+GROUP_SIZE = 2
+MAX_NEW_TOKENS = 4
+VOCABULARY_SIZE = 50
+LEASE_TIMEOUT_S = 100.0
+DEAD_AFTER_S = 15.0
+NUM_PROMPTS = 20
+ENGINE = EngineInfo("vllm", "1", "float32", "cpu", 64, "hash")
+CONTRACT = Contract(
+    run_id="run",
+    learner_incarnation=77,
+    layout=(TensorSpec("w", (2,), "float32"),),
+    canary_token_ids=np.array([1, 2, 3], np.int32),
+    dtype="float32",
+    model_hash="hash",
+    max_length=64,
+    vocabulary_size=VOCABULARY_SIZE,
+)
+
+M = TypeVar("M", bound=LearnerMessage)
+
+
+class Actor:
+    """Says what an actor would say, and reads what it was sent."""
+
+    def __init__(self, desk: "Desk", name: str, *, incarnation: int = 1) -> None:
+        self.desk = desk
+        self.name = name
+        self.incarnation = incarnation
+        self.peer = f"{name}/{incarnation}".encode()
+
+    def say(self, message: ActorMessage, *arrays: np.ndarray) -> None:
+        self.desk.dispatcher.handle(self.peer, message, [memoryview(array.tobytes()) for array in arrays], self.desk.now)
+
+    def hello(self, engine: EngineInfo = ENGINE) -> None:
+        self.say(Hello(actor=self.name, incarnation=self.incarnation, engine=engine, policy_version=-1))
+
+    def join(self, *, capacity: int, policy_version: int = 0) -> "Actor":
+        self.hello()
+        self.say(Credit(capacity=capacity))
+        if policy_version >= 0:
+            self.commit(policy_version)
+        return self
+
+    def commit(self, policy_version: int) -> None:
+        self.say(WeightsCommitted(policy_version=policy_version, stall_s=0.0))
+
+    def heard(self, kind: type[M]) -> list[M]:
+        """Messages of this kind that it was sent and has not read."""
+        return [message for message in self.desk.take(self.peer, kind) if isinstance(message, kind)]
+
+    def leases(self) -> list[Lease]:
+        """The leases that the next tick brings."""
+        self.desk.tick()
+        return self.heard(Lease)
+
+    def answer(
+        self,
+        lease_id: int,
+        *,
+        rewards: Sequence[float] = (0.0, 1.0),
+        policy_version: int = 0,
+        ids: Sequence[int] = (1, 2),
+        logprobs: Sequence[float] = (-0.5, -1.0),
+    ) -> Ack:
+        """Send a group of equal completions; what the learner says to it."""
+        completions = tuple(CompletionMeta(len(ids), "stop", reward, (Segment(policy_version, 0),)) for reward in rewards)
+        done = GroupDone(lease_id=lease_id, completions=completions, generate_s=0.1)
+        self.say(
+            done,
+            np.array([*ids] * len(rewards), dtype=np.int32),
+            np.array([*logprobs] * len(rewards), dtype=np.float32),
+        )
+        (ack,) = self.heard(Ack)
+        assert ack.lease_id == lease_id
+        return ack
+
+
+class Desk:
+    """A dispatcher with its clock, its outgoing messages and its rows."""
+
+    def __init__(
+        self,
+        *,
+        max_staleness: int = 1,
+        groups_per_step: int = 2,
+        steps_per_batch: int = 1,
+        num_steps: int = 50,
+        hard_max_staleness: int | None = None,
+        policy_version: int = 0,
+        max_failed_leases: int = 100,
+        max_lease_attempts: int = 3,
+        drop_zero_variance: bool = False,
+        eval_interval: int = 0,
+        num_eval_prompts: int = 3,
+    ) -> None:
+        self.now = 1000.0
+        self.rows: list[dict[str, Any]] = []
+        self.joined: list[bytes] = []
+        self.weights: list[tuple[str, WeightsStaged | WeightsCommitted]] = []
+        self.canaries: list[tuple[str, int, list[float]]] = []
+        self.unread: list[Outgoing] = []
+        self.stream = PromptStream(NUM_PROMPTS, seed=0)
+        self.dispatcher = Dispatcher(
+            contract=CONTRACT,
+            rollout=RolloutSection(
+                group_size=GROUP_SIZE,
+                max_new_tokens=MAX_NEW_TOKENS,
+                temperature=0.7,
+                lease_timeout_s=LEASE_TIMEOUT_S,
+                max_lease_attempts=max_lease_attempts,
+            ),
+            evaluation=EvaluationSection(interval=eval_interval, num_prompts=num_eval_prompts, group_size=1),
+            hub=HubSection(dead_after_s=DEAD_AFTER_S),
+            prompts=_prompts(NUM_PROMPTS, "train"),
+            eval_prompts=_prompts(num_eval_prompts, "held-out"),
+            stream=self.stream,
+            ledger=Ledger(first_lease_id=500),
+            gate=StalenessGate(
+                max_staleness=max_staleness,
+                hard_max_staleness=hard_max_staleness,
+                groups_per_step=groups_per_step,
+                steps_per_batch=steps_per_batch,
+                num_steps=num_steps,
+            ),
+            drop_zero_variance=drop_zero_variance,
+            max_failed_leases=max_failed_leases,
+            policy_version=policy_version,
+            record=lambda kind, **row: self.rows.append({"kind": kind, **row}),
+            on_join=self.joined.append,
+            on_weights=lambda actor, message: self.weights.append((actor, message)),
+            on_canary=lambda actor, version, logprobs: self.canaries.append((actor, version, logprobs.tolist())),
+        )
+
+    def tick(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        self.dispatcher.tick(self.now)
+        counts = self.dispatcher.counts()
+        assert counts.adds_up, counts
+
+    def take(self, peer: bytes, kind: type) -> list[LearnerMessage]:
+        self.unread += self.dispatcher.take_outgoing()
+        taken = [outgoing for outgoing in self.unread if outgoing.peer == peer and isinstance(outgoing.message, kind)]
+        self.unread = [outgoing for outgoing in self.unread if not any(outgoing is other for other in taken)]
+        return [outgoing.message for outgoing in taken]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [row for row in self.rows if row["kind"] == "event" and row["event"] == name]
+
+    def rows_of(self, kind: str) -> list[dict[str, Any]]:
+        return [row for row in self.rows if row["kind"] == kind]
+
+    def batch(self) -> list[Group] | None:
+        return self.dispatcher.take_batch(0.0)
+
+    def train(self) -> list[Group]:
+        """Take a batch, which must be there, and make one step on it."""
+        groups = self.batch()
+        assert groups is not None
+        version = self.dispatcher._policy_version + 1
+        self.dispatcher.finish_batch(groups, version)
+        self.dispatcher.publish(version)
+        return groups
+
+
+def _prompts(number: int, text: str) -> list[Prompt]:
+    return [Prompt(index, f"{text} {index}", np.array([index], np.int32), f'{{"row": {index}}}') for index in range(number)]
+
+
+def _order() -> Iterator[int]:
+    """The prompts in the order of the stream."""
+    stream = PromptStream(NUM_PROMPTS, seed=0)
+    while True:
+        yield stream.next()
+
+
+# Joining
+
+
+def test_hello_is_answered_with_the_contract() -> None:
+    desk = Desk(policy_version=3)
+    actor = Actor(desk, "a")
+    actor.hello()
+    (outgoing,) = desk.dispatcher.take_outgoing()
+    assert outgoing.peer == actor.peer
+    assert outgoing.message == Welcome(run_id="run", learner_incarnation=77, layout=CONTRACT.layout, policy_version=3)
+    assert outgoing.arrays[0].tolist() == [1, 2, 3]
+    assert desk.joined == [actor.peer]
+    assert desk.dispatcher.members() == [(actor.peer, "a", -1)]
+
+
+def test_second_hello_is_welcomed_and_changes_nothing() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=2)
+    assert len(actor.leases()) == 2
+    actor.hello()
+    assert len(actor.heard(Welcome)) == 2
+    assert desk.joined == [actor.peer]
+    assert desk.dispatcher.members() == [(actor.peer, "a", 0)]
+    assert actor.leases() == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "why"),
+    [
+        (EngineInfo("vllm", "1", "float32", "cpu", 64, "other"), "tokenizer differs"),
+        (EngineInfo("vllm", "1", "bfloat16", "cpu", 64, "hash"), "bfloat16.*float32.*model.dtype"),
+        (EngineInfo("vllm", "1", "float32", "cpu", 63, "hash"), "63 tokens.*64"),
+    ],
+)
+def test_engine_that_would_bias_training_is_refused_with_the_reason(engine: EngineInfo, why: str) -> None:
+    desk = Desk()
+    actor = Actor(desk, "a")
+    actor.hello(engine)
+    (refused,) = actor.heard(Refused)
+    assert re.search(why, refused.reason)
+    assert desk.dispatcher.members() == []
+    assert desk.joined == []
+
+
+@pytest.mark.parametrize(
+    "message",
+    [Credit(capacity=1), ActorHeartbeat(policy_version=0, stats=ActorStats()), LeaseFailed(lease_id=500, reason="x")],
+)
+def test_strangers_are_told_so_and_change_nothing(message: ActorMessage) -> None:
+    desk = Desk()
+    stranger = Actor(desk, "stranger")
+    stranger.say(message)
+    assert stranger.heard(Unknown) == [Unknown()]
+    assert desk.dispatcher.members() == []
+    assert desk.rows == []
+
+
+def test_goodbye_of_a_stranger_is_not_answered() -> None:
+    desk = Desk()
+    Actor(desk, "stranger").say(Goodbye(reason="x"))
+    assert desk.dispatcher.take_outgoing() == []
+
+
+def test_newer_incarnation_replaces_the_older_one_and_its_leases_go_on() -> None:
+    desk = Desk()
+    older = Actor(desk, "a", incarnation=1).join(capacity=2)
+    before = older.leases()
+    newer = Actor(desk, "a", incarnation=2).join(capacity=2)
+    assert desk.dispatcher.members() == [(newer.peer, "a", 0)]
+    after = newer.leases()
+    assert [lease.prompt_id for lease in after] == [lease.prompt_id for lease in before]
+    assert {lease.lease_id for lease in after}.isdisjoint(lease.lease_id for lease in before)
+    older.say(Credit(capacity=2))
+    assert older.heard(Unknown) == [Unknown()]
+
+
+def test_older_incarnation_is_refused_and_the_newer_one_stays() -> None:
+    desk = Desk()
+    newer = Actor(desk, "a", incarnation=2).join(capacity=2)
+    older = Actor(desk, "a", incarnation=1)
+    older.hello()
+    assert "actor.name" in older.heard(Refused)[0].reason
+    assert desk.dispatcher.members() == [(newer.peer, "a", 0)]
+    assert len(newer.leases()) == 2
+
+
+def test_bad_message_is_counted_and_answered_with_its_reason() -> None:
+    desk = Desk()
+    desk.dispatcher.refuse(b"\xff\x00", WireError("protocol version 9"))
+    (outgoing,) = desk.dispatcher.take_outgoing()
+    assert outgoing == Outgoing(b"\xff\x00", Refused(reason="protocol version 9"))
+    assert len(desk.events("bad_message")) == 1
+
+
+def test_heartbeat_is_recorded_and_answered() -> None:
+    desk = Desk(policy_version=2)
+    actor = Actor(desk, "a").join(capacity=0)
+    actor.say(ActorHeartbeat(policy_version=1, stats=ActorStats(num_generated_tokens=7, seconds={"generate": 1.0})))
+    assert actor.heard(LearnerHeartbeat) == [LearnerHeartbeat(policy_version=2)]
+    (row,) = desk.rows_of("actor")
+    assert (row["actor"], row["policy_version"], row["num_generated_tokens"]) == ("a", 1, 7)
+    assert row["seconds"] == {"generate": 1.0}
+
+
+def test_weights_and_canary_messages_reach_their_parts_by_the_actors_name() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=0, policy_version=-1)
+    staged = WeightsStaged(policy_version=1, epoch=3)
+    actor.say(staged)
+    actor.commit(1)
+    actor.say(CanaryScored(policy_version=1), np.array([-1.0, -2.0], np.float32))
+    assert desk.weights == [("a", staged), ("a", WeightsCommitted(policy_version=1, stall_s=0.0))]
+    assert desk.canaries == [("a", 1, [-1.0, -2.0])]
+    assert [row["policy_version"] for row in desk.rows_of("commit")] == [1]
+
+
+# Granting
+
+
+def test_lease_holds_what_the_actor_needs() -> None:
+    desk = Desk()
+    Actor(desk, "a").join(capacity=1)
+    desk.tick()
+    (outgoing,) = [outgoing for outgoing in desk.dispatcher.take_outgoing() if isinstance(outgoing.message, Lease)]
+    lease = outgoing.message
+    assert isinstance(lease, Lease)
+    assert lease.prompt == f"train {lease.prompt_id}"
+    assert lease.row == f'{{"row": {lease.prompt_id}}}'
+    assert (lease.group_size, lease.timeout_s, lease.min_policy_version) == (GROUP_SIZE, LEASE_TIMEOUT_S, 0)
+    assert (lease.sampling.max_new_tokens, lease.sampling.temperature) == (MAX_NEW_TOKENS, 0.7)
+    assert token_ids(memoryview(outgoing.arrays[0].tobytes())).tolist() == [lease.prompt_id]
+
+
+def test_no_lease_before_the_actor_has_committed_weights() -> None:
+    actor = Actor(Desk(), "a").join(capacity=4, policy_version=-1)
+    assert actor.leases() == []
+    actor.commit(0)
+    assert len(actor.leases()) == 4
+
+
+def test_leases_go_only_to_actors_whose_weights_are_new_enough() -> None:
+    desk = Desk(max_staleness=1, policy_version=5)
+    old = Actor(desk, "old").join(capacity=9, policy_version=3)
+    fair = Actor(desk, "fair").join(capacity=9, policy_version=4)
+    # Two leases will be trained at version 5 and may be sampled under 4; the next two must wait for version 5.
+    assert [lease.min_policy_version for lease in fair.leases()] == [4, 4]
+    assert old.leases() == []
+    old.commit(5)
+    assert [lease.min_policy_version for lease in old.leases()] == [5, 5]
+
+
+def test_prompts_are_leased_in_the_order_of_the_stream() -> None:
+    desk = Desk(max_staleness=3)
+    order = _order()
+    assert [lease.prompt_id for lease in Actor(desk, "a").join(capacity=8).leases()] == [next(order) for _ in range(8)]
+
+
+def test_no_prompt_is_taken_from_the_stream_while_nobody_can_have_it() -> None:
+    desk = Desk()
+    Actor(desk, "a").join(capacity=0)
+    desk.tick()
+    assert desk.stream.position == 0
+
+
+def test_credit_is_never_exceeded_and_not_used_up_by_repeating_it() -> None:
+    desk = Desk(max_staleness=9)
+    actor = Actor(desk, "a").join(capacity=3)
+    first = actor.leases()
+    assert len(first) == 3
+    actor.say(Credit(capacity=3))
+    assert actor.leases() == []
+    actor.answer(first[0].lease_id)
+    assert len(actor.leases()) == 1
+    actor.say(Credit(capacity=0))
+    actor.answer(first[1].lease_id)
+    assert actor.leases() == []
+
+
+@pytest.mark.parametrize("capacity", [-3, 0])
+def test_no_credit_no_lease(capacity: int) -> None:
+    assert Actor(Desk(), "a").join(capacity=capacity).leases() == []
+
+
+def test_leases_are_balanced_over_actors() -> None:
+    desk = Desk(max_staleness=3, groups_per_step=3)
+    actors = [Actor(desk, name).join(capacity=8) for name in "abc"]
+    assert [len(actor.leases()) for actor in actors] == [4, 4, 4]
+
+
+def test_no_more_is_granted_than_the_gate_allows() -> None:
+    desk = Desk(max_staleness=1, groups_per_step=2)
+    actor = Actor(desk, "a").join(capacity=100)
+    leases = actor.leases()
+    assert len(leases) == 4
+    for lease in leases:
+        actor.answer(lease.lease_id)
+    assert actor.leases() == []
+    desk.train()
+    actor.commit(1)
+    assert len(actor.leases()) == 2
+
+
+def test_at_most_the_groups_of_the_run_are_leased() -> None:
+    desk = Desk(max_staleness=9, groups_per_step=2, num_steps=3)
+    actor = Actor(desk, "a").join(capacity=100)
+    leases = actor.leases()
+    assert len(leases) == 6
+    for lease in leases:
+        actor.answer(lease.lease_id)
+    for _ in range(3):
+        desk.train()
+    assert actor.leases() == []
+    assert desk.dispatcher.counts().trained == 6
+
+
+def test_nothing_is_granted_after_stop_and_every_actor_is_told() -> None:
+    desk = Desk()
+    actors = [Actor(desk, name).join(capacity=1) for name in "ab"]
+    desk.dispatcher.stop("finished")
+    assert [actor.leases() for actor in actors] == [[], []]
+    assert [actor.heard(Stop) for actor in actors] == [[Stop(reason="finished")]] * 2
+
+
+# Leases that end without a group
+
+
+def test_expired_lease_goes_to_another_actor_and_the_late_answer_is_a_duplicate() -> None:
+    desk = Desk(groups_per_step=1, max_staleness=0)
+    slow = Actor(desk, "slow").join(capacity=1)
+    (late,) = slow.leases()
+    slow.say(Credit(capacity=0))
+    other = Actor(desk, "other").join(capacity=1)
+    for _ in range(10):
+        desk.tick(LEASE_TIMEOUT_S / 10)
+        slow.say(Credit(capacity=0))
+        other.say(Credit(capacity=1))
+        assert slow.heard(Cancel) == []
+    desk.tick(0.1)
+    assert slow.heard(Cancel) == [Cancel(lease_ids=(late.lease_id,))]
+    (again,) = other.leases()
+    assert again.prompt_id == late.prompt_id
+    assert again.lease_id != late.lease_id
+    assert slow.answer(late.lease_id).outcome == "duplicate"
+    assert desk.batch() is None
+    assert other.answer(again.lease_id).outcome == "accepted"
+    assert [group.lease_id for group in desk.train()] == [again.lease_id]
+    assert slow.answer(late.lease_id).outcome == "duplicate"
+    counts = desk.dispatcher.counts()
+    assert (counts.leased, counts.trained, counts.expired, counts.in_flight) == (2, 1, 1, 0)
+    assert len(desk.events("lease_expired")) == 1
+
+
+def test_buffered_group_does_not_expire() -> None:
+    desk = Desk(groups_per_step=2, max_staleness=0)
+    actor = Actor(desk, "a").join(capacity=2)
+    first, second = actor.leases()
+    actor.answer(first.lease_id)
+    desk.now += LEASE_TIMEOUT_S + 1
+    actor.say(Credit(capacity=2))
+    (again,) = actor.leases()
+    assert again.prompt_id == second.prompt_id
+    actor.answer(again.lease_id)
+    assert [group.prompt_id for group in desk.train()] == [first.prompt_id, second.prompt_id]
+
+
+def test_leases_of_a_silent_actor_go_to_another() -> None:
+    desk = Desk()
+    silent = Actor(desk, "silent").join(capacity=2)
+    leases = silent.leases()
+    other = Actor(desk, "other").join(capacity=2)
+    desk.now += DEAD_AFTER_S - 0.1
+    other.say(Credit(capacity=2))
+    desk.tick()
+    other.heard(Lease)
+    assert len(desk.dispatcher.members()) == 2
+    desk.tick(0.2)
+    assert desk.dispatcher.members() == [(other.peer, "other", 0)]
+    assert [event["actor"] for event in desk.events("actor_lost")] == ["silent"]
+    assert desk.dispatcher.counts().expired == 2
+    other.say(Credit(capacity=9))
+    assert {lease.prompt_id for lease in leases} <= {lease.prompt_id for lease in other.leases()}
+
+
+def test_actor_taken_for_dead_comes_back_and_its_late_groups_are_duplicates() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=2)
+    leases = actor.leases()
+    desk.tick(DEAD_AFTER_S + 1)
+    actor.say(Credit(capacity=2))
+    assert actor.heard(Unknown) == [Unknown()]
+    actor.join(capacity=2, policy_version=-1)
+    assert desk.joined == [actor.peer, actor.peer]
+    assert actor.answer(leases[0].lease_id).outcome == "duplicate"
+    assert actor.leases() == [], "it has not committed the weights of this membership"
+    actor.commit(0)
+    assert [lease.prompt_id for lease in actor.leases()] == [lease.prompt_id for lease in leases]
+
+
+def test_leases_of_an_actor_that_leaves_go_on_at_once() -> None:
+    desk = Desk()
+    leaver = Actor(desk, "leaver").join(capacity=2)
+    leases = leaver.leases()
+    leaver.say(Goodbye(reason="SIGTERM"))
+    other = Actor(desk, "other").join(capacity=2)
+    assert [lease.prompt_id for lease in other.leases()] == [lease.prompt_id for lease in leases]
+    assert [event["detail"] for event in desk.events("actor_left")] == ["SIGTERM"]
+
+
+def test_lease_handed_back_goes_on_and_is_no_failure() -> None:
+    desk = Desk(max_failed_leases=1, max_lease_attempts=1)
+    leaver = Actor(desk, "leaver").join(capacity=1)
+    (lease,) = leaver.leases()
+    leaver.say(Credit(capacity=0))
+    leaver.say(LeaseFailed(lease_id=lease.lease_id, reason="returned"))
+    assert leaver.heard(Ack) == [Ack(lease_id=lease.lease_id, outcome="accepted")]
+    (again,) = Actor(desk, "other").join(capacity=1).leases()
+    assert again.prompt_id == lease.prompt_id
+    assert desk.dispatcher.counts().expired == 1
+    assert desk.batch() is None
+
+
+def test_lease_that_could_not_be_sent_is_taken_back_and_the_actor_gets_none_until_it_is_heard() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=2)
+    desk.tick()
+    sent = [outgoing for outgoing in desk.dispatcher.take_outgoing() if isinstance(outgoing.message, Lease)]
+    desk.dispatcher.unreachable(sent[0])
+    assert desk.dispatcher.counts().expired == 1
+    assert actor.leases() == []
+    actor.say(ActorHeartbeat(policy_version=0, stats=ActorStats()))
+    (again,) = actor.leases()
+    assert isinstance(sent[0].message, Lease)
+    assert again.prompt_id == sent[0].message.prompt_id
+
+
+def test_heartbeat_that_could_not_be_sent_takes_no_lease_back() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=2)
+    actor.leases()
+    desk.dispatcher.unreachable(Outgoing(actor.peer, LearnerHeartbeat(policy_version=0)))
+    desk.dispatcher.unreachable(Outgoing(b"nobody", Unknown()))
+    assert desk.dispatcher.counts().in_flight == 2
+
+
+# Groups
+
+
+def test_accepted_groups_become_a_batch_in_lease_order() -> None:
+    desk = Desk(groups_per_step=3)
+    actor = Actor(desk, "a").join(capacity=3)
+    leases = actor.leases()
+    for lease in reversed(leases):
+        assert desk.batch() is None
+        assert actor.answer(lease.lease_id, ids=(3, 4, 5), logprobs=(-1, -2, -3), rewards=(0.25, 0.5)).outcome == "accepted"
+    groups = desk.batch()
+    assert groups is not None
+    assert [group.lease_id for group in groups] == [lease.lease_id for lease in leases]
+    group = groups[0]
+    assert (group.actor, group.prompt_id) == ("a", leases[0].prompt_id)
+    assert group.prompt_token_ids.tolist() == [leases[0].prompt_id]
+    assert [rollout.token_ids.tolist() for rollout in group.rollouts] == [[3, 4, 5]] * 2
+    assert [rollout.behavior_logprobs.tolist() for rollout in group.rollouts] == [[-1, -2, -3]] * 2
+    assert [rollout.reward for rollout in group.rollouts] == [0.25, 0.5]
+
+
+def test_group_sent_twice_is_acknowledged_twice_and_trained_once() -> None:
+    desk = Desk(groups_per_step=1)
+    actor = Actor(desk, "a").join(capacity=1)
+    (lease,) = actor.leases()
+    assert actor.answer(lease.lease_id).outcome == "accepted"
+    assert actor.answer(lease.lease_id).outcome == "duplicate"
+    assert len(desk.train()) == 1
+    assert actor.answer(lease.lease_id).outcome == "duplicate"
+    assert desk.batch() is None
+    assert desk.dispatcher.counts().trained == 1
+
+
+@pytest.mark.parametrize("lease_id", [0, 499, 10**9])
+def test_group_for_a_lease_of_another_learner_process_is_unknown(lease_id: int) -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=1)
+    actor.leases()
+    assert actor.answer(lease_id).outcome == "unknown"
+    assert desk.dispatcher.counts().in_flight == 1
+
+
+def test_answer_to_the_lease_of_another_actor_changes_nothing() -> None:
+    desk = Desk(groups_per_step=1, max_staleness=0)
+    holder = Actor(desk, "holder").join(capacity=1)
+    (lease,) = holder.leases()
+    thief = Actor(desk, "thief").join(capacity=1)
+    assert thief.answer(lease.lease_id).outcome == "unknown"
+    thief.say(LeaseFailed(lease_id=lease.lease_id, reason="reward_error"))
+    assert desk.batch() is None
+    assert holder.answer(lease.lease_id).outcome == "accepted"
+    desk.train()
+    holder.commit(1)
+    thief.commit(1)
+    assert len(holder.leases() + thief.leases()) == 1
+
+
+@pytest.mark.parametrize(
+    ("flawed", "why"),
+    [
+        ({"rewards": (1.0,)}, "1 completions for a group of 2"),
+        ({"rewards": (1.0, 1.0, 1.0)}, "3 completions"),
+        ({"logprobs": (-1.0, math.nan)}, "impossible log-probs"),
+        ({"logprobs": (-1.0, -math.inf)}, "impossible log-probs"),
+        ({"logprobs": (-1.0, 0.01)}, "impossible log-probs"),
+        ({"ids": (1, VOCABULARY_SIZE)}, "outside the vocabulary"),
+        ({"ids": (-1, 1)}, "outside the vocabulary"),
+        ({"ids": (1,) * 5, "logprobs": (-1,) * 5}, "5 tokens, more than 4"),
+        ({"rewards": (1.0, math.nan)}, "reward nan"),
+        ({"rewards": (1.0, math.inf)}, "reward inf"),
+        ({"policy_version": 1}, "not made yet"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_group_that_cannot_be_trained_on_is_rejected_and_its_prompt_leased_again(flawed: dict[str, Any], why: str) -> None:
+    desk = Desk(groups_per_step=1, max_staleness=0)
+    actor = Actor(desk, "a").join(capacity=1)
+    (lease,) = actor.leases()
+    ack = actor.answer(lease.lease_id, **flawed)
+    assert ack.outcome == "rejected"
+    assert why in ack.detail
+    assert desk.batch() is None
+    assert desk.dispatcher.counts().dropped == {"rejected": 1}
+    assert len(desk.events("group_rejected")) == 1
+    (again,) = actor.leases()
+    assert again.prompt_id == lease.prompt_id
+    assert actor.answer(again.lease_id).outcome == "accepted"
+
+
+def test_rounded_sure_token_and_last_token_of_the_vocabulary_are_accepted() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=1)
+    (lease,) = actor.leases()
+    assert actor.answer(lease.lease_id, ids=(0, VOCABULARY_SIZE - 1), logprobs=(0.0, 1e-6)).outcome == "accepted"
+
+
+@pytest.mark.parametrize("failure", ["rejected", "reward_error"])
+def test_prompt_that_keeps_failing_is_tried_a_few_times_and_given_up(failure: str) -> None:
+    desk = Desk(groups_per_step=1, max_staleness=0, max_lease_attempts=3)
+    actor = Actor(desk, "a").join(capacity=1)
+    order = _order()
+    bad = next(order)
+    for _ in range(3):
+        (lease,) = actor.leases()
+        assert lease.prompt_id == bad
+        if failure == "rejected":
+            actor.answer(lease.lease_id, rewards=(0.0,))
+        else:
+            actor.say(LeaseFailed(lease_id=lease.lease_id, reason=failure))
+    assert actor.leases()[0].prompt_id == next(order)
+    assert desk.dispatcher.counts().dropped == {failure: 3}
+    assert len(desk.events("prompt_dropped")) == 1
+
+
+def test_reward_failures_in_a_row_end_the_run_and_say_why() -> None:
+    desk = Desk(groups_per_step=1, max_staleness=0, max_failed_leases=3)
+    actor = Actor(desk, "a").join(capacity=1)
+    for _ in range(2):
+        actor.say(LeaseFailed(lease_id=actor.leases()[0].lease_id, reason="reward_error", detail="ZeroDivisionError"))
+    assert desk.batch() is None
+    actor.say(LeaseFailed(lease_id=actor.leases()[0].lease_id, reason="reward_error", detail="ZeroDivisionError"))
+    with pytest.raises(RunFailedError, match=r"3 leases failed.*train\.max_failed_leases.*ZeroDivisionError.*task\.reward"):
+        desk.batch()
+
+
+def test_one_good_group_between_failures_lets_the_run_go_on() -> None:
+    desk = Desk(groups_per_step=9, max_failed_leases=2)
+    actor = Actor(desk, "a").join(capacity=1)
+    for _ in range(4):
+        actor.say(LeaseFailed(lease_id=actor.leases()[0].lease_id, reason="reward_error"))
+        actor.heard(Ack)
+        actor.answer(actor.leases()[0].lease_id)
+    assert desk.batch() is None
+    assert desk.dispatcher.counts().dropped == {"reward_error": 4}
+
+
+def test_failure_reported_again_counts_once() -> None:
+    desk = Desk(max_failed_leases=2)
+    actor = Actor(desk, "a").join(capacity=1)
+    failed = LeaseFailed(lease_id=actor.leases()[0].lease_id, reason="reward_error")
+    for _ in range(3):
+        actor.say(failed)
+    assert [ack.lease_id for ack in actor.heard(Ack)] == [failed.lease_id] * 3
+    assert desk.batch() is None
+    assert len(desk.events("reward_error")) == 1
+    assert desk.dispatcher.counts().dropped == {"reward_error": 1}
+
+
+def test_rejected_groups_in_a_row_end_the_run() -> None:
+    desk = Desk(max_failed_leases=3)
+    actor = Actor(desk, "a").join(capacity=1)
+    for _ in range(3):
+        actor.answer(actor.leases()[0].lease_id, logprobs=(math.nan, -1.0))
+    with pytest.raises(RunFailedError, match="impossible log-probs"):
+        desk.batch()
+
+
+def test_zero_variance_group_is_dropped_when_asked_and_another_prompt_leased() -> None:
+    desk = Desk(groups_per_step=1, max_staleness=0, drop_zero_variance=True)
+    actor = Actor(desk, "a").join(capacity=1)
+    order = _order()
+    (lease,) = actor.leases()
+    assert lease.prompt_id == next(order)
+    assert actor.answer(lease.lease_id, rewards=(1.0, 1.0)).outcome == "accepted"
+    assert desk.batch() is None
+    assert desk.dispatcher.counts().dropped == {"zero_variance": 1}
+    (row,) = desk.rows_of("group")
+    assert (row["outcome"], row["reason"]) == ("dropped", "zero_variance")
+    (again,) = actor.leases()
+    assert again.prompt_id == next(order)
+    actor.answer(again.lease_id, rewards=(1.0, 0.0))
+    assert len(desk.train()) == 1
+
+
+def test_group_above_the_hard_bound_is_dropped_when_taken_and_its_prompt_leased_again() -> None:
+    desk = Desk(groups_per_step=1, max_staleness=2, hard_max_staleness=1)
+    actor = Actor(desk, "a").join(capacity=3)
+    first, second, third = actor.leases()
+    actor.answer(first.lease_id)
+    desk.train()
+    actor.answer(second.lease_id)
+    desk.train()
+    actor.answer(third.lease_id)
+    assert desk.batch() is None
+    assert desk.dispatcher.counts().dropped == {"stale": 1}
+    actor.commit(2)
+    leases = actor.leases()
+    assert leases[0].prompt_id == third.prompt_id
+    actor.answer(leases[0].lease_id, policy_version=2)
+    assert [group.policy_lag(2) for group in desk.train()] == [0]
+
+
+def test_group_rows_say_at_which_step_of_the_batch_it_was_trained() -> None:
+    desk = Desk(groups_per_step=2, steps_per_batch=2, max_staleness=2, policy_version=4)
+    actor = Actor(desk, "a").join(capacity=4, policy_version=4)
+    for lease in actor.leases():
+        actor.answer(lease.lease_id, policy_version=3)
+    groups = desk.batch()
+    assert groups is not None
+    desk.dispatcher.finish_batch(groups, 6)
+    rows = desk.rows_of("group")
+    assert [row["policy_version"] for row in rows] == [4, 4, 5, 5]
+    assert [row["policy_lag"] for row in rows] == [1, 1, 2, 2]
+    assert {row["outcome"] for row in rows} == {"trained"}
+    assert desk.dispatcher.counts().in_flight == 0
+
+
+def test_waiting_for_a_batch_ends_when_its_last_group_arrives() -> None:
+    desk = Desk(groups_per_step=1)
+    actor = Actor(desk, "a").join(capacity=1)
+    (lease,) = actor.leases()
+    batches: list[list[Group] | None] = []
+    trainer = threading.Thread(target=lambda: batches.append(desk.dispatcher.take_batch(10.0)))
+    trainer.start()
+    actor.answer(lease.lease_id)
+    trainer.join(5.0)
+    assert not trainer.is_alive()
+    assert batches[0] is not None
+
+
+def test_death_of_the_hub_thread_raises_in_the_training_thread() -> None:
+    desk = Desk()
+    caught: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            desk.dispatcher.take_batch(10.0)
+        except OSError as error:
+            caught.append(error)
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    desk.dispatcher.fail(OSError("hub"))
+    trainer.join(5.0)
+    assert [str(error) for error in caught] == ["hub"]
+
+
+# Evaluation
+
+
+def test_evaluation_round_completes_beside_training() -> None:
+    desk = Desk(eval_interval=2, num_eval_prompts=3, groups_per_step=1, max_staleness=0)
+    actor = Actor(desk, "a").join(capacity=9)
+    desk.dispatcher.publish(0)
+    leases = actor.leases()
+    held_out = [lease for lease in leases if lease.prompt.startswith("held-out")]
+    training = [lease for lease in leases if lease.prompt.startswith("train")]
+    assert [lease.prompt_id for lease in held_out] == [0, 1, 2]
+    assert len(training) == 1
+    assert {(lease.group_size, lease.sampling.temperature) for lease in held_out} == {(1, 0.0)}
+    assert not desk.dispatcher.wait_evaluations(0.0)
+    for reward, lease in zip([1.0, 0.0, 0.5], held_out, strict=True):
+        assert actor.answer(lease.lease_id, rewards=(reward,)).outcome == "accepted"
+    assert desk.dispatcher.wait_evaluations(0.0)
+    (row,) = desk.rows_of("eval")
+    assert (row["policy_version"], row["reward"], row["num_completions"], row["length"]) == (0, 0.5, 3, 2.0)
+    assert actor.answer(held_out[0].lease_id, rewards=(1.0,)).outcome == "duplicate"
+    # Evaluation is not in the account of training.
+    assert desk.dispatcher.counts().leased == 1
+
+
+def test_evaluation_with_a_lost_actor_a_rejected_group_and_a_failed_reward_completes() -> None:
+    desk = Desk(eval_interval=1, num_eval_prompts=3, groups_per_step=1, max_staleness=0)
+    lost = Actor(desk, "lost").join(capacity=1)
+    desk.dispatcher.publish(0)
+    assert [lease.prompt for lease in lost.leases()] == ["held-out 0"]
+    lost.say(Goodbye(reason="x"))
+    actor = Actor(desk, "a").join(capacity=9)
+    leases = {lease.prompt: lease.lease_id for lease in actor.leases()}
+    assert actor.answer(leases["held-out 1"], rewards=(math.nan,)).outcome == "rejected"
+    actor.say(LeaseFailed(lease_id=leases["held-out 2"], reason="reward_error"))
+    actor.heard(Ack)
+    actor.answer(leases["held-out 0"], rewards=(1.0,))
+    leases = {lease.prompt: lease.lease_id for lease in actor.leases()}
+    assert {"held-out 1", "held-out 2"} <= leases.keys()
+    actor.answer(leases["held-out 1"], rewards=(0.0,))
+    actor.answer(leases["held-out 2"], rewards=(0.5,))
+    assert desk.dispatcher.wait_evaluations(0.0)
+    (row,) = desk.rows_of("eval")
+    assert (row["num_completions"], row["reward"], row["num_failed"]) == (3, 0.5, 0)
+    assert desk.dispatcher.counts().dropped == {}
+
+
+def test_evaluation_lease_expires_and_its_prompt_is_evaluated_again() -> None:
+    desk = Desk(eval_interval=1, num_eval_prompts=1, max_staleness=0)
+    actor = Actor(desk, "a").join(capacity=1)
+    desk.dispatcher.publish(0)
+    (lease,) = actor.leases()
+    desk.now += LEASE_TIMEOUT_S + 1
+    actor.say(Credit(capacity=1))
+    (again,) = actor.leases()
+    assert (again.prompt, lease.prompt) == ("held-out 0", "held-out 0")
+    assert actor.heard(Cancel) == [Cancel(lease_ids=(lease.lease_id,))]
+    assert actor.answer(lease.lease_id, rewards=(1.0,)).outcome == "duplicate"
+    actor.answer(again.lease_id, rewards=(1.0,))
+    assert desk.dispatcher.wait_evaluations(0.0)
+
+
+def test_evaluation_prompt_that_always_fails_does_not_hold_up_the_round() -> None:
+    desk = Desk(eval_interval=1, num_eval_prompts=1, max_lease_attempts=2, max_failed_leases=100)
+    actor = Actor(desk, "a").join(capacity=1)
+    desk.dispatcher.publish(0)
+    for _ in range(2):
+        (lease,) = actor.leases()
+        assert lease.prompt == "held-out 0"
+        actor.say(LeaseFailed(lease_id=lease.lease_id, reason="reward_timeout"))
+    assert desk.dispatcher.wait_evaluations(0.0)
+    (row,) = desk.rows_of("eval")
+    assert (row["num_completions"], row["num_failed"]) == (0, 1)
+    assert math.isnan(row["reward"])
+
+
+def test_evaluation_waits_for_weights_at_least_as_new() -> None:
+    desk = Desk(eval_interval=1, num_eval_prompts=1, policy_version=5)
+    actor = Actor(desk, "a").join(capacity=9, policy_version=4)
+    desk.dispatcher.publish(5)
+    assert all(lease.prompt.startswith("train") for lease in actor.leases())
+    actor.commit(5)
+    assert [lease.min_policy_version for lease in actor.leases() if lease.prompt == "held-out 0"] == [5]
+
+
+def test_evaluations_fall_due_once_an_interval_even_when_its_multiples_are_not_published() -> None:
+    desk = Desk(eval_interval=5, num_eval_prompts=1, policy_version=20)
+    actor = Actor(desk, "a").join(capacity=1, policy_version=20)
+    for version in (0, 2, 4, 6, 8, 10, 12, 13):
+        desk.dispatcher.publish(version, last=version == 13)
+    while not desk.dispatcher.wait_evaluations(0.0):
+        actor.answer(actor.leases()[0].lease_id, rewards=(1.0,))
+    assert [row["policy_version"] for row in desk.rows_of("eval")] == [0, 6, 10, 13]
+
+
+def test_last_version_is_evaluated_once_although_it_falls_on_the_interval() -> None:
+    desk = Desk(eval_interval=5, num_eval_prompts=1, policy_version=10)
+    actor = Actor(desk, "a").join(capacity=1, policy_version=10)
+    desk.dispatcher.publish(10, last=True)
+    actor.answer(actor.leases()[0].lease_id, rewards=(1.0,))
+    assert desk.dispatcher.wait_evaluations(0.0)
+
+
+def test_no_evaluation_without_interval_or_without_prompts() -> None:
+    for desk in (Desk(eval_interval=0), Desk(eval_interval=1, num_eval_prompts=0)):
+        desk.dispatcher.publish(0, last=True)
+        desk.tick()
+        assert desk.dispatcher.wait_evaluations(0.0)
+
+
+# Checkpoints
+
+
+def test_state_holds_every_open_prompt_in_order() -> None:
+    desk = Desk(groups_per_step=2, max_staleness=2)
+    actor = Actor(desk, "a").join(capacity=6)
+    leases = actor.leases()
+    order = _order()
+    assert [lease.prompt_id for lease in leases] == [next(order) for _ in range(6)]
+    for index in (4, 0, 1):
+        actor.answer(leases[index].lease_id)
+    desk.train()
+    actor.say(LeaseFailed(lease_id=leases[2].lease_id, reason="reward_error"))
+    state = desk.dispatcher.state()
+    assert state.open_prompts == [leases[index].prompt_id for index in (3, 4, 5)]
+    assert state.stream.returned == (leases[2].prompt_id,)
+    assert state.stream.position == 6
+    assert (state.counts.trained, state.counts.in_flight) == (2, 3)
+    assert state.counts.adds_up
+
+
+def test_waiting_for_names_what_keeps_the_batch() -> None:
+    desk = Desk()
+    assert "offbeat actor" in desk.dispatcher.waiting_for()
+    desk.dispatcher.publish(0)
+    actor = Actor(desk, "a").join(capacity=3, policy_version=-1)
+    assert "weights 0 not yet at: a" in desk.dispatcher.waiting_for()
+    actor.commit(0)
+    leases = actor.leases()
+    actor.answer(leases[0].lease_id)
+    assert desk.dispatcher.waiting_for() == "1 groups ready, 2 being generated"
+    assert desk.dispatcher.buffer_sizes() == (1, 2)

@@ -1,0 +1,367 @@
+"""Weights for real: a publisher here, receivers in processes of their own, some of which are killed or stopped."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from actor.weight_receiver import Outcome, WeightReceiver
+from common import collectives
+from common.weights import WeightBuffer, make_layout
+from learner.weight_publisher import WeightPublisher
+from protocols.messages import LearnerMessage, TensorSpec, WeightsCommitted, WeightsStaged, WeightUpdate
+
+SMALL = make_layout([("embed", (7, 3)), ("scale", ()), ("head", (5,))], torch.bfloat16)
+LARGE = make_layout([("embed", (4096, 4096))], torch.float32)
+BUCKET_BYTES = 1 << 18
+TIMEOUT_S = 1.5
+PATIENCE_S = 30.0
+
+Mishap = Literal["", "SIGKILL", "SIGSTOP"]
+
+context = multiprocessing.get_context("forkserver")
+# One process imports torch; receivers are forked from it.
+context.set_forkserver_preload(["actor.weight_receiver"])
+
+
+def receive_weights(connection: Connection, layout: tuple[TensorSpec, ...], mishap: Mishap, poll_s: float) -> None:
+    """An actor's part: announcements in, `(outcome, checksum)` out. With a `mishap`, it befalls the first transfer half-way."""
+    collectives.POLL_S = poll_s
+    receiver = WeightReceiver(layout)
+    connection.send("up")
+    flat = receiver.buffer.flat
+    while True:
+        if mishap and flat[len(flat) // 2] != 0 and flat[-1] == 0:
+            mishap, signal_number = "", signal.Signals[mishap]
+            os.kill(os.getpid(), signal_number)
+        while connection.poll(0.0005):
+            receiver.announce(connection.recv())
+        outcome = receiver.outcome()
+        if outcome is not None:
+            connection.send((outcome, checksum(receiver.buffer)))
+            if not outcome.error:
+                receiver.release()
+
+
+def checksum(buffer: WeightBuffer) -> int:
+    return zlib.crc32(buffer.flat.numpy().data)
+
+
+class Receiver:
+    """A receiver's process, as the publisher's side sees it."""
+
+    def __init__(self, name: str, layout: tuple[TensorSpec, ...], mishap: Mishap, poll_s: float) -> None:
+        self.name = name
+        self.peer = f"{name}/1".encode()
+        self.policy_version = -1
+        self.is_mute = False
+        """It takes the weights and never says so."""
+        self.checksums: dict[int, int] = {}
+        self.epochs: dict[int, int] = {}
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=receive_weights, args=(theirs, layout, mishap, poll_s), daemon=True)
+        self.process.start()
+        theirs.close()
+        assert self.connection.poll(PATIENCE_S)
+        assert self.connection.recv() == "up"
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+        assert self.process.exitcode is not None
+        self.connection.close()
+
+
+class Fleet:
+    """The publisher, its receivers, and a thread that carries messages between them as the hub would."""
+
+    def __init__(self, layout: tuple[TensorSpec, ...], timeout_s: float) -> None:
+        self.layout = layout
+        self.receivers: list[Receiver] = []
+        self.rows: list[dict[str, Any]] = []
+        self.failures: list[BaseException] = []
+        self.sent_checksums: dict[int, int] = {}
+        self.publisher = WeightPublisher(
+            layout=layout,
+            members=lambda: [(receiver.peer, receiver.name, receiver.policy_version) for receiver in self.receivers],
+            post=self.post,
+            record=lambda kind, **row: self.rows.append({"kind": kind, **row}),
+            host="127.0.0.1",
+            listen_on="127.0.0.1",
+            port=0,
+            backend="gloo",
+            timeout_s=timeout_s,
+            bucket_bytes=BUCKET_BYTES,
+            on_failure=self.failures.append,
+        )
+        self.publisher.start()
+        self._is_over = False
+        self._courier = threading.Thread(target=self.carry, daemon=True)
+        self._courier.start()
+
+    def join(self, name: str, mishap: Mishap = "", poll_s: float = 0.001) -> Receiver:
+        receiver = Receiver(name, self.layout, mishap, poll_s)
+        self.receivers.append(receiver)
+        self.publisher.joined(receiver.peer)
+        return receiver
+
+    def post(self, peer: bytes, message: LearnerMessage) -> None:
+        for receiver in self.receivers:
+            if receiver.peer == peer and receiver.process.is_alive():
+                receiver.connection.send(message)
+
+    def carry(self) -> None:
+        while not self._is_over:
+            for receiver in list(self.receivers):
+                self.deliver(receiver)
+            time.sleep(0.0005)
+
+    def deliver(self, receiver: Receiver) -> None:
+        try:
+            if not receiver.connection.poll():
+                return
+            outcome, received = receiver.connection.recv()
+        except (EOFError, OSError):
+            return
+        assert isinstance(outcome, Outcome)
+        if receiver.is_mute:
+            return
+        version, epoch = outcome.update.policy_version, outcome.update.epoch
+        if not outcome.error:
+            receiver.checksums[version] = received
+            receiver.epochs[version] = epoch
+            receiver.policy_version = version
+        self.publisher.handle(receiver.name, WeightsStaged(policy_version=version, epoch=epoch, error=outcome.error))
+        if not outcome.error:
+            self.publisher.handle(receiver.name, WeightsCommitted(policy_version=version, stall_s=0.0))
+
+    def publish(self, policy_version: int) -> None:
+        with self.publisher.writing() as buffer:
+            generator = torch.Generator().manual_seed(policy_version)
+            # From 1: a receiver must be able to tell what has arrived from the zeros before it.
+            buffer.flat.random_(1, 256, generator=generator)
+            self.sent_checksums[policy_version] = checksum(buffer)
+            self.publisher.publish(policy_version)
+
+    def wait(self, policy_version: int, *receivers: Receiver) -> None:
+        self.wait_for(lambda: all(receiver.policy_version >= policy_version for receiver in receivers))
+        for receiver in receivers:
+            assert receiver.checksums[policy_version] == self.sent_checksums[policy_version]
+
+    def wait_for(self, claim: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not claim():
+            assert not self.failures, self.failures
+            assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {self.rows}"
+            time.sleep(0.002)
+
+    def excluded(self) -> list[str]:
+        return [row["actor"] for row in self.rows if row.get("event") == "actor_excluded"]
+
+    def commit_failures(self) -> list[str]:
+        return [row["detail"] for row in self.rows if "did not commit" in row.get("detail", "")]
+
+    def updates(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows if row["kind"] == "weights"]
+
+    def close(self) -> None:
+        self.publisher.close()
+        self._is_over = True
+        self._courier.join(5)
+        for receiver in self.receivers:
+            receiver.end()
+        assert not self.publisher._thread.is_alive()
+        assert not self.failures, self.failures
+
+
+@contextmanager
+def fleet_of(layout: tuple[TensorSpec, ...], *names: str, timeout_s: float = TIMEOUT_S) -> Iterator[Fleet]:
+    fleet = Fleet(layout, timeout_s)
+    try:
+        for name in names:
+            fleet.join(name)
+        yield fleet
+    finally:
+        fleet.close()
+
+
+def test_every_receiver_gets_the_exact_bytes_of_every_version_in_one_epoch() -> None:
+    with fleet_of(SMALL) as fleet:
+        # "c" gets its bytes from "a". It looks for the learner's go so seldom that the learner is done long before.
+        for name in "abcd":
+            fleet.join(name, poll_s=0.1 if name == "c" else 0.001)
+        fleet.publish(0)
+        fleet.wait(0, *fleet.receivers)
+        for version in range(1, 16):
+            fleet.publish(version)
+            fleet.wait(version, *fleet.receivers)
+        assert fleet.excluded() == []
+        assert {row["num_members"] for row in fleet.updates()[1:]} <= {4}
+        for receiver in fleet.receivers:
+            assert len({receiver.epochs[version] for version in range(1, 16)}) == 1
+
+
+def test_version_larger_than_a_bucket_arrives() -> None:
+    with fleet_of(make_layout([("w", (300, 301)), ("b", (3,))], torch.float32), "a", "b") as fleet:
+        for version in (0, 1):
+            fleet.publish(version)
+            fleet.wait(version, *fleet.receivers)
+        assert fleet.excluded() == []
+
+
+def test_keys_of_past_transfers_do_not_pile_up_in_the_store() -> None:
+    with fleet_of(SMALL, "a", "b") as fleet:
+        fleet.publish(0)
+        fleet.wait(0, *fleet.receivers)
+        fleet.publish(1)
+        fleet.wait(1, *fleet.receivers)
+        before = fleet.publisher._store.num_keys()
+        for version in range(2, 12):
+            fleet.publish(version)
+            fleet.wait(version, *fleet.receivers)
+        assert fleet.publisher._store.num_keys() <= before
+
+
+def test_late_joiner_gets_the_current_version() -> None:
+    with fleet_of(SMALL, "a") as fleet:
+        fleet.publish(3)
+        fleet.wait(3, *fleet.receivers)
+        late = fleet.join("late")
+        fleet.wait(3, late)
+        fleet.publish(4)
+        fleet.wait(4, *fleet.receivers)
+        assert fleet.receivers[0].epochs[4] == late.epochs[4]
+        assert fleet.excluded() == []
+
+
+def test_actor_that_joins_again_gets_the_version_that_it_had() -> None:
+    with fleet_of(SMALL, "a", "b") as fleet:
+        fleet.publish(3)
+        fleet.wait(3, *fleet.receivers)
+        again = fleet.receivers[0]
+        again.policy_version = -1
+        again.checksums.clear()
+        fleet.publisher.joined(again.peer)
+        fleet.wait(3, again)
+        assert fleet.excluded() == []
+
+
+def test_whole_fleet_that_joins_again_gets_the_version_that_it_had() -> None:
+    with fleet_of(SMALL, "a", "b") as fleet:
+        fleet.publish(3)
+        fleet.wait(3, *fleet.receivers)
+        for receiver in fleet.receivers:
+            receiver.policy_version = -1
+            receiver.checksums.clear()
+            fleet.publisher.joined(receiver.peer)
+        fleet.wait(3, *fleet.receivers)
+        assert fleet.excluded() == []
+
+
+def test_receiver_killed_in_the_middle_of_a_broadcast_is_named_and_the_others_get_the_version() -> None:
+    with fleet_of(LARGE, "survivor-1", "survivor-2") as fleet:
+        survivors = list(fleet.receivers)
+        victim = fleet.join("victim", "SIGKILL")
+        fleet.publish(0)
+        fleet.wait(0, *survivors)
+        victim.process.join(10)
+        assert victim.process.exitcode == -signal.SIGKILL
+        assert set(fleet.excluded()) == {"victim"}
+        fleet.publish(1)
+        fleet.wait(1, *survivors)
+
+
+def test_receiver_stopped_in_the_middle_of_a_broadcast_is_named_and_catches_up_when_it_goes_on() -> None:
+    with fleet_of(LARGE, "survivor-1", "survivor-2") as fleet:
+        survivors = list(fleet.receivers)
+        victim = fleet.join("victim", "SIGSTOP")
+        fleet.publish(0)
+        fleet.wait(0, *survivors)
+        assert set(fleet.excluded()) == {"victim"}
+        assert victim.policy_version == -1
+        victim.signal(signal.SIGCONT)
+        fleet.publish(1)
+        fleet.wait(1, victim, *survivors)
+
+
+def test_receiver_that_does_not_get_ready_is_left_out_by_name_and_catches_up_when_it_goes_on() -> None:
+    with fleet_of(SMALL, "survivor-1", "survivor-2", "sleeper") as fleet:
+        *survivors, sleeper = fleet.receivers
+        fleet.publish(0)
+        fleet.wait(0, *fleet.receivers)
+        sleeper.signal(signal.SIGSTOP)
+        started = time.monotonic()
+        fleet.publish(1)
+        fleet.wait(1, *survivors)
+        assert TIMEOUT_S <= time.monotonic() - started < 2 * TIMEOUT_S
+        assert fleet.excluded() == ["sleeper"]
+        assert "did not enter epoch" in next(row["detail"] for row in fleet.rows if row["kind"] == "event")
+        assert fleet.updates()[-1]["num_excluded"] == 1
+        # While it is left out, nobody waits for it.
+        started = time.monotonic()
+        fleet.publish(2)
+        fleet.wait(2, *survivors)
+        assert time.monotonic() - started < TIMEOUT_S
+        sleeper.signal(signal.SIGCONT)
+        fleet.wait(2, sleeper)
+        fleet.publish(3)
+        fleet.wait(3, *fleet.receivers)
+        assert len({receiver.epochs[3] for receiver in fleet.receivers}) == 1
+
+
+def test_actor_that_does_not_commit_is_left_out_longer_each_time() -> None:
+    with fleet_of(SMALL, "a", timeout_s=0.3) as fleet:
+        (mute,) = fleet.receivers
+        fleet.publish(0)
+        fleet.wait(0, mute)
+        mute.is_mute = True
+        fleet.publish(1)
+        fleet.wait_for(lambda: len(fleet.commit_failures()) >= 2)
+        first, second, *_ = fleet.commit_failures()
+        assert first.startswith("weights 1: a did not commit version 1 within 0.3 s")
+        assert first.endswith("left out for 2 s")
+        assert second.endswith("left out for 4 s")
+
+
+def test_receiver_without_a_learner_reports_an_error_and_lives() -> None:
+    receiver = WeightReceiver(SMALL)
+    update = WeightUpdate(
+        policy_version=1,
+        epoch=1,
+        rank=1,
+        world_size=2,
+        store_host="127.0.0.1",
+        store_port=9,
+        backend="gloo",
+        bucket_bytes=BUCKET_BYTES,
+        timeout_s=0.5,
+    )
+    try:
+        receiver.announce(update)
+        deadline = time.monotonic() + PATIENCE_S
+        while (outcome := receiver.outcome()) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert outcome.error
+    finally:
+        receiver.close()
+    assert not receiver._thread.is_alive()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    yield
+    assert [child for child in multiprocessing.active_children() if child.is_alive()] == []

@@ -1,0 +1,244 @@
+"""The sockets for real, over loopback: messages arrive, and what cannot arrive hurts nobody."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from protocols.channels import ChannelError, Hub, Link, Received, host_of
+from protocols.messages import Ack, CanaryScored, Credit, Goodbye, Lease, Sampling, Stop, Unknown
+from protocols.wire import FromActor, FromLearner, WireError, logprobs, token_ids
+
+ANY_PORT = "tcp://127.0.0.1:0"
+LIMIT = 1 << 20
+PATIENCE_S = 10.0
+INTRODUCTION = Credit(capacity=-1)
+
+T = TypeVar("T")
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with Hub(ANY_PORT, max_message_bytes=LIMIT) as hub:
+        yield hub
+
+
+@pytest.fixture
+def link(hub: Hub) -> Iterator[Link]:
+    with Link(hub.address, identity=b"actor-0", max_message_bytes=LIMIT) as link:
+        yield link
+
+
+def eventually(attempt: Callable[[], T | None]) -> T:
+    """The first result that is neither None nor False, within `PATIENCE_S`."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        result = attempt()
+        if result is not None and result is not False:
+            return result
+        time.sleep(0.005)
+    raise AssertionError(f"nothing within {PATIENCE_S} s")
+
+
+def receive(hub: Hub) -> Received:
+    """The next message that is no left-over of `introduce`."""
+
+    def attempt() -> Received | None:
+        hub.wait(0.05)
+        received = hub.receive()
+        return None if received is not None and received.packet == (INTRODUCTION, ()) else received
+
+    return eventually(attempt)
+
+
+def introduce(hub: Hub, link: Link) -> None:
+    """Let the hub learn of the link's address: a ROUTER can send to those only that it knows."""
+
+    def attempt() -> Received | None:
+        # Again and again: what was sent into a connection that just broke is lost.
+        link.send(INTRODUCTION)
+        hub.wait(0.1)
+        return hub.receive()
+
+    assert eventually(attempt).packet == (INTRODUCTION, ())
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [
+        ("tcp://127.0.0.1:5700", "127.0.0.1"),
+        ("tcp://learner.example:5700", "learner.example"),
+        ("tcp://*:5700", "0.0.0.0"),
+        ("tcp://[::1]:5700", "::1"),
+    ],
+)
+def test_host_of_address(address: str, host: str) -> None:
+    assert host_of(address) == host
+
+
+def test_message_and_array_of_the_actor_reach_the_hub(hub: Hub, link: Link) -> None:
+    values = np.linspace(-3, 0, 50_000, dtype=np.float32)
+    eventually(lambda: link.send(CanaryScored(policy_version=3), values))
+    peer, packet = receive(hub)
+    assert peer == b"actor-0"
+    assert isinstance(packet, FromActor)
+    assert packet.message == CanaryScored(policy_version=3)
+    np.testing.assert_array_equal(logprobs(packet.arrays[0]), values)
+
+
+def test_message_and_array_of_the_learner_reach_the_actor(hub: Hub, link: Link) -> None:
+    introduce(hub, link)
+    lease = Lease(
+        lease_id=1, prompt_id=2, group_size=3, sampling=Sampling(4), min_policy_version=0, timeout_s=5.0, prompt="", row="{}"
+    )
+    assert hub.send(b"actor-0", lease, np.array([7, 8], dtype=np.int32))
+    received = link.receive(PATIENCE_S)
+    assert isinstance(received, FromLearner)
+    assert received.message == lease
+    assert token_ids(received.arrays[0]).tolist() == [7, 8]
+
+
+def test_messages_keep_their_order_in_both_directions(hub: Hub, link: Link) -> None:
+    introduce(hub, link)
+    for number in range(200):
+        assert link.send(Credit(capacity=number))
+        assert hub.send(b"actor-0", Ack(lease_id=number, outcome="accepted"))
+    assert [receive(hub).packet for _ in range(200)] == [(Credit(capacity=number), ()) for number in range(200)]
+    acks = [link.receive(PATIENCE_S) for _ in range(200)]
+    assert acks == [(Ack(lease_id=number, outcome="accepted"), ()) for number in range(200)]
+
+
+def test_nothing_received_is_none(hub: Hub, link: Link) -> None:
+    assert hub.receive() is None
+    assert link.receive() is None
+    assert link.receive(0.01) is None
+
+
+def test_port_in_use_names_address_and_cure(hub: Hub) -> None:
+    with pytest.raises(ChannelError, match=rf"cannot bind {hub.address}: Address already in use.*another port"):
+        Hub(hub.address, max_message_bytes=LIMIT)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:5700", "tcp://127.0.0.1", "tcp://127.0.0.1:port", ""])
+def test_address_that_is_none_names_the_setting(address: str) -> None:
+    with pytest.raises(ChannelError, match=r"hub\.address"):
+        Link(address, identity=b"a", max_message_bytes=LIMIT)
+    with pytest.raises(ChannelError, match=r"hub\.bind"):
+        Hub(address, max_message_bytes=LIMIT)
+
+
+def test_closed_hub_frees_its_port() -> None:
+    with Hub(ANY_PORT, max_message_bytes=LIMIT) as hub:
+        address = hub.address
+    Hub(address, max_message_bytes=LIMIT).close()
+
+
+def test_send_to_a_peer_that_never_was_is_false(hub: Hub) -> None:
+    assert not hub.send(b"nobody", Unknown())
+
+
+def test_send_to_a_vanished_peer_becomes_false(hub: Hub) -> None:
+    with Link(hub.address, identity=b"actor-0", max_message_bytes=LIMIT) as link:
+        introduce(hub, link)
+        assert hub.send(b"actor-0", Unknown())
+    eventually(lambda: not hub.send(b"actor-0", Unknown()))
+
+
+def test_actor_without_a_learner_cannot_send_and_is_not_blocked() -> None:
+    with Link(f"tcp://127.0.0.1:{free_port()}", identity=b"actor-0", max_message_bytes=LIMIT) as link:
+        started = time.monotonic()
+        assert not link.send(Credit(capacity=1))
+        assert link.receive(0.01) is None
+        assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 4
+
+
+def test_link_made_before_the_hub_finds_it() -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with Link(address, identity=b"actor-0", max_message_bytes=LIMIT) as link:
+        assert not link.send(Credit(capacity=1))
+        with Hub(address, max_message_bytes=LIMIT) as hub:
+            introduce(hub, link)
+
+
+def test_link_finds_the_hub_again_after_its_restart() -> None:
+    with Hub(ANY_PORT, max_message_bytes=LIMIT) as hub:
+        address = hub.address
+        link = Link(address, identity=b"actor-0", max_message_bytes=LIMIT)
+        introduce(hub, link)
+    with Hub(address, max_message_bytes=LIMIT) as hub, link:
+        introduce(hub, link)
+        assert hub.send(b"actor-0", Stop(reason="x"))
+        received = link.receive(PATIENCE_S)
+        assert received is not None
+        assert received.message == Stop(reason="x")
+
+
+def test_goodbye_before_close_arrives(hub: Hub) -> None:
+    link = Link(hub.address, identity=b"actor-0", max_message_bytes=LIMIT)
+    introduce(hub, link)
+    link.send(Goodbye(reason="done"))
+    link.close()
+    assert receive(hub).packet == (Goodbye(reason="done"), ())
+
+
+def test_wake_ends_a_wait(hub: Hub) -> None:
+    timer = threading.Timer(0.1, hub.wake)
+    timer.start()
+    started = time.monotonic()
+    hub.wait(PATIENCE_S)
+    assert time.monotonic() - started < PATIENCE_S / 2
+    timer.join()
+
+
+def test_wake_before_the_wait_is_not_lost_and_not_remembered_twice(hub: Hub) -> None:
+    for _ in range(100_000):
+        hub.wake()
+    started = time.monotonic()
+    hub.wait(PATIENCE_S)
+    assert time.monotonic() - started < PATIENCE_S / 2
+    started = time.monotonic()
+    hub.wait(0.2)
+    assert time.monotonic() - started > 0.1
+
+
+def test_oversized_message_is_not_delivered_and_the_hub_lives(hub: Hub) -> None:
+    with Link(hub.address, identity=b"large", max_message_bytes=LIMIT) as large:
+        eventually(lambda: large.send(CanaryScored(policy_version=0), np.zeros(LIMIT, dtype=np.float32)))
+        time.sleep(0.2)
+        with Link(hub.address, identity=b"actor-0", max_message_bytes=LIMIT) as link:
+            introduce(hub, link)
+
+
+def test_foreign_frames_are_a_wire_error_at_the_hub_and_change_nothing(hub: Hub, link: Link) -> None:
+    # Only a raw socket of the library can send what `encode` would not.
+    link._socket.send_multipart([b"GET / HTTP/1.1", b"x"])
+    peer, packet = receive(hub)
+    assert peer == b"actor-0"
+    assert isinstance(packet, WireError)
+    introduce(hub, link)
+
+
+def test_bytes_that_are_no_zeromq_do_not_kill_the_hub(hub: Hub, link: Link) -> None:
+    with socket.create_connection(("127.0.0.1", int(hub.address.rpartition(":")[2]))) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(1000))
+        introduce(hub, link)
+
+
+def test_newer_connection_of_the_same_identity_takes_over(hub: Hub) -> None:
+    first = Link(hub.address, identity=b"actor-0", max_message_bytes=LIMIT)
+    introduce(hub, first)
+    with first, Link(hub.address, identity=b"actor-0", max_message_bytes=LIMIT) as second:
+        introduce(hub, second)
+        assert hub.send(b"actor-0", Unknown())
+        assert second.receive(PATIENCE_S) is not None
+        assert first.receive(0.1) is None
