@@ -250,11 +250,15 @@ class ActorService:
 
     def _enter(self, welcome: Welcome, canary: list[int]) -> None:
         """The learner admitted this actor (again): send it what it has not acknowledged."""
-        if self._learner_incarnation not in (0, welcome.learner_incarnation):
+        is_new_learner = self._learner_incarnation not in (0, welcome.learner_incarnation)
+        if is_new_learner:
             logger.warning("the learner is a new process: its %d leases from before are void", len(self._jobs))
             self._forget(tuple(self._jobs))
             self._outbox = Outbox(resend_after_s=self._config.hub.dead_after_s)
-        if self._receiver is None or self._receiver.layout != welcome.layout:
+        if self._receiver is None or is_new_learner or self._receiver.layout != welcome.layout:
+            # A version that the learner before has sent must not be committed as one of this learner's.
+            if self._receiver is not None:
+                self._receiver.close()
             self._receiver = WeightReceiver(welcome.layout)
         if not self._is_welcome:
             logger.info("joined run %s at policy version %d", welcome.run_id, welcome.policy_version)
@@ -309,6 +313,7 @@ class ActorService:
             if isinstance(result, Rewarded):
                 message, arrays = job.group(list(result.rewards))
                 self._outbox.put(result.key, message, *arrays)
+                self._num_groups_sent += 1
             else:
                 self._outbox.put(result.key, LeaseFailed(lease_id=result.key, reason=result.reason, detail=result.detail))
 
@@ -319,7 +324,6 @@ class ActorService:
         for parcel in self._outbox.due(now):
             if not self._link.send(parcel.message, *parcel.arrays):
                 return
-            self._num_groups_sent += parcel.sent_at == float("-inf")
             parcel.sent_at = now
 
     # Weights

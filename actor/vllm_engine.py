@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import vllm
 from numpy.typing import NDArray
-from transformers import AutoConfig
+from transformers import PreTrainedConfig
 from vllm import EngineArgs, LLMEngine, ModelRegistry, RequestOutput, SamplingParams
 from vllm.config import VllmConfig
 from vllm.inputs import TokensInput, tokens_input
@@ -211,7 +211,8 @@ def _import_model_class(model_path: str) -> None:
 
     The other process takes seconds, and does not know what `prepare_environment` hides.
     """
-    for architecture in AutoConfig.from_pretrained(model_path).architectures or ():
+    config, _ = PreTrainedConfig.get_config_dict(model_path)
+    for architecture in config.get("architectures") or ():
         if architecture in ModelRegistry.models:
             ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 

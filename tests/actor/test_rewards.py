@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -128,7 +128,7 @@ def failure(runner: RewardRunner, *completions: str) -> RewardFailure:
 
 
 def line_of(code: str) -> int:
-    lines: list[str] = USER_REWARDS.splitlines()
+    lines: Sequence[str] = USER_REWARDS.splitlines()
     return lines.index(code) + 1
 
 
@@ -305,7 +305,8 @@ def test_workers_do_not_outlive_a_killed_actor(module, number):
 
 def children_of(pid: int) -> list[int]:
     """Live children, multiprocessing's resource tracker (it ends by itself) aside."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    lists = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")]
+    children = " ".join(lists).split()
     return [int(child) for child in children if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()]
 
 

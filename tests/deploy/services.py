@@ -13,6 +13,9 @@ from typing import Any
 
 import msgspec
 
+from common.config import Config
+from common.settings import resolved_toml
+
 REWARD_MODULE = '''
 def digits(prompt, completion, row):
     """The share of digits: it varies within a group, so that there is something to learn."""
@@ -112,5 +115,5 @@ def write_config(folder: Path, model: Path, *, run: str = "run", **sections: dic
     for name, settings in sections.items():
         config[name] = {**config.get(name, {}), **settings}
     path = folder / "run.toml"
-    path.write_bytes(msgspec.toml.encode(config))
+    path.write_text(resolved_toml(msgspec.convert(config, Config)))
     return str(path)

@@ -27,7 +27,7 @@ def test_rows_ask_for_the_reversal_and_none_is_in_both_files(made: Path) -> None
     train, held_out = read_rows(made / "train.jsonl"), read_rows(made / "eval.jsonl")
     assert (len(train), len(held_out)) == (20, 5)
     for row in train + held_out:
-        assert len(row["prompt"]) == 6
+        assert len(set(row["prompt"])) == 6
         assert row["prompt"] == row["answer"][::-1] + ">"
     assert len({row["prompt"] for row in train + held_out}) == 25
 

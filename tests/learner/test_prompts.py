@@ -37,8 +37,13 @@ class BareTokenizer(CharacterTokenizer):
         return super().encode(text, add_special_tokens=False)
 
 
-def load(source: Path | str, task: TaskSection | None = None, tokenizer: Any = None) -> LoadedPrompts:
-    return load_prompts(str(source), "train", task or TaskSection(), tokenizer or CharacterTokenizer())
+CHARACTERS: Any = CharacterTokenizer()
+
+
+def load(
+    source: Path | str, task: TaskSection | None = None, tokenizer: Any = CHARACTERS, split: str = "train"
+) -> LoadedPrompts:
+    return load_prompts(str(source), split, task or TaskSection(), tokenizer)
 
 
 def write(folder: Path, *lines: str) -> Path:
@@ -128,7 +133,7 @@ def test_empty_prompt_is_an_error(tmp_path: Path) -> None:
 
 def test_missing_file_is_an_error_that_names_the_setting() -> None:
     with pytest.raises(SettingError, match=r'task\.eval_data = "absent\.jsonl": cannot be read \(No such file'):
-        load_prompts("absent.jsonl", "test", TaskSection(), BareTokenizer(), setting="task.eval_data")  # type: ignore[arg-type]
+        load_prompts("absent.jsonl", "test", TaskSection(), CHARACTERS, setting="task.eval_data")
 
 
 def test_missing_chat_template_is_an_error(tmp_path: Path) -> None:
@@ -155,7 +160,7 @@ def test_dataset_is_read_by_name_and_split(dataset: Path) -> None:
 
 def test_dataset_without_the_split_is_an_error(dataset: Path) -> None:
     with pytest.raises(SettingError, match="split 'test' cannot be loaded"):
-        load_prompts(str(dataset), "test", TaskSection(), BareTokenizer())  # type: ignore[arg-type]
+        load(dataset, split="test")
 
 
 def drain(stream: PromptStream, count: int) -> list[int]:
@@ -219,5 +224,5 @@ def test_restored_stream_goes_on_as_the_saved_one(served: int, returns: int, num
 
 
 def test_stream_over_other_data_is_not_restored() -> None:
-    with pytest.raises(SettingError, match="made with 5 prompts, and task.train_data now has 6"):
+    with pytest.raises(SettingError, match=r"made with 5 prompts, and task\.train_data now has 6"):
         PromptStream.from_state(PromptStream(5, seed=0).state(), 6)
