@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from common.config import Config
+from common.environment import prepare_environment
 from common.logs import configure_logs
 from common.setting_checks import check, check_files
 from common.settings import SettingError, explain, load, resolved_toml
@@ -56,6 +57,7 @@ def learner(arguments: Arguments = None) -> None:
     config = expand(_read(arguments))
     check_files(config)
     stop = StopRequest().install()
+    prepare_environment()
     from learner.service import run_learner
 
     run_learner(config, stop)
@@ -67,6 +69,7 @@ def actor(arguments: Arguments = None) -> None:
     config = expand(_read(arguments))
     configure_logs(config.actor.name or "actor")
     stop = StopRequest().install()
+    prepare_environment()
     from actor.service import run_actor
 
     run_actor(config, stop)
@@ -105,9 +108,6 @@ def main() -> None:
     parent = os.environ.get(PARENT_VARIABLE)
     if parent is not None:
         die_with_parent(int(parent))
-    from common.environment import prepare_environment
-
-    prepare_environment()
     try:
         app()
     except (SettingError, ChannelError) as error:
@@ -157,3 +157,6 @@ def _fill_in_time(config: Config) -> Config:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":
+    # A process that an engine spawned (tensor parallelism): it imports this module before anything else.
+    prepare_environment()

@@ -69,6 +69,7 @@ def ensure(folder: Path, recipe: Recipe = Recipe()) -> bool:  # noqa: B008
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     try:
+        prepare_environment()
         _make(building, recipe)
         try:
             building.rename(folder)

@@ -6,7 +6,7 @@ it; the other ranks sit in `follow` and make the same calls.
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 import numpy as np
@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 
 from common.weights import WeightBuffer
 from learner.groups import Group
-from learner.trainer import Trainer
 from protocols.messages import TensorSpec
+
+if TYPE_CHECKING:
+    from learner.trainer import Trainer
 
 COMMAND_TIMEOUT_S = 600.0
 """A rank that hears nothing for so long takes rank 0 for dead. Rank 0 says `Idle` while it waits for rollouts."""
@@ -89,7 +91,7 @@ _decoder = msgspec.msgpack.Decoder(AnyCommand, dec_hook=_decode_array)
 class RankedTrainer:
     """A `Trainer` whose calls on rank 0 happen on every rank."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: "Trainer") -> None:
         self._trainer = trainer
         # gloo whatever the trainer's backend: commands are host bytes, and must not queue behind GPU work.
         several = trainer.world_size > 1

@@ -3,6 +3,7 @@
 Hub <-> HubThread <-> Dispatcher -> batch -> RankedTrainer -> snapshot -> WeightPublisher -> actors
 """
 
+import importlib.metadata
 import logging
 import os
 import time
@@ -15,12 +16,12 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 import torch
-from common.settings import SettingError, resolved_toml
 from transformers import AutoConfig, AutoTokenizer
 
 from common.config import Config
 from common.metrics import ROWS_FILE, MetricsWriter
 from common.models import model_hash, resolve_model
+from common.settings import SettingError, resolved_toml
 from common.shutdown import StopRequest
 from learner import checkpoints
 from learner.dispatcher import Contract, Dispatcher, DispatcherState, RunFailedError
@@ -174,6 +175,7 @@ class Learner:
 
     def _run(self) -> Outcome:
         logger.info("run %s in %s; hub at %s", self._run_id, self._folder, self._hub.address)
+        self._record("event", event="run_started", detail=_software())
         self._hub_thread.start()
         self._publisher.start()
         # Before any wait for data: actors that are there already need these weights to produce it.
@@ -295,8 +297,14 @@ class Learner:
         return waited - started, time.monotonic() - waited
 
     def _finish_evaluations(self) -> None:
-        if not self._dispatcher.wait_evaluations(self._config.rollout.lease_timeout_s):
-            logger.warning("the last evaluation was not finished in time: %s", self._dispatcher.waiting_for())
+        """Waits for: the last evaluations, `WAIT_S` at a time. Unblocked by: their end, a signal, `rollout.lease_timeout_s`."""
+        deadline = time.monotonic() + self._config.rollout.lease_timeout_s
+        while not self._dispatcher.wait_evaluations(WAIT_S):
+            # The other ranks wait for a command meanwhile, and not for ever.
+            self._trainer.idle()
+            if self._stop or time.monotonic() > deadline:
+                logger.warning("the last evaluation was not finished in time: %s", self._dispatcher.waiting_for())
+                return
 
     def _save_checkpoint(self) -> None:
         if not self._config.train.checkpoint_interval:
@@ -367,6 +375,12 @@ def _ledger(state: ServiceState | None) -> Ledger:
     # An actor may still answer leases of the process before: ids that grow with time keep them apart.
     first_lease_id = int(time.time() * 1000) << 20
     return Ledger(first_lease_id=first_lease_id, counts=state.dispatcher.counts if state else None)
+
+
+def _software() -> str:
+    """The versions that a result depends on."""
+    packages = ("offbeat", "torch", "deepspeed", "transformers")
+    return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
 
 
 def _backend(config: Config, device: torch.device) -> Literal["gloo", "nccl"]:

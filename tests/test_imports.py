@@ -36,7 +36,7 @@ def imported(path: Path) -> Iterator[str]:
             case ast.ImportFrom():
                 yield path.relative_to(ROOT).parts[0]
             case ast.Call(func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module"), args=args):
-                yield from (arg.value.split(".")[0] for arg in args if isinstance(arg, ast.Constant))
+                yield from (str(arg.value).split(".")[0] for arg in args if isinstance(arg, ast.Constant))
 
 
 def test_there_are_modules_in_every_package() -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -128,8 +128,7 @@ def failure(runner: RewardRunner, *completions: str) -> RewardFailure:
 
 
 def line_of(code: str) -> int:
-    lines: Sequence[str] = USER_REWARDS.splitlines()
-    return lines.index(code) + 1
+    return next(number for number, line in enumerate(USER_REWARDS.splitlines(), 1) if line == code)
 
 
 def test_groups_are_rewarded_in_the_order_of_their_completions(make_runner):

@@ -97,14 +97,14 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def write_config(folder: Path, model: Path, *, run: str = "run", **sections: dict[str, Any]) -> str:
+def write_config(folder: Path, model_path: Path, **sections: dict[str, Any]) -> str:
     """A small run on a tiny model, as a file; keyword arguments are sections that are merged over it. Returns its path."""
     (folder / "train.jsonl").write_text(
         "".join(f'{{"prompt": "{index:03d}+{index % 7}>", "answer": "{index}"}}\n' for index in range(64))
     )
     config: dict[str, dict[str, Any]] = {
-        "run": {"dir": run},
-        "model": {"path": str(model), "dtype": "float32", "max_length": 64},
+        "run": {"dir": "run"},
+        "model": {"path": str(model_path), "dtype": "float32", "max_length": 64},
         "task": {"train_data": str(folder / "train.jsonl"), "max_prompt_tokens": 8, "reward": "my_reward:digits"},
         "rollout": {"group_size": 4, "max_new_tokens": 32, "lease_timeout_s": 60.0},
         "train": {"num_steps": 6, "groups_per_step": 4, "learning_rate": 1e-3},

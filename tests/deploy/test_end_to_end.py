@@ -69,7 +69,7 @@ def test_completions_that_live_through_updates_carry_their_segments_and_keep_to_
     config = write_config(
         tmp_path,
         tiny_model,
-        model={"path": str(tiny_model), "dtype": "float32", "max_length": 320},
+        model={"max_length": 320},
         rollout={"group_size": 2, "max_new_tokens": 300, "lease_timeout_s": 60.0},
         train={"num_steps": 12, "groups_per_step": 2, "learning_rate": 1e-3},
         staleness={"max_staleness": 3, "hard_max_staleness": 3},

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -14,17 +14,22 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from torch._C._distributed_c10d import FileStore
 
 from common.weights import WeightBuffer
 from learner import ranks
 from learner.groups import Group, Rollout
 from learner.ranks import Close, Idle, LoadCheckpoint, RankedTrainer, SaveCheckpoint, SaveModel, Score, Snapshot, Train
-from learner.trainer import Trainer
 from protocols.messages import Segment
+
+if TYPE_CHECKING:
+    from learner.trainer import Trainer
 
 PATIENCE_S = 60.0
 
 context = multiprocessing.get_context("forkserver")
+# One process imports torch; ranks are forked from it.
+context.set_forkserver_preload(["actor.weight_receiver", "learner.ranks"])
 
 
 def make_rollout(num_tokens: int, seed: int = 0) -> Rollout:
@@ -137,9 +142,9 @@ def command_all(trainer: RankedTrainer) -> None:
 
 def run_rank(rank: int, store: str, connection: Connection, is_fatal: bool) -> None:
     """One rank's process; rank 0 dies after its first call if `is_fatal`."""
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    dist.init_process_group("gloo", store=FileStore(store, 2), rank=rank, world_size=2)
     fake = FakeTrainer(world_size=2)
-    trainer = RankedTrainer(cast(Trainer, fake))
+    trainer = RankedTrainer(cast("Trainer", fake))
     if rank:
         try:
             trainer.follow()
@@ -201,6 +206,6 @@ def test_death_of_rank_0_ends_the_other_rank_with_an_error(tmp_path: Path) -> No
 
 def test_single_rank_needs_no_process_group() -> None:
     fake = FakeTrainer(world_size=1)
-    command_all(RankedTrainer(cast(Trainer, fake)))
+    command_all(RankedTrainer(cast("Trainer", fake)))
     assert [name for name, _ in fake.calls][-1] == "close"
     assert not dist.is_initialized()

@@ -9,6 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.config import Config, StalenessSection, TrainSection, WeightsSection
+from common.setting_checks import check
+from common.settings import SettingError
 from learner.groups import Group, Rollout
 from learner.staleness import StalenessGate
 from protocols.messages import Segment
@@ -150,6 +153,49 @@ def test_hard_bound_is_never_exceeded_and_the_run_ends(
 def test_a_batch_can_be_granted_if_and_only_if_the_bound_allows_its_last_step(max_staleness: int, steps_per_batch: int) -> None:
     gate = make_gate(max_staleness, steps_per_batch, num_steps=60)
     assert (gate.capacity(0, 0) >= 2 * steps_per_batch) == (steps_per_batch <= max_staleness + 1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 3))
+def test_bound_that_the_settings_demand_is_the_least_under_which_the_run_ends(
+    steps_per_batch: int, weights_interval: int, groups_per_step: int
+) -> None:
+    least = next(bound for bound in range(20) if is_allowed(bound, steps_per_batch, weights_interval))
+    shape = (steps_per_batch, weights_interval, groups_per_step)
+    assert [ends(bound, *shape) for bound in range(least + 3)] == [bound >= least for bound in range(least + 3)]
+
+
+def is_allowed(max_staleness: int, steps_per_batch: int, weights_interval: int) -> bool:
+    """Whether `common.setting_checks` lets a run with these settings start."""
+    config = Config(
+        staleness=StalenessSection(max_staleness=max_staleness),
+        train=TrainSection(steps_per_batch=steps_per_batch, num_steps=12 * steps_per_batch),
+        weights=WeightsSection(interval=weights_interval),
+    )
+    with pytest.raises(SettingError) as caught:
+        check(config)
+    # Without the bound's fault, the first one is that there is no model.
+    return caught.value.setting != "staleness.max_staleness"
+
+
+def ends(max_staleness: int, steps_per_batch: int, weights_interval: int, groups_per_step: int) -> bool:
+    """Whether a run whose actors always have the newest weights sent gets to its last step."""
+    num_steps = 12 * steps_per_batch
+    gate = make_gate(max_staleness, steps_per_batch, groups_per_step=groups_per_step, num_steps=num_steps)
+    version = sent = lease_id = 0
+    ready: list[Group] = []
+    while version < num_steps:
+        while gate.capacity(version, len(ready)) and gate.min_policy_version(version, len(ready)) <= sent:
+            ready.append(make_group(lease_id, sent))
+            lease_id += 1
+        selected = gate.select(ready, version).selected
+        if not selected:
+            return False
+        ready = ready[len(selected) :]
+        before, version = version, version + steps_per_batch
+        if version // weights_interval > before // weights_interval:
+            sent = version
+    return True
 
 
 def test_capacity_counts_down_with_open_leases_and_up_with_versions() -> None:

@@ -30,7 +30,7 @@ Mishap = Literal["", "SIGKILL", "SIGSTOP"]
 
 context = multiprocessing.get_context("forkserver")
 # One process imports torch; receivers are forked from it.
-context.set_forkserver_preload(["actor.weight_receiver"])
+context.set_forkserver_preload(["actor.weight_receiver", "learner.ranks"])
 
 
 def receive_weights(connection: Connection, layout: tuple[TensorSpec, ...], mishap: Mishap, poll_s: float) -> None:

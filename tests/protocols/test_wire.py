@@ -311,7 +311,16 @@ def test_empty_group_is_refused() -> None:
         ((0, 0), (1, 3), (2, 2)),
         ((2, 0), (1, 2)),
     ],
-    ids=["none", "late start", "before the start", "negative version", "empty", "past the end", "out of order", "version falls"],
+    ids=[
+        "none",
+        "late start",
+        "before the start",
+        "negative version",
+        "empty",
+        "past the end",
+        "out of order",
+        "version falls",
+    ],
 )
 def test_impossible_segments_are_refused(pairs: tuple[tuple[int, int], ...]) -> None:
     completion = CompletionMeta(4, "stop", 0.0, tuple(Segment(*pair) for pair in pairs))

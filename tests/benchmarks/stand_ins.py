@@ -1,0 +1,152 @@
+"""Stand-ins for compute: an engine that sleeps instead of sampling, a dispatcher over prompts of no meaning."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from actor.engine import Completion
+from common.config import EvaluationSection, HubSection, RolloutSection
+from learner.dispatcher import Contract, Dispatcher, Record, WeightsMessage
+from learner.ledger import Ledger
+from learner.prompts import Prompt, PromptStream
+from learner.staleness import StalenessGate
+from protocols.messages import EngineInfo, Sampling, Segment, TensorSpec
+
+VOCABULARY_SIZE = 50_000
+MAX_LENGTH = 1 << 16
+ENGINE = EngineInfo("sleep", "1", "float32", "cpu", MAX_LENGTH, "no model")
+CANARY = np.array([1, 2, 3], np.int32)
+NUM_PROMPTS = 64
+TOKEN_S = 0.001
+"""A completion of `n` tokens takes `n * TOKEN_S` from its submission, however many others run: an engine with room."""
+LONGEST_STEP_S = 0.01
+"""A real engine's step on a small model; messages and new weights wait for its end."""
+
+
+@dataclass
+class Sleeping:
+    """A completion that will be finished."""
+
+    started_at: float
+    num_tokens: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def ends_at(self) -> float:
+        """When its last token is due."""
+        return self.started_at + self.num_tokens * TOKEN_S
+
+
+class SleepEngine:
+    """`actor.engine.Engine`: every completion takes the time of its length, and no CPU."""
+
+    def __init__(self, num_tokens: Callable[[str], int]) -> None:
+        """`num_tokens` gives the length of the completion of this request."""
+        self._num_tokens = num_tokens
+        self._running: dict[str, Sleeping] = {}
+        self.info = ENGINE
+        self.policy_version = -1
+        self.num_generated_tokens = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._running)
+
+    def submit(self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+        segments = (Segment(self.policy_version, 0),)
+        self._running[request_id] = Sleeping(time.monotonic(), self._num_tokens(request_id), segments)
+
+    def step(self) -> list[Completion]:
+        next_end = min((sleeping.ends_at for sleeping in self._running.values()), default=0.0)
+        time.sleep(min(max(0.0, next_end - time.monotonic()), LONGEST_STEP_S))
+        now = time.monotonic()
+        finished = [request_id for request_id, sleeping in self._running.items() if sleeping.ends_at <= now]
+        return [self._completion(request_id, self._running.pop(request_id)) for request_id in finished]
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._running.pop(request_id, None)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv: bool) -> None:
+        self.policy_version = policy_version
+        now = time.monotonic()
+        for sleeping in self._running.values():
+            first_token = int((now - sleeping.started_at) / TOKEN_S)
+            if sleeping.segments[-1].first_token < first_token < sleeping.num_tokens:
+                sleeping.segments += (Segment(policy_version, first_token),)
+
+    def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        return np.zeros(len(token_ids) - 1, np.float32)
+
+    def close(self) -> None:
+        pass
+
+    def _completion(self, request_id: str, sleeping: Sleeping) -> Completion:
+        self.num_generated_tokens += sleeping.num_tokens
+        token_ids = np.ones(sleeping.num_tokens, np.int32)
+        return Completion(request_id, token_ids, np.zeros(sleeping.num_tokens, np.float32), "stop", sleeping.segments)
+
+
+class NoTokenizer:
+    """Decodes every completion to nothing; the only part of a tokenizer that the actor's loop uses."""
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
+        return ""
+
+
+async def no_reward(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    """The reward of every completion; async, so that it needs no process of its own."""
+    return 0.0
+
+
+def make_dispatcher(
+    *,
+    group_size: int,
+    groups_per_step: int,
+    num_steps: int,
+    max_staleness: int,
+    layout: tuple[TensorSpec, ...],
+    record: Record,
+    on_join: Callable[[bytes], None],
+    on_weights: Callable[[str, WeightsMessage], None],
+) -> Dispatcher:
+    """The learner's own dispatcher, ledger and gate, at policy version 0; lease ids count from 0."""
+    prompts = [Prompt(index, "", np.array([1, 2, 3], np.int32), "{}") for index in range(NUM_PROMPTS)]
+    return Dispatcher(
+        contract=Contract(
+            run_id="benchmark",
+            learner_incarnation=time.time_ns(),
+            layout=layout,
+            canary_token_ids=CANARY,
+            dtype=ENGINE.dtype,
+            model_hash=ENGINE.model_hash,
+            max_length=MAX_LENGTH,
+            vocabulary_size=VOCABULARY_SIZE,
+        ),
+        rollout=RolloutSection(group_size=group_size, max_new_tokens=MAX_LENGTH // 2),
+        evaluation=EvaluationSection(),
+        hub=HubSection(),
+        prompts=prompts,
+        eval_prompts=[],
+        stream=PromptStream(NUM_PROMPTS, seed=0),
+        ledger=Ledger(),
+        gate=StalenessGate(
+            max_staleness=max_staleness,
+            hard_max_staleness=None,
+            groups_per_step=groups_per_step,
+            steps_per_batch=1,
+            num_steps=num_steps,
+        ),
+        drop_zero_variance=False,
+        max_failed_leases=1,
+        policy_version=0,
+        record=record,
+        on_join=on_join,
+        on_weights=on_weights,
+        on_canary=lambda actor, policy_version, logprobs: None,
+    )
