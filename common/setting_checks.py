@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from common.config import Config, HubSection
+from common.metrics import ROWS_FILE
 from common.settings import SettingError, is_data_file
 
 BYTES_PER_TOKEN = 8
@@ -35,6 +36,13 @@ def check_files(config: Config) -> None:
         source = getattr(config.task, key)
         if is_data_file(source) and not Path(source).expanduser().is_file():
             raise SettingError(f"task.{key}", source, "there is no such file", "Give the path of a JSONL file.")
+    if not config.run.resume and (Path(config.run.dir) / ROWS_FILE).exists():
+        raise SettingError(
+            "run.dir",
+            config.run.dir,
+            "the folder holds a run already",
+            "Set run.resume=true to continue it, or another run.dir.",
+        )
     if config.run.resume and not Path(config.run.dir).is_dir():
         raise SettingError(
             "run.dir", config.run.dir, "there is no such folder to resume from", "Give the folder of an earlier run."

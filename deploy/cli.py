@@ -98,7 +98,10 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's fold
     """Write RUN/report.html: one self-contained page about the run."""
     from deploy.report import write_report
 
-    typer.echo(write_report(run))
+    try:
+        typer.echo(write_report(run))
+    except FileNotFoundError as error:
+        raise SettingError("RUN", str(run), str(error), "Name the folder of a run.") from error
 
 
 def main() -> None:
@@ -120,7 +123,7 @@ def main() -> None:
 
 def _is_explained(error: RuntimeError) -> bool:
     """Whether the error's text is written for the user (without importing the services to know their classes)."""
-    return type(error).__name__ in ("RunFailedError", "RefusedError", "LaunchError", "ReportError")
+    return type(error).__name__ in ("RunFailedError", "RefusedError", "LaunchError")
 
 
 def _fail(error: Exception, status: int) -> None:

@@ -15,10 +15,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.settings import resolved_toml
 from msgspec.structs import replace
 
 from common.config import Config
+from common.metrics import ROWS_FILE
+from common.settings import resolved_toml
 from common.shutdown import StopRequest
 from deploy.report import write_report
 
@@ -71,8 +72,10 @@ class Launcher:
             self._await_actors()
         finally:
             self._end_all()
-            if (self._folder / "metrics.jsonl").exists():
+            if (self._folder / ROWS_FILE).exists():
                 logger.info("report: %s", write_report(self._folder))
+        if status not in (0, USER_ERROR_STATUS):
+            raise LaunchError(f"the learner ended with {_describe(status)}; what it said is above the report's line")
         return 130 if self._stop else status
 
     def _start(self, config_file: Path) -> None:

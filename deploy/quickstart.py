@@ -6,6 +6,7 @@ Reinforcement learning then rewards the reversal alone. `python -m deploy.quicks
 """
 
 import hashlib
+import logging
 import os
 import random
 import shutil
@@ -23,6 +24,8 @@ from common.environment import prepare_environment
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 PLACEHOLDER = "{quickstart}"
 """In `model.path`, `task.train_data` and `task.eval_data` it stands for `quickstart_folder()`."""
@@ -66,6 +69,7 @@ def ensure(folder: Path, recipe: Recipe = Recipe()) -> bool:  # noqa: B008
     """
     if folder.exists():
         return False
+    logger.info("making the quick start's model and data, once, in some ten seconds: %s", folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     try:
@@ -132,9 +136,11 @@ def _warm_start(folder: Path, recipe: Recipe, generator: random.Random) -> None:
     # Imported here: they take seconds, and only the first run of all needs them.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
 
     from deploy.tiny_models import make_tiny_model
 
+    transformers_logging.disable_progress_bar()
     make_tiny_model(folder, alphabet=recipe.alphabet, seed=recipe.seed)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

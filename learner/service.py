@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from common.config import Config
-from common.metrics import ROWS_FILE, MetricsWriter
+from common.metrics import MetricsWriter
 from common.models import model_hash, resolve_model
 from common.settings import SettingError, resolved_toml
 from common.shutdown import StopRequest
@@ -74,15 +74,8 @@ def run_learner(config: Config, stop: StopRequest) -> Outcome:
 
 
 def prepare_folder(config: Config) -> Path:
-    """Make the run's folder and write the resolved config there; refuses to mix two runs in one folder."""
+    """Make the run's folder and write the resolved config there."""
     folder = Path(config.run.dir)
-    if (folder / ROWS_FILE).exists() and not config.run.resume:
-        raise SettingError(
-            "run.dir",
-            config.run.dir,
-            "the folder holds a run already",
-            "Set run.resume=true to continue it, or another run.dir.",
-        )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(resolved_toml(config))
     return folder

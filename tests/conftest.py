@@ -4,12 +4,17 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from common.environment import prepare_environment
 
 # Before any test module imports transformers or vLLM.
 prepare_environment()
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# No time limits on single examples: on a busy machine they fail tests at random.
+settings.register_profile("offbeat", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("offbeat")
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz+-=>"
 """The characters that `tiny_model` and its variants know."""

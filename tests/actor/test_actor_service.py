@@ -409,7 +409,7 @@ def test_weights_of_the_learner_before_are_not_committed_to_the_next(learner: Le
         bucket_bytes=16,
         timeout_s=1.0,
     )
-    with actor_of(learner, dead_after_s=60.0) as actor:
+    with actor_of(learner, heartbeat_s=60.0, dead_after_s=60.0) as actor:
         learner.welcome()
         before = actor.service._receiver
         assert before is not None
@@ -420,6 +420,8 @@ def test_weights_of_the_learner_before_are_not_committed_to_the_next(learner: Le
         before._outcome = Outcome(update, "")
         learner.incarnation = 2
         learner.send(Welcome(run_id="r", learner_incarnation=2, layout=LAYOUT, policy_version=5), CANARY)
+        # The actor's thread is held in the step, so the socket may be looked at from this one.
+        assert actor.link._socket.poll(round(PATIENCE_S * 1000))
         actor.engine.may_step.set()
         learner.wait(Credit)
         assert learner.hears_no(WeightsCommitted)

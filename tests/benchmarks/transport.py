@@ -114,6 +114,7 @@ def receive_tcp(connection: Connection, num_groups: int, sizes: Sizes) -> None:
             while num_read < sizes.group:
                 num_read += stream.recv_into(block[num_read:])
             stream.sendall(answer)
+        connection.recv()
 
 
 def receive_wire(connection: Connection, num_groups: int, sizes: Sizes) -> None:
@@ -128,6 +129,8 @@ def receive_wire(connection: Connection, num_groups: int, sizes: Sizes) -> None:
                 assert len(token_ids(arrays[0])) == len(logprobs(arrays[1]))
                 hub.send(received.peer, Ack(lease_id=group.lease_id, outcome="accepted"))
                 num_left -= 1
+        # An actor loses what it has not read when the connection ends.
+        connection.recv()
 
 
 def receive_dispatcher(connection: Connection, num_groups: int, sizes: Sizes) -> None:
@@ -154,6 +157,7 @@ def receive_dispatcher(connection: Connection, num_groups: int, sizes: Sizes) ->
             dispatcher.finish_batch(groups, policy_version)
             hub.wake()
         assert dispatcher.counts().trained == num_groups
+        connection.recv()
         hub_thread.close()
 
 
@@ -175,6 +179,7 @@ def measure(connection: Connection, variant: str, num_tokens: int) -> Cost:
     else:
         with link_to(address) as link:
             wall_s = answer_leases(link, num_groups, payload)
+    connection.send("answered")
     return Cost(wall_s, time.process_time() - cpu_before + receive_from(connection))
 
 
@@ -239,9 +244,8 @@ def answer_leases(link: Link, num_groups: int, payload: Payload) -> float:
     link.send(Credit(capacity=WINDOW))
     must_receive(link)
     link.send(WeightsCommitted(policy_version=0, stall_s=0.0))
-    started, num_answered = 0.0, 0
     received: FromLearner | None = must_receive(link)
-    started = time.monotonic()
+    started, num_answered = time.monotonic(), 0
     while num_answered < num_groups:
         while received is not None:
             if isinstance(received.message, Lease):

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from tests.deploy.services import Services, free_port, services_in, write_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -138,4 +139,3 @@ def assert_loads_in_transformers(folder: Path) -> None:
 def processes_that_mention(text: str) -> list[str]:
     listing = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
     return [line for line in listing.splitlines() if text in line and "pytest" not in line and "ps -eo" not in line]
-
