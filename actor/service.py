@@ -126,7 +126,9 @@ class ActorService:
         self._waiting: list[Job] = []
         self._receiver: WeightReceiver | None = None
         self._canary: list[int] = []
-        self._seconds = dict.fromkeys(("generate", "commit_weights", "wait_leases", "wait_weights", "wait_rewards"), 0.0)
+        self._seconds: dict[str, float] = dict.fromkeys(
+            ("generate", "commit_weights", "wait_leases", "wait_weights", "wait_rewards"), 0.0
+        )
         self._num_groups_sent = 0
         self._is_over = ""
         now = clock()

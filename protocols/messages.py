@@ -80,7 +80,7 @@ class ActorStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # Actor to learner
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First message of a connection, and again whenever the learner says it does not know the sender."""
 
     actor: str
@@ -92,13 +92,13 @@ class Hello(Message):
     """Version of the weights in the engine; -1 before the first update."""
 
 
-class Credit(Message):
+class Credit(Message, frozen=True):
     """How many leases the actor is willing to hold at once. Absolute, so a lost or repeated message does no harm."""
 
     capacity: int
 
 
-class GroupDone(Message):
+class GroupDone(Message, frozen=True):
     """One finished group; its frames hold the token ids and the behavior log-probs of all completions, concatenated."""
 
     lease_id: int
@@ -107,7 +107,7 @@ class GroupDone(Message):
     """Seconds from the first token's submission to the last completion's end, rewards excluded."""
 
 
-class LeaseFailed(Message):
+class LeaseFailed(Message, frozen=True):
     """The actor gives a lease back without a group."""
 
     lease_id: int
@@ -117,14 +117,14 @@ class LeaseFailed(Message):
     """One line for the log."""
 
 
-class ActorHeartbeat(Message):
+class ActorHeartbeat(Message, frozen=True):
     """Sent every `hub.heartbeat_s`."""
 
     policy_version: int
     stats: ActorStats
 
 
-class WeightsStaged(Message):
+class WeightsStaged(Message, frozen=True):
     """The whole update lies in the actor's staging buffer, or the transfer failed and changed nothing."""
 
     policy_version: int
@@ -132,7 +132,7 @@ class WeightsStaged(Message):
     error: str = ""
 
 
-class WeightsCommitted(Message):
+class WeightsCommitted(Message, frozen=True):
     """The engine samples with these weights from now on."""
 
     policy_version: int
@@ -140,13 +140,13 @@ class WeightsCommitted(Message):
     """Seconds during which the commit kept the engine from stepping."""
 
 
-class CanaryScored(Message):
+class CanaryScored(Message, frozen=True):
     """The engine's log-probs of the canary tokens under `policy_version`: frame 0, float32 `[len(canary) - 1]`."""
 
     policy_version: int
 
 
-class Goodbye(Message):
+class Goodbye(Message, frozen=True):
     """The actor leaves; its leases may be given to others at once."""
 
     reason: str
@@ -159,7 +159,7 @@ ActorMessage = (
 # Learner to actor
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """The answer to `Hello`: the contract of this run. Frame 0: int32 canary token ids."""
 
     run_id: str
@@ -170,17 +170,17 @@ class Welcome(Message):
     policy_version: int
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """The learner will not work with this actor; the actor stops and prints the reason."""
 
     reason: str
 
 
-class Unknown(Message):
+class Unknown(Message, frozen=True):
     """The learner does not know the sender (it restarted, or took the actor for dead): say `Hello` again."""
 
 
-class Lease(Message):
+class Lease(Message, frozen=True):
     """One group to generate. Frame 0: int32 prompt token ids."""
 
     lease_id: int
@@ -198,7 +198,7 @@ class Lease(Message):
     """The data row as JSON, for the reward."""
 
 
-class Ack(Message):
+class Ack(Message, frozen=True):
     """The learner has taken over what was sent under this lease (or never wants it); the actor forgets it."""
 
     lease_id: int
@@ -206,13 +206,13 @@ class Ack(Message):
     detail: str = ""
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True):
     """Stop working on these leases; no answer is expected."""
 
     lease_ids: tuple[int, ...]
 
 
-class WeightUpdate(Message):
+class WeightUpdate(Message, frozen=True):
     """Join this membership epoch's collective and receive `policy_version` into the staging buffer."""
 
     policy_version: int
@@ -228,13 +228,13 @@ class WeightUpdate(Message):
     timeout_s: float
 
 
-class LearnerHeartbeat(Message):
+class LearnerHeartbeat(Message, frozen=True):
     """The answer to `ActorHeartbeat`."""
 
     policy_version: int
 
 
-class Stop(Message):
+class Stop(Message, frozen=True):
     """The run is over; the actor leaves."""
 
     reason: str

@@ -98,7 +98,7 @@ def logprobs(frame: Frame) -> NDArray[np.float32]:
 
 def _array_frame(array: NDArray[np.int32] | NDArray[np.float32]) -> memoryview:
     kind = "<i4" if np.issubdtype(array.dtype, np.integer) else "<f4"
-    return memoryview(np.ascontiguousarray(array, dtype=kind)).cast("B")
+    return np.ascontiguousarray(array, dtype=kind).data.cast("B")
 
 
 def _split(frames: Sequence[Frame]) -> tuple[Frame, tuple[Frame, ...]]:

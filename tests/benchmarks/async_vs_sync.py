@@ -30,17 +30,24 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from actor.rewards import RewardRunner
-from actor.service import ActorService
-from common.config import ActorSection, Config, HubSection
+from common.config import (
+    ActorSection,
+    Config,
+    HubSection,
+    MetricsSection,
+    ModelSection,
+    RolloutSection,
+    TaskSection,
+    TrainSection,
+)
 from common.environment import prepare_environment
+from common.settings import resolved_toml
 from common.shutdown import StopRequest
 from common.weights import make_layout
 from learner.dispatcher import Dispatcher
@@ -61,6 +68,9 @@ from tests.benchmarks.measuring import (
 )
 from tests.benchmarks.stand_ins import TOKEN_S, NoTokenizer, SleepEngine, make_dispatcher, no_reward
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 MAX_STALENESS = {"sync": 0, "async": 4}
 PATIENCE_S = 60.0
 
@@ -72,9 +82,9 @@ GROUPS_PER_STEP = 16
 GROUPS_PER_ACTOR = 4
 GROUP_SIZE = 8
 NUM_STEPS = 20
-MEAN_COMPLETION_S = 0.06
+MEAN_COMPLETION_S = 0.05
 LAYOUT = make_layout([("weights", (1 << 18,))], torch.float32)
-STEPS_LEFT_OUT = 2
+STEPS_LEFT_OUT = 4
 """At either end, where the ideals and the law of the lag are asked for: they are about the steady state."""
 SAMPLE_S = 0.01
 MAX_MESSAGE_BYTES = 1 << 28
@@ -123,6 +133,13 @@ class Trial(NamedTuple):
     """Policy lags of the groups of the steady steps."""
     num_open: float
     """L, in the steady steps."""
+    publish_s: float
+    """From the start of a weight update to the last actor's copy of it, mean."""
+
+    @property
+    def turnaround_s(self) -> float:
+        """Mean time between the end of a group and the start of the next in its slot, where the actors are the bottleneck."""
+        return self.step_s * NUM_ACTORS * GROUPS_PER_ACTOR / GROUPS_PER_STEP - mean(self.group_s)
 
     @property
     def longest_s(self) -> float:
@@ -137,15 +154,17 @@ class Trial(NamedTuple):
 def act(connection: Connection) -> None:
     """One actor after another in this process; each command is `(hub address, name, sigma)`, each result CPU seconds."""
     prepare_environment()
+    # Imported here: they import transformers, which wants the environment prepared.
+    from actor.rewards import RewardRunner
+    from actor.service import ActorService
+
     torch.set_num_threads(1)
     connection.send("up")
     while True:
         address, name, sigma = connection.recv()
         started = time.process_time()
         engine = SleepEngine(lambda request_id, sigma=sigma: _length(sigma, request_id))
-        config = Config(
-            hub=HubSection(address=address), actor=ActorSection(max_inflight_groups=GROUPS_PER_ACTOR), task=Config().task
-        )
+        config = Config(hub=HubSection(address=address), actor=ActorSection(max_inflight_groups=GROUPS_PER_ACTOR))
         reward = f"{no_reward.__module__}:{no_reward.__name__}"
         with (
             contextlib.closing(RewardRunner(reward, num_workers=1, timeout_s=PATIENCE_S)) as rewards,
@@ -155,7 +174,7 @@ def act(connection: Connection) -> None:
                 name=name,
                 config=config,
                 engine=engine,
-                tokenizer=cast(PreTrainedTokenizerBase, NoTokenizer()),
+                tokenizer=cast("PreTrainedTokenizerBase", NoTokenizer()),
                 rewards=rewards,
                 link=link,
                 stop=StopRequest(),
@@ -235,6 +254,7 @@ class SleepLearner:
             group_s=[row["generate_s"] for row in groups],
             lags=[row["policy_lag"] for row in groups if steady.start <= row["policy_version"] < steady.stop],
             num_open=mean(num_open for at, num_open in self._samples if ends[steady.start] <= at < ends[steady.stop]),
+            publish_s=mean(row["publish_s"] for row in self._rows if row["kind"] == "weights"),
         )
 
     def _step(self, policy_version: int) -> tuple[float, float]:
@@ -327,7 +347,10 @@ def sleep() -> None:
     )
     print_table(
         "Against the ideals, steady steps; the last two: how a colocated synchronous run compares with this asynchronous one",
-        ("sigma", "T/gen", "async step s", "ideal/async", "sync step s", "ideal/sync", "colocated/async", "divisible/async"),
+        (
+            *("sigma", "T/gen", "async step s", "ideal/async", "turnaround ms"),
+            *("sync step s", "ideal/sync", "publish ms", "colocated/async", "divisible/async"),
+        ),
         [_ideal_row(*pair) for pair in pairs],
     )
     print_table(
@@ -357,8 +380,10 @@ def _ideal_row(workload: Workload, of_sync: list[Trial], of_async: list[Trial]) 
         *_names(workload),
         spread([trial.step_s for trial in of_async], 3),
         spread([max(busy, trial.train_s) / trial.step_s for busy, trial in zip(generate_s, of_async, strict=True)]),
+        spread([trial.turnaround_s * 1000 for trial in of_async], 0) if _is_actor_bound(workload) else "",
         spread([trial.step_s for trial in of_sync], 3),
         spread([(trial.longest_s + trial.train_s) / trial.step_s for trial in of_sync]),
+        spread([trial.publish_s * 1000 for trial in of_sync], 0),
         spread([(one.longest_s + one.train_s / 2) / other.step_s for one, other in pairs]),
         spread([(busy + trial.train_s) / 2 / trial.step_s for busy, trial in zip(generate_s, of_async, strict=True)]),
     ]
@@ -370,8 +395,8 @@ def _generate_s(trial: Trial) -> float:
 
 
 def _lag_row(workload: Workload, of_async: list[Trial]) -> list[str]:
-    is_actor_bound = workload.train_share < 1
-    law = NUM_ACTORS * GROUPS_PER_ACTOR / GROUPS_PER_STEP + 0.5 if is_actor_bound else MAX_STALENESS["async"]
+    actors_law = NUM_ACTORS * GROUPS_PER_ACTOR / GROUPS_PER_STEP + 0.5
+    law = actors_law if _is_actor_bound(workload) else MAX_STALENESS["async"]
     return [
         *_names(workload),
         spread([mean(trial.lags) for trial in of_async]),
@@ -381,6 +406,10 @@ def _lag_row(workload: Workload, of_async: list[Trial]) -> list[str]:
         spread([max(trial.lags) for trial in of_async], 0),
         spread([sum(lag > MAX_STALENESS["async"] for lag in trial.lags) for trial in of_async], 0),
     ]
+
+
+def _is_actor_bound(workload: Workload) -> bool:
+    return workload.train_share < 1
 
 
 def _names(workload: Workload) -> tuple[str, str]:
@@ -405,7 +434,7 @@ def engine() -> None:
         make_tiny_model(folder / "model", alphabet="0123456789abcdefghijklmnopqrstuvwxyz+-=>")
         prompts = [{"prompt": f"{index:03d}+{index % 7}>", "answer": "none"} for index in range(64)]
         (folder / "train.jsonl").write_bytes(b"".join(msgspec.json.encode(prompt) + b"\n" for prompt in prompts))
-        (folder / "run.toml").write_bytes(msgspec.toml.encode(_engine_config(folder)))
+        (folder / "run.toml").write_text(resolved_toml(_engine_config(folder)))
         for _ in range(NUM_ROUNDS):
             for mode, max_staleness in MAX_STALENESS.items():
                 setting = f"staleness.max_staleness={max_staleness}"
@@ -418,31 +447,23 @@ def engine() -> None:
         [_engine_row(mode, of_mode) for mode, of_mode in runs.items()],
     )
     print(f"\nsync/async: {spread(ratios)}; colocated/async: {spread(_colocated_ratios(*runs.values()))}")
-    print_table(
-        "Shares of each service's time, first to last step",
-        ("", "learner", "actor"),
-        [
-            [mode, _shares_text([learner_shares(run) for run in of_mode]), _actor_text(of_mode)]
-            for mode, of_mode in runs.items()
-        ],
+    shares = [
+        [mode, _shares_text([learner_shares(run) for run in of_mode]), _actor_text(of_mode)] for mode, of_mode in runs.items()
+    ]
+    print_table("Shares of each service's time, first to last step", ("", "learner", "actor"), shares)
+
+
+def _engine_config(folder: Path) -> Config:
+    # No completion is ever right, so the policy stands still: both modes sample from one distribution of lengths.
+    return Config(
+        model=ModelSection(path=str(folder / "model"), dtype="float32", max_length=272),
+        task=TaskSection(train_data=str(folder / "train.jsonl"), max_prompt_tokens=16),
+        rollout=RolloutSection(group_size=GROUP_SIZE, max_new_tokens=256),
+        train=TrainSection(num_steps=ENGINE_STEPS, groups_per_step=ENGINE_GROUPS_PER_STEP),
+        hub=HubSection(address="tcp://127.0.0.1:0", heartbeat_s=0.2),
+        actor=ActorSection(max_inflight_groups=ENGINE_GROUPS_PER_STEP),
+        metrics=MetricsSection(tensorboard=False),
     )
-
-
-def _engine_config(folder: Path) -> dict[str, dict[str, Any]]:
-    # No reward is ever given, so the policy stands still: both modes sample from one distribution of lengths.
-    return {
-        "model": {"path": str(folder / "model"), "dtype": "float32", "max_length": 272},
-        "task": {
-            "train_data": str(folder / "train.jsonl"),
-            "max_prompt_tokens": 16,
-            "reward": f"{no_reward.__module__}:{no_reward.__name__}",
-        },
-        "rollout": {"group_size": GROUP_SIZE, "max_new_tokens": 256},
-        "train": {"num_steps": ENGINE_STEPS, "groups_per_step": ENGINE_GROUPS_PER_STEP},
-        "hub": {"address": "tcp://127.0.0.1:0", "heartbeat_s": 0.2},
-        "actor": {"max_inflight_groups": ENGINE_GROUPS_PER_STEP},
-        "metrics": {"tensorboard": False},
-    }
 
 
 def _between_steps_s(run: OffbeatRun) -> float:

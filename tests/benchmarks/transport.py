@@ -279,7 +279,8 @@ def main() -> None:
                     costs[variant].append(measure(connection, variant, num_tokens))
             rows += [table_row(variant, num_tokens, num_groups, costs) for variant in variants]
     print_table(
-        f"Rollout transport, groups of {GROUP_SIZE}, {WINDOW} unanswered at most, {NUM_ROUNDS} interleaved rounds: median (min–max)",
+        f"Rollout transport, groups of {GROUP_SIZE}, {WINDOW} unanswered at most, {NUM_ROUNDS} interleaved rounds: "
+        "median (min–max)",
         ("tokens", "variant", "Mtok/s", "MB/s", "CPU ns/token", "speed / tcp", "CPU / tcp"),
         rows,
     )
