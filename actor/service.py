@@ -206,7 +206,8 @@ class ActorService:
         """How long the next read may wait."""
         if self._engine.num_unfinished:
             return 0.0
-        is_something_due = self._rewards.num_pending or self._waiting or not self._is_welcome
+        is_update_due = self._receiver is not None and self._receiver.is_busy
+        is_something_due = is_update_due or self._rewards.num_pending or self._waiting or not self._is_welcome
         return BUSY_WAIT_S if is_something_due else IDLE_WAIT_S
 
     def _read(self, timeout_s: float) -> None:

@@ -36,6 +36,7 @@ class WeightReceiver:
         self.buffer = WeightBuffer(layout)
         self._announced: WeightUpdate | None = None
         self._outcome: Outcome | None = None
+        self._is_receiving = False
         self._store: TCPStore | None = None
         self._store_address = ("", 0)
         self._group: WeightGroup | None = None
@@ -51,6 +52,12 @@ class WeightReceiver:
         with self._changed:
             self._announced = update
             self._changed.notify_all()
+
+    @property
+    def is_busy(self) -> bool:
+        """An update is announced or under way, or `outcome` was not asked for since."""
+        with self._changed:
+            return self._is_receiving or self._announced is not None or self._outcome is not None
 
     def outcome(self) -> Outcome | None:
         """The transfer that ended since the last call. After a success: commit, then `release`."""
@@ -80,6 +87,7 @@ class WeightReceiver:
             while (update := self._next_update()) is not None:
                 error = self._receive(update)
                 with self._changed:
+                    self._is_receiving = False
                     self._is_buffer_free = bool(error)
                     # The end of an update that a newer one replaced is news to nobody.
                     if not error or self._announced is None:
@@ -92,6 +100,7 @@ class WeightReceiver:
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or (self._announced is not None and self._is_buffer_free))
             update, self._announced = self._announced, None
+            self._is_receiving = not self._is_closed
             return None if self._is_closed else update
 
     def _receive(self, update: WeightUpdate) -> str:
@@ -102,7 +111,7 @@ class WeightReceiver:
                 self._drop_group()
             rendezvous = Rendezvous(store, epoch=update.epoch, policy_version=update.policy_version)
             rendezvous.set_ready(update.rank)
-            rendezvous.wait_go(update.timeout_s, is_superseded=lambda: self._announced is not None)
+            rendezvous.wait_go(update.timeout_s, is_superseded=lambda: self._is_closed or self._announced is not None)
             if self._group is None:
                 self._group = WeightGroup(
                     store,
@@ -116,7 +125,8 @@ class WeightReceiver:
         except (CollectiveError, dist.DistError) as error:
             self._drop_group()
             self._store = None
-            logger.warning("weights %d, epoch %d: %s", update.policy_version, update.epoch, error)
+            if not self._is_closed:
+                logger.warning("weights %d, epoch %d: %s", update.policy_version, update.epoch, error)
             return str(error).splitlines()[0]
         return ""
 

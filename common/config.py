@@ -179,7 +179,7 @@ class WeightsSection(Section, frozen=True):
     port: NonNegativeInt = 0
     """Port of the rendezvous store on the learner's host; 0: any."""
     bucket_mb: PositiveInt = 8
-    """Size of one broadcast. 8 MB is fastest through gloo on a CPU; 64 and more suit NCCL."""
+    """Size of one broadcast. On a CPU (gloo) 8 to 64 MB are within noise of each other; 64 and more suit NCCL."""
     timeout_s: PositiveFloat = 60.0
     """Deadline for each phase of an update; an actor that misses it is left out of the update, by name."""
     interval: PositiveInt = 1

@@ -196,6 +196,11 @@ class Dispatcher:
             for member in self._members:
                 self._send(member, Stop(reason=reason))
 
+    def wait_left(self, timeout_s: float) -> bool:
+        """Until every actor has said goodbye, or is lost; False when the time is over."""
+        with self._progress:
+            return self._progress.wait_for(lambda: not len(self._members), timeout_s)
+
     def state(self) -> DispatcherState:
         """What a checkpoint keeps."""
         with self._lock:

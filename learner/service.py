@@ -44,6 +44,8 @@ CHECKPOINTS = "checkpoints"
 MODEL = "model"
 WAIT_S = 1.0
 """How long the training loop waits for a batch before it looks at signals and deadlines."""
+GOODBYE_S = 5.0
+"""How long the end waits for the actors to leave."""
 SAY_WAITING_INTERVAL_S = 30.0
 CANARY_TOKENS = 64
 CANARY_VERSIONS = 64
@@ -188,9 +190,16 @@ class Learner:
 
     def _end(self, outcome: str, detail: str) -> None:
         """Tell everyone; whatever state the run is in."""
-        self._dispatcher.stop(f"{outcome} {detail}".strip())
-        self._hub_thread.close()
+        # First, so that an update under way is finished, or given up, by all: actors that leave it look like failures.
         self._publisher.close()
+        self._dispatcher.stop(f"{outcome} {detail}".strip())
+        self._hub.wake()
+        # What an actor has not read when the connection closes is lost to it: it would wait for a learner that is gone.
+        if not self._dispatcher.wait_left(GOODBYE_S):
+            logger.warning(
+                "actors that did not leave within %g s: %s", GOODBYE_S, [name for _, name, _ in self._dispatcher.members()]
+            )
+        self._hub_thread.close()
         counts = self._dispatcher.counts()
         self._record(
             "final",

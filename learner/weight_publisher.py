@@ -189,7 +189,8 @@ class WeightPublisher:
                 self._forget_past()
             self._past.append((rendezvous, len(peers) + 1))
             for peer, name, why in absent:
-                self._exclude(peer, name, why)
+                if why:
+                    self._exclude(peer, name, why)
             if absent:
                 self._begin_epoch()
                 return
@@ -231,7 +232,7 @@ class WeightPublisher:
             self._post(peer, update)
 
     def _wait_ready(self, behind: list[tuple[bytes, str]], rendezvous: Rendezvous) -> list[tuple[bytes, str, str]]:
-        """The members that did not get ready, and why."""
+        """The members that did not get ready, and why: nothing for those that left, or are kept waiting by `close`."""
         deadline = time.monotonic() + self._timeout_s
         waiting = dict(enumerate(behind, start=1))
         absent: list[tuple[bytes, str, str]] = []
@@ -244,10 +245,10 @@ class WeightPublisher:
                 error = self._failed.pop(name, "")
                 if error or peer not in live or time.monotonic() > deadline:
                     late = f"did not enter epoch {self._epoch} within {self._timeout_s:g} s (weights.timeout_s)"
-                    absent.append((peer, name, error or ("left" if peer not in live else late)))
+                    absent.append((peer, name, error or ("" if peer not in live else late)))
                     del waiting[rank]
             time.sleep(POLL_S)
-        return absent + [(peer, name, "the learner is closing") for peer, name in waiting.values()]
+        return absent + [(peer, name, "") for peer, name in waiting.values()]
 
     def _broadcast(self, peers: list[bytes], rendezvous: Rendezvous) -> None:
         rendezvous.set_go()

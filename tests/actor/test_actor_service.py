@@ -442,7 +442,9 @@ def test_lease_waits_for_the_weights_that_it_asks_for(learner: Learner) -> None:
         assert {completion.segments for completion in done.completions} == {(Segment(3, 0),)}
 
 
-def test_update_is_committed_reported_and_scored(learner: Learner) -> None:
+@contextmanager
+def published(policy_version: int, weights: torch.Tensor, learner: Learner) -> Iterator[WeightUpdate]:
+    """A publisher that waits for the actor; its announcement, which is the test's to send."""
     posted: list[LearnerMessage] = []
     publisher = WeightPublisher(
         layout=LAYOUT,
@@ -457,15 +459,22 @@ def test_update_is_committed_reported_and_scored(learner: Learner) -> None:
         bucket_bytes=16,
         on_failure=lambda error: None,
     )
-    with actor_of(learner, policy_version=-1) as actor:
+    with publisher.writing() as buffer:
+        dict(buffer.views())["w"].copy_(weights)
+    publisher.publish(policy_version)
+    publisher.start()
+    eventually(lambda: bool(posted), learner)
+    assert isinstance(posted[0], WeightUpdate)
+    yield posted[0]
+    publisher.close()
+
+
+def test_update_is_committed_reported_and_scored(learner: Learner) -> None:
+    weights = torch.arange(6.0).view(3, 2)
+    with actor_of(learner, policy_version=-1) as actor, published(0, weights, learner) as update:
         learner.welcome()
         learner.lease(1)
-        with publisher.writing() as buffer:
-            dict(buffer.views())["w"].copy_(torch.arange(6.0).view(3, 2))
-        publisher.publish(0)
-        publisher.start()
-        eventually(lambda: bool(posted), learner)
-        learner.send(posted[0])
+        learner.send(update)
         staged = learner.wait(WeightsStaged)
         assert (staged.policy_version, staged.error) == (0, "")
         assert learner.wait(WeightsCommitted).policy_version == 0
@@ -474,7 +483,18 @@ def test_update_is_committed_reported_and_scored(learner: Learner) -> None:
         assert logprobs(arrays[0]).tolist() == [-6, -7]
         assert actor.engine.weights["w"].tolist() == [[0, 1], [2, 3], [4, 5]]
         assert learner.wait(GroupDone).lease_id == 1
-    publisher.close()
+
+
+def test_idle_actor_commits_an_update_at_once(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actor.service.IDLE_WAIT_S", 2.0)
+    # Nothing but the update must end its waiting.
+    with actor_of(learner, heartbeat_s=60.0) as actor, published(1, torch.ones(3, 2), learner) as update:
+        learner.welcome()
+        learner.send(update)
+        assert learner.wait(WeightsCommitted, patience_s=1.0).policy_version == 1
+        # It waits long again: a committed update is nothing to look out for.
+        time.sleep(0.1)
+        assert actor.service._patience() == 2.0
 
 
 def test_failed_reward_gives_the_lease_back_with_its_reason(learner: Learner) -> None:

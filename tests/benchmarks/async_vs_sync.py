@@ -1,7 +1,7 @@
 """Asynchronous against synchronous training: the same rollouts under `max_staleness` 4 and 0.
 
-    python -m tests.benchmarks.async_vs_sync sleep     # the machinery alone: generation and training are sleeps
-    python -m tests.benchmarks.async_vs_sync engine    # `offbeat train` on a tiny random model under vLLM
+    python -m tests.benchmarks.async_vs_sync sleep     # the machinery alone: generation and training are sleeps; 2.5 minutes
+    python -m tests.benchmarks.async_vs_sync engine    # `offbeat train` on a tiny random model under vLLM; 3 minutes
 
 `sleep` asks what leases, sockets, gate, buffer and weight updates cost beside compute. Everything but engine and trainer is
 the product: actors in processes of their own, one hub, one publisher. With B groups in a step, N groups in flight, group
@@ -280,12 +280,11 @@ class SleepLearner:
         self._hub.wake()
 
     def _leave(self) -> None:
+        self._publisher.close()
         self._dispatcher.stop("finished")
         self._hub.wake()
-        # An actor loses what it has not read when the connection ends.
-        self._await(lambda: not self._dispatcher.members())
+        self._dispatcher.wait_left(PATIENCE_S)
         self._hub_thread.close()
-        self._publisher.close()
 
     def _sample(self) -> None:
         while not self._is_over:
@@ -418,15 +417,18 @@ def _names(workload: Workload) -> tuple[str, str]:
 
 # The real engine
 
-ENGINE_STEPS = 10
+ENGINE_STEPS = 8
 ENGINE_GROUPS_PER_STEP = 8
 ENGINE_TIMEOUT_S = 150.0
 
 
 def engine() -> None:
     """Measure and print."""
+    from transformers.utils.logging import disable_progress_bar
+
     from deploy.tiny_models import make_tiny_model
 
+    disable_progress_bar()
     runs: dict[str, list[OffbeatRun]] = {mode: [] for mode in MAX_STALENESS}
     with tempfile.TemporaryDirectory(prefix="offbeat-benchmark-") as name:
         folder = Path(name)
@@ -446,7 +448,10 @@ def engine() -> None:
         ("", "seconds", "tokens/s", "busier/step", "mean lag", "max lag", "CPU s, start-up included"),
         [_engine_row(mode, of_mode) for mode, of_mode in runs.items()],
     )
-    print(f"\nsync/async: {spread(ratios)}; colocated/async: {spread(_colocated_ratios(*runs.values()))}")
+    print(
+        f"\nsync/async: {spread(ratios)}; colocated/async: {spread(_colocated_ratios(*runs.values()))}; "
+        f"divisible/async: {spread([sum(_busy_s(run)) / 2 / _between_steps_s(run) for run in runs['async']])}"
+    )
     shares = [
         [mode, _shares_text([learner_shares(run) for run in of_mode]), _actor_text(of_mode)] for mode, of_mode in runs.items()
     ]
@@ -459,7 +464,8 @@ def _engine_config(folder: Path) -> Config:
         model=ModelSection(path=str(folder / "model"), dtype="float32", max_length=272),
         task=TaskSection(train_data=str(folder / "train.jsonl"), max_prompt_tokens=16),
         rollout=RolloutSection(group_size=GROUP_SIZE, max_new_tokens=256),
-        train=TrainSection(num_steps=ENGINE_STEPS, groups_per_step=ENGINE_GROUPS_PER_STEP),
+        # Small micro-batches: with all 64 completions in one, most of the training would be padding.
+        train=TrainSection(num_steps=ENGINE_STEPS, groups_per_step=ENGINE_GROUPS_PER_STEP, micro_batch_tokens=2048),
         hub=HubSection(address="tcp://127.0.0.1:0", heartbeat_s=0.2),
         actor=ActorSection(max_inflight_groups=ENGINE_GROUPS_PER_STEP),
         metrics=MetricsSection(tensorboard=False),

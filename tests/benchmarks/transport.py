@@ -1,6 +1,6 @@
 """How fast rollouts travel from an actor to the learner, against a bare TCP socket that moves the same bytes.
 
-    python -m tests.benchmarks.transport
+    python -m tests.benchmarks.transport    # 1 minute
 
 This process is the actor, another one the learner. The actor may have `WINDOW` groups unanswered, in every variant:
 
@@ -33,7 +33,7 @@ from protocols.messages import (
     Segment,
     WeightsCommitted,
 )
-from protocols.wire import FromLearner, encode, logprobs, token_ids
+from protocols.wire import FromActor, FromLearner, encode, logprobs, token_ids
 from tests.benchmarks.measuring import Cost, print_table, processes, spread
 from tests.benchmarks.stand_ins import ENGINE, VOCABULARY_SIZE, make_dispatcher
 
@@ -125,9 +125,11 @@ def receive_wire(connection: Connection, num_groups: int, sizes: Sizes) -> None:
         while num_left:
             hub.wait(PATIENCE_S)
             while (received := hub.receive()) is not None:
-                group, arrays = received.packet  # pyright: ignore[reportGeneralTypeIssues]
+                assert isinstance(received.packet, FromActor), received.packet
+                message, arrays = received.packet
+                assert isinstance(message, GroupDone)
                 assert len(token_ids(arrays[0])) == len(logprobs(arrays[1]))
-                hub.send(received.peer, Ack(lease_id=group.lease_id, outcome="accepted"))
+                hub.send(received.peer, Ack(lease_id=message.lease_id, outcome="accepted"))
                 num_left -= 1
         # An actor loses what it has not read when the connection ends.
         connection.recv()

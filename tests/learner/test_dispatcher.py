@@ -441,6 +441,16 @@ def test_nothing_is_granted_after_stop_and_every_actor_is_told() -> None:
     assert [actor.heard(Stop) for actor in actors] == [[Stop(reason="finished")]] * 2
 
 
+def test_the_end_is_reached_when_every_actor_has_said_goodbye() -> None:
+    desk = Desk()
+    actors = [Actor(desk, name).join(capacity=1) for name in "ab"]
+    desk.dispatcher.stop("finished")
+    actors[0].say(Goodbye(reason="told to"))
+    assert not desk.dispatcher.wait_left(0.0)
+    actors[1].say(Goodbye(reason="told to"))
+    assert desk.dispatcher.wait_left(0.0)
+
+
 # Leases that end without a group
 
 

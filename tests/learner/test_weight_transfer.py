@@ -93,6 +93,8 @@ class Fleet:
         self.receivers: list[Receiver] = []
         self.rows: list[dict[str, Any]] = []
         self.failures: list[BaseException] = []
+        self.announced: list[tuple[str, int]] = []
+        """Receivers by name and the versions announced to them."""
         self.sent_checksums: dict[int, int] = {}
         self.publisher = WeightPublisher(
             layout=layout,
@@ -121,6 +123,8 @@ class Fleet:
     def post(self, peer: bytes, message: LearnerMessage) -> None:
         for receiver in self.receivers:
             if receiver.peer == peer and receiver.process.is_alive():
+                assert isinstance(message, WeightUpdate)
+                self.announced.append((receiver.name, message.policy_version))
                 receiver.connection.send(message)
 
     def carry(self) -> None:
@@ -322,6 +326,32 @@ def test_receiver_that_does_not_get_ready_is_left_out_by_name_and_catches_up_whe
         assert len({receiver.epochs[3] for receiver in fleet.receivers}) == 1
 
 
+def test_receiver_that_leaves_while_it_is_awaited_is_no_failure_and_keeps_nobody_waiting() -> None:
+    with fleet_of(SMALL, "survivor", "leaver") as fleet:
+        survivor, leaver = fleet.receivers
+        fleet.publish(0)
+        fleet.wait(0, survivor, leaver)
+        leaver.signal(signal.SIGSTOP)
+        started = time.monotonic()
+        fleet.publish(1)
+        fleet.wait_for(lambda: ("leaver", 1) in fleet.announced)
+        fleet.receivers.remove(leaver)
+        fleet.wait(1, survivor)
+        assert time.monotonic() - started < TIMEOUT_S
+        leaver.end()
+        assert fleet.excluded() == []
+
+
+def test_publisher_that_is_closed_while_it_waits_reports_no_failure() -> None:
+    with fleet_of(SMALL, "sleeper") as fleet:
+        (sleeper,) = fleet.receivers
+        sleeper.signal(signal.SIGSTOP)
+        fleet.publish(0)
+        fleet.wait_for(lambda: ("sleeper", 0) in fleet.announced)
+        fleet.publisher.close()
+        assert fleet.excluded() == []
+
+
 def test_actor_that_does_not_commit_is_left_out_longer_each_time() -> None:
     with fleet_of(SMALL, "a", timeout_s=0.3) as fleet:
         (mute,) = fleet.receivers
@@ -336,21 +366,37 @@ def test_actor_that_does_not_commit_is_left_out_longer_each_time() -> None:
         assert second.endswith("left out for 4 s")
 
 
-def test_receiver_without_a_learner_reports_an_error_and_lives() -> None:
-    receiver = WeightReceiver(SMALL)
-    update = WeightUpdate(
+def update_from(port: int, timeout_s: float) -> WeightUpdate:
+    return WeightUpdate(
         policy_version=1,
         epoch=1,
         rank=1,
         world_size=2,
         store_host="127.0.0.1",
-        store_port=9,
+        store_port=port,
         backend="gloo",
         bucket_bytes=BUCKET_BYTES,
-        timeout_s=0.5,
+        timeout_s=timeout_s,
     )
+
+
+def test_receiver_that_waits_for_the_learners_go_ends_when_it_is_closed() -> None:
+    store = collectives.serve_store("127.0.0.1", 0, PATIENCE_S, listen_on="127.0.0.1")
+    receiver = WeightReceiver(SMALL)
+    receiver.announce(update_from(store.port, PATIENCE_S))
+    rendezvous = collectives.Rendezvous(store, epoch=1, policy_version=1)
+    deadline = time.monotonic() + PATIENCE_S
+    while not rendezvous.is_ready(1):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    receiver.close()
+    assert not receiver._thread.is_alive()
+
+
+def test_receiver_without_a_learner_reports_an_error_and_lives() -> None:
+    receiver = WeightReceiver(SMALL)
     try:
-        receiver.announce(update)
+        receiver.announce(update_from(9, 0.5))
         deadline = time.monotonic() + PATIENCE_S
         while (outcome := receiver.outcome()) is None:
             assert time.monotonic() < deadline
