@@ -54,3 +54,14 @@ def _make(folder: Path, *, moe: bool = False, tie_embeddings: bool = True) -> Pa
 
     make_tiny_model(folder, alphabet=ALPHABET, moe=moe, tie_embeddings=tie_embeddings)
     return folder
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that need a GPU are for machines that have one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for_gpus = [item for item in items if item.get_closest_marker("gpu")]
+    items[:] = [item for item in items if item not in for_gpus]
+    config.hook.pytest_deselected(items=for_gpus)
