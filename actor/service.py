@@ -25,7 +25,7 @@ from actor.rewards import Rewarded, RewardRunner
 from actor.weight_receiver import WeightReceiver
 from common.config import Config
 from common.models import model_hash, resolve_model
-from common.shutdown import StopRequest
+from common.shutdown import ServiceError, StopRequest
 from protocols.channels import Link
 from protocols.messages import (
     Ack,
@@ -91,7 +91,7 @@ def run_actor(config: Config, stop: StopRequest) -> str:
             return service.run()
 
 
-class RefusedError(RuntimeError):
+class RefusedError(ServiceError):
     """The learner will not work with this actor, and said why."""
 
 

@@ -10,6 +10,10 @@ from types import FrameType
 PR_SET_PDEATHSIG = 1
 
 
+class ServiceError(RuntimeError):
+    """A service cannot go on; the text is for its user, who is shown it without a traceback, and the exit status is 1."""
+
+
 class StopRequest:
     """SIGTERM and SIGINT ask the service to drain; a second one ends it at once."""
 

@@ -14,7 +14,7 @@ from common.environment import prepare_environment
 from common.logs import configure_logs
 from common.setting_checks import check, check_files
 from common.settings import SettingError, explain, load, resolved_toml
-from common.shutdown import StopRequest, die_with_parent
+from common.shutdown import ServiceError, StopRequest, die_with_parent
 from deploy.quickstart import PLACEHOLDER, expand
 from protocols.channels import ChannelError
 
@@ -115,15 +115,8 @@ def main() -> None:
         app()
     except (SettingError, ChannelError) as error:
         _fail(error, 2)
-    except RuntimeError as error:
-        if not _is_explained(error):
-            raise
+    except ServiceError as error:
         _fail(error, 1)
-
-
-def _is_explained(error: RuntimeError) -> bool:
-    """Whether the error's text is written for the user (without importing the services to know their classes)."""
-    return type(error).__name__ in ("RunFailedError", "RefusedError", "LaunchError")
 
 
 def _fail(error: Exception, status: int) -> None:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from common.config import Config
 from common.metrics import ROWS_FILE
 from common.settings import resolved_toml
-from common.shutdown import StopRequest
+from common.shutdown import ServiceError, StopRequest
 from deploy.report import write_report
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ USER_ERROR_STATUS = 2
 """A child that exits with it has told the user what to mend: starting it again would not help."""
 
 
-class LaunchError(RuntimeError):
+class LaunchError(ServiceError):
     """A service could not be kept running; the text says which, and shows the end of its log."""
 
 

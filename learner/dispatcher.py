@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from common.config import EvaluationSection, HubSection, RolloutSection
+from common.shutdown import ServiceError
 from learner.evaluation import Evaluations
 from learner.groups import Group, Rollout
 from learner.ledger import Ledger, LedgerCounts
@@ -61,7 +62,7 @@ Record = Callable[..., None]
 WeightsMessage = WeightsStaged | WeightsCommitted
 
 
-class RunFailedError(RuntimeError):
+class RunFailedError(ServiceError):
     """The run cannot go on; the text says why and what to do."""
 
 
