@@ -6,6 +6,29 @@ import shutil
 from pathlib import Path
 
 _NAME = re.compile(r"step-(\d+)")
+_EXTRA_FILE = "extra.bin"
+
+
+class NoRoomError(OSError):
+    """The disk is too full for a checkpoint; those before it are whole."""
+
+
+def write_extra(partial: Path, extra: bytes) -> None:
+    """Put what the caller keeps beside model and optimizer into an unfinished checkpoint."""
+    (partial / _EXTRA_FILE).write_bytes(extra)
+
+
+def read_extra(folder: Path) -> bytes:
+    """What `write_extra` wrote."""
+    return (folder / _EXTRA_FILE).read_bytes()
+
+
+def require_room(root: Path, num_bytes: int) -> None:
+    """`NoRoomError` unless the disk takes so much more: asked before any rank begins to write."""
+    root.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(root).free
+    if free < num_bytes:
+        raise NoRoomError(f"it takes about {num_bytes >> 20} MB, and {free >> 20} MB are free")
 
 
 def checkpoint_folder(root: Path, policy_version: int) -> Path:
@@ -30,21 +53,22 @@ def publish(folder: Path) -> None:
     _sync(folder.parent)
 
 
+def whole(root: Path) -> list[Path]:
+    """All whole checkpoints, in no order."""
+    return [folder for folder in root.glob("step-*") if _NAME.fullmatch(folder.name)]
+
+
 def newest(root: Path) -> Path | None:
     """The whole checkpoint of the highest version; None when there is none."""
-    return max(_whole(root), default=None)
+    return max(whole(root), default=None)
 
 
 def prune(root: Path, *, keep: int) -> None:
     """Delete all but the `keep` newest whole checkpoints, and what earlier deaths left half-written."""
-    for folder in sorted(_whole(root))[:-keep]:
+    for folder in sorted(whole(root))[:-keep]:
         _delete(folder)
     for folder in root.glob("step-*.partial"):
         shutil.rmtree(folder)
-
-
-def _whole(root: Path) -> list[Path]:
-    return [folder for folder in root.glob("step-*") if _NAME.fullmatch(folder.name)]
 
 
 def _delete(folder: Path) -> None:

@@ -1,11 +1,18 @@
-"""One trained-on group as the learner holds it: arrays, rewards and versions, checked when it arrived."""
+"""One group as the learner holds it: arrays, rewards and versions, cut out of the wire's frames and checked."""
 
+import itertools
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from protocols.messages import Segment
+from protocols.messages import CompletionMeta, Segment
+from protocols.wire import Frame, logprobs, token_ids
+
+# Rounding may put the log-prob of a sure token a hair above 0.
+LARGEST_LOGPROB = 1e-4
 
 
 class Rollout(NamedTuple):
@@ -35,6 +42,63 @@ class Group(NamedTuple):
         """The oldest policy version in any segment of any completion."""
         return min(segment.policy_version for rollout in self.rollouts for segment in rollout.segments)
 
+    @property
+    def newest_version(self) -> int:
+        """The newest one."""
+        return max(segment.policy_version for rollout in self.rollouts for segment in rollout.segments)
+
     def policy_lag(self, policy_version: int) -> int:
-        """Optimizer steps between the oldest token of the group and `policy_version`."""
-        return policy_version - self.oldest_version
+        """Optimizer steps between the oldest token of the group and `policy_version`.
+
+        0 for a group that a learner which died had made newer weights for than its successor's.
+        """
+        return max(0, policy_version - self.oldest_version)
+
+
+class Limits(NamedTuple):
+    """What a group must keep to."""
+
+    group_size: int
+    max_new_tokens: int
+    vocabulary_size: int
+    newest_version: int
+    """The newest policy version that any learner process of this run has made."""
+
+
+def unpack(completions: Sequence[CompletionMeta], arrays: Sequence[Frame]) -> tuple[Rollout, ...]:
+    """The completions of a group, cut out of its two frames without a copy."""
+    all_ids, all_logprobs = token_ids(arrays[0]), logprobs(arrays[1])
+    ends = itertools.accumulate(completion.num_tokens for completion in completions)
+    return tuple(
+        Rollout(
+            token_ids=all_ids[end - completion.num_tokens : end],
+            behavior_logprobs=all_logprobs[end - completion.num_tokens : end],
+            reward=completion.reward,
+            finish_reason=completion.finish_reason,
+            segments=completion.segments,
+        )
+        for completion, end in zip(completions, ends, strict=True)
+    )
+
+
+def flaw(completions: Sequence[CompletionMeta], arrays: Sequence[Frame], limits: Limits) -> str:
+    """Why this group cannot be trained on; empty when it can. `protocols.wire` has checked that the lengths agree."""
+    if len(completions) != limits.group_size:
+        return f"{len(completions)} completions for a group of {limits.group_size}"
+    for index, completion in enumerate(completions):
+        if completion.num_tokens > limits.max_new_tokens:
+            return f"completion {index} has {completion.num_tokens} tokens, more than {limits.max_new_tokens}"
+        if not math.isfinite(completion.reward):
+            return f"completion {index} has reward {completion.reward}"
+        newest = max(segment.policy_version for segment in completion.segments)
+        if newest > limits.newest_version:
+            return f"completion {index} claims policy version {newest}, not made yet"
+    # All completions at once: on short ones numpy's cost is by call, not by token.
+    ids, values = token_ids(arrays[0]), logprobs(arrays[1])
+    # Unsigned, a negative id is a huge one.
+    if ids.view(np.uint32).max() >= limits.vocabulary_size:
+        return "it has token ids outside the vocabulary"
+    # Not `>`: a NaN must not pass.
+    if not (values.min() > -math.inf and values.max() <= LARGEST_LOGPROB):
+        return "it has impossible log-probs"
+    return ""

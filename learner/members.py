@@ -1,5 +1,6 @@
 """The live actors as the learner knows them."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -14,12 +15,22 @@ class Member:
     """Its address at the hub."""
     hello: Hello
     last_heard: float
+    key_name: str = "*"
+    """The name (or pattern) that its key is listed under."""
     capacity: int = 0
     policy_version: int = -1
     """The newest version it said it committed since it joined: what it held before may be of another learner process."""
+    good_version: int = -1
+    """The newest version under which its log-probs of the canary were right."""
+    is_quarantined: bool = False
+    """They were wrong since."""
     stats: ActorStats = field(default_factory=ActorStats)
+    stats_at: float = -math.inf
+    tokens_per_s: float = 0.0
     lease_ids: set[int] = field(default_factory=set)
     """What it holds, evaluation included."""
+    newest_lease_id: int = -1
+    """The newest lease sent to it."""
     is_reachable: bool = True
     """False from a message that could not be sent to the next one received."""
 

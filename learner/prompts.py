@@ -78,14 +78,22 @@ def load_prompts(
     return LoadedPrompts(prompts, num_dropped)
 
 
+class Turn(NamedTuple):
+    """Whose turn it is."""
+
+    prompt_id: int
+    epoch: int
+    """Pass over the data that it belongs to."""
+
+
 class StreamState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A `PromptStream` in a checkpoint."""
 
     num_prompts: int
     seed: int
     position: int
-    returned: tuple[int, ...]
-    """Prompts given back and not served again yet, oldest first."""
+    returned: tuple[Turn, ...]
+    """Prompts given back and not served again yet, with their epochs, oldest first."""
 
 
 class PromptStream:
@@ -100,7 +108,7 @@ class PromptStream:
         self._num_prompts = num_prompts
         self._seed = seed
         self._position = position
-        self._returned: deque[int] = deque()
+        self._returned: deque[Turn] = deque()
         self._epoch = -1
         self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
@@ -123,20 +131,38 @@ class PromptStream:
         """Prompts served from the epochs since the start; those served again after `give_back` do not count."""
         return self._position
 
-    def next(self) -> int:
-        """The prompt to lease now."""
+    @property
+    def share_served(self) -> float:
+        """How much of the current epoch was served, 0 to 1."""
+        return (self._position % self._num_prompts) / self._num_prompts
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the data that new prompts come from."""
+        return self._position // self._num_prompts
+
+    def peek(self) -> Turn:
+        """The prompt to lease now; it stays the next one."""
         if self._returned:
-            return self._returned.popleft()
+            return self._returned[0]
         epoch, index = divmod(self._position, self._num_prompts)
         if epoch != self._epoch:
             self._order = np.random.default_rng([self._seed, epoch]).permutation(self._num_prompts)
             self._epoch = epoch
-        self._position += 1
-        return int(self._order[index])
+        return Turn(int(self._order[index]), epoch)
 
-    def give_back(self, prompt_id: int) -> None:
+    def next(self) -> Turn:
+        """The prompt to lease now."""
+        turn = self.peek()
+        if self._returned:
+            self._returned.popleft()
+        else:
+            self._position += 1
+        return turn
+
+    def give_back(self, prompt_id: int, epoch: int) -> None:
         """Serve this prompt again before any new one, in the order in which prompts were given back."""
-        self._returned.append(prompt_id)
+        self._returned.append(Turn(prompt_id, epoch))
 
     def state(self) -> StreamState:
         """What `from_state` needs to serve the same prompts as this stream would."""

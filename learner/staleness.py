@@ -36,7 +36,8 @@ class StalenessGate:
         self.max_staleness = max_staleness
         self._hard_max_staleness = hard_max_staleness
         self._groups_per_step = groups_per_step
-        self._batch_groups = groups_per_step * steps_per_batch
+        self.batch_groups = groups_per_step * steps_per_batch
+        """Groups in one selection."""
         self._num_groups = groups_per_step * num_steps
 
     def capacity(self, policy_version: int, num_open: int) -> int:
@@ -63,6 +64,6 @@ class StalenessGate:
                 too_stale.append(group)
             else:
                 selected.append(group)
-            if len(selected) == self._batch_groups:
+            if len(selected) == self.batch_groups:
                 return Selection(selected, too_stale)
         return Selection([], too_stale)

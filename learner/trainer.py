@@ -32,7 +32,6 @@ from protocols.messages import TensorSpec
 _STATE_TAG = "state"
 """DeepSpeed's files in a checkpoint folder."""
 _META_FILE = "trainer.json"
-_EXTRA_FILE = "extra.bin"
 
 
 class CheckpointMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,7 +107,7 @@ class Trainer:
     def save_checkpoint(self, folder: Path, extra: bytes) -> None:
         """Write all that continues this run: weights, optimizer, random state, and the caller's own `extra` (rank 0's).
 
-        `folder` appears at the end and whole: see `learner.checkpoints`.
+        `folder` appears at the end and whole: see `learner.checkpoints`. Raises its `NoRoomError` on a full disk.
         """
         partial = checkpoints.partial_folder(folder)
         if self.rank == 0:
@@ -119,7 +118,7 @@ class Trainer:
         torch.save(_random_state(), partial / _random_file(self.rank))
         dist.barrier()
         if self.rank == 0:
-            (partial / _EXTRA_FILE).write_bytes(extra)
+            checkpoints.write_extra(partial, extra)
             (partial / _META_FILE).write_bytes(msgspec.json.encode(self._meta()))
             checkpoints.publish(folder)
         dist.barrier()
@@ -139,7 +138,7 @@ class Trainer:
             raise FileNotFoundError(f"checkpoint {folder} holds no DeepSpeed state")
         _set_random_state(torch.load(folder / _random_file(self.rank), weights_only=True))
         self.policy_version = meta.policy_version
-        return (folder / _EXTRA_FILE).read_bytes()
+        return checkpoints.read_extra(folder)
 
     def save_model(self, folder: Path) -> None:
         """Write weights, config and tokenizer as transformers reads them; rank 0 holds the whole model for it."""

@@ -1,0 +1,71 @@
+"""What can happen to a lease, as records: the ledger applies them, the rollout log keeps them, a restart applies them again."""
+
+import msgspec
+
+from protocols.messages import CompletionMeta
+
+
+class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):
+    """What every event has."""
+
+    at: float
+    """Seconds since the epoch; for people and statistics, no decision depends on it."""
+
+
+class Started(Event, frozen=True):
+    """A learner process took over at this policy version: what was trained after it is undone, and will be trained again."""
+
+    run_id: str
+    learner_incarnation: int
+    policy_version: int
+
+
+class Granted(Event, frozen=True):
+    """A prompt was leased to an actor."""
+
+    lease_id: int
+    prompt_id: int
+    epoch: int
+    """Pass over the data that the prompt belongs to."""
+    actor: str
+    policy_version: int
+    """The learner's, then."""
+
+
+class Accepted(Event, frozen=True):
+    """A lease's group is in the buffer. Arrays: int32 token ids and float32 behavior log-probs, completions concatenated."""
+
+    lease_id: int
+    actor: str
+    completions: tuple[CompletionMeta, ...]
+    generate_s: float
+    policy_version: int
+    """The learner's, then."""
+
+
+class Dropped(Event, frozen=True):
+    """A lease ended without training, for a reason that is counted."""
+
+    lease_id: int
+    reason: str
+    is_final: bool
+    """False: its prompt is leased again."""
+
+
+class Expired(Event, frozen=True):
+    """A lease was taken back from an actor that was late, lost or left; its prompt is leased again."""
+
+    lease_id: int
+    reason: str
+
+
+class Trained(Event, frozen=True):
+    """These groups made the optimizer steps from `policy_version` on; undone by a later `Started` at or below it."""
+
+    lease_ids: tuple[int, ...]
+    policy_version: int
+    """Before the first of the steps."""
+    num_steps: int
+
+
+LeaseEvent = Started | Granted | Accepted | Dropped | Expired | Trained

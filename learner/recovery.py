@@ -1,0 +1,109 @@
+"""What a restarted learner finds: the ledger, buffer and prompt stream of its checkpoint, and what the rollout log adds.
+
+    checkpoint state -> log records after it -> the state at the moment of death, but for training, which is done again
+
+`Trained` is the one event that is not applied: the weights it made died with the learner, so its groups are in the buffer
+again, and are trained again, in the same order, without being generated again.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from learner.dispatcher import DispatcherState, make_group
+from learner.groups import Group
+from learner.lease_events import Accepted, Dropped, Expired, Granted, Started, Trained
+from learner.ledger import Ledger
+from learner.prompts import Prompt, PromptStream
+from learner.rollout_log import Position, Record
+
+logger = logging.getLogger(__name__)
+
+
+class Recovered(NamedTuple):
+    """Where the run stands."""
+
+    stream: PromptStream
+    ledger: Ledger
+    newest_version: int
+    """The newest policy version that any process of the run made."""
+    run_id: str
+    """Of the log; empty when it has no record."""
+    num_records: int
+    """Records applied after the checkpoint."""
+
+
+def recover(
+    state: DispatcherState | None,
+    records: Iterable[Record],
+    read: Callable[[Position], Record | None],
+    prompts: Sequence[Prompt],
+    seed: int,
+) -> Recovered:
+    """Rebuild the state from a checkpoint (None: from the run's beginning) and the log's `records` after it.
+
+    `read` gives the record at a position, None when the log no longer has it. `ValueError` when log and checkpoint
+    contradict each other.
+    """
+    if state is None:
+        stream, ledger, newest_version = PromptStream(len(prompts), seed), Ledger(), 0
+    else:
+        stream = PromptStream.from_state(state.stream, len(prompts))
+        ledger, newest_version = Ledger.from_state(state.ledger), state.newest_version
+        _refill(ledger, state, read, prompts)
+    run_id, num_records = "", 0
+    for record in records:
+        num_records += 1
+        match record.event:
+            case Started(run_id=run_id):
+                # It may have granted leases after the last of its records.
+                ledger.skip_lease_ids()
+            case Trained(policy_version=version, num_steps=num_steps):
+                newest_version = max(newest_version, version + num_steps)
+            case _:
+                _apply(record, ledger, stream, prompts)
+    ledger.skip_lease_ids()
+    return Recovered(stream, ledger, newest_version, run_id, num_records)
+
+
+def _refill(
+    ledger: Ledger, state: DispatcherState, read: Callable[[Position], Record | None], prompts: Sequence[Prompt]
+) -> None:
+    """Bring back the groups that lay in the buffer when the checkpoint was written.
+
+    What the log lost is as if it was being generated: the dispatcher takes the lease back when its actor turns out not to have
+    it either. To do so here would be to change the history that the log's records continue.
+    """
+    num_lost = 0
+    for saved in state.ledger.open:
+        if not saved.is_ready:
+            continue
+        record = read(saved.position) if saved.position is not None else None
+        if record is not None and isinstance(record.event, Accepted) and record.event.lease_id == saved.lease_id:
+            ledger.restore(make_group(record.event, record.arrays, ledger, prompts), saved.position)
+        else:
+            num_lost += 1
+    if num_lost:
+        logger.warning("%d finished groups were lost with the learner and are generated again", num_lost)
+
+
+def _apply(record: Record, ledger: Ledger, stream: PromptStream, prompts: Sequence[Prompt]) -> None:
+    event = record.event
+    try:
+        group: Group | None = None
+        match event:
+            case Granted():
+                turn = stream.next()
+                if turn != (event.prompt_id, event.epoch):
+                    raise ValueError(f"it leases prompt {event.prompt_id} of epoch {event.epoch}, where {turn} was next")
+            case Accepted():
+                group = make_group(event, record.arrays, ledger, prompts)
+            case Dropped() | Expired():
+                lease = ledger.find(event.lease_id)
+                if isinstance(event, Expired) or not event.is_final:
+                    stream.give_back(lease.prompt_id, lease.epoch)
+        ledger.apply(event, group, record.position if group is not None else None)
+    except (KeyError, AssertionError, ValueError) as error:
+        raise ValueError(
+            f"the rollout log does not continue the checkpoint: record {record.position} ({type(event).__name__}): {error}"
+        ) from error
