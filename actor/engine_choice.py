@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from actor.engine import Engine
 from common.settings import SettingError
+from protocols.messages import ModelHashes
 
 
 def make_engine(
@@ -14,7 +15,7 @@ def make_engine(
     *,
     dtype: str,
     max_model_len: int,
-    model_hash: str,
+    hashes: ModelHashes,
     seed: int,
     options: Mapping[str, Any],
 ) -> Engine:
@@ -35,7 +36,7 @@ def make_engine(
         from actor.vllm_engine import VllmEngine as ChosenEngine
     else:
         from actor.transformers_engine import TransformersEngine as ChosenEngine
-    return ChosenEngine(model_path, dtype=dtype, max_model_len=max_model_len, model_hash=model_hash, seed=seed, options=options)
+    return ChosenEngine(model_path, dtype=dtype, max_model_len=max_model_len, hashes=hashes, seed=seed, options=options)
 
 
 def _is_vllm_installed() -> bool:

@@ -25,6 +25,11 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._parcels)
 
+    @property
+    def lease_ids(self) -> tuple[int, ...]:
+        """The leases that these messages answer."""
+        return tuple(self._parcels)
+
     def put(self, lease_id: int, message: ActorMessage, *arrays: Array) -> None:
         """Keep a message until `acknowledge`."""
         self._parcels[lease_id] = Parcel(message, arrays)

@@ -7,8 +7,10 @@ Everything slow beside sampling (transfers, rewards) happens in threads and proc
 """
 
 import contextlib
+import importlib.metadata
 import logging
 import os
+import random
 import socket
 import time
 import zlib
@@ -24,7 +26,8 @@ from actor.outbox import Outbox
 from actor.rewards import Rewarded, RewardRunner
 from actor.weight_receiver import WeightReceiver
 from common.config import Config
-from common.models import model_hash, resolve_model
+from common.hub_keys import keys_of_peer
+from common.models import hash_model, resolve_model
 from common.shutdown import ServiceError, StopRequest
 from protocols.channels import Link
 from protocols.messages import (
@@ -42,6 +45,7 @@ from protocols.messages import (
     Refused,
     Stop,
     Unknown,
+    WeightPull,
     WeightsCommitted,
     WeightsStaged,
     WeightUpdate,
@@ -62,23 +66,27 @@ SAY_WAITING_INTERVAL_S = 30.0
 def run_actor(config: Config, stop: StopRequest) -> str:
     """Wire an actor and work until the run is over or a signal asks to leave; returns why it ended."""
     name = config.actor.name or f"{socket.gethostname()}-{os.getpid()}"
+    incarnation = random.SystemRandom().getrandbits(62)
     # Before the engine: a reward that cannot be imported, or an address that is none, shows at once.
     rewards = RewardRunner(config.task.reward, num_workers=config.actor.reward_workers, timeout_s=config.task.reward_timeout_s)
-    with (
-        contextlib.closing(rewards),
-        Link(
-            config.hub.address,
-            identity=f"{name}/{time.time_ns()}".encode(),
-            max_message_bytes=config.hub.max_message_mb << 20,
-        ) as link,
-    ):
+
+    keys = keys_of_peer(config.hub, name)
+
+    def open_link(address: str) -> Link:
+        identity = f"{name}/{incarnation:x}".encode()
+        max_message_bytes = config.hub.max_message_mb << 20
+        return Link(
+            address, identity=identity, max_message_bytes=max_message_bytes, key=keys.key, learner_key=keys.learner_key
+        )
+
+    with contextlib.closing(rewards), open_link(config.hub.address) as link:
         model = resolve_model(config.model.path)
         engine = make_engine(
             config.actor.engine,
             str(model),
             dtype=config.model.dtype,
             max_model_len=config.model.max_length,
-            model_hash=model_hash(model),
+            hashes=hash_model(model),
             seed=zlib.crc32(f"{config.run.seed}/{name}".encode()),
             options=config.actor.engine_options,
         )
@@ -86,7 +94,15 @@ def run_actor(config: Config, stop: StopRequest) -> str:
         with contextlib.closing(engine):
             tokenizer = AutoTokenizer.from_pretrained(model)
             service = ActorService(
-                name=name, config=config, engine=engine, tokenizer=tokenizer, rewards=rewards, link=link, stop=stop
+                name=name,
+                incarnation=incarnation,
+                config=config,
+                engine=engine,
+                tokenizer=tokenizer,
+                rewards=rewards,
+                link=link,
+                open_pull_link=open_link,
+                stop=stop,
             )
             return service.run()
 
@@ -102,11 +118,13 @@ class ActorService:
         self,
         *,
         name: str,
+        incarnation: int,
         config: Config,
         engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
         rewards: RewardRunner,
         link: Link,
+        open_pull_link: Callable[[str], Link],
         stop: StopRequest,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -118,8 +136,12 @@ class ActorService:
         self._link = link
         self._stop = stop
         self._clock = clock
-        self._incarnation = time.time_ns()
+        self._incarnation = incarnation
+        self._open_pull_link = open_pull_link
+        self._run_id = ""
         self._learner_incarnation = 0
+        self._max_message_bytes = config.hub.max_message_mb << 20
+        self._seen_lease_id = -1
         self._is_welcome = False
         self._outbox = Outbox(resend_after_s=config.hub.dead_after_s)
         self._jobs: dict[int, Job] = {}
@@ -133,6 +155,7 @@ class ActorService:
         self._is_over = ""
         now = clock()
         self._heard_at = now
+        self._searching_since = now
         self._hello_at = float("-inf")
         self._beat_at = float("-inf")
         self._said_waiting_at = now
@@ -167,32 +190,52 @@ class ActorService:
         silent_s = now - self._heard_at
         if self._is_welcome and silent_s > self._config.hub.dead_after_s:
             logger.warning("the learner at %s is silent for %.1f s", self._config.hub.address, silent_s)
-            self._is_welcome = False
+            self._lose_touch()
         if not self._is_welcome:
-            self._say_hello(now, silent_s)
+            self._say_hello(now, now - self._searching_since)
         elif now - self._beat_at >= self._config.hub.heartbeat_s:
             self._beat_at = now
-            self._link.send(ActorHeartbeat(policy_version=self._engine.policy_version, stats=self._stats()))
+            heartbeat = ActorHeartbeat(
+                policy_version=self._engine.policy_version,
+                stats=self._stats(),
+                lease_ids=self._held(),
+                seen_lease_id=self._seen_lease_id,
+            )
+            self._link.send(heartbeat)
+
+    def _lose_touch(self) -> None:
+        # Not since the last message: an actor that was stopped itself must look for the learner before it gives up.
+        self._searching_since = self._clock()
+        self._is_welcome = False
 
     def _say_hello(self, now: float, silent_s: float) -> None:
         limit_s = self._config.actor.connect_timeout_s
         if limit_s and silent_s > limit_s:
+            cure = self._link.refusal() or "start `offbeat learner`, or correct hub.address"
             raise RefusedError(
-                f"no learner answered at {self._config.hub.address} for {silent_s:.0f} s (actor.connect_timeout_s): "
-                "start `offbeat learner`, or correct hub.address"
+                f"no learner answered at {self._config.hub.address} for {silent_s:.0f} s (actor.connect_timeout_s): {cure}"
             )
         if now - self._said_waiting_at > SAY_WAITING_INTERVAL_S:
             self._said_waiting_at = now
-            logger.info("waiting for the learner at %s, %.0f s so far", self._config.hub.address, silent_s)
+            why = f": {refusal}" if (refusal := self._link.refusal()) else ""
+            logger.info("waiting for the learner at %s, %.0f s so far%s", self._config.hub.address, silent_s, why)
         if now - self._hello_at >= HELLO_INTERVAL_S:
             hello = Hello(
                 actor=self._name,
                 incarnation=self._incarnation,
                 engine=self._engine.info,
-                policy_version=self._engine.policy_version,
+                temperature=self._config.rollout.temperature,
+                reward=self._config.task.reward,
+                software=importlib.metadata.version("offbeat"),
+                run_id=self._run_id,
+                lease_ids=self._held(),
             )
             if self._link.send(hello):
                 self._hello_at = now
+
+    def _held(self) -> tuple[int, ...]:
+        """Leases at work, and those whose answers are not acknowledged."""
+        return (*self._jobs, *self._outbox.lease_ids)
 
     def _stats(self) -> ActorStats:
         return ActorStats(
@@ -231,7 +274,7 @@ class ActorService:
             case Welcome():
                 self._enter(message, token_ids(arrays[0]).tolist())
             case Unknown():
-                self._is_welcome = False
+                self._lose_touch()
             case Lease():
                 self._waiting.append(Job(message, token_ids(arrays[0]).tolist()))
                 self._jobs[message.lease_id] = self._waiting[-1]
@@ -241,11 +284,13 @@ class ActorService:
                 self._outbox.acknowledge(message.lease_id)
             case Cancel():
                 self._forget(message.lease_ids)
-            case WeightUpdate():
+                for lease_id in message.lease_ids:
+                    self._outbox.acknowledge(lease_id)
+            case WeightUpdate() | WeightPull():
                 if self._receiver is not None:
                     self._receiver.announce(message)
             case LearnerHeartbeat():
-                pass
+                self._seen_lease_id = message.newest_lease_id
             case Refused():
                 raise RefusedError(f"the learner refused this actor: {message.reason}")
             case Stop():
@@ -255,17 +300,20 @@ class ActorService:
         """The learner admitted this actor (again): send it what it has not acknowledged."""
         is_new_learner = self._learner_incarnation not in (0, welcome.learner_incarnation)
         if is_new_learner:
-            logger.warning("the learner is a new process: its %d leases from before are void", len(self._jobs))
-            self._forget(tuple(self._jobs))
-            self._outbox = Outbox(resend_after_s=self._config.hub.dead_after_s)
+            held = len(self._jobs) + len(self._outbox)
+            logger.warning("the learner is a new process of the same run; the %d leases held here go on", held)
         if self._receiver is None or is_new_learner or self._receiver.layout != welcome.layout:
             # A version that the learner before has sent must not be committed as one of this learner's.
             if self._receiver is not None:
                 self._receiver.close()
-            self._receiver = WeightReceiver(welcome.layout)
+            self._receiver = WeightReceiver(welcome.layout, self._open_pull_link)
         if not self._is_welcome:
             logger.info("joined run %s at policy version %d", welcome.run_id, welcome.policy_version)
+        self._run_id = welcome.run_id
         self._learner_incarnation = welcome.learner_incarnation
+        self._max_message_bytes = welcome.max_message_bytes
+        # What was leased before this welcome and is not here is taken back by the learner, which has just been told.
+        self._seen_lease_id = -1
         self._canary = canary
         self._is_welcome = True
         self._outbox.send_all_again()
@@ -314,11 +362,21 @@ class ActorService:
             if job is None:
                 continue
             if isinstance(result, Rewarded):
-                message, arrays = job.group(list(result.rewards))
-                self._outbox.put(result.key, message, *arrays)
-                self._num_groups_sent += 1
+                self._answer(job, list(result.rewards))
             else:
                 self._outbox.put(result.key, LeaseFailed(lease_id=result.key, reason=result.reason, detail=result.detail))
+
+    def _answer(self, job: Job, rewards: list[float]) -> None:
+        message, arrays = job.group(rewards)
+        lease_id = job.lease.lease_id
+        largest = max(array.nbytes for array in arrays)
+        if largest > self._max_message_bytes:
+            # Sent, it would cost the connection, again and again.
+            detail = f"the group has {largest} bytes; the learner's hub.max_message_mb takes {self._max_message_bytes}"
+            self._outbox.put(lease_id, LeaseFailed(lease_id=lease_id, reason="too_large", detail=detail))
+            return
+        self._outbox.put(lease_id, message, *arrays)
+        self._num_groups_sent += 1
 
     def _send_outbox(self) -> None:
         if not self._is_welcome:
@@ -337,8 +395,8 @@ class ActorService:
         if outcome is None:
             return
         assert self._receiver is not None
-        version, epoch = outcome.update.policy_version, outcome.update.epoch
-        self._link.send(WeightsStaged(policy_version=version, epoch=epoch, error=outcome.error))
+        version = outcome.policy_version
+        self._link.send(WeightsStaged(policy_version=version, epoch=outcome.epoch, error=outcome.error))
         if outcome.error:
             return
         started = self._clock()

@@ -21,7 +21,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from actor.engine import Completion, check_options, check_prompt_length
 from common.weights import tensor_dtype
-from protocols.messages import EngineInfo, Sampling, Segment
+from protocols.messages import EngineInfo, ModelHashes, Sampling, Segment
 
 GREEDY_TEMPERATURE = 1e-6
 """Stands for temperature 0: one engine samples all its completions, or none."""
@@ -45,7 +45,7 @@ class TransformersEngine:
         *,
         dtype: str,
         max_model_len: int,
-        model_hash: str,
+        hashes: ModelHashes,
         seed: int,
         options: Mapping[str, Any],
     ) -> None:
@@ -71,7 +71,7 @@ class TransformersEngine:
             dtype=dtype,
             device=device.type,
             max_model_len=max_model_len,
-            model_hash=model_hash,
+            hashes=hashes,
         )
         self._policy_version = -1
         self._segments: dict[str, list[Segment]] = {}

@@ -22,7 +22,7 @@ from actor.engine import Completion, check_options, check_prompt_length
 from actor.shared_weights import SharedWeights
 from actor.vllm_worker import WeightLoading
 from common.weights import layout_of
-from protocols.messages import EngineInfo, Sampling, Segment
+from protocols.messages import EngineInfo, ModelHashes, Sampling, Segment
 
 CPU_KV_CACHE_BYTES = 256 << 20
 """KV cache on a CPU unless `kv_cache_memory_bytes` is among the options, or two completions of full length need more.
@@ -52,7 +52,7 @@ class VllmEngine:
         *,
         dtype: str,
         max_model_len: int,
-        model_hash: str,
+        hashes: ModelHashes,
         seed: int,
         options: Mapping[str, Any],
     ) -> None:
@@ -77,7 +77,7 @@ class VllmEngine:
             dtype=dtype,
             device=current_platform.device_type,
             max_model_len=max_model_len,
-            model_hash=model_hash,
+            hashes=hashes,
         )
         self._num_workers = config.parallel_config.world_size
         self._shared_weights: SharedWeights | None = None

@@ -1,21 +1,25 @@
 """Receives weight updates in a thread, into a staging buffer beside the running engine.
 
     actor loop: announce(update) ... staged() -> commit from `buffer` -> release()
-    receiver thread: wait for an update -> ready -> go -> broadcast into `buffer` -> staged
+    receiver thread: wait for an update -> ready -> go -> broadcast into `buffer` -> checksum -> staged
+                     or for a pull      -> chunks into `buffer` -> checksum -> staged
 
 Until the actor loop commits, nothing has changed: a transfer that breaks half-way leaves the engine as it was.
 """
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from actor.weight_pull import PullError, pull_weights
 from common.collectives import CollectiveError, Rendezvous, WeightGroup, connect_store
-from common.weights import WeightBuffer
-from protocols.messages import TensorSpec, WeightUpdate
+from common.weights import WeightBuffer, checksum
+from protocols.channels import Link
+from protocols.messages import TensorSpec, WeightPull, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -23,18 +27,26 @@ logger = logging.getLogger(__name__)
 class Outcome(NamedTuple):
     """How a transfer ended."""
 
-    update: WeightUpdate
+    policy_version: int
+    epoch: int
+    """The collective's; -1 for a pull."""
     error: str
     """Empty: the whole version lies in the buffer."""
+
+
+class ChecksumError(RuntimeError):
+    """The bytes are all there and are not the learner's."""
 
 
 class WeightReceiver:
     """See the module's docstring. All methods are for the actor's loop; the thread is inside."""
 
-    def __init__(self, layout: tuple[TensorSpec, ...]) -> None:
+    def __init__(self, layout: tuple[TensorSpec, ...], open_link: Callable[[str], Link]) -> None:
+        """`open_link(address)` connects to the weight server, under the identity that the hub knows this actor by."""
         self.layout = layout
         self.buffer = WeightBuffer(layout)
-        self._announced: WeightUpdate | None = None
+        self._open_link = open_link
+        self._announced: WeightUpdate | WeightPull | None = None
         self._outcome: Outcome | None = None
         self._is_receiving = False
         self._store: TCPStore | None = None
@@ -47,8 +59,8 @@ class WeightReceiver:
         self._thread = threading.Thread(target=self._run, name="weight-receiver", daemon=True)
         self._thread.start()
 
-    def announce(self, update: WeightUpdate) -> None:
-        """The learner wants to send this update; it replaces one that has not begun."""
+    def announce(self, update: WeightUpdate | WeightPull) -> None:
+        """The learner wants this actor to take this version; it replaces one that is not under way between two members."""
         with self._changed:
             self._announced = update
             self._changed.notify_all()
@@ -74,15 +86,15 @@ class WeightReceiver:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the thread; one that is inside a collective ends with the process."""
+        """End the thread, within a second; one that is inside a collective ends with that, or with the process."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join(1.0)
 
     def _run(self) -> None:
-        """Consumes: announced updates. Waits for: the buffer to be released, then the learner's go. Unblocked by:
-        `announce`, `release`, the deadline. Produces: outcomes."""
+        """Consumes: announced updates and pulls. Waits for: the buffer to be released, then the learner's go or the next
+        chunk. Unblocked by: `announce`, `release`, `close`, the deadline. Produces: outcomes."""
         try:
             while (update := self._next_update()) is not None:
                 error = self._receive(update)
@@ -91,44 +103,60 @@ class WeightReceiver:
                     self._is_buffer_free = bool(error)
                     # The end of an update that a newer one replaced is news to nobody.
                     if not error or self._announced is None:
-                        self._outcome = Outcome(update, error)
+                        epoch = update.epoch if isinstance(update, WeightUpdate) else -1
+                        self._outcome = Outcome(update.policy_version, epoch, error)
+            self._drop_group()
+            self._store = None
         except BaseException as error:  # noqa: BLE001  a dead receiver must raise in the actor's loop
             with self._changed:
                 self._failure = error
 
-    def _next_update(self) -> WeightUpdate | None:
+    def _next_update(self) -> WeightUpdate | WeightPull | None:
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or (self._announced is not None and self._is_buffer_free))
             update, self._announced = self._announced, None
             self._is_receiving = not self._is_closed
             return None if self._is_closed else update
 
-    def _receive(self, update: WeightUpdate) -> str:
-        """Take part in one transfer; the error, if it failed."""
+    def _is_superseded(self) -> bool:
+        return self._is_closed or self._announced is not None
+
+    def _receive(self, update: WeightUpdate | WeightPull) -> str:
+        """Fill the buffer; the error, if that failed or the bytes are not the learner's."""
         try:
-            store = self._connect(update)
-            if self._group is not None and self._group.epoch != update.epoch:
-                self._drop_group()
-            rendezvous = Rendezvous(store, epoch=update.epoch, policy_version=update.policy_version)
-            rendezvous.set_ready(update.rank)
-            rendezvous.wait_go(update.timeout_s, is_superseded=lambda: self._is_closed or self._announced is not None)
-            if self._group is None:
-                self._group = WeightGroup(
-                    store,
-                    epoch=update.epoch,
-                    rank=update.rank,
-                    world_size=update.world_size,
-                    backend=update.backend,
-                    timeout_s=update.timeout_s,
-                )
-            self._group.broadcast(self.buffer.flat, update.bucket_bytes)
-        except (CollectiveError, dist.DistError) as error:
+            if isinstance(update, WeightPull):
+                pull_weights(update, self.buffer.flat, self._open_link, self._is_superseded)
+            else:
+                self._take_part(update)
+            received = checksum(self.buffer.flat)
+            if received != update.checksum:
+                raise ChecksumError(f"wrong checksum: {received:08x} arrived, {update.checksum:08x} was announced")
+        except (PullError, ChecksumError, CollectiveError, dist.DistError) as error:
             self._drop_group()
             self._store = None
             if not self._is_closed:
-                logger.warning("weights %d, epoch %d: %s", update.policy_version, update.epoch, error)
+                logger.warning("weights %d: %s", update.policy_version, error)
             return str(error).splitlines()[0]
         return ""
+
+    def _take_part(self, update: WeightUpdate) -> None:
+        """Be a member of one collective."""
+        store = self._connect(update)
+        if self._group is not None and self._group.epoch != update.epoch:
+            self._drop_group()
+        rendezvous = Rendezvous(store, epoch=update.epoch, policy_version=update.policy_version)
+        rendezvous.set_ready(update.rank)
+        rendezvous.wait_go(update.timeout_s, self._is_superseded)
+        if self._group is None:
+            self._group = WeightGroup(
+                store,
+                epoch=update.epoch,
+                rank=update.rank,
+                world_size=update.world_size,
+                backend=update.backend,
+                timeout_s=update.timeout_s,
+            )
+        self._group.broadcast(self.buffer.flat, update.bucket_bytes)
 
     def _connect(self, update: WeightUpdate) -> TCPStore:
         address = (update.store_host, update.store_port)

@@ -8,7 +8,9 @@ there: every member sets its ready key, the learner waits for the keys (it can n
 """
 
 import contextlib
+import logging
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,7 +20,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+logger = logging.getLogger(__name__)
+
 POLL_S = 0.001
+CLOSE_S = 5.0
+"""How long giving up a group may take; what hangs for longer is left behind."""
 
 
 class CollectiveError(RuntimeError):
@@ -122,9 +128,20 @@ class WeightGroup:
 
     def close(self) -> None:
         """Give up the group; members blocked in it fail at once instead of at their time limit."""
-        if self._device.type == "cuda":
-            self._group.abort()
+        held = [self._group]
         del self._group
+
+        def end() -> None:
+            if self._device.type == "cuda":
+                held[0].abort()
+            held.clear()
+
+        # NCCL's abort and a group's destructor both wait for threads of their own.
+        thread = threading.Thread(target=end, name="weight-group-end", daemon=True)
+        thread.start()
+        thread.join(CLOSE_S)
+        if thread.is_alive():
+            logger.warning("the process group of epoch %d did not close within %g s; it is left behind", self.epoch, CLOSE_S)
 
     def _load(self, bucket: torch.Tensor) -> torch.Tensor:
         """The bucket where the collective can take it from."""

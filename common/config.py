@@ -161,8 +161,14 @@ class HubSection(Section, frozen=True):
     """The learner's address as actors reach it. Port 0 with `offbeat train`: any free port."""
     bind: str = ""
     """Address the learner binds; empty: `address`."""
-    allow_plaintext: bool = False
-    """Permit an address beyond loopback although traffic is neither encrypted nor authenticated."""
+    key: str = ""
+    """This service's secret key file (`offbeat keygen`). Without keys the hub binds to loopback only."""
+    learner_key: str = ""
+    """The learner's public key file: by it actors and operators know the learner."""
+    allowed_keys: str = ""
+    """File of the public keys that may connect to the learner; it is read again when it changes."""
+    max_actors: PositiveInt = 1024
+    """More are refused."""
     heartbeat_s: PositiveFloat = 1.0
     """Seconds between an actor's heartbeats."""
     dead_after_s: PositiveFloat = 15.0
@@ -171,13 +177,39 @@ class HubSection(Section, frozen=True):
     """Larger messages are not received."""
 
 
+class LogSection(Section, frozen=True):
+    """The rollout log: what happened to every lease, and every accepted group, in `run.dir/log`."""
+
+    enabled: bool = True
+    """Without it a restarted learner has its rollouts generated again."""
+    fsync: Literal["off", "second", "ack"] = "off"
+    """When records are forced to disk: never (they survive the death of every process, not a power failure), at most once a
+    second, or before every acknowledgement."""
+    segment_mb: PositiveInt = 64
+    """A segment file is closed at this size; whole segments are deleted."""
+    retain_mb: PositiveInt = 1024
+    """Older segments are deleted beyond this size, unless the oldest kept checkpoint needs them; where it does, the learner
+    writes a checkpoint."""
+    min_free_mb: PositiveInt = 64
+    """With less free space on the disk no lease is granted until there is room again."""
+
+
 class WeightsSection(Section, frozen=True):
     """How weights travel from learner to actors."""
 
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Collective: gloo for CPU tensors, nccl for GPU tensors; auto takes nccl when the learner trains on a GPU."""
+    backend: Literal["auto", "gloo", "nccl", "pull"] = "auto"
+    """Collective: gloo for CPU tensors, nccl for GPU tensors; auto takes nccl when the learner trains on a GPU. pull: none,
+    every actor fetches each version over the hub's (encrypted) transport."""
     port: NonNegativeInt = 0
-    """Port of the rendezvous store on the learner's host; 0: any."""
+    """Port of the collective's rendezvous store on the learner's host; 0: any."""
+    pull_port: NonNegativeInt = 0
+    """Port of the weight server on the learner's host, from which actors pull; 0: any."""
+    max_pulls: PositiveInt = 2
+    """Actors that may pull at once."""
+    chunk_mb: PositiveInt = 8
+    """Size of one pulled chunk."""
+    on_canary_mismatch: Literal["drop", "flag"] = "drop"
+    """What becomes of the buffered groups that a quarantined actor sampled after its last good version."""
     bucket_mb: PositiveInt = 8
     """Size of one broadcast. On a CPU (gloo) 8 to 64 MB are within noise of each other; 64 and more suit NCCL."""
     timeout_s: PositiveFloat = 60.0
@@ -240,7 +272,7 @@ class LaunchSection(Section, frozen=True):
     actor_gpus: tuple[tuple[int, ...], ...] = ()
     """GPUs of each actor, one list per actor; empty: all that are visible, or the CPU."""
     max_restarts: NonNegativeInt = 3
-    """How often an actor that died is started again before the run is stopped."""
+    """How often a service that died is started again before the run is stopped; ten minutes of work restore the budget."""
 
 
 class Config(Section, frozen=True):
@@ -254,6 +286,7 @@ class Config(Section, frozen=True):
     loss: LossSection = LossSection()
     train: TrainSection = TrainSection()
     hub: HubSection = HubSection()
+    log: LogSection = LogSection()
     weights: WeightsSection = WeightsSection()
     actor: ActorSection = ActorSection()
     evaluation: EvaluationSection = EvaluationSection()

@@ -1,12 +1,11 @@
-"""The model folder: where `model.path` leads, and the hash by which two services know that they have the same one."""
+"""The model folder: where `model.path` leads, and the hashes by which two services know that they have the same one."""
 
 import hashlib
+import json
 from pathlib import Path
 
 from common.settings import SettingError
-
-CONTRACT_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-"""What must be equal at learner and actor. Weights are not among them: the learner sends its own."""
+from protocols.messages import ModelHashes
 
 
 def resolve_model(path: str) -> Path:
@@ -28,11 +27,20 @@ def resolve_model(path: str) -> Path:
         ) from error
 
 
-def model_hash(folder: Path) -> str:
-    """Hash of the model's config and tokenizer: 16 hexadecimal digits."""
-    digest = hashlib.sha256()
-    for name in CONTRACT_FILES:
-        file = folder / name
-        digest.update(name.encode() + b"\0")
-        digest.update(file.read_bytes() if file.exists() else b"")
-    return digest.hexdigest()[:16]
+def hash_model(folder: Path) -> ModelHashes:
+    """The hashes of a model folder's config, tokenizer and chat template, 16 hexadecimal digits each."""
+    config = _read(folder / "config.json")
+    tokenizer_config = json.loads(_read(folder / "tokenizer_config.json") or b"{}")
+    # It stands in a file of its own, or (older models) in the tokenizer's config.
+    template = _read(folder / "chat_template.jinja").decode() or str(tokenizer_config.pop("chat_template", ""))
+    tokenizer_config.pop("chat_template", None)
+    tokenizer = _read(folder / "tokenizer.json") + json.dumps(tokenizer_config, sort_keys=True).encode()
+    return ModelHashes(config=_hash(config), tokenizer=_hash(tokenizer), chat_template=_hash(template.encode()))
+
+
+def _read(file: Path) -> bytes:
+    return file.read_bytes() if file.exists() else b""
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

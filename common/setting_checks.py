@@ -1,13 +1,13 @@
 """Settings that cannot be together: refused before anything starts, with the reason and the cure."""
 
-import ipaddress
 import math
 import re
 from pathlib import Path
 
-from common.config import Config, HubSection
+from common.config import Config, HubSection, LogSection
 from common.metrics import ROWS_FILE
 from common.settings import SettingError, is_data_file
+from protocols.channels import is_loopback
 
 BYTES_PER_TOKEN = 8
 """On the wire: an int32 token id and a float32 log-prob."""
@@ -25,6 +25,7 @@ def check(config: Config) -> list[str]:
     _check_steps(config)
     _check_task(config)
     _check_hub(config.hub)
+    _check_log(config.log)
     _check_launch(config)
     return _warnings(config)
 
@@ -179,14 +180,23 @@ def _check_hub(hub: HubSection) -> None:
             f"every peer would be taken for dead between two heartbeats, hub.heartbeat_s = {hub.heartbeat_s}",
             f"Set it to several heartbeats: {5 * hub.heartbeat_s} or more.",
         )
-    for key in ("address", "bind"):
-        address = getattr(hub, key)
-        if address and not _is_loopback(f"hub.{key}", address) and not hub.allow_plaintext:
+    keys = {"key": hub.key, "learner_key": hub.learner_key, "allowed_keys": hub.allowed_keys}
+    for name, path in keys.items():
+        if not path and any(keys.values()):
+            given = ", ".join(f"hub.{other}" for other in keys if keys[other])
             raise SettingError(
-                f"hub.{key}",
+                f"hub.{name}",
+                "",
+                f"{given} is set, and the learner and its actors share this file: it takes all three or none",
+                "Set it too (`offbeat keygen` says how), or remove the others.",
+            )
+    for name, address in (("address", hub.address), ("bind", hub.bind)):
+        if address and not _is_loopback(f"hub.{name}", address) and not hub.key:
+            raise SettingError(
+                f"hub.{name}",
                 address,
-                "the address is reachable from other machines, and traffic is neither encrypted nor authenticated",
-                "Use tcp://127.0.0.1:PORT, or set hub.allow_plaintext=true on a network that you trust.",
+                "other machines can reach the address, and without keys traffic is neither encrypted nor authenticated",
+                "Make keys with `offbeat keygen keys ACTOR...`, which says what to set; or use tcp://127.0.0.1:PORT.",
             )
 
 
@@ -194,14 +204,17 @@ def _is_loopback(setting: str, address: str) -> bool:
     match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5})", address)
     if match is None or int(match[2]) > 65535:
         raise SettingError(setting, address, "is not an address", "Write tcp://HOST:PORT, for example tcp://127.0.0.1:5700.")
-    host = match[1].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        # A host name, a network interface's name, or `*`.
-        return False
+    return is_loopback(address)
+
+
+def _check_log(log: LogSection) -> None:
+    if log.retain_mb < 2 * log.segment_mb:
+        raise SettingError(
+            "log.retain_mb",
+            log.retain_mb,
+            f"only whole segments are deleted, and one has log.segment_mb = {log.segment_mb}",
+            f"Set it to {2 * log.segment_mb} or more, or lower log.segment_mb.",
+        )
 
 
 def _check_launch(config: Config) -> None:

@@ -9,9 +9,16 @@ from types import FrameType
 
 PR_SET_PDEATHSIG = 1
 
+USER_ERROR_STATUS = 2
+"""Exit status of a service that told its user what to mend: starting it again would not help."""
+GAVE_UP_STATUS = 3
+"""Exit status of a service that cannot go on and said why, unlike one that crashed."""
+PARENT_VARIABLE = "OFFBEAT_PARENT"
+"""Environment variable by which a service's parent gives its own process id: the service dies with it."""
+
 
 class ServiceError(RuntimeError):
-    """A service cannot go on; the text is for its user, who is shown it without a traceback, and the exit status is 1."""
+    """A service cannot go on; the text is for its user, who is shown it without a traceback. Exit status `GAVE_UP_STATUS`."""
 
 
 class StopRequest:

@@ -14,15 +14,20 @@ from common.environment import prepare_environment
 from common.logs import configure_logs
 from common.setting_checks import check, check_files
 from common.settings import SettingError, explain, load, resolved_toml
-from common.shutdown import ServiceError, StopRequest, die_with_parent
+from common.shutdown import (
+    GAVE_UP_STATUS,
+    PARENT_VARIABLE,
+    USER_ERROR_STATUS,
+    ServiceError,
+    StopRequest,
+    die_with_parent,
+)
 from deploy.quickstart import PLACEHOLDER, expand
 from protocols.channels import ChannelError
 
 logger = logging.getLogger(__name__)
 
 QUICKSTART = Path(__file__).parent / "configs" / "quickstart.toml"
-PARENT_VARIABLE = "OFFBEAT_PARENT"
-"""Set by the launcher for its children: they die with the process of this id."""
 
 Arguments = Annotated[
     list[str] | None,
@@ -104,19 +109,101 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's fold
         raise SettingError("RUN", str(run), str(error), "Name the folder of a run.") from error
 
 
+@app.command()
+def status(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RUN [SECTION.KEY=VALUE]...", help="A run's folder or its TOML file, and settings."),
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Ask again every second, until Ctrl-C.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+    operator: Annotated[str, typer.Option(help="Whose key to use, where the run has keys.")] = "operator",
+) -> None:
+    """Ask a running learner how the run is: members, ledger, buffer, and what it waits for. It answers in mid-step too."""
+    from common.hub_keys import keys_of_peer
+    from deploy.status import show_status, watch_status
+    from protocols.channels import Link
+
+    arguments = list(arguments or [])
+    if arguments and Path(arguments[0]).is_dir():
+        arguments[0] = str(Path(arguments[0]) / "config.toml")
+    hub = _read(arguments).hub
+    keys = keys_of_peer(hub, operator, "operator")
+
+    def open_link(identity: bytes) -> Link:
+        limit = hub.max_message_mb << 20
+        return Link(hub.address, identity=identity, max_message_bytes=limit, key=keys.key, learner_key=keys.learner_key)
+
+    if watch:
+        watch_status(open_link, hub.address, StopRequest().install())
+    else:
+        show_status(open_link, hub.address, as_json=as_json)
+
+
+@app.command(name="audit")
+def audit_run(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]) -> None:
+    """Follow every lease of a run through its log, and say what must not have happened; exit status 1 if anything did."""
+    from deploy.audit import audit, show
+
+    config_file = run / "config.toml"
+    if not config_file.exists():
+        raise SettingError("RUN", str(run), "it has no config.toml", "Name the folder of a run.")
+    raise typer.Exit(0 if show(audit(run, load(config_file))) else 1)
+
+
+@app.command()
+def chaos(
+    arguments: Arguments = None,
+    seed: Annotated[int, typer.Option(help="Decides which faults happen, and when.")] = 0,
+    minutes: Annotated[float, typer.Option(help="A round that has begun by then is finished.")] = 2.0,
+) -> None:
+    """Run the quick start, or CONFIG, under faults: kills, stops, cuts, a corrupted log, a full disk; then audit what it left.
+
+    Exit status 1 when anything is wrong. As root it makes a network namespace and a small disk for itself.
+    """
+    configure_logs("chaos")
+    from deploy.chaos import run_chaos, show
+
+    arguments = list(arguments or [])
+    is_quickstart = not arguments or "=" in arguments[0]
+    path = QUICKSTART if is_quickstart else Path(arguments.pop(0))
+    folder = Path(f"runs/chaos-{time.strftime('%Y%m%d-%H%M%S')}")
+    stop = StopRequest().install()
+    report = run_chaos(path, arguments, is_quickstart=is_quickstart, seed=seed, minutes=minutes, folder=folder, stop=stop)
+    show(report)
+    logger.info("all that was found: %s", folder / "chaos.json")
+    raise typer.Exit(130 if stop else 0 if report.is_good else 1)
+
+
+@app.command()
+def keygen(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the key files go.")],
+    actors: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ACTOR]...", help="Names of actors; one that ends in * is for a fleet that shares a key."),
+    ] = None,
+    operators: Annotated[list[str] | None, typer.Option("--operator", metavar="NAME", help="One more operator.")] = None,
+) -> None:
+    """Make the keys by which the learner knows its actors, and they it: needed beyond one machine."""
+    from deploy.keygen import instructions, make_keys
+
+    typer.echo(instructions(folder, make_keys(folder, actors or [], operators or [])))
+
+
 def main() -> None:
     """Entry point: what the user can mend is one line on stderr and exit status 2, without a traceback."""
     # Local modules (rewards named by import path) are found as `python -m` would find them.
     sys.path.insert(0, "")
-    parent = os.environ.get(PARENT_VARIABLE)
+    # Not for what this process starts.
+    parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is not None:
         die_with_parent(int(parent))
     try:
         app()
     except (SettingError, ChannelError) as error:
-        _fail(error, 2)
+        _fail(error, USER_ERROR_STATUS)
     except ServiceError as error:
-        _fail(error, 1)
+        _fail(error, GAVE_UP_STATUS)
 
 
 def _fail(error: Exception, status: int) -> None:

@@ -10,6 +10,7 @@ The hub thread feeds `handle` and `tick` and sends what `take_outgoing` returns;
 import logging
 import math
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,21 +20,26 @@ import numpy as np
 
 from common.config import EvaluationSection, HubSection, RolloutSection
 from common.shutdown import ServiceError
+from learner.contract import Contract, differences, objection
 from learner.evaluation import Evaluations
-from learner.groups import Group, Rollout
-from learner.ledger import Ledger, LedgerCounts
+from learner.groups import Group, Limits, Rollout, flaw, unpack
+from learner.lease_events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
+from learner.ledger import Ledger, LedgerCounts, LedgerState
 from learner.members import Member, Members
 from learner.prompts import Prompt, PromptStream, StreamState
+from learner.rejections import Rejections
+from learner.rollout_log import LogFullError, Position, RolloutLog
 from learner.staleness import StalenessGate
 from protocols.channels import Array
+from protocols.keys import NO_KEYS, Sender
 from protocols.messages import (
     Ack,
     ActorHeartbeat,
     ActorMessage,
     CanaryScored,
     Cancel,
+    ChunkRequest,
     Credit,
-    EngineInfo,
     Goodbye,
     GroupDone,
     Hello,
@@ -41,21 +47,23 @@ from protocols.messages import (
     LearnerMessage,
     Lease,
     LeaseFailed,
+    MemberStatus,
     Refused,
     Sampling,
+    StatusReport,
+    StatusRequest,
     Stop,
-    TensorSpec,
     Unknown,
     WeightsCommitted,
     WeightsStaged,
     Welcome,
 )
-from protocols.wire import Frame, WireError, logprobs, token_ids
+from protocols.wire import Frame, WireError, logprobs
 
 logger = logging.getLogger(__name__)
 
-# Rounding may put the log-prob of a sure token a hair above 0.
-LARGEST_LOGPROB = 1e-4
+MAX_REPLACED = 1000
+"""How many replaced actor processes are remembered, to refuse them when they come back."""
 
 Record = Callable[..., None]
 """`record(kind, **row)`: one row of metrics.jsonl."""
@@ -64,21 +72,6 @@ WeightsMessage = WeightsStaged | WeightsCommitted
 
 class RunFailedError(ServiceError):
     """The run cannot go on; the text says why and what to do."""
-
-
-class Contract(NamedTuple):
-    """What an actor must agree with, and is told."""
-
-    run_id: str
-    learner_incarnation: int
-    layout: tuple[TensorSpec, ...]
-    canary_token_ids: np.ndarray
-    """int32 `[n]`."""
-    dtype: str
-    model_hash: str
-    max_length: int
-    """Longest prompt plus completion of this run, in tokens."""
-    vocabulary_size: int
 
 
 class Outgoing(NamedTuple):
@@ -90,11 +83,14 @@ class Outgoing(NamedTuple):
 
 
 class DispatcherState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint keeps: enough to lease every prompt that was not trained again."""
+    """What a checkpoint keeps; the rollout log has what happened after it."""
 
     stream: StreamState
-    open_prompts: list[int]
-    counts: LedgerCounts
+    ledger: LedgerState
+    log_end: Position | None
+    """None: the run keeps no log."""
+    newest_version: int
+    """The newest policy version made, by this learner process or one before it."""
 
 
 class Dispatcher:
@@ -111,14 +107,23 @@ class Dispatcher:
         eval_prompts: Sequence[Prompt],
         stream: PromptStream,
         ledger: Ledger,
+        log: RolloutLog | None,
         gate: StalenessGate,
         drop_zero_variance: bool,
+        drop_quarantined: bool,
         max_failed_leases: int,
+        num_steps: int,
         policy_version: int,
+        newest_version: int,
         record: Record,
         on_join: Callable[[bytes], None],
         on_weights: Callable[[str, WeightsMessage], None],
         on_canary: Callable[[str, int, np.ndarray], None],
+        on_distrust: Callable[[bytes, str, str], None],
+        weight_problems: Callable[[], list[str]] = list,
+        hub_rejections: Callable[[], dict[str, int]] = dict,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._contract = contract
         self._rollout = rollout
@@ -128,22 +133,47 @@ class Dispatcher:
         self._eval_prompts = eval_prompts
         self._stream = stream
         self._ledger = ledger
+        self._log = log
         self._gate = gate
         self._drop_zero_variance = drop_zero_variance
+        self._drop_quarantined = drop_quarantined
         self._max_failed_leases = max_failed_leases
+        self._num_steps = num_steps
         self._policy_version = policy_version
+        self._newest_version = max(newest_version, policy_version)
         self._published_version = -1
         self._record = record
         self._on_join = on_join
         self._on_weights = on_weights
         self._on_canary = on_canary
+        self._on_distrust = on_distrust
+        self._weight_problems = weight_problems
+        self._hub_rejections = hub_rejections
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._started_at = clock()
+        self._ticked_at = self._started_at
+        self._doing = ("starting", self._started_at)
         self._members = Members()
+        self._replaced: dict[tuple[str, int], None] = {}
+        """Processes whose name another one has taken, oldest first."""
+        self._rejections = Rejections()
         self._evaluations = Evaluations(
             interval=evaluation.interval,
             num_prompts=min(evaluation.num_prompts, len(eval_prompts)),
             max_attempts=rollout.max_lease_attempts,
         )
-        self._eval_deadlines: dict[int, float] = {}
+        self._evaluation_leases: set[int] = set()
+        self._deadlines: dict[int, float] = {}
+        """When leases that are being generated expire."""
+        self._unclaimed = {lease.lease_id: lease.actor for lease in ledger.generating()}
+        """Granted by the learner process before this one, and not claimed by their actors yet."""
+        self._unclaimed_until = self._started_at + hub.dead_after_s
+        self._unlogged: list[LeaseEvent] = []
+        """What a full log did not take and could not wait for it."""
+        self._is_log_full = False
+        self._log_needed = Position(0, 0)
+        """The first record that a restart from the oldest kept checkpoint reads."""
         self._outgoing: deque[Outgoing] = deque()
         self._prompt_failures: Counter[int] = Counter()
         self._failed_in_a_row = 0
@@ -153,6 +183,25 @@ class Dispatcher:
         self._progress = threading.Condition(self._lock)
 
     # The training thread
+
+    def begin(self) -> None:
+        """Mark in the log that this process took over."""
+        started = Started(
+            at=self._wall_clock(),
+            run_id=self._contract.run_id,
+            learner_incarnation=self._contract.learner_incarnation,
+            policy_version=self._policy_version,
+        )
+        with self._lock:
+            self._record_fact(started)
+            if self._log is not None:
+                # A power failure must not take it: the next process would lease out this one's lease ids again.
+                self._log.sync()
+
+    def doing(self, what: str) -> None:
+        """What the training loop does from now on, for `offbeat status`."""
+        with self._lock:
+            self._doing = (what, self._clock())
 
     def take_batch(self, timeout_s: float) -> list[Group] | None:
         """A batch of groups, oldest lease first; None when it is not complete within `timeout_s`.
@@ -168,10 +217,17 @@ class Dispatcher:
         with self._lock:
             trained_at = self._policy_version
             steps = policy_version - trained_at
+            trained = Trained(
+                at=self._wall_clock(),
+                lease_ids=tuple(group.lease_id for group in groups),
+                policy_version=trained_at,
+                num_steps=steps,
+            )
+            self._record_fact(trained)
             for index, group in enumerate(groups):
-                self._ledger.train(group)
                 self._record_group(group, "trained", "", trained_at + index * steps // len(groups))
             self._policy_version = policy_version
+            self._newest_version = max(self._newest_version, policy_version)
 
     def publish(self, policy_version: int, *, last: bool = False) -> None:
         """The weights of this version are on their way to the actors."""
@@ -203,9 +259,26 @@ class Dispatcher:
             return self._progress.wait_for(lambda: not len(self._members), timeout_s)
 
     def state(self) -> DispatcherState:
-        """What a checkpoint keeps."""
+        """What a checkpoint keeps; `LogFullError` while the log has not taken all that the state rests on."""
         with self._lock:
-            return DispatcherState(self._stream.state(), self._ledger.open_prompts(), self._ledger.counts())
+            self._flush_unlogged()
+            if self._log is not None:
+                # What the checkpoint refers to must be on disk when it is.
+                self._log.sync()
+            log_end = self._log.end if self._log is not None else None
+            return DispatcherState(self._stream.state(), self._ledger.state(), log_end, self._newest_version)
+
+    def prune_log(self, needed: Position) -> None:
+        """No restart needs older records than this one."""
+        with self._lock:
+            self._log_needed = needed
+            if self._log is not None:
+                self._log.prune(needed)
+
+    def is_log_over(self) -> bool:
+        """Whether the log has outgrown its setting, and only a checkpoint allows to shorten it."""
+        with self._lock:
+            return self._log is not None and self._log.is_over(self._log_needed)
 
     def counts(self) -> LedgerCounts:
         """The ledger's sums."""
@@ -233,12 +306,21 @@ class Dispatcher:
 
     # The hub thread
 
-    def handle(self, peer: bytes, message: ActorMessage, arrays: Sequence[Frame], now: float) -> None:
-        """Take one message of an actor."""
+    def handle(self, peer: bytes, message: ActorMessage, arrays: Sequence[Frame], now: float, sender: Sender = NO_KEYS) -> None:
+        """Take one message of an actor (or an operator)."""
         with self._lock:
+            if isinstance(message, StatusRequest):
+                self._report_status(peer, sender, now)
+                return
+            if sender.role == "operator":
+                self._reject(peer, sender.name, "an operator's key, and an actor's message", "use a key of role actor")
+                return
             member = self._members.find(peer)
+            if member is not None and member.key_name != sender.name:
+                self._reject(peer, sender.name, "a message in another actor's name", "each actor needs its own key and name")
+                return
             if isinstance(message, Hello):
-                self._welcome(peer, message, now)
+                self._welcome(peer, message, now, sender)
                 return
             if member is None:
                 if not isinstance(message, Goodbye):
@@ -258,19 +340,39 @@ class Dispatcher:
                 case WeightsStaged():
                     self._on_weights(member.name, message)
                 case WeightsCommitted():
-                    member.policy_version = message.policy_version
-                    self._record("commit", actor=member.name, policy_version=message.policy_version, stall_s=message.stall_s)
-                    self._on_weights(member.name, message)
+                    self._take_commit(member, message)
                 case CanaryScored():
                     self._on_canary(member.name, message.policy_version, logprobs(arrays[0]).copy())
+                case ChunkRequest():
+                    self._reject(peer, member.name, "a chunk request at the hub", "chunks are at weights.pull_port")
                 case Goodbye():
                     self._lose(member, "actor_left", message.reason)
 
-    def refuse(self, peer: bytes, error: WireError) -> None:
+    def refuse(self, peer: bytes, error: WireError, sender: Sender = NO_KEYS) -> None:
         """A peer sent what is no message of ours."""
         with self._lock:
-            self._event("bad_message", str(error), peer=peer.decode(errors="replace"))
-            self._outgoing.append(Outgoing(peer, Refused(reason=str(error))))
+            member = self._members.find(peer)
+            name = member.name if member is not None else sender.name if sender.role else peer.decode(errors="replace")
+            self._reject(peer, name, str(error), "")
+
+    def count_rejected(self, name: str, reason: str) -> None:
+        """Something was refused elsewhere, and needs no answer."""
+        with self._lock:
+            self._count_rejected(name, reason)
+
+    def judge_canary(self, actor: str, policy_version: int, detail: str) -> None:
+        """An actor's log-probs of the canary were compared: `detail` says how they are wrong, empty when they are right."""
+        with self._lock:
+            member = self._members.named(actor)
+            if member is None:
+                return
+            if not detail:
+                member.good_version = policy_version
+                if member.is_quarantined:
+                    member.is_quarantined = False
+                    self._event("actor_released", f"its log-probs are right under version {policy_version}", actor=actor)
+            else:
+                self._quarantine(member, detail)
 
     def unreachable(self, outgoing: Outgoing) -> None:
         """A message could not be sent: take a lease back, and grant no more until the actor is heard again."""
@@ -283,16 +385,40 @@ class Dispatcher:
                 self._take_back(member, outgoing.message.lease_id, "actor not reachable")
 
     def tick(self, now: float) -> None:
-        """Whatever time brings: dead actors, expired leases, new leases."""
+        """Whatever time brings: dead actors, expired leases, room on the disk, new leases; then what was logged is committed.
+
+        Acknowledgements leave after it (`take_outgoing`), so the log has what they are for.
+        """
         with self._lock:
+            self._forgive_own_absence(now)
             for member in self._members:
                 silent_s = now - member.last_heard
                 if silent_s > self._hub.dead_after_s:
                     self._lose(member, "actor_lost", f"not heard of for {silent_s:.1f} s (hub.dead_after_s)")
-            self._expire(now)
-            if not self._is_stopping:
-                self._grant_evaluations(now)
-                self._grant(now)
+            self._watch_log(now)
+            try:
+                self._expire(now)
+                self._give_up_unclaimed(now)
+                if not self._is_stopping:
+                    self._grant_evaluations(now)
+                    self._grant(now)
+            except LogFullError as error:
+                self._stall(error)
+            self._end_epochs()
+            if self._log is not None:
+                self._log.commit()
+
+    def _forgive_own_absence(self, now: float) -> None:
+        """What was not heard while this process was stopped or starved is not the actors' silence."""
+        absent_s = now - self._ticked_at
+        self._ticked_at = now
+        if absent_s < self._hub.dead_after_s / 2:
+            return
+        for member in self._members:
+            # Not into the future: what was sent meanwhile has just been read.
+            member.last_heard = min(now, member.last_heard + absent_s)
+        self._deadlines = {lease_id: deadline + absent_s for lease_id, deadline in self._deadlines.items()}
+        self._unclaimed_until += absent_s
 
     def take_outgoing(self) -> list[Outgoing]:
         """The messages to send, in order."""
@@ -308,44 +434,65 @@ class Dispatcher:
 
     # Actors
 
-    def _welcome(self, peer: bytes, hello: Hello, now: float) -> None:
-        reason = self._objection(hello.engine)
-        namesake = self._members.named(hello.actor)
-        if not reason and namesake is not None and namesake.hello.incarnation > hello.incarnation:
-            reason = f"another actor named {hello.actor!r}, started later, is in the run: set actor.name"
+    def _welcome(self, peer: bytes, hello: Hello, now: float, sender: Sender) -> None:
+        reason = self._objection(peer, hello, sender)
         if reason:
-            self._event("actor_refused", reason, actor=hello.actor)
+            if self._count_rejected(hello.actor, reason):
+                self._event("actor_refused", reason, actor=hello.actor)
             self._outgoing.append(Outgoing(peer, Refused(reason=reason)))
             return
-        if namesake is not None and namesake.hello.incarnation < hello.incarnation:
+        namesake = self._members.named(hello.actor)
+        if namesake is not None and namesake.peer != peer:
+            self._replaced[hello.actor, namesake.hello.incarnation] = None
+            if len(self._replaced) > MAX_REPLACED:
+                del self._replaced[next(iter(self._replaced))]
             self._lose(namesake, "actor_lost", "replaced by a newer process of the same name")
         member = self._members.find(peer)
         if member is None:
-            member = Member(peer=peer, hello=hello, last_heard=now)
+            member = Member(peer=peer, hello=hello, key_name=sender.name, last_heard=now)
             self._members.add(member)
+            self._claim(member, now)
             self._on_join(peer)
             engine = hello.engine
-            self._event("actor_joined", f"{engine.name} {engine.version} {engine.dtype} on {engine.device}", actor=hello.actor)
+            unlike = "".join(f"; {difference}" for difference in differences(self._contract, hello))
+            detail = f"{engine.name} {engine.version} {engine.dtype} on {engine.device}{unlike}"
+            self._event("actor_joined", detail, actor=hello.actor)
         member.last_heard = now
         member.is_reachable = True
         contract = self._contract
         welcome = Welcome(
             run_id=contract.run_id,
             learner_incarnation=contract.learner_incarnation,
+            max_message_bytes=contract.max_message_bytes,
             layout=contract.layout,
             policy_version=self._policy_version,
         )
         self._send(member, welcome, contract.canary_token_ids)
+        # Whatever was under way when the connection broke.
+        self._reconcile(member, hello.lease_ids, member.newest_lease_id)
 
-    def _objection(self, engine: EngineInfo) -> str:
-        contract = self._contract
-        if engine.model_hash != contract.model_hash:
-            return "the actor's model config or tokenizer differs from the learner's: give both the same model.path contents"
-        if engine.dtype != contract.dtype:
-            return f"the actor's engine computes in {engine.dtype}, the run in {contract.dtype}: give both the same model.dtype"
-        if engine.max_model_len < contract.max_length:
-            return f"the actor's engine takes {engine.max_model_len} tokens, the run needs {contract.max_length}"
-        return ""
+    def _objection(self, peer: bytes, hello: Hello, sender: Sender) -> str:
+        if not sender.may_be(hello.actor):
+            return (
+                f"the actor's key is for {sender.name!r}, and it calls itself {hello.actor!r}: set actor.name, or use its key"
+            )
+        if (hello.actor, hello.incarnation) in self._replaced:
+            return f"another actor named {hello.actor!r}, started later, is in the run: set actor.name"
+        if self._members.find(peer) is None and len(self._members) >= self._hub.max_actors:
+            return f"the run has hub.max_actors = {self._hub.max_actors} actors already"
+        return objection(self._contract, hello)
+
+    def _claim(self, member: Member, now: float) -> None:
+        """Leases of the learner process before this one are its actor's still, if that works on them."""
+        held = set(member.hello.lease_ids)
+        mine = [lease_id for lease_id, actor in self._unclaimed.items() if actor == member.name]
+        for lease_id in mine:
+            del self._unclaimed[lease_id]
+            if lease_id in held:
+                member.lease_ids.add(lease_id)
+                self._deadlines[lease_id] = now + self._rollout.lease_timeout_s
+            else:
+                self._expire_lease(lease_id, member.name, "the actor no longer has it")
 
     def _lose(self, member: Member, event: str, detail: str) -> None:
         self._event(event, detail, actor=member.name)
@@ -355,24 +502,98 @@ class Dispatcher:
         self._progress.notify_all()
 
     def _take_heartbeat(self, member: Member, heartbeat: ActorHeartbeat) -> None:
-        member.stats = heartbeat.stats
-        self._record(
-            "actor", actor=member.name, policy_version=heartbeat.policy_version, **msgspec.structs.asdict(heartbeat.stats)
-        )
-        self._send(member, LearnerHeartbeat(policy_version=self._policy_version))
+        now = member.last_heard
+        # A flood of heartbeats must not become a flood of rows.
+        if now - member.stats_at >= self._hub.heartbeat_s / 2:
+            seconds = now - member.stats_at
+            tokens = heartbeat.stats.num_generated_tokens - member.stats.num_generated_tokens
+            member.tokens_per_s = tokens / seconds if math.isfinite(seconds) else 0.0
+            member.stats, member.stats_at = heartbeat.stats, now
+            self._record(
+                "actor", actor=member.name, policy_version=heartbeat.policy_version, **msgspec.structs.asdict(heartbeat.stats)
+            )
+        self._reconcile(member, heartbeat.lease_ids, heartbeat.seen_lease_id)
+        self._send(member, LearnerHeartbeat(newest_lease_id=member.newest_lease_id))
+
+    def _reconcile(self, member: Member, lease_ids: Sequence[int], seen_lease_id: int) -> None:
+        """Agree with an actor on what it holds: leases lost on the way go to others, work that nobody wants ends."""
+        held = set(lease_ids)
+        for lease_id in sorted(member.lease_ids - held):
+            if lease_id <= seen_lease_id:
+                self._take_back(member, lease_id, "lost on the way to the actor")
+        unwanted = tuple(sorted(held - member.lease_ids))
+        if unwanted:
+            self._send(member, Cancel(lease_ids=unwanted))
+
+    def _take_commit(self, member: Member, commit: WeightsCommitted) -> None:
+        if commit.policy_version > self._published_version:
+            why = f"claims to have weights {commit.policy_version}; the newest published are {self._published_version}"
+            self._count_rejected(member.name, "weights from the future")
+            self._event("actor_lied", why, actor=member.name)
+            self._on_distrust(member.peer, member.name, why)
+            return
+        member.policy_version = commit.policy_version
+        self._record("commit", actor=member.name, policy_version=commit.policy_version, stall_s=commit.stall_s)
+        self._on_weights(member.name, commit)
+
+    def _quarantine(self, member: Member, detail: str) -> None:
+        """No leases until its log-probs are right again, and nothing that it sampled since they last were."""
+        self._event("actor_quarantined", detail, actor=member.name)
+        member.is_quarantined = True
+        # The publisher takes it for one without weights, and has it pull them.
+        member.policy_version = -1
+        held = tuple(sorted(member.lease_ids))
+        for lease_id in held:
+            self._take_back(member, lease_id, "its actor was quarantined")
+        if held:
+            self._send(member, Cancel(lease_ids=held))
+        doubtful = [
+            group
+            for group in self._ledger.ready_groups()
+            if group.actor == member.name and group.newest_version > member.good_version
+        ]
+        for group in doubtful if self._drop_quarantined else ():
+            self._drop_group(group, "quarantined", is_final=False)
+        if doubtful:
+            fate = "dropped" if self._drop_quarantined else "kept (weights.on_canary_mismatch)"
+            leases = ", ".join(str(group.lease_id) for group in doubtful)
+            self._event("groups_doubtful", f"{fate}: leases {leases}", actor=member.name)
+        self._on_distrust(member.peer, member.name, detail)
+
+    def _reject(self, peer: bytes, name: str, reason: str, cure: str) -> None:
+        """Count what was sent, tell the sender, change nothing."""
+        if self._count_rejected(name, reason):
+            self._event("bad_message", reason, peer=name)
+        self._outgoing.append(Outgoing(peer, Refused(reason=f"{reason}: {cure}" if cure else reason)))
+
+    def _count_rejected(self, name: str, reason: str) -> bool:
+        return self._rejections.count(name, reason)
 
     # Leases
 
     def _grant(self, now: float) -> None:
+        if self._is_log_full:
+            return
         for _ in range(self._gate.capacity(self._policy_version, self._ledger.num_open)):
             min_version = self._gate.min_policy_version(self._policy_version, self._ledger.num_open)
             member = self._freest(min_version)
             if member is None:
                 return
-            prompt = self._prompts[self._stream.next()]
-            lease = self._ledger.grant(prompt.prompt_id, member.name, now + self._rollout.lease_timeout_s)
+            turn = self._stream.peek()
+            granted = Granted(
+                at=self._wall_clock(),
+                lease_id=self._ledger.next_lease_id(),
+                prompt_id=turn.prompt_id,
+                epoch=turn.epoch,
+                actor=member.name,
+                policy_version=self._policy_version,
+            )
+            self._append(granted)
+            self._stream.next()
+            self._ledger.apply(granted)
             sampling = Sampling(max_new_tokens=self._rollout.max_new_tokens, temperature=self._rollout.temperature)
-            self._send_lease(member, lease.lease_id, prompt, self._rollout.group_size, sampling, min_version)
+            prompt = self._prompts[turn.prompt_id]
+            self._send_lease(member, granted.lease_id, prompt, self._rollout.group_size, sampling, min_version, now)
 
     def _grant_evaluations(self, now: float) -> None:
         current = self._evaluations.begin()
@@ -382,23 +603,28 @@ class Dispatcher:
                 return
             lease_id = self._ledger.next_lease_id()
             prompt = self._eval_prompts[current.next_prompt(lease_id)]
-            self._eval_deadlines[lease_id] = now + self._rollout.lease_timeout_s
+            self._evaluation_leases.add(lease_id)
             sampling = Sampling(max_new_tokens=self._rollout.max_new_tokens, temperature=self._evaluation.temperature)
-            self._send_lease(member, lease_id, prompt, self._evaluation.group_size, sampling, current.policy_version)
+            self._send_lease(member, lease_id, prompt, self._evaluation.group_size, sampling, current.policy_version, now)
 
     def _freest(self, min_policy_version: int) -> Member | None:
-        """The actor with the most room among those whose weights are new enough."""
+        """The actor with the most room among those whose weights are new enough, and right."""
         able = [
             member
             for member in self._members
-            if member.is_reachable and 0 <= min_policy_version <= member.policy_version and member.free > 0
+            if member.is_reachable
+            and not member.is_quarantined
+            and 0 <= min_policy_version <= member.policy_version
+            and member.free > 0
         ]
         return max(able, key=lambda member: member.free, default=None)
 
     def _send_lease(
-        self, member: Member, lease_id: int, prompt: Prompt, group_size: int, sampling: Sampling, min_version: int
+        self, member: Member, lease_id: int, prompt: Prompt, group_size: int, sampling: Sampling, min_version: int, now: float
     ) -> None:
         member.lease_ids.add(lease_id)
+        member.newest_lease_id = lease_id
+        self._deadlines[lease_id] = now + self._rollout.lease_timeout_s
         lease = Lease(
             lease_id=lease_id,
             prompt_id=prompt.prompt_id,
@@ -412,38 +638,67 @@ class Dispatcher:
         self._send(member, lease, prompt.token_ids)
 
     def _expire(self, now: float) -> None:
-        late = [lease.lease_id for lease in self._ledger.generating() if lease.deadline < now]
-        late += [lease_id for lease_id, deadline in self._eval_deadlines.items() if deadline < now]
-        for member in self._members:
-            for lease_id in sorted(member.lease_ids.intersection(late)):
+        # While the log is full no group can be taken: their being late is not the actors' fault.
+        if self._is_log_full:
+            return
+        late = {lease_id for lease_id, deadline in self._deadlines.items() if deadline < now}
+        for member in self._members if late else ():
+            for lease_id in sorted(member.lease_ids & late):
                 self._send(member, Cancel(lease_ids=(lease_id,)))
                 self._take_back(member, lease_id, f"no group within {self._rollout.lease_timeout_s:g} s")
 
+    def _give_up_unclaimed(self, now: float) -> None:
+        """Actors of the learner process before this one that did not come back."""
+        if not self._unclaimed or now < self._unclaimed_until or self._is_log_full:
+            return
+        for lease_id, actor in list(self._unclaimed.items()):
+            self._expire_lease(lease_id, actor, "its actor did not come back after the learner's restart")
+            del self._unclaimed[lease_id]
+
     def _take_back(self, member: Member, lease_id: int, reason: str) -> None:
         """The group of a lease will not come: lease its prompt again."""
-        member.lease_ids.discard(lease_id)
-        if self._eval_deadlines.pop(lease_id, None) is not None:
+        if lease_id in self._evaluation_leases:
+            self._release(member, lease_id)
+            self._evaluation_leases.discard(lease_id)
             self._end_evaluation(lease_id, None)
         elif self._ledger.status(lease_id) == "generating":
-            lease = self._ledger.expire(lease_id)
-            self._stream.give_back(lease.prompt_id)
-            self._event("lease_expired", reason, actor=member.name, lease_id=lease_id)
+            self._expire_lease(lease_id, member.name, reason)
+            self._release(member, lease_id)
+
+    def _expire_lease(self, lease_id: int, actor: str, reason: str) -> None:
+        lease = self._ledger.find(lease_id)
+        self._record_fact(Expired(at=self._wall_clock(), lease_id=lease_id, reason=reason))
+        self._stream.give_back(lease.prompt_id, lease.epoch)
+        self._event("lease_expired", reason, actor=actor, lease_id=lease_id)
+
+    def _release(self, member: Member, lease_id: int) -> None:
+        """The actor no longer owes this lease."""
+        member.lease_ids.discard(lease_id)
+        self._deadlines.pop(lease_id, None)
 
     def _take_failure(self, member: Member, failure: LeaseFailed) -> None:
-        self._send(member, Ack(lease_id=failure.lease_id, outcome="accepted"))
         # Reported again because the acknowledgement was late, or too late: counted once, or not at all.
         if failure.lease_id not in member.lease_ids:
+            self._send(member, Ack(lease_id=failure.lease_id, outcome="accepted"))
             return
+        is_evaluation = failure.lease_id in self._evaluation_leases
         if failure.reason == "returned":
             self._take_back(member, failure.lease_id, "handed back by the actor")
-            return
-        member.lease_ids.discard(failure.lease_id)
-        self._event(failure.reason, failure.detail, actor=member.name, lease_id=failure.lease_id)
-        self._count_failure(f"{failure.reason}: {failure.detail}. Repair task.reward, or raise task.reward_timeout_s.")
-        if self._eval_deadlines.pop(failure.lease_id, None) is not None:
-            self._end_evaluation(failure.lease_id, None)
-        elif self._ledger.status(failure.lease_id) == "generating":
-            self._drop(failure.lease_id, failure.reason)
+        else:
+            if not is_evaluation and self._ledger.status(failure.lease_id) == "generating":
+                try:
+                    self._drop(failure.lease_id, failure.reason)
+                except LogFullError as error:
+                    # Not acknowledged: the actor tells again.
+                    self._stall(error)
+                    return
+            self._release(member, failure.lease_id)
+            self._event(failure.reason, failure.detail, actor=member.name, lease_id=failure.lease_id)
+            self._count_failure(f"{failure.reason}: {failure.detail}. Repair task.reward, or raise task.reward_timeout_s.")
+            if is_evaluation:
+                self._evaluation_leases.discard(failure.lease_id)
+                self._end_evaluation(failure.lease_id, None)
+        self._send(member, Ack(lease_id=failure.lease_id, outcome="accepted"))
 
     def _count_failure(self, last: str) -> None:
         """Too many in a row, and nothing but failures is to be expected: end the run."""
@@ -457,66 +712,83 @@ class Dispatcher:
 
     def _drop(self, lease_id: int, reason: str) -> None:
         """A lease brought nothing usable: its prompt gets another try, `max_lease_attempts` in all."""
-        lease = self._ledger.drop(lease_id, reason)
-        self._prompt_failures[lease.prompt_id] += 1
-        if self._prompt_failures[lease.prompt_id] < self._rollout.max_lease_attempts:
-            self._stream.give_back(lease.prompt_id)
-        else:
+        lease = self._ledger.find(lease_id)
+        is_final = self._prompt_failures[lease.prompt_id] + 1 >= self._rollout.max_lease_attempts
+        fact = Dropped(at=self._wall_clock(), lease_id=lease_id, reason=reason, is_final=is_final)
+        self._append(fact)
+        self._ledger.apply(fact)
+        if is_final:
+            del self._prompt_failures[lease.prompt_id]
             self._event("prompt_dropped", f"prompt {lease.prompt_id} failed {self._rollout.max_lease_attempts} times: {reason}")
+        else:
+            self._prompt_failures[lease.prompt_id] += 1
+            self._stream.give_back(lease.prompt_id, lease.epoch)
+
+    def _drop_group(self, group: Group, reason: str, *, is_final: bool) -> None:
+        """A group in the buffer is not trained on."""
+        lease = self._ledger.find(group.lease_id)
+        self._record_fact(Dropped(at=self._wall_clock(), lease_id=group.lease_id, reason=reason, is_final=is_final))
+        if not is_final:
+            self._stream.give_back(lease.prompt_id, lease.epoch)
+        self._record_group(group, "dropped", reason, self._policy_version)
 
     # Groups
 
     def _take_group(self, member: Member, done: GroupDone, arrays: Sequence[Frame]) -> None:
+        lease_id = done.lease_id
         # Only the holder of a lease may answer it, once; its late answer to a lease that ended is nothing unusual.
-        if done.lease_id not in member.lease_ids:
-            outcome = "duplicate" if self._ledger.status(done.lease_id) in ("ended", "ready") else "unknown"
-            self._send(member, Ack(lease_id=done.lease_id, outcome=outcome))
+        if lease_id not in member.lease_ids:
+            outcome = "duplicate" if self._ledger.status(lease_id) in ("ended", "ready") else "unknown"
+            if outcome == "unknown" or self._ledger.status(lease_id) == "generating":
+                self._count_rejected(member.name, "a lease that is not its own")
+            self._send(member, Ack(lease_id=lease_id, outcome=outcome))
             return
-        member.lease_ids.discard(done.lease_id)
-        is_evaluation = done.lease_id in self._eval_deadlines
-        rollouts = _unpack(done, arrays)
-        flaw = self._flaw(rollouts, self._evaluation.group_size if is_evaluation else self._rollout.group_size)
-        self._send(member, Ack(lease_id=done.lease_id, outcome="rejected" if flaw else "accepted", detail=flaw))
-        if flaw:
-            self._event("group_rejected", flaw, actor=member.name, lease_id=done.lease_id)
-            self._count_failure(f"a group of {member.name} that cannot be trained on: {flaw}.")
+        is_evaluation = lease_id in self._evaluation_leases
+        limits = Limits(
+            group_size=self._evaluation.group_size if is_evaluation else self._rollout.group_size,
+            max_new_tokens=self._rollout.max_new_tokens,
+            vocabulary_size=self._contract.vocabulary_size,
+            newest_version=self._newest_version,
+        )
+        wrong = flaw(done.completions, arrays, limits)
+        if not is_evaluation:
+            try:
+                if wrong:
+                    self._drop(lease_id, "rejected")
+                else:
+                    self._buffer(member, done, arrays)
+            except LogFullError as error:
+                # Not acknowledged: the actor keeps the group and sends it again.
+                self._stall(error)
+                return
+        self._release(member, lease_id)
+        self._send(member, Ack(lease_id=lease_id, outcome="rejected" if wrong else "accepted", detail=wrong))
+        if wrong:
+            self._count_rejected(member.name, wrong)
+            self._event("group_rejected", wrong, actor=member.name, lease_id=lease_id)
+            self._count_failure(f"a group of {member.name} that cannot be trained on: {wrong}.")
         if is_evaluation:
-            del self._eval_deadlines[done.lease_id]
-            self._end_evaluation(done.lease_id, None if flaw else rollouts)
-        elif flaw:
-            self._drop(done.lease_id, "rejected")
-        else:
-            self._buffer(member, done, rollouts)
+            self._evaluation_leases.discard(lease_id)
+            self._end_evaluation(lease_id, None if wrong else unpack(done.completions, arrays))
 
-    def _buffer(self, member: Member, done: GroupDone, rollouts: tuple[Rollout, ...]) -> None:
+    def _buffer(self, member: Member, done: GroupDone, arrays: Sequence[Frame]) -> None:
+        accepted = Accepted(
+            at=self._wall_clock(),
+            lease_id=done.lease_id,
+            actor=member.name,
+            completions=done.completions,
+            generate_s=done.generate_s,
+            policy_version=self._policy_version,
+        )
+        position = self._append(accepted, *arrays)
+        group = make_group(accepted, arrays, self._ledger, self._prompts)
+        self._ledger.apply(accepted, group, position)
         self._failed_in_a_row = 0
-        prompt_id = self._ledger.find(done.lease_id).prompt_id
-        self._prompt_failures.pop(prompt_id, None)
-        prompt_token_ids = self._prompts[prompt_id].token_ids
-        group = Group(done.lease_id, prompt_id, prompt_token_ids, rollouts, member.name, done.generate_s)
-        if self._drop_zero_variance and len({rollout.reward for rollout in rollouts}) == 1:
-            self._ledger.drop(done.lease_id, "zero_variance")
-            self._record_group(group, "dropped", "zero_variance", self._policy_version)
-            return
-        self._ledger.accept(group)
-        self._progress.notify_all()
-
-    def _flaw(self, rollouts: Sequence[Rollout], group_size: int) -> str:
-        """Why this group cannot be trained on; empty when it can."""
-        if len(rollouts) != group_size:
-            return f"{len(rollouts)} completions for a group of {group_size}"
-        for index, rollout in enumerate(rollouts):
-            if len(rollout.token_ids) > self._rollout.max_new_tokens:
-                return f"completion {index} has {len(rollout.token_ids)} tokens, more than {self._rollout.max_new_tokens}"
-            if rollout.token_ids.min() < 0 or rollout.token_ids.max() >= self._contract.vocabulary_size:
-                return f"completion {index} has token ids outside the vocabulary"
-            if not np.isfinite(rollout.behavior_logprobs).all() or rollout.behavior_logprobs.max() > LARGEST_LOGPROB:
-                return f"completion {index} has impossible log-probs"
-            if not math.isfinite(rollout.reward):
-                return f"completion {index} has reward {rollout.reward}"
-            if rollout.segments[-1].policy_version > self._policy_version:
-                return f"completion {index} claims policy version {rollout.segments[-1].policy_version}, not made yet"
-        return ""
+        self._prompt_failures.pop(group.prompt_id, None)
+        if self._drop_zero_variance and len({completion.reward for completion in done.completions}) == 1:
+            self._drop_group(group, "zero_variance", is_final=True)
+        elif self._ledger.num_ready >= self._gate.batch_groups:
+            self._progress.notify_all()
 
     def _end_evaluation(self, lease_id: int, rollouts: tuple[Rollout, ...] | None) -> None:
         current = self._evaluations.current
@@ -543,12 +815,97 @@ class Dispatcher:
     def _select(self) -> list[Group] | None:
         if self._failure is not None:
             raise self._failure
+        if self._ledger.num_ready < self._gate.batch_groups:
+            return None
         selection = self._gate.select(self._ledger.ready_groups(), self._policy_version)
         for group in selection.too_stale:
-            self._ledger.drop(group.lease_id, "stale")
-            self._stream.give_back(group.prompt_id)
-            self._record_group(group, "dropped", "stale", self._policy_version)
+            self._drop_group(group, "stale", is_final=False)
         return selection.selected or None
+
+    # The log
+
+    def _append(self, event: LeaseEvent, *arrays: Frame) -> Position | None:
+        if self._log is None:
+            return None
+        if self._unlogged:
+            # The log must have the order in which things happened, or no restart can follow it.
+            raise LogFullError("earlier events wait for room in the rollout log")
+        return self._log.append(event, *arrays)
+
+    def _record_fact(self, event: LeaseEvent) -> None:
+        """Log and apply what cannot wait for room on the disk; it is logged later then."""
+        try:
+            self._append(event)
+        except LogFullError:
+            self._unlogged.append(event)
+        self._ledger.apply(event)
+
+    def _flush_unlogged(self) -> None:
+        while self._log is not None and self._unlogged:
+            self._log.append(self._unlogged[0])
+            del self._unlogged[0]
+
+    def _stall(self, error: LogFullError) -> None:
+        if not self._is_log_full:
+            self._is_log_full = True
+            self._event("log_full", f"{error}; no lease is granted and no group acknowledged until there is room again")
+
+    def _watch_log(self, now: float) -> None:
+        if self._log is None:
+            return
+        if self._log.is_full:
+            self._stall(LogFullError("the disk under the rollout log has less than log.min_free_mb left"))
+            return
+        try:
+            self._flush_unlogged()
+        except LogFullError as error:
+            self._stall(error)
+            return
+        if self._is_log_full:
+            self._is_log_full = False
+            self._deadlines = dict.fromkeys(self._deadlines, now + self._rollout.lease_timeout_s)
+            self._event("log_has_room", "leases are granted again")
+
+    def _end_epochs(self) -> None:
+        while (ended := self._ledger.end_epoch(len(self._prompts))) is not None:
+            epoch, account = ended
+            self._record("epoch", epoch=epoch, num_trained=account.num_trained, dropped=account.dropped)
+
+    # Status
+
+    def _report_status(self, peer: bytes, sender: Sender, now: float) -> None:
+        if sender.role == "actor":
+            self._reject(peer, sender.name, "an actor's key, and an operator's message", "use a key of role operator")
+            return
+        doing, since = self._doing
+        counts = self._ledger.counts()
+        sums = {"leased": counts.leased, "trained": counts.trained}
+        sums |= {f"dropped/{reason}": number for reason, number in counts.dropped.items()}
+        problems = [*self._weight_problems()]
+        if self._is_log_full:
+            problems.append("the rollout log's disk is full: no leases, no acknowledgements until there is room")
+        if self._failure is not None:
+            problems.append(f"the run is ending: {self._failure}")
+        report = StatusReport(
+            run_id=self._contract.run_id,
+            policy_version=self._policy_version,
+            num_steps=self._num_steps,
+            published_version=self._published_version,
+            doing=doing,
+            doing_s=now - since,
+            waiting_for="" if self._ledger.num_ready >= self._gate.batch_groups else self.waiting_for(),
+            uptime_s=now - self._started_at,
+            members=tuple(_member_status(member, now) for member in self._members),
+            ledger=sums | {"expired": counts.expired, "in flight": counts.in_flight},
+            num_ready=self._ledger.num_ready,
+            num_generating=self._ledger.num_open - self._ledger.num_ready,
+            epoch=self._stream.epoch,
+            epoch_position=self._stream.share_served,
+            log_bytes=self._log.num_bytes if self._log is not None else 0,
+            problems=tuple(problems),
+            rejected=self._rejections.counts() | self._hub_rejections(),
+        )
+        self._outgoing.append(Outgoing(peer, report))
 
     # Rows
 
@@ -578,17 +935,34 @@ class Dispatcher:
         self._outgoing.append(Outgoing(member.peer, message, arrays))
 
 
-def _unpack(done: GroupDone, arrays: Sequence[Frame]) -> tuple[Rollout, ...]:
-    """The completions of a group, cut out of its two frames."""
-    all_ids, all_logprobs = token_ids(arrays[0]), logprobs(arrays[1])
-    ends = np.cumsum([completion.num_tokens for completion in done.completions])
-    return tuple(
-        Rollout(
-            token_ids=all_ids[end - completion.num_tokens : end],
-            behavior_logprobs=all_logprobs[end - completion.num_tokens : end],
-            reward=completion.reward,
-            finish_reason=completion.finish_reason,
-            segments=completion.segments,
-        )
-        for completion, end in zip(done.completions, ends, strict=True)
+def make_group(accepted: Accepted, arrays: Sequence[Frame], ledger: Ledger, prompts: Sequence[Prompt]) -> Group:
+    """The group that an open lease's `Accepted` record holds, live or read from the log."""
+    prompt_id = ledger.find(accepted.lease_id).prompt_id
+    return Group(
+        lease_id=accepted.lease_id,
+        prompt_id=prompt_id,
+        prompt_token_ids=prompts[prompt_id].token_ids,
+        rollouts=unpack(accepted.completions, arrays),
+        actor=accepted.actor,
+        generate_s=accepted.generate_s,
+    )
+
+
+def _member_status(member: Member, now: float) -> MemberStatus:
+    engine = member.hello.engine
+    if member.is_quarantined:
+        state = "quarantined"
+    elif not member.is_reachable:
+        state = "unreachable"
+    else:
+        state = "new" if member.policy_version < 0 else "working"
+    return MemberStatus(
+        name=member.name,
+        state=state,
+        policy_version=member.policy_version,
+        num_leases=len(member.lease_ids),
+        capacity=member.capacity,
+        tokens_per_s=member.tokens_per_s,
+        last_seen_s=now - member.last_heard,
+        engine=f"{engine.name} {engine.version}",
     )

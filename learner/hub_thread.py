@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from learner.dispatcher import Dispatcher
 from protocols.channels import Hub
-from protocols.wire import WireError
+from protocols.wire import UnknownMessageError, WireError
 
 TICK_S = 0.05
 """Longest time between two looks at what time brings."""
@@ -53,10 +53,14 @@ class HubThread:
             received = self._hub.receive()
             if received is None:
                 return
-            if isinstance(received.packet, WireError):
-                self._dispatcher.refuse(received.peer, received.packet)
-            else:
-                self._dispatcher.handle(received.peer, *received.packet, now=self._clock())
+            match received.packet:
+                case UnknownMessageError() as error:
+                    # Of a newer minor version, which can do without an answer.
+                    self._dispatcher.count_rejected(received.sender.name, str(error))
+                case WireError() as error:
+                    self._dispatcher.refuse(received.peer, error, received.sender)
+                case packet:
+                    self._dispatcher.handle(received.peer, *packet, now=self._clock(), sender=received.sender)
 
     def _send(self) -> None:
         for outgoing in self._dispatcher.take_outgoing():

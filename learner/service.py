@@ -5,10 +5,12 @@ Hub <-> HubThread <-> Dispatcher -> batch -> RankedTrainer -> snapshot -> Weight
 
 import importlib.metadata
 import logging
+import math
 import os
+import random
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -19,18 +21,22 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from common.config import Config
+from common.hub_keys import keys_of_learner
 from common.metrics import MetricsWriter
-from common.models import model_hash, resolve_model
+from common.models import hash_model, resolve_model
 from common.settings import SettingError, resolved_toml
 from common.shutdown import StopRequest
 from learner import checkpoints
-from learner.dispatcher import Contract, Dispatcher, DispatcherState, RunFailedError
+from learner.contract import Contract
+from learner.dispatcher import Dispatcher, DispatcherState, RunFailedError
 from learner.groups import Group
 from learner.hub_thread import HubThread
-from learner.ledger import Ledger
+from learner.ledger import needed_position
 from learner.progress import Progress
-from learner.prompts import Prompt, PromptStream, load_prompts
+from learner.prompts import Prompt, load_prompts
 from learner.ranks import RankedTrainer
+from learner.recovery import Recovered, recover
+from learner.rollout_log import LogFullError, Position, RolloutLog, read_log, read_record
 from learner.staleness import StalenessGate
 from learner.trainer import Trainer
 from learner.weight_publisher import WeightPublisher
@@ -41,12 +47,17 @@ logger = logging.getLogger(__name__)
 Outcome = Literal["finished", "stopped"]
 
 CHECKPOINTS = "checkpoints"
+LOG = "log"
 MODEL = "model"
+CHUNK_REQUEST_BYTES = 4096
+"""No message to the weight server is longer."""
 WAIT_S = 1.0
 """How long the training loop waits for a batch before it looks at signals and deadlines."""
 GOODBYE_S = 5.0
 """How long the end waits for the actors to leave."""
 SAY_WAITING_INTERVAL_S = 30.0
+CHECKPOINT_BYTES_PER_PARAMETER = 16
+"""Weights in two precisions at most, and AdamW's two moments."""
 CANARY_TOKENS = 64
 CANARY_VERSIONS = 64
 """How many versions' canary log-probs are kept for actors that answer late."""
@@ -70,9 +81,17 @@ def run_learner(config: Config, stop: StopRequest) -> Outcome:
         folder = prepare_folder(config)
         metrics = MetricsWriter(folder, tensorboard=config.metrics.tensorboard, wandb_project=config.metrics.wandb_project)
         stack.enter_context(metrics)
+        bind = config.hub.bind or config.hub.address
+        keys = keys_of_learner(config.hub)
+
+        def open_weight_hub() -> Hub:
+            address = f"{bind.rpartition(':')[0]}:{config.weights.pull_port or '*'}"
+            return Hub(address, max_message_bytes=CHUNK_REQUEST_BYTES, key=keys.key, allowed=keys.allowed)
+
         # Bound before the model is loaded: a port in use is reported at once.
-        hub = stack.enter_context(Hub(config.hub.bind or config.hub.address, max_message_bytes=config.hub.max_message_mb << 20))
-        return Learner(config, folder, metrics, hub, stop).run()
+        hub = Hub(bind, max_message_bytes=config.hub.max_message_mb << 20, key=keys.key, allowed=keys.allowed)
+        stack.enter_context(hub)
+        return Learner(config, folder, metrics, hub, open_weight_hub, stop).run()
 
 
 def prepare_folder(config: Config) -> Path:
@@ -86,7 +105,15 @@ def prepare_folder(config: Config) -> Path:
 class Learner:
     """Rank 0: see the module's docstring."""
 
-    def __init__(self, config: Config, folder: Path, metrics: MetricsWriter, hub: Hub, stop: StopRequest) -> None:
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        metrics: MetricsWriter,
+        hub: Hub,
+        open_weight_hub: Callable[[], Hub],
+        stop: StopRequest,
+    ) -> None:
         self._config = config
         self._folder = folder
         self._metrics = metrics
@@ -103,28 +130,36 @@ class Learner:
             self._load_prompts(task.eval_data, task.eval_split, "task.eval_data", tokenizer) if task.eval_data else []
         )
         self._trainer = RankedTrainer(Trainer(config))
-        state = self._resume() if config.run.resume else None
-        self._run_id = state.run_id if state else uuid.uuid4().hex[:12]
+        state = self._load_checkpoint() if config.run.resume else None
+        self._log = self._open_log(state)
+        recovered = self._recover(state, prompts)
+        self._run_id = (state.run_id if state else recovered.run_id) or uuid.uuid4().hex[:12]
         self._canary_token_ids = _canary(prompts, min(CANARY_TOKENS, config.model.max_length - 1))
         layout = self._trainer.layout()
+        self._checkpoint_bytes = CHECKPOINT_BYTES_PER_PARAMETER * sum(math.prod(spec.shape) for spec in layout)
         self._dispatcher = Dispatcher(
             contract=Contract(
                 run_id=self._run_id,
-                learner_incarnation=time.time_ns(),
+                learner_incarnation=random.SystemRandom().getrandbits(62),
                 layout=layout,
                 canary_token_ids=self._canary_token_ids,
                 dtype=config.model.dtype,
-                model_hash=model_hash(model),
+                hashes=hash_model(model),
                 max_length=task.max_prompt_tokens + config.rollout.max_new_tokens,
                 vocabulary_size=AutoConfig.from_pretrained(model).get_text_config().vocab_size,
+                temperature=config.rollout.temperature,
+                reward=task.reward,
+                software=importlib.metadata.version("offbeat"),
+                max_message_bytes=config.hub.max_message_mb << 20,
             ),
             rollout=config.rollout,
             evaluation=config.evaluation,
             hub=config.hub,
             prompts=prompts,
             eval_prompts=eval_prompts,
-            stream=_stream(state, len(prompts), config.run.seed),
-            ledger=_ledger(state),
+            stream=recovered.stream,
+            ledger=recovered.ledger,
+            log=self._log,
             gate=StalenessGate(
                 max_staleness=config.staleness.max_staleness,
                 hard_max_staleness=config.staleness.hard_max_staleness,
@@ -133,12 +168,18 @@ class Learner:
                 num_steps=config.train.num_steps,
             ),
             drop_zero_variance=config.loss.zero_variance == "drop",
+            drop_quarantined=config.weights.on_canary_mismatch == "drop",
             max_failed_leases=config.train.max_failed_leases,
+            num_steps=config.train.num_steps,
             policy_version=self._trainer.policy_version,
+            newest_version=recovered.newest_version,
             record=self._record,
             on_join=lambda peer: self._publisher.joined(peer),
             on_weights=lambda actor, message: self._publisher.handle(actor, message),
             on_canary=self._compare_canary,
+            on_distrust=lambda peer, actor, why: self._publisher.distrust(peer, actor, why),
+            weight_problems=lambda: self._publisher.problems(),
+            hub_rejections=lambda: _hub_rejections(hub),
         )
         self._hub = hub
         self._hub_thread = HubThread(hub, self._dispatcher)
@@ -153,6 +194,10 @@ class Learner:
             backend=_backend(config, self._trainer.device),
             timeout_s=config.weights.timeout_s,
             bucket_bytes=config.weights.bucket_mb << 20,
+            open_hub=open_weight_hub,
+            chunk_bytes=config.weights.chunk_mb << 20,
+            max_pulls=config.weights.max_pulls,
+            max_pull_lag=config.staleness.max_staleness,
             on_failure=self._dispatcher.fail,
         )
 
@@ -171,6 +216,7 @@ class Learner:
     def _run(self) -> Outcome:
         logger.info("run %s in %s; hub at %s", self._run_id, self._folder, self._hub.address)
         self._record("event", event="run_started", detail=_software())
+        self._dispatcher.begin()
         self._hub_thread.start()
         self._publisher.start()
         # Before any wait for data: actors that are there already need these weights to produce it.
@@ -178,12 +224,16 @@ class Learner:
         num_steps = self._config.train.num_steps
         while self._trainer.policy_version < num_steps:
             started = time.monotonic()
+            self._dispatcher.doing("waiting for rollouts")
             groups = self._wait_batch()
             if groups is None:
-                self._save_checkpoint()
+                if self._config.train.checkpoint_interval:
+                    self._save_checkpoint()
                 return "stopped"
             self._train(groups, started)
+        self._dispatcher.doing("waiting for the last evaluation")
         self._finish_evaluations()
+        self._dispatcher.doing("writing the model")
         self._trainer.save_model(self._folder / MODEL)
         logger.info("the trained model is in %s", self._folder / MODEL)
         return "finished"
@@ -210,6 +260,8 @@ class Learner:
             detail=detail,
         )
         assert counts.adds_up, f"the ledger does not add up: {counts}"
+        if self._log is not None:
+            self._log.close()
         self._trainer.close()
 
     # The loop's parts
@@ -245,6 +297,7 @@ class Learner:
     def _train(self, groups: Sequence[Group], started: float) -> None:
         waited_s = time.monotonic() - started
         first_version = self._trainer.policy_version
+        self._dispatcher.doing(f"training step {first_version + 1}")
         steps = self._trainer.train_batch(list(groups))
         policy_version = self._trainer.policy_version
         self._dispatcher.finish_batch(groups, policy_version)
@@ -254,7 +307,7 @@ class Learner:
         if is_last or policy_version // self._config.weights.interval > first_version // self._config.weights.interval:
             publish_wait_s, snapshot_s = self._publish(last=is_last)
         interval = self._config.train.checkpoint_interval
-        if interval and policy_version // interval > first_version // interval:
+        if (interval and policy_version // interval > first_version // interval) or self._dispatcher.is_log_over():
             self._save_checkpoint()
         self._record_steps(
             steps,
@@ -287,6 +340,7 @@ class Learner:
     def _publish(self, *, last: bool = False) -> tuple[float, float]:
         """Snapshot the weights for the publisher; seconds waited for its buffer, seconds to fill it."""
         version = self._trainer.policy_version
+        self._dispatcher.doing(f"publishing weights {version}")
         started = time.monotonic()
         with self._publisher.writing() as buffer:
             waited = time.monotonic()
@@ -309,27 +363,80 @@ class Learner:
                 return
 
     def _save_checkpoint(self) -> None:
-        if not self._config.train.checkpoint_interval:
-            return
+        """A full disk costs this checkpoint, not the run: the log has what happened since the last one."""
+        self._dispatcher.doing("writing a checkpoint")
         root = self._folder / CHECKPOINTS
-        state = ServiceState(self._run_id, self._dispatcher.state())
         folder = checkpoints.checkpoint_folder(root, self._trainer.policy_version)
-        self._trainer.save_checkpoint(folder, msgspec.msgpack.encode(state))
+        try:
+            checkpoints.require_room(root, self._checkpoint_bytes)
+            state = ServiceState(self._run_id, self._dispatcher.state())
+            self._trainer.save_checkpoint(folder, msgspec.msgpack.encode(state))
+        except (checkpoints.NoRoomError, LogFullError) as error:
+            detail = f"{folder}: {error}; the run goes on, and a restart would begin at the checkpoint before"
+            logger.warning(detail)
+            self._record("event", event="checkpoint_failed", detail=detail)
+            return
         checkpoints.prune(root, keep=self._config.train.keep_checkpoints)
+        if self._log is not None:
+            self._dispatcher.prune_log(self._needed_of_oldest(root))
         logger.info("checkpoint %s", folder)
 
-    def _resume(self) -> ServiceState:
+    def _needed_of_oldest(self, root: Path) -> Position:
+        """The first record that a restart from the oldest kept checkpoint reads."""
+        oldest = min(checkpoints.whole(root))
+        dispatcher = msgspec.msgpack.decode(checkpoints.read_extra(oldest), type=ServiceState).dispatcher
+        return needed_position(dispatcher.ledger.open, dispatcher.log_end or Position(0, 0))
+
+    def _load_checkpoint(self) -> ServiceState | None:
         newest = checkpoints.newest(self._folder / CHECKPOINTS)
-        if newest is None:
+        if newest is not None:
+            extra = self._trainer.load_checkpoint(newest)
+            logger.info("resumed from %s", newest)
+            return msgspec.msgpack.decode(extra, type=ServiceState)
+        if not (self._config.log.enabled and (self._folder / LOG).is_dir()):
             raise SettingError(
                 "run.resume",
                 True,
-                f"there is no checkpoint in {self._folder / CHECKPOINTS}",
+                f"there is neither a checkpoint in {self._folder / CHECKPOINTS} nor a rollout log",
                 "Start anew in another run.dir, and set train.checkpoint_interval to have checkpoints.",
             )
-        extra = self._trainer.load_checkpoint(newest)
-        logger.info("resumed from %s", newest)
-        return msgspec.msgpack.decode(extra, type=ServiceState)
+        logger.info("no checkpoint in %s: training begins again, with the rollout log's groups", self._folder / CHECKPOINTS)
+        return None
+
+    def _open_log(self, state: ServiceState | None) -> RolloutLog | None:
+        settings = self._config.log
+        if not settings.enabled:
+            return None
+        return RolloutLog(
+            self._folder / LOG,
+            fsync=settings.fsync,
+            segment_bytes=settings.segment_mb << 20,
+            retain_bytes=settings.retain_mb << 20,
+            min_free_bytes=settings.min_free_mb << 20,
+            after=state.dispatcher.log_end if state else None,
+        )
+
+    def _recover(self, state: ServiceState | None, prompts: list[Prompt]) -> Recovered:
+        """The ledger, buffer and prompt order as they were when the process before this one ended."""
+        folder = self._folder / LOG
+        log_end = state.dispatcher.log_end if state else Position(0, 0)
+        is_readable = self._log is not None and log_end is not None
+        recovered = recover(
+            state.dispatcher if state else None,
+            read_log(folder, log_end) if is_readable else (),
+            lambda position: read_record(folder, position),
+            prompts,
+            self._config.run.seed,
+        )
+        if self._config.run.resume:
+            ledger = recovered.ledger
+            detail = (
+                f"at policy version {self._trainer.policy_version}; {recovered.num_records} log records applied, "
+                f"{ledger.num_ready} groups reused, {ledger.num_open - ledger.num_ready} leases in flight"
+            )
+            logger.info("resumed: %s", detail)
+            self._record("event", event="resumed", detail=detail, num_reused=ledger.num_ready)
+        return recovered
 
     # What other threads call
 
@@ -345,10 +452,9 @@ class Learner:
         max_abs_diff = float(np.abs(expected - logprobs).max())
         self._record("canary", actor=actor, policy_version=policy_version, max_abs_diff=max_abs_diff)
         # Not `>`: a NaN must not pass.
-        if not max_abs_diff <= CANARY_TOLERANCE[self._config.model.dtype]:
-            detail = f"{actor}'s log-probs of the canary differ by {max_abs_diff:.2g} at version {policy_version}"
-            logger.warning(detail)
-            self._record("event", event="canary_mismatch", actor=actor, detail=detail)
+        is_wrong = not max_abs_diff <= CANARY_TOLERANCE[self._config.model.dtype]
+        detail = f"its log-probs of the canary differ by {max_abs_diff:.2g} at version {policy_version}" if is_wrong else ""
+        self._dispatcher.judge_canary(actor, policy_version, detail)
 
     def _record(self, kind: str, **row: Any) -> None:
         self._show({"kind": kind, **row})
@@ -363,20 +469,10 @@ class Learner:
         return loaded.prompts
 
 
-def _stream(state: ServiceState | None, num_prompts: int, seed: int) -> PromptStream:
-    """The order of prompts; a resumed run first leases again what was open when the checkpoint was written."""
-    if state is None:
-        return PromptStream(num_prompts, seed)
-    stream = PromptStream.from_state(state.dispatcher.stream, num_prompts)
-    for prompt_id in state.dispatcher.open_prompts:
-        stream.give_back(prompt_id)
-    return stream
-
-
-def _ledger(state: ServiceState | None) -> Ledger:
-    # An actor may still answer leases of the process before: ids that grow with time keep them apart.
-    first_lease_id = int(time.time() * 1000) << 20
-    return Ledger(first_lease_id=first_lease_id, counts=state.dispatcher.counts if state else None)
+def _hub_rejections(hub: Hub) -> dict[str, int]:
+    """What the hub turned away before it was a message; for the hub's thread."""
+    refused = {"connections without an allowed key": hub.num_refused} if hub.num_refused else {}
+    return dict(hub.num_dropped) | refused
 
 
 def _software() -> str:
@@ -385,7 +481,7 @@ def _software() -> str:
     return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
 
 
-def _backend(config: Config, device: torch.device) -> Literal["gloo", "nccl"]:
+def _backend(config: Config, device: torch.device) -> Literal["gloo", "nccl", "pull"]:
     if config.weights.backend != "auto":
         return config.weights.backend
     return "nccl" if device.type == "cuda" else "gloo"

@@ -1,22 +1,59 @@
-"""The sockets: one ROUTER in the learner (`Hub`), one DEALER in each actor (`Link`). The only module that imports zmq."""
+"""The sockets: one ROUTER in the learner (`Hub`), one DEALER in each actor (`Link`).
+
+With keys both ends are authenticated and the traffic is encrypted (CURVE), and a recorded byte stream is worth nothing: its
+keys were of that connection only. Without keys a hub binds to loopback only.
+"""
 
 import contextlib
+import ipaddress
+import logging
 import socket
+import time
+from collections import Counter
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-import numpy as np
 import zmq
-from numpy.typing import NDArray
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import parse_monitor_message
 
+from protocols.keys import NO_KEYS, AllowList, KeyPair, PublicKey, Sender
 from protocols.messages import ActorMessage, LearnerMessage
-from protocols.wire import FromActor, FromLearner, WireError, decode_from_actor, decode_from_learner, encode
+from protocols.wire import (
+    MAX_FRAMES,
+    Array,
+    FromActor,
+    FromLearner,
+    UnknownMessageError,
+    VersionError,
+    WireError,
+    decode_from_actor,
+    decode_from_learner,
+    encode,
+    refusal_for,
+)
 
-Array = NDArray[np.int32] | NDArray[np.float32]
+logger = logging.getLogger(__name__)
 
 # Copying is cheaper than zero-copy bookkeeping below this size.
 COPY_THRESHOLD_BYTES = 65536
 SEND_QUEUE_MESSAGES = 10_000
+RECEIVE_QUEUE_MESSAGES = 64
+"""Of each actor at the hub: as the size of messages is bounded, so is what one that floods can make it hold."""
+HANDSHAKE_S = 10.0
+"""A connection that has not said who it is after so long is closed."""
+RETRY_S = 1.0
+"""Seconds before a link that was turned away tries again."""
+MAX_MALFORMED = 100
+"""A peer that sends so many malformed messages in a row is not listened to any more."""
+MAX_REMEMBERED = 16_384
+"""Peers that the hub remembers anything about; the one longest unheard of is forgotten first."""
+MAX_DROPS_AT_ONCE = 1000
+"""Messages that one `receive` drops: a flood must not keep its caller from everything else."""
+MAX_DROP_KINDS = 1000
+ZAP_DOMAIN = "offbeat"
+
+_HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class ChannelError(RuntimeError):
@@ -29,29 +66,63 @@ def host_of(address: str) -> str:
     return "0.0.0.0" if host == "*" else host
 
 
+def is_loopback(address: str) -> bool:
+    """Whether `tcp://host:port` can be reached from this machine only. A host name, but `localhost`, counts as reachable."""
+    host = host_of(address)
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 class Received(NamedTuple):
     """One message at the hub, or the reason why it was none."""
 
     peer: bytes
     packet: FromActor | WireError
+    sender: Sender = NO_KEYS
 
 
 class Hub:
-    """The learner's end. `wake` may be called from any thread; all else from one."""
+    """The learner's end. `wake` may be called from any thread; all else from one. `allowed` goes with `key`."""
 
-    def __init__(self, bind: str, *, max_message_bytes: int) -> None:
+    def __init__(
+        self, bind: str, *, max_message_bytes: int, key: KeyPair | None = None, allowed: AllowList | None = None
+    ) -> None:
+        assert (key is None) == (allowed is None), "keys without an allow-list, or the reverse"
+        self.num_dropped: Counter[str] = Counter()
+        """Messages that were not even decoded, by `name: reason`; the names of peers beyond a bound are `others`."""
+        self._num_refused = 0
+        self._allowed = allowed
+        self._keys_of: dict[bytes, bytes] = {}
+        self._num_malformed: dict[bytes, int] = {}
         self._context = zmq.Context()
+        self._authenticator: ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
+        self._socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_MESSAGES)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000))
         # A peer that went away must raise, not swallow messages.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if key is not None and allowed is not None:
+            self._demand_keys(key, allowed)
+        self._monitor = _watch(self._socket, _HANDSHAKE_FAILED)
         try:
+            if not (is_loopback(bind) or key is not None or not bind.startswith("tcp://")):
+                raise ChannelError(
+                    f"hub.bind: {bind} can be reached from other machines, and without keys whoever reaches it can send "
+                    "rollouts. Make keys with `offbeat keygen`, or bind tcp://127.0.0.1:PORT."
+                )
             self._socket.bind(bind)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+        except (ChannelError, zmq.ZMQError) as error:
+            self._close(linger_ms=0)
+            if isinstance(error, ChannelError):
+                raise
             raise ChannelError(
                 f"hub.bind: cannot bind {bind}: {error.strerror}. Stop the process that uses it, or set hub.address "
                 "(and hub.bind) to another port."
@@ -64,6 +135,13 @@ class Hub:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wakened, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    @property
+    def num_refused(self) -> int:
+        """Connections that were turned away: without a key, with one that is not allowed, or not offbeat's at all."""
+        self._count_refused()
+        return self._num_refused
 
     def wake(self) -> None:
         """End a `receive` that waits."""
@@ -78,35 +156,45 @@ class Hub:
             with contextlib.suppress(BlockingIOError):
                 while self._wakened.recv(4096):
                     pass
+        if self._monitor in ready:
+            self._count_refused()
 
     def receive(self) -> Received | None:
-        """The next message, or None when there is none now."""
-        try:
-            peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return None
-        try:
-            return Received(peer.bytes, decode_from_actor([frame.buffer for frame in frames]))
-        except WireError as error:
-            return Received(peer.bytes, error)
+        """The next message, or None when there is none now. What need not be decoded to be wrong is counted and dropped."""
+        for _ in range(MAX_DROPS_AT_ONCE):
+            try:
+                head = self._socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return None
+            frames = self._rest(head)
+            peer = head.bytes
+            sender = NO_KEYS
+            if self._allowed is not None:
+                key = cast(str, head.get("User-Id")).encode()
+                _remember(self._keys_of, peer, key)
+                # The handshake looked at the list as it was then.
+                allowed = self._allowed.sender(key)
+                if allowed is None:
+                    self._drop(key.decode(), "its key was revoked")
+                    continue
+                sender = allowed
+            if self._num_malformed.get(peer, 0) >= MAX_MALFORMED:
+                self._drop(sender.name if sender.role else _printable(peer), f"not listened to after {MAX_MALFORMED} malformed")
+                continue
+            return Received(peer, self._decode(peer, frames), sender)
+        return None
 
     def send(self, peer: bytes, message: LearnerMessage, *arrays: Array) -> bool:
-        """Queue a message; False when the peer is gone or its queue is full."""
-        frames = encode(message, *arrays)
-        try:
-            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=True)
-        except zmq.ZMQError as error:
-            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                return False
-            raise
-        return True
+        """Queue a message; False when the peer is gone, its queue is full, or its key is not allowed any more."""
+        if self._allowed is not None and self._allowed.sender(self._keys_of.get(peer, b"")) is None:
+            return False
+        return self._send([peer, *encode(message, *arrays)])
 
     def close(self) -> None:
         """Send what is queued (half a second at most) and free the port."""
         self._waker.close()
         self._wakened.close()
-        self._socket.close()
-        self._context.term()
+        self._close(linger_ms=500)
 
     def __enter__(self) -> "Hub":
         return self
@@ -114,11 +202,87 @@ class Hub:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def _demand_keys(self, key: KeyPair, allowed: AllowList) -> None:
+        self._authenticator = ThreadAuthenticator(self._context, log=logging.getLogger("zmq.auth"))
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=_Doorkeeper(allowed))
+        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, key.owner.public)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
+        # With a domain the handshake fails when nobody answers for it; without one it would pass.
+        self._socket.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+
+    def _rest(self, head: zmq.Frame) -> list[zmq.Frame]:
+        """The frames behind the first; of a message that is too long, enough to see that."""
+        frames: list[zmq.Frame] = []
+        more = head.more
+        while more:
+            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            more = frame.more
+            if len(frames) <= MAX_FRAMES:
+                frames.append(frame)
+        return frames
+
+    def _decode(self, peer: bytes, frames: list[zmq.Frame]) -> FromActor | WireError:
+        try:
+            packet = decode_from_actor([frame.buffer for frame in frames])
+        except UnknownMessageError as error:
+            return error
+        except WireError as error:
+            _remember(self._num_malformed, peer, self._num_malformed.get(peer, 0) + 1)
+            if isinstance(error, VersionError):
+                self._send([peer, *refusal_for(error)])
+            return error
+        if self._num_malformed:
+            self._num_malformed.pop(peer, None)
+        return packet
+
+    def _send(self, frames: list) -> bool:
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True
+
+    def _drop(self, name: str, reason: str) -> None:
+        kind = f"{name}: {reason}"
+        is_counted = kind in self.num_dropped or len(self.num_dropped) < MAX_DROP_KINDS
+        self.num_dropped[kind if is_counted else f"others: {reason}"] += 1
+
+    def _count_refused(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while self._monitor.recv_multipart(zmq.NOBLOCK):
+                self._num_refused += 1
+
+    def _close(self, linger_ms: int) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=linger_ms)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
 
 class Link:
-    """The actor's end; one thread."""
+    """The end of an actor or an operator; one thread. `learner_key` (its public key) goes with `key`."""
 
-    def __init__(self, address: str, *, identity: bytes, max_message_bytes: int) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        identity: bytes,
+        max_message_bytes: int,
+        key: KeyPair | None = None,
+        learner_key: PublicKey | None = None,
+    ) -> None:
+        assert (key is None) == (learner_key is None), "a key without the learner's, or the reverse"
+        self._address = address
+        self._owner = None if key is None else key.owner
+        self._refusal = ""
+        self._is_given_up = False
+        self._connected_at = time.monotonic()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity)
@@ -127,23 +291,30 @@ class Link:
         self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000))
         # Without a connection a send fails at once: what is unacknowledged waits in the outbox, not in the socket.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        if key is not None and learner_key is not None:
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, learner_key.public)
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, key.owner.public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
+        self._monitor = _watch(self._socket, _HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self._close(linger_ms=0)
             raise ChannelError(
                 f"hub.address: cannot use {address!r}: {error.strerror}. It must look like tcp://host:port."
             ) from error
 
     def send(self, message: ActorMessage, *arrays: Array) -> bool:
-        """Queue a message; False when there is no connection now."""
+        """Queue a message; False when there is no connection now (`refusal` may know why)."""
         frames = encode(message, *arrays)
         large = sum(len(frame) for frame in frames) > COPY_THRESHOLD_BYTES
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=not large)
         except zmq.Again:
+            self._look()
             return False
         return True
 
@@ -153,13 +324,103 @@ class Link:
             return None
         return decode_from_learner(self._socket.recv_multipart(zmq.NOBLOCK))
 
+    def refusal(self) -> str:
+        """Why the learner turns this end away, and what to do; empty while it does not, or nobody answers.
+
+        The link goes on trying as long as `send` or this is called: what is mended at the learner needs no restart here.
+        """
+        self._look()
+        return self._refusal
+
+    def reconnect(self) -> None:
+        """Give up the connection for a new one. What was sent or received through it and is not read yet may be lost."""
+        self._is_given_up = False
+        self._connected_at = time.monotonic()
+        self._socket.disconnect(self._address)
+        self._socket.connect(self._address)
+
     def close(self) -> None:
         """Send what is queued (a second at most) and disconnect."""
-        self._socket.close()
-        self._context.term()
+        self._close(linger_ms=1000)
 
     def __enter__(self) -> "Link":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _look(self) -> None:
+        """See what became of the last handshakes."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+                self._refusal = self._explain(int(event["event"]), int(event["value"]))
+                # The library tries again by itself only when it was not told why.
+                self._is_given_up = bool(self._refusal) and event["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        if self._is_given_up and time.monotonic() - self._connected_at >= RETRY_S:
+            self.reconnect()
+
+    def _explain(self, event: int, value: int) -> str:
+        learner = f"the learner at {self._address}"
+        wants_keys = "set hub.key, hub.learner_key and hub.allowed_keys (`offbeat keygen` makes the files)"
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            return ""
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and self._owner is not None:
+            line = self._owner.line()
+            return f"{learner} does not know the key of this {self._owner.role}: add the line `{line}` to its hub.allowed_keys"
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            if value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+                return f"what answers at {self._address} is no learner: correct hub.address"
+            if self._owner is None:
+                return f"{learner} demands keys, and this side has none: {wants_keys}"
+            return f"{learner} works without keys, and this side has one: {wants_keys} for the learner too"
+        if self._owner is None:
+            return f"{learner} breaks off the handshake: it demands keys ({wants_keys}), is no learner, or ended just now"
+        return f"{learner} breaks off the handshake: hub.learner_key is another learner's public key, or it ended just now"
+
+    def _close(self, linger_ms: int) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=linger_ms)
+        self._context.term()
+
+
+class _Doorkeeper:
+    """What the library asks in mid-handshake, on a thread of its own."""
+
+    def __init__(self, allowed: AllowList) -> None:
+        self._allowed = allowed
+        self._told: set[bytes] = set()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether the owner of this public key may connect."""
+        if self._allowed.sender(key) is not None:
+            return True
+        # Each key once, and not for ever: who knocks chooses the keys.
+        if key not in self._told and len(self._told) < MAX_DROP_KINDS:
+            self._told.add(key)
+            logger.warning("turned away the unknown key %s: %s does not have it", key.decode(), self._allowed.path)
+        return False
+
+
+def _watch(watched: zmq.Socket, events: int) -> zmq.Socket:
+    """A socket that tells what happens to the connections of another one."""
+    address = f"inproc://events-{id(watched)}"
+    watched.monitor(address, events)
+    monitor = watched.context.socket(zmq.PAIR)
+    # Unbounded: otherwise the watched socket's own thread would wait for the reader. Who reads does it many times a second.
+    monitor.setsockopt(zmq.RCVHWM, 0)
+    monitor.connect(address)
+    return monitor
+
+
+def _remember(table: dict, peer: bytes, value: object) -> None:
+    """Keep a value as the newest; the oldest goes when there are too many."""
+    table.pop(peer, None)
+    table[peer] = value
+    if len(table) > MAX_REMEMBERED:
+        del table[next(iter(table))]
+
+
+def _printable(peer: bytes) -> str:
+    return peer.decode(errors="backslashreplace")[:64]

@@ -1,42 +1,72 @@
-"""Messages as ZeroMQ frames: `[protocol version, msgpack body, array, ...]`. Never pickle.
+"""Messages as ZeroMQ frames: `[magic and protocol version, msgpack body, array, ...]`. Never pickle.
 
 Arrays are raw little-endian int32 or float32 buffers: a group of 8 x 4096 tokens decodes in microseconds, where lists of
 numbers take tens of milliseconds. Everything received is untrusted: counts and sizes are checked before use.
+
+Of a peer whose minor version is newer, fields that this side does not know are left out, and a message that it does not know
+is an `UnknownMessageError`: its sender does without an answer. A peer of another major version gets a refusal that it can
+read (`refusal_for`): `Refused` must stay as it is in every version to come.
 """
 
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, get_args
 
 import msgspec
+import msgspec.inspect as types
 import numpy as np
 from numpy.typing import NDArray
 
 from protocols.messages import (
-    PROTOCOL_VERSION,
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
     ActorMessage,
     CanaryScored,
+    Chunk,
     CompletionMeta,
     GroupDone,
     LearnerMessage,
     Lease,
+    Refused,
     Welcome,
 )
 
-MAGIC = b"offbeat" + bytes([PROTOCOL_VERSION])
+_NAME = b"offbeat"
+MAGIC = _NAME + bytes([PROTOCOL_MAJOR, PROTOCOL_MINOR])
 ITEM_BYTES = 4
-ARRAY_FRAMES: dict[type, int] = {Lease: 1, Welcome: 1, CanaryScored: 1, GroupDone: 2}
+MAX_FRAMES = 8
+"""No message of this major version has more."""
+MAX_ACTOR_BODY_BYTES = 4 << 20
+"""No body of an actor's message is larger: decoded, it may take many times its size."""
+ARRAY_FRAMES: dict[type, int] = {Lease: 1, Welcome: 1, CanaryScored: 1, Chunk: 1, GroupDone: 2}
 """How many array frames follow the body; none for the messages not named."""
 
 _encoder = msgspec.msgpack.Encoder()
-_actor_decoder = msgspec.msgpack.Decoder(ActorMessage)
-_learner_decoder = msgspec.msgpack.Decoder(LearnerMessage)
+_tree_decoder = msgspec.msgpack.Decoder()
 
 Frame = bytes | bytearray | memoryview
+Array = NDArray[np.int32] | NDArray[np.float32] | NDArray[np.uint8]
 
 
 class WireError(ValueError):
     """A message that is not one of ours; its text says why and is fit to be sent back."""
+
+
+class UnknownMessageError(WireError):
+    """A message that only a newer minor version has: to be counted and ignored, its sender is welcome."""
+
+
+class VersionError(WireError):
+    """A message of another major version; it can only be refused, with `refusal_for`."""
+
+    def __init__(self, first_frame: bytes) -> None:
+        theirs = ".".join(str(number) for number in first_frame[len(_NAME) : len(MAGIC)])
+        ours = f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
+        super().__init__(
+            f"the sender speaks version {theirs} of offbeat's protocol, this side speaks {ours}: install the same release of "
+            "offbeat for the learner and all actors"
+        )
+        self.first_frame = first_frame
 
 
 class FromActor(NamedTuple):
@@ -53,21 +83,24 @@ class FromLearner(NamedTuple):
     arrays: tuple[Frame, ...]
 
 
-def encode(message: ActorMessage | LearnerMessage, *arrays: NDArray[np.int32] | NDArray[np.float32]) -> list[Frame]:
+def encode(message: ActorMessage | LearnerMessage, *arrays: Array) -> list[Frame]:
     """The frames of a message and its arrays."""
     expected = ARRAY_FRAMES.get(type(message), 0)
     assert len(arrays) == expected, f"{type(message).__name__} takes {expected} arrays, got {len(arrays)}"
     return [MAGIC, _encoder.encode(message), *(_array_frame(array) for array in arrays)]
 
 
+def refusal_for(error: VersionError) -> list[Frame]:
+    """The frames of a `Refused` that the sender of another major version understands: its own first frame goes before it."""
+    return [error.first_frame, _encoder.encode(Refused(reason=str(error)))]
+
+
 def decode_from_actor(frames: Sequence[Frame]) -> FromActor:
     """What an actor sent; `WireError` when it is malformed."""
-    body, arrays = _split(frames)
-    try:
-        message = _actor_decoder.decode(body)
-    # msgspec reports text that is not UTF-8 as UnicodeDecodeError, which is none of its own errors.
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise WireError(f"malformed message: {error}") from error
+    minor, body, arrays = _split(frames)
+    if len(body) > MAX_ACTOR_BODY_BYTES:
+        raise WireError(f"the body has {len(body)} bytes, more than {MAX_ACTOR_BODY_BYTES}")
+    message = _from_actor(minor, body)
     _check_arrays(message, arrays)
     if isinstance(message, GroupDone):
         _check_group(message.completions, arrays)
@@ -76,12 +109,8 @@ def decode_from_actor(frames: Sequence[Frame]) -> FromActor:
 
 def decode_from_learner(frames: Sequence[Frame]) -> FromLearner:
     """What the learner sent; `WireError` when it is malformed."""
-    body, arrays = _split(frames)
-    try:
-        message = _learner_decoder.decode(body)
-    # msgspec reports text that is not UTF-8 as UnicodeDecodeError, which is none of its own errors.
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise WireError(f"malformed message: {error}") from error
+    minor, body, arrays = _split(frames)
+    message = _from_learner(minor, body)
     _check_arrays(message, arrays)
     return FromLearner(message, arrays)
 
@@ -96,22 +125,68 @@ def logprobs(frame: Frame) -> NDArray[np.float32]:
     return np.frombuffer(frame, dtype="<f4")
 
 
-def _array_frame(array: NDArray[np.int32] | NDArray[np.float32]) -> memoryview:
+def _array_frame(array: Array) -> memoryview:
+    if array.dtype == np.uint8:
+        return np.ascontiguousarray(array).data
     kind = "<i4" if np.issubdtype(array.dtype, np.integer) else "<f4"
     return np.ascontiguousarray(array, dtype=kind).data.cast("B")
 
 
-def _split(frames: Sequence[Frame]) -> tuple[Frame, tuple[Frame, ...]]:
-    if len(frames) < 2:
-        raise WireError(f"a message has at least 2 frames, got {len(frames)}")
-    magic = bytes(frames[0][:16])
-    if magic[:-1] != MAGIC[:-1]:
+def _split(frames: Sequence[Frame]) -> tuple[int, Frame, tuple[Frame, ...]]:
+    """The sender's minor version, the body, the arrays."""
+    if not 2 <= len(frames) <= MAX_FRAMES:
+        raise WireError(f"a message has 2 to {MAX_FRAMES} frames, got {len(frames)}")
+    first = bytes(frames[0][:16])
+    if not first.startswith(_NAME) or len(first) == len(_NAME):
         raise WireError("the first frame is not offbeat's")
-    if magic != MAGIC:
-        raise WireError(
-            f"protocol version {magic[-1]}, but this side speaks {PROTOCOL_VERSION}: install the same offbeat everywhere"
-        )
-    return frames[1], tuple(frames[2:])
+    if first[len(_NAME)] != PROTOCOL_MAJOR:
+        raise VersionError(first)
+    if len(first) != len(MAGIC):
+        raise WireError("the first frame is not offbeat's")
+    return first[-1], frames[1], tuple(frames[2:])
+
+
+def _body_decoder(union: Any) -> Callable[[int, Frame], Any]:
+    """A function of the sender's minor version and the body."""
+    strict = msgspec.msgpack.Decoder(union)
+    kinds: dict[str, tuple[type, types.Type]] = {kind.__name__: (kind, types.type_info(kind)) for kind in get_args(union)}
+
+    def decode(minor: int, body: Frame) -> Any:
+        try:
+            return strict.decode(body) if minor <= PROTOCOL_MINOR else decode_newer(minor, body)
+        # Text that is not UTF-8 and deep nesting are reported by errors that are none of msgspec's own.
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise WireError(f"malformed message: {error}") from error
+
+    def decode_newer(minor: int, body: Frame) -> Any:
+        tree = _tree_decoder.decode(body)
+        tag = tree.get("type") if isinstance(tree, Mapping) else None
+        if not isinstance(tag, str):
+            raise WireError("malformed message: it has no type")
+        if tag not in kinds:
+            raise UnknownMessageError(f"{tag[:64]} is a message of a newer offbeat (protocol {PROTOCOL_MAJOR}.{minor})")
+        kind, described = kinds[tag]
+        return msgspec.convert(_known_part(tree, described), kind)
+
+    return decode
+
+
+def _known_part(value: Any, described: types.Type) -> Any:
+    """A decoded value without the fields, and the ends of arrays, that its struct does not have here."""
+    match described:
+        case types.StructType(array_like=True, fields=fields) if isinstance(value, list):
+            return [_known_part(item, field.type) for item, field in zip(value, fields, strict=False)]
+        case types.StructType(fields=fields, tag_field=tag_field) if isinstance(value, dict):
+            known = {field.encode_name: field.type for field in fields}
+            return {
+                key: _known_part(item, known[key]) if key in known else item
+                for key, item in value.items()
+                if key in known or key == tag_field
+            }
+        case types.VarTupleType(item_type=item_type) if isinstance(value, list):
+            return [_known_part(item, item_type) for item in value]
+        case _:
+            return value
 
 
 def _check_arrays(message: ActorMessage | LearnerMessage, arrays: Sequence[Frame]) -> None:
@@ -119,17 +194,13 @@ def _check_arrays(message: ActorMessage | LearnerMessage, arrays: Sequence[Frame
     if len(arrays) != expected:
         raise WireError(f"{type(message).__name__} has {expected} array frames, got {len(arrays)}")
     for index, array in enumerate(arrays):
-        if len(array) % ITEM_BYTES:
+        if len(array) % ITEM_BYTES and not isinstance(message, Chunk):
             raise WireError(f"array frame {index} has {len(array)} bytes, not a multiple of {ITEM_BYTES}")
 
 
 def _check_group(completions: Sequence[CompletionMeta], arrays: Sequence[Frame]) -> None:
-    if not completions:
-        raise WireError("a group has at least one completion")
     num_tokens = 0
     for index, completion in enumerate(completions):
-        if completion.num_tokens < 1:
-            raise WireError(f"completion {index} has {completion.num_tokens} tokens")
         _check_segments(index, completion)
         num_tokens += completion.num_tokens
     for array, content in zip(arrays, ("token ids", "log-probs"), strict=True):
@@ -138,8 +209,12 @@ def _check_group(completions: Sequence[CompletionMeta], arrays: Sequence[Frame])
 
 
 def _check_segments(index: int, completion: CompletionMeta) -> None:
+    # Versions may fall: a learner that restarted from a checkpoint makes the numbers after it again.
     starts = [segment.first_token for segment in completion.segments]
-    versions = [segment.policy_version for segment in completion.segments]
-    increasing = all(a < b for a, b in itertools.pairwise(starts)) and versions == sorted(versions)
-    if not starts or starts[0] != 0 or starts[-1] >= completion.num_tokens or not increasing or versions[0] < 0:
+    increasing = all(a < b for a, b in itertools.pairwise(starts))
+    if not starts or starts[0] != 0 or starts[-1] >= completion.num_tokens or not increasing:
         raise WireError(f"completion {index} of {completion.num_tokens} tokens has impossible segments")
+
+
+_from_actor: Callable[[int, Frame], ActorMessage] = _body_decoder(ActorMessage)
+_from_learner: Callable[[int, Frame], LearnerMessage] = _body_decoder(LearnerMessage)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from actor.engine import Completion, Engine
 from actor.engine_choice import make_engine
 from common.settings import SettingError
-from protocols.messages import Sampling, Segment
+from protocols.messages import ModelHashes, Sampling, Segment
 
 pytestmark = pytest.mark.engine
 
@@ -31,7 +31,7 @@ def start(kind: str, folder: Path) -> Engine:
         str(folder),
         dtype="float32",
         max_model_len=MAX_MODEL_LEN,
-        model_hash="0" * 16,
+        hashes=ModelHashes("", "", ""),
         seed=3,
         options={},
     )
@@ -270,10 +270,20 @@ def test_unknown_and_reserved_options_are_refused(kind, tiny_model):
     own = {"vllm": "logprobs_mode", "transformers": "return_logprobs"}[kind]
     for options, message in (({own: 1}, "not an option, because"), ({"no_such_option": 1}, "no such option")):
         with pytest.raises(SettingError, match=message):
-            make_engine(kind, str(tiny_model), dtype="float32", max_model_len=64, model_hash="", seed=0, options=options)
+            make_engine(
+                kind,
+                str(tiny_model),
+                dtype="float32",
+                max_model_len=64,
+                hashes=ModelHashes("", "", ""),
+                seed=0,
+                options=options,
+            )
 
 
 def test_vllm_asked_for_and_not_installed_is_said_at_once(monkeypatch, tiny_model):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SettingError, match="not installed"):
-        make_engine("vllm", str(tiny_model), dtype="float32", max_model_len=64, model_hash="", seed=0, options={})
+        make_engine(
+            "vllm", str(tiny_model), dtype="float32", max_model_len=64, hashes=ModelHashes("", "", ""), seed=0, options={}
+        )

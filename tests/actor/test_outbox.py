@@ -51,6 +51,16 @@ def test_acknowledged_message_is_forgotten_and_a_second_acknowledgement_does_no_
     assert due_ids(outbox, now=100.0) == []
 
 
+def test_outbox_names_the_leases_that_it_answers() -> None:
+    outbox = Outbox(resend_after_s=10.0)
+    for lease_id in (3, 1):
+        outbox.put(lease_id, failed(lease_id))
+    due_ids(outbox, now=0.0)
+    assert outbox.lease_ids == (3, 1)
+    outbox.acknowledge(3)
+    assert outbox.lease_ids == (1,)
+
+
 def test_all_is_due_again_on_a_new_connection_oldest_first() -> None:
     outbox = Outbox(resend_after_s=10.0)
     for lease_id in (3, 1, 2):

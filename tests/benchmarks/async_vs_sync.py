@@ -166,17 +166,22 @@ def act(connection: Connection) -> None:
         engine = SleepEngine(lambda request_id, sigma=sigma: _length(sigma, request_id))
         config = Config(hub=HubSection(address=address), actor=ActorSection(max_inflight_groups=GROUPS_PER_ACTOR))
         reward = f"{no_reward.__module__}:{no_reward.__name__}"
+        incarnation = time.time_ns()
+        identity = f"{name}/{incarnation}".encode()
+        open_link = functools.partial(Link, identity=identity, max_message_bytes=MAX_MESSAGE_BYTES)
         with (
             contextlib.closing(RewardRunner(reward, num_workers=1, timeout_s=PATIENCE_S)) as rewards,
-            Link(address, identity=f"{name}/{time.time_ns()}".encode(), max_message_bytes=MAX_MESSAGE_BYTES) as link,
+            open_link(address) as link,
         ):
             ActorService(
                 name=name,
+                incarnation=incarnation,
                 config=config,
                 engine=engine,
                 tokenizer=cast("PreTrainedTokenizerBase", NoTokenizer()),
                 rewards=rewards,
                 link=link,
+                open_pull_link=open_link,
                 stop=StopRequest(),
             ).run()
         connection.send(time.process_time() - started)
@@ -219,6 +224,10 @@ class SleepLearner:
             backend="gloo",
             timeout_s=PATIENCE_S,
             bucket_bytes=8 << 20,
+            open_hub=lambda: Hub("tcp://127.0.0.1:0", max_message_bytes=MAX_MESSAGE_BYTES),
+            chunk_bytes=8 << 20,
+            max_pulls=NUM_ACTORS,
+            max_pull_lag=max_staleness,
             on_failure=self._dispatcher.fail,
         )
         self._hub_thread = HubThread(hub, self._dispatcher)

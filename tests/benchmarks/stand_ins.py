@@ -10,16 +10,18 @@ import torch
 from numpy.typing import NDArray
 
 from actor.engine import Completion
-from common.config import EvaluationSection, HubSection, RolloutSection
-from learner.dispatcher import Contract, Dispatcher, Record, WeightsMessage
+from common.config import EvaluationSection, HubSection, RolloutSection, TaskSection
+from learner.contract import Contract
+from learner.dispatcher import Dispatcher, Record, WeightsMessage
 from learner.ledger import Ledger
 from learner.prompts import Prompt, PromptStream
+from learner.rollout_log import RolloutLog
 from learner.staleness import StalenessGate
-from protocols.messages import EngineInfo, Sampling, Segment, TensorSpec
+from protocols.messages import EngineInfo, ModelHashes, Sampling, Segment, TensorSpec
 
 VOCABULARY_SIZE = 50_000
 MAX_LENGTH = 1 << 16
-ENGINE = EngineInfo("sleep", "1", "float32", "cpu", MAX_LENGTH, "no model")
+ENGINE = EngineInfo("sleep", "1", "float32", "cpu", MAX_LENGTH, ModelHashes("", "", ""))
 CANARY = np.array([1, 2, 3], np.int32)
 NUM_PROMPTS = 64
 TOKEN_S = 0.001
@@ -111,6 +113,7 @@ def make_dispatcher(
     num_steps: int,
     max_staleness: int,
     layout: tuple[TensorSpec, ...],
+    log: RolloutLog | None = None,
     record: Record,
     on_join: Callable[[bytes], None],
     on_weights: Callable[[str, WeightsMessage], None],
@@ -124,9 +127,13 @@ def make_dispatcher(
             layout=layout,
             canary_token_ids=CANARY,
             dtype=ENGINE.dtype,
-            model_hash=ENGINE.model_hash,
+            hashes=ENGINE.hashes,
             max_length=MAX_LENGTH,
             vocabulary_size=VOCABULARY_SIZE,
+            temperature=RolloutSection().temperature,
+            reward=TaskSection().reward,
+            software="0",
+            max_message_bytes=HubSection().max_message_mb << 20,
         ),
         rollout=RolloutSection(group_size=group_size, max_new_tokens=MAX_LENGTH // 2),
         evaluation=EvaluationSection(),
@@ -135,6 +142,7 @@ def make_dispatcher(
         eval_prompts=[],
         stream=PromptStream(NUM_PROMPTS, seed=0),
         ledger=Ledger(),
+        log=log,
         gate=StalenessGate(
             max_staleness=max_staleness,
             hard_max_staleness=None,
@@ -143,10 +151,14 @@ def make_dispatcher(
             num_steps=num_steps,
         ),
         drop_zero_variance=False,
+        drop_quarantined=True,
         max_failed_leases=1,
+        num_steps=num_steps,
         policy_version=0,
+        newest_version=0,
         record=record,
         on_join=on_join,
         on_weights=on_weights,
         on_canary=lambda actor, policy_version, logprobs: None,
+        on_distrust=lambda peer, actor, why: None,
     )

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from common.config import RolloutSection, TaskSection
 from learner.hub_thread import HubThread
 from protocols.channels import Hub, Link
 from protocols.messages import (
@@ -149,6 +150,7 @@ def receive_dispatcher(connection: Connection, num_groups: int, sizes: Sizes) ->
         on_join=lambda peer: None,
         on_weights=lambda actor, message: None,
     )
+    dispatcher.publish(0)
     with Hub(LOOPBACK, max_message_bytes=MAX_MESSAGE_BYTES) as hub:
         hub_thread = HubThread(hub, dispatcher)
         hub_thread.start()
@@ -240,7 +242,14 @@ def send_wire(link: Link, num_groups: int, payload: Payload) -> float:
 
 def answer_leases(link: Link, num_groups: int, payload: Payload) -> float:
     """Seconds from the first lease to the last acknowledgement."""
-    hello = Hello(actor="benchmark", incarnation=1, engine=ENGINE, policy_version=-1)
+    hello = Hello(
+        actor="benchmark",
+        incarnation=1,
+        engine=ENGINE,
+        temperature=RolloutSection().temperature,
+        reward=TaskSection().reward,
+        software="0",
+    )
     while not link.send(hello):
         time.sleep(0.001)
     link.send(Credit(capacity=WINDOW))

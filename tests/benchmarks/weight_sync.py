@@ -1,19 +1,26 @@
-"""What a weight update costs: in a quick-start run, and for a large buffer against memcpy and a bare gloo broadcast.
+"""What a weight update costs: in a quick-start run, against memcpy and a bare gloo broadcast, and when actors come or die.
 
     python -m tests.benchmarks.weight_sync run         # `offbeat train` on the quick start: stalls, waits, shares; 1 minute
     python -m tests.benchmarks.weight_sync transfer    # 256 MB to one and to two receivers; 20 seconds
+    python -m tests.benchmarks.weight_sync checksum    # 256 MB, against memcpy
+    python -m tests.benchmarks.weight_sync join        # optimizer steps a second while 4 newcomers pull, against none; 1 minute
+    python -m tests.benchmarks.weight_sync death       # a member is killed, or stopped, in mid-broadcast; 1 minute
 
 `transfer` measures from the moment the weights are ready to the moment the last receiver has said that it has all of them:
 
     memcpy      the bytes copied inside this process, once for each receiver, by one thread
     gloo        one `broadcast` of the whole buffer in a process group that exists already
     gloo 8 MB   the same in pieces of the publisher's size
-    offbeat     WeightPublisher -> announcement -> ready, go -> broadcast -> WeightReceiver
+    offbeat     WeightPublisher -> announcement -> checksum -> ready, go -> broadcast -> WeightReceiver -> checksum
 """
 
+import contextlib
 import os
+import signal
 import sys
+import threading
 import time
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -23,11 +30,13 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroup, ProcessGroupGloo
 
-from actor.weight_receiver import WeightReceiver
+from actor.weight_receiver import Outcome, WeightReceiver
 from common.environment import prepare_environment
+from common.weights import checksum as checksum_of
 from common.weights import make_layout
-from learner.weight_publisher import WeightPublisher
-from protocols.messages import LearnerMessage, WeightsStaged, WeightUpdate
+from learner.weight_publisher import Members, WeightPublisher
+from protocols.channels import Hub, Link
+from protocols.messages import LearnerMessage, WeightPull, WeightsCommitted, WeightsStaged, WeightUpdate
 from tests.benchmarks.measuring import (
     Cost,
     OffbeatRun,
@@ -116,6 +125,44 @@ TIMEOUT_S = 60.0
 LAYOUT = make_layout([("weights", (NUM_BYTES // 4,))], torch.float32)
 
 
+def open_hub() -> Hub:
+    """The weight server's socket."""
+    return Hub("tcp://127.0.0.1:0", max_message_bytes=1 << 16)
+
+
+def open_link(address: str, rank: int) -> Link:
+    """A puller's socket."""
+    return Link(address, identity=_name(rank - 1).encode(), max_message_bytes=2 * BUCKET_BYTES)
+
+
+def publisher_to(
+    members: Members,
+    post: Callable[[bytes, LearnerMessage], None],
+    on_failure: Callable[[BaseException], None],
+    *,
+    timeout_s: float = TIMEOUT_S,
+    max_pulls: int = 2,
+) -> WeightPublisher:
+    """A publisher of `LAYOUT` over gloo, with the default sizes."""
+    return WeightPublisher(
+        layout=LAYOUT,
+        members=members,
+        post=post,
+        record=lambda kind, **row: None,
+        host="127.0.0.1",
+        listen_on="127.0.0.1",
+        port=0,
+        backend="gloo",
+        timeout_s=timeout_s,
+        bucket_bytes=BUCKET_BYTES,
+        open_hub=open_hub,
+        chunk_bytes=BUCKET_BYTES,
+        max_pulls=max_pulls,
+        max_pull_lag=4,
+        on_failure=on_failure,
+    )
+
+
 class Broadcast(NamedTuple):
     """Receive the buffer in the bare group of this many receivers."""
 
@@ -159,7 +206,7 @@ def receive(connection: Connection, port: int) -> None:
     torch.set_num_threads(1)
     rank = connection.recv()
     groups = bare_groups(TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), rank)
-    receiver = WeightReceiver(LAYOUT)
+    receiver = WeightReceiver(LAYOUT, lambda address: open_link(address, rank))
     flat = receiver.buffer.flat
     connection.send("up")
     while True:
@@ -172,8 +219,8 @@ def receive(connection: Connection, port: int) -> None:
             connection.send(Received(-1, -1, int(flat[-1]), time.process_time()))
         outcome = receiver.outcome()
         if outcome is not None:
-            update = outcome.update
-            connection.send(Received(update.policy_version, update.epoch, int(flat[-1]), time.process_time(), outcome.error))
+            version, epoch, error = outcome
+            connection.send(Received(version, epoch, int(flat[-1]), time.process_time(), error))
             receiver.release()
 
 
@@ -190,24 +237,14 @@ class Fleet:
         self._failures: list[BaseException] = []
         self._policy_version = 0
         self._copy = torch.zeros(NUM_BYTES, dtype=torch.uint8)
+        self._flat = self._copy
+        """What is in the publisher's buffer."""
         for rank, connection in enumerate(connections, start=1):
             connection.send(rank)
         self._groups = bare_groups(store, 0)
         for connection in connections:
             assert connection.recv() == "up"
-        self._publisher = WeightPublisher(
-            layout=LAYOUT,
-            members=self._members,
-            post=self._post,
-            record=lambda kind, **row: None,
-            host="127.0.0.1",
-            listen_on="127.0.0.1",
-            port=0,
-            backend="gloo",
-            timeout_s=TIMEOUT_S,
-            bucket_bytes=BUCKET_BYTES,
-            on_failure=self._failures.append,
-        )
+        self._publisher = publisher_to(self._members, self._post, self._failures.append)
         self._publisher.start()
 
     def close(self) -> None:
@@ -217,13 +254,13 @@ class Fleet:
     def memcpy(self, num_receivers: int) -> None:
         """Copy the buffer inside this process."""
         for _ in range(num_receivers):
-            self._copy.copy_(self._publisher.buffer.flat)
+            self._copy.copy_(self._flat)
 
     def gloo(self, num_receivers: int, bucket_bytes: int) -> None:
         """Broadcast the buffer in the bare group."""
         for connection in self._connections[:num_receivers]:
             connection.send(Broadcast(num_receivers, bucket_bytes))
-        broadcast(self._groups[num_receivers], self._publisher.buffer.flat, bucket_bytes)
+        broadcast(self._groups[num_receivers], self._flat, bucket_bytes)
         self._await(num_receivers)
 
     def offbeat(self, num_receivers: int) -> None:
@@ -237,6 +274,7 @@ class Fleet:
         """One transfer of a buffer whose last byte is `value`."""
         with self._publisher.writing() as buffer:
             buffer.flat.fill_(value)
+        self._flat = buffer.flat
         self._value = value
         receivers_cpu_s, cpu_before, started = sum(self._cpu_s), time.process_time(), time.monotonic()
         transfer(num_receivers)
@@ -328,11 +366,270 @@ def _ratios(costs: list[Cost], baseline: list[Cost]) -> str:
     return spread([cost.wall_s / other.wall_s for cost, other in zip(costs, baseline, strict=True)])
 
 
+# The checksum
+
+
+def checksum() -> None:
+    """Measure and print."""
+    torch.set_num_threads(1)
+    flat = torch.randint(0, 256, (NUM_BYTES,), dtype=torch.uint8)
+    copy = torch.zeros_like(flat)
+    ways: dict[str, Callable[[], object]] = {
+        "memcpy": lambda: copy.copy_(flat),
+        "common.weights.checksum": lambda: checksum_of(flat),
+        "zlib.crc32": lambda: zlib.crc32(flat.numpy().data),
+    }
+    speeds: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(2 * NUM_ROUNDS):
+        for way, run_once in ways.items():
+            started = time.monotonic()
+            run_once()
+            speeds[way].append(NUM_BYTES / 1e9 / (time.monotonic() - started))
+    rows = [[way, spread(speeds[way])] for way in ways]
+    print_table(f"{NUM_BYTES >> 20} MB, one thread: median (min–max)", ("", "GB/s"), rows)
+
+
+# Actors that come, and actors that die
+
+
+class Actor:
+    """An actor as the publisher knows it: its process, and the version that it has committed."""
+
+    def __init__(self, connection: Connection, rank: int) -> None:
+        self.connection = connection
+        self.name = _name(rank - 1)
+        self.peer = self.name.encode()
+        self.policy_version = -1
+        self.committed_at: dict[int, float] = {}
+        self.num_pulled = 0
+        self.befell_at = 0.0
+        """When it was killed or stopped."""
+
+
+def act(connection: Connection) -> None:
+    """An actor's process: announcements in, outcomes out. A signal's number: send it to itself half-way through the next."""
+    torch.set_num_threads(1)
+    rank = connection.recv()
+    receiver = WeightReceiver(LAYOUT, lambda address: open_link(address, rank))
+    connection.send("up")
+    halfway = receiver.buffer.flat[NUM_BYTES // 2 : NUM_BYTES // 2 + 1]
+    signal_number, before = 0, 0
+    while True:
+        command = connection.recv() if connection.poll(0.001) else None
+        if isinstance(command, WeightUpdate | WeightPull):
+            receiver.announce(command)
+        elif isinstance(command, int):
+            signal_number, before = command, int(halfway)
+        if signal_number and int(halfway) != before:
+            connection.send(time.monotonic())
+            mishap, signal_number = signal_number, 0
+            os.kill(os.getpid(), mishap)
+        outcome = receiver.outcome()
+        if outcome is not None:
+            connection.send(outcome)
+            if not outcome.error:
+                receiver.release()
+
+
+class Stage:
+    """A publisher, its actors, and a thread in the hub's place."""
+
+    def __init__(self, connections: list[Connection], *, num_steady: int, timeout_s: float, max_pulls: int) -> None:
+        self.actors = [Actor(connection, rank) for rank, connection in enumerate(connections, start=1)]
+        self.live = self.actors[:num_steady]
+        self.is_churning = False
+        """Whoever has pulled joins again at once."""
+        self.failures: list[BaseException] = []
+        self.policy_version = -1
+        for rank, connection in enumerate(connections, start=1):
+            connection.send(rank)
+        for connection in connections:
+            assert connection.recv() == "up"
+        self.publisher = publisher_to(
+            lambda: [(actor.peer, actor.name, actor.policy_version) for actor in self.live],
+            self._post,
+            self.failures.append,
+            timeout_s=timeout_s,
+            max_pulls=max_pulls,
+        )
+        self.publisher.start()
+        self._is_over = False
+        self._courier = threading.Thread(target=self._carry, daemon=True)
+        self._courier.start()
+
+    def close(self) -> None:
+        """End the publisher's threads and the courier."""
+        self.publisher.close()
+        self._is_over = True
+        self._courier.join()
+
+    def join(self, *actors: Actor) -> None:
+        """They are new."""
+        for actor in actors:
+            actor.policy_version = -1
+            self.live = [*(other for other in self.live if other is not actor), actor]
+            self.publisher.joined(actor.peer)
+
+    def publish(self) -> float:
+        """Write the next version, every byte another than before; seconds waited for the buffer."""
+        started = time.monotonic()
+        with self.publisher.writing() as buffer:
+            waited_s = time.monotonic() - started
+            self.policy_version += 1
+            buffer.flat.fill_(self.policy_version % 255 + 1)
+            self.publisher.publish(self.policy_version)
+        return waited_s
+
+    def wait(self, claim: Callable[[], bool]) -> None:
+        """Until it is true."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not claim():
+            if self.failures:
+                raise self.failures[0]
+            assert time.monotonic() < deadline, f"not within {TIMEOUT_S:g} s"
+            time.sleep(0.002)
+
+    def _post(self, peer: bytes, message: LearnerMessage) -> None:
+        actor = next(actor for actor in self.actors if actor.peer == peer)
+        # A dead one's pipe is closed at the other end.
+        with contextlib.suppress(OSError):
+            actor.connection.send(message)
+
+    def _carry(self) -> None:
+        connections = {actor.connection: actor for actor in self.actors}
+        while not self._is_over:
+            for connection in wait(list(connections), 0.05):
+                assert isinstance(connection, Connection)
+                try:
+                    received = connection.recv()
+                except (EOFError, OSError):
+                    del connections[connection]
+                    continue
+                self._take(connections[connection], received)
+
+    def _take(self, actor: Actor, received: Outcome | float) -> None:
+        if isinstance(received, float):
+            actor.befell_at = received
+            return
+        version, epoch, error = received
+        self.publisher.handle(actor.name, WeightsStaged(policy_version=version, epoch=epoch, error=error))
+        if error:
+            return
+        actor.policy_version = version
+        actor.committed_at[version] = time.monotonic()
+        self.publisher.handle(actor.name, WeightsCommitted(policy_version=version, stall_s=0.0))
+        if epoch < 0:
+            actor.num_pulled += 1
+            if self.is_churning:
+                self.join(actor)
+
+
+STEP_MATMULS = 60
+JOIN_S = 4.0
+NUM_JOINERS = 4
+
+
+def train_step(matrix: torch.Tensor) -> None:
+    """Stands in for an optimizer step: many short operations, so that waiting for the interpreter's lock would show."""
+    for _ in range(STEP_MATMULS):
+        torch.mm(matrix, matrix)
+
+
+def steps_per_second(stage: Stage, duration_s: float) -> float:
+    """Of a loop that trains and publishes a version after each step."""
+    matrix = torch.rand(384, 384)
+    num_steps, started = 0, time.monotonic()
+    while time.monotonic() - started < duration_s:
+        train_step(matrix)
+        stage.publish()
+        num_steps += 1
+        if stage.failures:
+            raise stage.failures[0]
+    return num_steps / (time.monotonic() - started)
+
+
+def join() -> None:
+    """Measure and print."""
+    torch.set_num_threads(1)
+    rows = []
+    for max_pulls in (2, NUM_JOINERS):
+        with processes(act, 1 + NUM_JOINERS) as connections:
+            stage = Stage(connections, num_steady=1, timeout_s=TIMEOUT_S, max_pulls=max_pulls)
+            steady, *joiners = stage.actors
+            stage.publish()
+            stage.wait(lambda: steady.policy_version == 0)  # noqa: B023  used before the next round
+            rates: dict[int, list[float]] = {0: [], NUM_JOINERS: []}
+            pulled: list[float] = []
+            for round_index in range(NUM_ROUNDS + 1):
+                for num_joiners, measured in rates.items():
+                    before = sum(joiner.num_pulled for joiner in joiners)
+                    stage.is_churning = True
+                    stage.join(*joiners[:num_joiners])
+                    rate = steps_per_second(stage, JOIN_S)
+                    stage.is_churning = False
+                    # The first round makes buffers and connections and is not counted.
+                    if round_index:
+                        measured.append(rate)
+                    if round_index and num_joiners:
+                        num_pulls = sum(joiner.num_pulled for joiner in joiners) - before
+                        pulled.append(num_pulls * NUM_BYTES / 1e9 / JOIN_S)
+                    stage.wait(lambda: not stage.publisher.problems())  # noqa: B023
+                    stage.live = [steady]
+            ratios = [with_ / without for with_, without in zip(rates[NUM_JOINERS], rates[0], strict=True)]
+            rows.append([str(max_pulls), spread(rates[0]), spread(rates[NUM_JOINERS]), spread(ratios), spread(pulled)])
+            stage.close()
+    print_table(
+        f"Training steps a second, {NUM_BYTES >> 20} MB published after each, one actor in the collective; and "
+        f"{NUM_JOINERS} newcomers that pull without end: median (min–max)",
+        ("weights.max_pulls", "steps/s, no newcomer", f"steps/s, {NUM_JOINERS} newcomers", "ratio", "pulled, GB/s"),
+        rows,
+    )
+
+
+DEATH_TIMEOUT_S = 5.0
+NUM_MEMBERS = 3
+
+
+def death() -> None:
+    """Measure and print."""
+    torch.set_num_threads(1)
+    rows = []
+    for mishap in (signal.SIGKILL, signal.SIGSTOP):
+        times = [_die(mishap) for _ in range(NUM_ROUNDS)]
+        rows.append([mishap.name, *(spread([trial[index] for trial in times]) for index in range(3))])
+    print_table(
+        f"Seconds from a member's death or stop in mid-broadcast ({NUM_MEMBERS} members, {NUM_BYTES >> 20} MB, "
+        f"weights.timeout_s {DEATH_TIMEOUT_S:g}, the hub not noticing): median (min–max)",
+        ("", "to the next snapshot's buffer", "to that update at all others", "an undisturbed update"),
+        rows,
+    )
+
+
+def _die(mishap: signal.Signals) -> tuple[float, float, float]:
+    with processes(act, NUM_MEMBERS) as connections:
+        stage = Stage(connections, num_steady=NUM_MEMBERS, timeout_s=DEATH_TIMEOUT_S, max_pulls=2)
+        *survivors, victim = stage.actors
+        for version in range(2):
+            started = time.monotonic()
+            stage.publish()
+            stage.wait(lambda: all(actor.policy_version == version for actor in stage.actors))  # noqa: B023
+        undisturbed_s = time.monotonic() - started
+        victim.connection.send(int(mishap))
+        stage.publish()
+        stage.wait(lambda: victim.befell_at > 0)
+        stage.publish()
+        written_at = time.monotonic()
+        stage.wait(lambda: all(actor.policy_version == stage.policy_version for actor in survivors))
+        recovered_at = max(actor.committed_at[stage.policy_version] for actor in survivors)
+        stage.close()
+    return written_at - victim.befell_at, recovered_at - victim.befell_at, undisturbed_s
+
+
 def main() -> None:
-    """The parts named on the command line; both if none is."""
+    """The parts named on the command line; all if none is."""
     prepare_environment()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    parts = {"run": run, "transfer": transfer}
+    parts = {"run": run, "transfer": transfer, "checksum": checksum, "join": join, "death": death}
     for part in sys.argv[1:] or parts:
         parts[part]()
 

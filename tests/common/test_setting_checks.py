@@ -8,6 +8,7 @@ import pytest
 from common.setting_checks import check, check_files
 from common.settings import SettingError, load
 
+KEYS = ("hub.key=keys/{name}.key", "hub.learner_key=keys/learner.pub", "hub.allowed_keys=keys/allowed_keys")
 GOOD = ("model.path=some/model", "task.train_data=train.jsonl")
 
 
@@ -38,8 +39,12 @@ def test_defaults_with_a_model_and_data_pass_without_warnings() -> None:
         (["evaluation.interval=5"], ["evaluation.interval = 5", "task.eval_data"]),
         (["task.system_prompt=Think."], ["task.system_prompt", "task.chat_template=true"]),
         (["hub.dead_after_s=1"], ["hub.dead_after_s = 1.0", "5.0"]),
-        (["hub.address=tcp://10.0.0.1:5700"], ['hub.address = "tcp://10.0.0.1:5700"', "allow_plaintext=true"]),
+        (["hub.address=tcp://10.0.0.1:5700"], ['hub.address = "tcp://10.0.0.1:5700"', "offbeat keygen", "127.0.0.1"]),
         (["hub.bind=tcp://*:5700"], ["hub.bind"]),
+        (["hub.bind=tcp://eth0:5700"], ["hub.bind"]),
+        (["hub.key=k"], ['hub.learner_key = ""', "hub.key is set", "offbeat keygen"]),
+        (["hub.key=k", "hub.learner_key=l"], ['hub.allowed_keys = ""', "hub.key, hub.learner_key is set"]),
+        (["hub.learner_key=l", "hub.allowed_keys=a"], ['hub.key = ""']),
         (["hub.bind=tcp://[::]:5700"], ["hub.bind"]),
         (["hub.address=tcp://localhost.example.org:1"], ["hub.address"]),
         (["hub.address=127.0.0.1:5700"], ["is not an address", "tcp://HOST:PORT"]),
@@ -69,7 +74,7 @@ def test_contradiction_is_refused(overrides: list[str], parts: list[str]) -> Non
         ["hub.address=tcp://localhost:5700"],
         ["hub.address=tcp://127.0.0.2:0"],
         ["hub.address=tcp://[::1]:5700"],
-        ["hub.bind=tcp://*:5700", "hub.allow_plaintext=true"],
+        ["hub.bind=tcp://*:5700", "hub.address=tcp://learner.example:5700", *KEYS],
         ["launch.num_actors=2", "launch.actor_gpus=[[0],[1]]"],
     ],
 )

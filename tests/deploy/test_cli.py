@@ -99,7 +99,7 @@ def test_learner_without_actors_says_so_and_stops_by_a_setting(tmp_path: Path, t
     with services_in(tmp_path):
         config = write_config(tmp_path, tiny_model)
     result = offbeat("learner", config, "train.no_actor_timeout_s=2", folder=tmp_path)
-    assert result.returncode == 1
+    assert result.returncode == 3
     assert "no actor for" in result.stderr.splitlines()[-1]
     assert "train.no_actor_timeout_s" in result.stderr.splitlines()[-1]
 
@@ -110,7 +110,7 @@ def test_actor_without_a_learner_says_so_and_stops_by_a_setting(tmp_path: Path, 
         config = write_config(tmp_path, tiny_model, actor={"engine": "transformers", "engine_options": {}})
     address = f"hub.address=tcp://127.0.0.1:{free_port()}"
     result = offbeat("actor", config, address, "actor.connect_timeout_s=2", folder=tmp_path)
-    assert result.returncode == 1
+    assert result.returncode == 3
     assert "no learner answered" in result.stderr.splitlines()[-1]
 
 
@@ -127,7 +127,7 @@ def test_reward_that_always_raises_ends_the_run_with_the_line_that_raised(tmp_pa
         )
         (tmp_path / "broken_reward.py").write_text("def reward(prompt, completion, row):\n    return row['no such field']\n")
         train = services.start("train", config)
-        assert services.wait(train, "train", 120) == 1
+        assert services.wait(train, "train", 120) == 3
         errors = [line for line in services.output("train").splitlines() if line.startswith("error: ")]
         assert "reward_error" in errors[0]
         assert "broken_reward.py:2" in errors[0]

@@ -3,18 +3,23 @@
 import math
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 
 from common.config import EvaluationSection, HubSection, RolloutSection
-from learner.dispatcher import Contract, Dispatcher, Outgoing, RunFailedError
+from learner.contract import Contract
+from learner.dispatcher import MAX_REPLACED, Dispatcher, Outgoing, RunFailedError
 from learner.groups import Group
+from learner.lease_events import Accepted, Expired, Granted, LeaseEvent, Started, Trained
 from learner.ledger import Ledger
-from learner.prompts import Prompt, PromptStream
+from learner.prompts import Prompt, PromptStream, Turn
+from learner.rollout_log import LogFullError, Position, RolloutLog
 from learner.staleness import StalenessGate
+from protocols.keys import NO_KEYS, Sender
 from protocols.messages import (
     Ack,
     ActorHeartbeat,
@@ -22,6 +27,7 @@ from protocols.messages import (
     ActorStats,
     CanaryScored,
     Cancel,
+    ChunkRequest,
     CompletionMeta,
     Credit,
     EngineInfo,
@@ -32,8 +38,11 @@ from protocols.messages import (
     LearnerMessage,
     Lease,
     LeaseFailed,
+    ModelHashes,
     Refused,
     Segment,
+    StatusReport,
+    StatusRequest,
     Stop,
     TensorSpec,
     Unknown,
@@ -49,17 +58,25 @@ VOCABULARY_SIZE = 50
 LEASE_TIMEOUT_S = 100.0
 DEAD_AFTER_S = 15.0
 NUM_PROMPTS = 20
-ENGINE = EngineInfo("vllm", "1", "float32", "cpu", 64, "hash")
+TICK_S = DEAD_AFTER_S / 3
+"""Shorter than what the dispatcher takes for its own absence."""
+HASHES = ModelHashes(config="c0", tokenizer="t0", chat_template="x0")
+ENGINE = EngineInfo("vllm", "1", "float32", "cpu", 64, HASHES)
 CONTRACT = Contract(
     run_id="run",
     learner_incarnation=77,
     layout=(TensorSpec("w", (2,), "float32"),),
     canary_token_ids=np.array([1, 2, 3], np.int32),
     dtype="float32",
-    model_hash="hash",
+    hashes=HASHES,
     max_length=64,
     vocabulary_size=VOCABULARY_SIZE,
+    temperature=0.7,
+    reward="rewards:solved",
+    software="1.0",
+    max_message_bytes=1 << 20,
 )
+OPERATOR = Sender("ops", "operator")
 
 M = TypeVar("M", bound=LearnerMessage)
 
@@ -67,21 +84,35 @@ M = TypeVar("M", bound=LearnerMessage)
 class Actor:
     """Says what an actor would say, and reads what it was sent."""
 
-    def __init__(self, desk: "Desk", name: str, *, incarnation: int = 1) -> None:
+    def __init__(self, desk: "Desk", name: str, *, incarnation: int = 1, sender: Sender = NO_KEYS) -> None:
         self.desk = desk
         self.name = name
         self.incarnation = incarnation
+        self.sender = sender
         self.peer = f"{name}/{incarnation}".encode()
+        self.capacity = 0
 
     def say(self, message: ActorMessage, *arrays: np.ndarray) -> None:
-        self.desk.dispatcher.handle(self.peer, message, [memoryview(array.tobytes()) for array in arrays], self.desk.now)
+        frames = [memoryview(array.tobytes()) for array in arrays]
+        self.desk.dispatcher.handle(self.peer, message, frames, self.desk.now, self.sender)
 
-    def hello(self, engine: EngineInfo = ENGINE) -> None:
-        self.say(Hello(actor=self.name, incarnation=self.incarnation, engine=engine, policy_version=-1))
+    def hello(self, **fields: Any) -> None:
+        self.say(make_hello(actor=self.name, incarnation=self.incarnation, **fields))
 
-    def join(self, *, capacity: int, policy_version: int = 0) -> "Actor":
-        self.hello()
+    def credit(self, capacity: int) -> None:
+        self.capacity = capacity
         self.say(Credit(capacity=capacity))
+
+    def beat(self, *lease_ids: int, seen: int = -1, policy_version: int = 0, stats: ActorStats | None = None) -> None:
+        """A heartbeat of an actor that holds these leases."""
+        stats = stats or ActorStats()
+        self.say(
+            ActorHeartbeat(policy_version=policy_version, stats=stats, lease_ids=lease_ids, seen_lease_id=seen),
+        )
+
+    def join(self, *, capacity: int, policy_version: int = 0, lease_ids: Sequence[int] = ()) -> "Actor":
+        self.hello(lease_ids=tuple(lease_ids))
+        self.credit(capacity)
         if policy_version >= 0:
             self.commit(policy_version)
         return self
@@ -108,6 +139,20 @@ class Actor:
         logprobs: Sequence[float] = (-0.5, -1.0),
     ) -> Ack:
         """Send a group of equal completions; what the learner says to it."""
+        self.send_group(lease_id, rewards=rewards, policy_version=policy_version, ids=ids, logprobs=logprobs)
+        (ack,) = self.heard(Ack)
+        assert ack.lease_id == lease_id
+        return ack
+
+    def send_group(
+        self,
+        lease_id: int,
+        *,
+        rewards: Sequence[float] = (0.0, 1.0),
+        policy_version: int = 0,
+        ids: Sequence[int] = (1, 2),
+        logprobs: Sequence[float] = (-0.5, -1.0),
+    ) -> None:
         completions = tuple(CompletionMeta(len(ids), "stop", reward, (Segment(policy_version, 0),)) for reward in rewards)
         done = GroupDone(lease_id=lease_id, completions=completions, generate_s=0.1)
         self.say(
@@ -115,9 +160,6 @@ class Actor:
             np.array([*ids] * len(rewards), dtype=np.int32),
             np.array([*logprobs] * len(rewards), dtype=np.float32),
         )
-        (ack,) = self.heard(Ack)
-        assert ack.lease_id == lease_id
-        return ack
 
 
 class Desk:
@@ -132,19 +174,30 @@ class Desk:
         num_steps: int = 50,
         hard_max_staleness: int | None = None,
         policy_version: int = 0,
+        newest_version: int = 0,
+        is_published: bool = True,
         max_failed_leases: int = 100,
         max_lease_attempts: int = 3,
+        max_actors: int = 100,
         drop_zero_variance: bool = False,
+        drop_quarantined: bool = True,
         eval_interval: int = 0,
         num_eval_prompts: int = 3,
+        num_prompts: int = NUM_PROMPTS,
+        stream: PromptStream | None = None,
+        ledger: Ledger | None = None,
+        log: RolloutLog | None = None,
+        weight_problems: Callable[[], list[str]] = list,
     ) -> None:
         self.now = 1000.0
         self.rows: list[dict[str, Any]] = []
         self.joined: list[bytes] = []
         self.weights: list[tuple[str, WeightsStaged | WeightsCommitted]] = []
         self.canaries: list[tuple[str, int, list[float]]] = []
+        self.distrusted: list[tuple[bytes, str, str]] = []
         self.unread: list[Outgoing] = []
-        self.stream = PromptStream(NUM_PROMPTS, seed=0)
+        self.stream = stream or PromptStream(num_prompts, seed=0)
+        self.ledger = ledger or Ledger()
         self.dispatcher = Dispatcher(
             contract=CONTRACT,
             rollout=RolloutSection(
@@ -155,11 +208,12 @@ class Desk:
                 max_lease_attempts=max_lease_attempts,
             ),
             evaluation=EvaluationSection(interval=eval_interval, num_prompts=num_eval_prompts, group_size=1),
-            hub=HubSection(dead_after_s=DEAD_AFTER_S),
-            prompts=_prompts(NUM_PROMPTS, "train"),
-            eval_prompts=_prompts(num_eval_prompts, "held-out"),
+            hub=HubSection(dead_after_s=DEAD_AFTER_S, max_actors=max_actors),
+            prompts=make_prompts(num_prompts, "train"),
+            eval_prompts=make_prompts(num_eval_prompts, "held-out"),
             stream=self.stream,
-            ledger=Ledger(first_lease_id=500),
+            ledger=self.ledger,
+            log=log,
             gate=StalenessGate(
                 max_staleness=max_staleness,
                 hard_max_staleness=hard_max_staleness,
@@ -168,15 +222,36 @@ class Desk:
                 num_steps=num_steps,
             ),
             drop_zero_variance=drop_zero_variance,
+            drop_quarantined=drop_quarantined,
             max_failed_leases=max_failed_leases,
+            num_steps=num_steps,
             policy_version=policy_version,
+            newest_version=newest_version,
             record=lambda kind, **row: self.rows.append({"kind": kind, **row}),
             on_join=self.joined.append,
             on_weights=lambda actor, message: self.weights.append((actor, message)),
             on_canary=lambda actor, version, logprobs: self.canaries.append((actor, version, logprobs.tolist())),
+            on_distrust=lambda peer, actor, why: self.distrusted.append((peer, actor, why)),
+            weight_problems=weight_problems,
+            clock=lambda: self.now,
+            wall_clock=lambda: 7.0,
         )
+        if is_published:
+            self.dispatcher.publish(policy_version)
 
-    def tick(self, seconds: float = 0.0) -> None:
+    def tick(self, seconds: float = 0.0, *alive: Actor) -> None:
+        """Let time pass, in steps as the hub thread would; actors that are `alive` are heard at each."""
+        end = self.now + seconds
+        while True:
+            self.now = min(end, self.now + TICK_S)
+            for actor in alive:
+                actor.say(Credit(capacity=actor.capacity))
+            self.jump(0.0)
+            if self.now >= end:
+                return
+
+    def jump(self, seconds: float) -> None:
+        """One tick, as late as that."""
         self.now += seconds
         self.dispatcher.tick(self.now)
         counts = self.dispatcher.counts()
@@ -194,6 +269,14 @@ class Desk:
     def rows_of(self, kind: str) -> list[dict[str, Any]]:
         return [row for row in self.rows if row["kind"] == kind]
 
+    def status(self, sender: Sender = NO_KEYS) -> StatusReport:
+        """What an operator is told."""
+        peer = b"operator"
+        self.dispatcher.handle(peer, StatusRequest(), (), self.now, sender)
+        (report,) = self.take(peer, StatusReport)
+        assert isinstance(report, StatusReport)
+        return report
+
     def batch(self) -> list[Group] | None:
         return self.dispatcher.take_batch(0.0)
 
@@ -207,7 +290,13 @@ class Desk:
         return groups
 
 
-def _prompts(number: int, text: str) -> list[Prompt]:
+def make_hello(actor: str = "a", incarnation: int = 1, **fields: Any) -> Hello:
+    """A hello that agrees with `CONTRACT`, but for these fields."""
+    given = {"engine": ENGINE, "temperature": 0.7, "reward": "rewards:solved", "software": "1.0", **fields}
+    return Hello(actor=actor, incarnation=incarnation, **given)
+
+
+def make_prompts(number: int, text: str) -> list[Prompt]:
     return [Prompt(index, f"{text} {index}", np.array([index], np.int32), f'{{"row": {index}}}') for index in range(number)]
 
 
@@ -215,7 +304,7 @@ def _order() -> Iterator[int]:
     """The prompts in the order of the stream."""
     stream = PromptStream(NUM_PROMPTS, seed=0)
     while True:
-        yield stream.next()
+        yield stream.next().prompt_id
 
 
 # Joining
@@ -227,7 +316,9 @@ def test_hello_is_answered_with_the_contract() -> None:
     actor.hello()
     (outgoing,) = desk.dispatcher.take_outgoing()
     assert outgoing.peer == actor.peer
-    assert outgoing.message == Welcome(run_id="run", learner_incarnation=77, layout=CONTRACT.layout, policy_version=3)
+    assert outgoing.message == Welcome(
+        run_id="run", learner_incarnation=77, max_message_bytes=1 << 20, layout=CONTRACT.layout, policy_version=3
+    )
     assert outgoing.arrays[0].tolist() == [1, 2, 3]
     assert desk.joined == [actor.peer]
     assert desk.dispatcher.members() == [(actor.peer, "a", -1)]
@@ -236,35 +327,56 @@ def test_hello_is_answered_with_the_contract() -> None:
 def test_second_hello_is_welcomed_and_changes_nothing() -> None:
     desk = Desk()
     actor = Actor(desk, "a").join(capacity=2)
-    assert len(actor.leases()) == 2
-    actor.hello()
+    held = tuple(lease.lease_id for lease in actor.leases())
+    assert len(held) == 2
+    actor.hello(lease_ids=held)
     assert len(actor.heard(Welcome)) == 2
     assert desk.joined == [actor.peer]
     assert desk.dispatcher.members() == [(actor.peer, "a", 0)]
     assert actor.leases() == []
 
 
-@pytest.mark.parametrize(
-    ("engine", "why"),
-    [
-        (EngineInfo("vllm", "1", "float32", "cpu", 64, "other"), "tokenizer differs"),
-        (EngineInfo("vllm", "1", "bfloat16", "cpu", 64, "hash"), "bfloat16.*float32.*model.dtype"),
-        (EngineInfo("vllm", "1", "float32", "cpu", 63, "hash"), "63 tokens.*64"),
-    ],
-)
-def test_engine_that_would_bias_training_is_refused_with_the_reason(engine: EngineInfo, why: str) -> None:
+def test_actor_that_does_not_keep_to_the_contract_is_refused_with_the_reason_and_counted() -> None:
     desk = Desk()
     actor = Actor(desk, "a")
-    actor.hello(engine)
-    (refused,) = actor.heard(Refused)
-    assert re.search(why, refused.reason)
+    for _ in range(3):
+        actor.hello(reward="others:solved")
+    refused = actor.heard(Refused)
+    assert len(refused) == 3
+    assert "task.reward" in refused[0].reason
     assert desk.dispatcher.members() == []
     assert desk.joined == []
+    assert len(desk.events("actor_refused")) == 1, "told once, counted three times"
+    (number,) = desk.status().rejected.values()
+    assert number == 3
+
+
+def test_harmless_difference_is_recorded_when_the_actor_joins() -> None:
+    desk = Desk()
+    Actor(desk, "a").hello(software="0.9")
+    assert [event["detail"] for event in desk.events("actor_joined")] == [
+        "vllm 1 float32 on cpu; offbeat 0.9, the learner has 1.0"
+    ]
+
+
+def test_more_actors_than_the_run_takes_are_refused_and_those_in_it_stay() -> None:
+    desk = Desk(max_actors=1)
+    first = Actor(desk, "a").join(capacity=1)
+    second = Actor(desk, "b")
+    second.hello()
+    assert "hub.max_actors = 1" in second.heard(Refused)[0].reason
+    first.hello()
+    assert len(first.heard(Welcome)) == 2
+    assert [name for _, name, _ in desk.dispatcher.members()] == ["a"]
 
 
 @pytest.mark.parametrize(
     "message",
-    [Credit(capacity=1), ActorHeartbeat(policy_version=0, stats=ActorStats()), LeaseFailed(lease_id=500, reason="x")],
+    [
+        Credit(capacity=1),
+        ActorHeartbeat(policy_version=0, stats=ActorStats(), lease_ids=(0,), seen_lease_id=3),
+        LeaseFailed(lease_id=0, reason="x"),
+    ],
 )
 def test_strangers_are_told_so_and_change_nothing(message: ActorMessage) -> None:
     desk = Desk()
@@ -294,38 +406,70 @@ def test_newer_incarnation_replaces_the_older_one_and_its_leases_go_on() -> None
     assert older.heard(Unknown) == [Unknown()]
 
 
-def test_older_incarnation_is_refused_and_the_newer_one_stays() -> None:
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_of_two_actors_with_one_name_the_one_that_came_last_stays(before: int, after: int) -> None:
+    # Incarnations are random numbers: which one is larger says nothing.
     desk = Desk()
-    newer = Actor(desk, "a", incarnation=2).join(capacity=2)
-    older = Actor(desk, "a", incarnation=1)
-    older.hello()
-    assert "actor.name" in older.heard(Refused)[0].reason
-    assert desk.dispatcher.members() == [(newer.peer, "a", 0)]
-    assert len(newer.leases()) == 2
+    first = Actor(desk, "a", incarnation=before).join(capacity=2)
+    last = Actor(desk, "a", incarnation=after).join(capacity=2)
+    first.hello()
+    assert "actor.name" in first.heard(Refused)[0].reason
+    assert desk.dispatcher.members() == [(last.peer, "a", 0)]
+    assert len(last.leases()) == 2
+
+
+def test_replaced_actor_is_refused_for_good_and_remembered_among_many() -> None:
+    desk = Desk()
+    Actor(desk, "a", incarnation=0).hello()
+    for incarnation in range(1, MAX_REPLACED + 1):
+        Actor(desk, "a", incarnation=incarnation).hello()
+    first = Actor(desk, "a", incarnation=0)
+    first.hello()
+    assert len(first.heard(Refused)) == 1
+    assert len(desk.dispatcher._replaced) == MAX_REPLACED
+    Actor(desk, "a", incarnation=MAX_REPLACED + 1).hello()
+    assert len(desk.dispatcher._replaced) == MAX_REPLACED
 
 
 def test_bad_message_is_counted_and_answered_with_its_reason() -> None:
     desk = Desk()
-    desk.dispatcher.refuse(b"\xff\x00", WireError("protocol version 9"))
-    (outgoing,) = desk.dispatcher.take_outgoing()
-    assert outgoing == Outgoing(b"\xff\x00", Refused(reason="protocol version 9"))
-    assert len(desk.events("bad_message")) == 1
+    for _ in range(11):
+        desk.dispatcher.refuse(b"\xff\x00", WireError("protocol version 9"))
+    outgoing = desk.dispatcher.take_outgoing()
+    assert outgoing == [Outgoing(b"\xff\x00", Refused(reason="protocol version 9"))] * 11
+    assert len(desk.events("bad_message")) == 2, "the first and the tenth are told"
+    assert list(desk.status().rejected.values()) == [11]
 
 
-def test_heartbeat_is_recorded_and_answered() -> None:
-    desk = Desk(policy_version=2)
+def test_heartbeat_is_recorded_and_answered_with_the_newest_lease() -> None:
+    desk = Desk()
     actor = Actor(desk, "a").join(capacity=0)
-    actor.say(ActorHeartbeat(policy_version=1, stats=ActorStats(num_generated_tokens=7, seconds={"generate": 1.0})))
-    assert actor.heard(LearnerHeartbeat) == [LearnerHeartbeat(policy_version=2)]
+    stats = ActorStats(num_generated_tokens=7, seconds={"generate": 1.0})
+    actor.beat(policy_version=1, stats=stats)
+    assert actor.heard(LearnerHeartbeat) == [LearnerHeartbeat(newest_lease_id=-1)]
     (row,) = desk.rows_of("actor")
     assert (row["actor"], row["policy_version"], row["num_generated_tokens"]) == ("a", 1, 7)
     assert row["seconds"] == {"generate": 1.0}
+    actor.credit(2)
+    held = [lease.lease_id for lease in actor.leases()]
+    actor.beat(*held)
+    assert actor.heard(LearnerHeartbeat) == [LearnerHeartbeat(newest_lease_id=held[-1])]
+
+
+def test_flood_of_heartbeats_is_no_flood_of_rows() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=0)
+    for _ in range(100):
+        actor.beat()
+    assert len(actor.heard(LearnerHeartbeat)) == 100
+    assert len(desk.rows_of("actor")) == 1
 
 
 def test_weights_and_canary_messages_reach_their_parts_by_the_actors_name() -> None:
     desk = Desk()
     actor = Actor(desk, "a").join(capacity=0, policy_version=-1)
     staged = WeightsStaged(policy_version=1, epoch=3)
+    desk.dispatcher.publish(1)
     actor.say(staged)
     actor.commit(1)
     actor.say(CanaryScored(policy_version=1), np.array([-1.0, -2.0], np.float32))
@@ -458,13 +602,10 @@ def test_expired_lease_goes_to_another_actor_and_the_late_answer_is_a_duplicate(
     desk = Desk(groups_per_step=1, max_staleness=0)
     slow = Actor(desk, "slow").join(capacity=1)
     (late,) = slow.leases()
-    slow.say(Credit(capacity=0))
+    slow.credit(0)
     other = Actor(desk, "other").join(capacity=1)
-    for _ in range(10):
-        desk.tick(LEASE_TIMEOUT_S / 10)
-        slow.say(Credit(capacity=0))
-        other.say(Credit(capacity=1))
-        assert slow.heard(Cancel) == []
+    desk.tick(LEASE_TIMEOUT_S, slow, other)
+    assert slow.heard(Cancel) == []
     desk.tick(0.1)
     assert slow.heard(Cancel) == [Cancel(lease_ids=(late.lease_id,))]
     (again,) = other.leases()
@@ -485,8 +626,7 @@ def test_buffered_group_does_not_expire() -> None:
     actor = Actor(desk, "a").join(capacity=2)
     first, second = actor.leases()
     actor.answer(first.lease_id)
-    desk.now += LEASE_TIMEOUT_S + 1
-    actor.say(Credit(capacity=2))
+    desk.tick(LEASE_TIMEOUT_S + 1, actor)
     (again,) = actor.leases()
     assert again.prompt_id == second.prompt_id
     actor.answer(again.lease_id)
@@ -498,9 +638,7 @@ def test_leases_of_a_silent_actor_go_to_another() -> None:
     silent = Actor(desk, "silent").join(capacity=2)
     leases = silent.leases()
     other = Actor(desk, "other").join(capacity=2)
-    desk.now += DEAD_AFTER_S - 0.1
-    other.say(Credit(capacity=2))
-    desk.tick()
+    desk.tick(DEAD_AFTER_S - 0.1, other)
     other.heard(Lease)
     assert len(desk.dispatcher.members()) == 2
     desk.tick(0.2)
@@ -557,7 +695,7 @@ def test_lease_that_could_not_be_sent_is_taken_back_and_the_actor_gets_none_unti
     desk.dispatcher.unreachable(sent[0])
     assert desk.dispatcher.counts().expired == 1
     assert actor.leases() == []
-    actor.say(ActorHeartbeat(policy_version=0, stats=ActorStats()))
+    actor.say(Credit(capacity=2))
     (again,) = actor.leases()
     assert isinstance(sent[0].message, Lease)
     assert again.prompt_id == sent[0].message.prompt_id
@@ -567,7 +705,7 @@ def test_heartbeat_that_could_not_be_sent_takes_no_lease_back() -> None:
     desk = Desk()
     actor = Actor(desk, "a").join(capacity=2)
     actor.leases()
-    desk.dispatcher.unreachable(Outgoing(actor.peer, LearnerHeartbeat(policy_version=0)))
+    desk.dispatcher.unreachable(Outgoing(actor.peer, LearnerHeartbeat(newest_lease_id=0)))
     desk.dispatcher.unreachable(Outgoing(b"nobody", Unknown()))
     assert desk.dispatcher.counts().in_flight == 2
 
@@ -605,8 +743,8 @@ def test_group_sent_twice_is_acknowledged_twice_and_trained_once() -> None:
     assert desk.dispatcher.counts().trained == 1
 
 
-@pytest.mark.parametrize("lease_id", [0, 499, 10**9])
-def test_group_for_a_lease_of_another_learner_process_is_unknown(lease_id: int) -> None:
+@pytest.mark.parametrize("lease_id", [-1, 1, 10**9])
+def test_group_for_a_lease_that_was_never_granted_is_unknown(lease_id: int) -> None:
     desk = Desk()
     actor = Actor(desk, "a").join(capacity=1)
     actor.leases()
@@ -815,7 +953,6 @@ def test_death_of_the_hub_thread_raises_in_the_training_thread() -> None:
 def test_evaluation_round_completes_beside_training() -> None:
     desk = Desk(eval_interval=2, num_eval_prompts=3, groups_per_step=1, max_staleness=0)
     actor = Actor(desk, "a").join(capacity=9)
-    desk.dispatcher.publish(0)
     leases = actor.leases()
     held_out = [lease for lease in leases if lease.prompt.startswith("held-out")]
     training = [lease for lease in leases if lease.prompt.startswith("train")]
@@ -836,7 +973,6 @@ def test_evaluation_round_completes_beside_training() -> None:
 def test_evaluation_with_a_lost_actor_a_rejected_group_and_a_failed_reward_completes() -> None:
     desk = Desk(eval_interval=1, num_eval_prompts=3, groups_per_step=1, max_staleness=0)
     lost = Actor(desk, "lost").join(capacity=1)
-    desk.dispatcher.publish(0)
     assert [lease.prompt for lease in lost.leases()] == ["held-out 0"]
     lost.say(Goodbye(reason="x"))
     actor = Actor(desk, "a").join(capacity=9)
@@ -858,10 +994,8 @@ def test_evaluation_with_a_lost_actor_a_rejected_group_and_a_failed_reward_compl
 def test_evaluation_lease_expires_and_its_prompt_is_evaluated_again() -> None:
     desk = Desk(eval_interval=1, num_eval_prompts=1, max_staleness=0)
     actor = Actor(desk, "a").join(capacity=1)
-    desk.dispatcher.publish(0)
     (lease,) = actor.leases()
-    desk.now += LEASE_TIMEOUT_S + 1
-    actor.say(Credit(capacity=1))
+    desk.tick(LEASE_TIMEOUT_S + 1, actor)
     (again,) = actor.leases()
     assert (again.prompt, lease.prompt) == ("held-out 0", "held-out 0")
     assert actor.heard(Cancel) == [Cancel(lease_ids=(lease.lease_id,))]
@@ -873,7 +1007,6 @@ def test_evaluation_lease_expires_and_its_prompt_is_evaluated_again() -> None:
 def test_evaluation_prompt_that_always_fails_does_not_hold_up_the_round() -> None:
     desk = Desk(eval_interval=1, num_eval_prompts=1, max_lease_attempts=2, max_failed_leases=100)
     actor = Actor(desk, "a").join(capacity=1)
-    desk.dispatcher.publish(0)
     for _ in range(2):
         (lease,) = actor.leases()
         assert lease.prompt == "held-out 0"
@@ -887,26 +1020,25 @@ def test_evaluation_prompt_that_always_fails_does_not_hold_up_the_round() -> Non
 def test_evaluation_waits_for_weights_at_least_as_new() -> None:
     desk = Desk(eval_interval=1, num_eval_prompts=1, policy_version=5)
     actor = Actor(desk, "a").join(capacity=9, policy_version=4)
-    desk.dispatcher.publish(5)
     assert all(lease.prompt.startswith("train") for lease in actor.leases())
     actor.commit(5)
     assert [lease.min_policy_version for lease in actor.leases() if lease.prompt == "held-out 0"] == [5]
 
 
 def test_evaluations_fall_due_once_an_interval_even_when_its_multiples_are_not_published() -> None:
-    desk = Desk(eval_interval=5, num_eval_prompts=1, policy_version=20)
-    actor = Actor(desk, "a").join(capacity=1, policy_version=20)
+    desk = Desk(eval_interval=5, num_eval_prompts=1, policy_version=20, is_published=False)
     for version in (0, 2, 4, 6, 8, 10, 12, 13):
         desk.dispatcher.publish(version, last=version == 13)
+    actor = Actor(desk, "a").join(capacity=1, policy_version=13)
     while not desk.dispatcher.wait_evaluations(0.0):
         actor.answer(actor.leases()[0].lease_id, rewards=(1.0,))
     assert [row["policy_version"] for row in desk.rows_of("eval")] == [0, 6, 10, 13]
 
 
 def test_last_version_is_evaluated_once_although_it_falls_on_the_interval() -> None:
-    desk = Desk(eval_interval=5, num_eval_prompts=1, policy_version=10)
-    actor = Actor(desk, "a").join(capacity=1, policy_version=10)
+    desk = Desk(eval_interval=5, num_eval_prompts=1, policy_version=10, is_published=False)
     desk.dispatcher.publish(10, last=True)
+    actor = Actor(desk, "a").join(capacity=1, policy_version=10)
     actor.answer(actor.leases()[0].lease_id, rewards=(1.0,))
     assert desk.dispatcher.wait_evaluations(0.0)
 
@@ -932,17 +1064,22 @@ def test_state_holds_every_open_prompt_in_order() -> None:
     desk.train()
     actor.say(LeaseFailed(lease_id=leases[2].lease_id, reason="reward_error"))
     state = desk.dispatcher.state()
-    assert state.open_prompts == [leases[index].prompt_id for index in (3, 4, 5)]
-    assert state.stream.returned == (leases[2].prompt_id,)
+    opened = state.ledger.open
+    assert [(saved.lease_id, saved.is_ready) for saved in opened] == [
+        (leases[index].lease_id, is_ready) for index, is_ready in ((3, False), (4, True), (5, False))
+    ]
+    assert [saved.prompt_id for saved in opened] == [leases[index].prompt_id for index in (3, 4, 5)]
+    assert state.stream.returned == (Turn(leases[2].prompt_id, 0),)
     assert state.stream.position == 6
-    assert (state.counts.trained, state.counts.in_flight) == (2, 3)
-    assert state.counts.adds_up
+    counts = state.ledger.counts
+    assert (counts.trained, counts.in_flight) == (2, 3)
+    assert counts.adds_up
+    assert state.log_end is None
 
 
 def test_waiting_for_names_what_keeps_the_batch() -> None:
     desk = Desk()
     assert "offbeat actor" in desk.dispatcher.waiting_for()
-    desk.dispatcher.publish(0)
     actor = Actor(desk, "a").join(capacity=3, policy_version=-1)
     assert "weights 0 not yet at: a" in desk.dispatcher.waiting_for()
     actor.commit(0)

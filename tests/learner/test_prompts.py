@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from common.config import TaskSection
 from common.settings import SettingError
-from learner.prompts import LoadedPrompts, Prompt, PromptStream, StreamState, load_prompts
+from learner.prompts import LoadedPrompts, Prompt, PromptStream, StreamState, Turn, load_prompts
 
 
 class CharacterTokenizer:
@@ -164,6 +164,10 @@ def test_dataset_without_the_split_is_an_error(dataset: Path) -> None:
 
 
 def drain(stream: PromptStream, count: int) -> list[int]:
+    return [turn.prompt_id for turn in drain_turns(stream, count)]
+
+
+def drain_turns(stream: PromptStream, count: int) -> list[Turn]:
     return [stream.next() for _ in range(count)]
 
 
@@ -191,11 +195,34 @@ def test_order_is_a_function_of_seed_and_position(num_prompts: int, seed: int, p
 def test_prompts_given_back_come_first_and_oldest_first() -> None:
     stream = PromptStream(5, seed=0)
     first, second, third = drain(stream, 3)
-    stream.give_back(third)
-    stream.give_back(first)
+    stream.give_back(third, 0)
+    stream.give_back(first, 0)
     assert drain(stream, 2) == [third, first]
     assert stream.position == 3
     assert sorted([first, second, third, *drain(stream, 2)]) == [0, 1, 2, 3, 4]
+
+
+@given(position=st.integers(0, 12), num_returned=st.integers(0, 2))
+def test_peeking_serves_nothing(position: int, num_returned: int) -> None:
+    stream = PromptStream(4, seed=0, position=position)
+    for prompt_id in range(num_returned):
+        stream.give_back(prompt_id, 0)
+    before = stream.state()
+    assert stream.peek() == stream.peek()
+    assert stream.state() == before
+    assert stream.peek() == stream.next()
+
+
+def test_prompt_keeps_the_pass_it_belongs_to_when_it_is_given_back() -> None:
+    stream = PromptStream(3, seed=0)
+    turns = drain_turns(stream, 5)
+    assert [turn.epoch for turn in turns] == [0, 0, 0, 1, 1]
+    stream.give_back(*turns[1])
+    stream.give_back(*turns[4])
+    rest = ({0, 1, 2} - {turns[3].prompt_id, turns[4].prompt_id}).pop()
+    assert drain_turns(stream, 3) == [turns[1], turns[4], Turn(rest, 1)]
+    assert stream.epoch == 2
+    assert stream.share_served == 0.0
 
 
 @given(num_prompts=st.integers(1, 8), gives_back=st.lists(st.booleans(), max_size=60))
@@ -204,11 +231,11 @@ def test_each_prompt_is_served_once_an_epoch_and_once_more_for_each_return(num_p
     served: Counter[int] = Counter()
     returned: Counter[int] = Counter()
     for is_given_back in gives_back:
-        prompt_id = stream.next()
-        served[prompt_id] += 1
+        turn = stream.next()
+        served[turn.prompt_id] += 1
         if is_given_back:
-            stream.give_back(prompt_id)
-            returned[prompt_id] += 1
+            stream.give_back(*turn)
+            returned[turn.prompt_id] += 1
     served.update(drain(stream, len(stream.state().returned)))
     assert served - returned == Counter(drain(PromptStream(num_prompts, seed=3), stream.position))
 
@@ -216,11 +243,11 @@ def test_each_prompt_is_served_once_an_epoch_and_once_more_for_each_return(num_p
 @given(served=st.integers(0, 12), returns=st.integers(0, 4), num_prompts=st.integers(1, 6))
 def test_restored_stream_goes_on_as_the_saved_one(served: int, returns: int, num_prompts: int) -> None:
     stream = PromptStream(num_prompts, seed=1)
-    for prompt_id in drain(stream, served)[:returns]:
-        stream.give_back(prompt_id)
+    for turn in drain_turns(stream, served)[:returns]:
+        stream.give_back(*turn)
     saved = msgspec.json.decode(msgspec.json.encode(stream.state()), type=StreamState)
     restored = PromptStream.from_state(saved, num_prompts)
-    assert drain(restored, 15) == drain(stream, 15)
+    assert drain_turns(restored, 15) == drain_turns(stream, 15)
 
 
 def test_stream_over_other_data_is_not_restored() -> None:

@@ -5,10 +5,10 @@ import os
 import signal
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -16,44 +16,52 @@ import torch
 
 from actor.weight_receiver import Outcome, WeightReceiver
 from common import collectives
-from common.weights import WeightBuffer, make_layout
+from common.weights import checksum, make_layout
+from learner import weight_editions
 from learner.weight_publisher import WeightPublisher
-from protocols.messages import LearnerMessage, TensorSpec, WeightsCommitted, WeightsStaged, WeightUpdate
+from protocols.channels import Hub, Link
+from protocols.messages import LearnerMessage, TensorSpec, WeightPull, WeightsCommitted, WeightsStaged, WeightUpdate
 
 SMALL = make_layout([("embed", (7, 3)), ("scale", ()), ("head", (5,))], torch.bfloat16)
 LARGE = make_layout([("embed", (4096, 4096))], torch.float32)
 BUCKET_BYTES = 1 << 18
+CHUNK_BYTES = 1 << 18
+MAX_PULLS = 2
+MAX_MESSAGE_BYTES = 1 << 24
 TIMEOUT_S = 1.5
 PATIENCE_S = 30.0
 
-Mishap = Literal["", "SIGKILL", "SIGSTOP"]
+Mishap = Literal["", "SIGKILL", "SIGSTOP", "wrong byte"]
 
 context = multiprocessing.get_context("forkserver")
 # One process imports torch; receivers are forked from it.
 context.set_forkserver_preload(["actor.weight_receiver", "learner.ranks"])
 
 
-def receive_weights(connection: Connection, layout: tuple[TensorSpec, ...], mishap: Mishap, poll_s: float) -> None:
+def open_hub() -> Hub:
+    return Hub("tcp://127.0.0.1:0", max_message_bytes=1 << 16)
+
+
+def receive_weights(connection: Connection, layout: tuple[TensorSpec, ...], peer: bytes, mishap: Mishap, poll_s: float) -> None:
     """An actor's part: announcements in, `(outcome, checksum)` out. With a `mishap`, it befalls the first transfer half-way."""
     collectives.POLL_S = poll_s
-    receiver = WeightReceiver(layout)
+    receiver = WeightReceiver(layout, lambda address: Link(address, identity=peer, max_message_bytes=MAX_MESSAGE_BYTES))
     connection.send("up")
     flat = receiver.buffer.flat
     while True:
         if mishap and flat[len(flat) // 2] != 0 and flat[-1] == 0:
-            mishap, signal_number = "", signal.Signals[mishap]
-            os.kill(os.getpid(), signal_number)
+            befallen, mishap = mishap, ""
+            if befallen == "wrong byte":
+                flat[0] ^= 1
+            else:
+                os.kill(os.getpid(), signal.Signals[befallen])
         while connection.poll(0.0005):
             receiver.announce(connection.recv())
         outcome = receiver.outcome()
         if outcome is not None:
-            connection.send((outcome, checksum(receiver.buffer)))
+            connection.send((outcome, checksum(flat)))
             if not outcome.error:
                 receiver.release()
-
-
-def checksum(buffer: WeightBuffer) -> int:
-    return zlib.crc32(buffer.flat.numpy().data)
 
 
 class Receiver:
@@ -68,7 +76,7 @@ class Receiver:
         self.checksums: dict[int, int] = {}
         self.epochs: dict[int, int] = {}
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=receive_weights, args=(theirs, layout, mishap, poll_s), daemon=True)
+        self.process = context.Process(target=receive_weights, args=(theirs, layout, self.peer, mishap, poll_s), daemon=True)
         self.process.start()
         theirs.close()
         assert self.connection.poll(PATIENCE_S)
@@ -88,13 +96,17 @@ class Receiver:
 class Fleet:
     """The publisher, its receivers, and a thread that carries messages between them as the hub would."""
 
-    def __init__(self, layout: tuple[TensorSpec, ...], timeout_s: float) -> None:
+    def __init__(self, layout: tuple[TensorSpec, ...], timeout_s: float, backend: Literal["gloo", "pull"]) -> None:
         self.layout = layout
         self.receivers: list[Receiver] = []
         self.rows: list[dict[str, Any]] = []
         self.failures: list[BaseException] = []
         self.announced: list[tuple[str, int]] = []
         """Receivers by name and the versions announced to them."""
+        self.pulled: list[tuple[str, int]] = []
+        """Those of them that were to pull."""
+        self.most_pulls = 0
+        """At once."""
         self.sent_checksums: dict[int, int] = {}
         self.publisher = WeightPublisher(
             layout=layout,
@@ -104,9 +116,13 @@ class Fleet:
             host="127.0.0.1",
             listen_on="127.0.0.1",
             port=0,
-            backend="gloo",
+            backend=backend,
             timeout_s=timeout_s,
             bucket_bytes=BUCKET_BYTES,
+            open_hub=open_hub,
+            chunk_bytes=CHUNK_BYTES,
+            max_pulls=MAX_PULLS,
+            max_pull_lag=2,
             on_failure=self.failures.append,
         )
         self.publisher.start()
@@ -123,8 +139,11 @@ class Fleet:
     def post(self, peer: bytes, message: LearnerMessage) -> None:
         for receiver in self.receivers:
             if receiver.peer == peer and receiver.process.is_alive():
-                assert isinstance(message, WeightUpdate)
+                assert isinstance(message, WeightUpdate | WeightPull)
                 self.announced.append((receiver.name, message.policy_version))
+                if isinstance(message, WeightPull):
+                    self.pulled.append((receiver.name, message.policy_version))
+                    self.most_pulls = max(self.most_pulls, len(self.publisher._pulls))
                 receiver.connection.send(message)
 
     def carry(self) -> None:
@@ -143,7 +162,7 @@ class Fleet:
         assert isinstance(outcome, Outcome)
         if receiver.is_mute:
             return
-        version, epoch = outcome.update.policy_version, outcome.update.epoch
+        version, epoch = outcome.policy_version, outcome.epoch
         if not outcome.error:
             receiver.checksums[version] = received
             receiver.epochs[version] = epoch
@@ -154,16 +173,17 @@ class Fleet:
 
     def publish(self, policy_version: int) -> None:
         with self.publisher.writing() as buffer:
-            generator = torch.Generator().manual_seed(policy_version)
-            # From 1: a receiver must be able to tell what has arrived from the zeros before it.
-            buffer.flat.random_(1, 256, generator=generator)
-            self.sent_checksums[policy_version] = checksum(buffer)
+            buffer.flat.view(torch.int64).random_(generator=torch.Generator().manual_seed(policy_version))
+            # A receiver must be able to tell how much has arrived from the zeros before it.
+            buffer.flat[len(buffer.flat) // 2] = buffer.flat[-1] = 1
+            self.sent_checksums[policy_version] = checksum(buffer.flat)
             self.publisher.publish(policy_version)
 
     def wait(self, policy_version: int, *receivers: Receiver) -> None:
         self.wait_for(lambda: all(receiver.policy_version >= policy_version for receiver in receivers))
         for receiver in receivers:
-            assert receiver.checksums[policy_version] == self.sent_checksums[policy_version]
+            for version, received in receiver.checksums.items():
+                assert received == self.sent_checksums[version]
 
     def wait_for(self, claim: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -188,12 +208,15 @@ class Fleet:
         for receiver in self.receivers:
             receiver.end()
         assert not self.publisher._thread.is_alive()
+        assert not self.publisher._server._thread.is_alive()
         assert not self.failures, self.failures
 
 
 @contextmanager
-def fleet_of(layout: tuple[TensorSpec, ...], *names: str, timeout_s: float = TIMEOUT_S) -> Iterator[Fleet]:
-    fleet = Fleet(layout, timeout_s)
+def fleet_of(
+    layout: tuple[TensorSpec, ...], *names: str, timeout_s: float = TIMEOUT_S, backend: Literal["gloo", "pull"] = "gloo"
+) -> Iterator[Fleet]:
+    fleet = Fleet(layout, timeout_s, backend)
     try:
         for name in names:
             fleet.join(name)
@@ -226,17 +249,22 @@ def test_version_larger_than_a_bucket_arrives() -> None:
         assert fleet.excluded() == []
 
 
+def num_keys(fleet: Fleet) -> int:
+    assert fleet.publisher._store is not None
+    return fleet.publisher._store.num_keys()
+
+
 def test_keys_of_past_transfers_do_not_pile_up_in_the_store() -> None:
     with fleet_of(SMALL, "a", "b") as fleet:
         fleet.publish(0)
         fleet.wait(0, *fleet.receivers)
         fleet.publish(1)
         fleet.wait(1, *fleet.receivers)
-        before = fleet.publisher._store.num_keys()
+        before = num_keys(fleet)
         for version in range(2, 12):
             fleet.publish(version)
             fleet.wait(version, *fleet.receivers)
-        assert fleet.publisher._store.num_keys() <= before
+        assert num_keys(fleet) <= before
 
 
 def test_late_joiner_gets_the_current_version() -> None:
@@ -366,6 +394,133 @@ def test_actor_that_does_not_commit_is_left_out_longer_each_time() -> None:
         assert second.endswith("left out for 4 s")
 
 
+def test_joiner_pulls_while_collectives_go_on_for_the_others_and_enters_the_next() -> None:
+    with fleet_of(LARGE, "a", "b") as fleet:
+        others = list(fleet.receivers)
+        fleet.publish(0)
+        fleet.wait(0, *others)
+        late = fleet.join("late")
+        version = 0
+        while late.policy_version < 0:
+            version += 1
+            fleet.publish(version)
+            fleet.wait(version, *others)
+        assert ("late", late.policy_version) in fleet.pulled
+        assert late.epochs[late.policy_version] == -1
+        fleet.publish(version + 1)
+        fleet.wait(version + 1, *fleet.receivers)
+        assert late.epochs[version + 1] == others[0].epochs[version + 1] >= 0
+        assert {name for name, _ in fleet.pulled} == {"late"}
+        assert fleet.excluded() == []
+
+
+def test_no_more_than_max_pulls_actors_pull_at_once() -> None:
+    with fleet_of(LARGE, "a") as fleet:
+        fleet.publish(0)
+        fleet.wait(0, *fleet.receivers)
+        joiners = [Receiver(f"late-{index}", LARGE, "", 0.001) for index in range(4)]
+        fleet.receivers.extend(joiners)
+        fleet.wait(0, *joiners)
+        assert fleet.most_pulls == MAX_PULLS
+        assert len(fleet.pulled) == 4
+        assert fleet.excluded() == []
+
+
+@pytest.mark.parametrize("mishap", ["SIGKILL", "SIGSTOP"])
+def test_puller_that_stalls_or_dies_half_way_is_named_and_its_place_goes_to_another(mishap: Mishap) -> None:
+    with fleet_of(LARGE, "a") as fleet:
+        fleet.publish(0)
+        fleet.wait(0, *fleet.receivers)
+        # They take all the places there are.
+        victims = [fleet.join(f"victim-{index}", mishap) for index in range(MAX_PULLS)]
+        fleet.wait_for(lambda: len(fleet.pulled) == MAX_PULLS)
+        late = fleet.join("late")
+        fleet.wait(0, late)
+        fleet.wait_for(lambda: set(fleet.excluded()) == {victim.name for victim in victims})
+        assert any("asked for no chunk of version 0" in row.get("detail", "") for row in fleet.rows)
+        if mishap == "SIGSTOP":
+            for victim in victims:
+                victim.signal(signal.SIGCONT)
+            fleet.wait(0, *victims)
+
+
+def test_receiver_that_has_a_wrong_byte_says_so_and_pulls_while_the_others_have_the_version() -> None:
+    with fleet_of(LARGE, "a", "b") as fleet:
+        others = list(fleet.receivers)
+        victim = fleet.join("victim", "wrong byte")
+        fleet.publish(0)
+        fleet.wait(0, *others)
+        fleet.wait(0, victim)
+        assert fleet.excluded() == ["victim"]
+        assert "wrong checksum" in next(row["detail"] for row in fleet.rows if row["kind"] == "event")
+        assert fleet.pulled == [("victim", 0)]
+
+
+def test_actor_that_is_distrusted_is_left_out_and_pulls() -> None:
+    with fleet_of(SMALL, "honest", "liar") as fleet:
+        honest, liar = fleet.receivers
+        fleet.publish(0)
+        fleet.wait(0, honest, liar)
+        liar.policy_version = -1
+        liar.checksums.clear()
+        fleet.publisher.distrust(liar.peer, "liar", "scored the canary otherwise")
+        assert fleet.publisher.problems()[0].startswith("liar scored the canary otherwise; no weights for another")
+        fleet.publish(1)
+        fleet.wait(1, honest)
+        assert fleet.pulled == []
+        fleet.wait(1, liar)
+        assert fleet.excluded() == ["liar"]
+        assert fleet.pulled == [("liar", 1)]
+        fleet.publish(2)
+        fleet.wait(2, honest, liar)
+        assert honest.epochs[2] == liar.epochs[2] >= 0
+
+
+def test_with_the_backend_pull_nobody_meets_in_a_store() -> None:
+    with fleet_of(SMALL, "a", "b", "c", backend="pull") as fleet:
+        for version in range(5):
+            fleet.publish(version)
+            fleet.wait(version, *fleet.receivers)
+        assert fleet.publisher._store is None
+        assert len(fleet.pulled) == 15
+        assert fleet.excluded() == []
+
+
+def test_training_goes_on_while_an_actor_pulls_and_what_it_pulls_does_not_change() -> None:
+    with fleet_of(LARGE, "a", timeout_s=PATIENCE_S) as fleet:
+        (steady,) = fleet.receivers
+        fleet.publish(0)
+        fleet.wait(0, steady)
+        late = fleet.join("late", "SIGSTOP")
+        fleet.wait_for(lambda: stopped(late))
+        for version in range(1, 5):
+            fleet.publish(version)
+            fleet.wait(version, steady)
+            assert late.peer in fleet.publisher._pulls
+        assert any(line.startswith("late pulls weights 0: asked for") for line in fleet.publisher.problems())
+        late.signal(signal.SIGCONT)
+        # The bytes of version 0, in spite of everything written since.
+        fleet.wait_for(lambda: 0 in late.checksums)
+        fleet.wait(4, late)
+        assert late.epochs[4] >= 0
+        assert fleet.excluded() == []
+
+
+def test_training_goes_on_while_a_broadcast_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_editions, "PATIENCE_S", 0.1)
+    with fleet_of(LARGE) as fleet:
+        stopped_one = fleet.join("victim", "SIGSTOP")
+        fleet.publish(0)
+        fleet.wait_for(lambda: stopped(stopped_one))
+        fleet.publish(1)
+        assert fleet.publisher._in_collective
+        assert fleet.excluded() == []
+
+
+def stopped(receiver: Receiver) -> bool:
+    return Path(f"/proc/{receiver.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 def update_from(port: int, timeout_s: float) -> WeightUpdate:
     return WeightUpdate(
         policy_version=1,
@@ -376,13 +531,18 @@ def update_from(port: int, timeout_s: float) -> WeightUpdate:
         store_port=port,
         backend="gloo",
         bucket_bytes=BUCKET_BYTES,
+        checksum=0,
         timeout_s=timeout_s,
     )
 
 
+def no_link(address: str) -> Link:
+    raise AssertionError(f"nobody pulls from {address} here")
+
+
 def test_receiver_that_waits_for_the_learners_go_ends_when_it_is_closed() -> None:
     store = collectives.serve_store("127.0.0.1", 0, PATIENCE_S, listen_on="127.0.0.1")
-    receiver = WeightReceiver(SMALL)
+    receiver = WeightReceiver(SMALL, no_link)
     receiver.announce(update_from(store.port, PATIENCE_S))
     rendezvous = collectives.Rendezvous(store, epoch=1, policy_version=1)
     deadline = time.monotonic() + PATIENCE_S
@@ -394,7 +554,7 @@ def test_receiver_that_waits_for_the_learners_go_ends_when_it_is_closed() -> Non
 
 
 def test_receiver_without_a_learner_reports_an_error_and_lives() -> None:
-    receiver = WeightReceiver(SMALL)
+    receiver = WeightReceiver(SMALL, no_link)
     try:
         receiver.announce(update_from(9, 0.5))
         deadline = time.monotonic() + PATIENCE_S

@@ -3,22 +3,15 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from protocols.channels import ChannelError, Hub, Link, Received, host_of
+from protocols.channels import ChannelError, Hub, Link, host_of, is_loopback
 from protocols.messages import Ack, CanaryScored, Credit, Goodbye, Lease, Sampling, Stop, Unknown
 from protocols.wire import FromActor, FromLearner, WireError, logprobs, token_ids
-
-ANY_PORT = "tcp://127.0.0.1:0"
-LIMIT = 1 << 20
-PATIENCE_S = 10.0
-INTRODUCTION = Credit(capacity=-1)
-
-T = TypeVar("T")
+from tests.protocols.sockets import ANY_PORT, LIMIT, PATIENCE_S, eventually, free_port, introduce, receive
 
 
 @pytest.fixture
@@ -31,45 +24,6 @@ def hub() -> Iterator[Hub]:
 def link(hub: Hub) -> Iterator[Link]:
     with Link(hub.address, identity=b"actor-0", max_message_bytes=LIMIT) as link:
         yield link
-
-
-def eventually(attempt: Callable[[], T | None]) -> T:
-    """The first result that is neither None nor False, within `PATIENCE_S`."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        result = attempt()
-        if result is not None and result is not False:
-            return result
-        time.sleep(0.005)
-    raise AssertionError(f"nothing within {PATIENCE_S} s")
-
-
-def receive(hub: Hub) -> Received:
-    """The next message that is no left-over of `introduce`."""
-
-    def attempt() -> Received | None:
-        hub.wait(0.05)
-        received = hub.receive()
-        return None if received is not None and received.packet == (INTRODUCTION, ()) else received
-
-    return eventually(attempt)
-
-
-def introduce(hub: Hub, link: Link) -> None:
-    """Let the hub learn of the link's address: a ROUTER can send to those only that it knows."""
-
-    def attempt() -> Received | None:
-        # Again and again: what was sent into a connection that just broke is lost.
-        link.send(INTRODUCTION)
-        hub.wait(0.1)
-        return hub.receive()
-
-    assert eventually(attempt).packet == (INTRODUCTION, ())
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 @pytest.mark.parametrize(
@@ -85,10 +39,35 @@ def test_host_of_address(address: str, host: str) -> None:
     assert host_of(address) == host
 
 
+@pytest.mark.parametrize(
+    ("address", "is_so"),
+    [
+        ("tcp://127.0.0.1:5700", True),
+        ("tcp://127.1.2.3:5700", True),
+        ("tcp://localhost:5700", True),
+        ("tcp://[::1]:5700", True),
+        ("tcp://*:5700", False),
+        ("tcp://0.0.0.0:5700", False),
+        ("tcp://[::]:5700", False),
+        ("tcp://lo:5700", False),
+        ("tcp://localhost.example.org:5700", False),
+        ("tcp://127.0.0.1.example.org:5700", False),
+    ],
+)
+def test_only_what_surely_is_loopback_is_taken_for_it(address: str, is_so: bool) -> None:
+    assert is_loopback(address) is is_so
+
+
+@pytest.mark.parametrize("address", ["tcp://*:0", "tcp://0.0.0.0:0", "tcp://lo:0"])
+def test_hub_without_keys_does_not_bind_beyond_loopback(address: str) -> None:
+    with pytest.raises(ChannelError, match=r"other machines.*offbeat keygen"):
+        Hub(address, max_message_bytes=LIMIT)
+
+
 def test_message_and_array_of_the_actor_reach_the_hub(hub: Hub, link: Link) -> None:
     values = np.linspace(-3, 0, 50_000, dtype=np.float32)
     eventually(lambda: link.send(CanaryScored(policy_version=3), values))
-    peer, packet = receive(hub)
+    peer, packet, _ = receive(hub)
     assert peer == b"actor-0"
     assert isinstance(packet, FromActor)
     assert packet.message == CanaryScored(policy_version=3)
@@ -222,7 +201,7 @@ def test_oversized_message_is_not_delivered_and_the_hub_lives(hub: Hub) -> None:
 def test_foreign_frames_are_a_wire_error_at_the_hub_and_change_nothing(hub: Hub, link: Link) -> None:
     # Only a raw socket of the library can send what `encode` would not.
     link._socket.send_multipart([b"GET / HTTP/1.1", b"x"])
-    peer, packet = receive(hub)
+    peer, packet, _ = receive(hub)
     assert peer == b"actor-0"
     assert isinstance(packet, WireError)
     introduce(hub, link)

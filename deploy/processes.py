@@ -1,0 +1,70 @@
+"""The processes of this machine, read from /proc (Linux)."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+LOOK_S = 0.01
+
+
+def marked(variable: str, value: str) -> list[int]:
+    """Living processes that were started with this environment variable, and all that inherited it."""
+    mark = f"{variable}={value}".encode()
+    return [pid for pid in _all() if mark in _read(pid, "environ").split(b"\0") and not has_ended(pid)]
+
+
+def children(pid: int) -> list[int]:
+    """Living processes that this one started."""
+    return [child for child in _all() if _parent(child) == pid and not has_ended(child)]
+
+
+def descendants(pid: int) -> list[int]:
+    """Living children, their children, and so on."""
+    found = children(pid)
+    return found + [grandchild for child in found for grandchild in descendants(child)]
+
+
+def arguments(pid: int) -> list[str]:
+    """Its command line; empty when it has ended."""
+    return _read(pid, "cmdline").decode(errors="replace").split("\0")[:-1]
+
+
+def has_ended(pid: int) -> bool:
+    """Whether nothing of it runs any more: it may still wait for its parent to take notice."""
+    return _stat(pid)[:1] in ([], ["Z"])
+
+
+def kill(pid: int, deadline_s: float = 10.0) -> None:
+    """SIGKILL, and wait until it is dead."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    deadline = time.monotonic() + deadline_s
+    while not has_ended(pid):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"process {pid} did not die within {deadline_s:g} s: {arguments(pid)}")
+        time.sleep(LOOK_S)
+
+
+def _all() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _parent(pid: int) -> int:
+    fields = _stat(pid)
+    return int(fields[1]) if fields else 0
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent and what follows; empty when it is gone."""
+    # The name before them may hold anything, blanks and parentheses too.
+    return _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return b""

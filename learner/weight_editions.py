@@ -1,0 +1,104 @@
+"""Which buffer holds which version, and who reads it: training writes the next version while an older one is still sent.
+
+There is one buffer as long as every version is sent before the next one is written. A second one is made when a version is lent
+to pullers, or when a transfer hangs; there is never a third.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from common.weights import WeightBuffer, buffer_bytes, checksum
+from protocols.messages import TensorSpec
+
+PATIENCE_S = 1.0
+"""How long training waits for a transfer to end before it takes memory for a second buffer instead."""
+
+
+@dataclass(eq=False)
+class Edition:
+    """One version in a buffer; not overwritten while it has readers."""
+
+    buffer: WeightBuffer
+    policy_version: int
+    num_readers: int = 0
+    checksum: int = 0
+    """Of the whole buffer; right for those who `take` the edition."""
+
+
+class Editions:
+    """See the module's docstring. Any thread may call, but only one may write."""
+
+    def __init__(self, layout: tuple[TensorSpec, ...]) -> None:
+        self._layout = layout
+        self._current = Edition(WeightBuffer(layout), -1)
+        self._spare: WeightBuffer | None = None
+        self._has_second = False
+        self._is_writing = False
+        self._changed = threading.Condition()
+
+    @property
+    def current(self) -> Edition:
+        """The newest; it may be overwritten at any time: to read the buffer, `take`."""
+        return self._current
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[WeightBuffer]:
+        """A buffer that nobody reads. Waits for: a transfer, `PATIENCE_S` at most unless both buffers are being read."""
+        with self._changed:
+            if not self._changed.wait_for(self._is_a_buffer_free, PATIENCE_S) and not self._has_second:
+                # Its pages are touched by the snapshot: filling it with zeros first would keep training waiting.
+                self._spare = WeightBuffer(self._layout, torch.empty(buffer_bytes(self._layout), dtype=torch.uint8))
+                self._has_second = True
+            self._changed.wait_for(self._is_a_buffer_free)
+            buffer = self._current.buffer
+            if self._current.num_readers:
+                assert self._spare is not None
+                buffer, self._spare = self._spare, None
+            self._current = Edition(buffer, self._current.policy_version)
+            self._is_writing = True
+        try:
+            yield buffer
+        finally:
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+
+    def publish(self, policy_version: int) -> None:
+        """What was written last is this version."""
+        with self._changed:
+            self._current.policy_version = policy_version
+
+    def take(self) -> Edition:
+        """The newest edition, as a reader: `give_back` it. Waits for: the end of `writing`; then reads all of it once."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_writing)
+            edition = self._current
+            edition.num_readers += 1
+        edition.checksum = edition.checksum or checksum(edition.buffer.flat)
+        return edition
+
+    def give_back(self, edition: Edition) -> None:
+        """One reader less; the last one of an old edition leaves its buffer to training."""
+        with self._changed:
+            edition.num_readers -= 1
+            if not edition.num_readers and edition is not self._current:
+                self._spare = edition.buffer
+            self._changed.notify_all()
+
+    def provide_spare(self) -> None:
+        """Make the second buffer now if there is none: before an edition is lent, and not in the training thread."""
+        with self._changed:
+            if self._has_second:
+                return
+            self._has_second = True
+        spare = WeightBuffer(self._layout)
+        with self._changed:
+            self._spare = spare
+            self._changed.notify_all()
+
+    def _is_a_buffer_free(self) -> bool:
+        return not self._current.num_readers or self._spare is not None

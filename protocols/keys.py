@@ -1,0 +1,220 @@
+"""CURVE keys of the services: their files, and the learner's list of those that may connect.
+
+Both ends of a connection know each other's public key beforehand: the learner by `hub.allowed_keys`, everybody else by
+`hub.learner_key`. All files are text, with z85 keys; the line of a `.pub` file is the line that belongs in the list.
+"""
+
+import fnmatch
+import logging
+import os
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple, cast, get_args
+
+import zmq
+from zmq.utils import z85
+
+logger = logging.getLogger(__name__)
+
+Role = Literal["learner", "actor", "operator"]
+
+LOOK_INTERVAL_S = 0.5
+"""An allow-list that changed is read again after so long at most."""
+
+Z85_KEY_CHARACTERS = 40
+
+
+class KeyFileError(ValueError):
+    """A key file that cannot be used; the text says what is wrong with it."""
+
+    def __init__(self, path: Path, problem: str, cure: str) -> None:
+        super().__init__(f"{path}: {problem}. {cure}")
+        self.path = path
+        self.problem = problem
+        self.cure = cure
+
+
+class PublicKey(NamedTuple):
+    """Whose key it is; also one line of an allow-list."""
+
+    role: Role
+    name: str
+    """Of the service; a name that ends in `*` is for every service whose name begins so."""
+    public: bytes
+    """z85, 40 characters."""
+
+    def line(self) -> str:
+        """As it is written to files."""
+        return f"{self.role} {self.name} {self.public.decode()}"
+
+
+class KeyPair(NamedTuple):
+    """What a service needs to prove that it is `owner`."""
+
+    owner: PublicKey
+    secret: bytes
+    """z85, 40 characters."""
+
+
+class Sender(NamedTuple):
+    """Whose key a message came under."""
+
+    name: str = "*"
+    """The actor's name, or a pattern for a fleet that shares a key: `fnmatch` decides."""
+    role: Literal["", "actor", "operator"] = ""
+    """Empty where no keys are in use, and everybody may do everything."""
+
+    def may_be(self, name: str) -> bool:
+        """Whether the key is one for the service of that name."""
+        return fnmatch.fnmatchcase(name, self.name)
+
+
+NO_KEYS = Sender()
+
+
+def make_key_pair(role: Role, name: str) -> KeyPair:
+    """A new, random one."""
+    public, secret = zmq.curve_keypair()
+    return KeyPair(PublicKey(role, name, public), secret)
+
+
+def secret_text(key: KeyPair) -> str:
+    """The content of a `.key` file."""
+    role, name, _ = key.owner
+    return (
+        f"# Secret key of the {role} {name}, made by `offbeat keygen`. Whoever can read this file can pose as it.\n"
+        f"{key.owner.line()}\nsecret {key.secret.decode()}\n"
+    )
+
+
+def public_text(key: PublicKey) -> str:
+    """The content of a `.pub` file."""
+    use = "hub.learner_key names this file." if key.role == "learner" else "The next line belongs in hub.allowed_keys."
+    return f"# Public key of the {key.role} {key.name}, made by `offbeat keygen`. {use}\n{key.line()}\n"
+
+
+def read_key_pair(path: Path) -> KeyPair:
+    """A `.key` file; `KeyFileError` for one that is missing, damaged, or open to everybody on the machine."""
+    lines = _read_lines(path)
+    if stat.S_IMODE(path.stat().st_mode) & stat.S_IRWXO:
+        raise KeyFileError(path, "every user of this machine can get at the secret key", f"Run: chmod 600 {path}")
+    match lines:
+        case [(_, owner), (_, secret)] if secret.startswith("secret "):
+            key = KeyPair(_parse(path, owner), secret.removeprefix("secret ").encode())
+        case _:
+            raise KeyFileError(path, "it is no secret key file", "Name a .key file that `offbeat keygen` made.")
+    if not _is_key(key.secret.decode()) or zmq.curve_public(key.secret) != key.owner.public:
+        raise KeyFileError(path, "its secret and public keys do not belong together", "Make another with `offbeat keygen`.")
+    return key
+
+
+def read_public_key(path: Path) -> PublicKey:
+    """A `.pub` file; `KeyFileError` for one that is missing or damaged."""
+    match _read_lines(path):
+        case [(_, line)]:
+            return _parse(path, line)
+        case _:
+            raise KeyFileError(path, "it is no public key file", "Name a .pub file that `offbeat keygen` made.")
+
+
+def read_allowed_keys(path: Path) -> dict[bytes, Sender]:
+    """An allow-list, by public key; `KeyFileError` names the line that is wrong."""
+    senders: dict[bytes, Sender] = {}
+    for number, line in _read_lines(path):
+        key = _parse(path, line, number)
+        if key.role == "learner":
+            problem = f"line {number} is the learner's own key"
+            raise KeyFileError(path, problem, "The list has actors and operators; remove the line.")
+        if key.public in senders:
+            raise KeyFileError(
+                path, f"line {number} has the same key as an earlier one", "Give each its own key, or remove one."
+            )
+        senders[key.public] = Sender(key.name, key.role)
+    return senders
+
+
+class AllowList:
+    """The file of public keys that may connect, as it is now: whoever changes it need not tell. For any thread.
+
+    A file that is gone or broken changes nothing but the log.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path = path
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seen = _signature(path)
+        self._senders: Mapping[bytes, Sender] = read_allowed_keys(path)
+        self._looked_at = clock()
+
+    def sender(self, public_key: bytes) -> Sender | None:
+        """Whose key it is; None when it may not connect (any more)."""
+        if self._clock() - self._looked_at >= LOOK_INTERVAL_S:
+            self._look()
+        return self._senders.get(public_key)
+
+    def _look(self) -> None:
+        with self._lock:
+            self._looked_at = self._clock()
+            # Taken before the file is read: what is written meanwhile is seen at the next look.
+            signature = _signature(self.path)
+            if signature == self._seen:
+                return
+            self._seen = signature
+            try:
+                senders = read_allowed_keys(self.path)
+            except KeyFileError as error:
+                logger.error("hub.allowed_keys is left as it was: %s", error)
+                return
+            added, removed = len(senders.keys() - self._senders.keys()), len(self._senders.keys() - senders.keys())
+            logger.info("hub.allowed_keys changed: %d keys added, %d revoked, %d in all", added, removed, len(senders))
+            self._senders = senders
+
+
+def _signature(path: Path) -> tuple[int, int, int] | None:
+    """Another one when the file changed; None when there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _read_lines(path: Path) -> list[tuple[int, str]]:
+    """The numbered lines that are neither empty nor comments."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise KeyFileError(path, "there is no such file", "Make it with `offbeat keygen`, or copy it here.") from error
+    except OSError as error:
+        raise KeyFileError(
+            path, f"it cannot be read ({os.strerror(error.errno or 0)})", "Correct its path or rights."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise KeyFileError(path, "it is not text", "Name a file that `offbeat keygen` made.") from error
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+    return [(number, line) for number, line in lines if line and not line.startswith("#")]
+
+
+def _parse(path: Path, line: str, number: int = 0) -> PublicKey:
+    where = f"line {number}" if number else "it"
+    match line.split():
+        case [role, name, public] if role in get_args(Role) and _is_key(public):
+            return PublicKey(cast(Role, role), name, public.encode())
+        case _:
+            raise KeyFileError(path, f"{where} is not `ROLE NAME PUBLIC-KEY`", "Copy the line of a .pub file.")
+
+
+def _is_key(text: str) -> bool:
+    if len(text) != Z85_KEY_CHARACTERS:
+        return False
+    try:
+        z85.decode(text)
+    # In this order: a character that is none of z85's, one beyond ASCII, five that make more than 32 bits.
+    except (KeyError, ValueError, struct.error):
+        return False
+    return True

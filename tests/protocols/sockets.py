@@ -1,0 +1,181 @@
+"""What tests of the sockets share: patience, a peer that speaks ZMTP byte by byte, a proxy that records."""
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from protocols.channels import Hub, Link, Received
+from protocols.messages import Credit
+
+ANY_PORT = "tcp://127.0.0.1:0"
+LIMIT = 1 << 20
+PATIENCE_S = 10.0
+INTRODUCTION = Credit(capacity=100_000)
+
+T = TypeVar("T")
+
+
+def eventually(attempt: Callable[[], T | None]) -> T:
+    """The first result that is neither None nor False, within `PATIENCE_S`."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        result = attempt()
+        if result is not None and result is not False:
+            return result
+        time.sleep(0.005)
+    raise AssertionError(f"nothing within {PATIENCE_S} s")
+
+
+def receive(hub: Hub) -> Received:
+    """The next message that is no left-over of `introduce`."""
+
+    def attempt() -> Received | None:
+        hub.wait(0.05)
+        received = hub.receive()
+        return None if received is not None and received.packet == (INTRODUCTION, ()) else received
+
+    return eventually(attempt)
+
+
+def introduce(hub: Hub, link: Link) -> Received:
+    """Let the hub learn of the link's address: a ROUTER can send to those only that it knows."""
+
+    def attempt() -> Received | None:
+        # Again and again: what was sent into a connection that just broke is lost.
+        link.send(INTRODUCTION)
+        hub.wait(0.1)
+        return hub.receive()
+
+    received = eventually(attempt)
+    assert received.packet == (INTRODUCTION, ())
+    return received
+
+
+def port_of(hub: Hub) -> int:
+    return int(hub.address.rpartition(":")[2])
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+class RawPeer:
+    """A DEALER without keys, made of a TCP socket: it sends what the library would not."""
+
+    def __init__(self, port: int, identity: bytes) -> None:
+        self._stream = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+        self._stream.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+        ready = b"\x05READY" + _property(b"Socket-Type", b"DEALER") + _property(b"Identity", identity)
+        self._stream.sendall(bytes([4, len(ready)]) + ready)
+        self._read(64)
+        assert self._read_frame()[1].startswith(b"\x05READY")
+
+    def send(self, *frames: bytes) -> None:
+        """One message."""
+        self.send_bytes(as_zmtp(frames))
+
+    def send_bytes(self, data: bytes) -> None:
+        """Anything."""
+        self._stream.sendall(data)
+
+    def receive(self) -> list[bytes]:
+        """The frames of the next message."""
+        frames: list[bytes] = []
+        more = True
+        while more:
+            flags, frame = self._read_frame()
+            frames.append(frame)
+            more = bool(flags & 1)
+        return frames
+
+    def is_cut_off(self) -> bool:
+        """Whether the other end closed the connection; waits for it."""
+        with contextlib.suppress(ConnectionResetError):
+            return not self._stream.recv(1)
+        return True
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def __enter__(self) -> "RawPeer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read_frame(self) -> tuple[int, bytes]:
+        flags = self._read(1)[0]
+        (size,) = struct.unpack(">Q", self._read(8)) if flags & 2 else self._read(1)
+        return flags, self._read(size)
+
+    def _read(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            part = self._stream.recv(size - len(data))
+            assert part, "the connection was closed"
+            data += part
+        return data
+
+
+def as_zmtp(frames: Sequence[bytes]) -> bytes:
+    """A message as it goes over TCP without keys."""
+    last = len(frames) - 1
+    return b"".join(bytes([2 | (index < last)]) + struct.pack(">Q", len(frame)) + frame for index, frame in enumerate(frames))
+
+
+def _property(name: bytes, value: bytes) -> bytes:
+    return bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
+
+
+class Tap:
+    """Between one link and its hub: keeps what the link sends."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
+        self.from_link = b""
+        self._streams: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        # Closing alone does not end an accept or a recv that waits.
+        for stream in (self._server, *self._streams):
+            with contextlib.suppress(OSError):
+                stream.shutdown(socket.SHUT_RDWR)
+            stream.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            inner, _ = self._server.accept()
+            outer = socket.create_connection(("127.0.0.1", self._port))
+            self._streams += [inner, outer]
+            backward = threading.Thread(target=self._pump, args=(outer, inner))
+            self._threads.append(backward)
+            backward.start()
+            self._pump(inner, outer)
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if target is self._streams[1]:
+                    self.from_link += data
+                target.sendall(data)
+
+
+@contextlib.contextmanager
+def tapped(hub: Hub) -> Iterator[Tap]:
+    """A tap on the hub's port."""
+    tap = Tap(port_of(hub))
+    try:
+        yield tap
+    finally:
+        tap.close()
