@@ -210,13 +210,7 @@ class _Round:
         return {**self._clock.environment(), MARK_VARIABLE: self._mark, "TMPDIR": str(self._temporary)}
 
     def _check_processes(self) -> Check:
-        deadline = time.monotonic() + LEFT_S
-        while (left := processes.marked(MARK_VARIABLE, self._mark)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        violations = [f"process {pid}: {' '.join(processes.arguments(pid))}" for pid in left]
-        for pid in left:
-            processes.kill(pid)
-        return Check("no process is left", violations, "none")
+        return Check("no process is left", _end_processes(self._mark), "none")
 
 
 def show(report: ChaosReport) -> None:
@@ -228,8 +222,10 @@ def show(report: ChaosReport) -> None:
 
 def _fault_table(report: ChaosReport) -> Table:
     table = Table(title=f"{len(report.rounds)} rounds, seed {report.seed}; {report.network}", title_justify="left")
-    for column in ("fault", "times", "recovery, median", "longest", ""):
-        table.add_column(column, justify="right" if "e" in column[:3] and column != "fault" else "left")
+    table.add_column("fault")
+    for column in ("times", "recovery: median", "longest"):
+        table.add_column(column, justify="right")
+    table.add_column("")
     everything = [happened for one in report.rounds for happened in one.happened]
     for kind in KINDS:
         happened = [one for one in everything if one.fault.kind == kind]
@@ -263,9 +259,20 @@ def _say(index: int, report: RoundReport) -> None:
     logger.info("round %d: %d faults in %.0f s; %s", index, num_faults, report.wall_s, "; ".join(violations) or "no violation")
 
 
+def _end_processes(mark: str) -> list[str]:
+    """Processes that had not ended by themselves; they are killed."""
+    deadline = time.monotonic() + LEFT_S
+    while (left := processes.marked(MARK_VARIABLE, mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    said = [f"process {pid}: {' '.join(processes.arguments(pid))}" for pid in left]
+    for pid in left:
+        processes.kill(pid)
+    return said
+
+
 def _left_over(work: Path, mark: str) -> list[str]:
     """What chaos itself has not taken away."""
-    left = [f"process {pid}" for pid in processes.marked(MARK_VARIABLE, mark)]
+    left = _end_processes(mark)
     left += [str(work)] if work.exists() else []
     left += [line for line in Path("/proc/mounts").read_text().splitlines() if str(work) in line]
     left += [line for line in Path("/proc/net/dev").read_text().splitlines() if f" ob{os.getpid()}a:" in line]

@@ -10,6 +10,7 @@ import logging
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple, cast
 
@@ -38,14 +39,15 @@ logger = logging.getLogger(__name__)
 # Copying is cheaper than zero-copy bookkeeping below this size.
 COPY_THRESHOLD_BYTES = 65536
 SEND_QUEUE_MESSAGES = 10_000
-RECEIVE_QUEUE_MESSAGES = 64
-"""Of each actor at the hub: as the size of messages is bounded, so is what one that floods can make it hold."""
+RECEIVE_QUEUE_MESSAGES = 32
+"""Of each connection at the hub: as the size of messages is bounded, so is what one that floods can make it hold."""
 HANDSHAKE_S = 10.0
 """A connection that has not said who it is after so long is closed."""
 RETRY_S = 1.0
 """Seconds before a link that was turned away tries again."""
 MAX_MALFORMED = 100
-"""A peer that sends so many malformed messages in a row is not listened to any more."""
+"""Who sends so many malformed messages in a row is not listened to for `MUTE_S`."""
+MUTE_S = 60.0
 MAX_REMEMBERED = 16_384
 """Peers that the hub remembers anything about; the one longest unheard of is forgotten first."""
 MAX_DROPS_AT_ONCE = 1000
@@ -97,7 +99,9 @@ class Hub:
         self._num_refused = 0
         self._allowed = allowed
         self._keys_of: dict[bytes, bytes] = {}
+        # By key, or by peer where there are no keys.
         self._num_malformed: dict[bytes, int] = {}
+        self._muted_until: dict[bytes, float] = {}
         self._context = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
@@ -167,21 +171,21 @@ class Hub:
             except zmq.Again:
                 return None
             frames = self._rest(head)
-            peer = head.bytes
+            peer = who = head.bytes
             sender = NO_KEYS
             if self._allowed is not None:
-                key = cast(str, head.get("User-Id")).encode()
-                _remember(self._keys_of, peer, key)
+                who = cast(str, head.get("User-Id")).encode()
+                _remember(self._keys_of, peer, who)
                 # The handshake looked at the list as it was then.
-                allowed = self._allowed.sender(key)
+                allowed = self._allowed.sender(who)
                 if allowed is None:
-                    self._drop(key.decode(), "its key was revoked")
+                    self._drop(who.decode(), "its key was revoked")
                     continue
                 sender = allowed
-            if self._num_malformed.get(peer, 0) >= MAX_MALFORMED:
-                self._drop(sender.name if sender.role else _printable(peer), f"not listened to after {MAX_MALFORMED} malformed")
+            if self._muted_until and self._is_muted(who):
+                self._drop(sender.name if sender.role else _printable(peer), "not listened to after malformed messages")
                 continue
-            return Received(peer, self._decode(peer, frames), sender)
+            return Received(peer, self._decode(peer, who, frames), sender)
         return None
 
     def send(self, peer: bytes, message: LearnerMessage, *arrays: Array) -> bool:
@@ -205,12 +209,15 @@ class Hub:
     def _demand_keys(self, key: KeyPair, allowed: AllowList) -> None:
         self._authenticator = ThreadAuthenticator(self._context, log=logging.getLogger("zmq.auth"))
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=_Doorkeeper(allowed))
+        self._authenticator.configure_curve_callback(
+            domain=ZAP_DOMAIN, credentials_provider=_Doorkeeper(allowed, self._is_muted)
+        )
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, key.owner.public)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
-        # With a domain the handshake fails when nobody answers for it; without one it would pass.
         self._socket.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        # If ever nobody answers for the domain, handshakes fail; otherwise whoever knows the public key would be let in.
+        self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def _rest(self, head: zmq.Frame) -> list[zmq.Frame]:
         """The frames behind the first; of a message that is too long, enough to see that."""
@@ -223,19 +230,30 @@ class Hub:
                 frames.append(frame)
         return frames
 
-    def _decode(self, peer: bytes, frames: list[zmq.Frame]) -> FromActor | WireError:
+    def _decode(self, peer: bytes, who: bytes, frames: list[zmq.Frame]) -> FromActor | WireError:
         try:
             packet = decode_from_actor([frame.buffer for frame in frames])
         except UnknownMessageError as error:
             return error
         except WireError as error:
-            _remember(self._num_malformed, peer, self._num_malformed.get(peer, 0) + 1)
+            self._count_malformed(who)
             if isinstance(error, VersionError):
                 self._send([peer, *refusal_for(error)])
             return error
         if self._num_malformed:
-            self._num_malformed.pop(peer, None)
+            self._num_malformed.pop(who, None)
         return packet
+
+    def _count_malformed(self, who: bytes) -> None:
+        number = self._num_malformed.pop(who, 0) + 1
+        if number < MAX_MALFORMED:
+            _remember(self._num_malformed, who, number)
+        else:
+            _remember(self._muted_until, who, time.monotonic() + MUTE_S)
+
+    def _is_muted(self, who: bytes) -> bool:
+        """Also called in mid-handshake: who is cut off for rubbish does not get back in with more of it."""
+        return time.monotonic() < self._muted_until.get(who, 0.0)
 
     def _send(self, frames: list) -> bool:
         try:
@@ -376,7 +394,8 @@ class Link:
             return f"{learner} works without keys, and this side has one: {wants_keys} for the learner too"
         if self._owner is None:
             return f"{learner} breaks off the handshake: it demands keys ({wants_keys}), is no learner, or ended just now"
-        return f"{learner} breaks off the handshake: hub.learner_key is another learner's public key, or it ended just now"
+        causes = "hub.learner_key is not its public key, it works without keys, or it ended just now"
+        return f"{learner} breaks off the handshake: {causes}"
 
     def _close(self, linger_ms: int) -> None:
         self._socket.disable_monitor()
@@ -388,14 +407,15 @@ class Link:
 class _Doorkeeper:
     """What the library asks in mid-handshake, on a thread of its own."""
 
-    def __init__(self, allowed: AllowList) -> None:
+    def __init__(self, allowed: AllowList, is_muted: Callable[[bytes], bool]) -> None:
         self._allowed = allowed
+        self._is_muted = is_muted
         self._told: set[bytes] = set()
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether the owner of this public key may connect."""
         if self._allowed.sender(key) is not None:
-            return True
+            return not self._is_muted(key)
         # Each key once, and not for ever: who knocks chooses the keys.
         if key not in self._told and len(self._told) < MAX_DROP_KINDS:
             self._told.add(key)

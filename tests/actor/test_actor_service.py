@@ -16,7 +16,7 @@ from actor.engine import Completion
 from actor.rewards import Rewarded, RewardFailure, RewardRunner
 from actor.service import ActorService, RefusedError
 from actor.weight_receiver import Outcome
-from common.config import ActorSection, Config, HubSection
+from common.config import ActorSection, Config, HubSection, RolloutSection, TaskSection
 from common.shutdown import StopRequest
 from common.weights import make_layout
 from learner.weight_publisher import WeightPublisher
@@ -36,6 +36,7 @@ from protocols.messages import (
     LearnerMessage,
     Lease,
     LeaseFailed,
+    ModelHashes,
     Refused,
     Sampling,
     Segment,
@@ -52,7 +53,7 @@ LIMIT = 1 << 20
 PATIENCE_S = 10.0
 LAYOUT = make_layout([("w", (3, 2))], torch.float32)
 CANARY = np.array([5, 6, 7], np.int32)
-ENGINE = EngineInfo("fake", "1", "float32", "cpu", 64, "hash")
+ENGINE = EngineInfo("fake", "1", "float32", "cpu", 64, ModelHashes("", "", ""))
 PEER = b"actor-0/1"
 
 M = TypeVar("M", bound=ActorMessage)
@@ -143,6 +144,9 @@ class Learner:
     def __init__(self) -> None:
         self.hub = Hub("tcp://127.0.0.1:0", max_message_bytes=LIMIT)
         self.incarnation = 1
+        self.max_message_bytes = LIMIT
+        self.newest_lease_id = -1
+        """What it answers heartbeats with."""
         self.unread: list[FromActor] = []
 
     def send(self, message: LearnerMessage, *arrays: NDArray[np.int32]) -> None:
@@ -167,7 +171,7 @@ class Learner:
             assert received.peer == PEER
             assert isinstance(received.packet, FromActor)
             if isinstance(received.packet.message, ActorHeartbeat):
-                self.hub.send(PEER, LearnerHeartbeat(policy_version=0))
+                self.hub.send(PEER, LearnerHeartbeat(newest_lease_id=self.newest_lease_id))
             self.unread.append(received.packet)
 
     def forget(self) -> None:
@@ -184,9 +188,17 @@ class Learner:
     def welcome(self) -> Credit:
         """Answer a hello; the actor's credit."""
         self.wait(Hello)
-        welcome = Welcome(run_id="r", learner_incarnation=self.incarnation, layout=LAYOUT, policy_version=0)
-        self.send(welcome, CANARY)
+        self.send(self.make_welcome(), CANARY)
         return self.wait(Credit)
+
+    def make_welcome(self) -> Welcome:
+        return Welcome(
+            run_id="r",
+            learner_incarnation=self.incarnation,
+            max_message_bytes=self.max_message_bytes,
+            layout=LAYOUT,
+            policy_version=0,
+        )
 
     def lease(self, lease_id: int, *, min_policy_version: int = 0, group_size: int = 2, prompt: str = "1+1=") -> None:
         lease = Lease(
@@ -219,11 +231,13 @@ class Actor:
         self.link = Link(address, identity=PEER, max_message_bytes=LIMIT)
         self.service = ActorService(
             name="actor-0",
+            incarnation=1,
             config=Config(actor=actor, hub=hub),
             engine=engine,
             tokenizer=cast(Any, FakeTokenizer()),
             rewards=cast(RewardRunner, self.rewards),
             link=self.link,
+            open_pull_link=lambda address: Link(address, identity=PEER, max_message_bytes=LIMIT),
             stop=self.stop,
         )
         self.reason = ""
@@ -300,11 +314,14 @@ def eventually(claim: Callable[[], bool], learner: Learner) -> None:
 def test_hello_says_who_is_there_and_credit_follows_the_welcome(learner: Learner) -> None:
     with actor_of(learner, policy_version=-1, max_inflight_groups=7):
         hello = learner.wait(Hello)
-        assert (hello.actor, hello.engine, hello.policy_version) == ("actor-0", ENGINE, -1)
+        assert (hello.actor, hello.incarnation, hello.engine) == ("actor-0", 1, ENGINE)
+        assert (hello.temperature, hello.reward) == (RolloutSection().temperature, TaskSection().reward)
+        assert (hello.run_id, hello.lease_ids) == ("", ())
         again = learner.wait(Hello)
         assert again == hello, "said again until it is answered"
         assert learner.welcome() == Credit(capacity=7)
-        assert learner.wait(ActorHeartbeat).policy_version == -1
+        beat = learner.wait(ActorHeartbeat)
+        assert (beat.policy_version, beat.lease_ids, beat.seen_lease_id) == (-1, (), -1)
 
 
 def test_lease_becomes_a_group_in_the_order_of_its_completions(learner: Learner) -> None:
@@ -374,11 +391,11 @@ def test_unacknowledged_groups_are_sent_again_when_the_hub_is_back(learner: Lear
         assert learner.wait(GroupDone).lease_id == 2
 
 
-def test_new_learner_process_voids_leases_and_unacknowledged_groups(learner: Learner) -> None:
+def test_work_goes_on_when_another_learner_process_of_the_run_takes_over(learner: Learner) -> None:
     with actor_of(learner, dead_after_s=60.0) as actor:
         learner.welcome()
         learner.lease(1)
-        learner.wait(GroupDone)
+        first = learner.wait_packet(GroupDone)
         actor.engine.is_held = True
         learner.lease(2)
         learner.lease(3, min_policy_version=9)
@@ -387,14 +404,65 @@ def test_new_learner_process_voids_leases_and_unacknowledged_groups(learner: Lea
         learner.incarnation = 2
         learner.wait(ActorHeartbeat)
         learner.send(Unknown())
-        learner.welcome()
+        hello = learner.wait(Hello)
+        assert hello.run_id == "r"
+        assert sorted(hello.lease_ids) == [1, 2, 3]
+        learner.send(learner.make_welcome(), CANARY)
+        again = learner.wait_packet(GroupDone)
+        assert again[0] == first[0]
+        assert [bytes(array) for array in again[1]] == [bytes(array) for array in first[1]]
         actor.engine.is_held = False
+        assert learner.wait(GroupDone).lease_id == 2
+        actor.engine.policy_version = 9
+        assert learner.wait(GroupDone).lease_id == 3
+        assert actor.engine.aborted == []
+
+
+def test_heartbeat_lists_what_is_held_and_the_newest_lease_it_knows_of(learner: Learner) -> None:
+    with actor_of(learner) as actor:
+        learner.welcome()
+        actor.engine.is_held = True
         learner.lease(4)
-        assert learner.wait(GroupDone).lease_id == 4
-        assert sorted(actor.engine.aborted) == ["2/0", "2/1"]
-        assert actor.service._jobs == {}
-        assert actor.service._waiting == []
-        assert learner.hears_no(GroupDone)
+        learner.lease(6, min_policy_version=9)
+        eventually(lambda: len(actor.service._jobs) == 2, learner)
+        learner.newest_lease_id = 6
+        eventually(lambda: actor.service._seen_lease_id == 6, learner)
+        learner.forget()
+        beat = learner.wait(ActorHeartbeat)
+        assert (sorted(beat.lease_ids), beat.seen_lease_id) == ([4, 6], 6)
+        actor.engine.is_held = False
+        learner.wait(GroupDone)
+        learner.forget()
+        assert sorted(learner.wait(ActorHeartbeat).lease_ids) == [4, 6], "kept until it is acknowledged"
+        learner.send(Ack(lease_id=4, outcome="accepted"))
+        eventually(lambda: len(actor.service._outbox) == 0, learner)
+        learner.forget()
+        assert learner.wait(ActorHeartbeat).lease_ids == (6,)
+
+
+def test_after_a_new_welcome_no_lease_counts_as_seen(learner: Learner) -> None:
+    # A learner that took the actor for dead counts anew: the newest lease of its last life must not condemn the next ones.
+    with actor_of(learner) as actor:
+        learner.welcome()
+        learner.newest_lease_id = 6
+        eventually(lambda: actor.service._seen_lease_id == 6, learner)
+        learner.newest_lease_id = -1
+        learner.send(Unknown())
+        learner.welcome()
+        learner.forget()
+        assert learner.wait(ActorHeartbeat).seen_lease_id == -1
+
+
+def test_group_larger_than_the_learner_takes_is_given_back_instead_of_sent(learner: Learner) -> None:
+    learner.max_message_bytes = 40
+    with actor_of(learner):
+        learner.welcome()
+        learner.lease(1, group_size=6)
+        failed = learner.wait(LeaseFailed)
+        assert (failed.lease_id, failed.reason) == (1, "too_large")
+        assert "hub.max_message_mb" in failed.detail
+        learner.lease(2, group_size=5)
+        assert learner.wait(GroupDone).lease_id == 2
 
 
 def test_weights_of_the_learner_before_are_not_committed_to_the_next(learner: Learner) -> None:
@@ -407,6 +475,7 @@ def test_weights_of_the_learner_before_are_not_committed_to_the_next(learner: Le
         store_port=9,
         backend="gloo",
         bucket_bytes=16,
+        checksum=0,
         timeout_s=1.0,
     )
     with actor_of(learner, heartbeat_s=60.0, dead_after_s=60.0) as actor:
@@ -417,9 +486,9 @@ def test_weights_of_the_learner_before_are_not_committed_to_the_next(learner: Le
         learner.lease(1)
         eventually(lambda: actor.engine.is_stepping, learner)
         # During a long step a transfer ends, the learner dies, and another one welcomes the actor.
-        before._outcome = Outcome(update, "")
+        before._outcome = Outcome(update.policy_version, update.epoch, "")
         learner.incarnation = 2
-        learner.send(Welcome(run_id="r", learner_incarnation=2, layout=LAYOUT, policy_version=5), CANARY)
+        learner.send(learner.make_welcome(), CANARY)
         # The actor's thread is held in the step, so the socket may be looked at from this one.
         assert actor.link._socket.poll(round(PATIENCE_S * 1000))
         actor.engine.may_step.set()
@@ -457,6 +526,10 @@ def published(policy_version: int, weights: torch.Tensor, learner: Learner) -> I
         backend="gloo",
         timeout_s=5.0,
         bucket_bytes=16,
+        open_hub=lambda: Hub("tcp://127.0.0.1:0", max_message_bytes=LIMIT),
+        chunk_bytes=16,
+        max_pulls=1,
+        max_pull_lag=1,
         on_failure=lambda error: None,
     )
     with publisher.writing() as buffer:
@@ -507,6 +580,17 @@ def test_failed_reward_gives_the_lease_back_with_its_reason(learner: Learner) ->
         learner.send(Ack(lease_id=1, outcome="accepted"))
         learner.forget()
         assert learner.hears_no(LeaseFailed, 0.8)
+
+
+def test_cancelled_answer_is_not_sent_again(learner: Learner) -> None:
+    with actor_of(learner, dead_after_s=0.5) as actor:
+        learner.welcome()
+        learner.lease(1)
+        learner.wait(GroupDone)
+        learner.send(Cancel(lease_ids=(1,)))
+        eventually(lambda: len(actor.service._outbox) == 0, learner)
+        learner.forget()
+        assert learner.hears_no(GroupDone, 0.8)
 
 
 def test_cancelled_leases_are_aborted_wherever_they_are(learner: Learner) -> None:

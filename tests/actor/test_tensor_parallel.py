@@ -22,7 +22,13 @@ def main(folder):
     from actor.engine_choice import make_engine
     from protocols.messages import ModelHashes, Sampling
     engine = make_engine(
-        "vllm", folder, dtype="float32", max_model_len=64, hashes=ModelHashes("", "", ""), seed=0, options={"tensor_parallel_size": 2}
+        "vllm",
+        folder,
+        dtype="float32",
+        max_model_len=64,
+        hashes=ModelHashes("", "", ""),
+        seed=0,
+        options={"tensor_parallel_size": 2},
     )
     model = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.tensor([[5, 6, 7, 8, 9, 10]])

@@ -1,144 +1,233 @@
-"""How fast rollouts travel from an actor to the learner, against a bare TCP socket that moves the same bytes.
+"""How fast rollouts travel from actors to the learner, against raw ZeroMQ that moves the same frames, and against copying them.
 
-    python -m tests.benchmarks.transport    # 1 minute
+    python -m tests.benchmarks.transport [sizes] [actors] [memory] [flood]    # 10 minutes; the rollout log in the current folder
 
-This process is the actor, another one the learner. The actor may have `WINDOW` groups unanswered, in every variant:
+This process is all actors (`simulated_actors`: light ones), another one the learner:
 
-    tcp         sendall of the message's bytes as one block; recv_into of as many; an answer of an acknowledgement's size
-    wire        encode -> Link -> Hub -> decode; each group is acknowledged
-    dispatcher  the same with leases: HubThread, every check of the Dispatcher, ledger, buffer, batches taken and finished
+    copy  every frame of a group copied once, and nothing else
+    raw   ROUTER, the same frames in both directions (groups; an acknowledgement and a lease for each), no look into any
+    hub   what the learner has: Hub, HubThread, Dispatcher with every check, Ledger, gate; a training thread takes batches at once
 
-Not in it: metrics rows (a learner writes one per group).
+`keys`: CURVE; `log`: the rollout log at its default settings. The actors may have `WINDOW` groups unanswered in all, or one each
+where they are more; so at full speed the time to an acknowledgement is that window's, divided by the throughput.
+
+Not in it: metrics rows (a learner writes one per group), weights, training.
 """
 
-import socket
-import threading
+import contextlib
+import functools
+import gc
+import os
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import zmq
 
-from common.config import RolloutSection, TaskSection
+from common.config import LogSection
+from learner.dispatcher import Dispatcher
 from learner.hub_thread import HubThread
-from protocols.channels import Hub, Link
-from protocols.messages import (
-    Ack,
-    CompletionMeta,
-    Credit,
-    GroupDone,
-    Hello,
-    Lease,
-    Segment,
-    WeightsCommitted,
-)
-from protocols.wire import FromActor, FromLearner, encode, logprobs, token_ids
-from tests.benchmarks.measuring import Cost, print_table, processes, spread
-from tests.benchmarks.stand_ins import ENGINE, VOCABULARY_SIZE, make_dispatcher
+from learner.rollout_log import RolloutLog
+from protocols.channels import RECEIVE_QUEUE_MESSAGES, SEND_QUEUE_MESSAGES, Hub
+from protocols.keys import AllowList, KeyPair, make_key_pair, public_text
+from protocols.messages import Ack, Lease, Sampling, Welcome
+from protocols.wire import MAGIC, Frame, encode
+from tests.benchmarks.measuring import print_table, processes, spread
+from tests.benchmarks.simulated_actors import PATIENCE_S, EncodedGroup, SimulatedActors, make_hello, open_dealer, send
+from tests.benchmarks.stand_ins import CANARY, MAX_LENGTH, make_dispatcher
 
 NUM_ROUNDS = 5
 GROUP_SIZE = 8
+GROUPS_PER_STEP = 32
+WINDOW = 64
 NUM_GROUPS = {64: 6400, 1024: 3200, 4096: 1280}
 """Groups of one trial, by tokens of a completion."""
-WINDOW = 64
-GROUPS_PER_STEP = 32
+NUM_ACTORS = (1, 8, 64, 512)
 MAX_MESSAGE_BYTES = 1 << 28
-PATIENCE_S = 20.0
 LOOPBACK = "tcp://127.0.0.1:0"
+MEBI = 1 << 20
 
 
-class Payload(NamedTuple):
-    """A group as an engine leaves it."""
+class Keys(NamedTuple):
+    """Of all who take part."""
 
-    completions: tuple[CompletionMeta, ...]
-    token_ids: np.ndarray
-    """int32 `[GROUP_SIZE * num_tokens]`."""
-    behavior_logprobs: np.ndarray
-    """float32, the same shape."""
-
-    def message(self, lease_id: int) -> GroupDone:
-        """The answer to this lease."""
-        return GroupDone(lease_id=lease_id, completions=self.completions, generate_s=1.0)
+    learner: KeyPair
+    actors: KeyPair
+    """One for all of them."""
+    intruder: KeyPair
+    """Allowed too, to be an actor."""
+    allowed: Path
+    """The list of those allowed."""
 
 
-class Sizes(NamedTuple):
-    """Bytes on the wire."""
+class Trial(NamedTuple):
+    """What is measured."""
 
-    group: int
-    ack: int
+    learner: str
+    """`raw` or `hub`."""
+    keys: Keys | None
+    has_log: bool
+    num_tokens: int
+    num_actors: int
+    num_groups: int
+
+    @property
+    def capacity(self) -> int:
+        """Leases of one actor at a time."""
+        return max(1, WINDOW // self.num_actors)
+
+    @property
+    def name(self) -> str:
+        """As in the tables."""
+        return self.learner + ", keys" * (self.keys is not None) + ", log" * self.has_log
 
 
-def make_payload(num_tokens: int) -> Payload:
-    """A group whose completions have `num_tokens` tokens each."""
-    generator = np.random.default_rng(num_tokens)
-    num_all = GROUP_SIZE * num_tokens
-    return Payload(
-        completions=tuple(CompletionMeta(num_tokens, "stop", 1.0, (Segment(0, 0),)) for _ in range(GROUP_SIZE)),
-        token_ids=generator.integers(0, VOCABULARY_SIZE, num_all, np.int32),
-        behavior_logprobs=-generator.random(num_all, np.float32),
+class Outcome(NamedTuple):
+    """What a trial took."""
+
+    wall_s: float
+    learner_cpu_s: float
+    """All threads of the learner's process."""
+    actors_cpu_s: float
+    ack_s: list[float]
+    """Of every group: from its being sent to its acknowledgement."""
+
+
+def make_keys(folder: Path) -> Keys:
+    """New ones, and the list of them."""
+    learner, actors, intruder = (
+        make_key_pair("learner", "main"),
+        make_key_pair("actor", "actor-*"),
+        make_key_pair("actor", "intruder"),
     )
-
-
-def wire_sizes(payload: Payload) -> Sizes:
-    """What a group and its acknowledgement take, ZeroMQ's own framing aside."""
-    group = encode(payload.message(1000), payload.token_ids, payload.behavior_logprobs)
-    ack = encode(Ack(lease_id=1000, outcome="accepted"))
-    return Sizes(sum(map(len, group)), sum(map(len, ack)))
+    allowed = folder / "allowed"
+    allowed.write_text(public_text(actors.owner) + public_text(intruder.owner))
+    return Keys(learner, actors, intruder, allowed)
 
 
 # The learner's process
 
 
 def serve(connection: Connection) -> None:
-    """Answer one trial after another; each command is `(variant, num_groups, sizes)`, each result this process's CPU time."""
-    variants = {"tcp": receive_tcp, "wire": receive_wire, "dispatcher": receive_dispatcher}
+    """Serve one trial after another; the answer to each is the address, and after it this process's CPU seconds."""
+    serve_by_name = {"raw": serve_raw, "hub": serve_hub}
     while True:
-        variant, num_groups, sizes = connection.recv()
-        started = time.process_time()
-        variants[variant](connection, num_groups, sizes)
-        connection.send(time.process_time() - started)
+        trial = connection.recv()
+        serve_by_name[trial.learner](connection, trial)
+        gc.collect()
 
 
-def receive_tcp(connection: Connection, num_groups: int, sizes: Sizes) -> None:
-    """Read blocks of a group's size and answer each with as many bytes as an acknowledgement has."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        connection.send(listener.getsockname()[1])
-        stream, _ = listener.accept()
-    block, answer = memoryview(bytearray(sizes.group)), bytes(sizes.ack)
-    with stream:
-        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # One more than are counted: the first opens the connection.
-        for _ in range(num_groups + 1):
-            num_read = 0
-            while num_read < sizes.group:
-                num_read += stream.recv_into(block[num_read:])
-            stream.sendall(answer)
+def serve_raw(connection: Connection, trial: Trial) -> None:
+    """Answer each group with an acknowledgement and a lease, by the number of its frames alone."""
+    welcome, ack, lease = raw_answers()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 500)
+        router.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
+        router.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_MESSAGES)
+        if trial.keys is not None:
+            router.setsockopt(zmq.CURVE_SERVER, 1)
+            router.setsockopt(zmq.CURVE_PUBLICKEY, trial.keys.learner.owner.public)
+            router.setsockopt(zmq.CURVE_SECRETKEY, trial.keys.learner.secret)
+        router.bind(LOOPBACK)
+        connection.send(router.getsockopt_string(zmq.LAST_ENDPOINT))
+        num_small: Counter[bytes] = Counter()
+        num_leased = num_answered = 0
+        cpu_before = 0.0
+        while num_answered < trial.num_groups:
+            assert router.poll(PATIENCE_S * 1000), "no actor sends anything"
+            while frames := receive_raw(router):
+                peer = frames[0].bytes
+                num_leases = 1
+                if len(frames) > 3:
+                    router.send_multipart([peer, *ack], zmq.NOBLOCK)
+                    num_answered += 1
+                else:
+                    # Hello, the version of the weights, how many leases are asked for: always in this order.
+                    num_small[peer] += 1
+                    if num_small[peer] == 1:
+                        router.send_multipart([peer, *welcome], zmq.NOBLOCK)
+                    num_leases = trial.capacity if num_small[peer] == 3 else 0
+                    if not num_leased:
+                        cpu_before = time.process_time()
+                for _ in range(min(num_leases, trial.num_groups - num_leased)):
+                    router.send_multipart([peer, *lease], zmq.NOBLOCK)
+                    num_leased += 1
+        connection.send(time.process_time() - cpu_before)
         connection.recv()
 
 
-def receive_wire(connection: Connection, num_groups: int, sizes: Sizes) -> None:
-    """Decode groups to arrays and acknowledge each."""
-    with Hub(LOOPBACK, max_message_bytes=MAX_MESSAGE_BYTES) as hub:
-        connection.send(hub.address)
-        num_left = num_groups + 1
-        while num_left:
-            hub.wait(PATIENCE_S)
-            while (received := hub.receive()) is not None:
-                assert isinstance(received.packet, FromActor), received.packet
-                message, arrays = received.packet
-                assert isinstance(message, GroupDone)
-                assert len(token_ids(arrays[0])) == len(logprobs(arrays[1]))
-                hub.send(received.peer, Ack(lease_id=message.lease_id, outcome="accepted"))
-                num_left -= 1
-        # An actor loses what it has not read when the connection ends.
-        connection.recv()
+def receive_raw(router: zmq.Socket) -> list[zmq.Frame]:
+    """The next message's frames; nothing when there is none."""
+    try:
+        frames = [router.recv(zmq.NOBLOCK, copy=False)]
+    except zmq.Again:
+        return []
+    while frames[-1].more:
+        frames.append(router.recv(zmq.NOBLOCK, copy=False))
+    return frames
 
 
-def receive_dispatcher(connection: Connection, num_groups: int, sizes: Sizes) -> None:
+def raw_answers() -> tuple[list[Frame], list[Frame], list[Frame]]:
+    """A welcome, an acknowledgement and a lease as large as the hub's."""
+    welcome = Welcome(run_id="", learner_incarnation=0, max_message_bytes=0, layout=(), policy_version=0)
+    lease = Lease(
+        lease_id=1000,
+        prompt_id=10,
+        group_size=GROUP_SIZE,
+        sampling=Sampling(max_new_tokens=MAX_LENGTH // 2),
+        min_policy_version=0,
+        timeout_s=600.0,
+        prompt="",
+        row="{}",
+    )
+    return encode(welcome, CANARY), encode(Ack(lease_id=1000, outcome="accepted")), encode(lease, CANARY)
+
+
+def serve_hub(connection: Connection, trial: Trial) -> None:
     """What the learner does with rollouts, training itself left out."""
-    num_steps = num_groups // GROUPS_PER_STEP
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix="transport-benchmark-") as folder, open_hub(trial.keys) as hub:
+        settings = LogSection()
+        log = RolloutLog(
+            Path(folder),
+            fsync=settings.fsync,
+            segment_bytes=settings.segment_mb * MEBI,
+            retain_bytes=settings.retain_mb * MEBI,
+            min_free_bytes=settings.min_free_mb * MEBI,
+        )
+        num_steps = trial.num_groups // GROUPS_PER_STEP
+        dispatcher = open_dispatcher(num_steps, log if trial.has_log else None)
+        hub_thread = HubThread(hub, dispatcher)
+        hub_thread.start()
+        connection.send(hub.address)
+        assert connection.recv() == "joined"
+        cpu_before = time.process_time()
+        for policy_version in range(1, num_steps + 1):
+            groups = dispatcher.take_batch(PATIENCE_S)
+            assert groups is not None, dispatcher.waiting_for()
+            dispatcher.finish_batch(groups, policy_version)
+            hub.wake()
+        assert dispatcher.counts().trained == trial.num_groups
+        connection.send(time.process_time() - cpu_before)
+        connection.recv()
+        hub_thread.close()
+        log.close()
+
+
+def open_hub(keys: Keys | None) -> Hub:
+    """The learner's hub."""
+    if keys is None:
+        return Hub(LOOPBACK, max_message_bytes=MAX_MESSAGE_BYTES)
+    return Hub(LOOPBACK, max_message_bytes=MAX_MESSAGE_BYTES, key=keys.learner, allowed=AllowList(keys.allowed))
+
+
+def open_dispatcher(num_steps: int, log: RolloutLog | None) -> Dispatcher:
+    """A dispatcher whose actors have all weights that they need."""
     dispatcher = make_dispatcher(
         group_size=GROUP_SIZE,
         groups_per_step=GROUPS_PER_STEP,
@@ -146,171 +235,281 @@ def receive_dispatcher(connection: Connection, num_groups: int, sizes: Sizes) ->
         # Never the bound: credit is.
         max_staleness=num_steps,
         layout=(),
+        log=log,
         record=lambda kind, **row: None,
         on_join=lambda peer: None,
         on_weights=lambda actor, message: None,
     )
     dispatcher.publish(0)
-    with Hub(LOOPBACK, max_message_bytes=MAX_MESSAGE_BYTES) as hub:
-        hub_thread = HubThread(hub, dispatcher)
-        hub_thread.start()
-        connection.send(hub.address)
-        for policy_version in range(1, num_steps + 1):
-            groups = dispatcher.take_batch(PATIENCE_S)
-            assert groups is not None, dispatcher.waiting_for()
-            dispatcher.finish_batch(groups, policy_version)
-            hub.wake()
-        assert dispatcher.counts().trained == num_groups
-        connection.recv()
-        hub_thread.close()
+    return dispatcher
 
 
-# The actor's process
+# The actors' process
 
 
-def measure(connection: Connection, variant: str, num_tokens: int) -> Cost:
-    """One trial, from the first group sent to the last one answered."""
-    payload, num_groups = make_payload(num_tokens), NUM_GROUPS[num_tokens]
-    sizes = wire_sizes(payload)
-    connection.send((variant, num_groups, sizes))
+def measure(connection: Connection, trial: Trial, joined: Callable[[str], None] = lambda address: None) -> Outcome:
+    """One trial, from the first lease asked for to the last acknowledgement; `joined` is called before it."""
+    group = EncodedGroup(GROUP_SIZE, trial.num_tokens)
+    connection.send(trial)
     address = receive_from(connection)
-    cpu_before = time.process_time()
-    if variant == "tcp":
-        wall_s = send_tcp(address, num_groups, sizes)
-    elif variant == "wire":
-        with link_to(address) as link:
-            wall_s = send_wire(link, num_groups, payload)
-    else:
-        with link_to(address) as link:
-            wall_s = answer_leases(link, num_groups, payload)
-    connection.send("answered")
-    return Cost(wall_s, time.process_time() - cpu_before + receive_from(connection))
+    actors = connect_actors(address, trial.num_actors, trial.keys)
+    try:
+        actors.join()
+        joined(address)
+        if trial.learner == "hub":
+            connection.send("joined")
+        cpu_before = time.process_time()
+        wall_s, ack_s = actors.answer(group, trial.num_groups, trial.capacity)
+        actors_cpu_s = time.process_time() - cpu_before
+        learner_cpu_s = receive_from(connection)
+        connection.send("answered")
+        return Outcome(wall_s, learner_cpu_s, actors_cpu_s, ack_s)
+    finally:
+        actors.close()
 
 
-def receive_from(connection: Connection):
-    """What the learner's process says; one that died or hangs ends the benchmark."""
+def connect_actors(address: str, num_actors: int, keys: Keys | None) -> SimulatedActors:
+    """Actors that have not said anything yet."""
+    if keys is None:
+        return SimulatedActors(address, num_actors, key=None, learner_key=None)
+    return SimulatedActors(address, num_actors, key=keys.actors, learner_key=keys.learner.owner)
+
+
+def receive_from(connection: Connection) -> Any:
+    """What the other process says; one that died or hangs ends the benchmark."""
     if not connection.poll(PATIENCE_S):
         raise TimeoutError(f"the other process did not answer within {PATIENCE_S:g} s")
     return connection.recv()
 
 
-def send_tcp(port: int, num_groups: int, sizes: Sizes) -> float:
-    """Seconds."""
-    block = bytes(sizes.group)
-    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as stream:
-        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        stream.sendall(block)
-        num_answer_bytes = 0
-        while num_answer_bytes < sizes.ack:
-            num_answer_bytes += len(stream.recv(sizes.ack))
-        started = time.monotonic()
-        num_sent = num_answer_bytes = 0
-        while num_answer_bytes < num_groups * sizes.ack:
-            while num_sent < num_groups and num_sent - num_answer_bytes // sizes.ack < WINDOW:
-                stream.sendall(block)
-                num_sent += 1
-            num_answer_bytes += len(stream.recv(1 << 16))
-        return time.monotonic() - started
-
-
-@contextmanager
-def link_to(address: str) -> Iterator[Link]:
-    """A link like an actor's."""
-    identity = f"benchmark/{time.time_ns()}/{threading.get_ident()}".encode()
-    with Link(address, identity=identity, max_message_bytes=MAX_MESSAGE_BYTES) as link:
-        yield link
-
-
-def send_wire(link: Link, num_groups: int, payload: Payload) -> float:
-    """Seconds."""
-    arrays = payload.token_ids, payload.behavior_logprobs
-    while not link.send(payload.message(0), *arrays):
-        time.sleep(0.001)
-    must_receive(link)
+def measure_copy(num_tokens: int, num_groups: int) -> Outcome:
+    """Copy a window's groups, again and again: from frame to buffer, in memory that is there already."""
+    frames = [np.frombuffer(frame, np.uint8) for frame in EncodedGroup(GROUP_SIZE, num_tokens).frames(1)]
+    buffers = [[np.ones_like(frame) for frame in frames] for _ in range(WINDOW)]
     started = time.monotonic()
-    num_sent = num_answered = 0
-    while num_answered < num_groups:
-        while num_sent < num_groups and num_sent - num_answered < WINDOW:
-            num_sent += link.send(payload.message(num_sent + 1), *arrays)
-        must_receive(link)
-        num_answered += 1
-        while link.receive() is not None:
-            num_answered += 1
-    assert num_answered == num_groups
-    return time.monotonic() - started
+    cpu_before = time.process_time()
+    for index in range(num_groups):
+        for buffer, frame in zip(buffers[index % WINDOW], frames, strict=True):
+            buffer[:] = frame
+    return Outcome(time.monotonic() - started, time.process_time() - cpu_before, 0.0, [0.0])
 
 
-def answer_leases(link: Link, num_groups: int, payload: Payload) -> float:
-    """Seconds from the first lease to the last acknowledgement."""
-    hello = Hello(
-        actor="benchmark",
-        incarnation=1,
-        engine=ENGINE,
-        temperature=RolloutSection().temperature,
-        reward=TaskSection().reward,
-        software="0",
-    )
-    while not link.send(hello):
-        time.sleep(0.001)
-    link.send(Credit(capacity=WINDOW))
-    must_receive(link)
-    link.send(WeightsCommitted(policy_version=0, stall_s=0.0))
-    received: FromLearner | None = must_receive(link)
-    started, num_answered = time.monotonic(), 0
-    while num_answered < num_groups:
-        while received is not None:
-            if isinstance(received.message, Lease):
-                link.send(payload.message(received.message.lease_id), payload.token_ids, payload.behavior_logprobs)
-            else:
-                assert isinstance(received.message, Ack) and received.message.outcome == "accepted", received.message
-                num_answered += 1
-            received = link.receive()
-        if num_answered < num_groups:
-            received = must_receive(link)
-    return time.monotonic() - started
+# Throughput
 
 
-def must_receive(link: Link) -> FromLearner:
-    """The next message; a learner that is silent ends the benchmark."""
-    received = link.receive(PATIENCE_S)
-    if received is None:
-        raise TimeoutError(f"no message within {PATIENCE_S:g} s")
-    return received
-
-
-def main() -> None:
-    """Measure and print."""
-    variants = ("tcp", "wire", "dispatcher")
-    rows = []
+def throughput(keys: Keys, title: str, trials: list[Trial]) -> None:
+    """Measure and print: each trial in every round, and copying beside each raw one."""
+    outcomes: dict[Trial | int, list[Outcome]] = {}
     with processes(serve, 1) as (connection,):
-        for num_tokens, num_groups in NUM_GROUPS.items():
-            costs: dict[str, list[Cost]] = {variant: [] for variant in variants}
-            for _ in range(NUM_ROUNDS):
-                for variant in variants:
-                    costs[variant].append(measure(connection, variant, num_tokens))
-            rows += [table_row(variant, num_tokens, num_groups, costs) for variant in variants]
+        for _ in range(NUM_ROUNDS):
+            for trial in trials:
+                outcomes.setdefault(trial, []).append(measure(connection, trial))
+            for num_tokens in sorted({trial.num_tokens for trial in trials}):
+                outcomes.setdefault(num_tokens, []).append(measure_copy(num_tokens, NUM_GROUPS[num_tokens]))
+    rows = []
+    for num_tokens, num_actors in sorted({(trial.num_tokens, trial.num_actors) for trial in trials}):
+        of_raw = outcomes[Trial("raw", None, False, num_tokens, num_actors, NUM_GROUPS[num_tokens])]
+        rows.append(throughput_row("copy", num_tokens, 0, NUM_GROUPS[num_tokens], outcomes[num_tokens], of_raw))
+        for trial in trials:
+            if (trial.num_tokens, trial.num_actors) == (num_tokens, num_actors):
+                rows.append(throughput_row(trial.name, num_tokens, num_actors, trial.num_groups, outcomes[trial], of_raw))
     print_table(
-        f"Rollout transport, groups of {GROUP_SIZE}, {WINDOW} unanswered at most, {NUM_ROUNDS} interleaved rounds: "
-        "median (min–max)",
-        ("tokens", "variant", "Mtok/s", "MB/s", "CPU ns/token", "speed / tcp", "CPU / tcp"),
+        f"{title}: groups of {GROUP_SIZE}, {NUM_ROUNDS} interleaved rounds: median (min–max)",
+        (
+            *("tokens", "actors", "variant", "groups/s", "MB/s", "p99 ack ms", "learner CPU µs/group", "actors' CPU"),
+            "speed / raw",
+        ),
         rows,
     )
 
 
-def table_row(variant: str, num_tokens: int, num_groups: int, costs: dict[str, list[Cost]]) -> list[str]:
-    """One line of the table: rates, and ratios to the TCP trial of the same round."""
-    num_all = num_groups * GROUP_SIZE * num_tokens
-    num_bytes = num_groups * wire_sizes(make_payload(num_tokens)).group
-    pairs = list(zip(costs[variant], costs["tcp"], strict=True))
+def throughput_row(
+    name: str, num_tokens: int, num_actors: int, num_groups: int, outcomes: list[Outcome], of_raw: list[Outcome]
+) -> list[str]:
+    """One line of the table; the last figure compares with the raw trial of the same round."""
+    num_bytes = EncodedGroup(GROUP_SIZE, num_tokens).num_bytes
+    rates = [num_groups / outcome.wall_s for outcome in outcomes]
+    pairs = zip(outcomes, of_raw, strict=True)
     return [
         f"{GROUP_SIZE} x {num_tokens}",
-        variant,
-        spread([num_all / cost.wall_s / 1e6 for cost in costs[variant]], 1),
-        spread([num_bytes / cost.wall_s / 1e6 for cost in costs[variant]], 0),
-        spread([cost.cpu_s / num_all * 1e9 for cost in costs[variant]], 1),
-        spread([tcp.wall_s / cost.wall_s for cost, tcp in pairs]),
-        spread([cost.cpu_s / tcp.cpu_s for cost, tcp in pairs]),
+        str(num_actors or ""),
+        name,
+        spread(rates, 0),
+        spread([rate * num_bytes / 1e6 for rate in rates], 0),
+        spread([float(np.percentile(outcome.ack_s, 99)) * 1e3 for outcome in outcomes], 1) if num_actors else "",
+        spread([outcome.learner_cpu_s / num_groups * 1e6 for outcome in outcomes], 0),
+        spread([outcome.actors_cpu_s / num_groups * 1e6 for outcome in outcomes], 0) if num_actors else "",
+        spread([raw.wall_s / outcome.wall_s for outcome, raw in pairs]),
     ]
+
+
+def sizes(keys: Keys) -> None:
+    """All variants, by the size of the groups."""
+    trials = [
+        Trial(learner, has_keys, has_log, num_tokens, 8, num_groups)
+        for num_tokens, num_groups in NUM_GROUPS.items()
+        for learner, has_log in (("raw", False), ("hub", False), ("hub", True))
+        for has_keys in (None, keys)
+    ]
+    throughput(keys, "Rollout transport by size", trials)
+
+
+def actors(keys: Keys) -> None:
+    """The whole hub, by the number of actors."""
+    trials = [
+        Trial(learner, has_keys, has_log, 1024, num_actors, NUM_GROUPS[1024])
+        for num_actors in NUM_ACTORS
+        for learner, has_keys, has_log in (("raw", None, False), ("hub", None, True), ("hub", keys, True))
+    ]
+    throughput(keys, "Rollout transport by number of actors", trials)
+
+
+# Memory
+
+
+def memory(keys: Keys) -> None:
+    """What a connected actor takes at the learner, each figure from a process of its own."""
+    rows = []
+    for of_all in (None, keys):
+        for num_actors in (64, 512):
+            trial = Trial("hub", of_all, True, 1024, num_actors, 32 * num_actors)
+            connected, answered = zip(*(measure_memory(trial) for _ in range(3)), strict=True)
+            rows.append(
+                [
+                    trial.name,
+                    str(num_actors),
+                    *(spread([size / num_actors / 1024 for size in of]) for of in (connected, answered)),
+                ]
+            )
+    print_table(
+        f"KiB of the learner's resident memory per actor, 3 processes each: median (min–max); groups of {GROUP_SIZE} x 1024",
+        ("variant", "actors", "welcome, idle", "after 32 groups each"),
+        rows,
+    )
+
+
+def measure_memory(trial: Trial) -> tuple[int, int]:
+    """Bytes that the learner grew by: when all actors were welcome, and when all groups were trained on."""
+    with processes(serve_memory, 1) as (connection,):
+        connection.send(trial)
+        actors = connect_actors(receive_from(connection), trial.num_actors, trial.keys)
+        try:
+            actors.join()
+            connection.send("joined")
+            connected = receive_from(connection)
+            actors.answer(EncodedGroup(GROUP_SIZE, trial.num_tokens), trial.num_groups, trial.capacity)
+            answered = receive_from(connection)
+            connection.send("answered")
+            receive_from(connection)
+            return connected, answered
+        finally:
+            actors.close()
+
+
+def serve_memory(connection: Connection) -> None:
+    """As `serve_hub`, with a look at the resident memory before, between and after."""
+    trial: Trial = connection.recv()
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix="transport-benchmark-") as folder, open_hub(trial.keys) as hub:
+        log = RolloutLog(Path(folder), fsync="off", segment_bytes=64 * MEBI, retain_bytes=1 << 40, min_free_bytes=MEBI)
+        dispatcher = open_dispatcher(trial.num_groups // GROUPS_PER_STEP, log)
+        hub_thread = HubThread(hub, dispatcher)
+        hub_thread.start()
+        before = resident_bytes()
+        connection.send(hub.address)
+        assert connection.recv() == "joined"
+        connection.send(resident_bytes() - before)
+        for policy_version in range(1, trial.num_groups // GROUPS_PER_STEP + 1):
+            groups = dispatcher.take_batch(PATIENCE_S)
+            assert groups is not None, dispatcher.waiting_for()
+            dispatcher.finish_batch(groups, policy_version)
+            hub.wake()
+        connection.send(resident_bytes() - before)
+        connection.recv()
+        hub_thread.close()
+        log.close()
+    connection.send("closed")
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# A flood
+
+
+def flood(keys: Keys) -> None:
+    """What an honest actor gets done beside the holder of another key who sends as much as it can."""
+    trial = Trial("hub", keys, True, 1024, 1, NUM_GROUPS[1024])
+    outcomes: dict[str, list[Outcome]] = {}
+    with processes(serve, 1) as (learner,), processes(intrude, 1) as (intruder,):
+        for _ in range(NUM_ROUNDS):
+            for deed in DEEDS:
+                outcomes.setdefault(deed, []).append(measure(learner, trial, functools.partial(set_to, intruder, deed, keys)))
+                if deed != "nothing":
+                    intruder.send("end")
+                    assert receive_from(intruder) == "ended"
+    rows = [
+        [
+            deed,
+            spread([trial.num_groups / outcome.wall_s for outcome in of_deed], 0),
+            spread([float(np.percentile(outcome.ack_s, 99)) * 1e3 for outcome in of_deed], 1),
+            spread([alone.wall_s / outcome.wall_s for outcome, alone in zip(of_deed, outcomes["nothing"], strict=True)]),
+        ]
+        for deed, of_deed in outcomes.items()
+    ]
+    print_table(
+        f"One honest actor, groups of {GROUP_SIZE} x 1024, keys, log; another process does something, {NUM_ROUNDS} interleaved "
+        "rounds: median (min–max)",
+        ("the other process", "groups/s", "p99 ack ms", "speed / alone"),
+        rows,
+    )
+
+
+def set_to(intruder: Connection, deed: str, keys: Keys, address: str) -> None:
+    """Have the intruder do this from now on."""
+    if deed != "nothing":
+        intruder.send((deed, keys, address))
+        assert receive_from(intruder) == "begun"
+
+
+DEEDS = ("nothing", "computes", "sends what is no message", "sends groups for the leases of others")
+
+
+def intrude(connection: Connection) -> None:
+    """Do what is asked for until told to end."""
+    foreign, magic = EncodedGroup(GROUP_SIZE, 1024), bytes(MAGIC)
+    while True:
+        deed, keys, address = connection.recv()
+        with zmq.Context() as context:
+            socket = open_dealer(context, address, "intruder", key=keys.intruder, learner_key=keys.learner.owner)
+            socket.setsockopt(zmq.LINGER, 0)
+            send(socket, make_hello("intruder"))
+            socket.recv_multipart()
+            connection.send("begun")
+            lease_id = 0
+            while not connection.poll():
+                for _ in range(100):
+                    lease_id += 1
+                    if deed == "computes":
+                        foreign.frames(lease_id)
+                    else:
+                        frames = [magic, os.urandom(8192)] if deed == "sends what is no message" else foreign.frames(lease_id)
+                        # A full queue is no reason to wait: the next look is whether this is to end.
+                        with contextlib.suppress(zmq.Again):
+                            socket.send_multipart(frames, zmq.NOBLOCK)
+            connection.recv()
+            socket.close()
+        connection.send("ended")
+
+
+def main() -> None:
+    """The parts named on the command line; all if none is."""
+    parts = {"sizes": sizes, "actors": actors, "memory": memory, "flood": flood}
+    with tempfile.TemporaryDirectory(prefix="transport-benchmark-") as folder:
+        keys = make_keys(Path(folder))
+        for part in sys.argv[1:] or parts:
+            parts[part](keys)
 
 
 if __name__ == "__main__":

@@ -508,7 +508,7 @@ class Stage:
                 self._take(connections[connection], received)
 
     def _take(self, actor: Actor, received: Outcome | float) -> None:
-        if isinstance(received, float):
+        if not isinstance(received, Outcome):
             actor.befell_at = received
             return
         version, epoch, error = received
@@ -549,11 +549,14 @@ def steps_per_second(stage: Stage, duration_s: float) -> float:
 
 
 def join() -> None:
-    """Measure and print."""
+    """Measure and print. The learner keeps to one core and the actors to the others, as if on machines of their own."""
     torch.set_num_threads(1)
+    first, *others = sorted(os.sched_getaffinity(0))
     rows = []
     for max_pulls in (2, NUM_JOINERS):
+        os.sched_setaffinity(0, others or {first})
         with processes(act, 1 + NUM_JOINERS) as connections:
+            os.sched_setaffinity(0, {first})
             stage = Stage(connections, num_steady=1, timeout_s=TIMEOUT_S, max_pulls=max_pulls)
             steady, *joiners = stage.actors
             stage.publish()
@@ -609,6 +612,7 @@ def _die(mishap: signal.Signals) -> tuple[float, float, float]:
     with processes(act, NUM_MEMBERS) as connections:
         stage = Stage(connections, num_steady=NUM_MEMBERS, timeout_s=DEATH_TIMEOUT_S, max_pulls=2)
         *survivors, victim = stage.actors
+        started = time.monotonic()
         for version in range(2):
             started = time.monotonic()
             stage.publish()

@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from deploy.chaos_round import Happened, Watch
 from deploy.chaos_schedule import KINDS, Fault, Kind, Target, plan, round_seed
 from learner.lease_events import Expired
 from learner.rollout_log import RolloutLog, read_log
+from tests.deploy.services import services_in
 
 IS_ROOT = os.geteuid() == 0
 needs_root = pytest.mark.skipif(not IS_ROOT, reason="needs root")
@@ -397,3 +399,24 @@ def test_round_of_all_faults_on_real_services_has_no_violation(tmp_path: Path) -
     found = msgspec.json.decode(next(tmp_path.glob("runs/*/chaos.json")).read_bytes(), type=ChaosReport)
     committed = {happened.fault.kind for happened in found.rounds[0].happened if happened.detail}
     assert {"kill learner", "kill actor", "stop learner", "stop actor", "cut connection", "corrupt log"} <= committed
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(200)
+def test_interrupted_chaos_takes_everything_down(tmp_path: Path) -> None:
+    with services_in(tmp_path) as services:
+        chaos = services.start("chaos", "--minutes", "9")
+        services.wait_for(lambda: is_learner_there(chaos.pid), "a learner", 120)
+        started = processes.descendants(chaos.pid)
+        (work,) = {Path(word).parents[1] for pid in started for word in processes.arguments(pid) if word.endswith("/run.toml")}
+        chaos.send_signal(signal.SIGINT)
+        assert services.wait(chaos, "chaos", 60) == 130, services.output("chaos")
+    assert all(processes.has_ended(pid) for pid in started)
+    assert not work.exists()
+    assert str(work) not in Path("/proc/mounts").read_text()
+    assert f"ob{chaos.pid}a" not in Path("/proc/net/dev").read_text()
+    assert "OK" in next(line for line in services.output("chaos").splitlines() if "nothing is left" in line)
+
+
+def is_learner_there(pid: int) -> bool:
+    return any("learner" in processes.arguments(child) for child in processes.descendants(pid))

@@ -1,7 +1,6 @@
 """What the learner decides about rollouts, with hand-made messages and a clock that the test moves."""
 
 import math
-import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,9 +14,9 @@ from learner.contract import Contract
 from learner.dispatcher import MAX_REPLACED, Dispatcher, Outgoing, RunFailedError
 from learner.groups import Group
 from learner.lease_events import Accepted, Expired, Granted, LeaseEvent, Started, Trained
-from learner.ledger import Ledger
+from learner.ledger import Ledger, needed_position
 from learner.prompts import Prompt, PromptStream, Turn
-from learner.rollout_log import LogFullError, Position, RolloutLog
+from learner.rollout_log import LogFullError, Position, RolloutLog, read_log
 from learner.staleness import StalenessGate
 from protocols.keys import NO_KEYS, Sender
 from protocols.messages import (
@@ -708,6 +707,548 @@ def test_heartbeat_that_could_not_be_sent_takes_no_lease_back() -> None:
     desk.dispatcher.unreachable(Outgoing(actor.peer, LearnerHeartbeat(newest_lease_id=0)))
     desk.dispatcher.unreachable(Outgoing(b"nobody", Unknown()))
     assert desk.dispatcher.counts().in_flight == 2
+
+
+# What both sides hold
+
+
+def test_lease_that_never_reached_the_actor_goes_to_another() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=2)
+    first, lost = actor.leases()
+    actor.beat(first.lease_id)
+    assert desk.dispatcher.counts().expired == 0, "it may be on its way still"
+    (answer,) = actor.heard(LearnerHeartbeat)
+    actor.beat(first.lease_id, seen=answer.newest_lease_id)
+    assert desk.dispatcher.counts().expired == 1
+    actor.credit(1)
+    (again,) = Actor(desk, "other").join(capacity=1).leases()
+    assert again.prompt_id == lost.prompt_id
+    assert actor.answer(first.lease_id).outcome == "accepted"
+
+
+def test_lease_granted_after_what_the_actor_has_seen_is_not_taken_back() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=1)
+    (first,) = actor.leases()
+    actor.beat(first.lease_id)
+    (answer,) = actor.heard(LearnerHeartbeat)
+    actor.credit(2)
+    (second,) = actor.leases()
+    actor.beat(first.lease_id, seen=answer.newest_lease_id)
+    assert desk.dispatcher.counts().expired == 0
+    assert actor.answer(second.lease_id).outcome == "accepted"
+
+
+@pytest.mark.parametrize("says", ["heartbeat", "hello"])
+def test_work_that_nobody_wants_is_cancelled(says: str) -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=2)
+    held = [lease.lease_id for lease in actor.leases()]
+    if says == "heartbeat":
+        actor.beat(*held, 77, 78)
+    else:
+        actor.hello(lease_ids=(*held, 77, 78))
+    assert actor.heard(Cancel) == [Cancel(lease_ids=(77, 78))]
+    assert desk.dispatcher.counts().expired == 0
+
+
+def test_hello_of_a_member_takes_back_what_it_does_not_have() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=2)
+    first, lost = actor.leases()
+    actor.hello(lease_ids=(first.lease_id,))
+    assert desk.dispatcher.counts().expired == 1
+    assert [lease.prompt_id for lease in actor.leases()] == [lost.prompt_id]
+
+
+def test_lease_of_another_actor_is_not_taken_by_saying_that_one_holds_it() -> None:
+    desk = Desk(groups_per_step=1, max_staleness=0)
+    holder = Actor(desk, "holder").join(capacity=1)
+    (lease,) = holder.leases()
+    thief = Actor(desk, "thief").join(capacity=1, lease_ids=[lease.lease_id])
+    assert thief.heard(Cancel) == [Cancel(lease_ids=(lease.lease_id,))]
+    assert thief.answer(lease.lease_id).outcome == "unknown"
+    assert holder.answer(lease.lease_id).outcome == "accepted"
+
+
+# The learner itself stops, or is another one
+
+
+def test_actors_are_not_taken_for_dead_when_the_learner_itself_was_stopped() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=2)
+    leases = actor.leases()
+    desk.jump(3600.0)
+    assert len(desk.dispatcher.members()) == 1
+    assert desk.dispatcher.counts().expired == 0
+    desk.tick(DEAD_AFTER_S - 1)
+    assert len(desk.dispatcher.members()) == 1
+    assert [actor.answer(lease.lease_id).outcome for lease in leases] == ["accepted", "accepted"]
+    desk.tick(DEAD_AFTER_S + 1)
+    assert desk.dispatcher.members() == [], "its silence from now on is its own"
+
+
+def test_lease_has_the_time_that_was_left_when_the_learner_was_stopped() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=1)
+    actor.leases()
+    desk.tick(LEASE_TIMEOUT_S - 10, actor)
+    desk.jump(3600.0)
+    desk.tick(9, actor)
+    assert desk.dispatcher.counts().expired == 0
+    desk.tick(2, actor)
+    assert desk.dispatcher.counts().expired == 1
+
+
+def test_actor_heard_on_waking_up_is_not_thought_alive_for_as_long_as_the_learner_slept() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=1)
+    desk.tick()
+    # The hub thread reads before it ticks.
+    desk.now += 3600.0
+    actor.say(Credit(capacity=1))
+    desk.jump(0.0)
+    assert desk.status().members[0].last_seen_s == 0.0
+    desk.tick(DEAD_AFTER_S + 1)
+    assert desk.dispatcher.members() == []
+
+
+def restarted(desk: Desk, **options: Any) -> Desk:
+    """The next learner process, with everything that the one of `desk` knew about leases."""
+    state = desk.dispatcher.state()
+    stream = PromptStream.from_state(state.stream, NUM_PROMPTS)
+    return Desk(stream=stream, ledger=Ledger.from_state(state.ledger), **options)
+
+
+def test_leases_of_the_learner_before_go_on_at_their_actors() -> None:
+    before = Desk()
+    actor = Actor(before, "a").join(capacity=2)
+    first, second = actor.leases()
+    actor.desk = desk = restarted(before)
+    actor.join(capacity=2, lease_ids=[first.lease_id, second.lease_id])
+    assert actor.heard(Cancel) == []
+    assert actor.leases() == [], "its credit is used by what it holds"
+    assert actor.answer(first.lease_id).outcome == "accepted"
+    desk.tick(LEASE_TIMEOUT_S + 1, actor)
+    assert desk.dispatcher.counts().expired == 1, "the time to answer begins anew"
+    assert actor.answer(second.lease_id).outcome == "duplicate"
+
+
+def test_lease_that_its_actor_does_not_have_after_the_learners_restart_goes_on_at_once() -> None:
+    before = Desk()
+    actor = Actor(before, "a").join(capacity=2)
+    first, second = actor.leases()
+    actor.desk = desk = restarted(before)
+    actor.join(capacity=3, lease_ids=[second.lease_id])
+    assert actor.leases()[0].prompt_id == first.prompt_id
+    assert desk.dispatcher.counts().expired == 1
+
+
+def test_leases_of_actors_that_do_not_come_back_after_the_learners_restart_go_to_others() -> None:
+    before = Desk()
+    leases = Actor(before, "gone").join(capacity=2).leases()
+    desk = restarted(before)
+    other = Actor(desk, "other").join(capacity=9)
+    desk.tick(DEAD_AFTER_S - 1, other)
+    assert {lease.prompt_id for lease in other.heard(Lease)}.isdisjoint(lease.prompt_id for lease in leases)
+    desk.tick(2, other)
+    assert desk.dispatcher.counts().expired == 2
+    assert [lease.prompt_id for lease in other.heard(Lease)] == [lease.prompt_id for lease in leases]
+    late = Actor(desk, "gone")
+    late.hello(lease_ids=tuple(lease.lease_id for lease in leases))
+    assert late.heard(Cancel) == [Cancel(lease_ids=tuple(lease.lease_id for lease in leases))]
+
+
+def test_another_actor_cannot_claim_the_leases_of_the_learner_before() -> None:
+    before = Desk()
+    (lease,) = Actor(before, "holder").join(capacity=1).leases()
+    desk = restarted(before)
+    thief = Actor(desk, "thief").join(capacity=0, lease_ids=[lease.lease_id])
+    assert thief.answer(lease.lease_id).outcome == "unknown"
+    holder = Actor(desk, "holder").join(capacity=1, lease_ids=[lease.lease_id])
+    assert holder.answer(lease.lease_id).outcome == "accepted"
+
+
+def test_groups_under_weights_of_the_learner_before_are_not_from_the_future() -> None:
+    desk = Desk(policy_version=2, newest_version=5)
+    actor = Actor(desk, "a").join(capacity=2, policy_version=2)
+    first, second = actor.leases()
+    assert actor.answer(first.lease_id, policy_version=5).outcome == "accepted"
+    assert actor.answer(second.lease_id, policy_version=6).outcome == "rejected"
+    assert desk.dispatcher.state().newest_version == 5
+
+
+# Weights that are not what they should be
+
+
+def test_commit_of_weights_that_were_not_published_is_distrusted_and_counts_for_nothing() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=2)
+    actor.commit(1)
+    assert desk.dispatcher.members() == [(actor.peer, "a", 0)]
+    assert [actor for _, actor, _ in desk.distrusted] == ["a"]
+    assert "claims to have weights 1" in desk.distrusted[0][2]
+    assert len(desk.events("actor_lied")) == 1
+    assert [message.policy_version for _, message in desk.weights] == [0]
+    assert desk.rows_of("commit")[-1]["policy_version"] == 0
+
+
+def test_actor_with_wrong_weights_gets_no_lease_until_they_are_right() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=2)
+    held = tuple(lease.lease_id for lease in actor.leases())
+    desk.dispatcher.judge_canary("a", 0, "they differ")
+    assert actor.heard(Cancel) == [Cancel(lease_ids=held)]
+    assert desk.distrusted == [(actor.peer, "a", "they differ")]
+    assert desk.dispatcher.members() == [(actor.peer, "a", -1)], "it needs weights"
+    assert desk.status().members[0].state == "quarantined"
+    assert actor.leases() == []
+    other = Actor(desk, "other").join(capacity=2)
+    assert len(other.leases()) == 2
+    actor.commit(0)
+    desk.dispatcher.judge_canary("a", 0, "they differ")
+    actor.commit(0)
+    assert actor.leases() == [], "it says that it has them: that is not enough"
+    desk.dispatcher.judge_canary("a", 0, "")
+    assert len(actor.leases()) == 2
+    assert [event["actor"] for event in desk.events("actor_released")] == ["a"]
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_groups_sampled_since_the_last_good_weights_are_dropped_or_flagged(drop: bool) -> None:
+    desk = Desk(max_staleness=2, drop_quarantined=drop, groups_per_step=2)
+    actor = Actor(desk, "a").join(capacity=4)
+    honest = Actor(desk, "honest").join(capacity=1)
+    desk.tick()
+    leases, (other,) = actor.heard(Lease), honest.heard(Lease)
+    desk.dispatcher.judge_canary("a", 0, "")
+    desk.dispatcher._newest_version = 1
+    actor.answer(leases[0].lease_id, policy_version=0)
+    actor.answer(leases[1].lease_id, policy_version=1)
+    honest.answer(other.lease_id, policy_version=1)
+    desk.dispatcher.judge_canary("a", 1, "they differ")
+    counts = desk.dispatcher.counts()
+    assert counts.dropped == ({"quarantined": 1} if drop else {})
+    assert [event["detail"] for event in desk.events("groups_doubtful")] == [
+        f"{'dropped' if drop else 'kept (weights.on_canary_mismatch)'}: leases {leases[1].lease_id}"
+    ]
+    ready = [group.lease_id for group in desk.ledger.ready_groups()]
+    doubtful = [] if drop else [leases[1].lease_id]
+    assert sorted(ready) == sorted([leases[0].lease_id, *doubtful, other.lease_id])
+    if drop:
+        honest.credit(9)
+        assert leases[1].prompt_id in {lease.prompt_id for lease in honest.leases()}
+
+
+def test_judgement_about_an_actor_that_left_changes_nothing() -> None:
+    desk = Desk()
+    desk.dispatcher.judge_canary("gone", 0, "they differ")
+    assert desk.rows == []
+    assert desk.distrusted == []
+
+
+# Keys
+
+
+def test_operator_asks_and_does_nothing_else() -> None:
+    desk = Desk()
+    assert desk.status(OPERATOR).run_id == "run"
+    operator = Actor(desk, "ops", sender=OPERATOR)
+    operator.hello()
+    operator.credit(1)
+    assert "role actor" in operator.heard(Refused)[0].reason
+    assert desk.dispatcher.members() == []
+
+
+def test_actor_works_and_does_not_ask() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a", sender=Sender("a", "actor")).join(capacity=1)
+    actor.say(StatusRequest())
+    assert "role operator" in actor.heard(Refused)[0].reason
+    assert actor.heard(StatusReport) == []
+    assert len(actor.leases()) == 1
+
+
+def test_actor_is_who_its_key_says() -> None:
+    desk = Desk()
+    fleet = Actor(desk, "gpu-7", sender=Sender("gpu-*", "actor"))
+    fleet.hello()
+    assert len(fleet.heard(Welcome)) == 1
+    impostor = Actor(desk, "cpu-1", sender=Sender("gpu-*", "actor"))
+    impostor.hello()
+    assert "actor.name" in impostor.heard(Refused)[0].reason
+    assert [name for _, name, _ in desk.dispatcher.members()] == ["gpu-7"]
+
+
+def test_message_under_another_actors_address_needs_that_actors_key() -> None:
+    # The address is the sender's to choose; the key is not.
+    desk = Desk()
+    actor = Actor(desk, "a", sender=Sender("a", "actor")).join(capacity=1)
+    (lease,) = actor.leases()
+    forger = Actor(desk, "a", sender=Sender("b", "actor"))
+    assert forger.peer == actor.peer
+    forger.send_group(lease.lease_id)
+    forger.say(Goodbye(reason="x"))
+    assert len(forger.heard(Refused)) == 2
+    assert desk.dispatcher.members() == [(actor.peer, "a", 0)]
+    assert desk.ledger.num_ready == 0
+    assert {name for name in desk.status(OPERATOR).rejected if name.startswith("b: ")}
+
+
+def test_chunk_request_at_the_hub_is_refused() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=1)
+    actor.say(ChunkRequest(policy_version=0, index=0))
+    assert "weights.pull_port" in actor.heard(Refused)[0].reason
+
+
+# The log
+
+
+class WillingLog(RolloutLog):
+    """A real log that refuses when the test says so."""
+
+    will_append = True
+    has_room = True
+    num_commits = 0
+
+    @property
+    def is_full(self) -> bool:
+        return not self.has_room
+
+    def append(self, event: LeaseEvent, *arrays: Any) -> Position:
+        if not self.will_append:
+            raise LogFullError("no space left on device")
+        return super().append(event, *arrays)
+
+    def commit(self) -> None:
+        super().commit()
+        self.num_commits += 1
+
+    def events(self) -> list[LeaseEvent]:
+        return [record.event for record in read_log(self._folder)]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[WillingLog]:
+    log = WillingLog(tmp_path / "log", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 20, min_free_bytes=0)
+    yield log
+    log.close()
+
+
+def test_everything_that_happens_to_a_lease_is_in_the_log_in_order(log: WillingLog) -> None:
+    desk = Desk(log=log, groups_per_step=1, max_staleness=1)
+    desk.dispatcher.begin()
+    actor = Actor(desk, "a").join(capacity=2)
+    first, second = actor.leases()
+    actor.answer(first.lease_id)
+    desk.train()
+    actor.say(LeaseFailed(lease_id=second.lease_id, reason="returned"))
+    prompt_ids = [lease.prompt_id for lease in (first, second)]
+    assert log.events() == [
+        Started(at=7.0, run_id="run", learner_incarnation=77, policy_version=0),
+        *(
+            Granted(at=7.0, lease_id=index, prompt_id=prompt_id, epoch=0, actor="a", policy_version=0)
+            for index, prompt_id in enumerate(prompt_ids)
+        ),
+        Accepted(
+            at=7.0,
+            lease_id=first.lease_id,
+            actor="a",
+            completions=tuple(CompletionMeta(2, "stop", reward, (Segment(0, 0),)) for reward in (0.0, 1.0)),
+            generate_s=0.1,
+            policy_version=0,
+        ),
+        Trained(at=7.0, lease_ids=(first.lease_id,), policy_version=0, num_steps=1),
+        Expired(at=7.0, lease_id=second.lease_id, reason="handed back by the actor"),
+    ]
+
+
+def test_group_is_in_the_log_when_its_acknowledgement_leaves(log: WillingLog) -> None:
+    desk = Desk(log=log)
+    actor = Actor(desk, "a").join(capacity=1)
+    (lease,) = actor.leases()
+    commits = log.num_commits
+    actor.answer(lease.lease_id, ids=(8, 9))
+    (record,) = [record for record in read_log(log._folder) if isinstance(record.event, Accepted)]
+    assert token_ids(record.arrays[0]).tolist() == [8, 9, 8, 9]
+    assert desk.ledger.oldest_position() == record.position
+    desk.tick()
+    assert log.num_commits == commits + 1, "on disk, if so configured, before the messages of this round are sent"
+
+
+@pytest.mark.parametrize("how", ["append", "space"])
+def test_full_log_no_lease_no_acknowledgement_no_expiry_then_all_goes_on(log: WillingLog, how: str) -> None:
+    desk = Desk(log=log, groups_per_step=1, max_staleness=2)
+    actor = Actor(desk, "a").join(capacity=2)
+    first, second = actor.leases()
+    log.will_append = False
+    log.has_room = how == "append"
+    desk.tick()
+    actor.send_group(first.lease_id)
+    actor.say(LeaseFailed(lease_id=second.lease_id, reason="reward_error"))
+    assert actor.heard(Ack) == []
+    assert desk.dispatcher.counts().in_flight == 2
+    actor.credit(3)
+    desk.tick(LEASE_TIMEOUT_S * 2, actor)
+    assert actor.heard(Lease) == []
+    assert actor.heard(Cancel) == []
+    assert desk.batch() is None
+    assert len(desk.events("log_full")) >= 1
+    assert "disk is full" in desk.status().problems[0]
+    log.will_append = log.has_room = True
+    desk.tick(1.0, actor)
+    assert len(desk.events("log_has_room")) >= 1
+    assert desk.status().problems == ()
+    assert len(actor.heard(Lease)) == 1
+    # The actor keeps what is not acknowledged.
+    assert actor.answer(first.lease_id).outcome == "accepted"
+    actor.say(LeaseFailed(lease_id=second.lease_id, reason="reward_error"))
+    assert len(actor.heard(Ack)) == 1
+    assert len(desk.train()) == 1
+    counts = desk.dispatcher.counts()
+    assert (counts.trained, counts.dropped, counts.expired) == (1, {"reward_error": 1}, 0)
+
+
+def test_what_cannot_wait_for_room_is_logged_later_in_its_order(log: WillingLog) -> None:
+    desk = Desk(log=log, groups_per_step=1, max_staleness=2)
+    desk.dispatcher.begin()
+    leaver = Actor(desk, "leaver").join(capacity=1)
+    (left,) = leaver.leases()
+    actor = Actor(desk, "a").join(capacity=2)
+    trained, failed = actor.leases()
+    actor.answer(trained.lease_id)
+    log.will_append = False
+    leaver.say(Goodbye(reason="x"))
+    desk.train()
+    # Room comes between two ticks: the failure must not overtake what happened before it.
+    log.will_append = True
+    actor.say(LeaseFailed(lease_id=failed.lease_id, reason="reward_error"))
+    assert actor.heard(Ack) == []
+    assert [type(event) for event in log.events()][-1] is Accepted
+    desk.tick()
+    actor.say(LeaseFailed(lease_id=failed.lease_id, reason="reward_error"))
+    assert len(actor.heard(Ack)) == 1
+    ends = [event for event in log.events() if not isinstance(event, Started | Granted | Accepted)]
+    assert [type(event).__name__ for event in ends] == ["Expired", "Trained", "Dropped"]
+    assert desk.stream.state().returned[0].prompt_id != left.prompt_id, "which was leased again meanwhile"
+
+
+def test_no_checkpoint_rests_on_what_the_log_has_not_taken(log: WillingLog) -> None:
+    desk = Desk(log=log)
+    actor = Actor(desk, "a").join(capacity=1)
+    actor.leases()
+    log.will_append = False
+    actor.say(Goodbye(reason="x"))
+    with pytest.raises(LogFullError):
+        desk.dispatcher.state()
+    log.will_append = True
+    state = desk.dispatcher.state()
+    assert state.log_end == log.end
+    assert isinstance(log.events()[-1], Expired)
+
+
+def test_learner_begins_although_the_disk_is_full(log: WillingLog) -> None:
+    log.will_append = False
+    desk = Desk(log=log)
+    desk.dispatcher.begin()
+    actor = Actor(desk, "a").join(capacity=1)
+    assert actor.leases() == []
+    log.will_append = True
+    assert len(actor.leases()) == 1
+    assert isinstance(log.events()[0], Started)
+
+
+def test_log_is_cut_short_by_nothing_that_the_oldest_checkpoint_needs(tmp_path: Path) -> None:
+    log = RolloutLog(tmp_path / "log", fsync="off", segment_bytes=600, retain_bytes=600, min_free_bytes=0)
+    desk = Desk(log=log, groups_per_step=1, max_staleness=9)
+    actor = Actor(desk, "a").join(capacity=9)
+    needed = log.end
+    for lease in actor.leases():
+        actor.answer(lease.lease_id)
+    desk.dispatcher.prune_log(needed)
+    assert desk.dispatcher.is_log_over()
+    assert len(list(read_log(tmp_path / "log", needed))) == 18
+    for _ in range(9):
+        desk.train()
+    desk.dispatcher.prune_log(needed_position(desk.ledger.state().open, log.end))
+    assert not desk.dispatcher.is_log_over()
+    assert log.num_bytes <= 1200
+    log.close()
+
+
+# Passes over the data
+
+
+def test_at_the_end_of_a_pass_each_prompt_was_trained_or_is_listed_with_its_reason() -> None:
+    desk = Desk(num_prompts=4, groups_per_step=1, max_staleness=9, max_lease_attempts=2, drop_zero_variance=True)
+    actor = Actor(desk, "a").join(capacity=4)
+    good, same, bad, silent = actor.leases()
+    actor.answer(good.lease_id)
+    desk.train()
+    actor.answer(same.lease_id, rewards=(1.0, 1.0))
+    actor.say(LeaseFailed(lease_id=bad.lease_id, reason="reward_error"))
+    actor.say(LeaseFailed(lease_id=silent.lease_id, reason="returned"))
+    actor.commit(1)
+    # The others are of the next pass.
+    bad_again, silent_again, *_ = actor.leases()
+    actor.say(LeaseFailed(lease_id=bad_again.lease_id, reason="reward_error"))
+    desk.tick()
+    assert desk.rows_of("epoch") == [], "one prompt is still on its way"
+    actor.heard(Ack)
+    actor.answer(silent_again.lease_id)
+    desk.train()
+    desk.tick()
+    (row,) = desk.rows_of("epoch")
+    assert (row["epoch"], row["num_trained"]) == (0, 2)
+    assert row["dropped"] == {"zero_variance": [same.prompt_id], "reward_error": [bad.prompt_id]}
+    desk.tick()
+    assert len(desk.rows_of("epoch")) == 1
+
+
+# Status
+
+
+def test_operator_sees_members_sums_buffer_epoch_and_what_the_run_waits_for() -> None:
+    desk = Desk(groups_per_step=2, max_staleness=0, num_prompts=4, weight_problems=lambda: ["b is left out"])
+    desk.dispatcher.doing("training step 1")
+    actor = Actor(desk, "a").join(capacity=5)
+    first, _ = actor.leases()
+    actor.answer(first.lease_id)
+    actor.beat(stats=ActorStats(num_generated_tokens=100))
+    desk.tick(2.0)
+    actor.beat(stats=ActorStats(num_generated_tokens=150))
+    Actor(desk, "b").join(capacity=0, policy_version=-1)
+    desk.tick(1.0)
+    report = desk.status()
+    assert (report.run_id, report.policy_version, report.num_steps, report.published_version) == ("run", 0, 50, 0)
+    assert (report.doing, report.doing_s, report.uptime_s) == ("training step 1", 3.0, 3.0)
+    assert report.waiting_for == "1 groups ready, 1 being generated; weights 0 not yet at: b"
+    assert report.ledger == {"leased": 2, "trained": 0, "expired": 0, "in flight": 2}
+    assert (report.num_ready, report.num_generating) == (1, 1)
+    assert (report.epoch, report.epoch_position) == (0, 0.5)
+    assert report.problems == ("b is left out",)
+    a, b = report.members
+    assert (a.name, a.state, a.num_leases, a.capacity, a.last_seen_s) == ("a", "working", 1, 5, 1.0)
+    assert a.tokens_per_s == 25.0
+    assert (b.name, b.state, b.policy_version) == ("b", "new", -1)
+
+
+def test_stranger_may_ask_where_no_keys_are_in_use_and_does_not_become_a_member() -> None:
+    desk = Desk()
+    assert "offbeat actor" in desk.status().waiting_for
+    assert desk.dispatcher.members() == []
+
+
+def test_report_says_that_the_run_is_ending_and_which_actor_cannot_be_reached() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=1)
+    desk.dispatcher.unreachable(Outgoing(actor.peer, Stop(reason="x")))
+    desk.dispatcher.fail(RunFailedError("no disk"))
+    report = desk.status()
+    assert report.problems == ("the run is ending: no disk",)
+    assert report.members[0].state == "unreachable"
 
 
 # Groups

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from learner.dispatcher import DispatcherState
-from learner.prompts import PromptStream
-from protocols.messages import CompletionMeta, Credit, Goodbye, GroupDone, Lease, LeaseFailed, Segment
+from learner.prompts import PromptStream, Turn
+from protocols.messages import CompletionMeta, Goodbye, GroupDone, Lease, LeaseFailed, Segment
 from tests.learner.test_dispatcher import DEAD_AFTER_S, LEASE_TIMEOUT_S, NUM_PROMPTS, Actor, Desk
 
 ACTORS = st.integers(0, 2)
@@ -24,11 +24,10 @@ class DispatcherMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.desk = Desk(num_steps=NUM_STEPS, max_staleness=2, hard_max_staleness=2, eval_interval=2, max_failed_leases=10**9)
-        self.desk.dispatcher.publish(0)
         self.actors = [Actor(self.desk, f"actor-{index}", incarnation=1) for index in range(3)]
         self.leases: list[int] = []
         self.version = 0
-        self.trained: Counter[int] = Counter()
+        self.trained: Counter[Turn] = Counter()
 
     @rule(index=ACTORS, capacity=st.integers(0, 6))
     def join(self, index: int, capacity: int) -> None:
@@ -62,12 +61,28 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.desk.tick(seconds)
         self._send(can_send=can_send)
 
+    @rule(seconds=st.sampled_from([DEAD_AFTER_S, 3600.0]))
+    def learner_is_stopped(self, seconds: float) -> None:
+        self.desk.jump(seconds)
+        self._send(can_send=True)
+
+    @rule(index=ACTORS, is_wrong=st.booleans())
+    def judge_canary(self, index: int, is_wrong: bool) -> None:
+        self.desk.dispatcher.judge_canary(self.actors[index].name, self.version, "wrong" if is_wrong else "")
+
+    @rule(index=ACTORS, numbers=st.lists(ANY_LEASE, max_size=5), seen=ANY_LEASE, says_hello=st.booleans())
+    def say_what_it_holds(self, index: int, numbers: list[int], seen: int, says_hello: bool) -> None:
+        held = tuple(self._lease_id(number) for number in numbers)
+        if says_hello:
+            self.actors[index].hello(lease_ids=held)
+        else:
+            self.actors[index].beat(*held, seen=self._lease_id(seen))
+
     @rule(seconds=st.sampled_from([DEAD_AFTER_S - 1, LEASE_TIMEOUT_S + 1]))
     def wait_with_actors_that_are_heard(self, seconds: float) -> None:
-        self.desk.now += seconds
         for actor in self.actors:
-            actor.say(Credit(capacity=4))
-        self.desk.tick()
+            actor.capacity = 4
+        self.desk.tick(seconds, *self.actors)
         self._send(can_send=True)
 
     @rule(index=ACTORS)
@@ -102,16 +117,17 @@ class DispatcherMachine(RuleBasedStateMachine):
         state = self.desk.dispatcher.state()
         order = PromptStream(NUM_PROMPTS, seed=0)
         served = Counter(order.next() for _ in range(state.stream.position))
-        given_up = Counter(int(event["detail"].split()[1]) for event in self.desk.events("prompt_dropped"))
-        found = Counter(state.open_prompts) + Counter(state.stream.returned) + self.trained + given_up
-        assert found == served
+        opened = Counter(Turn(saved.prompt_id, saved.epoch) for saved in state.ledger.open)
+        # All within the first pass.
+        given_up = Counter(Turn(int(event["detail"].split()[1]), 0) for event in self.desk.events("prompt_dropped"))
+        assert opened + Counter(state.stream.returned) + self.trained + given_up == served
 
     @invariant()
     def nobody_holds_what_is_not_open(self) -> None:
         dispatcher = self.desk.dispatcher
         held = [lease_id for member in dispatcher._members for lease_id in member.lease_ids]
         generating = [lease.lease_id for lease in dispatcher._ledger.generating()]
-        assert sorted(held) == sorted([*generating, *dispatcher._eval_deadlines])
+        assert sorted(held) == sorted([*generating, *dispatcher._evaluation_leases]) == sorted(dispatcher._deadlines)
 
     @invariant()
     def state_survives_a_checkpoint(self) -> None:
@@ -156,7 +172,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             return
         for group in groups:
             assert group.policy_lag(self.version) <= 2
-            self.trained[group.prompt_id] += 1
+            self.trained[Turn(group.prompt_id, self.desk.ledger.find(group.lease_id).epoch)] += 1
         self.version += 1
         self.desk.dispatcher.finish_batch(groups, self.version)
         self.desk.dispatcher.publish(self.version, last=self.version == NUM_STEPS)

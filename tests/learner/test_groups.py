@@ -53,7 +53,8 @@ def test_good_group_has_no_flaw() -> None:
 
 def test_what_is_just_allowed_has_no_flaw() -> None:
     largest = float(np.nextafter(np.float32(LARGEST_LOGPROB), np.float32(0)))
-    assert flaw_of(meta(4, versions=(0, 3)), meta(2), ids=[0, 49, 0, 49, 0, 49], logprobs=[largest, 0.0, -1e30, -1, -1, -1]) == ""
+    logprobs = [largest, 0.0, -1e30, -1.0, -1.0, -1.0]
+    assert flaw_of(meta(4, versions=(0, 3)), meta(2), ids=[0, 49, 0, 49, 0, 49], logprobs=logprobs) == ""
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,8 @@ def test_every_logprob_that_passes_is_finite_and_hardly_positive(value: float, a
 def test_group_of_several_versions_is_as_old_as_its_oldest_token() -> None:
     nothing = np.empty(0, np.int32), np.empty(0, np.float32)
     rollouts = tuple(
-        Rollout(*nothing, 0.0, "stop", tuple(Segment(version, 0) for version in versions)) for versions in ((5, 6), (4, 7), (6,))
+        Rollout(*nothing, 0.0, "stop", tuple(Segment(version, 0) for version in versions))
+        for versions in ((5, 6), (4, 7), (6,))
     )
     group = Group(0, 0, nothing[0], rollouts, "a", 0.0)
     assert (group.oldest_version, group.newest_version) == (4, 7)

@@ -22,9 +22,7 @@ def make_group(lease_id: int, prompt_id: int = 0) -> Group:
 
 def grant(ledger: Ledger, prompt_id: int = 0, epoch: int = 0) -> int:
     lease_id = ledger.next_lease_id()
-    ledger.apply(
-        Granted(at=0.0, lease_id=lease_id, prompt_id=prompt_id, epoch=epoch, actor="actor-0", policy_version=0)
-    )
+    ledger.apply(Granted(at=0.0, lease_id=lease_id, prompt_id=prompt_id, epoch=epoch, actor="actor-0", policy_version=0))
     return lease_id
 
 
@@ -281,5 +279,3 @@ def test_restart_needs_the_oldest_group_in_the_buffer_or_the_end_of_the_log(
 
 def test_sums_that_do_not_agree_are_noticed() -> None:
     assert not LedgerCounts(leased=2, trained=1).adds_up
-
-

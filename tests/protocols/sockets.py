@@ -1,6 +1,8 @@
 """What tests of the sockets share: patience, a peer that speaks ZMTP byte by byte, a proxy that records."""
 
 import contextlib
+import itertools
+import random
 import socket
 import struct
 import threading
@@ -8,8 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+import zmq
+
 from protocols.channels import Hub, Link, Received
+from protocols.keys import KeyPair, PublicKey
 from protocols.messages import Credit
+from protocols.wire import MAGIC, encode
 
 ANY_PORT = "tcp://127.0.0.1:0"
 LIMIT = 1 << 20
@@ -128,8 +134,59 @@ def as_zmtp(frames: Sequence[bytes]) -> bytes:
     return b"".join(bytes([2 | (index < last)]) + struct.pack(">Q", len(frame)) + frame for index, frame in enumerate(frames))
 
 
+def replay(port: int, recorded: bytes) -> bytes:
+    """Send what a tap recorded to a hub again, in the pace of a real peer; what the hub answered."""
+    greeting, rest = recorded[:64], recorded[64:]
+    parts = [greeting]
+    while rest:
+        size = 9 + int.from_bytes(rest[1:9]) if rest[0] & 2 else 2 + rest[1]
+        parts.append(rest[:size])
+        rest = rest[size:]
+    answers = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=0.2) as stream, contextlib.suppress(OSError):
+        for part in parts:
+            stream.sendall(part)
+            # Messages have no answer, handshakes have.
+            with contextlib.suppress(TimeoutError):
+                answers += stream.recv(65536)
+    return answers
+
+
 def _property(name: bytes, value: bytes) -> bytes:
     return bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
+
+
+def rubbish(seed: int) -> Iterator[list[bytes]]:
+    """Malformed messages, for ever."""
+    random_ = random.Random(seed)
+    kinds: list[list[bytes]] = [
+        [b"rubbish"],
+        [b""] * 500,
+        [MAGIC, random_.randbytes(500)],
+        [MAGIC, bytes(encode(Credit(capacity=1))[1])[:-1]],
+        [b"x" * (LIMIT // 4)] * 2,
+    ]
+    while True:
+        yield random_.choice(kinds)
+
+
+def flood(port: int) -> None:
+    """Send rubbish, as fast as it goes, until the process is killed."""
+    with RawPeer(port, b"flood") as raw:
+        for frames in rubbish(0):
+            raw.send(*frames)
+
+
+def flood_with_key(address: str, key: KeyPair, learner_key: PublicKey) -> None:
+    """The same with a key that is allowed, and on one connection after another."""
+    for number in itertools.count():
+        link = Link(address, identity=b"flood-%d" % number, max_message_bytes=LIMIT, key=key, learner_key=learner_key)
+        with link:
+            # Only a raw socket of the library can send what `encode` would not.
+            link._socket.setsockopt(zmq.LINGER, 0)
+            for frames in itertools.islice(rubbish(number), 200):
+                if link._socket.poll(1000, zmq.POLLOUT):
+                    link._socket.send_multipart(frames)
 
 
 class Tap:

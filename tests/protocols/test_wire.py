@@ -1,106 +1,52 @@
 """What is encoded is decoded unchanged; whatever else arrives is a `WireError`."""
 
-from itertools import accumulate
-
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocols import wire
 from protocols.messages import (
-    Ack,
-    ActorHeartbeat,
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
     ActorMessage,
-    ActorStats,
     CanaryScored,
-    Cancel,
     CompletionMeta,
     Credit,
-    EngineInfo,
     Goodbye,
     GroupDone,
-    Hello,
-    LearnerHeartbeat,
     LearnerMessage,
     Lease,
-    LeaseFailed,
-    Refused,
-    Sampling,
     Segment,
-    Stop,
-    TensorSpec,
     Unknown,
-    WeightsCommitted,
-    WeightsStaged,
-    WeightUpdate,
     Welcome,
 )
 from protocols.wire import (
     MAGIC,
+    MAX_ACTOR_BODY_BYTES,
+    MAX_FRAMES,
+    Array,
     Frame,
+    UnknownMessageError,
+    VersionError,
     WireError,
     decode_from_actor,
     decode_from_learner,
     encode,
     logprobs,
+    refusal_for,
     token_ids,
 )
+from tests.protocols.sample_messages import BYTES, FLOATS, FROM_ACTOR, FROM_LEARNER, INTS, LEASE, WELCOME
 
-ENGINE = EngineInfo("vllm", "0.32.0", "bfloat16", "cpu", 4096, "0123456789abcdef")
-STATS = ActorStats(num_generated_tokens=9, num_groups_sent=1, num_running_completions=2, seconds={"generate": 1.5})
-SMALL_ACTOR_MESSAGES: list[ActorMessage] = [
-    Hello(actor="actor-é", incarnation=2**62, engine=ENGINE, policy_version=-1),
-    Credit(capacity=16),
-    LeaseFailed(lease_id=3, reason="reward_error", detail="ZeroDivisionError"),
-    ActorHeartbeat(policy_version=4, stats=STATS),
-    WeightsStaged(policy_version=4, epoch=2, error="bucket 3 of 9: closed"),
-    WeightsCommitted(policy_version=4, stall_s=0.25),
-    Goodbye(reason="SIGTERM"),
-]
-SMALL_LEARNER_MESSAGES: list[LearnerMessage] = [
-    Refused(reason="another dtype"),
-    Unknown(),
-    Ack(lease_id=3, outcome="duplicate"),
-    Cancel(lease_ids=(1, 2)),
-    WeightUpdate(
-        policy_version=4,
-        epoch=2,
-        rank=1,
-        world_size=3,
-        store_host="127.0.0.1",
-        store_port=29500,
-        backend="gloo",
-        bucket_bytes=1 << 23,
-        timeout_s=60.0,
-    ),
-    LearnerHeartbeat(policy_version=4),
-    Stop(reason="finished"),
-]
-WELCOME = Welcome(
-    run_id="r",
-    learner_incarnation=7,
-    layout=(TensorSpec("lm_head.weight", (3, 4), "float32"), TensorSpec("b", (), "bfloat16")),
-    policy_version=2,
-)
-LEASE = Lease(
-    lease_id=1 << 60,
-    prompt_id=5,
-    group_size=8,
-    sampling=Sampling(max_new_tokens=16, temperature=0.0),
-    min_policy_version=3,
-    timeout_s=600.0,
-    prompt="1+1=",
-    row='{"answer": "2"}',
-)
-INTS = np.arange(-2, 5, dtype=np.int32)
-FLOATS = np.array([-0.0, -1.5, np.nan, -np.inf], dtype=np.float32)
+NEWER = MAGIC[:-1] + bytes([PROTOCOL_MINOR + 1])
 
 
 @st.composite
 def segments(draw: st.DrawFn, num_tokens: int) -> tuple[Segment, ...]:
     starts = sorted({0, *draw(st.lists(st.integers(0, num_tokens - 1), max_size=4))})
-    versions = sorted(draw(st.lists(st.integers(0, 1000), min_size=len(starts), max_size=len(starts))))
+    versions = draw(st.lists(st.integers(0, 1000), min_size=len(starts), max_size=len(starts)))
     return tuple(Segment(version, start) for version, start in zip(versions, starts, strict=True))
 
 
@@ -128,14 +74,18 @@ def group_frames(*completions: CompletionMeta, num_ids: int, num_logprobs: int) 
     return encode(done, np.zeros(num_ids, np.int32), np.zeros(num_logprobs, np.float32))
 
 
-@pytest.mark.parametrize("message", SMALL_ACTOR_MESSAGES, ids=lambda message: type(message).__name__)
-def test_message_of_an_actor_survives_the_wire(message: ActorMessage) -> None:
-    assert decode_from_actor(as_sent(encode(message))) == (message, ())
+def name_of(value: object) -> str:
+    return type(value).__name__ if not isinstance(value, tuple) else ""
 
 
-@pytest.mark.parametrize("message", SMALL_LEARNER_MESSAGES, ids=lambda message: type(message).__name__)
-def test_message_of_the_learner_survives_the_wire(message: LearnerMessage) -> None:
-    assert decode_from_learner(as_sent(encode(message))) == (message, ())
+@pytest.mark.parametrize(("message", "arrays"), FROM_ACTOR, ids=name_of)
+def test_message_of_an_actor_survives_the_wire(message: ActorMessage, arrays: tuple[Array, ...]) -> None:
+    assert decode_from_actor(as_sent(encode(message, *arrays))) == (message, tuple(array.tobytes() for array in arrays))
+
+
+@pytest.mark.parametrize(("message", "arrays"), FROM_LEARNER, ids=name_of)
+def test_message_of_the_learner_survives_the_wire(message: LearnerMessage, arrays: tuple[Array, ...]) -> None:
+    assert decode_from_learner(as_sent(encode(message, *arrays))) == (message, tuple(array.tobytes() for array in arrays))
 
 
 @pytest.mark.parametrize("message", [WELCOME, LEASE], ids=["Welcome", "Lease"])
@@ -170,9 +120,8 @@ def test_group_survives_the_wire(group: tuple[GroupDone, np.ndarray, np.ndarray]
 
 
 def test_every_message_type_is_among_the_round_trips() -> None:
-    seen = {type(message) for message in [*SMALL_ACTOR_MESSAGES, *SMALL_LEARNER_MESSAGES]}
-    seen |= {Welcome, Lease, CanaryScored, GroupDone}
-    assert seen == {*ActorMessage.__args__, *LearnerMessage.__args__}
+    assert {type(message) for message, _ in FROM_ACTOR} == {*ActorMessage.__args__}
+    assert {type(message) for message, _ in FROM_LEARNER} == {*LearnerMessage.__args__}
 
 
 @settings(deadline=None)
@@ -208,13 +157,15 @@ def test_mutated_group_is_a_wire_error_or_a_group_that_checks_out(
 
 
 @settings(deadline=None)
-@given(st.sampled_from(SMALL_ACTOR_MESSAGES), st.data())
-def test_mutated_message_raises_nothing_but_wire_error(message: ActorMessage, data: st.DataObject) -> None:
-    frames = as_sent(encode(message))
+@given(st.sampled_from(FROM_ACTOR), st.data())
+def test_mutated_message_raises_nothing_but_wire_error(
+    sample: tuple[ActorMessage, tuple[Array, ...]], data: st.DataObject
+) -> None:
+    frames = as_sent(encode(sample[0], *sample[1]))
     body = bytearray(frames[1])
     for _ in range(data.draw(st.integers(1, 3))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
-    assert_wire_error_or_sound([frames[0], bytes(body)])
+    assert_wire_error_or_sound([frames[0], bytes(body), *frames[2:]])
 
 
 def assert_wire_error_or_sound(frames: list[bytes]) -> None:
@@ -238,11 +189,113 @@ def test_text_that_is_not_utf8_is_a_wire_error(text: bytes) -> None:
         decode_from_learner([MAGIC, body.replace(b"\xa7Goodbye", b"\xa4Stop")])
 
 
-def test_other_protocol_version_says_what_to_do() -> None:
-    frames = as_sent(encode(Credit(capacity=1)))
-    frames[0] = MAGIC[:-1] + bytes([PROTOCOL_VERSION + 1])
-    with pytest.raises(WireError, match=f"version {PROTOCOL_VERSION + 1}.*speaks {PROTOCOL_VERSION}.*install the same"):
-        decode_from_actor(frames)
+@pytest.mark.parametrize(
+    ("first", "theirs"), [(b"offbeat\x01", "1"), (b"offbeat\x03\x00", "3.0"), (b"offbeat\xff\x07", "255.7")]
+)
+@pytest.mark.parametrize("decode", [decode_from_actor, decode_from_learner])
+def test_other_major_version_is_named_with_ours_and_the_cure(decode, first: bytes, theirs: str) -> None:
+    ours = f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
+    with pytest.raises(VersionError, match=rf"version {theirs} of .* speaks {ours}: install the same release"):
+        decode([first, b"whatever"])
+
+
+def test_refusal_of_another_major_is_in_its_own_version() -> None:
+    with pytest.raises(VersionError) as raised:
+        decode_from_actor([b"offbeat\x01", b"whatever"])
+    first, body = refusal_for(raised.value)
+    assert first == b"offbeat\x01"
+    # What every version must keep understanding.
+    assert msgspec.msgpack.decode(body) == {"type": "Refused", "reason": str(raised.value)}
+
+
+def extended(message: ActorMessage | LearnerMessage) -> bytes:
+    """The body as a newer minor might send it: more fields in every struct, also in nested ones."""
+
+    def extend(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: extend(item) for key, item in value.items()} | {"from_the_future": {"a": [1, 2]}}
+        return [extend(item) for item in value] if isinstance(value, list) else value
+
+    tree = msgspec.to_builtins(message)
+    assert isinstance(tree, dict)
+    # Dictionaries with free keys are no structs.
+    free = {key: tree[key] for key in ("ledger", "rejected") if key in tree}
+    if "stats" in tree:
+        free["stats"] = tree["stats"] | {"from_the_future": 1}
+    whole = extend(tree)
+    assert isinstance(whole, dict)
+    return msgspec.msgpack.encode(whole | free)
+
+
+@pytest.mark.parametrize(("message", "arrays"), FROM_ACTOR + FROM_LEARNER, ids=name_of)
+def test_of_a_newer_minor_what_is_known_is_taken(message: ActorMessage | LearnerMessage, arrays: tuple[Array, ...]) -> None:
+    decode = decode_from_actor if isinstance(message, ActorMessage) else decode_from_learner
+    _, body, *rest = as_sent(encode(message, *arrays))
+    assert decode([NEWER, body, *rest]).message == message
+    assert extended(message) != body
+    assert decode([NEWER, extended(message), *rest]).message == message
+    with pytest.raises(WireError, match="unknown field"):
+        decode([MAGIC, extended(message), *rest])
+
+
+def test_of_a_newer_minor_ends_of_arrays_are_left_out() -> None:
+    body = msgspec.to_builtins(GroupDone(lease_id=1, completions=(CompletionMeta(1, "stop", 1.0, ()),), generate_s=0.0))
+    body["completions"][0]["segments"] = [[4, 0, "added later"]]
+    frames = [msgspec.msgpack.encode(body), bytes(4), bytes(4)]
+    message = decode_from_actor([NEWER, *frames]).message
+    assert isinstance(message, GroupDone)
+    assert message.completions[0].segments == (Segment(4, 0),)
+    with pytest.raises(WireError):
+        decode_from_actor([MAGIC, *frames])
+
+
+@pytest.mark.parametrize("decode", [decode_from_actor, decode_from_learner])
+def test_message_that_only_a_newer_minor_has_is_told_from_a_malformed_one(decode) -> None:
+    body = msgspec.msgpack.encode({"type": "Gossip", "about": "weights"})
+    with pytest.raises(UnknownMessageError, match=r"Gossip is a message of a newer offbeat"):
+        decode([NEWER, body])
+    with pytest.raises(WireError, match="malformed") as raised:
+        decode([MAGIC, body])
+    assert not isinstance(raised.value, UnknownMessageError)
+    with pytest.raises(UnknownMessageError) as raised:
+        decode([NEWER, msgspec.msgpack.encode({"type": "x" * 1000})])
+    assert len(str(raised.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        b"\x01",
+        msgspec.msgpack.encode([]),
+        msgspec.msgpack.encode({}),
+        msgspec.msgpack.encode({"type": 1}),
+        msgspec.msgpack.encode({"type": "Credit"}),
+        msgspec.msgpack.encode({"type": "Credit", "capacity": -1}),
+        msgspec.msgpack.encode({"type": "Credit", "capacity": "1"}),
+        msgspec.msgpack.encode({"type": "Hello", "engine": [1]}),
+        msgspec.msgpack.encode({"type": "GroupDone", "completions": {"a": 1}}),
+        b"\x81\xa4type" + b"\x91" * 100_000 + b"\x01",
+        b"\x81\xa4type\xd6\xff\0\0\0\0",
+        b"\x81\x81\x01\x02\x03",
+        b"\xdf\xff\xff\xff\xff",
+    ],
+)
+def test_newer_minor_is_no_excuse_for_nonsense(body: bytes) -> None:
+    for decode in (decode_from_actor, decode_from_learner):
+        with pytest.raises(WireError, match="malformed"):
+            decode([NEWER, body])
+
+
+def test_older_minor_may_leave_out_what_has_a_default_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "PROTOCOL_MINOR", PROTOCOL_MINOR + 1)
+    body = {"type": "LeaseFailed", "lease_id": 3, "reason": "returned"}
+    assert decode_from_actor([MAGIC, msgspec.msgpack.encode(body)]).message == msgspec.convert(body, wire.ActorMessage)
+    with pytest.raises(WireError, match="missing required field"):
+        decode_from_actor([MAGIC, msgspec.msgpack.encode({"type": "LeaseFailed", "lease_id": 3})])
+    with pytest.raises(WireError, match="unknown field"):
+        decode_from_actor([MAGIC, msgspec.msgpack.encode(body | {"more": 1})])
 
 
 @pytest.mark.parametrize("first", [b"", b"offbeat", b"GET / HTTP/1.1", MAGIC + b"x"])
@@ -294,7 +347,7 @@ def test_impossible_completion_lengths_are_refused(lengths: tuple[int, ...]) -> 
 
 
 def test_empty_group_is_refused() -> None:
-    with pytest.raises(WireError, match="at least one completion"):
+    with pytest.raises(WireError, match="malformed"):
         decode_from_actor(group_frames(num_ids=0, num_logprobs=0))
 
 
@@ -308,7 +361,7 @@ def test_empty_group_is_refused() -> None:
         ((0, 0), (1, 0)),
         ((0, 0), (1, 4)),
         ((0, 0), (1, 3), (2, 2)),
-        ((2, 0), (1, 2)),
+        ((0, 0), (0, 2**40)),
     ],
     ids=[
         "none",
@@ -318,18 +371,90 @@ def test_empty_group_is_refused() -> None:
         "empty",
         "past the end",
         "out of order",
-        "version falls",
+        "far past the end",
     ],
 )
 def test_impossible_segments_are_refused(pairs: tuple[tuple[int, int], ...]) -> None:
     completion = CompletionMeta(4, "stop", 0.0, tuple(Segment(*pair) for pair in pairs))
-    with pytest.raises(WireError, match="impossible segments"):
+    with pytest.raises(WireError, match=r"impossible segments|malformed"):
         decode_from_actor(group_frames(completion, num_ids=4, num_logprobs=4))
 
 
-def test_segments_of_many_versions_pass() -> None:
-    starts = accumulate([0, 1, 1, 1])
-    completion = CompletionMeta(4, "length", 0.0, tuple(Segment(version, start) for version, start in enumerate(starts)))
+@pytest.mark.parametrize("versions", [(0, 1, 2, 3), (3, 2, 1, 0), (7, 7, 3, 4)], ids=["rising", "falling", "restarted"])
+def test_segments_of_many_versions_pass_in_any_order(versions: tuple[int, ...]) -> None:
+    # A learner that restarted from a checkpoint makes the numbers after it again.
+    completion = CompletionMeta(4, "length", 0.0, tuple(Segment(version, start) for start, version in enumerate(versions)))
     message, _ = decode_from_actor(group_frames(completion, num_ids=4, num_logprobs=4))
     assert isinstance(message, GroupDone)
     assert message.completions == (completion,)
+
+
+def test_bytes_of_a_chunk_are_sent_as_they_are() -> None:
+    chunk = next(message for message, _ in FROM_LEARNER if type(message).__name__ == "Chunk")
+    _, arrays = decode_from_learner(as_sent(encode(chunk, BYTES)))
+    assert arrays == (BYTES.tobytes(),)
+
+
+@pytest.mark.parametrize("num_frames", [0, 1, MAX_FRAMES + 1, 100_000])
+def test_too_few_and_too_many_frames_are_refused(num_frames: int) -> None:
+    for first in (MAGIC, NEWER, b"offbeat\x01"):
+        with pytest.raises(WireError, match=f"2 to {MAX_FRAMES} frames, got {num_frames}"):
+            decode_from_actor([first] * num_frames)
+
+
+def test_body_of_an_actor_is_bounded() -> None:
+    fits = msgspec.msgpack.encode(Goodbye(reason="x" * 60_000))
+    assert decode_from_actor([MAGIC, fits])
+    with pytest.raises(WireError, match="the body has"):
+        decode_from_actor([MAGIC, bytes(MAX_ACTOR_BODY_BYTES + 1)])
+    with pytest.raises(WireError, match="malformed"):
+        decode_from_actor([MAGIC, bytes(MAX_ACTOR_BODY_BYTES)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Credit", {"capacity": -1}),
+        ("Credit", {"capacity": 1 << 40}),
+        ("Credit", {"capacity": 1.0}),
+        ("Credit", {"capacity": True}),
+        ("GroupDone", {"lease_id": -1}),
+        ("GroupDone", {"lease_id": 1 << 63}),
+        ("GroupDone", {"generate_s": float("nan")}),
+        ("GroupDone", {"generate_s": float("inf")}),
+        ("GroupDone", {"generate_s": -1.0}),
+        ("LeaseFailed", {"reason": "x" * 257}),
+        ("LeaseFailed", {"detail": "x" * 70_000}),
+        ("Goodbye", {"reason": "x" * 70_000}),
+        ("Hello", {"actor": ""}),
+        ("Hello", {"actor": "x" * 257}),
+        ("Hello", {"lease_ids": [-1]}),
+        ("Hello", {"lease_ids": [1] * ((1 << 18) + 1)}),
+        ("Hello", {"temperature": float("nan")}),
+        ("ActorHeartbeat", {"policy_version": -2}),
+        ("ActorHeartbeat", {"seen_lease_id": -2}),
+        ("ActorHeartbeat", {"stats": {"seconds": {"generate": float("inf")}}}),
+        ("ActorHeartbeat", {"stats": {"seconds": {"x" * 257: 1.0}}}),
+        ("ActorHeartbeat", {"stats": {"seconds": {str(number): 1.0 for number in range(65)}}}),
+        ("ActorHeartbeat", {"stats": {"num_generated_tokens": -1}}),
+        ("WeightsCommitted", {"policy_version": -1}),
+        ("WeightsCommitted", {"stall_s": float("nan")}),
+        ("WeightsStaged", {"error": "x" * 70_000}),
+        ("ChunkRequest", {"index": -1}),
+    ],
+)
+@pytest.mark.parametrize("first", [MAGIC, NEWER], ids=["ours", "newer"])
+def test_number_or_text_out_of_bounds_is_refused(kind: str, changes: dict, first: bytes) -> None:
+    message, arrays = next((message, arrays) for message, arrays in FROM_ACTOR if type(message).__name__ == kind)
+    _, body, *rest = as_sent(encode(message, *arrays))
+    tree = msgspec.msgpack.decode(body)
+    decode_from_actor([first, msgspec.msgpack.encode(tree), *rest])
+    with pytest.raises(WireError, match="malformed"):
+        decode_from_actor([first, msgspec.msgpack.encode(tree | changes), *rest])
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_reward_that_is_no_number_reaches_the_learner_which_answers_by_lease(reward: float) -> None:
+    # Refused here, it could not be acknowledged, and its actor would send it for ever.
+    completion = CompletionMeta(1, "stop", reward, (Segment(0, 0),))
+    assert isinstance(decode_from_actor(group_frames(completion, num_ids=1, num_logprobs=1)).message, GroupDone)

@@ -1,0 +1,216 @@
+"""Real services that are killed, stopped, joined, left and locked out: what a run must survive, and who must stay outside."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from common.settings import load
+from deploy.audit import audit
+from learner.lease_events import Granted
+from learner.rollout_log import read_log
+from tests.deploy.services import Services, free_port, services_in, write_config
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+RUN_S = 200.0
+TRANSFORMERS = {"engine": "transformers", "engine_options": {}}
+
+
+@pytest.fixture
+def services(tmp_path: Path) -> Iterator[Services]:
+    with services_in(tmp_path) as running:
+        yield running
+
+
+def test_killed_learner_goes_on_from_the_log_without_generating_anything_again(
+    services: Services, tmp_path: Path, tiny_model: Path
+) -> None:
+    config = write_config(
+        tmp_path,
+        tiny_model,
+        train={"num_steps": 60, "groups_per_step": 4, "learning_rate": 1e-3, "checkpoint_interval": 8},
+        actor={"max_inflight_groups": 4, **TRANSFORMERS},
+        launch={"num_actors": 2},
+    )
+    train = services.start("train", config)
+    services.wait_for(lambda: len(services.rows("run", "step")) >= 13, "13 steps", RUN_S)
+    kill(child_of(train, "learner"))
+    assert services.wait(train, "train", RUN_S) == 0, services.output("train")
+    (resumed,) = [row for row in services.rows("run", "event") if row["event"] == "resumed"]
+    assert resumed["num_reused"] >= 4, resumed
+    ledger = services.rows("run", "final")[-1]["ledger"]
+    # Both actors lived through it: every lease was trained, none was taken back, so none was generated twice.
+    assert ledger == {"leased": 240, "trained": 240, "dropped": {}, "expired": 0, "in_flight": 0}
+    prompts = [record.event.prompt_id for record in read_log(tmp_path / "run" / "log") if isinstance(record.event, Granted)]
+    assert len(prompts) == 240
+    assert_audit_finds_nothing(tmp_path)
+
+
+def test_separate_services_find_each_other_again_after_the_learners_death_without_a_checkpoint(
+    services: Services, tmp_path: Path, tiny_model: Path
+) -> None:
+    config = write_config(
+        tmp_path,
+        tiny_model,
+        train={"num_steps": 40, "groups_per_step": 4, "learning_rate": 1e-3},
+        actor={"max_inflight_groups": 4, **TRANSFORMERS},
+    )
+    actors = [services.start("actor", config, f"actor.name={name}", log=name) for name in ("a", "b")]
+    learner = services.start("learner", config)
+    services.wait_for(lambda: len(services.rows("run", "step")) >= 5, "5 steps", RUN_S)
+    kill(psutil.Process(learner.pid))
+    learner = services.start("learner", config, "run.resume=true")
+    assert services.wait(learner, "learner", RUN_S) == 0, services.output("learner")
+    assert [services.wait(actor, name, 30) for actor, name in zip(actors, "ab", strict=True)] == [0, 0]
+    assert services.rows("run", "final")[-1]["ledger"]["trained"] == 160
+    assert_audit_finds_nothing(tmp_path)
+
+
+def test_ten_actors_that_come_and_go_change_neither_the_sums_nor_the_number_of_steps(
+    services: Services, tmp_path: Path, tiny_model: Path
+) -> None:
+    config = write_config(
+        tmp_path,
+        tiny_model,
+        train={"num_steps": 400, "groups_per_step": 4, "learning_rate": 1e-4},
+        actor={"max_inflight_groups": 4, **TRANSFORMERS},
+    )
+    learner = services.start("learner", config)
+    steady = services.start("actor", config, "actor.name=steady", log="steady")
+    services.wait_for(lambda: bool(services.rows("run", "step")), "a step", RUN_S)
+    # Two at a time: each comes, works, and is asked to leave.
+    for pair in range(5):
+        guests = {f"guest-{2 * pair + index}" for index in range(2)}
+        processes = [services.start("actor", config, f"actor.name={name}", log=name) for name in sorted(guests)]
+
+        def worked(guests: set[str] = guests) -> bool:
+            return guests <= {row["actor"] for row in services.rows("run", "group")} or learner.poll() is not None
+
+        services.wait_for(worked, f"groups of {guests}", RUN_S)
+        for process, name in zip(processes, sorted(guests), strict=True):
+            process.terminate()
+            assert services.wait(process, name, 30) == 0, services.output(name)
+    learner.send_signal(signal.SIGTERM) if learner.poll() is None else None
+    services.wait(learner, "learner", RUN_S)
+    assert services.wait(steady, "steady", 30) == 0
+    joined = {row["actor"] for row in services.rows("run", "event") if row["event"] == "actor_joined"}
+    assert joined == {"steady", *(f"guest-{index}" for index in range(10))}
+    # Whoever came late pulled the weights, and none of them held up an update.
+    assert not [row for row in services.rows("run", "event") if row["event"] == "actor_excluded"]
+    steps = [row["policy_version"] for row in services.rows("run", "step")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert_audit_finds_nothing(tmp_path)
+
+
+def test_keys_let_in_who_is_listed_and_a_revoked_key_ends_its_actor_not_the_run(
+    services: Services, tmp_path: Path, tiny_model: Path
+) -> None:
+    keygen = services.start("keygen", "keys", "good", "doomed", log="keygen")
+    assert services.wait(keygen, "keygen", 30) == 0, services.output("keygen")
+    other = services.start("keygen", "other", "stranger", log="other")
+    assert services.wait(other, "other", 30) == 0
+    (tmp_path / "keys" / "stranger.key").write_bytes((tmp_path / "other" / "stranger.key").read_bytes())
+    (tmp_path / "keys" / "stranger.key").chmod(0o600)
+    config = write_config(
+        tmp_path,
+        tiny_model,
+        # Beyond loopback, which only keys allow, and every byte of the weights under them too.
+        hub={
+            "address": f"tcp://127.0.0.1:{(port := free_port())}",
+            "bind": f"tcp://0.0.0.0:{port}",
+            "key": "keys/{name}.key",
+            "learner_key": "keys/learner.pub",
+            "allowed_keys": "keys/allowed_keys",
+            "dead_after_s": 5.0,
+        },
+        weights={"backend": "pull", "timeout_s": 20.0},
+        train={"num_steps": 100_000, "groups_per_step": 4, "learning_rate": 1e-4},
+        actor={"max_inflight_groups": 4, **TRANSFORMERS},
+    )
+    learner = services.start("learner", config)
+    good = services.start("actor", config, "actor.name=good", log="good")
+    doomed = services.start("actor", config, "actor.name=doomed", log="doomed")
+    stranger = services.start("actor", config, "actor.name=stranger", "actor.connect_timeout_s=15", log="stranger")
+    services.wait_for(lambda: {"good", "doomed"} <= workers(services), "both actors' groups", RUN_S)
+    assert services.wait(stranger, "stranger", 60) != 0
+    assert "hub.allowed_keys" in services.output("stranger")
+    status = ask_status(services, config)
+    assert {member["name"] for member in status["members"]} == {"good", "doomed"}
+
+    allowed = tmp_path / "keys" / "allowed_keys"
+    allowed.write_text("".join(line for line in allowed.read_text().splitlines(keepends=True) if " doomed " not in line))
+    services.wait_for(lambda: ("actor_lost", "doomed") in events(services), "the revoked actor's leases go on to others", RUN_S)
+    steps = len(services.rows("run", "step"))
+    services.wait_for(lambda: len(services.rows("run", "step")) > steps + 3, "steps after the revocation", RUN_S)
+    assert {member["name"] for member in ask_status(services, config)["members"]} == {"good"}
+    doomed.terminate()
+    learner.send_signal(signal.SIGTERM)
+    assert services.wait(learner, "learner", 60) == 0
+    assert services.wait(good, "good", 30) == 0
+    assert_audit_finds_nothing(tmp_path)
+
+
+def test_status_answers_while_the_learner_is_inside_a_long_step(services: Services, tmp_path: Path, tiny_model: Path) -> None:
+    # One optimizer step over 512 completions takes this machine seconds.
+    config = write_config(
+        tmp_path,
+        tiny_model,
+        train={"num_steps": 4, "groups_per_step": 128, "micro_batch_tokens": 64, "learning_rate": 1e-4},
+        actor={"max_inflight_groups": 64, **TRANSFORMERS},
+    )
+    learner = services.start("learner", config)
+    services.start("actor", config, "actor.name=a", log="a")
+    seen: list[dict[str, Any]] = []
+
+    def in_mid_step() -> bool:
+        seen.append(ask_status(services, config, must_answer=False))
+        assert learner.poll() is None, services.output("learner")
+        return seen[-1].get("doing", "").startswith("training step") and seen[-1]["doing_s"] > 0.2
+
+    services.wait_for(in_mid_step, "an answer from inside a step", RUN_S)
+    (member,) = seen[-1]["members"]
+    assert (member["name"], member["state"]) == ("a", "working")
+    assert seen[-1]["ledger"]["leased"] >= 128
+
+
+def child_of(launcher: subprocess.Popen, service: str) -> psutil.Process:
+    """The process of a service that `offbeat train` has started."""
+    (child,) = [child for child in psutil.Process(launcher.pid).children() if service in child.cmdline()]
+    return child
+
+
+def kill(process: psutil.Process) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+    psutil.wait_procs([process], timeout=10)
+
+
+def workers(services: Services) -> set[str]:
+    return {row["actor"] for row in services.rows("run", "group")}
+
+
+def events(services: Services) -> set[tuple[str, str | None]]:
+    return {(row["event"], row.get("actor")) for row in services.rows("run", "event")}
+
+
+def ask_status(services: Services, config: str, *, must_answer: bool = True) -> dict[str, Any]:
+    """What `offbeat status --json` prints."""
+    log = services.folder / "status.log"
+    log.unlink(missing_ok=True)
+    asked = services.start("status", config, "--json", log="status")
+    status = services.wait(asked, "status", 30)
+    if not must_answer and status:
+        return {}
+    assert status == 0, services.output("status")
+    return msgspec.json.decode(services.output("status"))
+
+
+def assert_audit_finds_nothing(folder: Path) -> None:
+    checks = audit(folder / "run", load(folder / "run.toml"))
+    assert not [violation for check in checks for violation in check.violations]

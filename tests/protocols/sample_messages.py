@@ -1,0 +1,159 @@
+"""One message of every type, with its arrays."""
+
+import numpy as np
+
+from protocols.messages import (
+    Ack,
+    ActorHeartbeat,
+    ActorMessage,
+    ActorStats,
+    CanaryScored,
+    Cancel,
+    Chunk,
+    ChunkGone,
+    ChunkRequest,
+    CompletionMeta,
+    Credit,
+    EngineInfo,
+    Goodbye,
+    GroupDone,
+    Hello,
+    LearnerHeartbeat,
+    LearnerMessage,
+    Lease,
+    LeaseFailed,
+    MemberStatus,
+    ModelHashes,
+    Refused,
+    Sampling,
+    Segment,
+    StatusReport,
+    StatusRequest,
+    Stop,
+    TensorSpec,
+    Unknown,
+    WeightPull,
+    WeightsCommitted,
+    WeightsStaged,
+    WeightUpdate,
+    Welcome,
+)
+from protocols.wire import Array
+
+INTS = np.arange(-2, 5, dtype=np.int32)
+FLOATS = np.array([-0.0, -1.5, np.nan, -np.inf], dtype=np.float32)
+BYTES = np.arange(7, dtype=np.uint8)
+
+ENGINE = EngineInfo("vllm", "0.32.0", "bfloat16", "cpu", 4096, ModelHashes("01234567", "89abcdef", ""))
+STATS = ActorStats(num_generated_tokens=9, num_groups_sent=1, num_running_completions=2, seconds={"generate": 1.5})
+WELCOME = Welcome(
+    run_id="r",
+    learner_incarnation=7,
+    max_message_bytes=1 << 28,
+    layout=(TensorSpec("lm_head.weight", (3, 4), "float32"), TensorSpec("b", (), "bfloat16")),
+    policy_version=2,
+)
+LEASE = Lease(
+    lease_id=1 << 60,
+    prompt_id=5,
+    group_size=8,
+    sampling=Sampling(max_new_tokens=16, temperature=0.0),
+    min_policy_version=3,
+    timeout_s=600.0,
+    prompt="1+1=",
+    row='{"answer": "2"}',
+)
+GROUP = GroupDone(
+    lease_id=1,
+    completions=(
+        CompletionMeta(3, "stop", 1.0, (Segment(4, 0),)),
+        # The learner restarted from a checkpoint in mid-completion: versions may fall.
+        CompletionMeta(4, "length", -0.5, (Segment(4, 0), Segment(5, 1), Segment(2, 3))),
+    ),
+    generate_s=0.25,
+)
+STATUS = StatusReport(
+    run_id="r",
+    policy_version=3,
+    num_steps=10,
+    published_version=3,
+    doing="training",
+    doing_s=1.5,
+    waiting_for="",
+    uptime_s=60.0,
+    members=(MemberStatus("actor-0", "working", 3, 2, 16, 1000.5, 0.1, "vllm 0.32.0"),),
+    ledger={"leased": 3, "dropped/stale": 1},
+    num_ready=1,
+    num_generating=2,
+    epoch=0,
+    epoch_position=0.5,
+    log_bytes=1 << 40,
+    problems=("the log is full",),
+    rejected={"actor-0: too many frames": 1},
+)
+
+FROM_ACTOR: list[tuple[ActorMessage, tuple[Array, ...]]] = [
+    (
+        Hello(
+            actor="actor-é",
+            incarnation=2**63,
+            engine=ENGINE,
+            temperature=1.0,
+            reward="my_rewards:solved",
+            software="0.1.0",
+            run_id="r",
+            lease_ids=(1, 1 << 60),
+        ),
+        (),
+    ),
+    (Credit(capacity=16), ()),
+    (GROUP, (INTS, INTS.astype(np.float32))),
+    (LeaseFailed(lease_id=3, reason="reward_error", detail="ZeroDivisionError"), ()),
+    (ActorHeartbeat(policy_version=-1, stats=STATS, lease_ids=(), seen_lease_id=-1), ()),
+    (WeightsStaged(policy_version=4, epoch=-1, error="bucket 3 of 9: closed"), ()),
+    (WeightsCommitted(policy_version=4, stall_s=0.25), ()),
+    (CanaryScored(policy_version=3), (FLOATS,)),
+    (Goodbye(reason="SIGTERM"), ()),
+    (ChunkRequest(policy_version=4, index=0), ()),
+    (StatusRequest(), ()),
+]
+FROM_LEARNER: list[tuple[LearnerMessage, tuple[Array, ...]]] = [
+    (WELCOME, (INTS,)),
+    (Refused(reason="another dtype"), ()),
+    (Unknown(), ()),
+    (LEASE, (INTS,)),
+    (Ack(lease_id=3, outcome="duplicate"), ()),
+    (Cancel(lease_ids=(1, 2)), ()),
+    (
+        WeightUpdate(
+            policy_version=4,
+            epoch=2,
+            rank=1,
+            world_size=3,
+            store_host="127.0.0.1",
+            store_port=29500,
+            backend="gloo",
+            bucket_bytes=1 << 23,
+            checksum=(1 << 64) - 1,
+            timeout_s=60.0,
+        ),
+        (),
+    ),
+    (
+        WeightPull(
+            policy_version=4,
+            host="127.0.0.1",
+            port=5701,
+            num_bytes=1 << 34,
+            chunk_bytes=1 << 23,
+            checksum=(1 << 64) - 1,
+            timeout_s=60.0,
+        ),
+        (),
+    ),
+    (Chunk(policy_version=4, index=0, checksum=(1 << 64) - 1), (BYTES,)),
+    (ChunkGone(policy_version=4, index=0), ()),
+    (LearnerHeartbeat(newest_lease_id=-1), ()),
+    (Stop(reason="finished"), ()),
+    (STATUS, ()),
+]
