@@ -25,7 +25,7 @@ from learner.evaluation import Evaluations
 from learner.groups import Group, Limits, Rollout, flaw, unpack
 from learner.lease_events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
 from learner.ledger import Ledger, LedgerCounts, LedgerState
-from learner.members import Member, Members
+from learner.members import Member, Members, Room
 from learner.prompts import Prompt, PromptStream, StreamState
 from learner.rejections import Rejections
 from learner.rollout_log import LogFullError, Position, RolloutLog
@@ -224,10 +224,11 @@ class Dispatcher:
                 num_steps=steps,
             )
             self._record_fact(trained)
-            for index, group in enumerate(groups):
-                self._record_group(group, "trained", "", trained_at + index * steps // len(groups))
             self._policy_version = policy_version
             self._newest_version = max(self._newest_version, policy_version)
+        # Without the lock: the hub need not wait for rows.
+        for index, group in enumerate(groups):
+            self._record_group(group, "trained", "", trained_at + index * steps // len(groups))
 
     def publish(self, policy_version: int, *, last: bool = False) -> None:
         """The weights of this version are on their way to the actors."""
@@ -572,11 +573,13 @@ class Dispatcher:
     # Leases
 
     def _grant(self, now: float) -> None:
-        if self._is_log_full:
+        capacity = self._gate.capacity(self._policy_version, self._ledger.num_open)
+        if self._is_log_full or not capacity:
             return
-        for _ in range(self._gate.capacity(self._policy_version, self._ledger.num_open)):
+        room = Room(self._members)
+        for _ in range(capacity):
             min_version = self._gate.min_policy_version(self._policy_version, self._ledger.num_open)
-            member = self._freest(min_version)
+            member = room.take(min_version)
             if member is None:
                 return
             turn = self._stream.peek()
@@ -597,8 +600,11 @@ class Dispatcher:
 
     def _grant_evaluations(self, now: float) -> None:
         current = self._evaluations.begin()
-        while current is not None and current.has_prompt:
-            member = self._freest(current.policy_version)
+        if current is None:
+            return
+        room = Room(self._members)
+        while current.has_prompt:
+            member = room.take(current.policy_version)
             if member is None:
                 return
             lease_id = self._ledger.next_lease_id()
@@ -606,18 +612,6 @@ class Dispatcher:
             self._evaluation_leases.add(lease_id)
             sampling = Sampling(max_new_tokens=self._rollout.max_new_tokens, temperature=self._evaluation.temperature)
             self._send_lease(member, lease_id, prompt, self._evaluation.group_size, sampling, current.policy_version, now)
-
-    def _freest(self, min_policy_version: int) -> Member | None:
-        """The actor with the most room among those whose weights are new enough, and right."""
-        able = [
-            member
-            for member in self._members
-            if member.is_reachable
-            and not member.is_quarantined
-            and 0 <= min_policy_version <= member.policy_version
-            and member.free > 0
-        ]
-        return max(able, key=lambda member: member.free, default=None)
 
     def _send_lease(
         self, member: Member, lease_id: int, prompt: Prompt, group_size: int, sampling: Sampling, min_version: int, now: float

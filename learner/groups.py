@@ -1,6 +1,5 @@
 """One group as the learner holds it: arrays, rewards and versions, cut out of the wire's frames and checked."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -68,17 +67,14 @@ class Limits(NamedTuple):
 def unpack(completions: Sequence[CompletionMeta], arrays: Sequence[Frame]) -> tuple[Rollout, ...]:
     """The completions of a group, cut out of its two frames without a copy."""
     all_ids, all_logprobs = token_ids(arrays[0]), logprobs(arrays[1])
-    ends = itertools.accumulate(completion.num_tokens for completion in completions)
-    return tuple(
-        Rollout(
-            token_ids=all_ids[end - completion.num_tokens : end],
-            behavior_logprobs=all_logprobs[end - completion.num_tokens : end],
-            reward=completion.reward,
-            finish_reason=completion.finish_reason,
-            segments=completion.segments,
-        )
-        for completion, end in zip(completions, ends, strict=True)
-    )
+    rollouts, start = [], 0
+    for completion in completions:
+        end = start + completion.num_tokens
+        ids, behavior = all_ids[start:end], all_logprobs[start:end]
+        # By position: the hub makes one for each completion that arrives, and names take twice the time.
+        rollouts.append(Rollout(ids, behavior, completion.reward, completion.finish_reason, completion.segments))
+        start = end
+    return tuple(rollouts)
 
 
 def flaw(completions: Sequence[CompletionMeta], arrays: Sequence[Frame], limits: Limits) -> str:
@@ -90,9 +86,9 @@ def flaw(completions: Sequence[CompletionMeta], arrays: Sequence[Frame], limits:
             return f"completion {index} has {completion.num_tokens} tokens, more than {limits.max_new_tokens}"
         if not math.isfinite(completion.reward):
             return f"completion {index} has reward {completion.reward}"
-        newest = max(segment.policy_version for segment in completion.segments)
-        if newest > limits.newest_version:
-            return f"completion {index} claims policy version {newest}, not made yet"
+        for segment in completion.segments:
+            if segment.policy_version > limits.newest_version:
+                return f"completion {index} claims policy version {segment.policy_version}, not made yet"
     # All completions at once: on short ones numpy's cost is by call, not by token.
     ids, values = token_ids(arrays[0]), logprobs(arrays[1])
     # Unsigned, a negative id is a huge one.

@@ -1,5 +1,6 @@
 """The live actors as the learner knows them."""
 
+import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -72,3 +73,29 @@ class Members:
     def remove(self, member: Member) -> None:
         """Forget a member."""
         self._by_peer.pop(member.peer, None)
+
+
+class Room:
+    """The members that take leases now, for one round of granting: each turn goes to the one with the most room."""
+
+    def __init__(self, members: Members) -> None:
+        # With many actors, looking at all of them for each lease would take longer than all else.
+        self._turns = [
+            (-member.free, order, member)
+            for order, member in enumerate(members)
+            if member.is_reachable and not member.is_quarantined and member.free > 0
+        ]
+        """A heap; `order` decides between equals."""
+        heapq.heapify(self._turns)
+
+    def take(self, min_policy_version: int) -> Member | None:
+        """The member that gets the next lease, if any has such weights; in a round the version asked for never falls."""
+        while self._turns:
+            minus_free, order, member = self._turns[0]
+            if member.policy_version < min_policy_version or minus_free == -1:
+                heapq.heappop(self._turns)
+            else:
+                heapq.heapreplace(self._turns, (minus_free + 1, order, member))
+            if member.policy_version >= min_policy_version:
+                return member
+        return None

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from common.shutdown import ServiceError
 from learner.dispatcher import DispatcherState, make_group
 from learner.groups import Group
 from learner.lease_events import Accepted, Dropped, Expired, Granted, Started, Trained
@@ -18,6 +19,10 @@ from learner.prompts import Prompt, PromptStream
 from learner.rollout_log import Position, Record
 
 logger = logging.getLogger(__name__)
+
+
+class RecoveryError(ServiceError):
+    """Log and checkpoint contradict each other; the text names the record and what to do."""
 
 
 class Recovered(NamedTuple):
@@ -42,7 +47,7 @@ def recover(
 ) -> Recovered:
     """Rebuild the state from a checkpoint (None: from the run's beginning) and the log's `records` after it.
 
-    `read` gives the record at a position, None when the log no longer has it. `ValueError` when log and checkpoint
+    `read` gives the record at a position, None when the log no longer has it. `RecoveryError` when log and checkpoint
     contradict each other.
     """
     if state is None:
@@ -104,6 +109,8 @@ def _apply(record: Record, ledger: Ledger, stream: PromptStream, prompts: Sequen
                     stream.give_back(lease.prompt_id, lease.epoch)
         ledger.apply(event, group, record.position if group is not None else None)
     except (KeyError, AssertionError, ValueError) as error:
-        raise ValueError(
-            f"the rollout log does not continue the checkpoint: record {record.position} ({type(event).__name__}): {error}"
+        raise RecoveryError(
+            f"the rollout log does not continue the checkpoint: record {record.position} ({type(event).__name__}): {error}. If "
+            "task.train_data or run.seed was changed, change it back; to go on without the log's later groups, move the folder "
+            "`log` out of run.dir"
         ) from error

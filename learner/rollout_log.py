@@ -365,12 +365,11 @@ def encode_record(event: LeaseEvent, *arrays: Buffer | NDArray[Any]) -> list[Buf
     body = _encoder.encode(event)
     views = [memoryview(array.data if isinstance(array, np.ndarray) else array).cast("B") for array in arrays]
     assert [len(view) for view in views] == _array_lengths(event), f"{type(event).__name__} with arrays of another size"
-    lengths = _LENGTHS.pack(len(body), sum(map(len, views)))
-    padding = bytes(-len(body) % ALIGNMENT)
-    checksum = xxhash.xxh3_64(lengths)
-    for part in (body, padding, *views):
-        checksum.update(part)
-    return [_CHECKSUM.pack(checksum.intdigest()) + lengths, body, padding, *views]
+    checked = _LENGTHS.pack(len(body), sum(map(len, views))) + body + bytes(-len(body) % ALIGNMENT)
+    checksum = xxhash.xxh3_64(checked)
+    for view in views:
+        checksum.update(view)
+    return [_CHECKSUM.pack(checksum.intdigest()) + checked, *views]
 
 
 def whole_records(segment: memoryview, offset: int) -> Iterator[RawRecord]:

@@ -64,6 +64,8 @@ class Pull(NamedTuple):
     policy_version: int
     num_chunks: int
     begun_at: float
+    is_announced: bool = False
+    """`WeightPull` was posted, on the connection that the actor has now."""
 
 
 class Behind(NamedTuple):
@@ -198,7 +200,7 @@ class WeightPublisher:
             self._standings.pop(peer, None)
             # The announcement may be lost. One that has begun goes on: it does not need the hub.
             if peer in self._pulls and not self._server.visitor(peer).num_requests:
-                self._end_pull(peer)
+                self._pulls[peer] = self._pulls[peer]._replace(is_announced=False)
             self._changed.notify_all()
         self._server.wake()
 
@@ -304,6 +306,10 @@ class WeightPublisher:
         self._end_late_pulls()
         waiting = self._behind().by_pull
         self._tell()
+        self._admit(waiting)
+        self._announce_pulls()
+
+    def _admit(self, waiting: list[Member]) -> None:
         with self._changed:
             num_free = self._max_pulls - len(self._pulls)
             if not waiting or num_free <= 0 or self._is_closed:
@@ -316,33 +322,40 @@ class WeightPublisher:
                 self._lent = fresh
                 self._server.lend(fresh.policy_version, fresh.buffer.flat)
             lent = self._lent
-            if lent is None:
-                return
             # An older one is good enough to begin with where the next collective brings the newest.
-            is_late = self._backend == "pull" and self._newest() - lent.policy_version > self._max_pull_lag
+            if lent is None or (self._backend == "pull" and self._newest() - lent.policy_version > self._max_pull_lag):
+                return
+            num_chunks = -(-len(lent.buffer.flat) // self._chunk_bytes)
             able = [
                 (peer, name)
                 for peer, name, version in waiting
-                if version < lent.policy_version and peer not in self._in_collective and not is_late
+                if version < lent.policy_version and peer not in self._in_collective
             ]
-            num_bytes = len(lent.buffer.flat)
             for peer, name in able[:num_free]:
-                self._pulls[peer] = Pull(name, lent.policy_version, -(-num_bytes // self._chunk_bytes), time.monotonic())
+                self._pulls[peer] = Pull(name, lent.policy_version, num_chunks, time.monotonic())
                 self._server.admit(peer)
             if not self._pulls:
                 self._take_back()
-        for peer, name in able[:num_free]:
-            logger.info("weights %d: %s pulls them", lent.policy_version, name)
-            pull = WeightPull(
-                policy_version=lent.policy_version,
+
+    def _announce_pulls(self) -> None:
+        with self._changed:
+            lent = self._lent
+            if lent is None:
+                return
+            new = {peer: pull._replace(is_announced=True) for peer, pull in self._pulls.items() if not pull.is_announced}
+            self._pulls.update(new)
+        for peer, pull in new.items():
+            logger.info("weights %d: %s pulls them", pull.policy_version, pull.name)
+            announcement = WeightPull(
+                policy_version=pull.policy_version,
                 host=self._host,
                 port=self._server.port,
-                num_bytes=num_bytes,
+                num_bytes=len(lent.buffer.flat),
                 chunk_bytes=self._chunk_bytes,
                 checksum=lent.checksum,
                 timeout_s=self._timeout_s,
             )
-            self._post(peer, pull)
+            self._post(peer, announcement)
 
     def _take_edition(self) -> Edition:
         """The newest, to lend it. Training must find another buffer before."""

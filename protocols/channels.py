@@ -23,6 +23,7 @@ from protocols.messages import ActorMessage, LearnerMessage
 from protocols.wire import (
     MAX_FRAMES,
     Array,
+    Frame,
     FromActor,
     FromLearner,
     UnknownMessageError,
@@ -55,6 +56,7 @@ MAX_DROPS_AT_ONCE = 1000
 MAX_DROP_KINDS = 1000
 ZAP_DOMAIN = "offbeat"
 
+_NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
@@ -255,9 +257,12 @@ class Hub:
         """Also called in mid-handshake: who is cut off for rubbish does not get back in with more of it."""
         return time.monotonic() < self._muted_until.get(who, 0.0)
 
-    def _send(self, frames: list) -> bool:
+    def _send(self, frames: list[Frame]) -> bool:
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
+            # What `send_multipart` does, at half its price: it computes with enums for each frame.
+            for frame in frames[:-1]:
+                self._socket.send(frame, _NOBLOCK_MORE)
+            self._socket.send(frames[-1], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False

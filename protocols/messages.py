@@ -53,7 +53,7 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """0 means greedy; only evaluation may ask for it."""
 
 
-class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
     """A stretch of one completion sampled under one policy version; it ends where the next one starts."""
 
     policy_version: Natural
@@ -61,7 +61,7 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     """Index into the completion of the first token sampled under `policy_version`."""
 
 
-class CompletionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CompletionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """All of one completion that is not an array."""
 
     num_tokens: Positive

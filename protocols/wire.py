@@ -201,8 +201,10 @@ def _check_arrays(message: ActorMessage | LearnerMessage, arrays: Sequence[Frame
 def _check_group(completions: Sequence[CompletionMeta], arrays: Sequence[Frame]) -> None:
     num_tokens = 0
     for index, completion in enumerate(completions):
-        _check_segments(index, completion)
         num_tokens += completion.num_tokens
+        # One that begins at the first token, as nearly always, is right: completions are not empty.
+        if len(completion.segments) != 1 or completion.segments[0].first_token:
+            _check_segments(index, completion)
     for array, content in zip(arrays, ("token ids", "log-probs"), strict=True):
         if len(array) != num_tokens * ITEM_BYTES:
             raise WireError(f"{num_tokens} tokens announced, but the {content} have {len(array)} bytes")

@@ -446,10 +446,10 @@ def test_after_a_new_welcome_no_lease_counts_as_seen(learner: Learner) -> None:
         learner.welcome()
         learner.newest_lease_id = 6
         eventually(lambda: actor.service._seen_lease_id == 6, learner)
-        learner.newest_lease_id = -1
         learner.send(Unknown())
-        learner.welcome()
-        learner.forget()
+        learner.wait(Hello)
+        learner.unread.clear()
+        learner.send(learner.make_welcome(), CANARY)
         assert learner.wait(ActorHeartbeat).seen_lease_id == -1
 
 

@@ -119,7 +119,7 @@ class SimulatedActors:
         self._context.destroy(linger=0)
 
     def _ready(self) -> list[zmq.Socket]:
-        ready = self._poller.poll(PATIENCE_S * 1000)
+        ready = self._poller.poll(round(PATIENCE_S * 1000))
         if not ready:
             raise TimeoutError(f"the learner did not answer within {PATIENCE_S:g} s")
         return [socket for socket, _ in ready]

@@ -1,15 +1,16 @@
-"""How fast rollouts travel from actors to the learner, against raw ZeroMQ that moves the same frames, and against copying them.
+"""How fast rollouts travel from actors to the learner, against raw ZeroMQ that moves the same frames.
 
-    python -m tests.benchmarks.transport [sizes] [actors] [memory] [flood]    # 10 minutes; the rollout log in the current folder
+    python -m tests.benchmarks.transport [sizes] [actors] [memory] [flood]    # 10 minutes; the log is in the current folder
 
 This process is all actors (`simulated_actors`: light ones), another one the learner:
 
     copy  every frame of a group copied once, and nothing else
     raw   ROUTER, the same frames in both directions (groups; an acknowledgement and a lease for each), no look into any
-    hub   what the learner has: Hub, HubThread, Dispatcher with every check, Ledger, gate; a training thread takes batches at once
+    hub   what the learner has: Hub, HubThread, Dispatcher with every check, Ledger, gate; the training thread does nothing but
+          take batches
 
-`keys`: CURVE; `log`: the rollout log at its default settings. The actors may have `WINDOW` groups unanswered in all, or one each
-where they are more; so at full speed the time to an acknowledgement is that window's, divided by the throughput.
+`keys`: CURVE; `log`: the rollout log at its default settings. The actors may have `WINDOW` groups unanswered in all,
+or one each where they are more; so at full speed the time to an acknowledgement is that window, divided by the throughput.
 
 Not in it: metrics rows (a learner writes one per group), weights, training.
 """
@@ -140,7 +141,7 @@ def serve_raw(connection: Connection, trial: Trial) -> None:
         num_leased = num_answered = 0
         cpu_before = 0.0
         while num_answered < trial.num_groups:
-            assert router.poll(PATIENCE_S * 1000), "no actor sends anything"
+            assert router.poll(round(PATIENCE_S * 1000)), "no actor sends anything"
             while frames := receive_raw(router):
                 peer = frames[0].bytes
                 num_leases = 1

@@ -212,7 +212,7 @@ def receive(connection: Connection, port: int) -> None:
     while True:
         # As often as an actor that has nothing to sample looks for a transfer that is about to end.
         command = connection.recv() if connection.poll(0.002) else None
-        if isinstance(command, WeightUpdate):
+        if isinstance(command, WeightUpdate | WeightPull):
             receiver.announce(command)
         elif isinstance(command, Broadcast):
             broadcast(groups[command.num_receivers], flat, command.bucket_bytes)
@@ -331,7 +331,7 @@ def transfer() -> None:
         }
         for num_receivers in NUM_RECEIVERS:
             costs: dict[str, list[Cost]] = {variant: [] for variant in variants}
-            # The first round makes connections and is not counted.
+            # The first round makes connections, and one newcomer pulls in it; it is not counted.
             for round_index in range(NUM_ROUNDS + 1):
                 for index, (variant, transfer_to) in enumerate(variants.items()):
                     value = (len(variants) * round_index + index) % 255 + 1
@@ -525,7 +525,7 @@ class Stage:
 
 
 STEP_MATMULS = 60
-JOIN_S = 4.0
+JOIN_S = 3.0
 NUM_JOINERS = 4
 
 

@@ -178,6 +178,8 @@ def test_signal_asks_the_learner_to_stop_and_leaves_nothing_behind(services: Ser
     assert not any(is_alive(int(start[0])) for start in services.starts("learner") + services.starts("actor-0"))
 
 
+@pytest.mark.engine
+@pytest.mark.timeout(240)
 def test_kill_of_the_launcher_leaves_no_service_and_no_child_of_one(tmp_path: Path, tiny_model: Path) -> None:
     """With the real command line: an actor that has reward workers, and a learner."""
     from tests.deploy.services import services_in, write_config
@@ -185,7 +187,7 @@ def test_kill_of_the_launcher_leaves_no_service_and_no_child_of_one(tmp_path: Pa
     with services_in(tmp_path) as services:
         config = write_config(tmp_path, tiny_model, actor={"engine": "transformers", "engine_options": {}})
         train = services.start("train", config)
-        services.wait_for(lambda: len(descendants(train.pid)) >= 4, "learner, actor, and the actor's reward worker", 60)
+        services.wait_for(lambda: len(descendants(train.pid)) >= 4, "learner, actor, and the actor's reward worker", 150)
         left = descendants(train.pid)
         train.kill()
         wait_for(lambda: not any(map(is_alive, left)))

@@ -18,7 +18,7 @@ from learner.dispatcher import DispatcherState
 from learner.lease_events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
 from learner.ledger import UNSEEN_LEASES, needed_position
 from learner.prompts import PromptStream, Turn
-from learner.recovery import Recovered, recover
+from learner.recovery import Recovered, RecoveryError, recover
 from learner.rollout_log import HEADER_BYTES, LogFullError, Position, RolloutLog, read_log, read_record
 from protocols.messages import (
     Ack,
@@ -145,6 +145,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.tape: list[tuple[Position, LeaseEvent]] = []
         self.turn_of: dict[int, Turn] = {}
         """Of every lease that any learner granted, cut off or not."""
+        self.granted_at: dict[int, Position] = {}
         self.checkpoints: list[Saved] = []
         self.synced = Position(0, 0)
         self._start(None)
@@ -265,10 +266,11 @@ class RecoveryMachine(RuleBasedStateMachine):
             actor.outbox[lease_id] = (LeaseFailed(lease_id=lease_id, reason=reason), ())
             actor.send(actor.outbox[lease_id][0])
 
-    @rule(index=ACTORS, says_goodbye=st.booleans())
-    def actor_dies(self, index: int, says_goodbye: bool) -> None:
+    @rule(index=ACTORS, says_goodbye=st.booleans(), disk_hiccups=st.booleans())
+    def actor_dies(self, index: int, says_goodbye: bool, disk_hiccups: bool) -> None:
         before = self.actors[index]
         if says_goodbye:
+            self.log.failures = [disk_hiccups]
             before.say(Goodbye(reason="x"))
         self.incarnations += 1
         self.actors[index] = Remote(self.desk, before.name, self.incarnations)
@@ -309,7 +311,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         assert oldest.log_end is not None
         self.desk.dispatcher.prune_log(needed_position(oldest.ledger.open, oldest.log_end))
 
-    @rule(tail=st.sampled_from(["whole", "whole", "whole", "garbage", "cut"]), count=st.integers(1, 700))
+    @rule(tail=st.sampled_from(["whole", "cut", "whole", "cut", "garbage"]), count=st.integers(1, 700))
     def learner_dies(self, tail: str, count: int) -> None:
         dispatcher, ledger, stream = self.desk.dispatcher, self.desk.ledger, self.desk.stream
         is_all_logged = not dispatcher._unlogged
@@ -486,10 +488,10 @@ class RecoveryMachine(RuleBasedStateMachine):
             assert any(isinstance(event, Accepted) and event.lease_id == message.lease_id for _, event in self.tape)
 
     def _note_grants(self) -> None:
-        for _, event in self.tape:
+        for position, event in self.tape:
             if isinstance(event, Granted):
-                turn = Turn(event.prompt_id, event.epoch)
-                assert self.turn_of.setdefault(event.lease_id, turn) == turn, "the id of another prompt's lease"
+                assert self.granted_at.setdefault(event.lease_id, position) == position, "the id of another lease"
+                self.turn_of[event.lease_id] = Turn(event.prompt_id, event.epoch)
 
     def _history(self) -> list[LeaseEvent]:
         return [*(event for _, event in self.tape), *self.desk.dispatcher._unlogged]
@@ -762,7 +764,7 @@ def test_log_that_contradicts_the_checkpoint_is_not_followed(tale: Tale, contrad
     tale.grant(1)
     state = tale.checkpoint()
     contradict(tale)
-    with pytest.raises(ValueError, match=r"does not continue the checkpoint: record Position\(segment=1, offset="):
+    with pytest.raises(RecoveryError, match=r"does not continue the checkpoint: record Position\(segment=1, offset="):
         tale.recover(state)
 
 

@@ -79,6 +79,7 @@ class Receiver:
         self.process = context.Process(target=receive_weights, args=(theirs, layout, self.peer, mishap, poll_s), daemon=True)
         self.process.start()
         theirs.close()
+        self.send: Callable[[LearnerMessage], None] = self.connection.send
         assert self.connection.poll(PATIENCE_S)
         assert self.connection.recv() == "up"
 
@@ -144,7 +145,7 @@ class Fleet:
                 if isinstance(message, WeightPull):
                     self.pulled.append((receiver.name, message.policy_version))
                     self.most_pulls = max(self.most_pulls, len(self.publisher._pulls))
-                receiver.connection.send(message)
+                receiver.send(message)
 
     def carry(self) -> None:
         while not self._is_over:
@@ -411,6 +412,28 @@ def test_joiner_pulls_while_collectives_go_on_for_the_others_and_enters_the_next
         fleet.wait(version + 1, *fleet.receivers)
         assert late.epochs[version + 1] == others[0].epochs[version + 1] >= 0
         assert {name for name, _ in fleet.pulled} == {"late"}
+        assert fleet.excluded() == []
+
+
+def test_actor_that_comes_back_as_its_pull_is_announced_pulls_all_the_same() -> None:
+    with fleet_of(SMALL, "a") as fleet:
+        fleet.publish(0)
+        fleet.wait(0, *fleet.receivers)
+        late = Receiver("late", SMALL, "", 0.001)
+        # The first announcement is lost with its connection.
+        is_lost = threading.Event()
+
+        def come_back(message: LearnerMessage) -> None:
+            if not is_lost.is_set():
+                is_lost.set()
+                fleet.publisher.joined(late.peer)
+                return
+            late.connection.send(message)
+
+        late.send = come_back
+        fleet.receivers.append(late)
+        fleet.wait(0, late)
+        assert fleet.pulled == [("late", 0), ("late", 0)]
         assert fleet.excluded() == []
 
 

@@ -1,0 +1,68 @@
+"""What must hold for any frames that arrive where a message is expected."""
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from protocols.messages import GroupDone
+from protocols.wire import (
+    ARRAY_FRAMES,
+    MAGIC,
+    FromActor,
+    FromLearner,
+    WireError,
+    decode_from_actor,
+    decode_from_learner,
+    encode,
+    logprobs,
+    token_ids,
+)
+
+LENGTH = struct.Struct("<I")
+FIRST_FRAMES = (MAGIC, MAGIC[:-1] + bytes([MAGIC[-1] + 1]), b"offbeat\x01")
+"""Ours, a newer minor's, another major's; a selector beyond them takes the first frame from the input."""
+
+
+def pack(is_from_learner: bool, first: int, frames: Sequence[bytes]) -> bytes:
+    """An input: a byte for the direction and the first frame, then the other frames, each after its length."""
+    return bytes([is_from_learner | first << 1]) + b"".join(LENGTH.pack(len(frame)) + frame for frame in frames)
+
+
+def unpack(data: bytes) -> tuple[bool, int, list[bytes]]:
+    """What any input means: a length that goes too far is cut, and what is too short to be one is dropped."""
+    frames: list[bytes] = []
+    at = 1
+    while at + LENGTH.size <= len(data):
+        (length,) = LENGTH.unpack_from(data, at)
+        frames.append(data[at + LENGTH.size : at + LENGTH.size + length])
+        at += LENGTH.size + length
+    head = data[0] if data else 0
+    return bool(head & 1), head >> 1, frames
+
+
+def check_frames(data: bytes) -> FromActor | FromLearner | None:
+    """Decode an input; what it held, None if that was a `WireError`. Anything else that is raised is a finding."""
+    is_from_learner, first, frames = unpack(data)
+    if first < len(FIRST_FRAMES):
+        frames = [FIRST_FRAMES[first], *frames]
+    decode = decode_from_learner if is_from_learner else decode_from_actor
+    try:
+        packet = decode(frames)
+    except WireError as error:
+        assert str(error)
+        return None
+    # Compared as bytes: a reward may be NaN, which equals nothing.
+    arrays = [np.frombuffer(array, dtype=np.uint8) for array in packet.arrays]
+    assert len(arrays) == ARRAY_FRAMES.get(type(packet.message), 0)
+    again = encode(packet.message, *arrays)
+    twice = decode([bytes(frame) for frame in again])
+    assert encode(twice.message, *arrays) == again
+    if isinstance(packet.message, GroupDone):
+        num_tokens = sum(completion.num_tokens for completion in packet.message.completions)
+        assert len(token_ids(packet.arrays[0])) == len(logprobs(packet.arrays[1])) == num_tokens
+        for completion in packet.message.completions:
+            starts = [segment.first_token for segment in completion.segments]
+            assert starts[0] == 0 and starts == sorted(set(starts)) and starts[-1] < completion.num_tokens
+            assert min(segment.policy_version for segment in completion.segments) >= 0
+    return packet
