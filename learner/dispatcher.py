@@ -178,7 +178,7 @@ class Dispatcher:
         self._prompt_failures: Counter[int] = Counter()
         self._failed_in_a_row = 0
         self._failure: BaseException | None = None
-        self._is_stopping = False
+        self._stop_reason: str | None = None
         self._lock = threading.RLock()
         self._progress = threading.Condition(self._lock)
 
@@ -248,9 +248,9 @@ class Dispatcher:
             self._progress.notify_all()
 
     def stop(self, reason: str) -> None:
-        """Tell every actor that the run is over; grant nothing more."""
+        """Tell every actor that the run is over, and whoever still speaks after that; grant nothing more."""
         with self._lock:
-            self._is_stopping = True
+            self._stop_reason = reason
             for member in self._members:
                 self._send(member, Stop(reason=reason))
 
@@ -320,6 +320,9 @@ class Dispatcher:
             if member is not None and member.key_name != sender.name:
                 self._reject(peer, sender.name, "a message in another actor's name", "each actor needs its own key and name")
                 return
+            if self._stop_reason is not None and isinstance(message, Hello | ActorHeartbeat):
+                # It has not heard that the run is over, or it has come too late.
+                self._outgoing.append(Outgoing(peer, Stop(reason=self._stop_reason)))
             if isinstance(message, Hello):
                 self._welcome(peer, message, now, sender)
                 return
@@ -400,7 +403,7 @@ class Dispatcher:
             try:
                 self._expire(now)
                 self._give_up_unclaimed(now)
-                if not self._is_stopping:
+                if self._stop_reason is None:
                     self._grant_evaluations(now)
                     self._grant(now)
             except LogFullError as error:

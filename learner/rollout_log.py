@@ -40,7 +40,7 @@ from protocols.wire import ITEM_BYTES
 logger = logging.getLogger(__name__)
 
 Fsync = Literal["off", "second", "ack"]
-Buffer = bytes | memoryview
+Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"offbeat" + bytes([1])
 """The last byte is the format's version."""

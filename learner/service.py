@@ -53,8 +53,6 @@ CHUNK_REQUEST_BYTES = 4096
 """No message to the weight server is longer."""
 WAIT_S = 1.0
 """How long the training loop waits for a batch before it looks at signals and deadlines."""
-GOODBYE_S = 5.0
-"""How long the end waits for the actors to leave."""
 SAY_WAITING_INTERVAL_S = 30.0
 CHECKPOINT_BYTES_PER_PARAMETER = 16
 """Weights in two precisions at most, and AdamW's two moments."""
@@ -245,10 +243,11 @@ class Learner:
         self._dispatcher.stop(f"{outcome} {detail}".strip())
         self._hub.wake()
         # What an actor has not read when the connection closes is lost to it: it would wait for a learner that is gone.
-        if not self._dispatcher.wait_left(GOODBYE_S):
-            logger.warning(
-                "actors that did not leave within %g s: %s", GOODBYE_S, [name for _, name, _ in self._dispatcher.members()]
-            )
+        # One that is cut off may be back before it counts as dead.
+        patience_s = self._config.hub.dead_after_s + self._config.hub.heartbeat_s
+        if not self._dispatcher.wait_left(patience_s):
+            names = [name for _, name, _ in self._dispatcher.members()]
+            logger.warning("actors that did not leave within %g s: %s", patience_s, names)
         self._hub_thread.close()
         counts = self._dispatcher.counts()
         self._record(

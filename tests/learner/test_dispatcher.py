@@ -584,6 +584,18 @@ def test_nothing_is_granted_after_stop_and_every_actor_is_told() -> None:
     assert [actor.heard(Stop) for actor in actors] == [[Stop(reason="finished")]] * 2
 
 
+def test_actor_that_did_not_hear_of_the_end_is_told_when_it_speaks() -> None:
+    desk = Desk()
+    cut_off = Actor(desk, "cut off").join(capacity=1)
+    desk.dispatcher.stop("finished")
+    cut_off.heard(Stop)
+    cut_off.beat()
+    assert cut_off.heard(Stop) == [Stop(reason="finished")]
+    late = Actor(desk, "late")
+    late.hello()
+    assert late.heard(Stop) == [Stop(reason="finished")]
+
+
 def test_the_end_is_reached_when_every_actor_has_said_goodbye() -> None:
     desk = Desk()
     actors = [Actor(desk, name).join(capacity=1) for name in "ab"]

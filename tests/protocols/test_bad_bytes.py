@@ -182,7 +182,7 @@ def test_floods_below_the_limit_are_forgotten_too(hub: Hub, monkeypatch: pytest.
 def test_every_honest_group_arrives_through_a_flood(hub: Hub, honest: Link) -> None:
     with flooded(flood, port_of(hub)):
         assert_honest_groups_arrive(hub, honest)
-    assert hub.num_dropped["flood: not listened to after malformed messages"] > 0
+        eventually(lambda: hub.receive() is None and "flood: not listened to after malformed messages" in hub.num_dropped)
 
 
 def test_every_honest_group_arrives_while_a_key_holder_floods_on_ever_new_connections(tmp_path: Path) -> None:
@@ -199,7 +199,6 @@ def test_every_honest_group_arrives_while_a_key_holder_floods_on_ever_new_connec
             assert_honest_groups_arrive(hub, honest)
             # It sent enough for its key to be shut out.
             eventually(lambda: hub.receive() is None and hub.num_refused > 0)
-        assert hub.num_dropped["rogue: not listened to after malformed messages"] > 0
 
 
 @contextlib.contextmanager
