@@ -51,7 +51,7 @@ from protocols.messages import (
     WeightUpdate,
     Welcome,
 )
-from protocols.wire import token_ids
+from protocols.wire import FromLearner, UnknownMessageError, VersionError, token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -190,6 +190,8 @@ class ActorService:
         silent_s = now - self._heard_at
         if self._is_welcome and silent_s > self._config.hub.dead_after_s:
             logger.warning("the learner at %s is silent for %.1f s", self._config.hub.address, silent_s)
+            # A connection may be half open, or closed to this actor's key: a new one tells.
+            self._link.reconnect()
             self._lose_touch()
         if not self._is_welcome:
             self._say_hello(now, now - self._searching_since)
@@ -255,13 +257,23 @@ class ActorService:
 
     def _read(self, timeout_s: float) -> None:
         started = self._clock()
-        received = self._link.receive(timeout_s)
+        received = self._receive(timeout_s)
         if timeout_s:
             self._seconds[self._waiting_for()] += self._clock() - started
         while received is not None:
             self._heard_at = self._clock()
             self._handle(received.message, received.arrays)
-            received = self._link.receive()
+            received = self._receive(0.0)
+
+    def _receive(self, timeout_s: float) -> FromLearner | None:
+        try:
+            return self._link.receive(timeout_s)
+        except UnknownMessageError as error:
+            # Of a newer learner, which can do without an answer.
+            logger.debug("left out: %s", error)
+        except VersionError as error:
+            raise RefusedError(f"the learner at {self._config.hub.address}: {error}") from error
+        return None
 
     def _waiting_for(self) -> str:
         if self._rewards.num_pending:
