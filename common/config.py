@@ -145,7 +145,8 @@ class TrainSection(Section, frozen=True):
     deepspeed: dict[str, Any] = {}
     """Merged over the DeepSpeed config that these settings make."""
     checkpoint_interval: NonNegativeInt = 0
-    """Optimizer steps between checkpoints; 0 saves none but the final model."""
+    """Optimizer steps between checkpoints; 0 saves none but the final model (and what `log.retain_mb` asks for): a learner that
+    dies then trains from the first step again, on the groups in its log."""
     keep_checkpoints: PositiveInt = 2
     """Older checkpoints are deleted."""
     max_failed_leases: PositiveInt = 200
