@@ -75,9 +75,7 @@ def run_actor(config: Config, stop: StopRequest) -> str:
     def open_link(address: str) -> Link:
         identity = f"{name}/{incarnation:x}".encode()
         max_message_bytes = config.hub.max_message_mb << 20
-        return Link(
-            address, identity=identity, max_message_bytes=max_message_bytes, key=keys.key, learner_key=keys.learner_key
-        )
+        return Link(address, identity=identity, max_message_bytes=max_message_bytes, key=keys.key, learner_key=keys.learner_key)
 
     with contextlib.closing(rewards), open_link(config.hub.address) as link:
         model = resolve_model(config.model.path)

@@ -118,8 +118,5 @@ def _ask(link: Link, address: str) -> StatusReport:
                 return report
             case Refused(reason=reason):
                 raise ServiceError(f"the learner at {address} refused to answer: {reason}")
-    if is_asked:
-        why = "the learner is stopped, or overloaded"
-    else:
-        why = link.refusal() or "nothing listens there"
+    why = "the learner is stopped, or overloaded" if is_asked else link.refusal() or "nothing listens there"
     raise ServiceError(f"no answer from {address} within {ANSWER_S:g} s: {why}")
