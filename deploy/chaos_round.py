@@ -86,6 +86,8 @@ class Watch:
         self._torn = b""
         self.steps: list[Sight] = []
         self.actors: list[Sight] = []
+        self.members: set[str] = set()
+        """The actors that the learner knows."""
 
     @property
     def newest_step(self) -> int:
@@ -112,6 +114,17 @@ class Watch:
                 self.steps.append(Sight(now, row))
             elif row["kind"] == "actor":
                 self.actors.append(Sight(now, row))
+            elif row["kind"] == "event":
+                self._follow_members(row)
+
+    def _follow_members(self, event: Mapping[str, Any]) -> None:
+        match event["event"]:
+            case "run_started":
+                self.members.clear()
+            case "actor_joined":
+                self.members.add(event["actor"])
+            case "actor_left" | "actor_lost":
+                self.members.discard(event["actor"])
 
     def next_step_s(self, since: float) -> float | None:
         """Seconds from then to the next optimizer step."""
@@ -185,6 +198,10 @@ class Services:
                 return
             time.sleep(min(left_s, LOOK_S))
 
+    def ask_remote_to_leave(self) -> None:
+        """As its user would."""
+        self._remote.terminate()
+
     def close(self) -> None:
         """End both, with all they started."""
         for process in (self._train, self._remote):
@@ -253,7 +270,7 @@ def run_round(
             watch.look()
             committed.append((fault, began, time.monotonic(), outcome))
             logger.info("step %d: %s", watch.newest_step, outcome.detail or f"not possible here: {fault.kind}")
-        violations += _await_end(services)
+        violations += _await_end(services, watch)
     except StuckError as error:
         violations.append(str(error))
     finally:
@@ -268,14 +285,21 @@ def run_round(
     return Round(time.monotonic() - started, happened, lost, violations)
 
 
-def _await_end(services: Services) -> list[str]:
+def _await_end(services: Services, watch: Watch) -> list[str]:
     while services.status is None:
         services.pause(LOOK_S)
     violations = [] if services.status == 0 else [f"offbeat train ended with exit status {services.status}"]
+    watch.look()
+    fair = {0}
+    if services.remote_status is None and REMOTE not in watch.members:
+        # Cut off, or just started, when the run ended: the learner had nobody to tell, and it would wait for the next one.
+        services.ask_remote_to_leave()
+        # Of one that has not got as far as to handle signals.
+        fair.add(-signal.SIGTERM)
     deadline = time.monotonic() + LEAVE_S
     while services.remote_status is None and time.monotonic() < deadline:
         services.pause(LOOK_S)
-    if services.remote_status != 0:
+    if services.remote_status not in fair:
         ended = "did not leave" if services.remote_status is None else f"ended with status {services.remote_status}"
         violations.append(f"the remote actor {ended} when the run was over")
     return violations

@@ -38,7 +38,6 @@ LONGEST_WAIT_S = 10.0
 RESTORING_S = 600.0
 """A service that works for so long has its restarts back."""
 
-
 PROGRAM = (sys.executable, "-m", "deploy.cli")
 """`offbeat`, whatever is on the user's path."""
 PORTS = range(20_000, 32_000)
@@ -138,10 +137,8 @@ class Service:
 class Launcher:
     """See the module's docstring."""
 
-    def __init__(
-        self, config: Config, stop: StopRequest, program: tuple[str, ...] = (sys.executable, "-m", "deploy.cli")
-    ) -> None:
-        self._config = _withfree_port(config)
+    def __init__(self, config: Config, stop: StopRequest, program: tuple[str, ...] = PROGRAM) -> None:
+        self._config = _with_free_port(config)
         self._stop = stop
         self._folder = Path(config.run.dir)
         self._config_file = self._folder / "launch.toml"
@@ -267,7 +264,7 @@ def _popen(command: list[str], environment: Mapping[str, str], log: Path | None)
         return subprocess.Popen(command, env=environment, process_group=0, stdout=stream, stderr=subprocess.STDOUT)
 
 
-def _withfree_port(config: Config) -> Config:
+def _with_free_port(config: Config) -> Config:
     """Port 0 in `hub.address` becomes one that is free, so that the actors know it."""
     host, _, port = config.hub.address.rpartition(":")
     if port != "0":

@@ -43,7 +43,7 @@ from tests.benchmarks.measuring import print_table, processes, spread
 from tests.benchmarks.simulated_actors import PATIENCE_S, EncodedGroup, SimulatedActors, make_hello, open_dealer, send
 from tests.benchmarks.stand_ins import CANARY, MAX_LENGTH, make_dispatcher
 
-NUM_ROUNDS = 5
+NUM_ROUNDS = 2
 GROUP_SIZE = 8
 GROUPS_PER_STEP = 32
 WINDOW = 64
@@ -116,12 +116,13 @@ def make_keys(folder: Path) -> Keys:
 
 
 def serve(connection: Connection) -> None:
-    """Serve one trial after another; the answer to each is the address, and after it this process's CPU seconds."""
+    """Serve one trial after another; the answers to each: the address, this process's CPU seconds, `closed`."""
     serve_by_name = {"raw": serve_raw, "hub": serve_hub}
     while True:
         trial = connection.recv()
         serve_by_name[trial.learner](connection, trial)
         gc.collect()
+        connection.send("closed")
 
 
 def serve_raw(connection: Connection, trial: Trial) -> None:
@@ -264,6 +265,8 @@ def measure(connection: Connection, trial: Trial, joined: Callable[[str], None] 
         actors_cpu_s = time.process_time() - cpu_before
         learner_cpu_s = receive_from(connection)
         connection.send("answered")
+        # Its folder is deleted then.
+        assert receive_from(connection) == "closed"
         return Outcome(wall_s, learner_cpu_s, actors_cpu_s, ack_s)
     finally:
         actors.close()
@@ -401,7 +404,7 @@ def measure_memory(trial: Trial) -> tuple[int, int]:
             actors.answer(EncodedGroup(GROUP_SIZE, trial.num_tokens), trial.num_groups, trial.capacity)
             answered = receive_from(connection)
             connection.send("answered")
-            receive_from(connection)
+            assert receive_from(connection) == "closed"
             return connected, answered
         finally:
             actors.close()
