@@ -43,7 +43,7 @@ from tests.benchmarks.measuring import print_table, processes, spread
 from tests.benchmarks.simulated_actors import PATIENCE_S, EncodedGroup, SimulatedActors, make_hello, open_dealer, send
 from tests.benchmarks.stand_ins import CANARY, MAX_LENGTH, make_dispatcher
 
-NUM_ROUNDS = 2
+NUM_ROUNDS = 5
 GROUP_SIZE = 8
 GROUPS_PER_STEP = 32
 WINDOW = 64
