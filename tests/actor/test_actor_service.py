@@ -168,7 +168,9 @@ class Learner:
     def read(self, timeout_s: float) -> None:
         self.hub.wait(timeout_s)
         while (received := self.hub.receive()) is not None:
-            assert received.peer == PEER
+            if received.peer != PEER:
+                # Of a connection that the actor has given up: the ROUTER has given its name to the new one.
+                continue
             assert isinstance(received.packet, FromActor)
             if isinstance(received.packet.message, ActorHeartbeat):
                 self.hub.send(PEER, LearnerHeartbeat(newest_lease_id=self.newest_lease_id))
@@ -667,11 +669,11 @@ def test_stop_ends_the_actor_with_the_learners_reason(learner: Learner) -> None:
 
 
 def test_silent_learner_is_greeted_again(learner: Learner) -> None:
-    with actor_of(learner, dead_after_s=0.4) as actor:
+    with actor_of(learner, dead_after_s=1.5) as actor:
         learner.welcome()
         learner.unread.clear()
         # Nobody reads the hub meanwhile, so no heartbeat is answered.
-        time.sleep(0.8)
+        time.sleep(2.5)
         learner.welcome()
         learner.lease(1)
         assert learner.wait(GroupDone).lease_id == 1
