@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from actor.weight_pull import PullError, pull_weights
 from common.collectives import CollectiveError, Rendezvous, WeightGroup, connect_store
-from common.weights import WeightBuffer, checksum
+from common.weights import WRONG_CHECKSUM, WeightBuffer, checksum
 from protocols.channels import Link
 from protocols.messages import TensorSpec, WeightPull, WeightUpdate
 
@@ -130,7 +130,7 @@ class WeightReceiver:
                 self._take_part(update)
             received = checksum(self.buffer.flat)
             if received != update.checksum:
-                raise ChecksumError(f"wrong checksum: {received:08x} arrived, {update.checksum:08x} was announced")
+                raise ChecksumError(f"{WRONG_CHECKSUM}: {received:08x} arrived, {update.checksum:08x} was announced")
         except (PullError, ChecksumError, CollectiveError, dist.DistError) as error:
             self._drop_group()
             self._store = None

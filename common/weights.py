@@ -10,6 +10,8 @@ from protocols.messages import TensorSpec
 
 ALIGNMENT = 64
 """Each tensor starts at a multiple of this many bytes, so that views of any dtype are aligned."""
+WRONG_CHECKSUM = "wrong checksum"
+"""How an actor begins to report bytes that are not the learner's."""
 CHECKSUM_BLOCK_BYTES = 512
 CHECKSUM_PIECE_BYTES = 1 << 20
 

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 from torch._C._distributed_c10d import TCPStore
 
 from common.collectives import POLL_S, CollectiveError, Rendezvous, WeightGroup, serve_store
-from common.weights import WeightBuffer
+from common.weights import WRONG_CHECKSUM, WeightBuffer
 from learner.weight_editions import Edition, Editions
 from learner.weight_server import WeightServer
 from protocols.channels import Hub
@@ -50,8 +50,10 @@ class Standing:
     sent_at: float = 0.0
     needs_pull: bool = False
     """It failed since it last committed."""
+    errors: int = 0
+    """Collectives in a row that broke for it."""
     failures: int = 0
-    """In a row."""
+    """Exclusions in a row."""
     excluded_until: float = 0.0
     why: str = ""
     """Name and reason of the last failure."""
@@ -129,6 +131,8 @@ class WeightPublisher:
         """Newest version that went through the group."""
         self._is_retry = False
         """The last broadcast broke."""
+        self._is_group_broken = False
+        """A member of the last broadcast says that it broke."""
         self._in_collective: set[bytes] = set()
         """Members of the transfer that is under way."""
         self._distrusted: set[bytes] = set()
@@ -256,6 +260,7 @@ class WeightPublisher:
                 standing = self._standings.setdefault(peer, Standing())
                 if version >= newest or version >= standing.sent_version >= 0:
                     standing.needs_pull = False
+                    standing.errors = 0
                 if peer in self._pulls or peer in self._in_collective:
                     continue
                 error = self._failed.pop(name, "")
@@ -263,8 +268,13 @@ class WeightPublisher:
                     continue
                 is_new = version < 0 and standing.sent_version < 0 and has_anyone
                 pulls = standing.needs_pull or is_new or self._backend == "pull"
-                if error:
+                standing.errors += bool(error)
+                if error and (standing.errors > 1 or pulls or error.startswith(WRONG_CHECKSUM)):
                     self._exclude(peer, name, f"could not take the weights: {error}")
+                elif error:
+                    # A member that leaves or dies in mid-transfer breaks it for those behind it too: not theirs to answer for.
+                    standing.sent_version = -1
+                    self._is_group_broken = True
                 elif version < standing.sent_version and (pulls or standing.sent_version == newest):
                     if now - standing.sent_at > self._timeout_s:
                         self._exclude(peer, name, f"did not commit version {standing.sent_version} {self._in_time}")
@@ -439,7 +449,8 @@ class WeightPublisher:
         policy_version = edition.policy_version
         peers = [peer for peer, _ in behind]
         # The same version to the same members needs an epoch of its own: keys are never used twice.
-        if self._group is None or peers != self._group_peers or policy_version == self._sent_version:
+        is_fresh_needed = self._is_group_broken or policy_version == self._sent_version
+        if self._group is None or peers != self._group_peers or is_fresh_needed:
             self._begin_epoch()
         rendezvous = Rendezvous(store, epoch=self._epoch, policy_version=policy_version)
         self._announce(peers, edition, store.port)
@@ -526,6 +537,7 @@ class WeightPublisher:
         self._drop_group()
         self._epoch += 1
         self._failed.clear()
+        self._is_group_broken = False
 
     def _forget_past(self) -> None:
         """Keep the store from growing with the run."""

@@ -72,6 +72,8 @@ class Receiver:
         self.peer = f"{name}/1".encode()
         self.policy_version = -1
         self.is_mute = False
+        self.num_breaks = 0
+        """Transfers to come that it says have broken."""
         """It takes the weights and never says so."""
         self.checksums: dict[int, int] = {}
         self.epochs: dict[int, int] = {}
@@ -164,6 +166,9 @@ class Fleet:
         if receiver.is_mute:
             return
         version, epoch = outcome.policy_version, outcome.epoch
+        if receiver.num_breaks:
+            receiver.num_breaks -= 1
+            outcome = outcome._replace(error="bucket 1 of 1: Connection reset by peer")
         if not outcome.error:
             receiver.checksums[version] = received
             receiver.epochs[version] = epoch
@@ -477,6 +482,24 @@ def test_receiver_that_has_a_wrong_byte_says_so_and_pulls_while_the_others_have_
         assert fleet.excluded() == ["victim"]
         assert "wrong checksum" in next(row["detail"] for row in fleet.rows if row["kind"] == "event")
         assert fleet.pulled == [("victim", 0)]
+
+
+def test_member_whose_broadcast_broke_is_asked_again_before_it_is_blamed() -> None:
+    with fleet_of(SMALL, "a", "b") as fleet:
+        a, b = fleet.receivers
+        fleet.publish(0)
+        fleet.wait(0, a, b)
+        a.num_breaks = 1
+        fleet.publish(1)
+        fleet.wait(1, a, b)
+        assert fleet.excluded() == []
+        assert fleet.pulled == []
+        assert a.epochs[1] > b.epochs[1], "a group that broke is not used again"
+        a.num_breaks = 2
+        fleet.publish(2)
+        fleet.wait(2, a, b)
+        assert fleet.excluded() == ["a"]
+        assert fleet.pulled == [("a", 2)]
 
 
 def test_actor_that_is_distrusted_is_left_out_and_pulls() -> None:
