@@ -19,7 +19,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from protocols.keys import NO_KEYS, AllowList, KeyPair, PublicKey, Sender
-from protocols.messages import ActorMessage, LearnerMessage
+from protocols.messages import Ack, ActorMessage, LearnerMessage, Refused
 from protocols.wire import (
     MAX_FRAMES,
     Array,
@@ -48,6 +48,8 @@ RETRY_S = 1.0
 """Seconds before a link that was turned away tries again."""
 MAX_MALFORMED = 100
 """Who sends so many malformed messages in a row is not listened to for `MUTE_S`."""
+MAX_REFUSED = 1000
+"""Nor is who gets so many answers in a row that refuse what it sent."""
 MUTE_S = 60.0
 MAX_REMEMBERED = 16_384
 """Peers that the hub remembers anything about; the one longest unheard of is forgotten first."""
@@ -103,6 +105,8 @@ class Hub:
         self._keys_of: dict[bytes, bytes] = {}
         # By key, or by peer where there are no keys.
         self._num_malformed: dict[bytes, int] = {}
+        self._num_refusals: dict[bytes, int] = {}
+        """Refusals since the last group of this sender that was accepted."""
         self._muted_until: dict[bytes, float] = {}
         self._context = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
@@ -185,7 +189,7 @@ class Hub:
                     continue
                 sender = allowed
             if self._muted_until and self._is_muted(who):
-                self._drop(sender.name if sender.role else _printable(peer), "not listened to after malformed messages")
+                self._drop(sender.name if sender.role else _printable(peer), "not listened to after a flood of bad messages")
                 continue
             return Received(peer, self._decode(peer, who, frames), sender)
         return None
@@ -194,6 +198,8 @@ class Hub:
         """Queue a message; False when the peer is gone, its queue is full, or its key is not allowed any more."""
         if self._allowed is not None and self._allowed.sender(self._keys_of.get(peer, b"")) is None:
             return False
+        if isinstance(message, Ack | Refused):
+            self._judge(self._keys_of.get(peer, peer), is_refusal=isinstance(message, Refused) or message.outcome != "accepted")
         return self._send([peer, *encode(message, *arrays)])
 
     def close(self) -> None:
@@ -238,7 +244,7 @@ class Hub:
         except UnknownMessageError as error:
             return error
         except WireError as error:
-            self._count_malformed(who)
+            self._count_bad(who, self._num_malformed, MAX_MALFORMED)
             if isinstance(error, VersionError):
                 self._send([peer, *refusal_for(error)])
             return error
@@ -246,10 +252,16 @@ class Hub:
             self._num_malformed.pop(who, None)
         return packet
 
-    def _count_malformed(self, who: bytes) -> None:
-        number = self._num_malformed.pop(who, 0) + 1
-        if number < MAX_MALFORMED:
-            _remember(self._num_malformed, who, number)
+    def _judge(self, who: bytes, *, is_refusal: bool) -> None:
+        if is_refusal:
+            self._count_bad(who, self._num_refusals, MAX_REFUSED)
+        elif self._num_refusals:
+            self._num_refusals.pop(who, None)
+
+    def _count_bad(self, who: bytes, numbers: dict[bytes, int], limit: int) -> None:
+        number = numbers.pop(who, 0) + 1
+        if number < limit:
+            _remember(numbers, who, number)
         else:
             _remember(self._muted_until, who, time.monotonic() + MUTE_S)
 

@@ -12,7 +12,7 @@ import pytest
 from protocols import channels
 from protocols.channels import MAX_DROPS_AT_ONCE, MAX_MALFORMED, Hub, Link
 from protocols.keys import AllowList, make_key_pair
-from protocols.messages import CompletionMeta, Goodbye, GroupDone, Segment
+from protocols.messages import Ack, CompletionMeta, Goodbye, GroupDone, Refused, Segment
 from protocols.wire import MAGIC, MAX_FRAMES, FromActor, UnknownMessageError, VersionError, WireError, encode
 from tests.protocols.sockets import ANY_PORT, LIMIT, RawPeer, eventually, flood, flood_with_key, introduce, port_of, receive
 
@@ -98,7 +98,7 @@ def test_peer_that_only_sends_rubbish_is_not_decoded_for_a_while_and_counted(
     for _ in range(30):
         raw.send(*GOODBYE)
     eventually(lambda: hub.receive() is None and sum(hub.num_dropped.values()) == 30)
-    assert dict(hub.num_dropped) == {"raw: not listened to after malformed messages": 30}
+    assert dict(hub.num_dropped) == {"raw: not listened to after a flood of bad messages": 30}
     introduce(hub, honest)
 
     def is_heard_again() -> bool:
@@ -117,6 +117,31 @@ def test_peer_that_sends_rubbish_now_and_then_is_listened_to(hub: Hub, raw: RawP
         for _ in range(MAX_MALFORMED - 1):
             assert isinstance(receive(hub).packet, WireError)
         assert receive(hub).packet == (Goodbye(reason="x"), ())
+    assert not hub.num_dropped
+
+
+REFUSALS = [Ack(lease_id=1, outcome="unknown"), Ack(lease_id=1, outcome="rejected"), Refused(reason="x")]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: str(refusal)[:40])
+def test_peer_whose_messages_are_all_refused_is_not_listened_to(
+    hub: Hub, honest: Link, raw: RawPeer, refusal: Ack | Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "MAX_REFUSED", 10)
+    for _ in range(10):
+        raw.send(*GOODBYE)
+        hub.send(receive(hub).peer, refusal)
+    raw.send(*GOODBYE)
+    eventually(lambda: hub.receive() is None and sum(hub.num_dropped.values()) == 1)
+    introduce(hub, honest)
+
+
+def test_accepted_group_makes_good_for_refused_ones(hub: Hub, raw: RawPeer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "MAX_REFUSED", 10)
+    for _ in range(3):
+        for answer in [*REFUSALS * 3, Ack(lease_id=1, outcome="accepted")]:
+            raw.send(*GOODBYE)
+            hub.send(receive(hub).peer, answer)
     assert not hub.num_dropped
 
 
@@ -166,7 +191,7 @@ def test_floods_of_fresh_names_do_not_grow_what_the_hub_remembers(hub: Hub, monk
     assert len(hub._muted_until) == 10
     assert not hub._num_malformed
     assert len(hub.num_dropped) == 6
-    assert hub.num_dropped["others: not listened to after malformed messages"] == 25
+    assert hub.num_dropped["others: not listened to after a flood of bad messages"] == 25
     assert max(map(len, hub.num_dropped)) < 120
 
 
@@ -182,7 +207,7 @@ def test_floods_below_the_limit_are_forgotten_too(hub: Hub, monkeypatch: pytest.
 def test_every_honest_group_arrives_through_a_flood(hub: Hub, honest: Link) -> None:
     with flooded(flood, port_of(hub)):
         assert_honest_groups_arrive(hub, honest)
-        eventually(lambda: hub.receive() is None and "flood: not listened to after malformed messages" in hub.num_dropped)
+        eventually(lambda: hub.receive() is None and "flood: not listened to after a flood of bad messages" in hub.num_dropped)
 
 
 def test_every_honest_group_arrives_while_a_key_holder_floods_on_ever_new_connections(tmp_path: Path) -> None:
