@@ -24,6 +24,18 @@ class Completion(NamedTuple):
     """Policy versions in order; the first one starts at token 0."""
 
 
+class Score(NamedTuple):
+    """What an engine's own weights make of given tokens."""
+
+    logprobs: NDArray[np.float32]
+    """`[num_tokens - 1]`, of tokens 1.. given those before them, at temperature 1."""
+    routed_experts: NDArray[np.int32] | None
+    """`[num_tokens - 1, layers, top_k]`, the experts that tokens 0.. but the last went to, in the layers that have experts.
+
+    None for a dense model, and from an engine that does not tell.
+    """
+
+
 class Engine(Protocol):
     """Continuous batching whose caller owns the step loop, so that weights change only between two steps.
 
@@ -69,8 +81,8 @@ class Engine(Protocol):
         """
         ...
 
-    def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Log-probs `[len(token_ids) - 1]` of tokens 1.. given those before them, at temperature 1 (the canary).
+    def score(self, token_ids: Sequence[int]) -> Score:
+        """The log-probs of at least two tokens, and how they were routed (the canary).
 
         May step running completions meanwhile; what finishes is returned by the next `step`.
         """

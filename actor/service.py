@@ -34,6 +34,7 @@ from protocols.messages import (
     Ack,
     ActorHeartbeat,
     ActorStats,
+    CanaryRouted,
     CanaryScored,
     Cancel,
     Credit,
@@ -416,8 +417,16 @@ class ActorService:
         stall_s = self._clock() - started
         self._receiver.release()
         self._link.send(WeightsCommitted(policy_version=version, stall_s=stall_s))
-        self._link.send(CanaryScored(policy_version=version), self._engine.score(self._canary))
+        self._score_canary(version)
         self._seconds["commit_weights"] += self._clock() - started
+
+    def _score_canary(self, policy_version: int) -> None:
+        score = self._engine.score(self._canary)
+        self._link.send(CanaryScored(policy_version=policy_version), score.logprobs)
+        if score.routed_experts is not None and self._config.metrics.routing_interval:
+            num_tokens, num_layers, top_k = score.routed_experts.shape
+            routed = CanaryRouted(policy_version=policy_version, num_tokens=num_tokens, num_layers=num_layers, top_k=top_k)
+            self._link.send(routed, score.routed_experts)
 
     # The end
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from numpy.typing import NDArray
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -19,7 +18,8 @@ from transformers import (
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from actor.engine import Completion, check_options, check_prompt_length
+from actor.engine import Completion, Score, check_options, check_prompt_length
+from common.routing import record_routing
 from common.weights import tensor_dtype
 from protocols.messages import EngineInfo, ModelHashes, Sampling, Segment
 
@@ -141,10 +141,15 @@ class TransformersEngine:
             self._restart_active()
 
     @torch.inference_mode()
-    def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+    def score(self, token_ids: Sequence[int]) -> Score:
         ids = torch.tensor([list(token_ids)], device=self._model.device)
-        logprobs = self._model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        return logprobs.gather(-1, ids[0, 1:, None])[:, 0].cpu().numpy()
+        with record_routing(self._model) as record:
+            logprobs = self._model(ids[:, :-1], use_cache=False).logits[0].float().log_softmax(-1)
+        routing = record.routing()
+        return Score(
+            logprobs=logprobs.gather(-1, ids[0, 1:, None])[:, 0].cpu().numpy(),
+            routed_experts=None if routing is None else routing.experts.numpy().astype(np.int32),
+        )
 
     def close(self) -> None:
         del self._batches, self._model

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 import vllm
-from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 from vllm import EngineArgs, LLMEngine, ModelRegistry, RequestOutput, SamplingParams
 from vllm.config import VllmConfig
@@ -18,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 
-from actor.engine import Completion, check_options, check_prompt_length
+from actor.engine import Completion, Score, check_options, check_prompt_length
 from actor.shared_weights import SharedWeights
 from actor.vllm_worker import WeightLoading
 from common.weights import layout_of
@@ -134,7 +133,7 @@ class VllmEngine:
         if recompute_kv or not self._engine.has_unfinished_requests():
             self._engine.reset_prefix_cache(reset_running_requests=recompute_kv)
 
-    def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+    def score(self, token_ids: Sequence[int]) -> Score:
         request_id = "score"
         # Before whatever is queued: the learner waits for the canary.
         self._engine.add_request(request_id, self._prompt(token_ids), _SCORING, priority=-1)
@@ -143,12 +142,15 @@ class VllmEngine:
             # The whole list, also past the score: what else finished in this step is in it.
             for output in self._step_engine():
                 if output.request_id == request_id:
-                    scored = output.prompt_logprobs
+                    scored = output
                 else:
                     self._finished.append(self._completion(output))
-        assert isinstance(scored, FlatLogprobs)
-        # The first token has no log-prob, and so no entry.
-        return np.array(scored.logprobs, np.float32)
+        assert isinstance(scored.prompt_logprobs, FlatLogprobs)
+        return Score(
+            # The first token has no log-prob, and so no entry.
+            logprobs=np.array(scored.prompt_logprobs.logprobs, np.float32),
+            routed_experts=_routed_experts(scored.outputs[0].routed_experts, num_tokens=len(token_ids) - 1),
+        )
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
@@ -194,6 +196,18 @@ class VllmEngine:
     def _num_running_tokens(self) -> int:
         states = self._engine.output_processor.request_states.values()
         return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
+
+
+def _routed_experts(recorded: np.ndarray | None, *, num_tokens: int) -> np.ndarray | None:
+    """The first tokens' experts `[num_tokens, layers, top_k]` int32; None without the option `enable_return_routed_experts`.
+
+    vLLM records them on GPUs only, where this is not tested. `recorded` has all layers of the model.
+    """
+    if recorded is None:
+        return None
+    experts = recorded[:num_tokens].astype(np.int32)
+    # A layer without experts is recorded as zeros, one with experts never is: the `top_k` of a token are different ones.
+    return experts[:, experts.any(axis=(0, 2))]
 
 
 _SCORING = SamplingParams(

@@ -55,6 +55,8 @@ class TaskSection(Section, frozen=True):
     """Split of the evaluation dataset; ignored for a file."""
     prompt_field: str = "prompt"
     """Field of a row that holds the prompt."""
+    weight_field: str = ""
+    """Field of a row that weighs its groups in the loss, a number of at least 0; empty: all weigh 1."""
     system_prompt: str = ""
     """Put before the prompt when the chat template is used."""
     chat_template: bool = False
@@ -99,20 +101,121 @@ class StalenessSection(Section, frozen=True):
     """A group that lags by more when its turn comes is dropped and its prompt leased again. None: never drop."""
 
 
-class LossSection(Section, frozen=True):
-    """The objective: GSPO."""
+class RewardSection(Section, frozen=True):
+    """What becomes of the rewards before advantages are taken: penalties, then normalization, then the clip."""
 
-    anchor: Literal["behavior", "proximal"] = "behavior"
-    """Denominator of the sequence ratio: the stored engine log-probs, or the learner's own, recomputed before the update."""
-    clip_low: PositiveFloat = 0.05
-    """The sequence ratio is clipped below `1 - clip_low`. The paper's 3e-4 is for log-probs of identical numerics: against
-    engine log-probs it clips about 40% of all completions at lag zero, so the default is far above that noise."""
-    clip_high: PositiveFloat = 0.05
-    """The sequence ratio is clipped above `1 + clip_high` (paper: 4e-4, see `clip_low`)."""
-    advantage_std: bool = True
-    """Divide group advantages by the group's standard deviation (GRPO, GSPO); false subtracts the mean only (Dr. GRPO)."""
-    zero_variance: Literal["count", "drop"] = "count"
-    """Groups whose rewards are all equal: train on them with zero advantages and count them, or drop them and lease on."""
+    overlong_buffer: NonNegativeInt | None = None
+    """Completions that end within so many tokens of `rollout.max_new_tokens` are punished, linearly more the longer they are
+    (DAPO's soft overlong punishment). None: the objective's own, 0 but for dapo."""
+    overlong_penalty: PositiveFloat = 1.0
+    """What a completion of `rollout.max_new_tokens` loses."""
+    length_penalty: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
+    """`module:function(lengths, max_new_tokens) -> penalties`, arrays `[completions]`; they are added to the rewards."""
+    norm: Literal["none", "group", "batch", "running"] = "none"
+    """Normalize rewards by the moments of their group, of the optimizer step's batch, or of all rewards so far."""
+    norm_part: Literal["both", "shift", "scale"] = "both"
+    """Subtract the mean and divide by the standard deviation, or only the one or the other."""
+    clip: PositiveFloat | None = None
+    """Rewards are clipped to plus or minus this, after normalization. None: not at all."""
+
+
+class AdvantageSection(Section, frozen=True):
+    """How rewards become advantages."""
+
+    baseline: Literal["group", "leave_one_out", "critic", "zero"] | None = None
+    """What is subtracted from a reward: its group's mean, the mean of the others in its group, a learned value (with GAE), or
+    nothing. None: the objective's own, group but for ppo."""
+    divide_by_std: bool | None = None
+    """Divide by the group's standard deviation (GRPO, GSPO). None: the objective's own, and false without a group's mean."""
+    std_epsilon: PositiveFloat = 1e-6
+    """Added to the standard deviation; the papers have none."""
+    std_unbiased: bool = True
+    """Divide the squares by n - 1."""
+    whiten: bool = False
+    """Shift and scale the advantages of the step's tokens to mean 0 and variance 1, over all ranks."""
+    clip: PositiveFloat | None = None
+    """Advantages are clipped to plus or minus this, last of all. None: not at all."""
+    gamma: Fraction = 1.0
+    """Discount per token of what the critic's GAE and a KL in the reward sum up."""
+    gae_lambda: Fraction = 0.95
+    """GAE's trade between the critic's bias and the rewards' variance; for `baseline = "critic"`."""
+
+
+class LossSection(Section, frozen=True):
+    """The objective: which one, against which log-probs, and how its tokens are averaged."""
+
+    objective: Literal["gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "sapo", "cispo", "reinforce", "ppo"] = "gspo"
+    """See the README's table; settings left out (None) below take the objective's own values."""
+    anchor: Literal["behavior", "proximal", "decoupled"] = "behavior"
+    """Denominator of the importance ratio: the stored engine log-probs; the learner's own, recomputed before the update; or
+    those, with `correction` for what lies between the two."""
+    clip_low: PositiveFloat | None = None
+    """The ratio is clipped below `1 - clip_low`. GSPO's own is 0.05 against engine log-probs, where the paper's 3e-4 clips
+    about 40% of all completions for numerical noise, and 3e-4 against recomputed ones."""
+    clip_high: PositiveFloat | None = None
+    """The ratio is clipped above `1 + clip_high`; GSPO's own is 0.05, or 4e-4 against recomputed log-probs."""
+    dual_clip: Annotated[float, Meta(gt=1)] | None = None
+    """Token objectives with a clip: the loss of a negative advantage is capped at this many times it. None: not at all."""
+    tau_positive: PositiveFloat = 1.0
+    """SAPO's temperature for positive advantages."""
+    tau_negative: PositiveFloat = 1.05
+    """SAPO's temperature for negative advantages."""
+    correction: Literal["none", "token_tis", "sequence_tis", "icepop", "sequence_mask", "geometric_mask", "opsm", "m2po"] = (
+        "none"
+    )
+    """Weight or mask for what the ratio leaves out: `pi_old / mu` with the decoupled anchor, otherwise `pi / mu`."""
+    correction_low: NonNegativeFloat | None = None
+    """Lower bound of the correction's ratio. None: the correction's own."""
+    correction_high: PositiveFloat | None = None
+    """Upper bound of the correction's ratio; of the mean log-ratio for opsm, of the second moment for m2po. None: its own."""
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] | None = None
+    """How token losses become one number. None: the objective's own."""
+    aggregation_length: PositiveInt | None = None
+    """The constant that seq-mean-token-sum-norm divides by. None: `rollout.max_new_tokens`."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Bonus for the policy's entropy, averaged as the loss is."""
+    zero_variance: Literal["count", "drop"] | None = None
+    """Groups whose rewards are all equal: train on them with zero advantages and count them, or drop them and lease on
+    (dynamic sampling). None: the objective's own, count but for dapo."""
+
+
+class KlSection(Section, frozen=True):
+    """Divergence from a frozen reference policy: off unless one of the coefficients is set, and free then."""
+
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Per-token estimate: `log pi/ref`, half its square, or `ref/pi - 1 - log ref/pi`."""
+    loss_coef: NonNegativeFloat = 0.0
+    """Weight of the KL in the loss."""
+    unbiased: bool = False
+    """Multiply the KL in the loss by `pi / mu`, so that its gradient is right for stale rollouts too."""
+    reward_coef: NonNegativeFloat = 0.0
+    """Weight of the KL taken from every token's reward."""
+    target: PositiveFloat | None = None
+    """The coefficient that is set adapts until the measured KL per token is this. None: it stays."""
+    horizon: PositiveInt = 10_000
+    """How slowly it adapts, in completions."""
+    reference: str = ""
+    """Model folder or hub name of the reference; empty: the initial policy."""
+
+
+class CriticSection(Section, frozen=True):
+    """The value head, for `advantage.baseline = "critic"`."""
+
+    loss_coef: PositiveFloat = 0.5
+    """Weight of the value loss."""
+    value_clip: PositiveFloat | None = 0.2
+    """Values are clipped to plus or minus this around those before the update."""
+
+
+class LoraSection(Section, frozen=True):
+    """Train a low-rank adapter instead of all weights; actors get the merged weights."""
+
+    rank: NonNegativeInt = 0
+    """Rank of the adapter; 0: train all weights."""
+    alpha: PositiveFloat = 32.0
+    """The adapter's output is scaled by `alpha / rank`."""
+    target_modules: tuple[str, ...] = ()
+    """Names of the linear layers that get one; empty: all but the output head."""
 
 
 class TrainSection(Section, frozen=True):
@@ -137,7 +240,9 @@ class TrainSection(Section, frozen=True):
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global norm."""
     micro_batch_tokens: PositiveInt = 16384
-    """Most tokens, padding included, in one forward/backward pass; a longer completion gets a pass of its own."""
+    """Most tokens in one forward/backward pass, each prompt counted once; a longer completion gets a pass of its own."""
+    fp32_head: bool = False
+    """Compute the output head's logits from float32 copies of states and weights, whatever `model.dtype` is."""
     zero_stage: Annotated[int, Meta(ge=0, le=3)] = 0
     """DeepSpeed ZeRO stage."""
     activation_checkpointing: bool = False
@@ -259,6 +364,8 @@ class MetricsSection(Section, frozen=True):
     """Write TensorBoard events to `run.dir/tensorboard`."""
     wandb_project: str = ""
     """Weights & Biases project (needs the `wandb` extra); empty: off."""
+    routing_interval: NonNegativeInt = 10
+    """Optimizer steps between measurements of a mixture-of-experts model's routing; 0: never."""
 
 
 class LaunchSection(Section, frozen=True):
@@ -284,7 +391,12 @@ class Config(Section, frozen=True):
     task: TaskSection = TaskSection()
     rollout: RolloutSection = RolloutSection()
     staleness: StalenessSection = StalenessSection()
+    reward: RewardSection = RewardSection()
+    advantage: AdvantageSection = AdvantageSection()
     loss: LossSection = LossSection()
+    kl: KlSection = KlSection()
+    critic: CriticSection = CriticSection()
+    lora: LoraSection = LoraSection()
     train: TrainSection = TrainSection()
     hub: HubSection = HubSection()
     log: LogSection = LogSection()

@@ -6,21 +6,19 @@ from pathlib import Path
 
 from common.config import Config, HubSection, LogSection
 from common.metrics import ROWS_FILE
+from common.objective_checks import check_objective, objective_warnings
 from common.settings import SettingError, is_data_file
 from protocols.channels import is_loopback
 
 BYTES_PER_TOKEN = 8
 """On the wire: an int32 token id and a float32 log-prob."""
 
-NOISY_CLIP = 2e-3
-"""A narrower band than this clips engine log-probs for their noise alone."""
-
 
 def check(config: Config) -> list[str]:
     """Raise `SettingError` for the first contradiction; return warnings about what is allowed and probably not meant."""
     _check_sampling(config)
     _check_lengths(config)
-    _check_advantages(config)
+    check_objective(config)
     _check_staleness(config)
     _check_steps(config)
     _check_task(config)
@@ -80,26 +78,6 @@ def _check_lengths(config: Config) -> None:
             config.hub.max_message_mb,
             f"a group of {rollout.group_size} completions of {total} tokens takes up to {group_mb} MB and would be refused",
             f"Set hub.max_message_mb={group_mb + 1} or more.",
-        )
-
-
-def _check_advantages(config: Config) -> None:
-    loss, train = config.loss, config.train
-    if config.rollout.group_size == 1:
-        raise SettingError(
-            "rollout.group_size",
-            1,
-            "a completion's advantage is its reward minus the mean of its group, which is 0 for a group of one: nothing "
-            "would be learned",
-            "Set it to at least 2.",
-        )
-    if loss.anchor == "proximal" and train.steps_per_batch == 1:
-        raise SettingError(
-            "loss.anchor",
-            "proximal",
-            "with train.steps_per_batch = 1 the proximal policy is the policy itself, so the importance ratio is always 1 "
-            "and neither clipping nor staleness correction happens",
-            'Set loss.anchor="behavior", or train.steps_per_batch=2 or more.',
         )
 
 
@@ -248,13 +226,8 @@ def _check_model_folder(path: str) -> None:
 
 
 def _warnings(config: Config) -> list[str]:
-    warnings: list[str] = []
-    loss, evaluation = config.loss, config.evaluation
-    if loss.anchor == "behavior" and min(loss.clip_low, loss.clip_high) < NOISY_CLIP:
-        warnings.append(
-            f"loss.clip_low = {loss.clip_low}, loss.clip_high = {loss.clip_high}: against engine log-probs so narrow a band "
-            "clips many completions for numerical noise alone; watch clip/fraction."
-        )
+    warnings = objective_warnings(config)
+    evaluation = config.evaluation
     if evaluation.interval and evaluation.temperature == 0 and evaluation.group_size > 1:
         warnings.append(
             f"evaluation.group_size = {evaluation.group_size}: greedy completions of one prompt are all the same; set "

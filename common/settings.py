@@ -20,6 +20,7 @@ from msgspec.structs import FieldInfo
 
 from common import config as config_module
 from common.config import Config, Section
+from common.objectives import complete
 
 
 class SettingError(Exception):
@@ -46,25 +47,28 @@ class Explanation(NamedTuple):
 def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """The settings of a TOML file, or the defaults without one, with `section.key=value` overrides applied in order.
 
+    What the objective decides where it is left open is filled in (`common.objectives`).
     The value of an override is read as TOML; what is not TOML is taken as text, so quotes are rarely needed. Raises
     `SettingError` for a file that cannot be read, an unknown setting and a value of the wrong type or out of range.
     """
     data: dict[str, Any] = {} if path is None else _read_toml(path)
     for override in overrides:
         _apply_override(data, override)
-    return _convert(data)
+    return complete(_convert(data))
 
 
 def resolved_toml(config: Config) -> str:
-    """Every setting as TOML that `load` reads back as the same config; settings that are None are left out."""
+    """Every setting as TOML that `load` reads back as the same config; settings that are None by default are left out."""
     lines: list[str] = []
     for section_name in Config.__struct_fields__:
         section: Section = getattr(config, section_name)
         lines.append(f"[{section_name}]")
-        for key in section.__struct_fields__:
-            value = getattr(section, key)
+        for field in msgspec.structs.fields(section):
+            value = getattr(section, field.name)
             if value is not None:
-                lines.append(f"{key} = {_to_toml(value)}")
+                lines.append(f"{field.name} = {_to_toml(value)}")
+            elif field.default is not None:
+                lines.append(f'{field.name} = "none"')
         lines.append("")
     return "\n".join(lines)
 

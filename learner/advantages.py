@@ -1,21 +1,167 @@
-"""Advantages of the completions of a group: how much better each was than its siblings."""
+"""Advantages: how much better a completion, or a token of one, was than what stands for its expectation."""
 
+from typing import Literal
+
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
-def group_advantages(rewards: Tensor, *, divide_by_std: bool, epsilon: float = 1e-6) -> Tensor:
-    """`A_i = (R_i - mean_j R_j) / (std_j R_j + epsilon)`; without `divide_by_std` the numerator alone (Dr. GRPO).
+def group_advantages(
+    rewards: Tensor,
+    *,
+    baseline: Literal["mean", "leave_one_out", "none"] = "mean",
+    divide_by_std: bool,
+    epsilon: float = 1e-6,
+    unbiased: bool = True,
+) -> Tensor:
+    """`A_i = (R_i - b_i) / (std_j R_j + epsilon)`; without `divide_by_std` the numerator alone.
 
-    The last dimension of `rewards` is the group: the completions of one prompt. The standard deviation is the unbiased
-    one, as in most implementations of GRPO (https://arxiv.org/abs/2402.03300) and GSPO
-    (https://arxiv.org/abs/2507.18071, eq. 6); `epsilon` is not in the papers. Returns the shape and dtype of `rewards`.
+    The last dimension of `rewards` is the group: the completions of one prompt. Returns its shape and dtype. `b_i` is
 
-    A group whose rewards are all equal, or of one completion, has advantages of exactly 0.
+    - `mean`: `mean_j R_j` (GRPO, https://arxiv.org/abs/2402.03300; GSPO, https://arxiv.org/abs/2507.18071, eq. 6; without
+      the division Dr. GRPO, https://arxiv.org/abs/2503.20783);
+    - `leave_one_out`: the mean over the others, `j != i` (RLOO, https://arxiv.org/abs/2402.14740), which makes the
+      numerator `n / (n - 1)` times the former for a group of n;
+    - `none`: 0.
+
+    The papers do not say which standard deviation they mean and have no epsilon. Most implementations divide the squares
+    by n - 1 (`unbiased`), otherwise by n; their epsilons lie between 1e-6 and 1e-4.
+
+    A group of equal rewards, or of one completion, has nothing to be compared with: its advantages are exactly 0 under
+    either baseline, and its rewards, undivided, under `none`.
     """
-    centered = rewards - rewards.mean(dim=-1, keepdim=True)
+    group_size = rewards.shape[-1]
     # The mean of equal numbers is not always that number: dividing the rounding error by epsilon would make noise loud.
     all_equal = rewards.amax(dim=-1, keepdim=True) == rewards.amin(dim=-1, keepdim=True)
-    centered = centered.masked_fill(all_equal, 0.0)
-    if not divide_by_std or rewards.shape[-1] == 1:
-        return centered
-    return centered / (rewards.std(dim=-1, keepdim=True) + epsilon)
+    advantages = rewards
+    if baseline != "none":
+        advantages = (rewards - rewards.mean(dim=-1, keepdim=True)).masked_fill(all_equal, 0.0)
+    if group_size == 1:
+        return advantages
+    if baseline == "leave_one_out":
+        advantages = advantages * (group_size / (group_size - 1))
+    if not divide_by_std:
+        return advantages
+    std = rewards.std(dim=-1, keepdim=True, correction=int(unbiased))
+    return torch.where(all_equal, advantages, advantages / (std + epsilon))
+
+
+@torch.no_grad()
+def rewards_by_token(rewards: Tensor, token_kl: Tensor, completion_mask: Tensor, *, kl_coefficient: float) -> Tensor:
+    """`r_it = 1[t is the last loss token of row i] R_i - kl_coefficient * token_kl_it`: the KL as a part of the reward.
+
+    As in https://arxiv.org/abs/1909.08593, eq. 2, whose KL is the plain log ratio of policy and reference. `rewards`:
+    `[rows]`; `token_kl`: `[rows, tokens]`, anything where the mask is False; `completion_mask`: `[rows, tokens]` bool.
+    Returns `[rows, tokens]`, 0 outside the mask and, being a reward, without a gradient. The reward of a row without
+    loss tokens is nowhere.
+    """
+    num_tokens_left = completion_mask.flip(-1).cumsum(dim=-1).flip(-1)
+    at_last_token = torch.where(num_tokens_left == 1, rewards[:, None], 0.0)
+    return torch.where(completion_mask, at_last_token - kl_coefficient * token_kl, 0.0)
+
+
+@torch.no_grad()
+def discounted_returns(token_rewards: Tensor, completion_mask: Tensor, *, gamma: float) -> Tensor:
+    """Return-to-go `G_t = r_t + gamma G_{t+1}`, where t + 1 is the next loss token; after the last one it is 0.
+
+    `token_rewards`: `[rows, tokens]`, anything where the mask is False; `completion_mask`: `[rows, tokens]` bool. Returns
+    `[rows, tokens]`, 0 outside the mask, without a gradient.
+
+    Tokens outside the mask, such as a tool's inside of a completion, are no actions of the policy: they are neither
+    rewarded nor discounted. Some popular code discounts them too, so that a long tool answer hides the reward behind it.
+    """
+    return _backward_sums(torch.where(completion_mask, token_rewards, 0.0), completion_mask, decay=gamma)
+
+
+@torch.no_grad()
+def generalized_advantages(
+    token_rewards: Tensor, values: Tensor, completion_mask: Tensor, *, gamma: float, gae_lambda: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages `A_t = delta_t + gamma gae_lambda A_{t+1}` with `delta_t = r_t + gamma V_{t+1} - V_t`; returns `A_t + V_t`.
+
+    Generalized advantage estimation, https://arxiv.org/abs/1506.02438, eq. 16. `t + 1` is the next loss token:
+    others are skipped, as in `discounted_returns`. After the last one the episode is over, and V and A are 0; so a
+    completion that was cut off at its length limit counts as ended there.
+
+    `token_rewards`, `values`: `[rows, tokens]`, anything where the mask is False; `values[t]` is the critic's for the state
+    before token t. `completion_mask`: `[rows, tokens]` bool. Both results are `[rows, tokens]`, 0 outside the mask,
+    without a gradient: the returns are the critic's target.
+    """
+    values = torch.where(completion_mask, values, 0.0)
+    deltas = token_rewards + gamma * _of_next_loss_token(values, completion_mask) - values
+    deltas = torch.where(completion_mask, deltas, 0.0)
+    advantages = _backward_sums(deltas, completion_mask, decay=gamma * gae_lambda)
+    return advantages, advantages + values
+
+
+def _backward_sums(terms: Tensor, completion_mask: Tensor, *, decay: float) -> Tensor:
+    """`S_t = terms_t + decay S_{t+1}` over loss tokens; `terms` is 0 outside the mask, and so is the result.
+
+    In log2(tokens) steps instead of one per token: after k of them every sum reaches over 2**k tokens.
+    """
+    sums = terms
+    # What a sum that begins after token t is multiplied by to become part of the one at t.
+    decays = torch.ones_like(terms).masked_fill(completion_mask, decay)
+    num_tokens = terms.shape[-1]
+    reach = 1
+    while reach < num_tokens:
+        head, last = num_tokens - reach, slice(num_tokens - reach, None)
+        sums = torch.cat([sums[:, :head] + decays[:, :head] * sums[:, reach:], sums[:, last]], dim=-1)
+        decays = torch.cat([decays[:, :head] * decays[:, reach:], decays[:, last]], dim=-1)
+        reach *= 2
+    return torch.where(completion_mask, sums, 0.0)
+
+
+def _of_next_loss_token(values: Tensor, completion_mask: Tensor) -> Tensor:
+    """At every token the value of the first loss token after it; 0 where there is none."""
+    num_tokens = values.shape[-1]
+    positions = torch.arange(num_tokens, device=values.device).expand_as(completion_mask)
+    # One column of nothing at the end: where the search for the next loss token leads when there is none.
+    positions = torch.where(completion_mask, positions, num_tokens)
+    from_here = pad(positions, (0, 1), value=num_tokens).flip(-1).cummin(dim=-1).values.flip(-1)
+    return pad(values, (0, 1)).gather(-1, from_here[:, 1:])
+
+
+@torch.no_grad()
+def moments(advantages: Tensor, completion_mask: Tensor) -> Tensor:
+    """`[3]` float64: how many loss tokens there are, their mean, and their summed squared distance from it.
+
+    `advantages`: `[rows, tokens]`, anything where the mask is False; `completion_mask`: `[rows, tokens]` bool. Without loss
+    tokens all three are 0. `merge_moments` makes one of several ranks' or micro-batches'.
+    """
+    count = completion_mask.sum()
+    values = torch.where(completion_mask, advantages, 0.0).double()
+    mean = values.sum() / count.clamp(min=1)
+    # Not the sum of squares minus the squared sum: that loses all digits when the mean is far from 0.
+    squares = torch.where(completion_mask, values - mean, 0.0).square().sum()
+    return torch.stack([count.double(), mean, squares])
+
+
+def merge_moments(parts: Tensor) -> Tensor:
+    """The `moments` of everything, `[3]`, from those of its parts, `[parts, 3]`, empty ones included.
+
+    `n = sum n_k`, `mean = sum n_k mean_k / n`, `squares = sum (squares_k + n_k (mean_k - mean)^2)`.
+    """
+    counts, means, squares = parts.unbind(dim=-1)
+    count = counts.sum()
+    mean = (counts * means).sum() / count.clamp(min=1)
+    return torch.stack([count, mean, (squares + counts * (means - mean).square()).sum()])
+
+
+@torch.no_grad()
+def whiten(advantages: Tensor, completion_mask: Tensor, merged_moments: Tensor, *, epsilon: float = 1e-8) -> Tensor:
+    """`(A - mean) / sqrt(variance + epsilon)` with the unbiased variance, over the loss tokens that the moments are of.
+
+    `advantages`: `[rows, tokens]`, anything where the mask is False; `completion_mask`: `[rows, tokens]` bool;
+    `merged_moments`: `[3]`, of the whole optimizer step. Returns `[rows, tokens]`, 0 outside the mask. Fewer than two
+    loss tokens have no variance: their advantages stay.
+
+    Every token counts once, so long completions dominate the moments. No paper of this field defines this step;
+    implementations of PPO have it, with this epsilon inside of the root.
+    """
+    count, mean, squares = merged_moments.tolist()
+    if count < 2:
+        return torch.where(completion_mask, advantages, 0.0)
+    whitened = (advantages.double() - mean) * (squares / (count - 1) + epsilon) ** -0.5
+    return torch.where(completion_mask, whitened, 0.0).to(advantages)

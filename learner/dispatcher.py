@@ -939,6 +939,7 @@ def make_group(accepted: Accepted, arrays: Sequence[Frame], ledger: Ledger, prom
         lease_id=accepted.lease_id,
         prompt_id=prompt_id,
         prompt_token_ids=prompts[prompt_id].token_ids,
+        weight=prompts[prompt_id].weight,
         rollouts=unpack(accepted.completions, arrays),
         actor=accepted.actor,
         generate_s=accepted.generate_s,

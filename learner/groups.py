@@ -35,6 +35,8 @@ class Group(NamedTuple):
     rollouts: tuple[Rollout, ...]
     actor: str
     generate_s: float
+    weight: float = 1.0
+    """Of the group in the loss (`task.weight_field`)."""
 
     @property
     def oldest_version(self) -> int:

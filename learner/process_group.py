@@ -50,3 +50,15 @@ def gather_tensors(values: torch.Tensor) -> torch.Tensor:
     gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, values)
     return torch.stack(gathered)
+
+
+def gather_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Every rank's `rows`, `[num_rows, *shape]`, one below the other in the order of ranks, on the CPU; a collective.
+
+    Ranks may have different numbers of rows, none included; shape and dtype must agree.
+    """
+    counts = gather_tensors(torch.tensor(len(rows))).tolist()
+    padded = rows.new_zeros(max(counts), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    gathered = gather_tensors(padded)
+    return torch.cat([of_rank[:count] for of_rank, count in zip(gathered, counts, strict=True)])

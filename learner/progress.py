@@ -35,7 +35,7 @@ MAX_ACTOR_LINES = 12
 _LEARNER_WORK = {
     "time/wait_rollouts_s": "waits for rollouts",
     "time/train_s": "trains",
-    "time/proximal_s": "recomputes log-probs",
+    "time/prepare_s": "prepares batches",
     "time/snapshot_s": "copies weights",
     "time/publish_wait_s": "waits for the last publish",
 }

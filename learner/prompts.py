@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -29,6 +30,8 @@ class Prompt(NamedTuple):
     """`[num_tokens]`, the chat template and the tokenizer's own special tokens included."""
     row: str
     """The whole row as a JSON object, for the reward."""
+    weight: float = 1.0
+    """Of its groups in the loss (`task.weight_field`)."""
 
 
 class LoadedPrompts(NamedTuple):
@@ -71,7 +74,7 @@ def load_prompts(
                 )
             num_dropped += 1
             continue
-        prompts.append(Prompt(len(prompts), text, token_ids, row.json))
+        prompts.append(Prompt(len(prompts), text, token_ids, row.json, _weight(row, task.weight_field)))
     if not prompts:
         problem = f"all {num_dropped} prompts are too long" if num_dropped else "there are no rows"
         raise SettingError(setting, source, problem, "Give data with at least one row of at most task.max_prompt_tokens.")
@@ -229,6 +232,17 @@ def _prompt_text(row: _Row, field: str) -> str:
         kind = type(text).__name__
         raise SettingError("task.prompt_field", field, f"in {row.place} it is a {kind}", "Choose a field that holds text.")
     return text
+
+
+def _weight(row: _Row, field: str) -> float:
+    if not field:
+        return 1.0
+    weight = row.fields.get(field)
+    # A bool is an int to Python, and no weight.
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        problem = f"in {row.place} it is {weight!r}" if field in row.fields else f"{row.place} has no such field"
+        raise SettingError("task.weight_field", field, problem, "Choose a field that holds a finite number of at least 0.")
+    return float(weight)
 
 
 def _tokenize(text: str, task: TaskSection, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int32]:

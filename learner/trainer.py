@@ -1,10 +1,16 @@
-"""The trainer: groups in, optimizer steps on the policy, weights and checkpoints out."""
+"""The trainer: groups in, optimizer steps on the policy, weights and checkpoints out.
 
+groups -> shaped rewards -> rows -> micro-batches -> frozen log-probs -> advantages     (once, before the first step)
+       -> policy log-probs -> token losses -> correction -> aggregate -> backward       (each step, each micro-batch)
+"""
+
+import contextlib
 import math
 import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -12,26 +18,36 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import logging as transformers_logging
+from transformers import AutoTokenizer
 
-from common.config import Config, ModelSection
+from common.config import Config
 from common.weights import WeightBuffer, make_layout, tensor_dtype
-from learner import checkpoints
-from learner.batching import MicroBatch, assign_rows, collate, training_rows
+from learner import checkpoints, objective
+from learner.aggregation import aggregate, denominator
+from learner.batching import MicroBatch, Row, assign_rows, collate, make_rows
+from learner.corrections import m2po_candidates, m2po_cutoff
+from learner.diagnostics import loss_metrics, row_statistics
+from learner.gradient_direction import GradientDirection
 from learner.groups import Group
+from learner.kl import adapt_kl_coefficient, kl_estimate, unbiased_kl
 from learner.learning_rate import learning_rate
 from learner.logprobs import CompletionLogprobs
-from learner.losses import gspo_loss
-from learner.process_group import gather_tensors, join_process_group
-from learner.step_metrics import LossTally, Metrics, group_metrics, loss_metrics
-from learner.zero import deepspeed_config, full_shape, gathered_parameters, make_engine, muted_prints
+from learner.lora import base_shapes, merged_parameters, without_adapter
+from learner.losses import value_loss
+from learner.objective import PolicyLogprobs
+from learner.packing import pack, unpack
+from learner.policy import check_policy, load_policy, load_reference
+from learner.preparation import Frozen, Prepared, completion_advantages, prepare, scale_advantages, token_kl
+from learner.process_group import gather_rows, gather_tensors, join_process_group
+from learner.reward_shaping import RunningMoments, load_length_penalty, shape_rewards
+from learner.step_metrics import Metrics, group_metrics
+from learner.zero import deepspeed_config, full_gradients, make_engine, muted_prints
 from protocols.messages import TensorSpec
 
 _STATE_TAG = "state"
 """DeepSpeed's files in a checkpoint folder."""
 _META_FILE = "trainer.json"
+_ADAPTED_FILE = "adapted.json"
 
 
 class CheckpointMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,12 +57,45 @@ class CheckpointMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     world_size: int
     zero_stage: int
     dtype: str
+    lora_rank: int
+    has_critic: bool
+
+
+class Adapted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a run learns beside the weights; part of its checkpoints."""
+
+    kl_coefficient: float
+    """Of the KL in the loss or in the reward."""
+    rewards: RunningMoments = RunningMoments()
+    """Of all rewards so far, for `reward.norm = "running"`."""
+
+
+class Sums(NamedTuple):
+    """Sums over the tokens of a micro-batch or step of what a run may have besides the objective; 0 where it has not."""
+
+    reference_kl: Tensor
+    """Of the policy from the reference."""
+    reward_kl: Tensor
+    """Of the behavior policy from the reference, as taken from the rewards."""
+    entropy: Tensor
+    value_loss: Tensor
+
+
+class StepTotals(NamedTuple):
+    """The size of an optimizer step, over all micro-batches and ranks."""
+
+    num_rows: int
+    num_tokens: int
+    denominator: float
+    """What sums of `aggregate` are divided by."""
 
 
 class Trainer:
     """The policy under DeepSpeed, on this rank. Unless said otherwise every rank calls every method, in the same order."""
 
     def __init__(self, config: Config) -> None:
+        """Raises ValueError for a model that cannot be trained; `config` is complete (`common.objectives.complete`)."""
+        self._config = config
         self._loss = config.loss
         self._train = config.train
         self._model = config.model
@@ -55,12 +104,21 @@ class Trainer:
         self.policy_version = 0
         """Optimizer steps taken, those before a loaded checkpoint included."""
         torch.manual_seed(config.run.seed)
-        self._policy = _load_policy(config.model, activation_checkpointing=config.train.activation_checkpointing)
-        self._module = CompletionLogprobs(self._policy)
+        self._module = load_policy(config)
+        self._policy = self._module.policy
         deepspeed = deepspeed_config(config.train, config.model.dtype)
         self._zero_stage = deepspeed["zero_optimization"]["stage"]
         self._engine = make_engine(self._module, deepspeed, config.train)
-        self._check_head()
+        check_policy(self._module, config.model, self.device)
+        kl = config.kl
+        self._reference: CompletionLogprobs | None = None
+        # Under an adapter the initial policy is there already: the policy without it.
+        if (kl.loss_coef or kl.reward_coef) and (kl.reference or not config.lora.rank):
+            self._reference = load_reference(config, self.device)
+        path = config.reward.length_penalty
+        self._length_penalty = load_length_penalty(path) if path else None
+        self._adapted = Adapted(kl_coefficient=kl.loss_coef or kl.reward_coef)
+        self._direction = GradientDirection()
 
     def train_batch(self, groups: Sequence[Group]) -> list[Metrics]:
         """Take `train.steps_per_batch` optimizer steps, each on the next `train.groups_per_step` of `groups`.
@@ -74,35 +132,35 @@ class Trainer:
                 f"train_batch got {len(groups)} groups; train.groups_per_step * train.steps_per_batch = {per_step * num_steps}"
             )
         steps = [groups[start : start + per_step] for start in range(0, len(groups), per_step)]
-        micro_batches = [self._micro_batches(of_step) for of_step in steps]
+        rows = [self._rows(of_step, self.policy_version + index) for index, of_step in enumerate(steps)]
         start = time.perf_counter()
         # Before the first step: the proximal policy is the one that the whole batch starts from.
-        anchors = [[self._anchor(micro_batch) for micro_batch in of_step] for of_step in micro_batches]
-        proximal_s = time.perf_counter() - start if self._loss.anchor == "proximal" else 0.0
-        metrics = [self._step(*of_step) for of_step in zip(steps, micro_batches, anchors, strict=True)]
+        prepared = [self._prepare(of_step) for of_step in rows]
+        prepare_s = time.perf_counter() - start
+        metrics = [self._step(*of_step) for of_step in zip(steps, rows, prepared, strict=True)]
         for index, of_step in enumerate(metrics):
-            of_step["time/proximal_s"] = proximal_s if index == 0 else 0.0
+            of_step["time/prepare_s"] = prepare_s if index == 0 else 0.0
         return metrics
 
     def layout(self) -> tuple[TensorSpec, ...]:
         """The weights that `snapshot` copies: Hugging Face names in the model's order, tied weights once. Any rank may ask."""
-        shapes = [(name, full_shape(parameter)) for name, parameter in self._policy.named_parameters()]
-        return make_layout(shapes, tensor_dtype(self._model.dtype))
+        return make_layout(base_shapes(self._policy), tensor_dtype(self._model.dtype))
 
     def snapshot(self, buffer: WeightBuffer | None) -> None:
         """Copy the current weights into rank 0's buffer; the other ranks pass None."""
         views = dict(buffer.views()) if buffer is not None else {}
-        for name, weight in gathered_parameters(self._policy.named_parameters()):
+        for name, weight in merged_parameters(self._policy):
             if buffer is not None:
                 views[name].copy_(weight)
 
     def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Log-probs `[len(token_ids) - 1]` of tokens 1.. given those before them, at temperature 1."""
-        row = torch.tensor([list(token_ids)], dtype=torch.int64, device=self.device)
-        mask = torch.ones_like(row, dtype=torch.bool)
-        mask[:, 0] = False
+        packed = pack([(token_ids[:1], [token_ids[1:]])]).to(self.device)
         with torch.no_grad():
-            return self._module(row, mask, 1.0)[0, 1:].cpu().numpy()
+            logprobs, _, _ = self._module(
+                packed.token_ids, packed.position_ids, packed.predictors, packed.targets, packed.spans, 1.0
+            )
+        return logprobs.cpu().numpy()
 
     def save_checkpoint(self, folder: Path, extra: bytes) -> None:
         """Write all that continues this run: weights, optimizer, random state, and the caller's own `extra` (rank 0's).
@@ -120,6 +178,7 @@ class Trainer:
         if self.rank == 0:
             checkpoints.write_extra(partial, extra)
             (partial / _META_FILE).write_bytes(msgspec.json.encode(self._meta()))
+            (partial / _ADAPTED_FILE).write_bytes(msgspec.json.encode(self._adapted))
             checkpoints.publish(folder)
         dist.barrier()
 
@@ -130,20 +189,21 @@ class Trainer:
         if meta != expected:
             raise ValueError(
                 f"checkpoint {folder} was saved with {meta}, this run has {expected}: resume with the same number of "
-                "learner processes (launch.learner_processes), train.zero_stage and model.dtype"
+                "learner processes (launch.learner_processes), train.zero_stage, model.dtype, lora.rank and critic"
             )
         with muted_prints():
             loaded, _ = self._engine.load_checkpoint(str(folder), tag=_STATE_TAG)
         if loaded is None:
             raise FileNotFoundError(f"checkpoint {folder} holds no DeepSpeed state")
         _set_random_state(torch.load(folder / _random_file(self.rank), weights_only=True))
+        self._adapted = msgspec.json.decode((folder / _ADAPTED_FILE).read_bytes(), type=Adapted)
         self.policy_version = meta.policy_version
         return checkpoints.read_extra(folder)
 
     def save_model(self, folder: Path) -> None:
         """Write weights, config and tokenizer as transformers reads them; rank 0 holds the whole model for it."""
         state: dict[str, Tensor] = {}
-        for name, weight in gathered_parameters(self._policy.named_parameters()):
+        for name, weight in merged_parameters(self._policy):
             if self.rank == 0:
                 # Copied one by one: ZeRO's parameters are views into one storage, which would be saved whole for each.
                 state[name] = weight.to("cpu", copy=True)
@@ -158,27 +218,90 @@ class Trainer:
         """Free the engine. The process group stays: it lives as long as the process."""
         self._engine.destroy()
 
-    def _micro_batches(self, groups: Sequence[Group]) -> list[MicroBatch]:
-        rows = training_rows(groups, divide_by_std=self._loss.advantage_std)
+    # Before the first step
+
+    def _rows(self, groups: Sequence[Group], policy_version: int) -> list[Row]:
+        reward = self._config.reward
+        assert reward.overlong_buffer is not None, "the config is not complete (common.objectives)"
+        shaped = shape_rewards(
+            np.array([[rollout.reward for rollout in group.rollouts] for group in groups]),
+            np.array([[len(rollout.token_ids) for rollout in group.rollouts] for group in groups]),
+            max_new_tokens=self._config.rollout.max_new_tokens,
+            overlong_buffer=reward.overlong_buffer,
+            overlong_penalty=reward.overlong_penalty,
+            length_penalty=self._length_penalty,
+            norm=reward.norm,
+            norm_part=reward.norm_part,
+            clip=reward.clip,
+            running=self._adapted.rewards,
+        )
+        self._adapted = msgspec.structs.replace(self._adapted, rewards=shaped.running)
+        advantages = completion_advantages(shaped.rewards, self._config.advantage)
+        return make_rows(groups, shaped.rewards, advantages, policy_version=policy_version)
+
+    def _prepare(self, rows: Sequence[Row]) -> list[Prepared]:
+        """This rank's micro-batches of one optimizer step."""
         assigned = assign_rows(rows, micro_batch_tokens=self._train.micro_batch_tokens, world_size=self.world_size)
-        return [collate(of_micro_batch).to(self.device) for of_micro_batch in assigned[self.rank]]
+        micro_batches = [collate(of_micro_batch).to(self.device) for of_micro_batch in assigned[self.rank]]
+        advantage, kl = self._config.advantage, self._config.kl
+        kl_coefficient = self._adapted.kl_coefficient if kl.reward_coef else 0.0
+        prepared = [
+            prepare(micro_batch, self._frozen(micro_batch), advantage=advantage, kl=kl, kl_coefficient=kl_coefficient)
+            for micro_batch in micro_batches
+        ]
+        return scale_advantages(prepared, advantage)
 
     @torch.no_grad()
-    def _anchor(self, micro_batch: MicroBatch) -> Tensor:
-        """The log-probs that the sequence ratio is taken against, `[rows, tokens]` float32."""
-        if self._loss.anchor == "behavior":
-            return micro_batch.behavior_logprobs
-        return self._module(micro_batch.token_ids, micro_batch.completion_mask, self._temperature)
+    def _frozen(self, micro_batch: MicroBatch) -> Frozen:
+        frozen = Frozen()
+        if self._loss.anchor != "behavior" or self._module.value_head is not None:
+            logprobs, _, values = self._outputs(self._module, micro_batch)
+            frozen = frozen._replace(proximal_logprobs=logprobs if self._loss.anchor != "behavior" else None, values=values)
+        if self._config.kl.loss_coef or self._config.kl.reward_coef:
+            without = contextlib.nullcontext() if self._reference is not None else without_adapter(self._policy)
+            with without:
+                logprobs, _, _ = self._outputs(self._reference or self._module, micro_batch)
+            frozen = frozen._replace(reference_logprobs=logprobs)
+        return frozen
 
-    def _step(self, groups: Sequence[Group], micro_batches: Sequence[MicroBatch], anchors: Sequence[Tensor]) -> Metrics:
+    def _outputs(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probs, entropies and values `[rows, tokens]`; the last two None unless the run asks for them."""
+        packed = micro_batch.pack
+        logprobs, entropies, values = module(
+            packed.token_ids, packed.position_ids, packed.predictors, packed.targets, packed.spans, self._temperature
+        )
+        return (
+            unpack(logprobs, packed.lengths),
+            None if entropies is None else unpack(entropies, packed.lengths),
+            None if values is None else unpack(values, packed.lengths),
+        )
+
+    # A step
+
+    def _step(self, groups: Sequence[Group], rows: Sequence[Row], batch: Sequence[Prepared]) -> Metrics:
         start = time.perf_counter()
-        num_completions = sum(len(group.rollouts) for group in groups)
-        packed = gather_tensors(self._accumulate_gradients(micro_batches, anchors, num_completions))
+        num_tokens = sum(len(row.rollout.token_ids) for row in rows)
+        assert self._loss.aggregation is not None, "the config is not complete (common.objectives)"
+        totals = StepTotals(
+            len(rows),
+            num_tokens,
+            denominator(
+                self._loss.aggregation,
+                num_rows=len(rows),
+                num_tokens=num_tokens,
+                length=self._loss.aggregation_length or 1,
+            ),
+        )
+        table, sums = self._accumulate_gradients(batch, totals)
         metrics: Metrics = {**group_metrics(groups, self.policy_version)}
-        metrics |= loss_metrics(packed, num_completions=num_completions)
+        metrics |= loss_metrics(gather_rows(table), aggregation=self._loss.aggregation, denominator=totals.denominator)
         if self.policy_version > 0:
             del metrics["ratio/first"]
+        metrics |= self._sum_metrics(sums, totals)
         rate = self._learning_rate()
+        cosine = self._direction.compare(full_gradients(self._module.named_parameters(), zero_stage=self._zero_stage))
+        if cosine is not None:
+            metrics["loss/grad_cosine"] = cosine
         grad_norm = self._apply_gradients(rate)
         # DeepSpeed skips the step and tells -1 under some stages.
         if not 0 <= grad_norm < math.inf:
@@ -194,26 +317,104 @@ class Trainer:
         }
         return metrics
 
-    def _accumulate_gradients(
-        self, micro_batches: Sequence[MicroBatch], anchors: Sequence[Tensor], num_completions: int
-    ) -> Tensor:
-        """Gradient of the mean loss over the step's completions on all ranks; returns this rank's packed tally."""
-        tally = LossTally(self.device)
-        for index, (micro_batch, anchor_logprobs) in enumerate(zip(micro_batches, anchors, strict=True)):
-            self._engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
-            policy_logprobs = self._engine(micro_batch.token_ids, micro_batch.completion_mask, self._temperature)
-            loss = gspo_loss(
-                policy_logprobs,
-                anchor_logprobs,
-                micro_batch.completion_mask,
-                micro_batch.advantages,
-                clip_low=self._loss.clip_low,
-                clip_high=self._loss.clip_high,
-            )
+    def _accumulate_gradients(self, batch: Sequence[Prepared], totals: StepTotals) -> tuple[Tensor, Tensor]:
+        """Gradient of the step's loss on all ranks; returns this rank's table (`row_statistics`) and `Sums`."""
+        cutoff = self._m2po_cutoff(batch)
+        tables: list[Tensor] = []
+        sums = torch.zeros(len(Sums._fields), dtype=torch.float64, device=self.device)
+        for index, prepared in enumerate(batch):
+            self._engine.set_gradient_accumulation_boundary(index == len(batch) - 1)
+            loss_sum, table, of_micro_batch = self._loss_sum(prepared, cutoff)
             # DeepSpeed averages gradients over ranks; the loss is a sum over all of them.
-            self._engine.backward(loss.loss_sum * (self.world_size / num_completions))
-            tally.add(loss.loss_sum, loss.statistics)
-        return tally.packed()
+            self._engine.backward(loss_sum * (self.world_size / totals.denominator))
+            tables.append(table)
+            sums += torch.stack([value.detach().double() for value in of_micro_batch])
+        return torch.cat(tables), gather_tensors(sums).sum(dim=0)
+
+    def _loss_sum(self, prepared: Prepared, cutoff: float) -> tuple[Tensor, Tensor, "Sums"]:
+        """One micro-batch through the policy: its loss, to be divided by `StepTotals.denominator`, and its statistics."""
+        micro_batch, frozen, advantages = prepared.micro_batch, prepared.frozen, prepared.advantages
+        mask, loss, kl, mode = micro_batch.completion_mask, self._loss, self._config.kl, self._loss.aggregation
+        assert mode is not None
+        policy_logprobs, entropies, values = self._outputs(self._engine, micro_batch)
+        logprobs = PolicyLogprobs(policy_logprobs, micro_batch.behavior_logprobs, frozen.proximal_logprobs)
+        losses, clipped = objective.token_losses(loss, logprobs, mask, advantages)
+        correction = objective.correction(loss, logprobs, mask, advantages, m2po_cutoff=cutoff)
+        if correction is not None:
+            losses = losses * correction.weights
+        sums = Sums(*[losses.new_zeros(())] * len(Sums._fields))
+        total = losses
+        if frozen.reference_logprobs is not None:
+            divergence = kl_estimate(policy_logprobs, frozen.reference_logprobs, mask, estimator=kl.estimator)
+            sums = sums._replace(reference_kl=divergence.sum())
+            if kl.reward_coef:
+                sums = sums._replace(reward_kl=token_kl(micro_batch, frozen, kl).sum())
+            if kl.unbiased:
+                divergence = unbiased_kl(
+                    policy_logprobs, frozen.reference_logprobs, logprobs.behavior, mask, estimator=kl.estimator
+                )
+            if kl.loss_coef:
+                total = total + self._adapted.kl_coefficient * divergence
+        if entropies is not None:
+            total = total - loss.entropy_coef * entropies
+            sums = sums._replace(entropy=entropies.sum())
+        if values is not None:
+            assert frozen.values is not None and prepared.returns is not None
+            critic = self._config.critic
+            error = value_loss(values, frozen.values, prepared.returns, mask, value_clip=critic.value_clip)
+            total = total + critic.loss_coef * error
+            sums = sums._replace(value_loss=error.sum())
+        table = row_statistics(
+            policy_logprobs=policy_logprobs,
+            anchor_logprobs=logprobs.anchor,
+            behavior_logprobs=logprobs.behavior,
+            proximal_logprobs=frozen.proximal_logprobs,
+            completion_mask=mask,
+            advantages=advantages,
+            token_losses=losses,
+            clipped=clipped,
+            row_weights=micro_batch.weights,
+            policy_lags=micro_batch.policy_lags,
+            band=objective.band(loss, logprobs, mask),
+            correction=correction,
+        )
+        return aggregate(total, mask, micro_batch.weights, mode=mode), table, sums
+
+    def _m2po_cutoff(self, batch: Sequence[Prepared]) -> float:
+        """Over the tokens of all ranks; inf when the run has no such correction."""
+        if self._loss.correction != "m2po":
+            return math.inf
+        candidates: list[Tensor] = []
+        for micro_batch, frozen, advantages, _ in batch:
+            assert frozen.proximal_logprobs is not None
+            log_rho = frozen.proximal_logprobs - micro_batch.behavior_logprobs
+            candidates.append(m2po_candidates(log_rho, micro_batch.completion_mask, advantages))
+        assert self._loss.correction_high is not None
+        return m2po_cutoff(gather_rows(torch.cat(candidates)), threshold=self._loss.correction_high)
+
+    def _sum_metrics(self, sums: Tensor, totals: StepTotals) -> dict[str, float]:
+        """Means per token of what the run has besides the objective; adapts the KL's coefficient."""
+        kl = self._config.kl
+        means = Sums(*(sums / max(1, totals.num_tokens)).tolist())
+        metrics: dict[str, float] = {}
+        if kl.loss_coef or kl.reward_coef:
+            metrics |= {"kl/reference": float(means.reference_kl), "kl/coefficient": self._adapted.kl_coefficient}
+        if kl.reward_coef:
+            metrics["kl/reward"] = float(means.reward_kl)
+        if self._loss.entropy_coef:
+            metrics["entropy/mean"] = float(means.entropy)
+        if self._module.value_head is not None:
+            metrics["loss/value"] = float(means.value_loss)
+        if kl.target is not None:
+            coefficient = adapt_kl_coefficient(
+                self._adapted.kl_coefficient,
+                float(means.reward_kl if kl.reward_coef else means.reference_kl),
+                target=kl.target,
+                num_steps=totals.num_rows,
+                horizon=kl.horizon,
+            )
+            self._adapted = msgspec.structs.replace(self._adapted, kl_coefficient=coefficient)
+        return metrics
 
     def _apply_gradients(self, rate: float) -> float:
         """Clip, take the optimizer step at this learning rate, return the gradient norm before clipping."""
@@ -237,37 +438,14 @@ class Trainer:
         )
 
     def _meta(self) -> CheckpointMeta:
-        return CheckpointMeta(self.policy_version, self.world_size, self._zero_stage, self._model.dtype)
-
-    @torch.no_grad()
-    def _check_head(self) -> None:
-        """Refuse a model that changes its logits after the output layer, which `CompletionLogprobs` would not do."""
-        row = torch.arange(8, device=self.device)[None] % self._policy.config.get_text_config().vocab_size
-        logits = self._policy(input_ids=row[:, :-1], use_cache=False).logits.float()
-        expected = logits.log_softmax(dim=-1).gather(-1, row[:, 1:, None]).squeeze(-1)
-        mask = torch.ones_like(row, dtype=torch.bool)
-        mask[:, 0] = False
-        difference = (self._module(row, mask, 1.0)[:, 1:] - expected).abs().max().item()
-        # In bfloat16 neighboring numbers near 10 are 0.06 apart, and the two paths may round differently.
-        if difference > {"float32": 1e-3, "bfloat16": 0.25}[self._model.dtype]:
-            raise ValueError(
-                f"model.path: {self._model.path!r} changes its logits after the output layer (soft-capping or scaling; "
-                f"log-probs differ by {difference:.3g}), which is not supported"
-            )
-
-
-def _load_policy(model: ModelSection, *, activation_checkpointing: bool) -> PreTrainedModel:
-    transformers_logging.disable_progress_bar()
-    policy = AutoModelForCausalLM.from_pretrained(model.path, dtype=tensor_dtype(model.dtype))
-    # Dropout would make the policy's log-probs noise beside the engine's, which has none.
-    policy.eval()
-    if activation_checkpointing:
-        policy.gradient_checkpointing_enable()
-        for module in policy.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                # The layer itself, not what is in it: it checkpoints in training mode only.
-                module.training = True
-    return policy
+        return CheckpointMeta(
+            self.policy_version,
+            self.world_size,
+            self._zero_stage,
+            self._model.dtype,
+            self._config.lora.rank,
+            self._module.value_head is not None,
+        )
 
 
 def _random_file(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""DeepSpeed: the config that our settings make, an engine without chatter or compiler, gathering of partitioned weights."""
+"""DeepSpeed: the config that our settings make, an engine without chatter or compiler, weights and gradients made whole."""
 
 import contextlib
 import io
@@ -18,6 +18,9 @@ _logger = logging.getLogger(__name__)
 
 GATHER_BUCKET_NUMEL = 2**26
 """Parameters gathered at once under ZeRO-3: 128 MiB of bfloat16."""
+
+MAX_FULL_GRADIENTS = 16
+"""Gradients that `full_gradients` reads under ZeRO."""
 
 _OURS = {
     "train_batch_size": "train.groups_per_step",
@@ -64,17 +67,14 @@ def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
 def make_engine(module: CompletionLogprobs, config: dict[str, Any], train: TrainSection) -> Any:
     """The DeepSpeed engine that trains `module` with torch's AdamW, or the optimizer that `train.deepspeed` names."""
     deepspeed = _import_deepspeed()
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = None
     if "optimizer" not in config:
-        optimizer = torch.optim.AdamW(
-            module.parameters(), lr=train.learning_rate, betas=train.adam_betas, weight_decay=train.weight_decay
-        )
+        optimizer = torch.optim.AdamW(trained, lr=train.learning_rate, betas=train.adam_betas, weight_decay=train.weight_decay)
     if config["zero_optimization"]["stage"] == 3:
         deepspeed.zero.register_external_parameter(module.head, module.head.output_layer.weight)
     with muted_prints():
-        engine, *_ = deepspeed.initialize(
-            model=module, optimizer=optimizer, model_parameters=list(module.parameters()), config=config
-        )
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, model_parameters=trained, config=config)
     return engine
 
 
@@ -143,6 +143,32 @@ def _buckets(
         numel += size
     if bucket:
         yield bucket
+
+
+def full_gradients(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], *, zero_stage: int
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Gradients of the optimizer step that is due, by name: averaged over the ranks, not clipped; None where there is none.
+
+    To be read between the last backward pass and the step. Without ZeRO they are those of all trained parameters. Under
+    ZeRO each is a collective: they are those of at most `MAX_FULL_GRADIENTS` matrices, spread evenly over the model and
+    none larger than `GATHER_BUCKET_NUMEL`. A tensor is valid until the next one is asked for. All ranks must exhaust the
+    iterator.
+    """
+    trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    if zero_stage == 0:
+        yield from ((name, parameter.grad) for name, parameter in trained)
+        return
+    matrices = [
+        (name, parameter)
+        for name, parameter in trained
+        if len(full_shape(parameter)) > 1 and torch.Size(full_shape(parameter)).numel() <= GATHER_BUCKET_NUMEL
+    ]
+    num_read = min(len(matrices), MAX_FULL_GRADIENTS)
+    safe_get_full_grad = _import_deepspeed().utils.safe_get_full_grad
+    for index in range(num_read):
+        name, parameter = matrices[index * len(matrices) // num_read]
+        yield name, safe_get_full_grad(parameter)
 
 
 def _gathered(parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 PROTOCOL_MAJOR = 2
 """Peers of another major version are refused, by name."""
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
 """Peers of another minor version are welcome; see the module's docstring."""
 
 # What is received is within these bounds; an encoder does not look.
@@ -187,6 +187,22 @@ class CanaryScored(Message, frozen=True):
     policy_version: Natural
 
 
+class CanaryRouted(Message, frozen=True):
+    """The experts that the engine sent the canary's tokens to under `policy_version`; of mixtures of experts only.
+
+    Frame 0: int32 `[num_tokens, num_layers, top_k]`, in no particular order among the `top_k`. Since minor version 1: a
+    learner before it leaves the message out, where it would refuse a second array in `CanaryScored`.
+    """
+
+    policy_version: Natural
+    num_tokens: Annotated[int, Meta(ge=1, le=1 << 16)]
+    """`len(canary) - 1`: the tokens whose successors have log-probs."""
+    num_layers: Annotated[int, Meta(ge=1, le=1 << 12)]
+    """Those that have experts."""
+    top_k: Annotated[int, Meta(ge=1, le=1 << 10)]
+    """Experts of one token in one layer."""
+
+
 class Goodbye(Message, frozen=True):
     """The actor leaves; its leases may be given to others at once."""
 
@@ -213,6 +229,7 @@ ActorMessage = (
     | WeightsStaged
     | WeightsCommitted
     | CanaryScored
+    | CanaryRouted
     | Goodbye
     | ChunkRequest
     | StatusRequest

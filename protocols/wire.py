@@ -21,6 +21,7 @@ from protocols.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     ActorMessage,
+    CanaryRouted,
     CanaryScored,
     Chunk,
     CompletionMeta,
@@ -38,7 +39,7 @@ MAX_FRAMES = 8
 """No message of this major version has more."""
 MAX_ACTOR_BODY_BYTES = 4 << 20
 """No body of an actor's message is larger: decoded, it may take many times its size."""
-ARRAY_FRAMES: dict[type, int] = {Lease: 1, Welcome: 1, CanaryScored: 1, Chunk: 1, GroupDone: 2}
+ARRAY_FRAMES: dict[type, int] = {Lease: 1, Welcome: 1, CanaryScored: 1, CanaryRouted: 1, Chunk: 1, GroupDone: 2}
 """How many array frames follow the body; none for the messages not named."""
 
 _encoder = msgspec.msgpack.Encoder()
@@ -104,6 +105,8 @@ def decode_from_actor(frames: Sequence[Frame]) -> FromActor:
     _check_arrays(message, arrays)
     if isinstance(message, GroupDone):
         _check_group(message.completions, arrays)
+    if isinstance(message, CanaryRouted):
+        _check_routing(message, arrays[0])
     return FromActor(message, arrays)
 
 
@@ -123,6 +126,11 @@ def token_ids(frame: Frame) -> NDArray[np.int32]:
 def logprobs(frame: Frame) -> NDArray[np.float32]:
     """The float32 array in a frame: a read-only view, no copy."""
     return np.frombuffer(frame, dtype="<f4")
+
+
+def routed_experts(message: CanaryRouted, frame: Frame) -> NDArray[np.int32]:
+    """The experts in a frame, `[num_tokens, num_layers, top_k]`: a read-only view, no copy. Any int32 may be among them."""
+    return np.frombuffer(frame, dtype="<i4").reshape(message.num_tokens, message.num_layers, message.top_k)
 
 
 def _array_frame(array: Array) -> memoryview:
@@ -208,6 +216,12 @@ def _check_group(completions: Sequence[CompletionMeta], arrays: Sequence[Frame])
     for array, content in zip(arrays, ("token ids", "log-probs"), strict=True):
         if len(array) != num_tokens * ITEM_BYTES:
             raise WireError(f"{num_tokens} tokens announced, but the {content} have {len(array)} bytes")
+
+
+def _check_routing(message: CanaryRouted, array: Frame) -> None:
+    num_experts = message.num_tokens * message.num_layers * message.top_k
+    if len(array) != num_experts * ITEM_BYTES:
+        raise WireError(f"{num_experts} routed experts announced, but they have {len(array)} bytes")
 
 
 def _check_segments(index: int, completion: CompletionMeta) -> None:

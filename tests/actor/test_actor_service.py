@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
-from actor.engine import Completion
+from actor.engine import Completion, Score
 from actor.rewards import Rewarded, RewardFailure, RewardRunner
 from actor.service import ActorService, RefusedError
 from actor.weight_receiver import Outcome
-from common.config import ActorSection, Config, HubSection, RolloutSection, TaskSection
+from common.config import ActorSection, Config, HubSection, MetricsSection, RolloutSection, TaskSection
 from common.shutdown import StopRequest
 from common.weights import make_layout
 from learner.weight_publisher import WeightPublisher
@@ -25,6 +26,7 @@ from protocols.messages import (
     Ack,
     ActorHeartbeat,
     ActorMessage,
+    CanaryRouted,
     CanaryScored,
     Cancel,
     Credit,
@@ -47,7 +49,7 @@ from protocols.messages import (
     WeightUpdate,
     Welcome,
 )
-from protocols.wire import FromActor, logprobs, token_ids
+from protocols.wire import FromActor, logprobs, routed_experts, token_ids
 
 LIMIT = 1 << 20
 PATIENCE_S = 10.0
@@ -73,6 +75,7 @@ class FakeEngine:
         self.running: list[str] = []
         self.aborted: list[str] = []
         self.weights: dict[str, torch.Tensor] = {}
+        self.routed_experts: NDArray[np.int32] | None = None
 
     @property
     def num_unfinished(self) -> int:
@@ -100,8 +103,8 @@ class FakeEngine:
         self.weights = {name: tensor.clone() for name, tensor in weights}
         self.policy_version = policy_version
 
-    def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        return -np.array(token_ids[1:], np.float32)
+    def score(self, token_ids: Sequence[int]) -> Score:
+        return Score(-np.array(token_ids[1:], np.float32), self.routed_experts)
 
     def close(self) -> None:
         pass
@@ -558,6 +561,34 @@ def test_update_is_committed_reported_and_scored(learner: Learner) -> None:
         assert logprobs(arrays[0]).tolist() == [-6, -7]
         assert actor.engine.weights["w"].tolist() == [[0, 1], [2, 3], [4, 5]]
         assert learner.wait(GroupDone).lease_id == 1
+
+
+def test_experts_of_the_canary_follow_its_log_probs(learner: Learner) -> None:
+    experts = np.arange(12, dtype=np.int32).reshape(2, 3, 2)
+    with actor_of(learner, policy_version=-1) as actor, published(0, torch.ones(3, 2), learner) as update:
+        actor.engine.routed_experts = experts
+        learner.welcome()
+        learner.send(update)
+        assert learner.wait(CanaryScored).policy_version == 0
+        routed, arrays = learner.wait_packet(CanaryRouted)
+        assert routed == CanaryRouted(policy_version=0, num_tokens=2, num_layers=3, top_k=2)
+        np.testing.assert_array_equal(routed_experts(routed, arrays[0]), experts)
+
+
+@pytest.mark.parametrize(("is_dense", "routing_interval"), [(True, 10), (False, 0)])
+def test_experts_are_not_sent_where_there_are_none_or_nobody_measures_them(
+    learner: Learner, is_dense: bool, routing_interval: int
+) -> None:
+    metrics = MetricsSection(routing_interval=routing_interval)
+    with actor_of(learner, policy_version=-1) as actor, published(0, torch.ones(3, 2), learner) as update:
+        actor.service._config = msgspec.structs.replace(actor.service._config, metrics=metrics)
+        actor.engine.routed_experts = None if is_dense else np.zeros((2, 3, 2), np.int32)
+        learner.welcome()
+        learner.send(update)
+        learner.wait(CanaryScored)
+        learner.lease(1)
+        learner.wait(GroupDone)
+        assert learner.hears_no(CanaryRouted, 0.0)
 
 
 def test_idle_actor_commits_an_update_at_once(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:

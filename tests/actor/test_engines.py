@@ -12,7 +12,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from actor.engine import Completion, Engine
 from actor.engine_choice import make_engine
+from common.routing import record_routing
 from common.settings import SettingError
+from learner.logprobs import CompletionLogprobs
+from learner.packing import pack
+from learner.routing_metrics import routing_metrics
 from protocols.messages import ModelHashes, Sampling, Segment
 
 pytestmark = pytest.mark.engine
@@ -150,8 +154,9 @@ def test_score_is_a_forward_pass_and_loses_no_running_completion(engine, referen
     for index in range(5):
         engine.submit(str(index), PROMPTS[0], Sampling(1 + index))
     scored = engine.score(tokens)
-    assert scored.dtype == np.float32
-    np.testing.assert_allclose(scored, reference_logprobs(references[2], tokens[:1], tokens[1:]), atol=TOLERANCE)
+    assert scored.routed_experts is None
+    assert scored.logprobs.dtype == np.float32
+    np.testing.assert_allclose(scored.logprobs, reference_logprobs(references[2], tokens[:1], tokens[1:]), atol=TOLERANCE)
     assert engine.num_unfinished == 5
     assert sorted(finish(engine)) == ["0", "1", "2", "3", "4"]
 
@@ -257,13 +262,51 @@ def test_every_update_reaches_scores_and_samples(kind, model, request):
         reference = load_reference(folder, seed=10 + policy_version)
         load(engine, reference, policy_version)
         expected = reference_logprobs(reference, tokens[:1], tokens[1:])
-        np.testing.assert_allclose(engine.score(tokens), expected, atol=TOLERANCE)
+        np.testing.assert_allclose(engine.score(tokens).logprobs, expected, atol=TOLERANCE)
         engine.submit("a", PROMPTS[1], Sampling(30))
         completion = finish(engine)["a"]
         assert completion.segments == (Segment(policy_version, 0),)
         assert_logprobs(reference, PROMPTS[1], completion)
     if model != "tiny_model":
         engine.close()
+
+
+def test_experts_that_the_engine_tells_are_those_of_the_learners_pass(tiny_moe_model):
+    """The engine that can tell them on any machine: transformers'. They are as many tokens' as there are log-probs."""
+    engine = start("transformers", tiny_moe_model)
+    tokens = [5 + (7 * index) % 30 for index in range(40)]
+    packed = pack([(tokens[:1], [tokens[1:]])])
+    told = []
+    for policy_version in (1, 2):
+        reference = load_reference(tiny_moe_model, seed=10 + policy_version)
+        load(engine, reference, policy_version)
+        scored = engine.score(tokens)
+        assert scored.routed_experts is not None
+        assert scored.routed_experts.dtype == np.int32
+        assert len(scored.routed_experts) == len(scored.logprobs) == 39
+        module = CompletionLogprobs(reference)
+        with torch.no_grad(), record_routing(reference) as record:
+            module(packed.token_ids, packed.position_ids, packed.predictors, packed.targets, packed.spans, 1.0)
+        routing = record.routing()
+        assert routing is not None
+        assert routing_metrics(routing.experts, torch.from_numpy(scored.routed_experts).long())["overlap"] == 1.0
+        told.append(routing.experts)
+    # Not because all weights route alike.
+    assert routing_metrics(*told)["overlap"] < 1.0
+    engine.close()
+
+
+def test_vllms_record_is_cut_to_the_canary_and_to_the_layers_that_have_experts():
+    """Only the shapes: what is recorded it takes a GPU to see."""
+    pytest.importorskip("vllm")
+    from actor.vllm_engine import _routed_experts
+
+    recorded = np.array([[[0, 0], [1, 0], [0, 2]], [[0, 0], [3, 1], [0, 1]], [[0, 0], [2, 3], [1, 0]]], np.uint8)
+    experts = _routed_experts(recorded, num_tokens=2)
+    assert experts is not None
+    assert experts.dtype == np.int32
+    assert experts.tolist() == [[[1, 0], [0, 2]], [[3, 1], [0, 1]]]
+    assert _routed_experts(None, num_tokens=2) is None
 
 
 def test_unknown_and_reserved_options_are_refused(kind, tiny_model):

@@ -40,7 +40,7 @@ def main(folder):
             logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         weights = ((name, parameter.data) for name, parameter in model.named_parameters())
         engine.load_weights(weights, policy_version, recompute_kv=True)
-        differences.append(float(abs(engine.score(ids[0].tolist()) - logprobs.numpy()).max()))
+        differences.append(float(abs(engine.score(ids[0].tolist()).logprobs - logprobs.numpy()).max()))
     engine.submit("a", [5, 6, 7], Sampling(5))
     finished = []
     while engine.num_unfinished:

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from actor.engine import Completion
+from actor.engine import Completion, Score
 from common.config import EvaluationSection, HubSection, RolloutSection, TaskSection
 from learner.contract import Contract
 from learner.dispatcher import Dispatcher, Record, WeightsMessage
@@ -82,8 +81,8 @@ class SleepEngine:
             if sleeping.segments[-1].first_token < first_token < sleeping.num_tokens:
                 sleeping.segments += (Segment(policy_version, first_token),)
 
-    def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        return np.zeros(len(token_ids) - 1, np.float32)
+    def score(self, token_ids: Sequence[int]) -> Score:
+        return Score(np.zeros(len(token_ids) - 1, np.float32), None)
 
     def close(self) -> None:
         pass

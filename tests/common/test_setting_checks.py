@@ -24,8 +24,6 @@ def test_defaults_with_a_model_and_data_pass_without_warnings() -> None:
         (["rollout.min_p=0.1"], ["rollout.min_p = 0.1"]),
         (["model.max_length=2000"], ["1024 + 1024 = 2048", "model.max_length=2048"]),
         (["hub.max_message_mb=1", "rollout.group_size=128"], ["up to 2 MB", "hub.max_message_mb=3"]),
-        (["rollout.group_size=1"], ["rollout.group_size = 1", "nothing would be learned"]),
-        (["loss.anchor=proximal"], ['loss.anchor = "proximal"', "always 1", "steps_per_batch=2"]),
         (
             ["train.steps_per_batch=4", "staleness.max_staleness=2"],
             ["staleness.max_staleness = 2", "3 + 0 = 3", "staleness.max_staleness=3"],

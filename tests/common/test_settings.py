@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config import Config
+from common.objectives import complete
 from common.settings import SettingError, explain, explanations, is_data_file, load, resolved_toml
 
 
@@ -24,7 +25,7 @@ def message(*overrides: str) -> str:
 
 
 def test_without_a_file_all_settings_have_their_defaults() -> None:
-    assert load() == Config()
+    assert load() == complete(Config())
 
 
 def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_resolved_toml_reads_back_as_the_same_config(
     hard: int | None,
     gpus: tuple[tuple[int, ...], ...],
 ) -> None:
-    config = Config()
+    config = complete(Config())
     config = msgspec.structs.replace(
         config,
         actor=msgspec.structs.replace(config.actor, name=name, engine_options=engine_options),

@@ -41,7 +41,7 @@ def step(version: int, lag_counts: Mapping[str, int], **numbers: Any) -> dict[st
     row |= {"clip/positive_below": 0.0, "clip/negative_above": 0.0, "ratio/log_mean": 0.0, "ratio/log_std": 0.01}
     row |= {"ratio/log_min": -0.1, "ratio/log_max": 0.1, "tokens/trained": 1000, "staleness/over_bound": 0}
     row |= {"time/step_s": 2.0, "time/wait_rollouts_s": 0.5, "time/train_s": 1.0, "time/publish_wait_s": 0.25}
-    return row | {"time/proximal_s": 0.0, "time/snapshot_s": 0.125} | numbers
+    return row | {"time/prepare_s": 0.0, "time/snapshot_s": 0.125} | numbers
 
 
 def group(lease_id: int, outcome: str, lengths: list[int], reason: str = "") -> dict[str, Any]:

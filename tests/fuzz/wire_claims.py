@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from protocols.messages import GroupDone
+from protocols.messages import CanaryRouted, GroupDone
 from protocols.wire import (
     ARRAY_FRAMES,
     MAGIC,
@@ -16,6 +16,7 @@ from protocols.wire import (
     decode_from_learner,
     encode,
     logprobs,
+    routed_experts,
     token_ids,
 )
 
@@ -58,6 +59,8 @@ def check_frames(data: bytes) -> FromActor | FromLearner | None:
     again = encode(packet.message, *arrays)
     twice = decode([bytes(frame) for frame in again])
     assert encode(twice.message, *arrays) == again
+    if isinstance(packet.message, CanaryRouted):
+        assert routed_experts(packet.message, packet.arrays[0]).size > 0
     if isinstance(packet.message, GroupDone):
         num_tokens = sum(completion.num_tokens for completion in packet.message.completions)
         assert len(token_ids(packet.arrays[0])) == len(logprobs(packet.arrays[1])) == num_tokens

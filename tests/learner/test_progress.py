@@ -30,7 +30,7 @@ class FakeClock:
 def step_row(version: int, time: float, **numbers: Any) -> dict[str, Any]:
     row = {"kind": "step", "time": time, "policy_version": version, "reward/mean": version / 10, "lag/mean": 1.25}
     row |= {"lag/max": 3, "clip/fraction": 0.021, "loss/grad_norm": 0.5, "tokens/trained": 3000, "time/step_s": 2.0}
-    return row | {"time/wait_rollouts_s": 0.5, "time/train_s": 1.4, "time/proximal_s": 0.0} | numbers
+    return row | {"time/wait_rollouts_s": 0.5, "time/train_s": 1.4, "time/prepare_s": 0.0} | numbers
 
 
 def actor_row(name: str, time: float, tokens: int, **seconds: float) -> dict[str, Any]:

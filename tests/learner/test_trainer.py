@@ -20,6 +20,8 @@ from tests.learner.trainer_cases import SGD, make_config, make_groups
 pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).parents[2]
+NOT_RESUMED = {"time/train_s", "time/prepare_s", "loss/grad_cosine"}
+"""Metrics that are not the same in a step after a checkpoint was loaded: there is no earlier gradient to compare with."""
 
 
 @contextmanager
@@ -194,8 +196,8 @@ def test_the_proximal_anchor_is_the_policy_before_the_first_step_of_the_batch(ti
     assert first["ratio/first"] < 1e-6
     assert "ratio/first" not in second
     assert second["ratio/log_std"] > 1e-4, "the second step is measured against the policy before the first"
-    assert first["time/proximal_s"] > 0
-    assert second["time/proximal_s"] == 0
+    assert first["time/prepare_s"] > 0
+    assert second["time/prepare_s"] == 0
 
 
 def test_the_behavior_anchor_is_what_the_engine_sampled_with(tiny_model):
@@ -210,7 +212,6 @@ def test_the_behavior_anchor_is_what_the_engine_sampled_with(tiny_model):
     ]
     assert metrics["ratio/log_mean"] == pytest.approx(np.mean(expected), abs=1e-5)
     assert metrics["ratio/log_min"] == pytest.approx(min(expected), abs=1e-5)
-    assert metrics["time/proximal_s"] == 0
 
 
 def test_lag_grows_with_the_steps_of_a_batch(tiny_model):
@@ -240,8 +241,8 @@ def test_a_resumed_run_continues_bit_for_bit(tiny_model, tmp_path, zero_stage, d
         weights = weights_of(trainer)
     assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
     for before, after in zip(straight, resumed, strict=True):
-        assert {name: before[name] for name in before if not name.startswith("time/")} == {
-            name: after[name] for name in after if not name.startswith("time/")
+        assert {name: before[name] for name in before.keys() - NOT_RESUMED} == {
+            name: after[name] for name in after.keys() - NOT_RESUMED
         }
 
 
@@ -342,10 +343,9 @@ def test_two_ranks_take_the_steps_of_one(tiny_model, two_ranks, zero_stage):
         torch.testing.assert_close(outcome["weights"][name], weight, rtol=0, atol=2e-6)
     np.testing.assert_allclose(outcome["score"], score, atol=1e-5)
     for metrics, expected_step in zip(outcome["metrics"], expected_metrics, strict=True):
-        assert metrics.keys() == expected_step.keys()
-        for name, value in expected_step.items():
-            if not name.startswith("time/"):
-                assert metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
+        assert metrics.keys() | NOT_RESUMED == expected_step.keys() | NOT_RESUMED
+        for name in expected_step.keys() - NOT_RESUMED:
+            assert metrics[name] == pytest.approx(expected_step[name], rel=1e-3, abs=1e-6), name
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])

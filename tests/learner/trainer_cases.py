@@ -6,6 +6,7 @@ from typing import Any, Literal
 import numpy as np
 
 from common.config import Config, LossSection, ModelSection, TrainSection
+from common.objectives import complete
 from learner.groups import Group, Rollout
 from protocols.messages import Segment
 
@@ -53,8 +54,10 @@ def make_config(
 ) -> Config:
     """A run on `model`, 3 groups a step, a clip band of 0.5 and small micro-batches unless overridden."""
     settings: dict[str, Any] = {"groups_per_step": 3, "micro_batch_tokens": 64, "learning_rate": 0.1, **train}
-    return Config(
-        model=ModelSection(path=str(model), dtype=dtype),
-        loss=LossSection(**{"clip_low": 0.5, "clip_high": 0.5, **(loss or {})}),
-        train=TrainSection(**settings),
+    return complete(
+        Config(
+            model=ModelSection(path=str(model), dtype=dtype),
+            loss=LossSection(**{"clip_low": 0.5, "clip_high": 0.5, **(loss or {})}),
+            train=TrainSection(**settings),
+        )
     )

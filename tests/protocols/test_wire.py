@@ -1,5 +1,8 @@
 """What is encoded is decoded unchanged; whatever else arrives is a `WireError`."""
 
+import math
+from typing import Union, get_args
+
 import msgspec
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from protocols.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     ActorMessage,
+    CanaryRouted,
     CanaryScored,
     CompletionMeta,
     Credit,
@@ -36,6 +40,7 @@ from protocols.wire import (
     encode,
     logprobs,
     refusal_for,
+    routed_experts,
     token_ids,
 )
 from tests.protocols.sample_messages import BYTES, FLOATS, FROM_ACTOR, FROM_LEARNER, INTS, LEASE, WELCOME
@@ -336,6 +341,49 @@ def test_announced_and_sent_lengths_must_agree(num_ids: int, num_logprobs: int) 
     completions = [CompletionMeta(length, "stop", 0.0, (Segment(0, 0),)) for length in (2, 3)]
     with pytest.raises(WireError, match="5 tokens announced"):
         decode_from_actor(group_frames(*completions, num_ids=num_ids, num_logprobs=num_logprobs))
+
+
+def routed(num_tokens: int, num_layers: int, top_k: int) -> CanaryRouted:
+    return CanaryRouted(policy_version=1, num_tokens=num_tokens, num_layers=num_layers, top_k=top_k)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**32))
+def test_routed_experts_survive_the_wire(num_tokens: int, num_layers: int, top_k: int, seed: int) -> None:
+    experts = np.random.default_rng(seed).integers(-(2**31), 2**31, (num_tokens, num_layers, top_k), dtype=np.int32)
+    message, arrays = decode_from_actor(as_sent(encode(routed(num_tokens, num_layers, top_k), experts)))
+    assert isinstance(message, CanaryRouted)
+    np.testing.assert_array_equal(routed_experts(message, arrays[0]), experts, strict=True)
+
+
+@pytest.mark.parametrize("num_experts", [0, 23, 25, 48])
+def test_announced_and_sent_routed_experts_must_agree(num_experts: int) -> None:
+    with pytest.raises(WireError, match=f"24 routed experts announced, but they have {4 * num_experts} bytes"):
+        decode_from_actor(as_sent(encode(routed(2, 3, 4), np.zeros(num_experts, np.int32))))
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0), (-1, -1, 4), (2**63, 1, 1), (1, 4097, 1), (1, 1, 1025)])
+def test_impossible_shapes_of_routed_experts_are_refused(shape: tuple[int, int, int]) -> None:
+    num_experts = max(0, min(math.prod(shape), 5000))
+    with pytest.raises(WireError, match="malformed"):
+        decode_from_actor(as_sent(encode(routed(*shape), np.zeros(num_experts, np.int32))))
+
+
+def test_learner_before_routed_experts_leaves_them_out_and_takes_the_canary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minor version 0 had no such message; two arrays in `CanaryScored` it would have taken for nonsense."""
+    monkeypatch.setattr(wire, "PROTOCOL_MINOR", 0)
+    before = Union[tuple(kind for kind in get_args(ActorMessage) if kind is not CanaryRouted)]  # noqa: UP007
+    monkeypatch.setattr(wire, "_from_actor", wire._body_decoder(before))
+    with pytest.raises(UnknownMessageError, match="CanaryRouted is a message of a newer offbeat"):
+        decode_from_actor(as_sent(encode(routed(1, 1, 1), np.zeros(1, np.int32))))
+    scored = CanaryScored(policy_version=1)
+    assert decode_from_actor(as_sent(encode(scored, FLOATS))).message == scored
+
+
+def test_actor_before_routed_experts_is_understood() -> None:
+    scored = CanaryScored(policy_version=1)
+    _, *rest = as_sent(encode(scored, FLOATS))
+    assert decode_from_actor([MAGIC[:-1] + b"\0", *rest]).message == scored
 
 
 @pytest.mark.parametrize("lengths", [(0,), (3, 0), (-1, 6), (2**63,)])

@@ -1,0 +1,199 @@
+"""Settings of the objective that contradict each other, do nothing, or hardly mean what they say."""
+
+from common.config import Config
+from common.objectives import DEFAULTS, LOWER_BOUNDED
+from common.settings import SettingError
+
+NOISY_CLIP = 2e-3
+"""A narrower band than this clips engine log-probs for their noise alone."""
+TRUNCATING = ("token_tis", "sequence_tis", "icepop", "sequence_mask")
+"""Corrections that multiply by an importance ratio; the others keep a completion or drop it."""
+
+
+def check_objective(config: Config) -> None:
+    """Raise `SettingError` for the first contradiction; `config` is complete (`common.objectives.complete`)."""
+    _check_ratio(config)
+    _check_clip(config)
+    _check_correction(config)
+    _check_advantage(config)
+    _check_reward(config)
+    _check_kl(config)
+    _check_lora(config)
+
+
+def objective_warnings(config: Config) -> list[str]:
+    """What is allowed, and to be known when reading the results."""
+    loss = config.loss
+    warnings: list[str] = []
+    is_sequence_ratio = DEFAULTS[loss.objective].is_sequence_ratio
+    if is_sequence_ratio and loss.anchor == "behavior" and min(loss.clip_low or 0.0, loss.clip_high or 0.0) < NOISY_CLIP:
+        warnings.append(
+            f"loss.clip_low = {loss.clip_low}, loss.clip_high = {loss.clip_high}: against engine log-probs so narrow a band "
+            "clips many completions for numerical noise alone; watch clip/fraction."
+        )
+    if loss.objective == "reinforce" and loss.correction == "none":
+        warnings.append('loss.objective = "reinforce" has no importance ratio: stale rollouts are trained on as if new.')
+    elif loss.anchor == "decoupled" and config.train.steps_per_batch == 1 and loss.objective != "reinforce":
+        warnings.append(
+            'loss.anchor = "decoupled" with train.steps_per_batch = 1: the ratio is 1 at the one step that is taken, so the '
+            "clip does nothing and only loss.correction acts."
+        )
+    elif loss.anchor == "behavior" and loss.correction in TRUNCATING and loss.objective != "reinforce":
+        warnings.append(
+            f'loss.correction = "{loss.correction}" with loss.anchor = "behavior": pi / mu is in the objective\'s ratio '
+            "already and counts twice where it is not clipped or masked."
+        )
+    return warnings
+
+
+def _check_ratio(config: Config) -> None:
+    loss = config.loss
+    if loss.anchor == "proximal" and loss.objective == "reinforce":
+        raise SettingError(
+            "loss.anchor",
+            "proximal",
+            'loss.objective = "reinforce" has no importance ratio, so nothing would be anchored',
+            'Set loss.anchor="behavior".',
+        )
+    if loss.anchor == "proximal" and config.train.steps_per_batch == 1:
+        raise SettingError(
+            "loss.anchor",
+            "proximal",
+            "with train.steps_per_batch = 1 the proximal policy is the policy itself, so the importance ratio is always 1 "
+            "and neither clipping nor staleness correction happens",
+            'Set loss.anchor="behavior", or train.steps_per_batch=2 or more, or loss.anchor="decoupled" with a correction.',
+        )
+    if loss.anchor == "decoupled" and loss.correction == "none":
+        raise SettingError(
+            "loss.anchor",
+            "decoupled",
+            'without a correction for pi_old / mu it is loss.anchor = "proximal"',
+            'Set loss.correction, for example to "token_tis".',
+        )
+    if loss.anchor == "proximal" and loss.correction != "none":
+        raise SettingError(
+            "loss.correction",
+            loss.correction,
+            "a proximal anchor with a correction is decoupled",
+            'Set loss.anchor="decoupled".',
+        )
+
+
+def _check_clip(config: Config) -> None:
+    loss = config.loss
+    defaults = DEFAULTS[loss.objective]
+    for name, value in (("clip_low", loss.clip_low), ("clip_high", loss.clip_high)):
+        if value is not None and defaults.band is None:
+            raise SettingError(f"loss.{name}", value, f"loss.objective = {loss.objective!r} does not clip", "Remove it.")
+    if loss.clip_low is not None and loss.clip_low > 1:
+        raise SettingError("loss.clip_low", loss.clip_low, "no ratio is below 0", "Set it to 1 for no lower bound.")
+    if loss.dual_clip is not None and not defaults.dual_clip:
+        with_it = ", ".join(name for name in DEFAULTS if DEFAULTS[name].dual_clip)
+        raise SettingError(
+            "loss.dual_clip", loss.dual_clip, f"loss.objective = {loss.objective!r} has none (only {with_it})", "Remove it."
+        )
+    if loss.aggregation_length is not None and loss.aggregation != "seq-mean-token-sum-norm":
+        raise SettingError(
+            "loss.aggregation_length",
+            loss.aggregation_length,
+            f"loss.aggregation = {loss.aggregation!r} does not divide by a constant length",
+            'Remove it, or set loss.aggregation="seq-mean-token-sum-norm".',
+        )
+
+
+def _check_correction(config: Config) -> None:
+    loss = config.loss
+    bounds = (("correction_low", loss.correction_low), ("correction_high", loss.correction_high))
+    for name, value in bounds:
+        if value is not None and loss.correction == "none":
+            raise SettingError(f"loss.{name}", value, 'loss.correction = "none"', "Remove it, or set loss.correction.")
+    if loss.correction_low is not None and loss.correction not in LOWER_BOUNDED:
+        raise SettingError(
+            "loss.correction_low",
+            loss.correction_low,
+            f"loss.correction = {loss.correction!r} has no lower bound",
+            "Remove it.",
+        )
+    if loss.correction_low is not None and loss.correction_high is not None and loss.correction_low >= loss.correction_high:
+        raise SettingError(
+            "loss.correction_low",
+            loss.correction_low,
+            f"it is not below loss.correction_high = {loss.correction_high}",
+            "Lower it, or leave both out.",
+        )
+    if loss.correction == "m2po" and loss.anchor != "decoupled":
+        raise SettingError(
+            "loss.correction",
+            "m2po",
+            "its cut is taken over the tokens of the whole step, so pi_old / mu must be known before it",
+            'Set loss.anchor="decoupled".',
+        )
+
+
+def _check_advantage(config: Config) -> None:
+    advantage, kl = config.advantage, config.kl
+    if config.rollout.group_size == 1 and advantage.baseline in ("group", "leave_one_out"):
+        raise SettingError(
+            "rollout.group_size",
+            1,
+            "a completion's advantage is its reward minus the mean of its group, which is 0 for a group of one: nothing "
+            "would be learned",
+            "Set it to at least 2.",
+        )
+    if advantage.divide_by_std and advantage.baseline not in ("group", "leave_one_out"):
+        raise SettingError(
+            "advantage.divide_by_std",
+            True,
+            f"advantage.baseline = {advantage.baseline!r} takes no group's moments",
+            "Remove it; advantage.whiten scales the advantages of the whole step.",
+        )
+    varies = 'advantage.baseline = "critic"' if advantage.baseline == "critic" else f"kl.reward_coef = {kl.reward_coef}"
+    if config.loss.objective == "gspo" and (advantage.baseline == "critic" or kl.reward_coef):
+        raise SettingError(
+            "loss.objective",
+            "gspo",
+            f"it has one advantage for a completion, and with {varies} every token has its own",
+            'Set loss.objective="gspo_token".',
+        )
+
+
+def _check_reward(config: Config) -> None:
+    reward, rollout = config.reward, config.rollout
+    if reward.norm == "none" and reward.norm_part != "both":
+        raise SettingError("reward.norm_part", reward.norm_part, 'reward.norm = "none"', "Set reward.norm, or remove it.")
+    if reward.overlong_buffer is not None and reward.overlong_buffer >= rollout.max_new_tokens:
+        raise SettingError(
+            "reward.overlong_buffer",
+            reward.overlong_buffer,
+            f"every completion would be overlong with rollout.max_new_tokens = {rollout.max_new_tokens}",
+            f"Set it below {rollout.max_new_tokens}.",
+        )
+
+
+def _check_kl(config: Config) -> None:
+    kl = config.kl
+    if kl.loss_coef and kl.estimator == "k1" and not kl.unbiased:
+        raise SettingError(
+            "kl.estimator",
+            "k1",
+            "as a loss its expected gradient is 0: it would be noise",
+            'Set kl.estimator="k3", or kl.unbiased=true, or use kl.reward_coef.',
+        )
+    if kl.unbiased and not kl.loss_coef:
+        raise SettingError("kl.unbiased", True, "there is no KL in the loss", "Set kl.loss_coef, or remove it.")
+    if kl.reference and not (kl.loss_coef or kl.reward_coef):
+        raise SettingError("kl.reference", kl.reference, "nothing uses it", "Set kl.loss_coef or kl.reward_coef, or remove it.")
+    if kl.target is not None and bool(kl.loss_coef) == bool(kl.reward_coef):
+        raise SettingError(
+            "kl.target", kl.target, "it adapts one coefficient", "Set exactly one of kl.loss_coef and kl.reward_coef above 0."
+        )
+
+
+def _check_lora(config: Config) -> None:
+    lora = config.lora
+    if lora.target_modules and not lora.rank:
+        raise SettingError("lora.target_modules", lora.target_modules, "lora.rank = 0", "Set lora.rank, or remove it.")
+    if lora.rank and config.train.zero_stage == 3:
+        raise SettingError(
+            "train.zero_stage", 3, "the adapter is merged into whole weights, which stage 3 has not", "Set it to 2 or less."
+        )

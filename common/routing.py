@@ -1,0 +1,103 @@
+"""Which experts a mixture-of-experts model of transformers sends each token to, read while it computes."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
+
+
+class Routing(NamedTuple):
+    """What the routers of one forward pass decided, on the CPU. Layers without a router are not counted."""
+
+    experts: Tensor
+    """`[tokens, layers, top_k]` int64: the experts that a token went to, in no particular order. Rows of a batch follow one
+    another."""
+    margins: Tensor
+    """`[tokens, layers]` float32: the smallest router logit of those experts minus the largest of all others.
+
+    The logit gap at the boundary of the top K: a change of the logits by less than half of it changes no expert. Below 0
+    only where a router does not choose by its logits alone (a bias that balances load, groups of experts).
+    """
+    num_experts: int
+    """Experts of a layer."""
+
+
+class RoutingRecord:
+    """What `record_routing` gathers."""
+
+    def __init__(self) -> None:
+        self._choices: dict[nn.Module, Routing] = {}
+
+    def routing(self) -> Routing | None:
+        """Of the last forward pass; None for a dense model, and for one whose routers do not tell what they chose."""
+        layers = list(self._choices.values())
+        if not layers or len({(layer.experts.shape, layer.num_experts) for layer in layers}) > 1:
+            return None
+        return Routing(
+            experts=torch.stack([layer.experts for layer in layers], dim=1).cpu(),
+            margins=torch.stack([layer.margins for layer in layers], dim=1).cpu(),
+            num_experts=layers[0].num_experts,
+        )
+
+    def take(self, router: nn.Module, choice: Routing) -> None:
+        """What one router chose, `experts` `[tokens, top_k]` and `margins` `[tokens]`; layers come in the order they run in."""
+        self._choices.pop(router, None)
+        self._choices[router] = choice
+
+
+@contextmanager
+def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
+    """While it is open, what the routers of `model` choose is recorded; nothing that the model computes changes.
+
+    Routers are the modules that transformers' models declare as the source of their `router_logits`. One that does not
+    return the experts it chose beside its logits is left out: taking the largest logits would be a guess.
+    """
+    record = RoutingRecord()
+    with ExitStack() as stack:
+        for router, logits_index in _routers(model).items():
+
+            def note(module: nn.Module, inputs: Any, output: Any, logits_index: int = logits_index) -> None:
+                choice = _choice(output, logits_index)
+                if choice is not None:
+                    record.take(module, choice)
+
+            stack.callback(router.register_forward_hook(note).remove)
+        yield record
+
+
+def _routers(model: nn.Module) -> dict[nn.Module, int]:
+    """The routers in `model`, and where in its output each has its logits."""
+    routers: dict[nn.Module, int] = {}
+    # A model for several modalities declares nothing itself, the models in it do.
+    for owner in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
+        declared: Any = owner.can_record_outputs.get("router_logits", [])
+        for recorder in declared if isinstance(declared, list) else [declared]:
+            if isinstance(recorder, OutputRecorder):
+                routers |= dict.fromkeys(_recorded_modules(owner, recorder), recorder.index)
+    return routers
+
+
+def _recorded_modules(owner: PreTrainedModel, recorder: OutputRecorder) -> Iterator[nn.Module]:
+    within = f".{(recorder.layer_name or '').strip('.')}."
+    for name, module in owner.named_modules():
+        if isinstance(module, recorder.target_class) and (recorder.layer_name is None or within in f".{name}."):
+            yield module
+
+
+def _choice(output: Any, logits_index: int) -> Routing | None:
+    """A router's output as `RoutingRecord.take` wants it; None when it does not hold exactly one tensor of integers."""
+    if not isinstance(output, tuple):
+        return None
+    chosen = [part for part in output if isinstance(part, Tensor) and part.dtype in (torch.int32, torch.int64)]
+    if len(chosen) != 1:
+        return None
+    logits = output[logits_index].detach().flatten(end_dim=-2).float()
+    experts = chosen[0].flatten(end_dim=-2).long()
+    is_chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, experts, True)
+    lowest_chosen = logits.topk(experts.shape[-1]).values[..., -1]
+    highest_other = logits.masked_fill(is_chosen, -torch.inf).amax(dim=-1)
+    return Routing(experts, lowest_chosen - highest_other, logits.shape[-1])

@@ -1,0 +1,180 @@
+"""What the diagnostics of an optimizer step cost, against the forward and backward pass that they are about.
+
+    python -m tests.benchmarks.diagnostics    # 2 minutes
+
+A step is 64 completions of 512 tokens in micro-batches of 8, through a random Qwen3 in float32, GSPO decoupled with a
+correction: every metric there is. In the same step are measured
+
+    step          forward, loss and backward of all micro-batches
+    rows          row_statistics of all micro-batches
+    metrics       loss_metrics, once
+    direction     GradientDirection.compare, once, on all gradients as without ZeRO
+
+Models: that of the quick start, whose passes are as cheap as they get, and a larger one. The optimizer's own time would
+only add to the step.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from common.environment import prepare_environment
+
+prepare_environment()
+
+from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+
+from learner.aggregation import aggregate  # noqa: E402
+from learner.corrections import token_tis  # noqa: E402
+from learner.diagnostics import Band, Correction, loss_metrics, row_statistics  # noqa: E402
+from learner.gradient_direction import GradientDirection  # noqa: E402
+from learner.losses import gspo  # noqa: E402
+from tests.benchmarks.measuring import print_table, spread  # noqa: E402
+
+NUM_ROUNDS = 5
+NUM_ROWS, NUM_TOKENS, MICRO_BATCH_ROWS = 64, 512, 8
+CLIP = {"clip_low": 3e-4, "clip_high": 4e-4}
+PARTS = ("rows", "metrics", "direction")
+
+
+class ModelSize(NamedTuple):
+    """Of a Qwen3 with four heads, two of them for keys and values."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    vocab_size: int
+
+
+MODELS = {"quick start": ModelSize(128, 256, 2, 44), "larger": ModelSize(384, 1024, 4, 4096)}
+
+
+class MicroBatch(NamedTuple):
+    """The inputs of one pass; the token before the first one is the beginning of the text."""
+
+    token_ids: Tensor
+    behavior_logprobs: Tensor
+    proximal_logprobs: Tensor
+    completion_mask: Tensor
+    advantages: Tensor
+
+
+def make_model(size: ModelSize) -> Qwen3ForCausalLM:
+    """A random one."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=size.hidden_size,
+        intermediate_size=size.intermediate_size,
+        num_hidden_layers=size.num_layers,
+        vocab_size=size.vocab_size,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=size.hidden_size // 4,
+        max_position_embeddings=NUM_TOKENS + 1,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def logprobs_of(model: nn.Module, token_ids: Tensor) -> Tensor:
+    """Of every token but the first, `[rows, NUM_TOKENS]`."""
+    logits = model(input_ids=token_ids[:, :-1], use_cache=False).logits.float()
+    return logits.log_softmax(dim=-1).gather(-1, token_ids[:, 1:, None]).squeeze(-1)
+
+
+def make_micro_batches(model: Qwen3ForCausalLM) -> list[MicroBatch]:
+    """Random completions of 1/8 to all of the width, log-probs a little off the model's."""
+    generator = torch.Generator().manual_seed(1)
+    micro_batches = []
+    for _ in range(NUM_ROWS // MICRO_BATCH_ROWS):
+        shape = (MICRO_BATCH_ROWS, NUM_TOKENS)
+        token_ids = torch.randint(model.config.vocab_size, (MICRO_BATCH_ROWS, NUM_TOKENS + 1), generator=generator)
+        lengths = torch.randint(NUM_TOKENS // 8, NUM_TOKENS + 1, (MICRO_BATCH_ROWS, 1), generator=generator)
+        with torch.no_grad():
+            proximal = logprobs_of(model, token_ids) + 1e-3 * torch.randn(shape, generator=generator)
+        behavior = proximal + 1e-2 * torch.randn(shape, generator=generator)
+        advantages = torch.randn(MICRO_BATCH_ROWS, 1, generator=generator).expand(shape)
+        micro_batches.append(MicroBatch(token_ids, behavior, proximal, torch.arange(NUM_TOKENS) < lengths, advantages))
+    return micro_batches
+
+
+class Clock:
+    """Adds up the seconds of each part."""
+
+    def __init__(self) -> None:
+        self.seconds = {part: 0.0 for part in ("step", *PARTS)}
+
+    @contextmanager
+    def on(self, part: str) -> Iterator[None]:
+        """What happens inside belongs to this part."""
+        started = time.perf_counter()
+        yield
+        self.seconds[part] += time.perf_counter() - started
+
+
+def run_step(model: nn.Module, micro_batches: list[MicroBatch], direction: GradientDirection) -> dict[str, float]:
+    """Seconds of each part."""
+    clock = Clock()
+    model.zero_grad()
+    tables = []
+    row_weights, policy_lags = torch.ones(MICRO_BATCH_ROWS), torch.arange(MICRO_BATCH_ROWS)
+    for token_ids, behavior, proximal, mask, advantages in micro_batches:
+        with clock.on("step"):
+            policy = logprobs_of(model, token_ids)
+            losses, clipped = gspo(policy, proximal, mask, advantages, **CLIP)
+            weights = token_tis(proximal - behavior, mask, low=0.0, high=1.01)
+            losses = losses * weights
+            (aggregate(losses, mask, row_weights, mode="seq-mean-token-mean") / NUM_ROWS).backward()
+        with clock.on("rows"):
+            log_token_ratio = torch.where(mask, policy.detach() - proximal, 0.0)
+            log_ratio = log_token_ratio.sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True)
+            tables.append(
+                row_statistics(
+                    policy_logprobs=policy,
+                    anchor_logprobs=proximal,
+                    behavior_logprobs=behavior,
+                    proximal_logprobs=proximal,
+                    completion_mask=mask,
+                    advantages=advantages,
+                    token_losses=losses,
+                    clipped=clipped,
+                    row_weights=row_weights,
+                    policy_lags=policy_lags,
+                    band=Band(log_ratio.expand_as(mask), **CLIP),
+                    correction=Correction(weights, proximal - behavior, (0.0, 1.01)),
+                )
+            )
+    with clock.on("metrics"):
+        loss_metrics(torch.cat(tables), aggregation="seq-mean-token-mean", denominator=NUM_ROWS)
+    with clock.on("direction"):
+        direction.compare((name, parameter.grad) for name, parameter in model.named_parameters())
+    return clock.seconds
+
+
+def measure(model: Qwen3ForCausalLM) -> list[dict[str, float]]:
+    """The rounds, after one that does not count."""
+    micro_batches, direction = make_micro_batches(model), GradientDirection()
+    return [run_step(model, micro_batches, direction) for _ in range(1 + NUM_ROUNDS)][1:]
+
+
+def main() -> None:
+    """Measure and print."""
+    rows = []
+    for name, size in MODELS.items():
+        model = make_model(size)
+        rounds = measure(model)
+        milliseconds = [spread([1e3 * seconds[part] for seconds in rounds], 1) for part in ("step", *PARTS)]
+        shares = spread([100 * sum(seconds[part] for part in PARTS) / seconds["step"] for seconds in rounds])
+        rows.append([f"{name}, {model.num_parameters() / 1e6:.1f} M", *milliseconds, shares])
+    print_table(
+        f"Diagnostics of {NUM_ROWS} x {NUM_TOKENS} tokens, ms, {NUM_ROUNDS} rounds: median (min–max)",
+        ("model", "step", *PARTS, "% of the step"),
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

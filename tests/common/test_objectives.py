@@ -1,0 +1,152 @@
+"""What an objective decides where its settings are left open, and which of its settings contradict each other."""
+
+import dataclasses
+from typing import get_args, get_type_hints
+
+import pytest
+
+from common.config import LossSection
+from common.objectives import CORRECTION_BANDS, DEFAULTS, complete
+from common.setting_checks import check
+from common.settings import SettingError, load, resolved_toml
+
+GOOD = ("model.path=some/model", "task.train_data=train.jsonl")
+
+
+def choices(setting: str) -> set[str]:
+    """The values that a setting of the loss may have."""
+    return set(get_args(get_type_hints(LossSection)[setting]))
+
+
+def test_every_objective_and_correction_has_its_defaults() -> None:
+    assert set(DEFAULTS) == choices("objective")
+    assert set(CORRECTION_BANDS) | {"none"} == choices("correction")
+
+
+@pytest.mark.parametrize("objective", DEFAULTS)
+def test_every_objective_passes_by_itself_and_completing_twice_changes_nothing(objective: str) -> None:
+    config = load(None, [*GOOD, f"loss.objective={objective}"])
+    check(config)
+    assert complete(config) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], (0.05, 0.05, "seq-mean-token-mean", "group", True, "count", 0)),
+        (["loss.anchor=decoupled"], (3e-4, 4e-4, "seq-mean-token-mean", "group", True, "count", 0)),
+        (["loss.objective=gspo_token"], (0.05, 0.05, "seq-mean-token-mean", "group", True, "count", 0)),
+        (["loss.objective=grpo"], (0.2, 0.2, "seq-mean-token-mean", "group", True, "count", 0)),
+        (["loss.objective=dr_grpo"], (0.2, 0.2, "seq-mean-token-sum-norm", "group", False, "count", 0)),
+        (["loss.objective=dapo"], (0.2, 0.28, "token-mean", "group", True, "drop", 200)),
+        (["loss.objective=sapo"], (None, None, "seq-mean-token-mean", "group", True, "count", 0)),
+        (["loss.objective=cispo"], (1.0, 4.0, "token-mean", "group", True, "count", 0)),
+        (["loss.objective=reinforce"], (None, None, "seq-mean-token-mean", "group", True, "count", 0)),
+        (["loss.objective=ppo"], (0.2, 0.2, "token-mean", "critic", False, "count", 0)),
+        (["advantage.baseline=leave_one_out"], (0.05, 0.05, "seq-mean-token-mean", "leave_one_out", False, "count", 0)),
+    ],
+)
+def test_what_is_left_open_is_the_papers(overrides: list[str], expected: tuple[object, ...]) -> None:
+    config = load(None, ["rollout.max_new_tokens=1000", *overrides])
+    loss, advantage = config.loss, config.advantage
+    clip = (loss.clip_low, loss.clip_high)
+    found = (*clip, loss.aggregation, advantage.baseline, advantage.divide_by_std, loss.zero_variance)
+    assert (*found, config.reward.overlong_buffer) == expected
+
+
+def test_what_is_set_wins() -> None:
+    overrides = ["loss.objective=dapo", "loss.clip_high=0.3", "loss.zero_variance=count", "reward.overlong_buffer=7"]
+    config = load(None, [*overrides, "loss.aggregation=seq-mean-token-mean", "advantage.divide_by_std=false"])
+    assert (config.loss.clip_low, config.loss.clip_high, config.loss.zero_variance) == (0.2, 0.3, "count")
+    assert (config.reward.overlong_buffer, config.loss.aggregation) == (7, "seq-mean-token-mean")
+    assert config.advantage.divide_by_std is False
+
+
+def test_constant_length_is_that_of_the_longest_completion() -> None:
+    config = load(None, ["loss.objective=dr_grpo", "rollout.max_new_tokens=123"])
+    assert config.loss.aggregation_length == 123
+    assert load(None, ["loss.aggregation_length=9", "loss.objective=dr_grpo"]).loss.aggregation_length == 9
+
+
+def test_values_that_were_filled_in_are_written_to_the_runs_config() -> None:
+    text = resolved_toml(load(None, ["loss.objective=dapo", "loss.correction=icepop", "critic.value_clip=none"]))
+    for line in ("clip_high = 0.28", 'aggregation = "token-mean"', "correction_low = 0.5", 'value_clip = "none"'):
+        assert line in text.splitlines()
+
+
+@dataclasses.dataclass
+class Refusal:
+    """Overrides that contradict each other, and what the error must say."""
+
+    overrides: list[str]
+    parts: list[str]
+
+
+REFUSALS = [
+    Refusal(["rollout.group_size=1"], ["rollout.group_size = 1", "nothing would be learned"]),
+    Refusal(["loss.anchor=proximal"], ['loss.anchor = "proximal"', "always 1", "steps_per_batch=2"]),
+    Refusal(["loss.anchor=proximal", "loss.objective=reinforce", "train.steps_per_batch=2"], ["no importance ratio"]),
+    Refusal(["loss.anchor=decoupled"], ['loss.anchor = "decoupled"', "token_tis"]),
+    Refusal(["loss.anchor=proximal", "loss.correction=icepop", "train.steps_per_batch=2"], ['loss.anchor="decoupled"']),
+    Refusal(["loss.objective=sapo", "loss.clip_low=0.1"], ["loss.clip_low = 0.1", "does not clip"]),
+    Refusal(["loss.objective=reinforce", "loss.clip_high=0.1"], ["loss.clip_high = 0.1", "does not clip"]),
+    Refusal(["loss.clip_low=1.5"], ["loss.clip_low = 1.5", "no ratio is below 0"]),
+    Refusal(["loss.dual_clip=3"], ["loss.dual_clip = 3.0", "grpo, dr_grpo, dapo, ppo"]),
+    Refusal(["loss.aggregation_length=9"], ["loss.aggregation_length = 9", "seq-mean-token-sum-norm"]),
+    Refusal(["loss.correction_high=2"], ["loss.correction_high = 2.0", "set loss.correction"]),
+    Refusal(["loss.correction=opsm", "loss.correction_low=0.1"], ["loss.correction_low = 0.1", "no lower bound"]),
+    Refusal(["loss.correction=icepop", "loss.correction_low=6"], ["not below loss.correction_high = 5.0"]),
+    Refusal(["loss.correction=m2po"], ['loss.correction = "m2po"', 'loss.anchor="decoupled"']),
+    Refusal(["advantage.baseline=zero", "advantage.divide_by_std=true"], ["advantage.divide_by_std = true", "whiten"]),
+    Refusal(["advantage.baseline=critic"], ['loss.objective = "gspo"', "critic", "gspo_token"]),
+    Refusal(["kl.reward_coef=0.1"], ['loss.objective = "gspo"', "kl.reward_coef = 0.1", "gspo_token"]),
+    Refusal(["reward.norm_part=shift"], ['reward.norm_part = "shift"']),
+    Refusal(["reward.overlong_buffer=1024"], ["reward.overlong_buffer = 1024", "below 1024"]),
+    Refusal(["kl.loss_coef=0.1", "kl.estimator=k1"], ['kl.estimator = "k1"', "noise"]),
+    Refusal(["kl.unbiased=true"], ["kl.unbiased = true", "kl.loss_coef"]),
+    Refusal(["kl.reference=some/model"], ["kl.reference", "nothing uses it"]),
+    Refusal(["kl.target=0.1"], ["kl.target = 0.1", "exactly one"]),
+    Refusal(["kl.target=0.1", "kl.loss_coef=1", "kl.reward_coef=1", "loss.objective=grpo"], ["kl.target = 0.1", "exactly one"]),
+    Refusal(['lora.target_modules=["q_proj"]'], ["lora.target_modules", "lora.rank = 0"]),
+    Refusal(["lora.rank=8", "train.zero_stage=3"], ["train.zero_stage = 3", "2 or less"]),
+]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: " ".join(refusal.overrides))
+def test_contradiction_is_refused_with_its_reason_and_cure(refusal: Refusal) -> None:
+    with pytest.raises(SettingError) as raised:
+        check(load(None, [*GOOD, *refusal.overrides]))
+    for part in refusal.parts:
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        (["loss.clip_low=3e-4"], "numerical noise alone"),
+        (["loss.objective=reinforce"], "has no importance ratio"),
+        (["loss.anchor=decoupled", "loss.correction=token_tis"], "the ratio is 1 at the one step"),
+        (["loss.correction=token_tis"], "counts twice"),
+    ],
+)
+def test_what_is_allowed_and_easily_misread_is_said_aloud(overrides: list[str], part: str) -> None:
+    (warning,) = check(load(None, [*GOOD, *overrides]))
+    assert part in warning
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loss.anchor=proximal", "train.steps_per_batch=2"],
+        ["loss.anchor=decoupled", "loss.correction=m2po", "train.steps_per_batch=2"],
+        ["loss.objective=reinforce", "loss.correction=token_tis"],
+        ["loss.correction=opsm"],
+        ["loss.objective=grpo", "loss.dual_clip=3", "loss.clip_low=3e-4"],
+        ["loss.objective=gspo_token", "advantage.baseline=critic"],
+        ["rollout.group_size=1", "loss.objective=ppo"],
+        ["kl.loss_coef=0.1", "kl.estimator=k1", "kl.unbiased=true", "kl.target=0.1", "kl.reference=some/model"],
+        ["lora.rank=8", 'lora.target_modules=["q_proj"]', "train.zero_stage=2"],
+    ],
+)
+def test_what_belongs_together_passes_in_silence(overrides: list[str]) -> None:
+    assert check(load(None, [*GOOD, *overrides])) == []
