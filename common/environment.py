@@ -21,6 +21,8 @@ def _set_cpu_defaults() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # vLLM compiles a function of few lines when log-probs are first asked for: seconds, and a crash without a compiler.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # transformers imports DeepSpeed to save a model, if accelerate is there; said here, it need not be guessed and told.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # vLLM's warnings at start are about libraries that would make it faster on a CPU.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 

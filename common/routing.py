@@ -44,8 +44,7 @@ class RoutingRecord:
         )
 
     def take(self, router: nn.Module, choice: Routing) -> None:
-        """What one router chose, `experts` `[tokens, top_k]` and `margins` `[tokens]`; layers come in the order they run in."""
-        self._choices.pop(router, None)
+        """What one router chose, `experts` `[tokens, top_k]` and `margins` `[tokens]`; layers stay in the order they ran in."""
         self._choices[router] = choice
 
 
@@ -98,6 +97,6 @@ def _choice(output: Any, logits_index: int) -> Routing | None:
     logits = output[logits_index].detach().flatten(end_dim=-2).float()
     experts = chosen[0].flatten(end_dim=-2).long()
     is_chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, experts, True)
-    lowest_chosen = logits.topk(experts.shape[-1]).values[..., -1]
+    lowest_chosen = logits.masked_fill(~is_chosen, torch.inf).amin(dim=-1)
     highest_other = logits.masked_fill(is_chosen, -torch.inf).amax(dim=-1)
     return Routing(experts, lowest_chosen - highest_other, logits.shape[-1])

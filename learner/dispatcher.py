@@ -36,6 +36,7 @@ from protocols.messages import (
     Ack,
     ActorHeartbeat,
     ActorMessage,
+    CanaryRouted,
     CanaryScored,
     Cancel,
     ChunkRequest,
@@ -58,7 +59,7 @@ from protocols.messages import (
     WeightsStaged,
     Welcome,
 )
-from protocols.wire import Frame, WireError, logprobs
+from protocols.wire import Frame, WireError, logprobs, routed_experts
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,7 @@ class Dispatcher:
         on_join: Callable[[bytes], None],
         on_weights: Callable[[str, WeightsMessage], None],
         on_canary: Callable[[str, int, np.ndarray], None],
+        on_routed: Callable[[str, int, np.ndarray], None],
         on_distrust: Callable[[bytes, str, str], None],
         weight_problems: Callable[[], list[str]] = list,
         hub_rejections: Callable[[], dict[str, int]] = dict,
@@ -146,6 +148,7 @@ class Dispatcher:
         self._on_join = on_join
         self._on_weights = on_weights
         self._on_canary = on_canary
+        self._on_routed = on_routed
         self._on_distrust = on_distrust
         self._weight_problems = weight_problems
         self._hub_rejections = hub_rejections
@@ -347,6 +350,8 @@ class Dispatcher:
                     self._take_commit(member, message)
                 case CanaryScored():
                     self._on_canary(member.name, message.policy_version, logprobs(arrays[0]).copy())
+                case CanaryRouted():
+                    self._on_routed(member.name, message.policy_version, routed_experts(message, arrays[0]))
                 case ChunkRequest():
                     self._reject(peer, member.name, "a chunk request at the hub", "chunks are at weights.pull_port")
                 case Goodbye():

@@ -39,8 +39,8 @@ def token_logprobs(
     hidden_size]`; `token_ids`: `[num_tokens]` int64. Products are rounded to the states' dtype, unless `fp32_head`
     makes states and weight float32 first; what follows is float32 or better.
 
-    Logits are made for as many entries of the vocabulary at a time as keep them at `max_chunk_logits` numbers, or for
-    one, and made again in the backward pass. Chunks of the vocabulary, not of the tokens: of a chunk the weight's
+    Logits are made for as many entries of the vocabulary at a time as keep them, and the part of the weight that makes
+    them, at `max_chunk_logits` numbers, or for one entry, and made again in the backward pass. Chunks of the vocabulary, not of the tokens: of a chunk the weight's
     gradient is then final, and what is summed over chunks is no larger than the states.
     """
     return _TokenLogprobs.apply(  # pyright: ignore[reportReturnType]
@@ -123,6 +123,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_bias[chunk] = grad_logits.sum(dim=0)
             grad_logits = grad_logits.to(states.dtype)
             if grad_states is not None and states.dtype == torch.float32:
+                # The sum without the summand: in other dtypes torch has no such product.
                 grad_states.addmm_(grad_logits, chunk_weight)
             elif grad_states is not None:
                 grad_states += grad_logits @ chunk_weight
@@ -134,8 +135,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _chunks(weight: Tensor, num_tokens: int, max_chunk_logits: int) -> Iterator[slice]:
-    """The vocabulary in slices."""
-    size = max(1, max_chunk_logits // max(1, num_tokens))
+    """The vocabulary in slices: neither the logits of one nor its part of the weight is more than `max_chunk_logits`."""
+    size = max(1, max_chunk_logits // max(num_tokens, weight.shape[1]))
     for start in range(0, len(weight), size):
         yield slice(start, min(start + size, len(weight)))
 

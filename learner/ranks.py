@@ -12,14 +12,13 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from common.weights import WeightBuffer
 from learner.groups import Group
 from protocols.messages import TensorSpec
 
 if TYPE_CHECKING:
-    from learner.trainer import Trainer
+    from learner.trainer import Scored, Trainer
 
 COMMAND_TIMEOUT_S = 600.0
 """A rank that hears nothing for so long takes rank 0 for dead. Rank 0 says `Idle` while it waits for rollouts."""
@@ -129,7 +128,7 @@ class RankedTrainer:
         self._tell(Snapshot())
         self._trainer.snapshot(buffer)
 
-    def score(self, token_ids: list[int]) -> NDArray[np.float32]:
+    def score(self, token_ids: list[int]) -> "Scored":
         """`Trainer.score`."""
         self._tell(Score(token_ids))
         return self._trainer.score(token_ids)

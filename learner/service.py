@@ -37,6 +37,7 @@ from learner.prompts import Prompt, load_prompts
 from learner.ranks import RankedTrainer
 from learner.recovery import Recovered, recover
 from learner.rollout_log import LogFullError, Position, RolloutLog, read_log, read_record
+from learner.routing_history import RoutingHistory
 from learner.staleness import StalenessGate
 from learner.trainer import Trainer
 from learner.weight_publisher import WeightPublisher
@@ -119,6 +120,7 @@ class Learner:
         self._started = time.monotonic()
         self._progress = Progress(config.train.num_steps)
         self._canaries: dict[int, np.ndarray] = {}
+        self._routings = RoutingHistory()
 
         model = resolve_model(config.model.path)
         tokenizer = AutoTokenizer.from_pretrained(model)
@@ -175,6 +177,7 @@ class Learner:
             on_join=lambda peer: self._publisher.joined(peer),
             on_weights=lambda actor, message: self._publisher.handle(actor, message),
             on_canary=self._compare_canary,
+            on_routed=self._compare_routing,
             on_distrust=lambda peer, actor, why: self._publisher.distrust(peer, actor, why),
             weight_problems=lambda: self._publisher.problems(),
             hub_rejections=lambda: _hub_rejections(hub),
@@ -344,12 +347,26 @@ class Learner:
         with self._publisher.writing() as buffer:
             waited = time.monotonic()
             self._trainer.snapshot(buffer)
-            self._canaries[version] = self._trainer.score(self._canary_token_ids.tolist())
+            self._score_canary(version)
             self._canaries.pop(version - CANARY_VERSIONS, None)
             self._publisher.publish(version)
             self._dispatcher.publish(version, last=last)
         self._hub.wake()
         return waited - started, time.monotonic() - waited
+
+    def _score_canary(self, version: int) -> None:
+        score = self._trainer.score(self._canary_token_ids.tolist())
+        self._canaries[version] = score.logprobs
+        self._canaries.pop(version - CANARY_VERSIONS, None)
+        if score.routing is not None and self._config.metrics.routing_interval:
+            self._routings.add(version, score.routing)
+            if self._is_routing_due(version):
+                self._record("routing", policy_version=version, **self._routings.metrics())
+
+    def _is_routing_due(self, version: int) -> bool:
+        """Whether this is the first version sent of its interval."""
+        interval = self._config.metrics.routing_interval
+        return interval > 0 and version % interval < self._config.weights.interval
 
     def _finish_evaluations(self) -> None:
         """Waits for: the last evaluations, `WAIT_S` at a time. Unblocked by: their end, a signal, `rollout.lease_timeout_s`."""
@@ -454,6 +471,14 @@ class Learner:
         is_wrong = not max_abs_diff <= CANARY_TOLERANCE[self._config.model.dtype]
         detail = f"its log-probs of the canary differ by {max_abs_diff:.2g} at version {policy_version}" if is_wrong else ""
         self._dispatcher.judge_canary(actor, policy_version, detail)
+
+    def _compare_routing(self, actor: str, policy_version: int, experts: np.ndarray) -> None:
+        """What of the routing differs between engine and learner, under the same weights."""
+        if not self._is_routing_due(policy_version):
+            return
+        metrics = self._routings.engine_metrics(policy_version, experts)
+        if metrics:
+            self._record("routing", actor=actor, policy_version=policy_version, **metrics)
 
     def _record(self, kind: str, **row: Any) -> None:
         self._show({"kind": kind, **row})

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from common.config import Config
+from common.config import Config, LoraSection
+from common.routing import Routing, record_routing
 from common.weights import WeightBuffer, make_layout, tensor_dtype
 from learner import checkpoints, objective
 from learner.aggregation import aggregate, denominator
@@ -57,7 +58,7 @@ class CheckpointMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     world_size: int
     zero_stage: int
     dtype: str
-    lora_rank: int
+    lora: LoraSection
     has_critic: bool
 
 
@@ -68,6 +69,15 @@ class Adapted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the KL in the loss or in the reward."""
     rewards: RunningMoments = RunningMoments()
     """Of all rewards so far, for `reward.norm = "running"`."""
+
+
+class Scored(NamedTuple):
+    """What the policy makes of given tokens."""
+
+    logprobs: NDArray[np.float32]
+    """`[num_tokens - 1]`, of tokens 1.. given those before them, at temperature 1."""
+    routing: Routing | None
+    """Of tokens 0.. but the last; None for a dense model."""
 
 
 class Sums(NamedTuple):
@@ -153,14 +163,14 @@ class Trainer:
             if buffer is not None:
                 views[name].copy_(weight)
 
-    def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Log-probs `[len(token_ids) - 1]` of tokens 1.. given those before them, at temperature 1."""
+    def score(self, token_ids: Sequence[int]) -> Scored:
+        """What the policy makes of given tokens, of which there are at least two."""
         packed = pack([(token_ids[:1], [token_ids[1:]])]).to(self.device)
-        with torch.no_grad():
+        with torch.no_grad(), record_routing(self._policy) as record:
             logprobs, _, _ = self._module(
                 packed.token_ids, packed.position_ids, packed.predictors, packed.targets, packed.spans, 1.0
             )
-        return logprobs.cpu().numpy()
+        return Scored(logprobs.cpu().numpy(), record.routing())
 
     def save_checkpoint(self, folder: Path, extra: bytes) -> None:
         """Write all that continues this run: weights, optimizer, random state, and the caller's own `extra` (rank 0's).
@@ -189,7 +199,7 @@ class Trainer:
         if meta != expected:
             raise ValueError(
                 f"checkpoint {folder} was saved with {meta}, this run has {expected}: resume with the same number of "
-                "learner processes (launch.learner_processes), train.zero_stage, model.dtype, lora.rank and critic"
+                "learner processes (launch.learner_processes), train.zero_stage, model.dtype, lora and critic"
             )
         with muted_prints():
             loaded, _ = self._engine.load_checkpoint(str(folder), tag=_STATE_TAG)
@@ -443,7 +453,7 @@ class Trainer:
             self.world_size,
             self._zero_stage,
             self._model.dtype,
-            self._config.lora.rank,
+            self._config.lora,
             self._module.value_head is not None,
         )
 

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import logging
-import os
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, cast
@@ -90,9 +89,6 @@ def muted_prints() -> Iterator[None]:
 
 def _import_deepspeed() -> Any:
     """DeepSpeed, whose import and first use would otherwise print, start a C++ compiler, and log past our handlers."""
-    if not torch.cuda.is_available():
-        # Said here, it need not be guessed and warned about.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
     # On a CPU it would compile a shared-memory all-reduce, for a minute, where gloo serves.

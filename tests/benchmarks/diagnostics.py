@@ -15,6 +15,7 @@ only add to the step.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -105,7 +106,7 @@ class Clock:
     """Adds up the seconds of each part."""
 
     def __init__(self) -> None:
-        self.seconds = {part: 0.0 for part in ("step", *PARTS)}
+        self.seconds = dict.fromkeys(("step", *PARTS), 0.0)
 
     @contextmanager
     def on(self, part: str) -> Iterator[None]:

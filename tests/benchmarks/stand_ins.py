@@ -159,5 +159,6 @@ def make_dispatcher(
         on_join=on_join,
         on_weights=on_weights,
         on_canary=lambda actor, policy_version, logprobs: None,
+        on_routed=lambda actor, policy_version, experts: None,
         on_distrust=lambda peer, actor, why: None,
     )

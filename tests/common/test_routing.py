@@ -80,11 +80,19 @@ class UndecidedRouter(Router):
         return experts, experts, logits
 
 
-class LogitsRouter(Router):
-    """Returns nothing but its logits, as DBRX's."""
+class BareRouter(Router):
+    """Returns nothing but its choice."""
 
     def forward(self, logits: Tensor) -> Any:
-        return logits
+        return super().forward(logits)[1]
+
+
+class ContraryRouter(Router):
+    """Chooses the two smallest."""
+
+    def forward(self, logits: Tensor) -> Any:
+        weights, experts, _ = super().forward(-logits)
+        return weights, experts, logits
 
 
 class Routers(PreTrainedModel):
@@ -114,6 +122,17 @@ def test_experts_and_margins_by_hand() -> None:
     assert routing.margins.tolist() == [[1.0, 1.0], [3.5, 3.5]]
     assert routing.margins.dtype == torch.float32
     assert routing.num_experts == 4
+
+
+def test_margin_is_below_zero_where_logits_alone_do_not_decide() -> None:
+    model = Routers(ContraryRouter)
+    with record_routing(model) as record:
+        # Experts 2 and 0 with logits 0 and 1, the largest other is 7; of the negation 1 and 3 with -7 and -2, the other 0.
+        model(torch.tensor([[1.0, 7.0, 0.0, 2.0]]))
+    routing = record.routing()
+    assert routing is not None
+    assert routing.experts.sort(dim=-1).values.tolist() == [[[0, 2], [1, 3]]]
+    assert routing.margins.tolist() == [[-7.0, -7.0]]
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "olmoe", "granite"])
@@ -152,11 +171,11 @@ def test_a_dense_model_has_no_routing(tiny_model) -> None:
     assert route(AutoModelForCausalLM.from_pretrained(tiny_model)) is None
 
 
-@pytest.mark.parametrize("router", [SilentRouter, UndecidedRouter, LogitsRouter])
+@pytest.mark.parametrize("router", [SilentRouter, UndecidedRouter, BareRouter])
 def test_routers_that_do_not_tell_their_choice_have_no_routing(router: type[Router]) -> None:
     model = Routers(router)
     with record_routing(model) as record:
-        model(torch.rand(5, 4))
+        model(torch.rand(1, 4))
     assert record.routing() is None
 
 

@@ -33,7 +33,7 @@ def train(model: Path, zero_stage: int, checkpoints: Path) -> dict[str, object]:
     second = trainer.train_batch(make_groups(3, seed=2))
     buffer = WeightBuffer(trainer.layout()) if trainer.rank == 0 else None
     trainer.snapshot(buffer)
-    score = trainer.score([5, 6, 7, 8])
+    score = trainer.score([5, 6, 7, 8]).logprobs
     trainer.save_model(checkpoints / f"model-{zero_stage}")
     trainer.close()
     weights = dict(buffer.views()) if buffer is not None else {}

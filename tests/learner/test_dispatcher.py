@@ -24,6 +24,7 @@ from protocols.messages import (
     ActorHeartbeat,
     ActorMessage,
     ActorStats,
+    CanaryRouted,
     CanaryScored,
     Cancel,
     ChunkRequest,
@@ -193,6 +194,7 @@ class Desk:
         self.joined: list[bytes] = []
         self.weights: list[tuple[str, WeightsStaged | WeightsCommitted]] = []
         self.canaries: list[tuple[str, int, list[float]]] = []
+        self.routings: list[tuple[str, int, list[list[list[int]]]]] = []
         self.distrusted: list[tuple[bytes, str, str]] = []
         self.unread: list[Outgoing] = []
         self.stream = stream or PromptStream(num_prompts, seed=0)
@@ -230,6 +232,7 @@ class Desk:
             on_join=self.joined.append,
             on_weights=lambda actor, message: self.weights.append((actor, message)),
             on_canary=lambda actor, version, logprobs: self.canaries.append((actor, version, logprobs.tolist())),
+            on_routed=lambda actor, version, experts: self.routings.append((actor, version, experts.tolist())),
             on_distrust=lambda peer, actor, why: self.distrusted.append((peer, actor, why)),
             weight_problems=weight_problems,
             clock=lambda: self.now,
@@ -474,6 +477,9 @@ def test_weights_and_canary_messages_reach_their_parts_by_the_actors_name() -> N
     actor.say(CanaryScored(policy_version=1), np.array([-1.0, -2.0], np.float32))
     assert desk.weights == [("a", staged), ("a", WeightsCommitted(policy_version=1, stall_s=0.0))]
     assert desk.canaries == [("a", 1, [-1.0, -2.0])]
+    routed = CanaryRouted(policy_version=1, num_tokens=1, num_layers=2, top_k=1)
+    actor.say(routed, np.array([[[3], [0]]], np.int32))
+    assert desk.routings == [("a", 1, [[[3], [0]]])]
     assert [row["policy_version"] for row in desk.rows_of("commit")] == [1]
 
 

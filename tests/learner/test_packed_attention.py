@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learner import packed_attention as module_under_test
 from learner.packed_attention import ATTENTION_NAME, check_packing, packed_attention, place_spans
 from learner.packing import Span, pack
 
@@ -189,8 +188,7 @@ def test_a_policy_that_cannot_be_packed_is_refused_by_its_path(config_class, set
 
 def test_completions_that_do_not_see_their_prompts_are_noticed(monkeypatch):
     monkeypatch.setattr(
-        module_under_test,
-        "place_spans",
+        "learner.packed_attention.place_spans",
         lambda spans, device: place_spans(tuple(Span(span.start, span.length) for span in spans), device),
     )
     with pytest.raises(ValueError, match="the log-probs of tokens differ by"):

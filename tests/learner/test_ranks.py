@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -13,7 +14,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from torch._C._distributed_c10d import FileStore
 
 from common.weights import WeightBuffer
@@ -110,9 +110,9 @@ class FakeTrainer:
     def snapshot(self, buffer: WeightBuffer | None) -> None:
         self.calls.append(("snapshot", buffer is not None))
 
-    def score(self, token_ids: list[int]) -> NDArray[np.float32]:
+    def score(self, token_ids: list[int]) -> SimpleNamespace:
         self.calls.append(("score", token_ids))
-        return np.zeros(len(token_ids) - 1, np.float32)
+        return SimpleNamespace(logprobs=np.zeros(len(token_ids) - 1, np.float32))
 
     def save_checkpoint(self, folder: Path, extra: bytes) -> None:
         self.calls.append(("save_checkpoint", (folder, extra)))
@@ -134,7 +134,7 @@ def command_all(trainer: RankedTrainer) -> None:
     assert trainer.load_checkpoint(Path("c")) == b"kept"
     assert trainer.train_batch([make_group([3, 4]), make_group([1])]) == [{"loss/policy": 0.5}]
     trainer.snapshot(WeightBuffer(()))
-    assert len(trainer.score([1, 2, 3])) == 2
+    assert len(trainer.score([1, 2, 3]).logprobs) == 2
     trainer.save_checkpoint(Path("c"), b"\x00\xff")
     trainer.save_model(Path("m"))
     trainer.close()

@@ -48,7 +48,7 @@ def with_own_logprobs(trainer, groups: list[Group]) -> list[Group]:
         start = len(group.prompt_token_ids)
         rollouts = []
         for rollout in group.rollouts:
-            logprobs = trainer.score([*group.prompt_token_ids, *rollout.token_ids])[start - 1 :]
+            logprobs = trainer.score([*group.prompt_token_ids, *rollout.token_ids]).logprobs[start - 1 :]
             rollouts.append(rollout._replace(behavior_logprobs=logprobs))
         return group._replace(rollouts=tuple(rollouts))
 
@@ -86,7 +86,7 @@ def test_score_is_the_models_logprobs_at_temperature_one(trainer, policy):
     token_ids = [5, 9, 6, 6, 40]
     row = torch.tensor([token_ids])
     expected = policy(input_ids=row).logits[0, :-1].log_softmax(-1).gather(-1, row[0, 1:, None]).squeeze(-1)
-    scored = trainer.score(token_ids)
+    scored = trainer.score(token_ids).logprobs
     assert scored.dtype == np.float32
     np.testing.assert_allclose(scored, expected.detach().numpy(), atol=1e-5)
 
@@ -338,7 +338,7 @@ def test_two_ranks_take_the_steps_of_one(tiny_model, two_ranks, zero_stage):
     with running(make_config(tiny_model, deepspeed=SGD)) as trainer:
         expected_metrics = [*trainer.train_batch(make_groups(3, seed=1)), *trainer.train_batch(make_groups(3, seed=2))]
         expected = weights_of(trainer)
-        score = trainer.score([5, 6, 7, 8])
+        score = trainer.score([5, 6, 7, 8]).logprobs
     for name, weight in expected.items():
         torch.testing.assert_close(outcome["weights"][name], weight, rtol=0, atol=2e-6)
     np.testing.assert_allclose(outcome["score"], score, atol=1e-5)

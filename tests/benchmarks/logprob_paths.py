@@ -1,0 +1,130 @@
+"""What log-probs cost without the logits of a whole batch, against making those logits, in the same run.
+
+    python -m tests.benchmarks.logprob_paths [TOKENS]    # 8,192 tokens: 12 GiB of memory and, on two cores, 15 minutes
+
+Forward and backward of the output layer alone, float32, hidden size 1,024, vocabulary of 151,936, each in a process of
+its own:
+
+    naive       all logits, log_softmax, gather
+    2^N         token_logprobs with chunks of 2^N logits
+    2^N, H      the same with the entropy, which is in the loss too
+
+Memory is the process's peak above what it held before, the gradients of states and weight included: 0.6 GiB that none
+does without. CPU seconds are of all threads, and less at the mercy of other load than the wall's.
+"""
+
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+from common.environment import prepare_environment
+from tests.benchmarks.measuring import print_table, processes
+
+NUM_TOKENS = 8192
+HIDDEN_SIZE = 1024
+VOCAB_SIZE = 151_936
+GIB = 1 << 30
+
+
+class Variant(NamedTuple):
+    """One way to the log-probs."""
+
+    name: str
+    chunk_logits: int | None
+    """None: all at once, without our code."""
+    with_entropy: bool = False
+
+
+class Trial(NamedTuple):
+    """What one forward and backward pass took."""
+
+    forward_s: float
+    wall_s: float
+    cpu_s: float
+    peak_bytes: int
+
+
+VARIANTS = (
+    Variant("naive", None),
+    Variant("2^21", 2**21),
+    Variant("2^21, H", 2**21, with_entropy=True),
+    Variant("2^24", 2**24),
+    Variant("2^26", 2**26),
+)
+
+
+def measure(connection: Connection, variant: Variant, num_tokens: int) -> None:
+    """One trial, in a process of its own."""
+    prepare_environment()
+    import torch
+
+    from learner.logprobs import token_logprobs
+
+    torch.manual_seed(0)
+    states = torch.randn(num_tokens, HIDDEN_SIZE, requires_grad=True)
+    weight = (torch.randn(VOCAB_SIZE, HIDDEN_SIZE) * 0.02).requires_grad_()
+    token_ids = torch.randint(VOCAB_SIZE, (num_tokens,))
+    upstream = torch.randn(num_tokens)
+    # The first call of each kernel is slow.
+    token_logprobs(states[:8], weight[:64], None, token_ids[:8] % 64, temperature=1.0)[0].sum().backward()
+    states.grad = weight.grad = None
+    Path("/proc/self/clear_refs").write_text("5")
+    held = peak_bytes()
+    started, cpu_started = time.perf_counter(), time.process_time()
+    entropies = None
+    if variant.chunk_logits is None:
+        logits = torch.nn.functional.linear(states, weight)
+        logprobs = logits.log_softmax(dim=-1).gather(1, token_ids[:, None]).squeeze(1)
+        del logits
+    else:
+        logprobs, entropies = token_logprobs(
+            states,
+            weight,
+            None,
+            token_ids,
+            temperature=1.0,
+            max_chunk_logits=variant.chunk_logits,
+            with_entropy=variant.with_entropy,
+        )
+    forward_s = time.perf_counter() - started
+    ((logprobs * upstream).sum() + (0.0 if entropies is None else entropies.sum())).backward()
+    ended, cpu_ended = time.perf_counter(), time.process_time()
+    connection.send(Trial(forward_s, ended - started, cpu_ended - cpu_started, peak_bytes() - held))
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had since its mark was last cleared."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def main() -> None:
+    """Measure and print."""
+    num_tokens = int(sys.argv[1]) if len(sys.argv) > 1 else NUM_TOKENS
+    trials = []
+    for variant in VARIANTS:
+        with processes(measure, 1, variant, num_tokens) as (connection,):
+            trials.append(connection.recv())
+    naive = trials[0]
+    print_table(
+        f"Log-probs of {num_tokens:,} tokens, hidden size {HIDDEN_SIZE:,}, vocabulary {VOCAB_SIZE:,}, forward and backward",
+        ("path", "forward s", "s", "CPU s", "CPU s / naive", "peak GiB", "naive / peak"),
+        [
+            [
+                variant.name,
+                f"{trial.forward_s:.1f}",
+                f"{trial.wall_s:.1f}",
+                f"{trial.cpu_s:.1f}",
+                f"{trial.cpu_s / naive.cpu_s:.2f}",
+                f"{trial.peak_bytes / GIB:.2f}",
+                f"{naive.peak_bytes / trial.peak_bytes:.1f}",
+            ]
+            for variant, trial in zip(VARIANTS, trials, strict=True)
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
