@@ -106,7 +106,7 @@ class Clock:
     """Adds up the seconds of each part."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(("step", *PARTS), 0.0)
+        self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def on(self, part: str) -> Iterator[None]:

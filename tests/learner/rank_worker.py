@@ -14,14 +14,15 @@ prepare_environment()
 
 from common.weights import WeightBuffer  # noqa: E402
 from learner.trainer import Trainer  # noqa: E402
-from tests.learner.trainer_cases import SGD, make_config, make_groups  # noqa: E402
+from tests.learner.trainer_cases import EXTRAS, SGD, make_config, make_groups  # noqa: E402
 
-STAGES = (0, 3)
+SETTINGS = {0: {}, 3: EXTRAS}
+"""By ZeRO stage."""
 
 
 def train(model: Path, zero_stage: int, checkpoints: Path) -> dict[str, object]:
     """Two optimizer steps, the second after a checkpoint was saved and loaded by a new trainer."""
-    config = make_config(model, zero_stage=zero_stage, deepspeed=SGD)
+    config = make_config(model, zero_stage=zero_stage, deepspeed=SGD, **SETTINGS[zero_stage])
     trainer = Trainer(config)
     # Several chunks a micro-batch, and not as many on every rank.
     trainer._module.head._max_chunk_logits = 7 * 44
@@ -42,7 +43,7 @@ def train(model: Path, zero_stage: int, checkpoints: Path) -> dict[str, object]:
 
 def main(model: Path, result: Path) -> None:
     """Run every stage; only rank 0 has weights to write."""
-    outcome = {stage: train(model, stage, result.parent) for stage in STAGES}
+    outcome = {stage: train(model, stage, result.parent) for stage in SETTINGS}
     if torch.distributed.get_rank() == 0:
         torch.save(outcome, result)
 

@@ -5,7 +5,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from common.config import Config, LossSection, ModelSection, TrainSection
+from common.config import (
+    AdvantageSection,
+    Config,
+    KlSection,
+    LoraSection,
+    LossSection,
+    ModelSection,
+    RewardSection,
+    TrainSection,
+)
 from common.objectives import complete
 from learner.groups import Group, Rollout
 from protocols.messages import Segment
@@ -50,7 +59,15 @@ def _tokens(random: np.random.Generator, length: int) -> np.ndarray:
 
 
 def make_config(
-    model: Path, *, dtype: Literal["float32", "bfloat16"] = "float32", loss: dict[str, Any] | None = None, **train: Any
+    model: Path,
+    *,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    loss: dict[str, Any] | None = None,
+    reward: RewardSection | None = None,
+    advantage: AdvantageSection | None = None,
+    kl: KlSection | None = None,
+    lora: LoraSection | None = None,
+    **train: Any,
 ) -> Config:
     """A run on `model`, 3 groups a step, a clip band of 0.5 and small micro-batches unless overridden."""
     settings: dict[str, Any] = {"groups_per_step": 3, "micro_batch_tokens": 64, "learning_rate": 0.1, **train}
@@ -58,6 +75,18 @@ def make_config(
         Config(
             model=ModelSection(path=str(model), dtype=dtype),
             loss=LossSection(**{"clip_low": 0.5, "clip_high": 0.5, **(loss or {})}),
+            reward=reward or RewardSection(),
+            advantage=advantage or AdvantageSection(),
+            kl=kl or KlSection(),
+            lora=lora or LoraSection(),
             train=TrainSection(**settings),
         )
     )
+
+
+EXTRAS: dict[str, Any] = {
+    "loss": {"objective": "gspo_token", "anchor": "decoupled", "correction": "m2po", "correction_high": 1e-3},
+    "advantage": AdvantageSection(whiten=True, clip=1.5),
+    "kl": KlSection(loss_coef=0.1, reward_coef=0.01),
+}
+"""For `make_config`: whatever makes the ranks talk to each other before the loss."""
