@@ -337,7 +337,15 @@ class Learner:
             }
             self._show({"kind": "step", "policy_version": first_version + index + 1, **row})
         if first_version == 0:
-            logger.info("first sequence ratio of the run: mean |s - 1| = %.2e", steps[0]["ratio/first"])
+            first = steps[0]
+            logger.info(
+                "FIRST RATIO of the run, where nothing is stale (lag up to %d): mean |s - 1| = %.2e, %.1f%% of completions clipped, "
+                "KL of engine and learner %.2e per token (k3)",
+                first["lag/max"],
+                first["ratio/first"],
+                100 * first["clip/fraction"],
+                first["kl/behavior_policy_k3"],
+            )
 
     def _publish(self, *, last: bool = False) -> tuple[float, float]:
         """Snapshot the weights for the publisher; seconds waited for its buffer, seconds to fill it."""

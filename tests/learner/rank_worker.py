@@ -16,7 +16,7 @@ from common.weights import WeightBuffer  # noqa: E402
 from learner.trainer import Trainer  # noqa: E402
 from tests.learner.trainer_cases import EXTRAS, SGD, make_config, make_groups  # noqa: E402
 
-SETTINGS = {0: {}, 3: EXTRAS}
+SETTINGS = {0: {}, 1: EXTRAS, 2: {}, 3: EXTRAS}
 """By ZeRO stage."""
 
 
