@@ -1,6 +1,6 @@
 """What the diagnostics of an optimizer step cost, against the forward and backward pass that they are about.
 
-    python -m tests.benchmarks.diagnostics    # 2 minutes
+    python -m tests.benchmarks.diagnostics    # some minutes on two cores
 
 A step is 64 completions of 512 tokens in micro-batches of 8, through a random Qwen3 in float32, GSPO decoupled with a
 correction: every metric there is. In the same step are measured

@@ -84,12 +84,15 @@ def test_completions_that_live_through_updates_carry_their_segments_and_keep_to_
         assert max(group["num_segments"] for group in trained) > 1
 
 
-def test_stopped_run_resumes_where_it_was(tmp_path: Path, tiny_model: Path) -> None:
+def test_stopped_run_of_an_adapter_resumes_where_it_was(tmp_path: Path, tiny_model: Path) -> None:
     config = write_config(
         tmp_path,
         tiny_model,
         train={"num_steps": 40, "groups_per_step": 4, "checkpoint_interval": 2, "learning_rate": 1e-3},
         actor={"max_inflight_groups": 4, "engine": "transformers", "engine_options": {}},
+        loss={"objective": "grpo"},
+        kl={"loss_coef": 0.01},
+        lora={"rank": 2},
     )
     with services_in(tmp_path) as services:
         train = services.start("train", config)
@@ -101,24 +104,33 @@ def test_stopped_run_resumes_where_it_was(tmp_path: Path, tiny_model: Path) -> N
         assert reached["policy_version"] < 40
         resumed = services.start("train", config, "run.resume=true", log="resumed")
         assert services.wait(resumed, "resumed", RUN_S) == 0, services.output("resumed")
-        versions = [row["policy_version"] for row in services.rows("run", "step")]
-        assert versions == list(range(1, 41))
+        steps = services.rows("run", "step")
+        assert [row["policy_version"] for row in steps] == list(range(1, 41))
+        assert steps[-1]["kl/reference"] > 0, "the adapter has moved the policy away from the one below it"
+        assert max(row["max_abs_diff"] for row in services.rows("run", "canary")) < 1e-4, "engines have the merged weights"
         final = services.rows("run", "final")[-1]["ledger"]
         assert final["trained"] == 160
         assert final["leased"] == final["trained"] + sum(final["dropped"].values()) + final["expired"] + final["in_flight"]
 
 
-def test_two_learner_ranks_train_a_mixture_of_experts(tmp_path: Path, tiny_moe_model: Path) -> None:
+def test_two_learner_ranks_train_a_mixture_of_experts_with_a_critic(tmp_path: Path, tiny_moe_model: Path) -> None:
     config = write_config(
         tmp_path,
         tiny_moe_model,
         train={"num_steps": 3, "groups_per_step": 4, "zero_stage": 2, "learning_rate": 1e-3},
         launch={"num_actors": 1, "learner_processes": 2},
+        loss={"objective": "ppo"},
+        metrics={"routing_interval": 1},
     )
     with services_in(tmp_path) as services:
         train = services.start("train", config)
         assert services.wait(train, "train", RUN_S) == 0, services.output("train")
         assert_books_balance(services, leased=12, trained=12)
+        assert all(row["loss/value"] > 0 for row in services.rows("run", "step"))
+        routings = services.rows("run", "routing")
+        assert [row["policy_version"] for row in routings] == [0, 1, 2, 3]
+        assert all(row["routing/load_entropy"] > 0 for row in routings)
+        assert all(0 < row["routing/update_overlap"] <= 1 for row in routings[1:])
         assert max(row["max_abs_diff"] for row in services.rows("run", "canary")) < 1e-4
     assert_loads_in_transformers(tmp_path / "run" / "model")
 
