@@ -130,43 +130,52 @@ def _attend_at_once(
 def _attend_by_span(
     query: Tensor, key: Tensor, value: Tensor, spans: Sequence[Span], scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """One call of torch's attention for each span."""
+    """One call of torch's attention for all spans of one length and length of prefix."""
     # split() and not slices: the gradient of a slice is as large as what it was taken from.
     lengths = [span.length for span in spans]
     queries, keys, values = (tensor.split(lengths, dim=2) for tensor in (query, key, value))
     indices = {span.start: index for index, span in enumerate(spans)}
-    attended = []
+    alike: dict[tuple[int, int], list[int]] = {}
     for index, span in enumerate(spans):
-        span_query, span_key, span_value = queries[index], keys[index], values[index]
-        num_keys = span.prefix_length + span.length
+        alike.setdefault((span.length, span.prefix_length), []).append(index)
+    attended: list[Tensor] = [query] * len(spans)
+    for (length, prefix_length), members in alike.items():
+        of_query, of_key, of_value = ([parts[index] for index in members] for parts in (queries, keys, values))
+        num_keys = prefix_length + length
         window = sliding_window if sliding_window is not None and sliding_window < num_keys else None
         added_queries = 0
-        if span.prefix_length > 0:
-            prefix = indices[span.prefix_start]
-            span_key = torch.cat([keys[prefix], span_key], dim=2)
-            span_value = torch.cat([values[prefix], span_value], dim=2)
-            if window is None and span.prefix_length < span.length:
+        if prefix_length > 0:
+            prefixes = [indices[spans[index].prefix_start] for index in members]
+            of_key = _joined(keys, prefixes, of_key)
+            of_value = _joined(values, prefixes, of_value)
+            if window is None and prefix_length < length:
                 # All of the prefix's queries again, for a square, of which half is computed: less than the rectangle.
-                span_query = torch.cat([queries[prefix], span_query], dim=2)
-                added_queries = span.prefix_length
-        square = span_query.shape[2] == num_keys
-        of_span = F.scaled_dot_product_attention(
-            span_query,
-            span_key,
-            span_value,
-            attn_mask=None if square and window is None else _visible(span, window, query.device),
+                of_query = _joined(queries, prefixes, of_query)
+                added_queries = prefix_length
+        square = length + added_queries == num_keys
+        of_members = F.scaled_dot_product_attention(
+            torch.cat(of_query),
+            torch.cat(of_key),
+            torch.cat(of_value),
+            attn_mask=None if square and window is None else _visible(length, prefix_length, window, query.device),
             is_causal=square and window is None,
             scale=scaling,
             enable_gqa=True,
         )
-        attended.append(of_span[:, :, added_queries:].transpose(1, 2))
+        for index, of_span in zip(members, of_members[:, :, added_queries:].transpose(1, 2).split(1), strict=True):
+            attended[index] = of_span
     return torch.cat(attended, dim=1)
 
 
-def _visible(span: Span, window: int | None, device: torch.device) -> Tensor:
-    """`[length, prefix_length + length]` bool: which of its keys each input of the span sees."""
-    keys = torch.arange(span.prefix_length + span.length, device=device)
-    before = keys[span.prefix_length :, None] - keys
+def _joined(parts: Sequence[Tensor], prefixes: Sequence[int], of_spans: Sequence[Tensor]) -> list[Tensor]:
+    """Each span's part behind that of its prefix."""
+    return [torch.cat([parts[prefix], of_span], dim=2) for prefix, of_span in zip(prefixes, of_spans, strict=True)]
+
+
+def _visible(length: int, prefix_length: int, window: int | None, device: torch.device) -> Tensor:
+    """`[length, prefix_length + length]` bool: which of its keys each input of a span sees."""
+    keys = torch.arange(prefix_length + length, device=device)
+    before = keys[prefix_length:, None] - keys
     return before >= 0 if window is None else (before >= 0) & (before < window)
 
 
