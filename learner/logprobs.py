@@ -40,8 +40,9 @@ def token_logprobs(
     makes states and weight float32 first; what follows is float32 or better.
 
     Logits are made for as many entries of the vocabulary at a time as keep them, and the part of the weight that makes
-    them, at `max_chunk_logits` numbers, or for one entry, and made again in the backward pass. Chunks of the vocabulary, not of the tokens: of a chunk the weight's
-    gradient is then final, and what is summed over chunks is no larger than the states.
+    them, at `max_chunk_logits` numbers, or for one entry, and made again in the backward pass. Chunks of the vocabulary,
+    not of the tokens: of a chunk the weight's gradient is then final, and what is summed over chunks is no larger than
+    the states.
     """
     return _TokenLogprobs.apply(  # pyright: ignore[reportReturnType]
         hidden_states, weight, bias, token_ids, temperature, max_chunk_logits, fp32_head, with_entropy
