@@ -6,7 +6,6 @@ of their own, a group at a time; async ones on one event loop in a thread, all c
 
 import asyncio
 import functools
-import importlib
 import inspect
 import logging
 import math
@@ -21,14 +20,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
-from common.settings import SettingError
 from common.shutdown import die_with_parent
+from common.user_functions import load_function, one_line, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -139,40 +137,7 @@ class RewardError(Exception):
 
 def load_reward(path: str) -> RewardFunction:
     """The function that `module:function` names; `SettingError` with what is wrong about `task.reward` otherwise."""
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    module_name, _, function_name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code
-        problem = _import_problem(error, module_name)
-        raise SettingError("task.reward", path, problem, "Name it as module:function.") from error
-    function = vars(module).get(function_name)
-    if function is None:
-        raise SettingError("task.reward", path, f"{module.__file__} has no {function_name!r}", "Correct the name.")
-    if not callable(function):
-        raise SettingError("task.reward", path, f"{function_name!r} is a {type(function).__name__}", "Name a function.")
-    if not _takes_three(function):
-        problem = f"{function_name}{inspect.signature(function)} cannot take (prompt, completion, row)"
-        raise SettingError("task.reward", path, problem, "Give it these three parameters.")
-    return function
-
-
-def _import_problem(error: Exception, module_name: str) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
-        return f"there is no module {error.name!r} in {Path.cwd()}, and none installed"
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"importing it raised {_one_line(error)} ({frame.filename}:{frame.lineno})"
-
-
-def _takes_three(function: RewardFunction) -> bool:
-    try:
-        inspect.signature(function).bind("", "", {})
-    except TypeError:
-        return False
-    except ValueError:  # written in C, without a signature
-        return True
-    return True
+    return load_function(path, setting="task.reward", parameters=("prompt", "completion", "row"))
 
 
 class _WorkerProcesses:
@@ -279,7 +244,7 @@ async def _cancel_others() -> None:
 
 def _as_reward(value: object) -> float:
     if not isinstance(value, numbers.Real | np.bool_):
-        raise TypeError(f"the reward is {_shortened(repr(value))}, not a number")
+        raise TypeError(f"the reward is {shortened(repr(value))}, not a number")
     reward = float(value)
     if not math.isfinite(reward):
         raise ValueError(f"the reward is {reward}")
@@ -291,15 +256,7 @@ def _describe(error: Exception, function: RewardFunction) -> str:
     file = sys.modules[function.__module__].__file__
     # The first frame is the call, here.
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if frame.filename == file]
-    return f"{_one_line(error)} ({file}:{frames[-1].lineno})" if frames else f"{_one_line(error)} ({file})"
-
-
-def _one_line(error: BaseException) -> str:
-    return _shortened(" ".join(f"{type(error).__name__}: {error}".split()))
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 300 else f"{text[:300]}..."
+    return f"{one_line(error)} ({file}:{frames[-1].lineno})" if frames else f"{one_line(error)} ({file})"
 
 
 def _outcome(key: int, future: Future[tuple[float, ...]], timeout_s: float) -> Rewarded | RewardFailure:
@@ -315,4 +272,4 @@ def _outcome(key: int, future: Future[tuple[float, ...]], timeout_s: float) -> R
         return RewardFailure(key, "reward_timeout", f"the group took longer than task.reward_timeout_s = {timeout_s:g}")
     if isinstance(error, ProcessExpired):
         return RewardFailure(key, "reward_error", f"the reward ended its process, exit code {error.exitcode}")
-    return RewardFailure(key, "reward_error", _one_line(error))
+    return RewardFailure(key, "reward_error", one_line(error))

@@ -3,18 +3,16 @@
 All arrays of rewards are float64 `[num_groups, group_size]`, one row per prompt.
 """
 
-import importlib
-import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from common.settings import SettingError
+from common.user_functions import load_function, one_line
 
 LengthPenalty = Callable[[NDArray[np.int64], int], NDArray[np.float64]]
 """`(lengths [completions], max_new_tokens) -> what is added to their rewards [completions]`, usually not above 0."""
@@ -147,14 +145,17 @@ def load_length_penalty(path: str) -> LengthPenalty:
     Raises `SettingError` about `reward.length_penalty` if there is no such function, and so does what it returns when it
     is called and the user's function fails, or returns anything but one finite number per completion.
     """
-    function = _load(path)
+    function = load_function(path, setting="reward.length_penalty", parameters=("lengths", "max_new_tokens"))
 
     def length_penalty(lengths: NDArray[np.int64], max_new_tokens: int) -> NDArray[np.float64]:
         try:
             # A copy: the user's function may change what it is given.
             penalties = np.asarray(function(lengths.copy(), max_new_tokens), dtype=np.float64)
         except Exception as error:  # the user's code
-            raise _setting_error(path, f"it raised {_described(error)}", "Correct the function.") from error
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise _setting_error(
+                path, f"it raised {one_line(error)} ({frame.filename}:{frame.lineno})", "Correct the function."
+            ) from error
         if penalties.shape != lengths.shape:
             problem = f"it returned the shape {penalties.shape} for lengths of the shape {lengths.shape}"
             raise _setting_error(path, problem, "Return one number per completion.")
@@ -167,29 +168,8 @@ def load_length_penalty(path: str) -> LengthPenalty:
     return length_penalty
 
 
-def _load(path: str) -> Callable[..., Any]:
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    module_name, _, function_name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code
-        problem = f"importing it from {Path.cwd()} raised {_described(error)}"
-        raise _setting_error(path, problem, "Name it as module:function.") from error
-    function = vars(module).get(function_name)
-    if not callable(function):
-        raise _setting_error(path, f"{module.__file__} has no function {function_name!r}", "Correct the name.")
-    return function
-
-
 def _setting_error(path: str, problem: str, cure: str) -> SettingError:
     return SettingError("reward.length_penalty", path, problem, cure)
-
-
-def _described(error: Exception) -> str:
-    """Exception, message and where it was raised, in one line."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{' '.join(f'{type(error).__name__}: {error}'.split())} ({frame.filename}:{frame.lineno})"
 
 
 def _moments(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

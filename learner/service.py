@@ -339,8 +339,8 @@ class Learner:
         if first_version == 0:
             first = steps[0]
             logger.info(
-                "FIRST RATIO of the run, where nothing is stale (lag up to %d): mean |s - 1| = %.2e, %.1f%% of completions clipped, "
-                "KL of engine and learner %.2e per token (k3)",
+                "FIRST RATIO of the run, where nothing is stale (lag up to %d): mean |s - 1| = %.2e, %.1f%% of completions "
+                "clipped, KL of engine and learner %.2e per token (k3)",
                 first["lag/max"],
                 first["ratio/first"],
                 100 * first["clip/fraction"],

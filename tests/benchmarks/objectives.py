@@ -56,15 +56,13 @@ if TYPE_CHECKING:
 
 QUICKSTART = Path(__file__).parents[2] / "deploy" / "configs" / "quickstart.toml"
 
-_OWN_BAND = ("loss.clip_low=none", "loss.clip_high=none")
-"""The quick start's band is made for GSPO against behavior log-probs."""
 OBJECTIVES: dict[str, tuple[str, ...]] = {
-    "REINFORCE": ("loss.objective=reinforce", *_OWN_BAND),
-    "GRPO": ("loss.objective=grpo", *_OWN_BAND),
+    "REINFORCE": ("loss.objective=reinforce",),
+    "GRPO": ("loss.objective=grpo",),
     "GSPO": ("loss.objective=gspo",),
-    "GSPO-decoupled": ("loss.objective=gspo", *_OWN_BAND, "loss.anchor=decoupled", "loss.correction=token_tis"),
-    "SAPO": ("loss.objective=sapo", *_OWN_BAND),
-    "CISPO": ("loss.objective=cispo", *_OWN_BAND),
+    "GSPO-decoupled": ("loss.objective=gspo", "loss.anchor=decoupled", "loss.correction=token_tis"),
+    "SAPO": ("loss.objective=sapo",),
+    "CISPO": ("loss.objective=cispo",),
 }
 """The settings of each, over the quick start's."""
 STALENESS = (0, 4, 16, 32)

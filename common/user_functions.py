@@ -1,0 +1,62 @@
+"""Functions that a setting names as `module:function`: rewards, penalties."""
+
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.settings import SettingError
+
+
+def load_function(path: str, *, setting: str, parameters: Sequence[str]) -> Callable[..., Any]:
+    """The function of that name; the current folder is on the import path.
+
+    Raises `SettingError` about `setting` when there is none, or when it cannot be called with these parameters in order.
+    """
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    module_name, _, function_name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing runs the user's code
+        problem = _import_problem(error, module_name)
+        raise SettingError(setting, path, problem, "Name it as module:function.") from error
+    function = vars(module).get(function_name)
+    if function is None:
+        raise SettingError(setting, path, f"{module.__file__} has no {function_name!r}", "Correct the name.")
+    if not callable(function):
+        raise SettingError(setting, path, f"{function_name!r} is a {type(function).__name__}", "Name a function.")
+    if not _takes(function, len(parameters)):
+        problem = f"{function_name}{inspect.signature(function)} cannot take ({', '.join(parameters)})"
+        raise SettingError(setting, path, problem, "Give it these parameters.")
+    return function
+
+
+def one_line(error: BaseException) -> str:
+    """Type and message, shortened."""
+    return shortened(" ".join(f"{type(error).__name__}: {error}".split()))
+
+
+def shortened(text: str) -> str:
+    """At most its first 300 characters."""
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def _import_problem(error: Exception, module_name: str) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
+        return f"there is no module {error.name!r} in {Path.cwd()}, and none installed"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"importing it raised {one_line(error)} ({frame.filename}:{frame.lineno})"
+
+
+def _takes(function: Callable[..., Any], num_arguments: int) -> bool:
+    try:
+        inspect.signature(function).bind(*[None] * num_arguments)
+    except TypeError:
+        return False
+    except ValueError:  # written in C, without a signature
+        return True
+    return True
