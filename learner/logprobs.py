@@ -14,8 +14,6 @@ from learner.packing import Span
 
 MAX_CHUNK_LOGITS = 2**24
 """Logits alive at once, in float32 64 MiB: 8,192 tokens by 2,048 entries of the vocabulary."""
-MAX_CHUNK_LOGITS_CPU = 2**21
-"""The same for a CPU, whose caches they should not leave."""
 
 
 def token_logprobs(
@@ -124,7 +122,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_bias[chunk] = grad_logits.sum(dim=0)
             grad_logits = grad_logits.to(states.dtype)
             if grad_states is not None and states.dtype == torch.float32:
-                # The sum without the summand: in other dtypes torch has no such product.
+                # Without a temporary; torch has no product of other dtypes that adds to float32.
                 grad_states.addmm_(grad_logits, chunk_weight)
             elif grad_states is not None:
                 grad_states += grad_logits @ chunk_weight

@@ -1,6 +1,6 @@
 """What packing and sharing prompts save, against padded rows, in the same run.
 
-    python -m tests.benchmarks.packing    # 2 minutes on two cores
+    python -m tests.benchmarks.packing    # 3 minutes of one core
 
 Forward and backward of a Qwen3 of 15 M parameters, float32, over groups of 8 completions of a prompt of 128 tokens;
 completions are log-normally long, 32 to 1,024 tokens:
@@ -79,7 +79,7 @@ def padded(groups: Sequences) -> tuple[int, float]:
     """Inputs, and the sum of all log-probs."""
     import torch
 
-    from learner.logprobs import MAX_CHUNK_LOGITS_CPU, token_logprobs
+    from learner.logprobs import token_logprobs
 
     policy = make_policy()
     rows = [(prompt, completion) for prompt, completions in groups for completion in completions]
@@ -96,14 +96,7 @@ def padded(groups: Sequences) -> tuple[int, float]:
             token_ids[index, :length] = torch.from_numpy(np.concatenate([prompt, completion]))
             predicting[index, len(prompt) - 1 : length - 1] = True
         states = policy.model(input_ids=token_ids[:, :-1], use_cache=False).last_hidden_state[predicting]
-        logprobs, _ = token_logprobs(
-            states,
-            policy.lm_head.weight,
-            None,
-            token_ids[:, 1:][predicting],
-            temperature=1.0,
-            max_chunk_logits=MAX_CHUNK_LOGITS_CPU,
-        )
+        logprobs, _ = token_logprobs(states, policy.lm_head.weight, None, token_ids[:, 1:][predicting], temperature=1.0)
         logprobs.sum().backward()
         num_inputs += predicting.numel()
         checksum += logprobs.sum().item()
@@ -122,10 +115,10 @@ def shared(groups: Sequences) -> tuple[int, float]:
 
 def run_packs(sequences: Sequences) -> tuple[int, float]:
     """Inputs, and the sum of all log-probs."""
-    from learner.logprobs import MAX_CHUNK_LOGITS_CPU, CompletionLogprobs
+    from learner.logprobs import CompletionLogprobs
     from learner.packing import pack
 
-    module = CompletionLogprobs(make_policy(), max_chunk_logits=MAX_CHUNK_LOGITS_CPU)
+    module = CompletionLogprobs(make_policy())
     num_inputs, checksum = 0, 0.0
     for of_micro_batch in micro_batches(sequences):
         batch = pack(of_micro_batch)
