@@ -51,7 +51,7 @@ def train(arguments: Arguments = None) -> None:
 
     config = expand(_read(arguments, default=QUICKSTART))
     check_files(config)
-    _check_reward(config)
+    _check_functions(config)
     raise typer.Exit(Launcher(config, StopRequest().install()).run())
 
 
@@ -94,7 +94,7 @@ def check_config(
     # The quick start's files are made when it is first run.
     if PLACEHOLDER not in config.model.path:
         check_files(config)
-    _check_reward(config)
+    _check_functions(config)
     typer.echo(resolved_toml(config))
 
 
@@ -224,11 +224,14 @@ def _read(arguments: list[str] | None, default: Path | None = None) -> Config:
     return config
 
 
-def _check_reward(config: Config) -> None:
-    """Refuse a reward that cannot be imported before anything is started; on other machines the actor does it."""
+def _check_functions(config: Config) -> None:
+    """Refuse functions that cannot be imported before anything is started; on other machines actor and learner do it."""
     from actor.rewards import load_reward
+    from learner.reward_shaping import load_length_penalty
 
     load_reward(config.task.reward)
+    if config.reward.length_penalty:
+        load_length_penalty(config.reward.length_penalty)
 
 
 def _fill_in_time(config: Config) -> Config:

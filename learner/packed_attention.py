@@ -104,7 +104,7 @@ def packed_attention(
     assert attention_mask is None and len(query) == 1
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         return _attend_at_once(query, key, value, placed_spans, scaling, sliding_window), None
-    return _attend_by_span(query, key, value, placed_spans.spans, scaling, sliding_window), None
+    return _attend_by_shape(query, key, value, placed_spans.spans, scaling, sliding_window), None
 
 
 def _attend_at_once(
@@ -127,7 +127,7 @@ def _attend_at_once(
     return cast(Tensor, attended)[None]
 
 
-def _attend_by_span(
+def _attend_by_shape(
     query: Tensor, key: Tensor, value: Tensor, spans: Sequence[Span], scaling: float | None, sliding_window: int | None
 ) -> Tensor:
     """One call of torch's attention for all spans of one length and length of prefix."""

@@ -206,7 +206,11 @@ class Trainer:
         if loaded is None:
             raise FileNotFoundError(f"checkpoint {folder} holds no DeepSpeed state")
         _set_random_state(torch.load(folder / _random_file(self.rank), weights_only=True))
-        self._adapted = msgspec.json.decode((folder / _ADAPTED_FILE).read_bytes(), type=Adapted)
+        adapted = msgspec.json.decode((folder / _ADAPTED_FILE).read_bytes(), type=Adapted)
+        # A coefficient that does not adapt is a setting, which may have been changed since.
+        adapts = self._config.kl.target is not None
+        kl_coefficient = adapted.kl_coefficient if adapts else self._adapted.kl_coefficient
+        self._adapted = msgspec.structs.replace(adapted, kl_coefficient=kl_coefficient)
         self.policy_version = meta.policy_version
         return checkpoints.read_extra(folder)
 

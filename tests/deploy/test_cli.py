@@ -28,6 +28,7 @@ def offbeat(*arguments: str, folder: Path, timeout_s: float = 60) -> subprocess.
         ("task.train_data=nowhere.jsonl", ["task.train_data", "nowhere.jsonl"]),
         ("task.reward=my_reward:absent", ["task.reward", "my_reward:absent"]),
         ("task.reward=no_such_module:f", ["task.reward", "no_such_module"]),
+        ("reward.length_penalty=no_such_module:f", ["reward.length_penalty", "no_such_module"]),
         ("hub.address=tcp://192.0.2.1:5700", ["hub.address", "192.0.2.1", "offbeat keygen"]),
         ("rollout.max_new_tokens=4096", ["model.max_length", "4096"]),
     ],

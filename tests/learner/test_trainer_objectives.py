@@ -129,6 +129,14 @@ def test_kl_coefficient_and_reward_moments_go_on_after_a_restart(tiny_model: Pat
         assert trainer._adapted.rewards == moments
 
 
+def test_kl_coefficient_that_does_not_adapt_is_that_of_the_settings(tiny_model: Path, tmp_path: Path) -> None:
+    with running(make_config(tiny_model, kl=KlSection(loss_coef=0.1))) as trainer:
+        trainer.save_checkpoint(tmp_path / "step-00000000", b"")
+    with running(make_config(tiny_model, kl=KlSection(loss_coef=0.2))) as trainer:
+        trainer.load_checkpoint(tmp_path / "step-00000000")
+        assert trainer.train_batch(make_groups(3))[0]["kl/coefficient"] == 0.2
+
+
 @pytest.mark.parametrize("lora", [LoraSection(), LoraSection(rank=2)], ids=["copy", "without adapter"])
 def test_reference_is_the_initial_policy_whatever_was_trained_since(tiny_model: Path, lora: LoraSection) -> None:
     config = make_config(tiny_model, learning_rate=1e-2, kl=KlSection(loss_coef=1e-3, estimator="k3"), lora=lora)
