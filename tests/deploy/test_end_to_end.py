@@ -40,7 +40,8 @@ def test_actors_may_come_first_late_or_die_and_the_ledger_adds_up(tmp_path: Path
     config = write_config(
         tmp_path,
         tiny_model,
-        train={"num_steps": 60, "groups_per_step": 4, "learning_rate": 1e-3},
+        # Long enough for an engine to start meanwhile.
+        train={"num_steps": 150, "groups_per_step": 4, "learning_rate": 1e-3},
         hub={"address": "tcp://127.0.0.1:0", "dead_after_s": 5.0},
     )
     address = f"hub.address=tcp://127.0.0.1:{free_port()}"
@@ -48,7 +49,7 @@ def test_actors_may_come_first_late_or_die_and_the_ledger_adds_up(tmp_path: Path
         early = services.start("actor", config, address, "actor.name=early", log="early")
         doomed = services.start("actor", config, address, "actor.name=doomed", log="doomed")
         learner = services.start("learner", config, address)
-        services.wait_for(lambda: len(services.rows("run", "step")) >= 3, "three steps", RUN_S)
+        services.wait_for(lambda: len(services.rows("run", "step")) >= 1, "a step", RUN_S)
         os.killpg(doomed.pid, signal.SIGKILL)
         late = services.start("actor", config, address, "actor.name=late", log="late")
         assert services.wait(learner, "learner", RUN_S) == 0, services.output("learner")
@@ -58,9 +59,9 @@ def test_actors_may_come_first_late_or_die_and_the_ledger_adds_up(tmp_path: Path
         assert {("actor_joined", "early"), ("actor_joined", "doomed"), ("actor_joined", "late")} <= events
         assert ("actor_lost", "doomed") in events
         assert {group["actor"] for group in services.rows("run", "group")} >= {"early", "late"}
-        assert len(services.rows("run", "step")) == 60
+        assert len(services.rows("run", "step")) == 150
         final = services.rows("run", "final")[-1]["ledger"]
-        assert final["trained"] == 240
+        assert final["trained"] == 600
         assert final["leased"] == final["trained"] + sum(final["dropped"].values()) + final["expired"] + final["in_flight"]
 
 
