@@ -40,6 +40,12 @@ def one_line(error: BaseException) -> str:
     return shortened(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
+def located(error: BaseException) -> str:
+    """Type, message and the line that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{one_line(error)} ({frame.filename}:{frame.lineno})"
+
+
 def shortened(text: str) -> str:
     """At most its first 300 characters."""
     return text if len(text) <= 300 else f"{text[:300]}..."
@@ -48,8 +54,7 @@ def shortened(text: str) -> str:
 def _import_problem(error: Exception, module_name: str) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
         return f"there is no module {error.name!r} in {Path.cwd()}, and none installed"
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"importing it raised {one_line(error)} ({frame.filename}:{frame.lineno})"
+    return f"importing it raised {located(error)}"
 
 
 def _takes(function: Callable[..., Any], num_arguments: int) -> bool:

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from learner.losses import LOG_RATIO_BOUND
+from learner.losses import LOG_RATIO_BOUND, log_sequence_ratio
 
 
 def token_tis(log_rho: Tensor, completion_mask: Tensor, *, low: float, high: float) -> Tensor:
@@ -53,7 +53,7 @@ def geometric_mask(log_rho: Tensor, completion_mask: Tensor, *, low: float, high
     The mean does not grow with the length as the product of `sequence_mask` does, so that long rows are not dropped for
     being long.
     """
-    log_mean = _row_mean(_masked(log_rho, completion_mask), completion_mask)
+    log_mean = log_sequence_ratio(_masked(log_rho, completion_mask), completion_mask)
     return (completion_mask & _within(log_mean, low, high)).float()
 
 
@@ -63,7 +63,7 @@ def opsm(log_rho: Tensor, completion_mask: Tensor, advantages: Tensor, *, thresh
     Off-policy sequence masking of DeepSeek-V3.2, https://arxiv.org/abs/2512.02556: bad completions that the policy has already
     moved away from teach it nothing. `advantages`: `[rows, tokens]`, anything outside the mask.
     """
-    distance = -_row_mean(_masked(log_rho, completion_mask), completion_mask)
+    distance = -log_sequence_ratio(_masked(log_rho, completion_mask), completion_mask)
     dropped = (advantages < 0) & (distance > threshold)
     return (completion_mask & ~dropped).float()
 
@@ -103,11 +103,6 @@ def m2po(log_rho: Tensor, completion_mask: Tensor, advantages: Tensor, *, cutoff
 
 def _masked(log_rho: Tensor, completion_mask: Tensor) -> Tensor:
     return torch.where(completion_mask, log_rho.detach(), 0.0)
-
-
-def _row_mean(log_rho: Tensor, completion_mask: Tensor) -> Tensor:
-    """Mean over the loss tokens, `[rows, 1]`; 0 for a row without any."""
-    return log_rho.sum(dim=-1, keepdim=True) / completion_mask.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:

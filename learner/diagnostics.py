@@ -220,6 +220,11 @@ def loss_metrics(table: Tensor, *, aggregation: Aggregation, denominator: float)
     return metrics
 
 
+def lag_bucket(policy_lag: int) -> str:
+    """The name of the bucket that a policy lag, at least 0, is in."""
+    return next(name for name, (lowest, highest) in LAG_BUCKETS.items() if lowest <= policy_lag <= highest)
+
+
 def _metrics_of(rows: NDArray[np.float64]) -> dict[str, float]:
     measured = rows[rows[:, Column.NUM_TOKENS] > 0]
     if len(measured) == 0:

@@ -195,7 +195,7 @@ def check_packing(policy: PreTrainedModel) -> None:
     ]
     packed = pack(sequences).to(policy.device)
     try:
-        logprobs = _packed_logprobs(policy, packed)
+        logprobs = packed_logprobs(policy, packed)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{_model(policy)}: {type(policy).__name__} cannot be packed: {error}") from error
     policy.set_attn_implementation("eager")
@@ -216,7 +216,8 @@ def _tokens(random: np.random.Generator, vocab_size: int, length: int) -> NDArra
     return random.integers(0, vocab_size, length, dtype=np.int32)
 
 
-def _packed_logprobs(policy: PreTrainedModel, packed: Pack) -> Tensor:
+def packed_logprobs(policy: PreTrainedModel, packed: Pack) -> Tensor:
+    """Log-probs `[num_completion_tokens]` float32 from the logits that the policy itself makes of a pack."""
     outputs = policy(
         input_ids=packed.token_ids[None],
         position_ids=packed.position_ids[None],

@@ -51,6 +51,11 @@ class Pack(NamedTuple):
     lengths: tuple[int, ...]
     """Number of tokens of each completion."""
 
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Span, ...]]:
+        """What `CompletionLogprobs` takes of it, in order."""
+        return self.token_ids, self.position_ids, self.predictors, self.targets, self.spans
+
     def to(self, device: torch.device) -> "Pack":
         """The same on `device`."""
         return self._replace(

@@ -9,7 +9,7 @@ from common.config import Config, ModelSection
 from common.weights import tensor_dtype
 from learner.logprobs import CompletionLogprobs
 from learner.lora import add_adapter
-from learner.packed_attention import check_packing, place_spans
+from learner.packed_attention import check_packing, packed_logprobs
 from learner.packing import pack
 
 _MAX_HEAD_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.25}
@@ -21,7 +21,7 @@ def load_policy(config: Config) -> CompletionLogprobs:
 
     Raises ValueError for a model that cannot be packed (`check_packing`) or whose logits `CompletionLogprobs` cannot make.
     """
-    policy = _load(config.model)
+    policy = _load(config.model.path, config.model.dtype)
     if config.lora.rank:
         lora = config.lora
         add_adapter(policy, rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules)
@@ -41,9 +41,8 @@ def load_policy(config: Config) -> CompletionLogprobs:
 
 def load_reference(config: Config, device: torch.device) -> CompletionLogprobs:
     """The frozen reference of the KL, whole on every rank."""
-    model = ModelSection(path=config.kl.reference or config.model.path, dtype=config.model.dtype)
-    reference = CompletionLogprobs(_load(model).to(device), fp32_head=config.train.fp32_head)  # pyright: ignore[reportArgumentType]
-    return reference.requires_grad_(False)
+    policy = _load(config.kl.reference or config.model.path, config.model.dtype)
+    return CompletionLogprobs(policy, fp32_head=config.train.fp32_head).to(device).requires_grad_(False)
 
 
 @torch.no_grad()
@@ -52,15 +51,8 @@ def check_policy(module: CompletionLogprobs, model: ModelSection, device: torch.
     check_packing(module.policy)
     row = torch.arange(8) % module.policy.config.get_text_config().vocab_size
     packed = pack([(row[:1].numpy(), [row[1:].numpy()])]).to(device)
-    logits = module.policy(
-        input_ids=packed.token_ids[None],
-        position_ids=packed.position_ids[None],
-        use_cache=False,
-        placed_spans=place_spans(packed.spans, device),
-    ).logits[0]
-    expected = logits.float().log_softmax(dim=-1).gather(-1, packed.targets[:, None]).squeeze(-1)
-    logprobs, _, _ = module(packed.token_ids, packed.position_ids, packed.predictors, packed.targets, packed.spans, 1.0)
-    difference = (logprobs - expected).abs().max().item()
+    logprobs, _, _ = module(*packed.inputs, 1.0)
+    difference = (logprobs - packed_logprobs(module.policy, packed)).abs().max().item()
     if difference > _MAX_HEAD_DIFFERENCE[model.dtype]:
         raise ValueError(
             f"model.path: {model.path!r} changes its logits after the output layer (soft-capping or scaling; "
@@ -68,9 +60,9 @@ def check_policy(module: CompletionLogprobs, model: ModelSection, device: torch.
         )
 
 
-def _load(model: ModelSection) -> PreTrainedModel:
+def _load(path: str, dtype: str) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
-    policy = AutoModelForCausalLM.from_pretrained(model.path, dtype=tensor_dtype(model.dtype))
+    policy = AutoModelForCausalLM.from_pretrained(path, dtype=tensor_dtype(dtype))
     # Dropout would make the policy's log-probs noise beside the engine's, which has none.
     policy.eval()
     return policy

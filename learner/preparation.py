@@ -1,6 +1,6 @@
 """What is settled about a batch before its first optimizer step: rewards, the frozen policies' log-probs, advantages."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,14 @@ from learner.advantages import (
 from learner.batching import MicroBatch
 from learner.kl import kl_estimate
 from learner.process_group import gather_tensors
+
+_BASELINES: dict[str, Literal["mean", "leave_one_out", "none"]] = {
+    "group": "mean",
+    "leave_one_out": "leave_one_out",
+    "critic": "none",
+    "zero": "none",
+}
+"""What `advantage.baseline` is to `group_advantages`."""
 
 
 class Frozen(NamedTuple):
@@ -46,10 +54,10 @@ class Prepared(NamedTuple):
 
 def completion_advantages(rewards: NDArray[np.float64], advantage: AdvantageSection) -> NDArray[np.float64]:
     """One advantage for each completion, `[num_groups, group_size]` as `rewards`; under a critic it is not looked at."""
-    baseline = {"group": "mean", "leave_one_out": "leave_one_out"}.get(str(advantage.baseline), "none")
+    assert advantage.baseline is not None, "the config is not complete (common.objectives)"
     return group_advantages(
         torch.from_numpy(rewards),
-        baseline=baseline,  # pyright: ignore[reportArgumentType], a str to pyright
+        baseline=_BASELINES[advantage.baseline],
         divide_by_std=bool(advantage.divide_by_std),
         epsilon=advantage.std_epsilon,
         unbiased=advantage.std_unbiased,

@@ -3,7 +3,6 @@
 All arrays of rewards are float64 `[num_groups, group_size]`, one row per prompt.
 """
 
-import traceback
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -12,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.settings import SettingError
-from common.user_functions import load_function, one_line
+from common.user_functions import load_function, located
 
 LengthPenalty = Callable[[NDArray[np.int64], int], NDArray[np.float64]]
 """`(lengths [completions], max_new_tokens) -> what is added to their rewards [completions]`, usually not above 0."""
@@ -152,10 +151,7 @@ def load_length_penalty(path: str) -> LengthPenalty:
             # A copy: the user's function may change what it is given.
             penalties = np.asarray(function(lengths.copy(), max_new_tokens), dtype=np.float64)
         except Exception as error:  # the user's code
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            raise _setting_error(
-                path, f"it raised {one_line(error)} ({frame.filename}:{frame.lineno})", "Correct the function."
-            ) from error
+            raise _setting_error(path, f"it raised {located(error)}", "Correct the function.") from error
         if penalties.shape != lengths.shape:
             problem = f"it returned the shape {penalties.shape} for lengths of the shape {lengths.shape}"
             raise _setting_error(path, problem, "Return one number per completion.")

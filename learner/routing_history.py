@@ -7,13 +7,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.routing import Routing
+from learner.diagnostics import lag_bucket
 from learner.routing_metrics import load_metrics, margin_metrics, routing_metrics
 
 MAX_VERSIONS = 33
 """Versions kept: one of Qwen3-30B-A3B takes 200 KB."""
-_LAG_BUCKETS = (("1", 1), ("2", 2), ("3_4", 4), ("5_8", 8))
-"""Name and largest lag of each bucket; what lags more is in `_LAST_BUCKET`."""
-_LAST_BUCKET = "9_up"
 
 
 class RoutingHistory:
@@ -48,7 +46,7 @@ class RoutingHistory:
         row |= {"routing/update_steps": lag, **_named("update_", update)}
         buckets: dict[str, list[dict[str, float]]] = defaultdict(list)
         for lag, metrics in compared:
-            buckets[_bucket(lag)].append(metrics)
+            buckets[lag_bucket(lag).replace("-", "_").replace("+", "_up")].append(metrics)
         for bucket, members in buckets.items():
             means = {name: sum(member[name] for member in members) / len(members) for name in members[0]}
             row |= _named(f"lag_{bucket}_", means)
@@ -73,7 +71,3 @@ def _tensor(experts: NDArray) -> Tensor:
 
 def _named(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
     return {f"routing/{prefix}{name}": value for name, value in metrics.items()}
-
-
-def _bucket(lag: int) -> str:
-    return next((name for name, largest in _LAG_BUCKETS if lag <= largest), _LAST_BUCKET)

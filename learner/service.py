@@ -356,7 +356,6 @@ class Learner:
             waited = time.monotonic()
             self._trainer.snapshot(buffer)
             self._score_canary(version)
-            self._canaries.pop(version - CANARY_VERSIONS, None)
             self._publisher.publish(version)
             self._dispatcher.publish(version, last=last)
         self._hub.wake()

@@ -167,9 +167,7 @@ class Trainer:
         """What the policy makes of given tokens, of which there are at least two."""
         packed = pack([(token_ids[:1], [token_ids[1:]])]).to(self.device)
         with torch.no_grad(), record_routing(self._policy) as record:
-            logprobs, _, _ = self._module(
-                packed.token_ids, packed.position_ids, packed.predictors, packed.targets, packed.spans, 1.0
-            )
+            logprobs, _, _ = self._module(*packed.inputs, 1.0)
         return Scored(logprobs.cpu().numpy(), record.routing())
 
     def save_checkpoint(self, folder: Path, extra: bytes) -> None:
@@ -281,9 +279,7 @@ class Trainer:
     def _outputs(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Log-probs, entropies and values `[rows, tokens]`; the last two None unless the run asks for them."""
         packed = micro_batch.pack
-        logprobs, entropies, values = module(
-            packed.token_ids, packed.position_ids, packed.predictors, packed.targets, packed.spans, self._temperature
-        )
+        logprobs, entropies, values = module(*packed.inputs, self._temperature)
         return (
             unpack(logprobs, packed.lengths),
             None if entropies is None else unpack(entropies, packed.lengths),
