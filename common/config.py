@@ -96,9 +96,19 @@ class StalenessSection(Section, frozen=True):
     """How old a rollout may be when it is trained on, in optimizer steps."""
 
     max_staleness: NonNegativeInt = 4
-    """Admission bound: no lease is granted that, trained in its turn, would lag by more. 0 is exactly synchronous training."""
+    """Admission bound: no lease is granted that, trained in its turn, would lag by more. 0 is exactly synchronous training.
+    Also understood as `max_off_policy_steps`."""
+    staleness_policy: Literal["gate", "drop", "abort"] = "gate"
+    """What becomes of a group that is late and lags by more than `max_staleness` all the same. gate: it is trained on, and
+    counted. drop: it is dropped when its turn comes, and its prompt leased again. abort: that, and generation past the bound is
+    cancelled."""
     hard_max_staleness: NonNegativeInt | None = None
-    """A group that lags by more when its turn comes is dropped and its prompt leased again. None: never drop."""
+    """Under gate: a group that lags by more when its turn comes is dropped and its prompt leased again. None: never drop."""
+    lag_of: Literal["oldest_token", "token_mean", "last_segment"] = "oldest_token"
+    """What the lag that `drop`, `hard_max_staleness` and the count of stragglers go by is taken of, where weights changed in
+    mid-completion: the group's oldest token, the mean over its tokens, or the newest weights in its stalest completion."""
+    selection: Literal["oldest_lease", "first_finished"] = "oldest_lease"
+    """Which of the finished groups are trained next. first_finished favors short completions: a negative control."""
 
 
 class RewardSection(Section, frozen=True):
@@ -111,10 +121,10 @@ class RewardSection(Section, frozen=True):
     """What a completion of `rollout.max_new_tokens` loses."""
     length_penalty: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
     """`module:function(lengths, max_new_tokens) -> penalties`, arrays `[completions]`; they are added to the rewards."""
-    norm: Literal["none", "group", "batch", "running"] = "none"
-    """Normalize rewards by the moments of their group, of the optimizer step's batch, or of all rewards so far."""
-    norm_part: Literal["both", "shift", "scale"] = "both"
-    """Subtract the mean and divide by the standard deviation, or only the one or the other."""
+    norm_mean: Literal["none", "group", "batch", "running"] = "none"
+    """Whose mean is subtracted: that of a reward's group, of the optimizer step's batch, or of all rewards so far."""
+    norm_std: Literal["none", "group", "batch", "running"] = "none"
+    """Whose standard deviation the rewards are then divided by; it need not be of those that the mean is of."""
     clip: PositiveFloat | None = None
     """Rewards are clipped to plus or minus this, after normalization. None: not at all."""
 
@@ -155,7 +165,8 @@ class LossSection(Section, frozen=True):
     clip_high: PositiveFloat | None = None
     """The ratio is clipped above `1 + clip_high`; GSPO's own is 0.05, or 4e-4 against recomputed log-probs."""
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
-    """Token objectives with a clip: the loss of a negative advantage is capped at this many times it. None: not at all."""
+    """Not for sapo, cispo and reinforce: the loss of a negative advantage is capped at this many times it, where the ratio that
+    the objective clips, a token's or a sequence's, is larger. None: not at all."""
     tau_positive: PositiveFloat = 1.0
     """SAPO's temperature for positive advantages."""
     tau_negative: PositiveFloat = 1.05
@@ -226,7 +237,9 @@ class TrainSection(Section, frozen=True):
     groups_per_step: PositiveInt = 32
     """Groups in one optimizer step, over all ranks and micro-batches."""
     steps_per_batch: PositiveInt = 1
-    """Optimizer steps taken on the groups of one selection; with `loss.anchor = "proximal"` it must be at least 2."""
+    """Optimizer steps that the groups of one selection are split into."""
+    epochs_per_batch: PositiveInt = 1
+    """Passes over the groups of one selection, each of `steps_per_batch` steps. A group's lag is that of its last pass."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -1,6 +1,6 @@
 """Settings of the objective that contradict each other, do nothing, or hardly mean what they say."""
 
-from common.config import Config
+from common.config import Config, TrainSection
 from common.objectives import DEFAULTS, LOWER_BOUNDED
 from common.settings import SettingError
 
@@ -33,10 +33,10 @@ def objective_warnings(config: Config) -> list[str]:
         )
     if loss.objective == "reinforce" and loss.correction == "none":
         warnings.append('loss.objective = "reinforce" has no importance ratio: stale rollouts are trained on as if new.')
-    elif loss.anchor == "decoupled" and config.train.steps_per_batch == 1 and loss.objective != "reinforce":
+    elif loss.anchor == "decoupled" and _is_one_step(config.train) and loss.objective != "reinforce":
         warnings.append(
-            'loss.anchor = "decoupled" with train.steps_per_batch = 1: the ratio is 1 at the one step that is taken, so the '
-            "clip does nothing and only loss.correction acts."
+            'loss.anchor = "decoupled" with train.steps_per_batch = 1 and train.epochs_per_batch = 1: the ratio is 1 at the '
+            "one step that is taken, so the clip does nothing and only loss.correction acts."
         )
     elif loss.anchor == "behavior" and loss.correction in TRUNCATING and loss.objective != "reinforce":
         warnings.append(
@@ -55,13 +55,14 @@ def _check_ratio(config: Config) -> None:
             'loss.objective = "reinforce" has no importance ratio, so nothing would be anchored',
             'Set loss.anchor="behavior".',
         )
-    if loss.anchor == "proximal" and config.train.steps_per_batch == 1:
+    if loss.anchor == "proximal" and _is_one_step(config.train):
         raise SettingError(
             "loss.anchor",
             "proximal",
-            "with train.steps_per_batch = 1 the proximal policy is the policy itself, so the importance ratio is always 1 "
-            "and neither clipping nor staleness correction happens",
-            'Set loss.anchor="behavior", or train.steps_per_batch=2 or more, or loss.anchor="decoupled" with a correction.',
+            "with train.steps_per_batch = 1 and train.epochs_per_batch = 1 the proximal policy is the policy itself, so the "
+            "importance ratio is always 1 and neither clipping nor staleness correction happens",
+            'Set loss.anchor="behavior", or train.steps_per_batch=2 (or train.epochs_per_batch=2) or more, or '
+            'loss.anchor="decoupled" with a correction.',
         )
     if loss.anchor == "decoupled" and loss.correction == "none":
         raise SettingError(
@@ -77,6 +78,11 @@ def _check_ratio(config: Config) -> None:
             "a proximal anchor with a correction is decoupled",
             'Set loss.anchor="decoupled".',
         )
+
+
+def _is_one_step(train: TrainSection) -> bool:
+    """Whether each batch makes a single optimizer step."""
+    return train.steps_per_batch * train.epochs_per_batch == 1
 
 
 def _check_clip(config: Config) -> None:
@@ -159,8 +165,6 @@ def _check_advantage(config: Config) -> None:
 
 def _check_reward(config: Config) -> None:
     reward, rollout = config.reward, config.rollout
-    if reward.norm == "none" and reward.norm_part != "both":
-        raise SettingError("reward.norm_part", reward.norm_part, 'reward.norm = "none"', "Set reward.norm, or remove it.")
     if reward.overlong_buffer is not None and reward.overlong_buffer >= rollout.max_new_tokens:
         raise SettingError(
             "reward.overlong_buffer",

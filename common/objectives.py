@@ -38,8 +38,12 @@ _GSPO_BAND = Band(3e-4, 4e-4)
 """GSPO's paper, section 5.1."""
 
 DEFAULTS: dict[str, Defaults] = {
-    "gspo": Defaults("seq-mean-token-mean", is_sequence_ratio=True, band=_ENGINE_BAND, recomputed_band=_GSPO_BAND),
-    "gspo_token": Defaults("seq-mean-token-mean", is_sequence_ratio=True, band=_ENGINE_BAND, recomputed_band=_GSPO_BAND),
+    "gspo": Defaults(
+        "seq-mean-token-mean", is_sequence_ratio=True, band=_ENGINE_BAND, recomputed_band=_GSPO_BAND, dual_clip=True
+    ),
+    "gspo_token": Defaults(
+        "seq-mean-token-mean", is_sequence_ratio=True, band=_ENGINE_BAND, recomputed_band=_GSPO_BAND, dual_clip=True
+    ),
     "grpo": Defaults("seq-mean-token-mean", band=Band(0.2, 0.2), dual_clip=True),
     "dr_grpo": Defaults("seq-mean-token-sum-norm", band=Band(0.2, 0.2), dual_clip=True, divide_by_std=False),
     "dapo": Defaults("token-mean", band=Band(0.2, 0.28), dual_clip=True, zero_variance="drop", overlong_share=0.2),

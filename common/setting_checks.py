@@ -4,7 +4,7 @@ import math
 import re
 from pathlib import Path
 
-from common.config import Config, HubSection, LogSection
+from common.config import Config, HubSection, LogSection, TrainSection
 from common.metrics import ROWS_FILE
 from common.objective_checks import check_objective, objective_warnings
 from common.settings import SettingError, is_data_file
@@ -85,17 +85,17 @@ def _check_staleness(config: Config) -> None:
     staleness, train, interval = config.staleness, config.train, config.weights.interval
     # Weights are sent after whole batches of k steps, at least `interval` steps apart: when a batch starts, the newest are up
     # to `(ceil(interval / k) - 1) * k` steps old; the last groups of the batch are trained k - 1 steps later.
-    behind = (math.ceil(interval / train.steps_per_batch) - 1) * train.steps_per_batch
-    least = train.steps_per_batch - 1 + behind
+    batch_steps = train.steps_per_batch * train.epochs_per_batch
+    behind = (math.ceil(interval / batch_steps) - 1) * batch_steps
+    least = batch_steps - 1 + behind
     if staleness.max_staleness < least:
         raise SettingError(
             "staleness.max_staleness",
             staleness.max_staleness,
-            f"the run would wait for ever: with train.steps_per_batch = {train.steps_per_batch} the last groups of a batch are "
-            f"trained {train.steps_per_batch - 1} steps after it starts, and with weights.interval = {interval} it may be "
-            f"generated under weights {behind} steps old, so a lag of {train.steps_per_batch - 1} + {behind} = {least} is the "
-            "least there can be",
-            f"Set staleness.max_staleness={least} or more, or lower those two.",
+            f"the run would wait for ever: with {_steps_of_batch(train)} the last step on the groups of a batch is taken "
+            f"{batch_steps - 1} steps after it starts, and with weights.interval = {interval} they may be generated under "
+            f"weights {behind} steps old, so a lag of {batch_steps - 1} + {behind} = {least} is the least there can be",
+            f"Set staleness.max_staleness={least} or more, or lower those settings.",
         )
     hard = staleness.hard_max_staleness
     if hard is not None and hard < staleness.max_staleness:
@@ -106,16 +106,33 @@ def _check_staleness(config: Config) -> None:
             "only to be dropped",
             f"Set it to {staleness.max_staleness} or more, or leave it out to drop nothing.",
         )
+    if hard is not None and staleness.staleness_policy != "gate":
+        raise SettingError(
+            "staleness.hard_max_staleness",
+            hard,
+            f"staleness.staleness_policy = {staleness.staleness_policy!r} drops whatever lags by more than max_staleness = "
+            f"{staleness.max_staleness} already",
+            'Remove it, or set staleness.staleness_policy="gate".',
+        )
+    if staleness.staleness_policy == "abort" and staleness.lag_of != "oldest_token":
+        raise SettingError(
+            "staleness.lag_of",
+            staleness.lag_of,
+            "what is being generated goes on under new weights, and grows younger by that measure with each token: nothing "
+            "could be aborted for it",
+            'Set staleness.staleness_policy="drop", or staleness.lag_of="oldest_token".',
+        )
 
 
 def _check_steps(config: Config) -> None:
     train = config.train
-    if train.num_steps % train.steps_per_batch:
+    batch_steps = train.steps_per_batch * train.epochs_per_batch
+    if train.num_steps % batch_steps:
         raise SettingError(
             "train.num_steps",
             train.num_steps,
-            f"it is not a multiple of train.steps_per_batch = {train.steps_per_batch}, and the last batch would stay unfilled",
-            f"Set it to {train.num_steps - train.num_steps % train.steps_per_batch + train.steps_per_batch}.",
+            f"it is not a multiple of {_steps_of_batch(train)}, and the last batch would stay unfilled",
+            f"Set it to {train.num_steps - train.num_steps % batch_steps + batch_steps}.",
         )
     if train.warmup_steps > train.num_steps:
         raise SettingError(
@@ -126,6 +143,13 @@ def _check_steps(config: Config) -> None:
         )
     if 1.0 in train.adam_betas:
         raise SettingError("train.adam_betas", train.adam_betas, "a decay of 1 never moves", "Give numbers below 1.")
+
+
+def _steps_of_batch(train: TrainSection) -> str:
+    """The optimizer steps on one selection, as arithmetic."""
+    steps = f"train.steps_per_batch = {train.steps_per_batch}"
+    epochs = train.epochs_per_batch
+    return steps if epochs == 1 else f"{steps} times train.epochs_per_batch = {epochs}"
 
 
 def _check_task(config: Config) -> None:

@@ -22,6 +22,9 @@ from common import config as config_module
 from common.config import Config, Section
 from common.objectives import complete
 
+ALIASES = {"staleness.max_off_policy_steps": "max_staleness"}
+"""Settings under the names that users of other systems know them by."""
+
 
 class SettingError(Exception):
     """A mistake of the user's: the text names the setting, its value, what is wrong and what to do."""
@@ -52,6 +55,7 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
     `SettingError` for a file that cannot be read, an unknown setting and a value of the wrong type or out of range.
     """
     data: dict[str, Any] = {} if path is None else _read_toml(path)
+    _replace_aliases(data)
     for override in overrides:
         _apply_override(data, override)
     return complete(_convert(data))
@@ -88,6 +92,30 @@ def explanations(name: str = "") -> list[Explanation]:
     return wanted
 
 
+def full_name(key: str) -> str:
+    """The `section.key` of a setting that is named so, or by a key that only one section has, or by an alias.
+
+    A path into a setting that is a table stays: `actor.engine_options.max_num_seqs`. `SettingError` when there is none of
+    that name, or several.
+    """
+    section_name, dot, name = key.partition(".")
+    if key in ALIASES:
+        return f"{section_name}.{ALIASES[key]}"
+    if dot:
+        _find_field(section_name, name.split(".")[0])
+        return key
+    every = [*(row.setting for row in explanations()), *ALIASES]
+    found = [setting for setting in every if setting.partition(".")[2] == key]
+    if not found:
+        close = difflib.get_close_matches(key, [setting.partition(".")[2] for setting in every], n=1, cutoff=0.5)
+        meant = [setting for setting in every if setting.partition(".")[2] in close]
+        cure = f"Did you mean {' or '.join(meant)}?" if meant else "`offbeat check --explain` describes all settings."
+        raise SettingError("setting", key, "there is none of that name", cure)
+    if len(found) > 1:
+        raise SettingError("setting", key, f"there are {len(found)} of that name", f"Write {' or '.join(found)}.")
+    return full_name(found[0])
+
+
 def is_data_file(source: str) -> bool:
     """Whether a data setting names a JSONL file rather than a Hugging Face dataset."""
     path = Path(source).expanduser()
@@ -112,6 +140,19 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise SettingError("config file", str(path), f"is not TOML: {error}", "Correct the file there.") from error
 
 
+def _replace_aliases(data: dict[str, Any]) -> None:
+    for alias, key in ALIASES.items():
+        section_name, _, name = alias.partition(".")
+        table = data.get(section_name)
+        if not isinstance(table, dict) or name not in table:
+            continue
+        if key in table:
+            raise SettingError(
+                alias, table[name], f"it is another name of {section_name}.{key}, which is set too", "Remove one."
+            )
+        table[key] = table.pop(name)
+
+
 def _apply_override(data: dict[str, Any], override: str) -> None:
     """Set one value in the nested tables of a config file; a path may go on into a setting that is a table itself."""
     setting, equals, raw = override.partition("=")
@@ -119,6 +160,8 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     if not equals:
         raise SettingError("override", override, "has no value", "Write section.key=value.")
     section_name, *path = setting.split(".")
+    if setting in ALIASES:
+        path = [ALIASES[setting]]
     field = _find_field(section_name, path[0] if path else "")
     value = _parse_value(raw)
     if field.type is str and not isinstance(value, str):

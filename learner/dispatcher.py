@@ -1,7 +1,7 @@
 """Leases to the actors, groups from them: everything the learner decides about rollouts, without sockets or clock.
 
-    PromptStream -> grant -> [actor generates] -> accept -> buffer (in the ledger) -> select -> trainer
-                      ^  StalenessGate.capacity                                  StalenessGate.select
+    PromptStream -> grant -> [actor generates] -> accept -> buffer (in the ledger) -> evict, select -> trainer
+                      ^ StalenessPolicy.admit        ^ .abort                          ^ StalenessPolicy
 
 The hub thread feeds `handle` and `tick` and sends what `take_outgoing` returns; the training thread calls `take_batch`,
 `finish_batch` and `publish`. Every public method takes the lock.
@@ -29,7 +29,7 @@ from learner.members import Member, Members, Room
 from learner.prompts import Prompt, PromptStream, StreamState
 from learner.rejections import Rejections
 from learner.rollout_log import LogFullError, Position, RolloutLog
-from learner.staleness import StalenessGate
+from learner.staleness import InFlight, StalenessPolicy
 from protocols.channels import Array
 from protocols.keys import NO_KEYS, Sender
 from protocols.messages import (
@@ -109,7 +109,7 @@ class Dispatcher:
         stream: PromptStream,
         ledger: Ledger,
         log: RolloutLog | None,
-        gate: StalenessGate,
+        staleness: StalenessPolicy,
         drop_zero_variance: bool,
         drop_quarantined: bool,
         max_failed_leases: int,
@@ -136,7 +136,7 @@ class Dispatcher:
         self._stream = stream
         self._ledger = ledger
         self._log = log
-        self._gate = gate
+        self._staleness = staleness
         self._drop_zero_variance = drop_zero_variance
         self._drop_quarantined = drop_quarantined
         self._max_failed_leases = max_failed_leases
@@ -172,6 +172,10 @@ class Dispatcher:
         self._unclaimed = {lease.lease_id: lease.actor for lease in ledger.generating()}
         """Granted by the learner process before this one, and not claimed by their actors yet."""
         self._unclaimed_until = self._started_at + hub.dead_after_s
+        self._num_facts = 0
+        """Records of this process, those included that the log has not taken yet."""
+        self._selected = (0.0, 0)
+        """When the batch that is trained on was selected: wall clock, and `_num_facts` then."""
         self._unlogged: list[LeaseEvent] = []
         """What a full log did not take and could not wait for it."""
         self._is_log_full = False
@@ -219,19 +223,20 @@ class Dispatcher:
         """The groups were trained on; the learner is at `policy_version` now."""
         with self._lock:
             trained_at = self._policy_version
-            steps = policy_version - trained_at
             trained = Trained(
                 at=self._wall_clock(),
                 lease_ids=tuple(group.lease_id for group in groups),
                 policy_version=trained_at,
-                num_steps=steps,
+                num_steps=policy_version - trained_at,
+                selected_at=self._selected[0],
+                selected_after=self._selected[1],
             )
             self._record_fact(trained)
             self._policy_version = policy_version
             self._newest_version = max(self._newest_version, policy_version)
         # Without the lock: the hub need not wait for rows.
         for index, group in enumerate(groups):
-            self._record_group(group, "trained", "", trained_at + index * steps // len(groups))
+            self._record_group(group, "trained", "", self._staleness.trained_at(trained_at, index))
 
     def publish(self, policy_version: int, *, last: bool = False) -> None:
         """The weights of this version are on their way to the actors."""
@@ -408,6 +413,7 @@ class Dispatcher:
             try:
                 self._expire(now)
                 self._give_up_unclaimed(now)
+                self._abort()
                 if self._stop_reason is None:
                     self._grant_evaluations(now)
                     self._grant(now)
@@ -581,12 +587,12 @@ class Dispatcher:
     # Leases
 
     def _grant(self, now: float) -> None:
-        capacity = self._gate.capacity(self._policy_version, self._ledger.num_open)
+        capacity = self._staleness.admit(self._policy_version, self._ledger.num_open)
         if self._is_log_full or not capacity:
             return
         room = Room(self._members)
         for _ in range(capacity):
-            min_version = self._gate.min_policy_version(self._policy_version, self._ledger.num_open)
+            min_version = self._staleness.min_policy_version(self._policy_version, self._ledger.num_open)
             member = room.take(min_version)
             if member is None:
                 return
@@ -598,6 +604,7 @@ class Dispatcher:
                 epoch=turn.epoch,
                 actor=member.name,
                 policy_version=self._policy_version,
+                oldest_version=max(min_version, member.policy_version),
             )
             self._append(granted)
             self._stream.next()
@@ -648,6 +655,22 @@ class Dispatcher:
             for lease_id in sorted(member.lease_ids & late):
                 self._send(member, Cancel(lease_ids=(lease_id,)))
                 self._take_back(member, lease_id, f"no group within {self._rollout.lease_timeout_s:g} s")
+
+    def _abort(self) -> None:
+        """Cancel what is being generated and could not be trained on any more."""
+        generating = [InFlight(lease.lease_id, lease.oldest_version) for lease in self._ledger.generating()]
+        aborted = set(self._staleness.abort(generating, self._policy_version))
+        for member in self._members if aborted else ():
+            if mine := tuple(sorted(member.lease_ids & aborted)):
+                self._send(member, Cancel(lease_ids=mine))
+            for lease_id in mine:
+                self._release(member, lease_id)
+        for lease_id in sorted(aborted):
+            lease = self._ledger.find(lease_id)
+            self._record_fact(Dropped(at=self._wall_clock(), lease_id=lease_id, reason="aborted", is_final=False))
+            self._unclaimed.pop(lease_id, None)
+            self._stream.give_back(lease.prompt_id, lease.epoch)
+            self._event("lease_aborted", "too stale to be trained on", actor=lease.actor, lease_id=lease_id)
 
     def _give_up_unclaimed(self, now: float) -> None:
         """Actors of the learner process before this one that did not come back."""
@@ -789,7 +812,7 @@ class Dispatcher:
         self._prompt_failures.pop(group.prompt_id, None)
         if self._drop_zero_variance and len({completion.reward for completion in done.completions}) == 1:
             self._drop_group(group, "zero_variance", is_final=True)
-        elif self._ledger.num_ready >= self._gate.batch_groups:
+        elif self._ledger.num_ready >= self._staleness.batch_groups:
             self._progress.notify_all()
 
     def _end_evaluation(self, lease_id: int, rollouts: tuple[Rollout, ...] | None) -> None:
@@ -817,12 +840,14 @@ class Dispatcher:
     def _select(self) -> list[Group] | None:
         if self._failure is not None:
             raise self._failure
-        if self._ledger.num_ready < self._gate.batch_groups:
+        if self._ledger.num_ready < self._staleness.batch_groups:
             return None
-        selection = self._gate.select(self._ledger.ready_groups(), self._policy_version)
-        for group in selection.too_stale:
+        order = self._staleness.bounds.selection
+        for group in self._staleness.evict(self._ledger.ready_groups(order), self._policy_version):
             self._drop_group(group, "stale", is_final=False)
-        return selection.selected or None
+        selected = self._staleness.select(self._ledger.ready_groups(order))
+        self._selected = (self._wall_clock(), self._num_facts)
+        return selected or None
 
     # The log
 
@@ -832,7 +857,9 @@ class Dispatcher:
         if self._unlogged:
             # The log must have the order in which things happened, or no restart can follow it.
             raise LogFullError("earlier events wait for room in the rollout log")
-        return self._log.append(event, *arrays)
+        position = self._log.append(event, *arrays)
+        self._num_facts += 1
+        return position
 
     def _record_fact(self, event: LeaseEvent) -> None:
         """Log and apply what cannot wait for room on the disk; it is logged later then."""
@@ -840,6 +867,7 @@ class Dispatcher:
             self._append(event)
         except LogFullError:
             self._unlogged.append(event)
+            self._num_facts += 1
         self._ledger.apply(event)
 
     def _flush_unlogged(self) -> None:
@@ -895,7 +923,7 @@ class Dispatcher:
             published_version=self._published_version,
             doing=doing,
             doing_s=now - since,
-            waiting_for="" if self._ledger.num_ready >= self._gate.batch_groups else self.waiting_for(),
+            waiting_for="" if self._ledger.num_ready >= self._staleness.batch_groups else self.waiting_for(),
             uptime_s=now - self._started_at,
             members=tuple(_member_status(member, now) for member in self._members),
             ledger=sums | {"expired": counts.expired, "in flight": counts.in_flight},
@@ -928,8 +956,8 @@ class Dispatcher:
         )
 
     def _event(self, event: str, detail: str, **fields: Any) -> None:
-        # A lost actor brings one such event for each of its leases.
-        level = logging.DEBUG if event == "lease_expired" else logging.INFO
+        # A lost actor, or a new version, brings one such event for each of its leases.
+        level = logging.DEBUG if event in ("lease_expired", "lease_aborted") else logging.INFO
         logger.log(level, "%s: %s", " ".join([event, *(str(value) for value in fields.values())]), detail)
         self._record("event", event=event, detail=detail, **fields)
 

@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from protocols.messages import CompletionMeta, Segment
 from protocols.wire import Frame, logprobs, token_ids
+
+LagOf = Literal["oldest_token", "token_mean", "last_segment"]
+"""What of a group its lag is measured on: `staleness.lag_of`."""
 
 # Rounding may put the log-prob of a sure token a hair above 0.
 LARGEST_LOGPROB = 1e-4
@@ -55,6 +58,19 @@ class Group(NamedTuple):
         """
         return max(0, policy_version - self.oldest_version)
 
+    def lag_of(self, measured: LagOf, policy_version: int) -> float:
+        """Optimizer steps between `policy_version` and what is measured of the group, at least 0."""
+        match measured:
+            case "oldest_token":
+                return self.policy_lag(policy_version)
+            case "token_mean":
+                num_tokens = sum(len(rollout.token_ids) for rollout in self.rollouts)
+                return max(0.0, policy_version - sum(map(_sum_versions, self.rollouts)) / num_tokens)
+            case "last_segment":
+                return max(0, policy_version - min(rollout.segments[-1].policy_version for rollout in self.rollouts))
+            case _:
+                assert_never(measured)
+
 
 class Limits(NamedTuple):
     """What a group must keep to."""
@@ -64,6 +80,14 @@ class Limits(NamedTuple):
     vocabulary_size: int
     newest_version: int
     """The newest policy version that any learner process of this run has made."""
+
+
+def _sum_versions(rollout: Rollout) -> int:
+    """The policy versions of all tokens, added up."""
+    ends = [segment.first_token for segment in rollout.segments[1:]] + [len(rollout.token_ids)]
+    return sum(
+        segment.policy_version * (end - segment.first_token) for segment, end in zip(rollout.segments, ends, strict=True)
+    )
 
 
 def unpack(completions: Sequence[CompletionMeta], arrays: Sequence[Frame]) -> tuple[Rollout, ...]:

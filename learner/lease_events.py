@@ -30,6 +30,8 @@ class Granted(Event, frozen=True):
     actor: str
     policy_version: int
     """The learner's, then."""
+    oldest_version: int
+    """No token of the lease's group is older: what the actor had, or must wait for."""
 
 
 class Accepted(Event, frozen=True):
@@ -66,6 +68,10 @@ class Trained(Event, frozen=True):
     policy_version: int
     """Before the first of the steps."""
     num_steps: int
+    selected_at: float
+    """When the batch was selected, as `at`."""
+    selected_after: int
+    """Records of this learner process before that: what came after it could not be selected."""
 
 
 LeaseEvent = Started | Granted | Accepted | Dropped | Expired | Trained

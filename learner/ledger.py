@@ -15,6 +15,8 @@ from learner.groups import Group
 from learner.lease_events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
 from learner.rollout_log import Position
 
+Selection = Literal["oldest_lease", "first_finished"]
+"""`staleness.selection`."""
 UNSEEN_LEASES = 1 << 20
 """More leases than a dead learner can have granted without the log knowing: no new one may take the id of one of those."""
 
@@ -59,6 +61,8 @@ class SavedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     position: Position | None
     """Where the rollout log holds its group; None while it is being generated (or without a log)."""
     is_ready: bool
+    oldest_version: int
+    """As in `Granted`."""
 
 
 class LedgerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,6 +81,8 @@ class OpenLease(msgspec.Struct):
     prompt_id: int
     epoch: int
     actor: str
+    oldest_version: int
+    """As in `Granted`."""
     group: Group | None = None
     """The finished group, once it is in the buffer."""
     position: Position | None = None
@@ -93,7 +99,8 @@ class Ledger:
         self._trained = 0
         self._dropped: Counter[str] = Counter()
         self._expired = 0
-        self._num_ready = 0
+        self._ready: dict[int, Group] = {}
+        """The buffer, in the order of arrival."""
         self.epochs: dict[int, EpochAccount] = {}
         """Passes over the data that were begun, and not yet taken by `end_epoch`."""
 
@@ -107,7 +114,8 @@ class Ledger:
         ledger._dropped = Counter(state.counts.dropped)
         ledger._expired = state.counts.expired
         ledger._open = {
-            lease.lease_id: OpenLease(lease.lease_id, lease.prompt_id, lease.epoch, lease.actor) for lease in state.open
+            lease.lease_id: OpenLease(lease.lease_id, lease.prompt_id, lease.epoch, lease.actor, lease.oldest_version)
+            for lease in state.open
         }
         ledger.epochs = _copy(state.epochs)
         return ledger
@@ -115,7 +123,15 @@ class Ledger:
     def state(self) -> LedgerState:
         """What `from_state` takes."""
         saved = tuple(
-            SavedLease(lease.lease_id, lease.prompt_id, lease.epoch, lease.actor, lease.position, lease.group is not None)
+            SavedLease(
+                lease.lease_id,
+                lease.prompt_id,
+                lease.epoch,
+                lease.actor,
+                lease.position,
+                lease.group is not None,
+                lease.oldest_version,
+            )
             for lease in self._open.values()
         )
         return LedgerState(self.counts(), self._next_lease_id, saved, _copy(self.epochs))
@@ -128,7 +144,7 @@ class Ledger:
     @property
     def num_ready(self) -> int:
         """Groups in the buffer."""
-        return self._num_ready
+        return len(self._ready)
 
     def counts(self) -> LedgerCounts:
         """The sums now."""
@@ -147,8 +163,10 @@ class Ledger:
         """Leases whose group has not arrived, oldest first."""
         return [lease for lease in self._open.values() if lease.group is None]
 
-    def ready_groups(self) -> list[Group]:
-        """Groups in the buffer, oldest lease first."""
+    def ready_groups(self, order: Selection = "oldest_lease") -> list[Group]:
+        """Groups in the buffer, oldest lease first or in the order of their arrival."""
+        if order == "first_finished":
+            return list(self._ready.values())
         return [lease.group for lease in self._open.values() if lease.group is not None]
 
     def status(self, lease_id: int) -> Literal["generating", "ready", "ended", "unknown"]:
@@ -200,7 +218,7 @@ class Ledger:
         lease = self._open[group.lease_id]
         assert lease.group is None, f"lease {group.lease_id} has a group already"
         lease.group, lease.position = group, position
-        self._num_ready += 1
+        self._ready[group.lease_id] = group
 
     def end_epoch(self, num_prompts: int) -> tuple[int, EpochAccount] | None:
         """A pass in which all prompts are done with, the oldest one; it is told once."""
@@ -211,15 +229,14 @@ class Ledger:
 
     def _grant(self, event: Granted) -> None:
         assert event.lease_id not in self._open, f"lease {event.lease_id} is open already"
-        self._open[event.lease_id] = OpenLease(event.lease_id, event.prompt_id, event.epoch, event.actor)
+        self._open[event.lease_id] = OpenLease(event.lease_id, event.prompt_id, event.epoch, event.actor, event.oldest_version)
         self._next_lease_id = max(self._next_lease_id, event.lease_id + 1)
         self._leased += 1
         self._epoch(event.epoch)
 
     def _close(self, lease_id: int) -> OpenLease:
-        lease = self._open.pop(lease_id)
-        self._num_ready -= lease.group is not None
-        return lease
+        self._ready.pop(lease_id, None)
+        return self._open.pop(lease_id)
 
     def _epoch(self, epoch: int) -> EpochAccount:
         return self.epochs.setdefault(epoch, EpochAccount())

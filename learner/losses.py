@@ -35,6 +35,7 @@ def gspo(
     *,
     clip_low: float,
     clip_high: float,
+    dual_clip: float | None = None,
 ) -> TokenLosses:
     """`l_it = -min(s_i A_it, clip(s_i, 1 - clip_low, 1 + clip_high) A_it)` with `s_i = exp(mean_t log r_it)`.
 
@@ -44,12 +45,15 @@ def gspo(
     `-s_i A_i / (N |y_i|)`. It is exactly 0 where the row is clipped, which it is only on the side that its advantage would
     push it further out to: (A > 0, s > 1 + clip_high) or (A < 0, s < 1 - clip_low).
 
+    With `dual_clip` c > 1 the loss of a negative advantage is also at most `c |A|`, where s > c, and the row has no gradient
+    there: `ppo_clip`'s bound, of the sequence ratio.
+
     The ratio carries the gradient of its whole row: of what varies within it, advantages or a correction's weights, every
     token gets the row's mean. Use `gspo_token` where each token must have its own.
     """
     log_of_tokens = log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)
     log_ratio = log_sequence_ratio(log_of_tokens, completion_mask).expand_as(policy_logprobs)
-    return _clipped_losses(log_ratio, completion_mask, advantages, clip_low=clip_low, clip_high=clip_high)
+    return _clipped_losses(log_ratio, completion_mask, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 
 
 def gspo_token(
@@ -60,18 +64,20 @@ def gspo_token(
     *,
     clip_low: float,
     clip_high: float,
+    dual_clip: float | None = None,
 ) -> TokenLosses:
     """`l_it = -min(s_it A_it, clip(s_it, 1 - clip_low, 1 + clip_high) A_it)` with `s_it = sg[s_i] pi_it / sg[pi_it]`.
 
     `sg` stops the gradient, so `s_it` has the value of the sequence ratio `s_i` of `gspo` and the gradient `s_i` with
     respect to the token's own log-prob: GSPO-token, https://arxiv.org/abs/2507.18071, eq. 13 to 17. The gradient of a loss
     token is `-s_i A_it`, 0 where clipped by the sign of its own advantage. With equal advantages in a row, loss, gradient
-    and clipping are those of `gspo` under every aggregation that weighs the tokens of a row alike.
+    and clipping are those of `gspo` under every aggregation that weighs the tokens of a row alike. `dual_clip` is that of
+    `gspo`, by the sign of the token's own advantage.
     """
     log_of_tokens = log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)
     # The difference is exactly 0; adding log s to it last keeps 3e-4 from being rounded beside log-probs of size 10.
     log_ratio = (log_of_tokens - log_of_tokens.detach()) + log_sequence_ratio(log_of_tokens.detach(), completion_mask)
-    return _clipped_losses(log_ratio, completion_mask, advantages, clip_low=clip_low, clip_high=clip_high)
+    return _clipped_losses(log_ratio, completion_mask, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 
 
 def ppo_clip(
@@ -191,7 +197,7 @@ def _clipped_losses(
     *,
     clip_low: float,
     clip_high: float,
-    dual_clip: float | None = None,
+    dual_clip: float | None,
 ) -> TokenLosses:
     """`-min(ratio A, clip(ratio) A)`, whatever the ratio is of; `log_ratio` finite everywhere."""
     advantages = torch.where(completion_mask, advantages, 0.0)

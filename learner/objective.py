@@ -39,9 +39,9 @@ def token_losses(loss: LossSection, logprobs: PolicyLogprobs, completion_mask: T
     inputs = (logprobs.policy, logprobs.anchor, completion_mask, advantages)
     match loss.objective:
         case "gspo":
-            return losses.gspo(*inputs, **_clip(loss))
+            return losses.gspo(*inputs, **_clip(loss), dual_clip=loss.dual_clip)
         case "gspo_token":
-            return losses.gspo_token(*inputs, **_clip(loss))
+            return losses.gspo_token(*inputs, **_clip(loss), dual_clip=loss.dual_clip)
         case "grpo" | "dr_grpo" | "dapo" | "ppo":
             return losses.ppo_clip(*inputs, **_clip(loss), dual_clip=loss.dual_clip)
         case "sapo":

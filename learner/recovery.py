@@ -80,9 +80,9 @@ def _refill(
     it either. To do so here would be to change the history that the log's records continue.
     """
     num_lost = 0
-    for saved in state.ledger.open:
-        if not saved.is_ready:
-            continue
+    ready = [saved for saved in state.ledger.open if saved.is_ready]
+    # In the order of arrival, as they were in the buffer.
+    for saved in sorted(ready, key=lambda saved: saved.position or Position(0, 0)):
         record = read(saved.position) if saved.position is not None else None
         if record is not None and isinstance(record.event, Accepted) and record.event.lease_id == saved.lease_id:
             ledger.restore(make_group(record.event, record.arrays, ledger, prompts), saved.position)

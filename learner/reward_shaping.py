@@ -16,6 +16,9 @@ from common.user_functions import load_function, located
 LengthPenalty = Callable[[NDArray[np.int64], int], NDArray[np.float64]]
 """`(lengths [completions], max_new_tokens) -> what is added to their rewards [completions]`, usually not above 0."""
 
+Population = Literal["none", "group", "batch", "running"]
+"""The rewards that a moment is of: those of one prompt, of the optimizer step, or of the run so far."""
+
 
 class RunningMoments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Mean and spread of all rewards of a run so far; part of its checkpoint."""
@@ -63,8 +66,8 @@ def shape_rewards(
     overlong_buffer: int,
     overlong_penalty: float,
     length_penalty: LengthPenalty | None,
-    norm: Literal["none", "group", "batch", "running"],
-    norm_part: Literal["both", "shift", "scale"],
+    norm_mean: Population,
+    norm_std: Population,
     clip: float | None,
     running: RunningMoments,
 ) -> ShapedRewards:
@@ -75,18 +78,18 @@ def shape_rewards(
     bounds what the advantages are made of, whatever the normalization made of an outlier.
 
     `rewards`, `lengths`: `[num_groups, group_size]`, all completions of one optimizer step, of all ranks; `lengths` in
-    completion tokens. An `overlong_buffer` of 0, no `length_penalty` and no `clip` mean none of it. With `norm = "running"`
-    the moments are updated before they are used, so that the first step's rewards are normalized too; otherwise
-    `running` is handed back as it was.
+    completion tokens. An `overlong_buffer` of 0, no `length_penalty` and no `clip` mean none of it. Where `norm_mean` or
+    `norm_std` is "running" the moments are updated before they are used, so that the first step's rewards are normalized too;
+    otherwise `running` is handed back as it was.
     """
     rewards = rewards + overlong_punishment(
         lengths, max_new_tokens=max_new_tokens, buffer_tokens=overlong_buffer, penalty=overlong_penalty
     )
     if length_penalty is not None:
         rewards = rewards + length_penalty(lengths.reshape(-1), max_new_tokens).reshape(lengths.shape)
-    if norm == "running":
+    if "running" in (norm_mean, norm_std):
         running = running.updated(rewards)
-    rewards = normalize_rewards(rewards, by=norm, part=norm_part, running=running)
+    rewards = normalize_rewards(rewards, mean_of=norm_mean, std_of=norm_std, running=running)
     if clip is not None:
         rewards = clip_rewards(rewards, limit=clip)
     return ShapedRewards(rewards, running)
@@ -108,29 +111,22 @@ def overlong_punishment(
 def normalize_rewards(
     rewards: NDArray[np.float64],
     *,
-    by: Literal["none", "group", "batch", "running"],
-    part: Literal["both", "shift", "scale"],
+    mean_of: Population,
+    std_of: Population,
     epsilon: float = 1e-6,
     running: RunningMoments,
 ) -> NDArray[np.float64]:
-    """`(R - mean) / (std + epsilon)`; the `shift` is the numerator alone, the `scale` is `R / (std + epsilon)`.
+    """`(R - mean) / (std + epsilon)`, the mean of one population and the unbiased standard deviation of the same or another.
 
-    Mean and unbiased standard deviation are those of each `group`, of the whole `batch` that `rewards` are, or `running`,
-    which the caller has updated with these rewards. `none` returns the rewards as they are.
+    A population is each `group` by itself, the whole `batch` that `rewards` are, or `running`, which the caller has updated
+    with these rewards. `none` subtracts nothing, or divides by nothing.
 
-    Where all rewards that the moments are of are equal there is nothing to scale by: shifted they are exactly 0, and
-    otherwise they stay. No paper defines this step; popular code divides by epsilon there.
+    Where all rewards that the standard deviation is of are equal there is nothing to scale by, and nothing is divided: shifted
+    by their own mean they are exactly 0. No paper defines this step; popular code divides by epsilon there.
     """
-    if by == "none":
-        return rewards
-    if by == "running":
-        mean, std = np.array(running.mean), np.array(running.std)
-    else:
-        mean, squares = _moments(rewards if by == "group" else rewards.reshape(1, -1))
-        num_rewards = rewards.shape[-1] if by == "group" else rewards.size
-        std = np.sqrt(squares / max(1, num_rewards - 1))
-    shifted = rewards if part == "scale" else rewards - mean
-    return shifted if part == "shift" else shifted / np.where(std > 0, std + epsilon, 1.0)
+    mean, _ = _mean_and_std(rewards, mean_of, running)
+    _, std = _mean_and_std(rewards, std_of, running)
+    return (rewards - mean) / np.where(std > 0, std + epsilon, 1.0)
 
 
 def clip_rewards(rewards: NDArray[np.float64], *, limit: float) -> NDArray[np.float64]:
@@ -166,6 +162,23 @@ def load_length_penalty(path: str) -> LengthPenalty:
 
 def _setting_error(path: str, problem: str, cure: str) -> SettingError:
     return SettingError("reward.length_penalty", path, problem, cure)
+
+
+def _mean_and_std(
+    rewards: NDArray[np.float64], population: Population, running: RunningMoments
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Of each reward's population, both in a shape that goes with `rewards`; 0 for none."""
+    match population:
+        case "none":
+            return np.zeros(()), np.zeros(())
+        case "running":
+            return np.array(running.mean), np.array(running.std)
+        case "group":
+            of_population = rewards
+        case "batch":
+            of_population = rewards.reshape(1, -1)
+    mean, squares = _moments(of_population)
+    return mean, np.sqrt(squares / max(1, of_population.shape[1] - 1))
 
 
 def _moments(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

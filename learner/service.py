@@ -38,7 +38,7 @@ from learner.ranks import RankedTrainer
 from learner.recovery import Recovered, recover
 from learner.rollout_log import LogFullError, Position, RolloutLog, read_log, read_record
 from learner.routing_history import RoutingHistory
-from learner.staleness import StalenessGate
+from learner.staleness import StalenessPolicy
 from learner.trainer import Trainer
 from learner.weight_publisher import WeightPublisher
 from protocols.channels import Hub, host_of
@@ -137,6 +137,7 @@ class Learner:
         self._canary_token_ids = _canary(prompts, min(CANARY_TOKENS, config.model.max_length - 1))
         layout = self._trainer.layout()
         self._checkpoint_bytes = CHECKPOINT_BYTES_PER_PARAMETER * sum(math.prod(spec.shape) for spec in layout)
+        self._staleness = StalenessPolicy(config.staleness, config.train)
         self._dispatcher = Dispatcher(
             contract=Contract(
                 run_id=self._run_id,
@@ -160,13 +161,7 @@ class Learner:
             stream=recovered.stream,
             ledger=recovered.ledger,
             log=self._log,
-            gate=StalenessGate(
-                max_staleness=config.staleness.max_staleness,
-                hard_max_staleness=config.staleness.hard_max_staleness,
-                groups_per_step=config.train.groups_per_step,
-                steps_per_batch=config.train.steps_per_batch,
-                num_steps=config.train.num_steps,
-            ),
+            staleness=self._staleness,
             drop_zero_variance=config.loss.zero_variance == "drop",
             drop_quarantined=config.weights.on_canary_mismatch == "drop",
             max_failed_leases=config.train.max_failed_leases,
@@ -313,6 +308,7 @@ class Learner:
             self._save_checkpoint()
         self._record_steps(
             steps,
+            groups,
             first_version,
             {
                 "time/step_s": (time.monotonic() - started) / len(steps),
@@ -322,16 +318,18 @@ class Learner:
             },
         )
 
-    def _record_steps(self, steps: list[dict[str, Any]], first_version: int, shares: dict[str, float]) -> None:
+    def _record_steps(
+        self, steps: list[dict[str, Any]], groups: Sequence[Group], first_version: int, shares: dict[str, float]
+    ) -> None:
+        train = self._config.train
         ready, in_flight = self._dispatcher.buffer_sizes()
         for index, step in enumerate(steps):
-            over_bound = sum(
-                count for lag, count in step["lag/counts"].items() if int(lag) > self._config.staleness.max_staleness
-            )
+            start = index % train.steps_per_batch * train.groups_per_step
+            of_step = groups[start : start + train.groups_per_step]
             row = {
                 **step,
                 **shares,
-                "staleness/over_bound": over_bound,
+                "staleness/over_bound": self._staleness.count_over_bound(of_step, first_version + index),
                 "buffer/ready": ready,
                 "buffer/in_flight": in_flight,
             }

@@ -1,69 +1,125 @@
-"""How old a rollout may be: one object answers who is admitted, under which weights, and what is selected or dropped.
+"""How old a rollout may be: one object answers who is admitted, under which weights, and what is selected, evicted or aborted.
 
-Groups are trained in the order of their leases, `groups_per_step` to an optimizer step. So the n-th group (counted from 0)
-of a run is trained at policy version `n // groups_per_step`, and a lease for it, granted under weights of at least
-`n // groups_per_step - max_staleness`, is trained with a lag of at most `max_staleness`: that is the whole gate. A straggler
-that misses its turn is trained later than that; its excess is counted, and `hard_max_staleness` drops it.
+Groups are trained in the order of their leases: a batch of `groups_per_step * steps_per_batch` makes so many optimizer steps,
+once per epoch over it. So it is known in advance at which policy version the n-th lease from now on is trained for the last
+time (`StalenessPolicy.trained_at`), and a lease granted under weights of at least that version minus `max_staleness` is trained
+with a lag of at most `max_staleness`: that is admission, and all of the policy `gate`. A straggler that misses its turn is
+trained later than that, and counted; `drop` and `hard_max_staleness` drop it when its turn comes, `abort` while it is still
+being generated.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
-from learner.groups import Group
-
-
-class Selection(NamedTuple):
-    """What the gate decided about the groups at hand."""
-
-    selected: list[Group]
-    """A whole batch, oldest lease first, or nothing."""
-    too_stale: list[Group]
-    """Above the hard bound: to be dropped, their prompts leased again."""
+from common.config import StalenessSection, TrainSection
+from learner.groups import LagOf
 
 
-class StalenessGate:
-    """Admission and selection under `max_staleness` and `hard_max_staleness`."""
+class Aged(Protocol):
+    """What the policy must know of a group."""
 
-    def __init__(
-        self,
-        *,
-        max_staleness: int,
-        hard_max_staleness: int | None,
-        groups_per_step: int,
-        steps_per_batch: int,
-        num_steps: int,
-    ) -> None:
-        self.max_staleness = max_staleness
-        self._hard_max_staleness = hard_max_staleness
-        self._groups_per_step = groups_per_step
-        self.batch_groups = groups_per_step * steps_per_batch
+    def lag_of(self, measured: LagOf, policy_version: int) -> float:
+        """Optimizer steps between `policy_version` and what is measured of the group, at least 0."""
+        ...
+
+
+class InFlight(NamedTuple):
+    """A lease whose group is being generated."""
+
+    lease_id: int
+    oldest_version: int
+    """No token of it is older."""
+
+
+G = TypeVar("G", bound=Aged)
+
+
+class StalenessPolicy:
+    """Admission, selection, eviction and abortion under `[staleness]`; without clock, sockets or memory of its own.
+
+    Unless said otherwise `policy_version` is the learner's, at the start of a batch.
+    """
+
+    def __init__(self, bounds: StalenessSection, train: TrainSection) -> None:
+        self.bounds = bounds
+        """May be replaced while the run goes on; every method answers by it from then on."""
+        self._groups_per_step = train.groups_per_step
+        self._steps_per_epoch = train.steps_per_batch
+        self._num_batches = train.num_steps // (train.steps_per_batch * train.epochs_per_batch)
+        self.batch_steps = train.steps_per_batch * train.epochs_per_batch
+        """Optimizer steps on one selection."""
+        self.batch_groups = train.groups_per_step * train.steps_per_batch
         """Groups in one selection."""
-        self._num_groups = groups_per_step * num_steps
 
-    def capacity(self, policy_version: int, num_open: int) -> int:
+    @property
+    def required_capacity(self) -> int:
+        """The most leases that are ever open at once: with fewer slots, the actors hold training back before the bound does."""
+        return self._num_admitted()
+
+    @property
+    def largest_lag(self) -> int | None:
+        """No group is trained that lags by more; None: admission alone bounds it, and stragglers may exceed that."""
+        if self.bounds.staleness_policy == "gate":
+            return self.bounds.hard_max_staleness
+        return self.bounds.max_staleness
+
+    def trained_at(self, policy_version: int, index: int) -> int:
+        """The policy version at which the `index`-th group in line from now on is trained for the last time."""
+        batch, place = divmod(index, self.batch_groups)
+        first_epoch = policy_version + batch * self.batch_steps + place // self._groups_per_step
+        return first_epoch + self.batch_steps - self._steps_per_epoch
+
+    def admit(self, policy_version: int, num_open: int) -> int:
         """How many more leases may be granted now.
 
         `num_open` leases are granted and neither trained nor dropped: generating, or buffered.
         """
-        num_taken = policy_version * self._groups_per_step + num_open
-        bound = min((policy_version + self.max_staleness + 1) * self._groups_per_step, self._num_groups)
-        return max(0, bound - num_taken)
+        left_in_run = (self._num_batches - policy_version // self.batch_steps) * self.batch_groups
+        return max(0, min(self._num_admitted(), left_in_run) - num_open)
 
     def min_policy_version(self, policy_version: int, num_open: int) -> int:
         """The oldest weights under which the next lease may be generated."""
-        trained_at = policy_version + num_open // self._groups_per_step
-        return max(0, trained_at - self.max_staleness)
+        return max(0, self.trained_at(policy_version, num_open) - self.bounds.max_staleness)
 
-    def select(self, ready: Sequence[Group], policy_version: int) -> Selection:
-        """A batch to train on from `ready`, which is in lease order."""
-        too_stale: list[Group] = []
-        selected: list[Group] = []
+    def evict(self, ready: Sequence[G], policy_version: int) -> list[G]:
+        """Those of the groups at hand, in the order they would be trained in, that are past the hard bound: to be dropped."""
+        if self.largest_lag is None:
+            return []
+        evicted: list[G] = []
+        num_selected = 0
         for group in ready:
-            trained_at = policy_version + len(selected) // self._groups_per_step
-            if self._hard_max_staleness is not None and group.policy_lag(trained_at) > self._hard_max_staleness:
-                too_stale.append(group)
+            if self._lag(group, self.trained_at(policy_version, num_selected)) > self.largest_lag:
+                evicted.append(group)
             else:
-                selected.append(group)
-            if len(selected) == self.batch_groups:
-                return Selection(selected, too_stale)
-        return Selection([], too_stale)
+                num_selected += 1
+            if num_selected == self.batch_groups:
+                break
+        return evicted
+
+    def select(self, ready: Sequence[G]) -> list[G]:
+        """The next batch from what `evict` has left, or nothing while it is not complete."""
+        return list(itertools.islice(ready, self.batch_groups)) if len(ready) >= self.batch_groups else []
+
+    def abort(self, in_flight: Iterable[InFlight], policy_version: int) -> list[int]:
+        """Leases whose group, were it finished now, would be dropped: to be cancelled, and their prompts leased again."""
+        if self.bounds.staleness_policy != "abort":
+            return []
+        oldest = self.trained_at(policy_version, 0) - self.bounds.max_staleness
+        return [lease.lease_id for lease in in_flight if lease.oldest_version < oldest]
+
+    def count_over_bound(self, groups: Iterable[G], policy_version: int) -> int:
+        """Those of the groups whose lag exceeds `max_staleness` in an optimizer step from `policy_version`."""
+        return sum(self._lag(group, policy_version) > self.bounds.max_staleness for group in groups)
+
+    def _num_admitted(self) -> int:
+        """Leases whose turn comes early enough for the bound, were they generated under the weights of now."""
+        # The groups of a batch's first step are trained for the last time so many steps after the batch begins.
+        slack = self.bounds.max_staleness - (self.batch_steps - self._steps_per_epoch)
+        if slack < 0:
+            return 0
+        batches, steps = divmod(slack, self.batch_steps)
+        return batches * self.batch_groups + min(steps + 1, self._steps_per_epoch) * self._groups_per_step
+
+    def _lag(self, group: Aged, trained_at: int) -> float:
+        return group.lag_of(self.bounds.lag_of, trained_at)

@@ -68,7 +68,7 @@ class Adapted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kl_coefficient: float
     """Of the KL in the loss or in the reward."""
     rewards: RunningMoments = RunningMoments()
-    """Of all rewards so far, for `reward.norm = "running"`."""
+    """Of all rewards so far, where `reward.norm_mean` or `reward.norm_std` is "running"."""
 
 
 class Scored(NamedTuple):
@@ -133,8 +133,9 @@ class Trainer:
     def train_batch(self, groups: Sequence[Group]) -> list[Metrics]:
         """Take `train.steps_per_batch` optimizer steps, each on the next `train.groups_per_step` of `groups`.
 
-        Every rank passes the same groups and takes its own share of their rows. Returns the metrics of each step, the
-        same on every rank; times are this rank's.
+        That is one epoch; the same steps are taken `train.epochs_per_batch` times, against the same frozen log-probs and with
+        the same advantages. Every rank passes the same groups and takes its own share of their rows. Returns the metrics of
+        each step, the same on every rank; times are this rank's.
         """
         per_step, num_steps = self._train.groups_per_step, self._train.steps_per_batch
         if len(groups) != per_step * num_steps:
@@ -147,7 +148,10 @@ class Trainer:
         # Before the first step: the proximal policy is the one that the whole batch starts from.
         prepared = [self._prepare(of_step) for of_step in rows]
         prepare_s = time.perf_counter() - start
-        metrics = [self._step(*of_step) for of_step in zip(steps, rows, prepared, strict=True)]
+        metrics: list[Metrics] = []
+        for epoch in range(self._train.epochs_per_batch):
+            for of_step in zip(steps, rows, prepared, strict=True):
+                metrics.append(self._step(*of_step, num_steps_before=epoch * num_steps))
         for index, of_step in enumerate(metrics):
             of_step["time/prepare_s"] = prepare_s if index == 0 else 0.0
         return metrics
@@ -242,8 +246,8 @@ class Trainer:
             overlong_buffer=reward.overlong_buffer,
             overlong_penalty=reward.overlong_penalty,
             length_penalty=self._length_penalty,
-            norm=reward.norm,
-            norm_part=reward.norm_part,
+            norm_mean=reward.norm_mean,
+            norm_std=reward.norm_std,
             clip=reward.clip,
             running=self._adapted.rewards,
         )
@@ -288,7 +292,10 @@ class Trainer:
 
     # A step
 
-    def _step(self, groups: Sequence[Group], rows: Sequence[Row], batch: Sequence[Prepared]) -> Metrics:
+    def _step(
+        self, groups: Sequence[Group], rows: Sequence[Row], batch: Sequence[Prepared], *, num_steps_before: int
+    ) -> Metrics:
+        """One optimizer step; its rows have made so many in earlier epochs, and are by that much staler."""
         start = time.perf_counter()
         num_tokens = sum(len(row.rollout.token_ids) for row in rows)
         assert self._loss.aggregation is not None, "the config is not complete (common.objectives)"
@@ -302,7 +309,7 @@ class Trainer:
                 length=self._loss.aggregation_length or 1,
             ),
         )
-        table, sums = self._accumulate_gradients(batch, totals)
+        table, sums = self._accumulate_gradients([_aged(prepared, num_steps_before) for prepared in batch], totals)
         metrics: Metrics = {**group_metrics(groups, self.policy_version)}
         metrics |= loss_metrics(gather_rows(table), aggregation=self._loss.aggregation, denominator=totals.denominator)
         if self.policy_version > 0:
@@ -456,6 +463,12 @@ class Trainer:
             self._config.lora,
             self._module.value_head is not None,
         )
+
+
+def _aged(prepared: Prepared, num_steps: int) -> Prepared:
+    """The same micro-batch, so many optimizer steps later."""
+    micro_batch = prepared.micro_batch
+    return prepared._replace(micro_batch=micro_batch._replace(policy_lags=micro_batch.policy_lags + num_steps))
 
 
 def _random_file(rank: int) -> str:

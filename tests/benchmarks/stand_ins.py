@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from actor.engine import Completion, Score
-from common.config import EvaluationSection, HubSection, RolloutSection, TaskSection
+from common.config import EvaluationSection, HubSection, RolloutSection, StalenessSection, TaskSection, TrainSection
 from learner.contract import Contract
 from learner.dispatcher import Dispatcher, Record, WeightsMessage
 from learner.ledger import Ledger
 from learner.prompts import Prompt, PromptStream
 from learner.rollout_log import RolloutLog
-from learner.staleness import StalenessGate
+from learner.staleness import StalenessPolicy
 from protocols.messages import EngineInfo, ModelHashes, Sampling, Segment, TensorSpec
 
 VOCABULARY_SIZE = 50_000
@@ -142,12 +142,8 @@ def make_dispatcher(
         stream=PromptStream(NUM_PROMPTS, seed=0),
         ledger=Ledger(),
         log=log,
-        gate=StalenessGate(
-            max_staleness=max_staleness,
-            hard_max_staleness=None,
-            groups_per_step=groups_per_step,
-            steps_per_batch=1,
-            num_steps=num_steps,
+        staleness=StalenessPolicy(
+            StalenessSection(max_staleness=max_staleness), TrainSection(groups_per_step=groups_per_step, num_steps=num_steps)
         ),
         drop_zero_variance=False,
         drop_quarantined=True,

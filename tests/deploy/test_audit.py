@@ -44,7 +44,9 @@ def started(version: int = 0) -> Started:
 def granted(lease_id: int, turn: int | None = None, actor: str = "a") -> Granted:
     """The lease of this id, for the prompt whose turn is the `turn`-th of the run (default: the id's)."""
     epoch, index = divmod(lease_id if turn is None else turn, NUM_PROMPTS)
-    return Granted(at=0, lease_id=lease_id, prompt_id=order(epoch)[index], epoch=epoch, actor=actor, policy_version=0)
+    return Granted(
+        at=0, lease_id=lease_id, prompt_id=order(epoch)[index], epoch=epoch, actor=actor, policy_version=0, oldest_version=0
+    )
 
 
 def accepted(lease_id: int, actor: str = "a") -> Accepted:
@@ -61,7 +63,7 @@ def expired(lease_id: int) -> Expired:
 
 
 def trained(version: int, *lease_ids: int) -> Trained:
-    return Trained(at=0, lease_ids=lease_ids, policy_version=version, num_steps=1)
+    return Trained(at=0, lease_ids=lease_ids, policy_version=version, num_steps=1, selected_at=0.0, selected_after=0)
 
 
 def followed(*events: LeaseEvent, is_whole: bool = True, lost: Lost = NOTHING_LOST) -> LogAudit:
@@ -120,7 +122,7 @@ def test_what_must_not_happen_to_a_lease_is_seen(more: Sequence[LeaseEvent], sai
 
 
 def test_batch_that_a_checkpoint_cuts_in_two_is_seen() -> None:
-    two_steps = Trained(at=0, lease_ids=(0,), policy_version=0, num_steps=2)
+    two_steps = Trained(at=0, lease_ids=(0,), policy_version=0, num_steps=2, selected_at=0.0, selected_after=0)
     assert flaws(started(), granted(0), accepted(0), two_steps, started(1))[0] == "version 1 lies within the batch of version 0"
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from common.config import EvaluationSection, HubSection, RolloutSection
+from common.config import EvaluationSection, HubSection, RolloutSection, StalenessSection, TrainSection
 from learner.contract import Contract
 from learner.dispatcher import MAX_REPLACED, Dispatcher, Outgoing, RunFailedError
 from learner.groups import Group
@@ -17,7 +17,7 @@ from learner.lease_events import Accepted, Expired, Granted, LeaseEvent, Started
 from learner.ledger import Ledger, needed_position
 from learner.prompts import Prompt, PromptStream, Turn
 from learner.rollout_log import LogFullError, Position, RolloutLog, read_log
-from learner.staleness import StalenessGate
+from learner.staleness import StalenessPolicy
 from protocols.keys import NO_KEYS, Sender
 from protocols.messages import (
     Ack,
@@ -171,8 +171,10 @@ class Desk:
         max_staleness: int = 1,
         groups_per_step: int = 2,
         steps_per_batch: int = 1,
+        epochs_per_batch: int = 1,
         num_steps: int = 50,
         hard_max_staleness: int | None = None,
+        staleness: StalenessSection | None = None,
         policy_version: int = 0,
         newest_version: int = 0,
         is_published: bool = True,
@@ -215,12 +217,14 @@ class Desk:
             stream=self.stream,
             ledger=self.ledger,
             log=log,
-            gate=StalenessGate(
-                max_staleness=max_staleness,
-                hard_max_staleness=hard_max_staleness,
-                groups_per_step=groups_per_step,
-                steps_per_batch=steps_per_batch,
-                num_steps=num_steps,
+            staleness=StalenessPolicy(
+                staleness or StalenessSection(max_staleness=max_staleness, hard_max_staleness=hard_max_staleness),
+                TrainSection(
+                    groups_per_step=groups_per_step,
+                    steps_per_batch=steps_per_batch,
+                    epochs_per_batch=epochs_per_batch,
+                    num_steps=num_steps,
+                ),
             ),
             drop_zero_variance=drop_zero_variance,
             drop_quarantined=drop_quarantined,
@@ -1067,7 +1071,7 @@ def test_everything_that_happens_to_a_lease_is_in_the_log_in_order(log: WillingL
     assert log.events() == [
         Started(at=7.0, run_id="run", learner_incarnation=77, policy_version=0),
         *(
-            Granted(at=7.0, lease_id=index, prompt_id=prompt_id, epoch=0, actor="a", policy_version=0)
+            Granted(at=7.0, lease_id=index, prompt_id=prompt_id, epoch=0, actor="a", policy_version=0, oldest_version=0)
             for index, prompt_id in enumerate(prompt_ids)
         ),
         Accepted(
@@ -1078,7 +1082,7 @@ def test_everything_that_happens_to_a_lease_is_in_the_log_in_order(log: WillingL
             generate_s=0.1,
             policy_version=0,
         ),
-        Trained(at=7.0, lease_ids=(first.lease_id,), policy_version=0, num_steps=1),
+        Trained(at=7.0, lease_ids=(first.lease_id,), policy_version=0, num_steps=1, selected_at=7.0, selected_after=4),
         Expired(at=7.0, lease_id=second.lease_id, reason="handed back by the actor"),
     ]
 

@@ -22,7 +22,11 @@ def make_group(lease_id: int, prompt_id: int = 0) -> Group:
 
 def grant(ledger: Ledger, prompt_id: int = 0, epoch: int = 0) -> int:
     lease_id = ledger.next_lease_id()
-    ledger.apply(Granted(at=0.0, lease_id=lease_id, prompt_id=prompt_id, epoch=epoch, actor="actor-0", policy_version=0))
+    ledger.apply(
+        Granted(
+            at=0.0, lease_id=lease_id, prompt_id=prompt_id, epoch=epoch, actor="actor-0", policy_version=0, oldest_version=0
+        )
+    )
     return lease_id
 
 
@@ -32,7 +36,7 @@ def accept(ledger: Ledger, lease_id: int, position: Position | None = None) -> N
 
 
 def train(ledger: Ledger, *lease_ids: int) -> None:
-    ledger.apply(Trained(at=0.0, lease_ids=lease_ids, policy_version=0, num_steps=1))
+    ledger.apply(Trained(at=0.0, lease_ids=lease_ids, policy_version=0, num_steps=1, selected_at=0.0, selected_after=0))
 
 
 def drop(ledger: Ledger, lease_id: int, reason: str, *, is_final: bool = False) -> None:
@@ -209,14 +213,14 @@ def test_refused_training_changes_nothing() -> None:
 
 def test_lease_that_is_open_cannot_be_granted_again() -> None:
     ledger = Ledger()
-    granted = Granted(at=0.0, lease_id=grant(ledger), prompt_id=1, epoch=0, actor="b", policy_version=0)
+    granted = Granted(at=0.0, lease_id=grant(ledger), prompt_id=1, epoch=0, actor="b", policy_version=0, oldest_version=0)
     with pytest.raises(AssertionError):
         ledger.apply(granted)
 
 
 def test_ids_go_on_after_the_newest_that_the_log_granted() -> None:
     ledger = Ledger()
-    ledger.apply(Granted(at=0.0, lease_id=41, prompt_id=1, epoch=0, actor="b", policy_version=0))
+    ledger.apply(Granted(at=0.0, lease_id=41, prompt_id=1, epoch=0, actor="b", policy_version=0, oldest_version=0))
     assert ledger.next_lease_id() == 42
 
 
@@ -273,7 +277,7 @@ def test_pass_is_told_once_when_all_its_prompts_are_done_with() -> None:
 def test_restart_needs_the_oldest_group_in_the_buffer_or_the_end_of_the_log(
     positions: Collection[Position | None], needed: Position
 ) -> None:
-    leases = [SavedLease(0, 0, 0, "a", position, position is not None) for position in positions]
+    leases = [SavedLease(0, 0, 0, "a", position, position is not None, 0) for position in positions]
     assert needed_position(leases, Position(3, 8)) == needed
 
 

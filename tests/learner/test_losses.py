@@ -14,6 +14,8 @@ from learner.losses import LOG_RATIO_BOUND, TokenLosses, cispo, gspo, gspo_token
 BAND = {"clip_low": 0.1, "clip_high": 0.2}
 TAU = {"tau_positive": 1.0, "tau_negative": 1.5}
 DUAL_CLIP = 1.6
+SEQUENCE_DUAL_CLIP = 1.05
+"""The means of `random_batch` reach it, also inside the band."""
 
 Objective = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLosses]
 
@@ -22,11 +24,13 @@ OBJECTIVES: dict[str, Objective] = {
     "gspo_token": lambda *tensors: gspo_token(*tensors, **BAND),
     "ppo_clip": lambda *tensors: ppo_clip(*tensors, **BAND),
     "dual_clip": lambda *tensors: ppo_clip(*tensors, **BAND, dual_clip=DUAL_CLIP),
+    "gspo_dual_clip": lambda *tensors: gspo(*tensors, **BAND, dual_clip=SEQUENCE_DUAL_CLIP),
+    "gspo_token_dual_clip": lambda *tensors: gspo_token(*tensors, **BAND, dual_clip=SEQUENCE_DUAL_CLIP),
     "sapo": lambda *tensors: sapo(*tensors, **TAU),
     "cispo": lambda *tensors: cispo(*tensors, **BAND),
     "reinforce": lambda policy, _, mask, advantages: reinforce(policy, mask, advantages),
 }
-WITH_CLIP = ("gspo", "gspo_token", "ppo_clip", "dual_clip")
+WITH_CLIP = ("gspo", "gspo_token", "ppo_clip", "dual_clip", "gspo_dual_clip", "gspo_token_dual_clip")
 every_objective = pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
 
 
@@ -50,9 +54,20 @@ def printed_ppo_clip(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tens
     return printed_min(policy.exp() / anchor.exp(), advantages)
 
 
+def printed_cap(losses: Tensor, advantages: Tensor, dual_clip: float) -> Tensor:
+    return torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
+
+
 def printed_dual_clip(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
-    loss = printed_ppo_clip(policy, anchor, advantages)
-    return torch.where(advantages < 0, torch.minimum(loss, -DUAL_CLIP * advantages), loss)
+    return printed_cap(printed_ppo_clip(policy, anchor, advantages), advantages, DUAL_CLIP)
+
+
+def printed_gspo_dual_clip(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
+    return printed_cap(printed_gspo(policy, anchor, advantages), advantages, SEQUENCE_DUAL_CLIP)
+
+
+def printed_gspo_token_dual_clip(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
+    return printed_cap(printed_gspo_token(policy, anchor, advantages), advantages, SEQUENCE_DUAL_CLIP)
 
 
 def printed_sapo(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
@@ -75,6 +90,8 @@ PRINTED = {
     "gspo_token": printed_gspo_token,
     "ppo_clip": printed_ppo_clip,
     "dual_clip": printed_dual_clip,
+    "gspo_dual_clip": printed_gspo_dual_clip,
+    "gspo_token_dual_clip": printed_gspo_token_dual_clip,
     "sapo": printed_sapo,
     "cispo": printed_cispo,
     "reinforce": printed_reinforce,
@@ -148,6 +165,15 @@ def test_loss_and_gradient_equal_the_printed_formula_differentiated_in_float64(n
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("name", "uncapped"), [("dual_clip", "ppo_clip"), ("gspo_dual_clip", "gspo"), ("gspo_token_dual_clip", "gspo_token")]
+)
+def test_the_random_case_reaches_the_cap(name, uncapped):
+    batch = random_batch(0)
+    capped = run(OBJECTIVES[name], batch)[1] & ~run(OBJECTIVES[uncapped], batch)[1]
+    assert 0 < capped.sum() < (batch.advantages < 0).sum()
+
+
 @every_objective
 def test_outside_the_mask_loss_and_gradient_are_exactly_zero_and_nothing_is_clipped(objective):
     batch = random_batch(1, spread=2.0)
@@ -211,11 +237,29 @@ def test_only_the_side_that_the_advantage_pushes_to_is_clipped(name, ratio, adva
         (2.0, 2.0, -2.4, 0.0),  # positive advantages have only the upper clip
     ],
 )
-def test_dual_clip_caps_the_loss_of_a_negative_advantage_only(ratio, advantage, loss, gradient):
-    losses, clipped, policy_gradient = run(OBJECTIVES["dual_clip"], one_token(math.log(ratio), advantage))
+@pytest.mark.parametrize("function", [ppo_clip, gspo, gspo_token])
+def test_dual_clip_caps_the_loss_of_a_negative_advantage_only(function, ratio, advantage, loss, gradient):
+    batch = one_token(math.log(ratio), advantage)
+    losses, clipped, policy_gradient = run(lambda *tensors: function(*tensors, **BAND, dual_clip=DUAL_CLIP), batch)
     assert losses.item() == pytest.approx(loss)
     assert policy_gradient.item() == pytest.approx(gradient)
     assert clipped.item() == (gradient == 0)
+
+
+@pytest.mark.parametrize("function", [gspo, gspo_token])
+def test_dual_clip_of_a_sequence_goes_by_its_ratio_and_caps_all_of_its_tokens_or_none(function):
+    # Token ratios 4 and 1, (masked): s = 2 is capped at 1.6, 3.2 on each token. 9 and 0.25: s = 1.5 is not, though 9 is above.
+    nan = math.nan
+    batch = Batch(
+        torch.tensor([[4.0, 0.0, 1.0], [9.0, 0.25, 0.0]], dtype=torch.float64).log(),
+        torch.tensor([[0.0, nan, 0.0], [0.0, 0.0, nan]], dtype=torch.float64),
+        torch.tensor([[True, False, True], [True, True, False]]),
+        torch.full((2, 3), -2.0, dtype=torch.float64),
+    )
+    losses, clipped, gradient = run(lambda *tensors: function(*tensors, **BAND, dual_clip=DUAL_CLIP), batch)
+    torch.testing.assert_close(losses, torch.tensor([[3.2, 0.0, 3.2], [3.0, 3.0, 0.0]], dtype=torch.float64))
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.0, 0.0], [3.0, 3.0, 0.0]], dtype=torch.float64))
+    assert clipped.tolist() == [[True, False, True], [False, False, False]]
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token", "ppo_clip"])
@@ -256,10 +300,14 @@ def test_gspo_gives_every_token_the_mean_advantage_and_gspo_token_its_own():
 
 
 @settings(deadline=None, max_examples=20)
-@given(seed=st.integers(0, 2**31), spread=st.sampled_from([0.01, 0.4, 3.0]))
-def test_gspo_token_equals_gspo_where_the_advantages_of_a_row_are_equal(seed, spread):
+@given(
+    seed=st.integers(0, 2**31), spread=st.sampled_from([0.01, 0.4, 3.0]), dual_clip=st.sampled_from([None, SEQUENCE_DUAL_CLIP])
+)
+def test_gspo_token_equals_gspo_where_the_advantages_of_a_row_are_equal(seed, spread, dual_clip):
     batch = random_batch(seed, spread=spread)
-    for of_sequence, of_token in zip(run(OBJECTIVES["gspo"], batch), run(OBJECTIVES["gspo_token"], batch), strict=True):
+    of_sequences = run(lambda *tensors: gspo(*tensors, **BAND, dual_clip=dual_clip), batch)
+    of_tokens = run(lambda *tensors: gspo_token(*tensors, **BAND, dual_clip=dual_clip), batch)
+    for of_sequence, of_token in zip(of_sequences, of_tokens, strict=True):
         torch.testing.assert_close(of_token, of_sequence, rtol=1e-12, atol=1e-12)
 
 

@@ -49,10 +49,18 @@ def test_objectives_are_told_apart() -> None:
     distinct = {name: tuple(EXPECTED[name](BEHAVIOR).losses.flatten().tolist()) for name in EXPECTED}
     # GSPO-token is GSPO where advantages are equal along a row; the clip's four names are one function.
     assert len(set(distinct.values())) == 5
-    dual = section("objective=grpo", "dual_clip=1.01", "clip_high=0.2")
-    logprobs = PolicyLogprobs(POLICY, BEHAVIOR - 1, None)
-    plain = objective.token_losses(section("objective=grpo"), logprobs, MASK, ADVANTAGES)
-    assert not torch.equal(objective.token_losses(dual, logprobs, MASK, ADVANTAGES).losses, plain.losses)
+
+
+@pytest.mark.parametrize("name", [name for name in DEFAULTS if DEFAULTS[name].dual_clip])
+def test_dual_clip_caps_the_objectives_that_have_it(name: str) -> None:
+    # Every ratio is at least 1, so that without the cap the losses of the negative row would be up to e times as large.
+    logprobs = PolicyLogprobs(POLICY, POLICY - torch.linspace(0, 1, 12).view(3, 4), None)
+    found = objective.token_losses(section(f"objective={name}", "dual_clip=1.01"), logprobs, MASK, ADVANTAGES)
+    assert found.losses[1, :2].tolist() == pytest.approx([1.01, 1.01])
+    assert found.clipped[1].tolist() == [True, True, False, False]
+    without = objective.token_losses(section(f"objective={name}"), logprobs, MASK, ADVANTAGES)
+    assert torch.equal(found.losses[[0, 2]], without.losses[[0, 2]])
+    assert without.losses[1, :2].min() > 1.01
 
 
 @pytest.mark.parametrize("proximal", [None, PROXIMAL], ids=["pi over mu", "pi_old over mu"])

@@ -552,7 +552,9 @@ class Tale:
     def grant(self, lease_id: int, turn: Turn | None = None) -> Turn:
         turn = turn or self.stream.next()
         prompt_id, epoch = turn
-        self.log.append(Granted(at=0.0, lease_id=lease_id, prompt_id=prompt_id, epoch=epoch, actor="a", policy_version=0))
+        self.log.append(
+            Granted(at=0.0, lease_id=lease_id, prompt_id=prompt_id, epoch=epoch, actor="a", policy_version=0, oldest_version=0)
+        )
         return turn
 
     def accept(self, lease_id: int, ids: tuple[int, ...] = (1, 2)) -> None:
@@ -561,7 +563,16 @@ class Tale:
         self.positions[lease_id] = self.log.append(accepted, np.array(ids, np.int32), np.full(len(ids), -1.0, np.float32))
 
     def train(self, *lease_ids: int, policy_version: int = 0, num_steps: int = 1) -> None:
-        self.log.append(Trained(at=0.0, lease_ids=lease_ids, policy_version=policy_version, num_steps=num_steps))
+        self.log.append(
+            Trained(
+                at=0.0,
+                lease_ids=lease_ids,
+                policy_version=policy_version,
+                num_steps=num_steps,
+                selected_at=0.0,
+                selected_after=0,
+            )
+        )
 
     def expire(self, lease_id: int) -> None:
         self.log.append(Expired(at=0.0, lease_id=lease_id, reason="late"))

@@ -69,8 +69,8 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     sys.path[:] = before[1]
 
 
-def normalized(rewards, by: Any, part: Any = "both", epsilon=0.0, running=None):
-    return normalize_rewards(rewards, by=by, part=part, epsilon=epsilon, running=running or RunningMoments())
+def normalized(rewards, mean_of: Any, std_of: Any, epsilon=0.0, running=None):
+    return normalize_rewards(rewards, mean_of=mean_of, std_of=std_of, epsilon=epsilon, running=running or RunningMoments())
 
 
 def shaped(
@@ -78,8 +78,8 @@ def shaped(
     *,
     overlong_buffer=0,
     length_penalty=None,
-    norm: Any = "none",
-    norm_part: Any = "both",
+    norm_mean: Any = "none",
+    norm_std: Any = "none",
     clip=None,
     running=None,
 ):
@@ -90,8 +90,8 @@ def shaped(
         overlong_buffer=overlong_buffer,
         overlong_penalty=2.0,
         length_penalty=length_penalty,
-        norm=norm,
-        norm_part=norm_part,
+        norm_mean=norm_mean,
+        norm_std=norm_std,
         clip=clip,
         running=running or RunningMoments(),
     )
@@ -102,70 +102,96 @@ def shaped(
 
 def test_group_moments_are_each_groups_own():
     expected = [np.array([-2, -1, 3]) / np.sqrt(7), np.array([-1, -1, 2]) / np.sqrt(3)]
-    np.testing.assert_allclose(normalized(REWARDS, "group"), expected, rtol=1e-14)
+    np.testing.assert_allclose(normalized(REWARDS, "group", "group"), expected, rtol=1e-14)
 
 
 def test_batch_moments_are_of_all_completions():
     expected = np.array([[-2.5, -1.5, 2.5], [-0.5, -0.5, 2.5]]) / np.sqrt(4.3)
-    np.testing.assert_allclose(normalized(REWARDS, "batch"), expected, rtol=1e-14)
+    np.testing.assert_allclose(normalized(REWARDS, "batch", "batch"), expected, rtol=1e-14)
 
 
 def test_running_moments_are_those_given():
     # Mean 1, std sqrt(8 / 2) = 2.
-    expected = [[0.0, 0.5, 2.5], [1.0, 1.0, 2.5]]
-    assert normalized(REWARDS, "running", running=RunningMoments(count=3, mean=1.0, squares=8.0)).tolist() == expected
+    running = RunningMoments(count=3, mean=1.0, squares=8.0)
+    assert normalized(REWARDS, "running", "running", running=running).tolist() == [[0.0, 0.5, 2.5], [1.0, 1.0, 2.5]]
+    assert normalized(REWARDS, "running", "none", running=running).tolist() == (REWARDS - 1).tolist()
+    assert normalized(REWARDS, "none", "running", running=running).tolist() == (REWARDS / 2).tolist()
 
 
-def test_a_shift_subtracts_and_does_not_divide():
-    assert normalized(REWARDS, "group", "shift").tolist() == [[-2, -1, 3], [-1, -1, 2]]
-    assert normalized(REWARDS, "batch", "shift").tolist() == [[-2.5, -1.5, 2.5], [-0.5, -0.5, 2.5]]
+def test_a_mean_alone_is_subtracted_and_nothing_divided():
+    assert normalized(REWARDS, "group", "none").tolist() == [[-2, -1, 3], [-1, -1, 2]]
+    assert normalized(REWARDS, "batch", "none").tolist() == [[-2.5, -1.5, 2.5], [-0.5, -0.5, 2.5]]
 
 
-def test_a_scale_divides_and_does_not_subtract():
+def test_a_standard_deviation_alone_divides_and_nothing_is_subtracted():
     expected = [np.array([1, 2, 6]) / np.sqrt(7), np.array([3, 3, 6]) / np.sqrt(3)]
-    np.testing.assert_allclose(normalized(REWARDS, "group", "scale"), expected, rtol=1e-14)
-    np.testing.assert_allclose(normalized(REWARDS, "batch", "scale"), REWARDS / np.sqrt(4.3), rtol=1e-14)
+    np.testing.assert_allclose(normalized(REWARDS, "none", "group"), expected, rtol=1e-14)
+    np.testing.assert_allclose(normalized(REWARDS, "none", "batch"), REWARDS / np.sqrt(4.3), rtol=1e-14)
+
+
+def test_mean_and_standard_deviation_may_be_of_different_populations():
+    running = RunningMoments(count=3, mean=1.0, squares=8.0)
+    of_group, of_batch = np.array([[-2, -1, 3], [-1, -1, 2]]), np.array([[-2.5, -1.5, 2.5], [-0.5, -0.5, 2.5]])
+    group_std = np.sqrt([[7.0], [3.0]])
+    for mean_of, std_of, expected in (
+        ("group", "batch", of_group / np.sqrt(4.3)),
+        ("group", "running", of_group / 2),
+        ("batch", "group", of_batch / group_std),
+        ("batch", "running", of_batch / 2),
+        ("running", "group", (REWARDS - 1) / group_std),
+        ("running", "batch", (REWARDS - 1) / np.sqrt(4.3)),
+    ):
+        np.testing.assert_allclose(normalized(REWARDS, mean_of, std_of, running=running), expected, rtol=1e-14)
+
+
+def test_a_group_of_equal_rewards_is_not_divided_whatever_its_mean_is_of():
+    rewards = np.array([[2.0, 2.0], [1.0, 7.0]])
+    # Batch: mean 3, squares 1 + 1 + 4 + 16 = 22. Second group: mean 4, squares 9 + 9 = 18.
+    np.testing.assert_allclose(normalized(rewards, "batch", "group")[0], [-1.0, -1.0])
+    np.testing.assert_allclose(normalized(rewards, "batch", "group")[1], np.array([-2.0, 4.0]) / np.sqrt(18))
+    np.testing.assert_allclose(normalized(rewards, "group", "batch"), np.array([[0, 0], [-3, 3]]) / np.sqrt(22 / 3))
 
 
 def test_epsilon_is_added_to_the_standard_deviation():
     # Rewards -1 and 1: std sqrt(2).
     rewards = np.array([[-1.0, 1.0]])
-    np.testing.assert_allclose(normalized(rewards, "batch", epsilon=1.0), rewards / (np.sqrt(2) + 1), rtol=1e-14)
+    np.testing.assert_allclose(normalized(rewards, "batch", "batch", epsilon=1.0), rewards / (np.sqrt(2) + 1), rtol=1e-14)
 
 
 def test_without_normalization_rewards_are_as_they_were():
-    assert normalized(REWARDS, "none").tolist() == REWARDS.tolist()
+    assert normalized(REWARDS, "none", "none").tolist() == REWARDS.tolist()
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("by", ["group", "batch", "running"])
+@pytest.mark.parametrize("mean_of", ["group", "batch", "running"])
+@pytest.mark.parametrize("std_of", ["none", "group", "batch", "running"])
 @pytest.mark.parametrize("shape", [(3, 3), (1, 7), (7, 1)])
-def test_equal_rewards_are_shifted_to_exactly_zero_and_never_scaled(by, shape):
+def test_equal_rewards_are_shifted_to_exactly_zero_and_never_scaled(mean_of, std_of, shape):
     # Neither three nor seven times 0.1 has a mean of 0.1.
     rewards = np.full(shape, 0.1)
     running = RunningMoments().updated(rewards).updated(rewards)
-    assert not normalized(rewards, by, "both", 1e-6, running).any()
-    assert not normalized(rewards, by, "shift", 1e-6, running).any()
-    assert normalized(rewards, by, "scale", 1e-6, running).tolist() == rewards.tolist()
+    assert not normalized(rewards, mean_of, std_of, 1e-6, running).any()
+    assert normalized(rewards, "none", std_of, 1e-6, running).tolist() == rewards.tolist()
 
 
 def test_a_group_of_equal_rewards_is_zero_beside_one_that_is_not():
     rewards = np.array([[0.1, 0.1, 0.1], [0.0, 0.0, 3.0]])
-    result = normalized(rewards, "group")
+    result = normalized(rewards, "group", "group")
     assert not result[0].any()
     np.testing.assert_allclose(result[1], np.array([-1, -1, 2]) / np.sqrt(3))
 
 
 @given(
     rewards=st_numpy.arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(2, 5)), elements=st.floats(-10, 10)),
-    by=st.sampled_from(["group", "batch"]),
+    mean_of=st.sampled_from(["group", "batch"]),
+    std_of=st.sampled_from(["none", "group", "batch"]),
     shift=st.floats(-10, 10),
 )
 @settings(max_examples=60)
-def test_neither_a_shift_nor_the_order_changes_a_normalized_reward(rewards, by, shift):
-    result = normalized(rewards, by, epsilon=1e-3)
-    np.testing.assert_allclose(normalized(rewards + shift, by, epsilon=1e-3), result, atol=1e-9)
-    np.testing.assert_allclose(normalized(rewards[::-1, ::-1], by, epsilon=1e-3), result[::-1, ::-1], atol=1e-9)
+def test_neither_a_shift_nor_the_order_changes_a_normalized_reward(rewards, mean_of, std_of, shift):
+    result = normalized(rewards, mean_of, std_of, epsilon=1e-3)
+    np.testing.assert_allclose(normalized(rewards + shift, mean_of, std_of, epsilon=1e-3), result, atol=1e-9)
+    np.testing.assert_allclose(normalized(rewards[::-1, ::-1], mean_of, std_of, epsilon=1e-3), result[::-1, ::-1], atol=1e-9)
     assert np.isfinite(result).all()
 
 
@@ -240,34 +266,44 @@ def test_with_everything_off_rewards_stay():
 
 def test_penalties_are_added_before_normalization():
     # Buffer 2 of limit 10, penalty 2: lengths 9 and 10 lose 1 and 2; the user's takes 1 from every completion longer than 8.
-    result = shaped(overlong_buffer=2, length_penalty=lambda lengths, _: -1.0 * (lengths > 8), norm="group", norm_part="shift")
+    result = shaped(overlong_buffer=2, length_penalty=lambda lengths, _: -1.0 * (lengths > 8), norm_mean="group")
     # 1, 2, 6 - 1 - 1 = 4: mean 7 / 3. 3 - 2 - 1 = 0, 3, 6 - 3 = 3: mean 2.
     np.testing.assert_allclose(result.rewards, [[-4 / 3, -1 / 3, 5 / 3], [-2.0, 1.0, 1.0]], atol=1e-14)
 
 
 def test_the_clip_comes_last():
     # Shifted by 3.5: -2.5, -1.5, 2.5, -0.5, -0.5, 2.5. Clipped first they would all be shifted by less than 2.
-    result = shaped(norm="batch", norm_part="shift", clip=2.0)
+    result = shaped(norm_mean="batch", clip=2.0)
     assert result.rewards.tolist() == [[-2.0, -1.5, 2.0], [-0.5, -0.5, 2.0]]
 
 
 def test_running_moments_have_seen_the_step_they_normalize_and_continue():
-    result = shaped(norm="running", norm_part="shift")
+    result = shaped(norm_mean="running")
     np.testing.assert_allclose(result.rewards, REWARDS - 3.5, rtol=1e-14)
     assert (result.running.count, result.running.mean) == (6, pytest.approx(3.5))
     # Six more, by 7 greater: the mean of all twelve is 7.
-    result = shaped(REWARDS + 7, norm="running", norm_part="shift", running=result.running)
+    result = shaped(REWARDS + 7, norm_mean="running", running=result.running)
     np.testing.assert_allclose(result.rewards, REWARDS, rtol=1e-13)
 
 
+def test_running_moments_are_updated_for_either_of_the_two_and_else_left_alone():
+    # The first step's: mean 3.5, std sqrt(4.3); each with the other's of the group.
+    for_mean, for_std = shaped(norm_mean="running", norm_std="group"), shaped(norm_mean="group", norm_std="running")
+    np.testing.assert_allclose(for_mean.rewards, (REWARDS - 3.5) / np.sqrt([[7.0], [3.0]]), rtol=1e-5)
+    np.testing.assert_allclose(for_std.rewards, np.array([[-2, -1, 3], [-1, -1, 2]]) / np.sqrt(4.3), rtol=1e-5)
+    assert for_mean.running == for_std.running == RunningMoments().updated(REWARDS)
+    before = RunningMoments(count=3, mean=1.0, squares=8.0)
+    assert shaped(norm_mean="group", norm_std="batch", running=before).running == before
+
+
 def test_running_moments_are_of_rewards_with_penalties():
-    running = shaped(norm="running", length_penalty=lambda lengths, _: np.full(lengths.shape, -1.0)).running
+    running = shaped(norm_mean="running", length_penalty=lambda lengths, _: np.full(lengths.shape, -1.0)).running
     assert running.mean == pytest.approx(2.5)
 
 
 def test_the_callers_rewards_are_left_alone():
     before = REWARDS.copy()
-    shaped(overlong_buffer=4, norm="batch", clip=1.0)
+    shaped(overlong_buffer=4, norm_mean="batch", norm_std="batch", clip=1.0)
     assert np.array_equal(before, REWARDS)
 
 

@@ -107,7 +107,7 @@ def test_kl_coefficient_and_reward_moments_go_on_after_a_restart(tiny_model: Pat
         learning_rate=1e-2,
         loss={"objective": "gspo_token"},
         kl=KlSection(reward_coef=0.1, estimator="k1", target=1e-3, horizon=100),
-        reward=RewardSection(norm="running"),
+        reward=RewardSection(norm_mean="running", norm_std="running"),
     )
     with running(config) as trainer:
         first = trainer.train_batch(make_groups(3, seed=0))[0]
