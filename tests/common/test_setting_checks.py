@@ -32,6 +32,16 @@ def test_defaults_with_a_model_and_data_pass_without_warnings() -> None:
         (["train.steps_per_batch=2", "weights.interval=3", "staleness.max_staleness=2"], ["1 + 2 = 3"]),
         (["staleness.hard_max_staleness=3"], ["staleness.hard_max_staleness = 3", "only to be dropped"]),
         (["train.num_steps=10", "train.steps_per_batch=4"], ["train.num_steps = 10", "12"]),
+        (
+            ["train.epochs_per_batch=2", "train.steps_per_batch=2", "staleness.max_staleness=2"],
+            ["steps_per_batch = 2 times train.epochs_per_batch = 2", "3 + 0 = 3", "staleness.max_staleness=3"],
+        ),
+        (["train.epochs_per_batch=3", "train.num_steps=10"], ["times train.epochs_per_batch = 3", "12"]),
+        (
+            ["staleness.staleness_policy=drop", "staleness.hard_max_staleness=8"],
+            ["staleness.hard_max_staleness = 8", "max_staleness = 4 already"],
+        ),
+        (["staleness.staleness_policy=abort", "staleness.lag_of=token_mean"], ["staleness.lag_of", "younger", "oldest_token"]),
         (["train.num_steps=10", "train.warmup_steps=11"], ["train.warmup_steps = 11"]),
         (["train.adam_betas=[0.9, 1.0]"], ["train.adam_betas"]),
         (["evaluation.interval=5"], ["evaluation.interval = 5", "task.eval_data"]),

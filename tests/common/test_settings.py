@@ -85,6 +85,16 @@ def test_mistake_names_the_setting_the_value_and_the_cure(override: str, parts: 
         assert part in text
 
 
+def test_setting_has_the_name_that_users_of_other_systems_know(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[staleness]\nmax_off_policy_steps = 7\n")
+    assert load(file).staleness.max_staleness == 7
+    assert load(file, ["staleness.max_off_policy_steps=3"]).staleness.max_staleness == 3
+    file.write_text("[staleness]\nmax_off_policy_steps = 7\nmax_staleness = 7\n")
+    with pytest.raises(SettingError, match=r"another name of staleness\.max_staleness"):
+        load(file)
+
+
 def test_malformed_toml_is_reported_with_file_and_line(tmp_path: Path) -> None:
     path = write(tmp_path, "[train]\nnum_steps = = 5\n")
     with pytest.raises(SettingError, match=r"run\.toml.*line 2"):

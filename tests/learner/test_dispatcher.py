@@ -4,7 +4,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pytest
@@ -1465,6 +1465,54 @@ def test_group_above_the_hard_bound_is_dropped_when_taken_and_its_prompt_leased_
     assert [group.policy_lag(2) for group in desk.train()] == [0]
 
 
+def test_generation_past_the_bound_is_cancelled_and_its_prompt_leased_again() -> None:
+    desk = Desk(groups_per_step=1, staleness=StalenessSection(max_staleness=1, staleness_policy="abort"), num_steps=20)
+    slow, fast = Actor(desk, "slow").join(capacity=1), Actor(desk, "fast").join(capacity=1)
+    (stuck,) = slow.leases()
+    for version in (1, 2):
+        (lease,) = fast.leases()
+        fast.answer(lease.lease_id, policy_version=version - 1)
+        desk.train()
+        fast.commit(version)
+    slow.commit(2)
+    # Begun under version 0, it would lag by 2 in the next step at the earliest.
+    desk.tick()
+    assert slow.heard(Cancel) == [Cancel(lease_ids=(stuck.lease_id,))]
+    assert desk.dispatcher.counts().dropped == {"aborted": 1}
+    granted = [*slow.heard(Lease), *fast.heard(Lease)]
+    assert stuck.prompt_id in {lease.prompt_id for lease in granted}
+    # What it sends all the same is no longer wanted, and no mistake.
+    assert slow.answer(stuck.lease_id).outcome == "duplicate"
+    assert desk.batch() is None
+
+
+def test_under_gate_generation_past_the_bound_goes_on_and_is_trained() -> None:
+    desk = Desk(groups_per_step=1, max_staleness=1, num_steps=20)
+    slow, fast = Actor(desk, "slow").join(capacity=1), Actor(desk, "fast").join(capacity=1)
+    (stuck,) = slow.leases()
+    for version in (1, 2):
+        (lease,) = fast.leases()
+        fast.answer(lease.lease_id, policy_version=version - 1)
+        desk.train()
+        fast.commit(version)
+    desk.tick()
+    assert not slow.heard(Cancel)
+    slow.answer(stuck.lease_id)
+    assert [group.policy_lag(2) for group in desk.train()] == [2]
+
+
+@pytest.mark.parametrize(("selection", "first"), [("oldest_lease", 0), ("first_finished", 1)])
+def test_next_batch_is_the_oldest_lease_or_what_finished_first(
+    selection: Literal["oldest_lease", "first_finished"], first: int
+) -> None:
+    desk = Desk(groups_per_step=1, staleness=StalenessSection(max_staleness=4, selection=selection))
+    actor = Actor(desk, "a").join(capacity=2)
+    leases = actor.leases()
+    for lease in reversed(leases):
+        actor.answer(lease.lease_id)
+    assert [group.lease_id for group in desk.train()] == [leases[first].lease_id]
+
+
 def test_group_rows_say_at_which_step_of_the_batch_it_was_trained() -> None:
     desk = Desk(groups_per_step=2, steps_per_batch=2, max_staleness=2, policy_version=4)
     actor = Actor(desk, "a").join(capacity=4, policy_version=4)
@@ -1478,6 +1526,19 @@ def test_group_rows_say_at_which_step_of_the_batch_it_was_trained() -> None:
     assert [row["policy_lag"] for row in rows] == [1, 1, 2, 2]
     assert {row["outcome"] for row in rows} == {"trained"}
     assert desk.dispatcher.counts().in_flight == 0
+
+
+def test_group_rows_of_several_epochs_have_the_lag_of_the_last_one() -> None:
+    desk = Desk(groups_per_step=1, steps_per_batch=2, epochs_per_batch=3, max_staleness=5)
+    actor = Actor(desk, "a").join(capacity=4)
+    leases = actor.leases()
+    assert len(leases) == 2
+    for lease in leases:
+        actor.answer(lease.lease_id)
+    groups = desk.batch()
+    assert groups is not None
+    desk.dispatcher.finish_batch(groups, 6)
+    assert [row["policy_lag"] for row in desk.rows_of("group")] == [4, 5]
 
 
 def test_waiting_for_a_batch_ends_when_its_last_group_arrives() -> None:

@@ -200,6 +200,30 @@ def test_the_proximal_anchor_is_the_policy_before_the_first_step_of_the_batch(ti
     assert second["time/prepare_s"] == 0
 
 
+def test_epochs_repeat_the_steps_of_a_batch(tiny_model):
+    groups = make_groups(6)
+    with running(make_config(tiny_model, steps_per_batch=2, epochs_per_batch=2, learning_rate=1e-3)) as trainer:
+        epochs = trainer.train_batch(groups)
+        weights = weights_of(trainer)
+        assert trainer.policy_version == 4
+    with running(make_config(tiny_model, steps_per_batch=2, learning_rate=1e-3)) as trainer:
+        once = trainer.train_batch(groups)
+        twice = trainer.train_batch(groups)
+        assert all(torch.equal(weights[name], weight) for name, weight in weights_of(trainer).items())
+    for of_epochs, of_batches in zip(epochs, [*once, *twice], strict=True):
+        assert of_epochs["loss/policy"] == of_batches["loss/policy"]
+        assert of_epochs["lag/counts"] == of_batches["lag/counts"]
+        lags = [{name for name in metrics if name.startswith("by_lag")} for metrics in (of_epochs, of_batches)]
+        assert lags[0] == lags[1]
+
+
+def test_the_proximal_policy_stays_that_before_the_first_epoch(tiny_model):
+    with running(make_config(tiny_model, loss={"anchor": "proximal"}, epochs_per_batch=2, learning_rate=1e-3)) as trainer:
+        first, second = trainer.train_batch(make_groups(3))
+    assert first["ratio/first"] < 1e-6
+    assert second["ratio/log_std"] > 1e-4
+
+
 def test_the_behavior_anchor_is_what_the_engine_sampled_with(tiny_model):
     groups = make_groups(3)
     with running(make_config(tiny_model)) as trainer:
