@@ -109,6 +109,9 @@ class StalenessSection(Section, frozen=True):
     mid-completion: the group's oldest token, the mean over its tokens, or the newest weights in its stalest completion."""
     selection: Literal["oldest_lease", "first_finished"] = "oldest_lease"
     """Which of the finished groups are trained next. first_finished favors short completions: a negative control."""
+    auto: bool = False
+    """Under gate: move `max_staleness` while the run goes on, by the measured drift over the noise floor: down where it is
+    large, and up to `hard_max_staleness` where it is small and the bound keeps actors from work that the learner waits for."""
 
 
 class RewardSection(Section, frozen=True):
@@ -164,6 +167,9 @@ class LossSection(Section, frozen=True):
     about 40% of all completions for numerical noise, and 3e-4 against recomputed ones."""
     clip_high: PositiveFloat | None = None
     """The ratio is clipped above `1 + clip_high`; GSPO's own is 0.05, or 4e-4 against recomputed log-probs."""
+    noise_floor: str = ""
+    """The file that `offbeat calibrate` wrote, for every learner process to read: clip fractions and divergences are then split
+    into what the engine's numerics cause and what staleness does. Empty: they are not."""
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
     """Not for sapo, cispo and reinforce: the loss of a negative advantage is capped at this many times it, where the ratio that
     the objective clips, a token's or a sequence's, is larger. None: not at all."""
@@ -346,7 +352,7 @@ class ActorSection(Section, frozen=True):
     """auto: vLLM where it is installed."""
     engine_options: dict[str, Any] = {}
     """Passed to the engine as they are (vLLM: `EngineArgs`; transformers: `ContinuousBatchingConfig`)."""
-    max_inflight_groups: PositiveInt = 16
+    max_inflight_groups: Annotated[int, Meta(ge=1, le=1 << 18)] = 16
     """Groups an actor works on at once: its credit."""
     on_update: Literal["keep_kv", "recompute_kv"] = "keep_kv"
     """What becomes of running completions' KV cache at a weight update. Keeping is faster; the later tokens then attend to

@@ -10,6 +10,7 @@ from common.objectives import DEFAULTS
 from learner import corrections, losses
 from learner.diagnostics import Band, Correction
 from learner.losses import TokenLosses, log_sequence_ratio, log_token_ratio
+from learner.noise_floor import ClipBand
 
 
 class PolicyLogprobs(NamedTuple):
@@ -62,6 +63,16 @@ def band(loss: LossSection, logprobs: PolicyLogprobs, completion_mask: Tensor) -
     if DEFAULTS[loss.objective].is_sequence_ratio:
         log_ratio = log_sequence_ratio(log_ratio, completion_mask).expand_as(log_ratio)
     return Band(log_ratio, **_clip(loss))
+
+
+def engine_band(loss: LossSection) -> ClipBand | None:
+    """Where the objective clips a ratio to engine log-probs, so that their noise is clipped too; None where it does not."""
+    defaults = DEFAULTS[loss.objective]
+    # CISPO's band bounds a weight: nothing loses its gradient.
+    if defaults.band is None or loss.objective == "cispo" or loss.anchor != "behavior":
+        return None
+    assert loss.clip_low is not None and loss.clip_high is not None, "the config is not complete (common.objectives)"
+    return ClipBand(loss.clip_low, loss.clip_high, defaults.is_sequence_ratio)
 
 
 def correction(

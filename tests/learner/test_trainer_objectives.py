@@ -101,6 +101,15 @@ def test_critic_learns_its_returns_and_stays_at_home(tiny_model: Path, tmp_path:
         trainer.load_checkpoint(tmp_path / "step-00000004")
 
 
+def test_rewards_are_normalized_by_the_mean_and_the_standard_deviation_of_the_settings(tiny_model: Path) -> None:
+    groups = make_groups(3)
+    rewards = np.array([[rollout.reward for rollout in group.rollouts] for group in groups])
+    with running(make_config(tiny_model, reward=RewardSection(norm_mean="group", norm_std="batch"))) as trainer:
+        shaped = [row.reward for row in trainer._rows(groups, 0)]
+    expected = (rewards - rewards.mean(axis=1, keepdims=True)) / rewards.std(ddof=1)
+    np.testing.assert_allclose(shaped, expected.ravel(), rtol=1e-5)
+
+
 def test_kl_coefficient_and_reward_moments_go_on_after_a_restart(tiny_model: Path, tmp_path: Path) -> None:
     config = make_config(
         tiny_model,
