@@ -37,6 +37,7 @@ from protocols.messages import (
     CanaryRouted,
     CanaryScored,
     Cancel,
+    Concurrency,
     Credit,
     Goodbye,
     Hello,
@@ -151,6 +152,8 @@ class ActorService:
             ("generate", "commit_weights", "wait_leases", "wait_weights", "wait_rewards"), 0.0
         )
         self._num_groups_sent = 0
+        self._capacity = config.actor.max_inflight_groups
+        """Its credit; an operator may change it, and it is 0 once the actor is to leave."""
         self._is_over = ""
         now = clock()
         self._heard_at = now
@@ -297,6 +300,8 @@ class ActorService:
                 self._forget(message.lease_ids)
                 for lease_id in message.lease_ids:
                     self._outbox.acknowledge(lease_id)
+            case Concurrency():
+                self._take_concurrency(message.capacity)
             case WeightUpdate() | WeightPull():
                 if self._receiver is not None:
                     self._receiver.announce(message)
@@ -328,7 +333,15 @@ class ActorService:
         self._canary = canary
         self._is_welcome = True
         self._outbox.send_all_again()
-        self._link.send(Credit(capacity=self._config.actor.max_inflight_groups))
+        self._link.send(Credit(capacity=self._capacity))
+
+    def _take_concurrency(self, capacity: int) -> None:
+        if self._stop:
+            return
+        if capacity != self._capacity:
+            logger.info("works on %d groups at once from now on, as the learner's operator asked", capacity)
+        self._capacity = capacity
+        self._link.send(Credit(capacity=capacity))
 
     def _forget(self, lease_ids: tuple[int, ...]) -> None:
         for lease_id in lease_ids:
@@ -435,6 +448,7 @@ class ActorService:
         for lease_id in list(self._jobs):
             self._forget((lease_id,))
             self._outbox.put(lease_id, LeaseFailed(lease_id=lease_id, reason="returned"))
+        self._capacity = 0
         self._link.send(Credit(capacity=0))
         deadline = self._clock() + self._config.hub.dead_after_s
         while self._is_welcome and len(self._outbox) and self._clock() < deadline and not self._is_over:

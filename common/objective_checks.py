@@ -26,10 +26,12 @@ def objective_warnings(config: Config) -> list[str]:
     loss = config.loss
     warnings: list[str] = []
     is_sequence_ratio = DEFAULTS[loss.objective].is_sequence_ratio
-    if is_sequence_ratio and loss.anchor == "behavior" and min(loss.clip_low or 0.0, loss.clip_high or 0.0) < NOISY_CLIP:
+    is_narrow = is_sequence_ratio and min(loss.clip_low or 0.0, loss.clip_high or 0.0) < NOISY_CLIP
+    # Who has measured the noise knows what the band clips for it.
+    if is_narrow and loss.anchor == "behavior" and not loss.noise_floor:
         warnings.append(
             f"loss.clip_low = {loss.clip_low}, loss.clip_high = {loss.clip_high}: against engine log-probs so narrow a band "
-            "clips many completions for numerical noise alone; watch clip/fraction."
+            "clips many completions for numerical noise alone; `offbeat calibrate` says how many."
         )
     if loss.objective == "reinforce" and loss.correction == "none":
         warnings.append('loss.objective = "reinforce" has no importance ratio: stale rollouts are trained on as if new.')

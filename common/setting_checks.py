@@ -48,6 +48,12 @@ def check_files(config: Config) -> None:
         )
 
 
+def least_staleness(config: Config) -> int:
+    """The smallest `staleness.max_staleness` under which the run does not wait for ever."""
+    batch_steps = config.train.steps_per_batch * config.train.epochs_per_batch
+    return batch_steps - 1 + _steps_behind(config)
+
+
 def _check_sampling(config: Config) -> None:
     for key, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
         value = getattr(config.rollout, key)
@@ -81,13 +87,18 @@ def _check_lengths(config: Config) -> None:
         )
 
 
+def _steps_behind(config: Config) -> int:
+    """How old the newest weights may be when a batch starts, in optimizer steps."""
+    # They are sent after whole batches of k steps, at least `weights.interval` steps apart.
+    batch_steps = config.train.steps_per_batch * config.train.epochs_per_batch
+    return (math.ceil(config.weights.interval / batch_steps) - 1) * batch_steps
+
+
 def _check_staleness(config: Config) -> None:
     staleness, train, interval = config.staleness, config.train, config.weights.interval
-    # Weights are sent after whole batches of k steps, at least `interval` steps apart: when a batch starts, the newest are up
-    # to `(ceil(interval / k) - 1) * k` steps old; the last groups of the batch are trained k - 1 steps later.
+    # The last groups of a batch of k steps are trained k - 1 steps after it starts.
+    behind, least = _steps_behind(config), least_staleness(config)
     batch_steps = train.steps_per_batch * train.epochs_per_batch
-    behind = (math.ceil(interval / batch_steps) - 1) * batch_steps
-    least = batch_steps - 1 + behind
     if staleness.max_staleness < least:
         raise SettingError(
             "staleness.max_staleness",
@@ -113,6 +124,13 @@ def _check_staleness(config: Config) -> None:
             f"staleness.staleness_policy = {staleness.staleness_policy!r} drops whatever lags by more than max_staleness = "
             f"{staleness.max_staleness} already",
             'Remove it, or set staleness.staleness_policy="gate".',
+        )
+    if staleness.auto and hard is None:
+        raise SettingError(
+            "staleness.auto",
+            True,
+            "nothing says how far the bound may go",
+            'Set staleness.hard_max_staleness, which takes staleness.staleness_policy="gate".',
         )
     if staleness.staleness_policy == "abort" and staleness.lag_of != "oldest_token":
         raise SettingError(

@@ -9,7 +9,7 @@ import inspect
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,7 +104,7 @@ def full_name(key: str) -> str:
     if dot:
         _find_field(section_name, name.split(".")[0])
         return key
-    every = [*(row.setting for row in explanations()), *ALIASES]
+    every = [*(f"{section}.{name}" for section in _sections() for name in _fields(section)), *ALIASES]
     found = [setting for setting in every if setting.partition(".")[2] == key]
     if not found:
         close = difflib.get_close_matches(key, [setting.partition(".")[2] for setting in every], n=1, cutoff=0.5)
@@ -114,6 +114,27 @@ def full_name(key: str) -> str:
     if len(found) > 1:
         raise SettingError("setting", key, f"there are {len(found)} of that name", f"Write {' or '.join(found)}.")
     return full_name(found[0])
+
+
+def replace_settings(config: Config, values: Mapping[str, str]) -> Config:
+    """The config with these settings (`section.key`) at other values, each given as text that is read as an override's is.
+
+    Raises `SettingError` for an unknown setting and a value of the wrong type or out of range.
+    """
+    sections: dict[str, Section] = {}
+    for setting, text in values.items():
+        section_name, _, key = setting.partition(".")
+        field = _find_field(section_name, key)
+        value = _convert_value(section_name, field, _parse_value(text, field))
+        section = sections.get(section_name) or getattr(config, section_name)
+        sections[section_name] = msgspec.structs.replace(section, **{key: value})
+    return complete(msgspec.structs.replace(config, **sections))
+
+
+def setting_text(config: Config, setting: str) -> str:
+    """The value of `section.key` as text that `replace_settings` reads back."""
+    section_name, _, key = setting.partition(".")
+    return _shown(getattr(getattr(config, section_name), key))
 
 
 def is_data_file(source: str) -> bool:
@@ -163,9 +184,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     if setting in ALIASES:
         path = [ALIASES[setting]]
     field = _find_field(section_name, path[0] if path else "")
-    value = _parse_value(raw)
-    if field.type is str and not isinstance(value, str):
-        value = raw
+    value = _parse_value(raw, field)
     if len(path) > 1 and not isinstance(types.type_info(field.type), types.DictType):
         raise SettingError(setting, value, f"{section_name}.{path[0]} has no parts", "Give the setting one value.")
     table = data
@@ -176,13 +195,14 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     table[path[-1]] = value
 
 
-def _parse_value(raw: str) -> Any:
+def _parse_value(raw: str, field: FieldInfo) -> Any:
     try:
         parsed = tomllib.loads(f"value = {raw}")
     except tomllib.TOMLDecodeError:
         return raw
     # More keys than one: the text held a line break, so it was no value.
-    return parsed["value"] if len(parsed) == 1 else raw
+    value = parsed["value"] if len(parsed) == 1 else raw
+    return raw if field.type is str and not isinstance(value, str) else value
 
 
 def _find_field(section_name: str, key: str) -> FieldInfo:

@@ -253,7 +253,7 @@ def add_claim(table: Table, claim: str, violations: Sequence[str], seen: str) ->
 
 def audit_log(folder: Path, config: Config, final: dict[str, Any] | None, lost: Lost) -> list[Check]:
     """The checks of the rollout log, read from disk; `final` is the run's last metrics row."""
-    is_whole = _is_whole(folder)
+    is_whole = is_log_whole(folder)
     log = LogAudit(is_whole=is_whole, lost=lost)
     num_records, group_flaws, damage = 0, [], []
     try:
@@ -383,7 +383,8 @@ def _group_flaws(event: Accepted, arrays: Sequence[memoryview]) -> list[str]:
     return []
 
 
-def _is_whole(folder: Path) -> bool:
+def is_log_whole(folder: Path) -> bool:
+    """Whether a rollout log begins where its run began."""
     try:
         next(iter(read_log(folder, Position(0, 0))), None)
     except LogDamagedError:

@@ -120,20 +120,11 @@ def status(
     operator: Annotated[str, typer.Option(help="Whose key to use, where the run has keys.")] = "operator",
 ) -> None:
     """Ask a running learner how the run is: members, ledger, buffer, and what it waits for. It answers in mid-step too."""
-    from common.hub_keys import keys_of_peer
+    from deploy.questions import open_link_to
     from deploy.status import show_status, watch_status
-    from protocols.channels import Link
 
-    arguments = list(arguments or [])
-    if arguments and Path(arguments[0]).is_dir():
-        arguments[0] = str(Path(arguments[0]) / "config.toml")
-    hub = _read(arguments).hub
-    keys = keys_of_peer(hub, operator, "operator")
-
-    def open_link(identity: bytes) -> Link:
-        limit = hub.max_message_mb << 20
-        return Link(hub.address, identity=identity, max_message_bytes=limit, key=keys.key, learner_key=keys.learner_key)
-
+    hub = _read(_in_folder(arguments)).hub
+    open_link = open_link_to(hub, operator)
     if watch:
         watch_status(open_link, hub.address, StopRequest().install())
     else:
@@ -164,15 +155,191 @@ def chaos(
     configure_logs("chaos")
     from deploy.chaos import run_chaos, show
 
-    arguments = list(arguments or [])
-    is_quickstart = not arguments or "=" in arguments[0]
-    path = QUICKSTART if is_quickstart else Path(arguments.pop(0))
+    path, overrides = _split(arguments)
+    is_quickstart, path = path is None, path or QUICKSTART
     folder = Path(f"runs/chaos-{time.strftime('%Y%m%d-%H%M%S')}")
     stop = StopRequest().install()
-    report = run_chaos(path, arguments, is_quickstart=is_quickstart, seed=seed, minutes=minutes, folder=folder, stop=stop)
+    report = run_chaos(path, overrides, is_quickstart=is_quickstart, seed=seed, minutes=minutes, folder=folder, stop=stop)
     show(report)
     logger.info("all that was found: %s", folder / "chaos.json")
     raise typer.Exit(130 if stop else 0 if report.is_good else 1)
+
+
+@app.command()
+def calibrate(
+    arguments: Arguments = None,
+    groups: Annotated[int, typer.Option(min=2, help="Groups to sample.")] = 64,
+    out: Annotated[Path | None, typer.Option(help="Where it goes. [default: runs/calibrate-TIME]")] = None,
+    reuse: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Sample nothing: score what this run sampled under its initial weights.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the calibration as JSON.")] = False,
+) -> None:
+    """Measure the noise between this config's engine and learner at lag 0, and recommend a clip band above it."""
+    configure_logs("calibrate")
+    prepare_environment()
+    from msgspec.structs import replace
+
+    from deploy.calibrate import calibrate, collect, show
+
+    config = expand(_read(arguments, default=QUICKSTART))
+    folder = out or Path(f"runs/calibrate-{time.strftime('%Y%m%d-%H%M%S')}")
+    config = replace(config, run=replace(config.run, dir=str(folder), resume=False))
+    check_files(config)
+    _check_functions(config)
+    if reuse is None:
+        status = collect(config, groups, StopRequest().install())
+        if status:
+            raise typer.Exit(status)
+    show(calibrate(config, reuse or folder), folder, as_json=as_json)
+
+
+@app.command()
+def drift(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Show what staleness did to a run: the drift at each policy lag, and whether what was trained on is biased."""
+    from deploy.drift import show_drift
+
+    show_drift(run, as_json=as_json)
+
+
+@app.command()
+def sweep(
+    arguments: Arguments = None,
+    varied: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=V1,V2,...", help="Values to try; again for their product.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each value, with run.seed counting up.")] = 3,
+    out: Annotated[
+        Path | None, typer.Option(help="The sweep's folder; one that is there is gone on with. [default: runs/sweep-TIME]")
+    ] = None,
+    difference: Annotated[float, typer.Option(min=0, help="The loss of final reward that does not matter.")] = 0.02,
+    as_commands: Annotated[bool, typer.Option("--print", help="Run nothing; print the command of each run.")] = False,
+    as_job: Annotated[bool, typer.Option("--slurm", help="Run nothing; print a job array for sbatch.")] = False,
+    only_report: Annotated[bool, typer.Option("--report", help="Run nothing; write the report of --out.")] = False,
+) -> None:
+    """Run the quick start, or CONFIG, at several settings and seeds, one after another; one report compares them.
+
+    Exit status 1 when a run failed. What stopped goes on with the same command and --out.
+    """
+    configure_logs("sweep")
+    from deploy.sweep import alone_in, check_cells, make_cells, make_plan, prepare, read_plan, run_cells, show_commands
+    from deploy.sweep_report import write_sweep_report
+
+    if only_report:
+        if out is None:
+            raise SettingError("--out", "", "it is not known which sweep", "Name its folder: --out FOLDER.")
+        typer.echo(write_sweep_report(out, read_plan(out), difference))
+        return
+    path, overrides = _split(arguments)
+    path = path or QUICKSTART
+    plan = make_plan(varied or [], num_seeds=seeds, first_seed=load(path, overrides).run.seed)
+    folder = out or Path(f"runs/sweep-{time.strftime('%Y%m%d-%H%M%S')}")
+    cells = make_cells(plan, path, overrides, folder)
+    if as_commands or as_job:
+        prepare(plan, cells, folder)
+        typer.echo(show_commands(cells, folder, as_job=as_job))
+        return
+    check_cells(cells, lambda config: check_files(expand(config)))
+    check_cells(cells, _check_functions)
+    with alone_in(folder):
+        prepare(plan, cells, folder)
+        status = run_cells(
+            cells, StopRequest().install(), say=typer.echo, after_each=lambda: write_sweep_report(folder, plan, difference)
+        )
+        logger.info("report: %s", write_sweep_report(folder, plan, difference))
+    if status:
+        logger.info("the same command goes on with what is not finished, with --out %s", folder)
+    raise typer.Exit(status)
+
+
+@app.command(name="set")
+def set_live(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder or its TOML file.")],
+    settings: Annotated[
+        list[str], typer.Argument(metavar="KEY=VALUE...", help="Settings, by their own name or as section.key.")
+    ],
+    operator: Annotated[str, typer.Option(help="Whose key to use, where the run has keys.")] = "operator",
+) -> None:
+    """Change settings of a running job, all of them or none: staleness.*, group concurrency, clip band, learning rate.
+
+    They are recorded with your name, and hold after a restart too. Exit status 2 when the learner refuses.
+    """
+    from deploy.questions import open_link_to
+    from deploy.tune import requested, tune
+
+    wanted = requested(settings)
+    hub = _read(_in_folder([run])).hub
+    raise typer.Exit(0 if tune(open_link_to(hub, operator), hub.address, wanted) else USER_ERROR_STATUS)
+
+
+@app.command(name="simulate")
+def simulate_run(
+    arguments: Arguments = None,
+    actors: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of actors; else launch.num_actors.")] = "",
+    staleness: Annotated[str, typer.Option(metavar="N,N,...", help="Bounds; else staleness.max_staleness.")] = "",
+    fitted: Annotated[
+        list[Path] | None, typer.Option("--fit", metavar="RUN", help="Take the times from this run; two unlike ones tell more.")
+    ] = None,
+    completion_s: Annotated[float | None, typer.Option(help="Without --fit: mean seconds of a completion.")] = None,
+    sigma: Annotated[float, typer.Option(help="Without --fit: standard deviation of its logarithm.")] = 0.5,
+    train_s: Annotated[float | None, typer.Option(help="Without --fit: seconds of an optimizer step.")] = None,
+    sync_s: Annotated[float, typer.Option(help="Without --fit: seconds from a step to its weights at the actors.")] = 0.0,
+    cores: Annotated[
+        int | None,
+        typer.Option(help="That all services share; 0: each has its own. Else this machine's if the run of --fit was on CPUs."),
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="Simulated time, unless train.num_steps are done before.")] = 60.0,
+    seed: Annotated[int, typer.Option(help="Decides what is drawn.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Predict throughput, idle time and staleness for numbers of actors and bounds, without computing anything.
+
+    The learner's own staleness policy runs under a simulated clock. Without CONFIG: that of the first run of --fit.
+    """
+    from deploy.simulate import Given, fitted_times, given_times, numbers, show, simulate
+
+    runs = list(fitted or [])
+    config = _read(arguments, default=runs[0] / "config.toml" if runs else None)
+    given = Given(completion_s, sigma, train_s, sync_s)
+    source = fitted_times(config, runs, cores) if runs else given_times(config, given, cores)
+    predictions = simulate(
+        config,
+        source,
+        actors=numbers("--actors", actors or str(config.launch.num_actors), at_least=1),
+        staleness=numbers("--staleness", staleness or str(config.staleness.max_staleness), at_least=0),
+        seconds=60 * minutes,
+        seed=seed,
+    )
+    show(predictions, source, config, as_json=as_json)
+
+
+@app.command(name="replay")
+def replay_run(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    staleness: Annotated[str, typer.Option(metavar="0,2,8", help="Bounds: values of staleness.max_staleness.")] = "",
+    policy: Annotated[str, typer.Option(metavar="gate,drop,abort", help="Of staleness.staleness_policy.")] = "",
+    selection: Annotated[str, typer.Option(metavar="oldest_lease,first_finished", help="Of staleness.selection.")] = "",
+    loss: Annotated[
+        str, typer.Option(metavar="gspo,sapo,...", help="Objectives whose gradients to compare at the run's checkpoints.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
+) -> None:
+    """Feed a run's rollout log through other bounds, orders and objectives, and say what that cannot tell.
+
+    Exit status 1 when the recorded settings do not give what was recorded.
+    """
+    configure_logs("replay")
+    from deploy.replay import Request, replay_run, show
+
+    lists = [tuple(filter(None, text.replace(" ", "").split(","))) for text in (staleness, policy, selection, loss)]
+    if not all(bound.isdecimal() for bound in lists[0]):
+        raise SettingError("--staleness", staleness, "these are not all numbers", "Write for example --staleness 0,2,8.")
+    report = replay_run(run, Request(tuple(map(int, lists[0])), *lists[1:]))
+    show(report, as_json=as_json)
+    raise typer.Exit(1 if report.differences else 0)
 
 
 @app.command()
@@ -213,15 +380,31 @@ def _fail(error: Exception, status: int) -> None:
 
 def _read(arguments: list[str] | None, default: Path | None = None) -> Config:
     """The config of a command line, checked."""
-    arguments = list(arguments or [])
-    is_path_given = arguments and "=" not in arguments[0]
-    path = Path(arguments.pop(0)) if is_path_given else default
+    path, overrides = _split(arguments)
+    path = path or default
     if path is None:
         raise SettingError("CONFIG", "", "no config file is given", "Name a TOML file, for example: offbeat learner run.toml")
-    config = _fill_in_time(load(path, arguments))
+    config = _fill_in_time(load(path, overrides))
     for warning in check(config):
         logger.warning(warning)
     return config
+
+
+def _in_folder(arguments: list[str] | None) -> list[str]:
+    """A command line whose first argument may be a run's folder instead of the config in it."""
+    arguments = list(arguments or [])
+    if arguments and Path(arguments[0]).is_dir():
+        arguments[0] = str(Path(arguments[0]) / "config.toml")
+    return arguments
+
+
+def _split(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
+    """The config file that a command line begins with, None where it does not, and the settings that follow."""
+    arguments = list(arguments or [])
+    # A path may hold one too: the folders of a sweep's runs do.
+    if arguments and ("=" not in arguments[0] or Path(arguments[0]).is_file()):
+        return Path(arguments[0]), arguments[1:]
+    return None, arguments
 
 
 def _check_functions(config: Config) -> None:

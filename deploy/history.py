@@ -1,16 +1,23 @@
 """A run's metrics rows folded into what its report shows: series, counts, and what became of every group."""
 
 import math
+import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import msgspec
 
 Row = Mapping[str, Any]
 
 _END_OF_TIME = 4.1e9
 """The year 2099: a larger time is damage, which dates and plots could not show."""
+
+_MOST_COMPLETIONS = 1e12
+"""More in one step is damage, too."""
+_LAG_COUNT = re.compile(r"by_lag/(\d{1,9}(?:-\d{1,9}|\+)?)/count")
 
 
 class Interval(NamedTuple):
@@ -30,9 +37,41 @@ class GroupFate(NamedTuple):
     """Why it was dropped; empty for a trained group."""
     lengths: "array[int]"
     """Tokens of each completion."""
+    ended_at: float
+    """When it was trained on or dropped; as the other times, seconds since the epoch."""
+    reward: float = math.nan
+    """Mean over its completions; nan, here and below, where the row does not tell."""
+    generate_s: float = math.nan
+    ready_at: float = math.nan
+    """When it was in the learner's buffer."""
+    taken_at: float = math.nan
+    """When it left the buffer: selected with its batch, or dropped."""
 
 
-class Ledger(NamedTuple):
+class LagDrift(msgspec.Struct, frozen=True):
+    """What was trained on at one bucket of policy lags, over the whole run; None for what no step has recorded."""
+
+    bucket: str
+    """Lowest and highest lag, in optimizer steps: `0`, `3-4`, `9+`."""
+    count: int
+    """Completions; where a batch is passed over more than once, each time."""
+    log_ratio_mean: float | None
+    """Of the log sequence ratio between policy and anchor, before anything is masked or clipped."""
+    log_ratio_std: float | None
+    """Of all completions: the steps' mean variance and the variance of their means together."""
+    ess: float | None
+    """Sequence effective sample size per completion: mean over the steps by their counts, each over its own completions."""
+    clip_fraction: float | None
+    """Share of completions; under an objective that clips tokens, their mean share of clipped tokens."""
+    masked: float | None
+    """Share of tokens that the off-policy correction masked; None, too, without one."""
+    reward: float | None
+    """Mean, as the task gave it."""
+    length: float | None
+    """Mean tokens."""
+
+
+class Ledger(msgspec.Struct, frozen=True):
     """Leases by how they ended."""
 
     leased: int
@@ -140,6 +179,13 @@ class RunHistory:
         return dict(sorted(counts.items()))
 
     @property
+    def drift_by_lag(self) -> list[LagDrift]:
+        """The drift ledger: one line for each bucket of lags that occurred, by rising lag."""
+        names = {name for row in self.steps for name in row if name.startswith("by_lag/")}
+        buckets = [match[1] for name in names if (match := _LAG_COUNT.fullmatch(name))]
+        return [_drift(bucket, self.steps) for bucket in sorted(buckets, key=lambda bucket: int(re.split("[-+]", bucket)[0]))]
+
+    @property
     def groups_by_drop_reason(self) -> dict[str, int]:
         """Dropped groups by reason, as far as they were generated."""
         return dict(Counter(group.reason for group in self.groups.values() if group.outcome == "dropped"))
@@ -245,7 +291,67 @@ def _take(history: RunHistory, row: Row) -> None:
 def _fate(row: Row) -> GroupFate:
     lengths = row.get("lengths")
     whole = [length for length in lengths if isinstance(length, int)] if isinstance(lengths, list) else []
-    return GroupFate(str(row.get("outcome")), str(row.get("reason") or ""), array("i", whole))
+    rewards = row.get("rewards")
+    known = [reward for reward in rewards if isinstance(reward, int | float)] if isinstance(rewards, list) else []
+    return GroupFate(
+        outcome=str(row.get("outcome")),
+        reason=str(row.get("reason") or ""),
+        lengths=array("i", whole),
+        ended_at=row["time"],
+        reward=sum(known) / len(known) if known else math.nan,
+        generate_s=_or_nan(number(row, "generate_s")),
+        ready_at=_or_nan(number(row, "ready_at")),
+        taken_at=_or_nan(number(row, "taken_at")),
+    )
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+class _Weighted(NamedTuple):
+    """A number of one step, and what it weighs."""
+
+    value: float
+    weight: float
+
+
+def _drift(bucket: str, steps: Iterable[Row]) -> LagDrift:
+    prefix = f"by_lag/{bucket}/"
+    counts = [(row, number(row, f"{prefix}count") or 0) for row in steps]
+    rows = [(row, count) for row, count in counts if 0 < count < _MOST_COMPLETIONS]
+
+    def weighted(name: str, *, per_token: bool = False) -> list[_Weighted]:
+        values: list[_Weighted] = []
+        for row, count in rows:
+            value = number(row, prefix + name)
+            length = number(row, f"{prefix}length_mean") if per_token else 1.0
+            if value is not None and length is not None:
+                values.append(_Weighted(value, count * length))
+        return values
+
+    means = weighted("ratio_log_mean")
+    mean = _mean(means)
+    within = _mean([_Weighted(std * std, weight) for std, weight in weighted("ratio_log_std")])
+    between = (
+        _mean([_Weighted((value - mean) * (value - mean), weight) for value, weight in means]) if mean is not None else None
+    )
+    return LagDrift(
+        bucket,
+        count=int(sum(count for _, count in rows)),
+        log_ratio_mean=mean,
+        log_ratio_std=None if within is None or between is None else math.sqrt(within + between),
+        ess=_mean(weighted("ess_sequence")),
+        clip_fraction=_mean(weighted("clip_fraction")),
+        masked=_mean(weighted("correction_masked", per_token=True)),
+        reward=_mean(weighted("reward_mean")),
+        length=_mean(weighted("length_mean")),
+    )
+
+
+def _mean(values: Sequence[_Weighted]) -> float | None:
+    total = sum(weight for _, weight in values)
+    return sum(value * weight for value, weight in values) / total if total else None
 
 
 def _increase(before: Row, after: Row, name: str) -> Any:

@@ -7,16 +7,24 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from common.metrics import ROWS_FILE, read_rows
 from deploy import report_plots
-from deploy.history import Ledger, RunHistory, fold_rows, number
-from deploy.report_plots import Plot
+from deploy.drift import (
+    COMPARISON_HEAD,
+    DRIFT_HEAD,
+    PART_HEAD,
+    DriftReport,
+    comparison_rows,
+    drift_cells,
+    drift_report,
+    part_rows,
+)
+from deploy.history import LagDrift, Ledger, RunHistory, fold_rows, number
+from deploy.report_page import Figures, KeyFigure, duration, head, page_html, section, table_html, tiles, write_page
+from learner.bias import MAX_P, MIN_EFFECT, MIN_SHARE
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +47,7 @@ _EVENT_TONES = {
     "actor_excluded": "bad",
     "actor_refused": "bad",
     "bad_message": "bad",
+    "bias_alarm": "bad",
     "canary_mismatch": "bad",
     "group_rejected": "bad",
     "prompt_dropped": "bad",
@@ -46,6 +55,7 @@ _EVENT_TONES = {
     "reward_timeout": "bad",
     "metrics_rows_lost": "bad",
     "lease_expired": "warn",
+    "calibration_mismatch": "warn",
     "actor_left": "warn",
 }
 
@@ -63,11 +73,8 @@ def write_report(run_folder: Path) -> Path:
         raise FileNotFoundError(f"{run_folder} has no {ROWS_FILE}: it is not the folder of a run (setting run.dir)")
     broken_lines: list[int] = []
     history = fold_rows(read_rows(rows_file, broken_lines))
-    page = _page(run_folder.resolve().name, history, _read_config(run_folder), broken_lines, time.time())
-    # Under another name first: someone may be reading the report of a running run.
-    unfinished = run_folder / f"{REPORT_FILE}.tmp"
-    unfinished.write_text(page, encoding="utf-8")
-    return unfinished.rename(run_folder / REPORT_FILE)
+    text = _page(run_folder.resolve().name, history, _read_config(run_folder), broken_lines, time.time())
+    return write_page(run_folder / REPORT_FILE, text)
 
 
 class _Config(NamedTuple):
@@ -100,14 +107,17 @@ def _read_config(run_folder: Path) -> _Config:
 
 
 def _page(name: str, history: RunHistory, config: _Config, broken_lines: Sequence[int], now: float) -> str:
-    figures = _Figures()
+    figures = Figures()
+    drift = drift_report(history)
     body = "\n".join(
         (
             _head(name, history, config, now),
             _key_figures(history),
             _learning(figures, history, config),
             _staleness(figures, history, config),
+            _drift(figures, drift.by_lag),
             _rollouts(figures, history),
+            _bias(drift),
             _weights(figures, history),
             _ledger(history),
             _actors(history),
@@ -116,77 +126,7 @@ def _page(name: str, history: RunHistory, config: _Config, broken_lines: Sequenc
             _foot(history, broken_lines, now),
         )
     )
-    # The policy makes the browser itself refuse every request that the page could make.
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:">
-<title>{html.escape(name)} · offbeat</title>
-<style>
-{_asset("report.css")}</style>
-</head>
-<body>
-<main>
-{body}
-</main>
-{figures.scripts()}
-</body>
-</html>
-"""
-
-
-class _Figures:
-    """Collects the figures of the page while its text is made."""
-
-    def __init__(self) -> None:
-        self._figures: list[dict[str, Any]] = []
-
-    def card(self, plot: Plot) -> str:
-        """The plot's frame, with its title and caption."""
-        if plot.figure is None:
-            drawing = f'<div class="missing">{html.escape(plot.missing)}</div>'
-        else:
-            drawing = f'<div class="plot" data-figure="figure-{len(self._figures)}"></div>'
-            self._figures.append(plot.figure)
-        css_class = "card wide" if plot.wide else "card"
-        return (
-            f'<figure class="{css_class}"><h3>{html.escape(plot.title)}</h3>{drawing}'
-            f"<figcaption>{html.escape(plot.caption)}</figcaption></figure>"
-        )
-
-    def scripts(self) -> str:
-        """Plotly, the figures as JSON, and what draws them; nothing at all for a page without figures."""
-        if not self._figures:
-            return ""
-        # Imported here: it reads 5 MB.
-        from plotly.offline import get_plotlyjs
-
-        data = "\n".join(
-            f'<script type="application/json" id="figure-{index}">{_script_json(figure)}</script>'
-            for index, figure in enumerate(self._figures)
-        )
-        colors = f'<script type="application/json" id="dark-colors">{_script_json(report_plots.DARK_COLORS)}</script>'
-        return f"<script>{get_plotlyjs()}</script>\n{data}\n{colors}\n<script>\n{_asset('report.js')}</script>"
-
-
-def _script_json(value: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
-    return msgspec.json.encode(value).decode().replace("<", "\\u003c")
-
-
-def _asset(name: str) -> str:
-    return resources.files("deploy").joinpath(name).read_text(encoding="utf-8")
-
-
-def _section(title: str, lead: str, content: str) -> str:
-    return f"<section><h2>{html.escape(title)}</h2><p>{html.escape(lead)}</p>{content}</section>"
-
-
-def _grid(cards: Iterable[str]) -> str:
-    return f'<div class="grid">{"".join(cards)}</div>'
+    return page_html(name, body, figures)
 
 
 # Head
@@ -194,28 +134,7 @@ def _grid(cards: Iterable[str]) -> str:
 
 def _head(name: str, history: RunHistory, config: _Config, now: float) -> str:
     outcome, detail = _outcome(history, now)
-    tone = _OUTCOME_TONES.get(outcome, "warn")
-    facts = "".join(
-        f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(fact)}</dd></div>"
-        for label, fact in _facts(history, config).items()
-    )
-    return f"""<header>
-<div class="wordmark">{_WORDMARK} offbeat</div>
-<h1>{html.escape(name)}</h1>
-<p class="outcome"><span class="pill {tone}">{html.escape(outcome)}</span> {html.escape(detail)}</p>
-<dl class="facts">{facts}</dl>
-</header>"""
-
-
-# Four beats, the accents between them.
-_WORDMARK = (
-    '<svg width="30" height="18" viewBox="0 0 30 18" fill="none" stroke-width="2.6" stroke-linecap="round">'
-    + "".join(
-        f'<path d="M{2 + 3.7 * index:.1f} {9 - height}v{2 * height}" stroke="var(--{"accent" if index % 2 else "muted"})"/>'
-        for index, height in enumerate((2, 7, 2, 5, 2, 7, 2, 4))
-    )
-    + "</svg>"
-)
+    return head(name, _OUTCOME_TONES.get(outcome, "warn"), outcome, detail, _facts(history, config))
 
 
 def _outcome(history: RunHistory, now: float) -> tuple[str, str]:
@@ -227,7 +146,7 @@ def _outcome(history: RunHistory, now: float) -> tuple[str, str]:
     quiet_s = now - history.last_time
     if quiet_s <= ALIVE_WITHIN_S:
         return "running", "This page shows the run so far; write the report again for a newer one."
-    return "unfinished", f"The rows end {_duration(quiet_s)} ago without a final one: the learner hangs or was killed."
+    return "unfinished", f"The rows end {duration(quiet_s)} ago without a final one: the learner hangs or was killed."
 
 
 def _facts(history: RunHistory, config: _Config) -> dict[str, str]:
@@ -244,7 +163,7 @@ def _facts(history: RunHistory, config: _Config) -> dict[str, str]:
         "Policy version": f"{version:,}" if num_steps is None else f"{version:,} of {num_steps:,.0f}",
         "Actors seen": f"{len(history.actors)}",
         "Started": "never" if started is None else time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(started)),
-        "Wall time": _duration(history.wall_s),
+        "Wall time": duration(history.wall_s),
     }
     software = [str(event.get("detail")) for event in history.events if event.get("event") == "run_started"]
     return facts | ({"Software": software[-1]} if software else {})
@@ -254,19 +173,9 @@ def _last_version(history: RunHistory) -> int:
     return int(history.steps[-1]["policy_version"]) if history.steps else 0
 
 
-class _KeyFigure(NamedTuple):
-    label: str
-    value: str
-    unit: str
-    note: str
-
-
 def _key_figures(history: RunHistory) -> str:
-    tiles = "".join(
-        f'<div class="figure"><div class="label">{html.escape(label)}</div>'
-        f'<div class="value">{html.escape(value)} <small>{html.escape(unit)}</small></div>'
-        f'<div class="note">{html.escape(note)}</div></div>'
-        for label, value, unit, note in (
+    return tiles(
+        (
             _reward_figure(history),
             _held_out_figure(history),
             _lag_figure(history),
@@ -277,77 +186,76 @@ def _key_figures(history: RunHistory) -> str:
             _dropped_figure(history),
         )
     )
-    return f'<div class="figures">{tiles}</div>'
 
 
-def _reward_figure(history: RunHistory) -> _KeyFigure:
+def _reward_figure(history: RunHistory) -> KeyFigure:
     rewards = _numbers(history, "reward/mean")
     if not rewards:
-        return _KeyFigure("Reward", "–", "", "no step yet")
+        return KeyFigure("Reward", "–", "", "no step yet")
     last = statistics.fmean(rewards[-_NUM_EDGE_STEPS:])
     if len(rewards) < 2 * _NUM_EDGE_STEPS:
-        return _KeyFigure("Reward", f"{last:.3f}", "", f"mean of the last {min(len(rewards), _NUM_EDGE_STEPS)} steps")
+        return KeyFigure("Reward", f"{last:.3f}", "", f"mean of the last {min(len(rewards), _NUM_EDGE_STEPS)} steps")
     first = statistics.fmean(rewards[:_NUM_EDGE_STEPS])
-    return _KeyFigure("Reward", f"{last:.3f}", "", f"last {_NUM_EDGE_STEPS} steps; first {_NUM_EDGE_STEPS}: {first:.3f}")
+    return KeyFigure("Reward", f"{last:.3f}", "", f"last {_NUM_EDGE_STEPS} steps; first {_NUM_EDGE_STEPS}: {first:.3f}")
 
 
-def _held_out_figure(history: RunHistory) -> _KeyFigure:
+def _held_out_figure(history: RunHistory) -> KeyFigure:
     rewards = {v: row["reward"] for v, row in history.evaluations.items() if number(row, "reward") is not None}
     if not rewards:
-        return _KeyFigure("Held-out reward", "–", "", "no evaluation")
+        return KeyFigure("Held-out reward", "–", "", "no evaluation")
     last, best = max(rewards), max(rewards, key=rewards.__getitem__)
     note = f"at version {last}; best {rewards[best]:.3f} at {best}"
-    return _KeyFigure("Held-out reward", f"{rewards[last]:.3f}", "", note)
+    return KeyFigure("Held-out reward", f"{rewards[last]:.3f}", "", note)
 
 
-def _lag_figure(history: RunHistory) -> _KeyFigure:
+def _lag_figure(history: RunHistory) -> KeyFigure:
     counts = history.groups_by_lag
     if not counts:
-        return _KeyFigure("Policy lag", "–", "", "no group trained")
+        return KeyFigure("Policy lag", "–", "", "no group trained")
     mean = sum(lag * count for lag, count in counts.items()) / sum(counts.values())
     num_over = sum(int(count) for count in _numbers(history, "staleness/over_bound"))
     note = f"largest {max(counts)}; {num_over:,} groups above the bound"
-    return _KeyFigure("Policy lag", f"{mean:.2f}", "steps", note)
+    return KeyFigure("Policy lag", f"{mean:.2f}", "steps", note)
 
 
-def _clip_figure(history: RunHistory) -> _KeyFigure:
+def _clip_figure(history: RunHistory) -> KeyFigure:
     fractions = _numbers(history, "clip/fraction")
     if not fractions:
-        return _KeyFigure("Clipped", "–", "", "no step yet")
+        return KeyFigure("Clipped", "–", "", "no step yet")
     note = f"of completions; highest step {max(fractions):.1%}"
-    return _KeyFigure("Clipped", f"{statistics.fmean(fractions):.1%}", "", note)
+    return KeyFigure("Clipped", f"{statistics.fmean(fractions):.1%}", "", note)
 
 
-def _generated_figure(history: RunHistory) -> _KeyFigure:
+def _generated_figure(history: RunHistory) -> KeyFigure:
     total = sum(actor.num_generated_tokens for actor in history.actors.values())
     return _rate_figure("Generated", total, history.wall_s)
 
 
-def _trained_figure(history: RunHistory) -> _KeyFigure:
+def _trained_figure(history: RunHistory) -> KeyFigure:
     return _rate_figure("Trained", sum(_numbers(history, "tokens/trained")), history.wall_s)
 
 
-def _rate_figure(label: str, num_tokens: float, wall_s: float) -> _KeyFigure:
+def _rate_figure(label: str, num_tokens: float, wall_s: float) -> KeyFigure:
     if not num_tokens or not wall_s:
-        return _KeyFigure(label, "–", "", "no tokens yet")
-    return _KeyFigure(label, f"{num_tokens / wall_s:,.0f}", "tok/s", f"{num_tokens:,.0f} completion tokens in all")
+        return KeyFigure(label, "–", "", "no tokens yet")
+    return KeyFigure(label, f"{num_tokens / wall_s:,.0f}", "tok/s", f"{num_tokens:,.0f} completion tokens in all")
 
 
-def _idle_figure(history: RunHistory) -> _KeyFigure:
+def _idle_figure(history: RunHistory) -> KeyFigure:
     seconds = history.learner_seconds()
     total = sum(seconds.values())
     if not total:
-        return _KeyFigure("Learner waited", "–", "", "no step yet")
+        return KeyFigure("Learner waited", "–", "", "no step yet")
     median = statistics.median(_numbers(history, "time/step_s") or [0.0])
-    return _KeyFigure("Learner waited", f"{seconds['wait_rollouts'] / total:.0%}", "", f"median step {median:.2f} s")
+    return KeyFigure("Learner waited", f"{seconds['wait_rollouts'] / total:.0%}", "", f"median step {median:.2f} s")
 
 
-def _dropped_figure(history: RunHistory) -> _KeyFigure:
+def _dropped_figure(history: RunHistory) -> KeyFigure:
     num_groups = len(history.groups)
     if not num_groups:
-        return _KeyFigure("Groups dropped", "–", "", "no group yet")
+        return KeyFigure("Groups dropped", "–", "", "no group yet")
     num_dropped = sum(history.groups_by_drop_reason.values())
-    return _KeyFigure("Groups dropped", f"{num_dropped / num_groups:.1%}", "", f"{num_dropped:,} of {num_groups:,}")
+    return KeyFigure("Groups dropped", f"{num_dropped / num_groups:.1%}", "", f"{num_dropped:,} of {num_groups:,}")
 
 
 def _numbers(history: RunHistory, name: str) -> list[float]:
@@ -357,17 +265,17 @@ def _numbers(history: RunHistory, name: str) -> list[float]:
 # Plots
 
 
-def _learning(figures: _Figures, history: RunHistory, config: _Config) -> str:
+def _learning(figures: Figures, history: RunHistory, config: _Config) -> str:
     plots = (
         report_plots.reward_by_step(history),
         report_plots.reward_by_time(history),
         report_plots.gradient_norm(history, config.number("train", "max_grad_norm")),
         report_plots.groups_without_signal(history),
     )
-    return _section("Learning", "Does the policy get better, and is the optimization calm?", _cards(figures, plots))
+    return section("Learning", "Does the policy get better, and is the optimization calm?", figures.cards(plots))
 
 
-def _staleness(figures: _Figures, history: RunHistory, config: _Config) -> str:
+def _staleness(figures: Figures, history: RunHistory, config: _Config) -> str:
     clip_low, clip_high = config.number("loss", "clip_low"), config.number("loss", "clip_high")
     plots = (
         report_plots.lag_histogram(history),
@@ -376,25 +284,67 @@ def _staleness(figures: _Figures, history: RunHistory, config: _Config) -> str:
         report_plots.log_ratio(history, clip_low, clip_high),
     )
     lead = "How old were the rollouts when they were trained on, and how much of them did the objective set aside?"
-    return _section("Staleness", lead, _cards(figures, plots))
+    return section("Staleness", lead, figures.cards(plots))
 
 
-def _rollouts(figures: _Figures, history: RunHistory) -> str:
+def _drift(figures: Figures, lines: Sequence[LagDrift]) -> str:
+    lead = "How far had the policy moved from what sampled the completions, at each policy lag?"
+    if not lines:
+        missing = '<div class="card"><div class="missing">No step has recorded its drift by policy lag.</div></div>'
+        return section("Drift by policy lag", lead, missing)
+    head_cells = [html.escape(name) for name in DRIFT_HEAD]
+    table = table_html(head_cells, [drift_cells(line) for line in lines], num_text_columns=1)
+    note = (
+        "Means over all completions of the run at that lag. The spread is that of all of them; the effective sample size (ESS) "
+        "is the share of each step's completions that counts, averaged over the steps by their completions."
+    )
+    plots = (
+        report_plots.log_ratio_by_lag(lines),
+        report_plots.clip_by_lag(lines),
+        report_plots.reward_and_length_by_lag(lines),
+    )
+    cards = "".join(figures.card(plot) for plot in plots)
+    ledger = f'<div class="card wide">{table}<figcaption>{html.escape(note)}</figcaption></div>'
+    return section("Drift by policy lag", lead, f'<div class="grid">{ledger}{cards}</div>')
+
+
+def _rollouts(figures: Figures, history: RunHistory) -> str:
     plots = (
         report_plots.completion_lengths(history),
         report_plots.throughput(history),
         report_plots.where_time_went(history),
     )
-    return _section("Rollouts and time", "Who waits for whom, and is anything biased away?", _cards(figures, plots))
+    return section("Rollouts and time", "Who waits for whom, and is anything biased away?", figures.cards(plots))
 
 
-def _weights(figures: _Figures, history: RunHistory) -> str:
+def _weights(figures: Figures, history: RunHistory) -> str:
     plots = (report_plots.weight_sync(history), report_plots.canary(history))
-    return _section("Weights", "What the updates cost, and whether they arrived.", _cards(figures, plots))
+    return section("Weights", "What the updates cost, and whether they arrived.", figures.cards(plots))
 
 
-def _cards(figures: _Figures, plots: Iterable[Plot]) -> str:
-    return _grid(figures.card(plot) for plot in plots)
+# Bias
+
+
+def _bias(report: DriftReport) -> str:
+    lead = "Did training leave out, or put off, leases that differ from the others in length, duration or reward?"
+    first, *others = report.verdict
+    tone = "bad" if report.bias.alarms else "good"
+    sentences = f'<p class="verdict {tone}">{html.escape(first)}</p>'
+    sentences += "".join(f"<p>{html.escape(sentence)}</p>" for sentence in others)
+    tables = [table_html(PART_HEAD, _escaped(part_rows(report.bias, report.books)), num_text_columns=1)]
+    if tests := comparison_rows(report.bias):
+        tables.append(table_html(COMPARISON_HEAD, _escaped(tests), num_text_columns=2))
+    note = (
+        "Lengths and rewards are means of a group's completions. Mann-Whitney U tests are among leases that ended about the "
+        "same time. Effect: rank-biserial correlation, from -1 to 1; "
+        f"an alarm needs p < {MAX_P:g}, an effect of {MIN_EFFECT:g} and {MIN_SHARE:.0%} of the leases."
+    )
+    tests_note = f"<figcaption>{html.escape(note)}</figcaption>"
+    return section("Bias", lead, f'<div class="card">{sentences}{"".join(tables)}{tests_note}</div>')
+
+
+def _escaped(rows: Iterable[Sequence[str]]) -> list[list[str]]:
+    return [[html.escape(cell) for cell in row] for row in rows]
 
 
 # Ledger
@@ -409,8 +359,8 @@ def _ledger(history: RunHistory) -> str:
             f"So far its rows tell of {history.num_groups_trained:,} groups trained and "
             f"{sum(history.groups_by_drop_reason.values()):,} dropped{_reasons(history.groups_by_drop_reason)}.</div>"
         )
-        return _section("Ledger", lead, f'<div class="card">{content}</div>')
-    return _section("Ledger", lead, f'<div class="card">{_law(books)}</div>')
+        return section("Ledger", lead, f'<div class="card">{content}</div>')
+    return section("Ledger", lead, f'<div class="card">{_law(books)}</div>')
 
 
 def _law(books: Ledger) -> str:
@@ -453,7 +403,7 @@ def _reasons(dropped: Mapping[str, int]) -> str:
 def _actors(history: RunHistory) -> str:
     lead = "What each actor did, all its restarts under one name added up."
     if not history.actors:
-        return _section("Actors", lead, '<div class="card"><div class="missing">No actor has reported.</div></div>')
+        return section("Actors", lead, '<div class="card"><div class="missing">No actor has reported.</div></div>')
     start = history.first_time or 0.0
     rows = [
         (
@@ -462,19 +412,19 @@ def _actors(history: RunHistory) -> str:
             f"{actor.num_groups_sent:,}",
             f"{actor.num_generated_tokens:,}",
             "–" if actor.tokens_per_s is None else f"{actor.tokens_per_s:,.0f}",
-            _duration(actor.times[0] - start),
-            _duration(actor.times[-1] - start),
+            duration(actor.times[0] - start),
+            duration(actor.times[-1] - start),
         )
         for actor in sorted(history.actors.values(), key=lambda actor: actor.name)
     ]
-    head = ("Actor", "Last version", "Groups sent", "Tokens", "tok/s", "First heard at", "Last heard at")
-    return _section("Actors", lead, f'<div class="card">{_table(head, rows, num_text_columns=1)}</div>')
+    columns = ("Actor", "Last version", "Groups sent", "Tokens", "tok/s", "First heard at", "Last heard at")
+    return section("Actors", lead, f'<div class="card">{table_html(columns, rows, num_text_columns=1)}</div>')
 
 
 def _events(history: RunHistory) -> str:
     lead = "Joins, losses, exclusions, and whatever else was out of the ordinary."
     if not history.events:
-        return _section("Events", lead, '<div class="card"><div class="missing">Nothing happened.</div></div>')
+        return section("Events", lead, '<div class="card"><div class="missing">Nothing happened.</div></div>')
     counts = Counter(str(event.get("event")) for event in history.events)
     chips = "".join(f"<li>{html.escape(name)} <b>{count:,}</b></li>" for name, count in counts.most_common())
     shown, note = history.events, ""
@@ -484,7 +434,7 @@ def _events(history: RunHistory) -> str:
     start = history.first_time or 0.0
     rows = [
         (
-            _duration(event["time"] - start),
+            duration(event["time"] - start),
             f'<span class="mark {_EVENT_TONES.get(str(event.get("event")), "calm")}">'
             f"{html.escape(str(event.get('event')))}</span>",
             html.escape(str(event.get("actor") or "")),
@@ -492,30 +442,17 @@ def _events(history: RunHistory) -> str:
         )
         for event in shown
     ]
-    table = _table(("After", "Event", "Actor", "Detail"), rows, num_text_columns=4)
-    return _section("Events", lead, f'<div class="card"><ul class="chips">{chips}</ul>{table}{note}</div>')
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, num_text_columns: int) -> str:
-    """A table of ready-made HTML cells; the columns after the text ones are aligned as numbers."""
-
-    def line(tag: str, cells: Sequence[str]) -> str:
-        aligned = (
-            f"<{tag}{'' if index < num_text_columns else ' class=number'}>{cell}</{tag}>" for index, cell in enumerate(cells)
-        )
-        return f"<tr>{''.join(aligned)}</tr>"
-
-    body = "".join(line("td", row) for row in rows)
-    return f'<div class="scroll"><table><thead>{line("th", head)}</thead><tbody>{body}</tbody></table></div>'
+    listing = table_html(("After", "Event", "Actor", "Detail"), rows, num_text_columns=4)
+    return section("Events", lead, f'<div class="card"><ul class="chips">{chips}</ul>{listing}{note}</div>')
 
 
 def _settings(config: _Config) -> str:
     lead = "The resolved settings the run was started with."
     if not config.text:
         missing = f'<div class="missing">The folder has no {CONFIG_FILE}.</div>'
-        return _section("Settings", lead, f'<div class="card">{missing}</div>')
+        return section("Settings", lead, f'<div class="card">{missing}</div>')
     text = f"<details><summary>{CONFIG_FILE}</summary><pre>{html.escape(config.text)}</pre></details>"
-    return _section("Settings", lead, f'<div class="card">{text}</div>')
+    return section("Settings", lead, f'<div class="card">{text}</div>')
 
 
 def _foot(history: RunHistory, broken_lines: Sequence[int], now: float) -> str:
@@ -525,11 +462,3 @@ def _foot(history: RunHistory, broken_lines: Sequence[int], now: float) -> str:
         first = ", ".join(str(line) for line in broken_lines[:5])
         broken = f" {len(broken_lines):,} unreadable lines were skipped (first: {first})."
     return f"<footer>Written {written} from {history.num_rows:,} rows of {ROWS_FILE}.{broken}</footer>"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

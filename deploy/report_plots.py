@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from deploy.history import Row, RunHistory, number, rate_over_time
+from deploy.history import LagDrift, Row, RunHistory, number, rate_over_time
 
 # Each color of the light page, and what stands for it on the dark one.
 INK, MUTED, GRID, CARD = "#1d2127", "#6b7280", "#ebe8e1", "#ffffff"
@@ -97,7 +97,7 @@ def reward_by_time(history: RunHistory) -> Plot:
     traces = _reward_traces(history, lambda row: (row["time"] - start) / scale)
     if not traces:
         return Plot("Reward by wall time", caption, None, _NO_REWARD)
-    return Plot("Reward by wall time", caption, {"data": traces, "layout": _layout(f"wall time ({unit})", "reward")})
+    return Plot("Reward by wall time", caption, {"data": traces, "layout": plot_layout(f"wall time ({unit})", "reward")})
 
 
 def gradient_norm(history: RunHistory, max_grad_norm: float | None) -> Plot:
@@ -113,7 +113,7 @@ def gradient_norm(history: RunHistory, max_grad_norm: float | None) -> Plot:
     # A limit far above the data would flatten it.
     if max_grad_norm is not None and max_grad_norm <= 3 * max(norms):
         _add_limit(layout, max_grad_norm, "max_grad_norm")
-    return Plot("Gradient norm", caption, {"data": [_line(steps, norms, "norm", BLUE)], "layout": layout})
+    return Plot("Gradient norm", caption, {"data": [line_trace(steps, norms, "norm", BLUE)], "layout": layout})
 
 
 def groups_without_signal(history: RunHistory) -> Plot:
@@ -147,7 +147,7 @@ def lag_histogram(history: RunHistory) -> Plot:
         "marker": {"color": BLUE},
         "hovertemplate": "lag %{x}: %{y} groups<extra></extra>",
     }
-    layout = _layout("policy lag (optimizer steps)", "groups", x={"dtick": 1 if len(counts) < 20 else None})
+    layout = plot_layout("policy lag (optimizer steps)", "groups", x={"dtick": 1 if len(counts) < 20 else None})
     layout["hovermode"] = "closest"
     return Plot("Policy lag of trained groups", caption, {"data": [bars], "layout": layout})
 
@@ -162,12 +162,12 @@ def lag_by_step(history: RunHistory, max_staleness: float | None) -> Plot:
     )
     if not means:
         return Plot("Policy lag by step", caption, None, "No step has recorded its lag.")
-    top = _line(steps, largest, "largest", GRAY)
+    top = line_trace(steps, largest, "largest", GRAY)
     top["line"] |= {"shape": "hv", "width": 1.2}
     layout = _step_layout("optimizer step", steps, "policy lag (steps)", y={"rangemode": "tozero"})
     if max_staleness is not None:
         _add_limit(layout, max_staleness, "max_staleness")
-    return Plot("Policy lag by step", caption, {"data": [top, _line(steps, means, "mean", BLUE)], "layout": layout})
+    return Plot("Policy lag by step", caption, {"data": [top, line_trace(steps, means, "mean", BLUE)], "layout": layout})
 
 
 def clip_fraction(history: RunHistory) -> Plot:
@@ -186,11 +186,17 @@ def clip_fraction(history: RunHistory) -> Plot:
     for name, label, color in parts:
         steps, fractions = _series(history.steps, f"clip/{name}")
         if fractions:
-            area = _line(steps, fractions, html.escape(label), color)
+            area = line_trace(steps, fractions, html.escape(label), color)
             area["line"]["width"] = 0.5
             data.append(area | {"stackgroup": "fractions", "fillcolor": color, "mode": "lines"})
     if not data:
         return Plot("Clip fraction", caption, None, "No step has recorded its clip fractions.")
+    noise_steps, noise = _series(history.steps, "clip/noise")
+    if noise:
+        line = line_trace(noise_steps, noise, "of the clipped, engine noise", INK) | {"mode": "lines"}
+        line["line"] |= {"dash": "dash"}
+        data.append(line)
+        caption = f"{caption[:-1]}. Strong colors above the dashed line are drift, below it what engine noise alone clips."
     y_axis = {"tickformat": ".1~%", "rangemode": "tozero"}
     layout = _step_layout("optimizer step", steps, "share of completions", y=y_axis)
     layout["legend"]["traceorder"] = "normal"
@@ -208,26 +214,103 @@ def log_ratio(history: RunHistory, clip_low: float | None, clip_high: float | No
         return Plot("Sequence log-ratio", caption, None, "No step has recorded its ratios.")
     _, spreads = _series(history.steps, "ratio/log_std")
     spreads = spreads if len(spreads) == len(means) else [0.0] * len(means)
-    lower = _line(steps, [m - s for m, s in zip(means, spreads, strict=True)], "", PALE_BLUE)
-    upper = _line(steps, [m + s for m, s in zip(means, spreads, strict=True)], "± 1 std", PALE_BLUE)
-    for edge in (lower, upper):
-        edge |= {"mode": "lines", "hoverinfo": "skip"}
-        edge["line"]["width"] = 0
-    lower["showlegend"] = False
-    upper |= {"fill": "tonexty", "fillcolor": PALE_BLUE}
-    data = [lower, upper]
+    lower = [mean - spread for mean, spread in zip(means, spreads, strict=True)]
+    upper = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
+    data = band_traces(steps, lower, upper, "± 1 std", PALE_BLUE)
     for name, label, how in (("ratio/log_min", "lowest", min), ("ratio/log_max", "highest", max)):
         extreme_steps, extremes = _series(history.steps, name, how)
-        extreme = _line(extreme_steps, extremes, label, GRAY)
+        extreme = line_trace(extreme_steps, extremes, label, GRAY)
         extreme["line"] |= {"width": 1}
         data.append(extreme)
-    data.append(_line(steps, means, "mean", BLUE))
+    data.append(line_trace(steps, means, "mean", BLUE))
     layout = _step_layout("optimizer step", steps, "log ratio")
     if clip_low is not None and clip_low < 1:
         _add_limit(layout, math.log(1 - clip_low), "1 − clip_low", below=True)
     if clip_high is not None:
         _add_limit(layout, math.log(1 + clip_high), "1 + clip_high")
     return Plot("Sequence log-ratio", caption, {"data": data, "layout": layout})
+
+
+def log_ratio_by_lag(drift: Sequence[LagDrift]) -> Plot:
+    """Mean and spread of the sequence log-ratio at each policy lag."""
+    title = "Log-ratio by policy lag"
+    caption = (
+        "Log of the sequence ratio between policy and anchor, before anything is masked: mean and one standard deviation over "
+        "all completions of a lag. What lag 0 has is the engine's noise; what grows with the lag is drift."
+    )
+    lines = [line for line in drift if line.log_ratio_mean is not None]
+    if not lines:
+        return Plot(title, caption, None, _NO_DRIFT)
+    points = {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "mean ± std",
+        "x": [line.bucket for line in lines],
+        "y": [line.log_ratio_mean for line in lines],
+        "error_y": {"type": "data", "array": [line.log_ratio_std or 0.0 for line in lines], "color": PALE_BLUE, "thickness": 6},
+        "marker": {"size": 9, "color": BLUE},
+        "customdata": [[line.log_ratio_std, line.count] for line in lines],
+        "hovertemplate": "%{y:.3~g} ± %{customdata[0]:.3~g}, %{customdata[1]:,} completions<extra></extra>",
+    }
+    return Plot(title, caption, {"data": [points], "layout": _lag_layout("log ratio")})
+
+
+def clip_by_lag(drift: Sequence[LagDrift]) -> Plot:
+    """Clipped and masked shares at each policy lag."""
+    title = "Clipped and masked by policy lag"
+    caption = (
+        "Share of the completions of each lag whose gradient the clip band made zero, and of their tokens that the off-policy "
+        "correction masked."
+    )
+    data = [
+        {
+            "type": "bar",
+            "name": name,
+            "x": [line.bucket for line, value in values if value is not None],
+            "y": [value for _, value in values if value is not None],
+            "marker": {"color": color},
+            "hovertemplate": "%{y:.1%}",
+        }
+        for name, color, values in (
+            ("clipped", BLUE, [(line, line.clip_fraction) for line in drift]),
+            ("masked", ORANGE, [(line, line.masked) for line in drift]),
+        )
+        if any(value is not None for _, value in values)
+    ]
+    if not data:
+        return Plot(title, caption, None, _NO_DRIFT)
+    layout = _lag_layout("share", y={"tickformat": ".1~%", "rangemode": "tozero"}) | {"barmode": "group", "bargap": 0.3}
+    return Plot(title, caption, {"data": data, "layout": layout})
+
+
+def reward_and_length_by_lag(drift: Sequence[LagDrift]) -> Plot:
+    """Mean reward and length of the completions at each policy lag."""
+    title = "Reward and length by policy lag"
+    caption = (
+        "Mean reward (left) and mean tokens (right) of the completions of each lag: long completions take their time, "
+        "and are older when they are trained on."
+    )
+    rewards = [(line.bucket, line.reward) for line in drift if line.reward is not None]
+    lengths = [(line.bucket, line.length) for line in drift if line.length is not None]
+    if not rewards or not lengths:
+        return Plot(title, caption, None, "No step has recorded rewards and lengths by policy lag.", wide=True)
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": name,
+            "x": [bucket for bucket, _ in points],
+            "y": [value for _, value in points],
+            "yaxis": axis,
+            "line": {"color": color, "width": 2},
+            "hovertemplate": "%{y:,.3~f}",
+        }
+        for name, color, axis, points in (("reward", BLUE, "y", rewards), ("tokens", ORANGE, "y2", lengths))
+    ]
+    layout = _lag_layout("reward")
+    right = {"overlaying": "y", "side": "right", "showgrid": False, "rangemode": "tozero", "tickmode": "auto"}
+    layout["yaxis2"] = layout["yaxis"] | right | {"title": layout["yaxis"]["title"] | {"text": "tokens"}}
+    return Plot(title, caption, {"data": data, "layout": layout}, wide=True)
 
 
 def completion_lengths(history: RunHistory) -> Plot:
@@ -258,7 +341,7 @@ def completion_lengths(history: RunHistory) -> Plot:
                 "hovertemplate": "%{y:.1%} (%{customdata})",
             }
         )
-    layout = _layout("completion tokens", "share of completions", y={"tickformat": ".0%"})
+    layout = plot_layout("completion tokens", "share of completions", y={"tickformat": ".0%"})
     layout |= {"barmode": "group", "bargap": 0.15, "bargroupgap": 0}
     return Plot(title, f"{caption[:-1]}; {means}.", {"data": data, "layout": layout})
 
@@ -283,11 +366,11 @@ def throughput(history: RunHistory) -> Plot:
     unit, scale = time_unit(history)
     middles = [((a + width / 2) - start) / scale for a in edges[:-1]]
     data = [
-        _line(middles, rate_over_time(intervals, edges), label, color)
+        line_trace(middles, rate_over_time(intervals, edges), label, color)
         for intervals, label, color in ((generated, "generated", GREEN), (trained, "trained", BLUE))
         if intervals
     ]
-    layout = _layout(f"wall time ({unit})", "tokens / s", y={"rangemode": "tozero", "tickformat": ","})
+    layout = plot_layout(f"wall time ({unit})", "tokens / s", y={"rangemode": "tozero", "tickformat": ","})
     return Plot(title, caption, {"data": data, "layout": layout})
 
 
@@ -312,7 +395,7 @@ def where_time_went(history: RunHistory) -> Plot:
     if not bars:
         return Plot(title, caption, None, "No service has reported its time.", wide=True)
     data = _stacked_bars(bars)
-    layout = _layout("", "", x={"tickformat": ".0%", "range": [0, 1]}, y={"autorange": "reversed", "showgrid": False})
+    layout = plot_layout("", "", x={"tickformat": ".0%", "range": [0, 1]}, y={"autorange": "reversed", "showgrid": False})
     layout |= {"barmode": "stack", "bargap": 0.35, "hovermode": "closest", "height": 120 + 34 * len(bars)}
     layout["legend"]["traceorder"] = "normal"
     layout["margin"] = layout["margin"] | {"r": 24}
@@ -354,6 +437,7 @@ def time_unit(history: RunHistory) -> tuple[str, float]:
     return ("min", 60.0) if span < 3 * 3600 else ("h", 3600.0)
 
 
+_NO_DRIFT = "No step has recorded its drift by policy lag."
 _NO_REWARD = "No step has been made: there is no reward to show."
 
 
@@ -363,9 +447,9 @@ def _reward_traces(history: RunHistory, x_of: Callable[[Row], float]) -> list[di
     if not rows:
         return []
     xs, means = _bucket([x_of(row) for row in rows]), _bucket([row["reward/mean"] for row in rows])
-    thin = _line(xs, means, "per step", PALE_BLUE)
+    thin = line_trace(xs, means, "per step", PALE_BLUE)
     thin["line"]["width"] = 1.5
-    smooth = _line(xs, _running_mean(means, max(1, len(means) // 10)), "running mean", BLUE) | {"mode": "lines"}
+    smooth = line_trace(xs, running_mean(means, max(1, len(means) // 10)), "running mean", BLUE) | {"mode": "lines"}
     evaluations = [row for row in history.evaluations.values() if number(row, "reward") is not None]
     held_out = {
         "type": "scatter",
@@ -436,7 +520,7 @@ def _points(pairs: Iterable[tuple[float, float | None]], label: str, color: str)
     """Points over the policy version; what is not positive has no place on a log axis."""
     positive = [(version, value) for version, value in pairs if value is not None and value > 0]
     xs, ys = _bucket([version for version, _ in positive]), _bucket([value for _, value in positive], max)
-    trace = _line(xs, ys, label, color) | {"mode": "markers", "marker": {"size": 5, "color": color, "opacity": 0.8}}
+    trace = line_trace(xs, ys, label, color) | {"mode": "markers", "marker": {"size": 5, "color": color, "opacity": 0.8}}
     return trace | {"hovertemplate": "%{y:.3~g}"}
 
 
@@ -465,13 +549,14 @@ def _bucket(values: Sequence[float], how: Callable[[list[float]], float] = stati
     return [how(list(values[edges[i] : edges[i + 1]])) for i in range(MAX_POINTS)]
 
 
-def _running_mean(values: Sequence[float], window: int) -> list[float]:
+def running_mean(values: Sequence[float], window: int) -> list[float]:
     """Mean over about `window` values around each: one that looked back only would trail behind the curve."""
     half = window // 2
     return [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
-def _line(xs: Sequence[float], ys: Sequence[float], name: str, color: str) -> dict[str, Any]:
+def line_trace(xs: Sequence[float], ys: Sequence[float], name: str, color: str) -> dict[str, Any]:
+    """A line, with its points where there are few."""
     return {
         "type": "scatter",
         # A line through one point is invisible.
@@ -484,15 +569,34 @@ def _line(xs: Sequence[float], ys: Sequence[float], name: str, color: str) -> di
     }
 
 
+def band_traces(
+    xs: Sequence[float], lower: Sequence[float], upper: Sequence[float], name: str, color: str
+) -> list[dict[str, Any]]:
+    """The area between two lines, one entry of the legend (none where `name` is empty)."""
+    edges = [line_trace(xs, lower, "", color), line_trace(xs, upper, name, color)]
+    for edge in edges:
+        edge |= {"mode": "lines", "hoverinfo": "skip"}
+        edge["line"]["width"] = 0
+    edges[0]["showlegend"] = False
+    edges[1] |= {"fill": "tonexty", "fillcolor": color} | ({} if name else {"showlegend": False})
+    return edges
+
+
 def _step_layout(x_title: str, steps: Sequence[float], y_title: str, *, y: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A layout over steps or versions; a short run's axis has no ticks between them."""
     is_short = bool(steps) and max(steps) - min(steps) <= 8
-    return _layout(x_title, y_title, x={"dtick": 1} if is_short else None, y=y)
+    return plot_layout(x_title, y_title, x={"dtick": 1} if is_short else None, y=y)
 
 
-def _layout(
+def _lag_layout(y_title: str, *, y: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A layout over buckets of lags, which are names and no numbers."""
+    return plot_layout("policy lag (optimizer steps)", y_title, x={"type": "category"}, y=y)
+
+
+def plot_layout(
     x_title: str, y_title: str, *, x: Mapping[str, Any] | None = None, y: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
+    """How every figure looks; `x` and `y` go over what an axis has."""
     axis = {
         "gridcolor": GRID,
         "linecolor": GRID,

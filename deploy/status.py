@@ -1,8 +1,6 @@
 """`offbeat status`: asks a running learner over its hub how the run is, and prints the answer."""
 
 import time
-import uuid
-from collections.abc import Callable
 
 import msgspec
 from rich.console import Console, Group, RenderableType
@@ -11,22 +9,16 @@ from rich.table import Table
 from rich.text import Text
 
 from common.shutdown import ServiceError, StopRequest
-from protocols.channels import Link
-from protocols.messages import MemberStatus, Refused, StatusReport, StatusRequest
-from protocols.wire import WireError
+from deploy.questions import OpenLink, ask
+from protocols.messages import MemberStatus, SettingChange, StatusReport, StatusRequest
 
-ANSWER_S = 5.0
-"""How long to wait for the answer; the learner's hub has a thread of its own and answers in the middle of a step."""
 WATCH_INTERVAL_S = 1.0
-
-OpenLink = Callable[[bytes], Link]
-"""Opens the link to the hub under this identity."""
 
 
 def show_status(open_link: OpenLink, address: str, *, as_json: bool) -> None:
     """Ask once and print; `ServiceError` when nobody answers."""
-    with open_link(_identity()) as link:
-        report = _ask(link, address)
+    with open_link() as link:
+        report = ask(link, address, StatusRequest(), StatusReport)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
@@ -35,10 +27,10 @@ def show_status(open_link: OpenLink, address: str, *, as_json: bool) -> None:
 
 def watch_status(open_link: OpenLink, address: str, stop: StopRequest) -> None:
     """Ask every second until a signal; a learner that does not answer is shown as such, and asked again."""
-    with open_link(_identity()) as link, Live(refresh_per_second=4) as live:
+    with open_link() as link, Live(refresh_per_second=4) as live:
         while not stop:
             try:
-                live.update(render(_ask(link, address)))
+                live.update(render(ask(link, address, StatusRequest(), StatusReport)))
             except ServiceError as error:
                 live.update(Text(str(error), style="red"))
             time.sleep(WATCH_INTERVAL_S)
@@ -57,10 +49,19 @@ def render(report: StatusReport) -> RenderableType:
     head.append(f"   epoch {report.epoch} ({report.epoch_position:.0%})   log {report.log_bytes / 2**20:.1f} MB\n")
     head.append("ledger: " + "   ".join(f"{name} {number}" for name, number in report.ledger.items()))
     problems = [Text(f"! {problem}", style="yellow") for problem in report.problems]
-    parts: list[RenderableType] = [head, *problems, _members(report)]
+    tuned = [Text(_tuned(change), style="cyan") for change in report.tuned]
+    parts: list[RenderableType] = [head, *problems, *tuned, _members(report)]
     if report.rejected:
         parts.append(_rejected(report.rejected))
     return Group(*parts)
+
+
+def _tuned(change: SettingChange) -> str:
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(change.at))
+    return (
+        f"set: {change.setting} = {change.after} (config: {change.before}), by {change.who} at version "
+        f"{change.policy_version}, {at}"
+    )
 
 
 def _members(report: StatusReport) -> RenderableType:
@@ -97,26 +98,3 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}"
-
-
-def _identity() -> bytes:
-    return f"status/{uuid.uuid4().hex}".encode()
-
-
-def _ask(link: Link, address: str) -> StatusReport:
-    """One question, one answer. Waits for: the connection, then the learner, `ANSWER_S` in all."""
-    deadline = time.monotonic() + ANSWER_S
-    is_asked = False
-    while (left_s := deadline - time.monotonic()) > 0:
-        is_asked = is_asked or link.send(StatusRequest())
-        try:
-            received = link.receive(min(left_s, 0.05 if not is_asked else left_s))
-        except WireError as error:
-            raise ServiceError(f"the learner at {address}: {error}") from error
-        match received.message if received is not None else None:
-            case StatusReport() as report:
-                return report
-            case Refused(reason=reason):
-                raise ServiceError(f"the learner at {address} refused to answer: {reason}")
-    why = "the learner is stopped, or overloaded" if is_asked else link.refusal() or "nothing listens there"
-    raise ServiceError(f"no answer from {address} within {ANSWER_S:g} s: {why}")

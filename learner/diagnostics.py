@@ -15,6 +15,7 @@ from torch import Tensor
 
 from learner.aggregation import Aggregation
 from learner.losses import LOG_RATIO_BOUND
+from learner.noise_floor import ClipBand, NoiseFloor
 
 SEQUENCE_WEIGHT_CAP = 8.0
 """Where `ess/sequence_truncated` cuts sequence weights off, as VCPO does: https://arxiv.org/abs/2602.17616."""
@@ -27,6 +28,8 @@ _BY_LAG = (
     "ratio/log_std",
     "ratio/m2",
     "clip/fraction",
+    "clip/noise",
+    "clip/drift",
     "ess/sequence",
     "ess/token",
     "kl/behavior_policy_k1",
@@ -73,6 +76,9 @@ class Column(IntEnum):
     NUM_TRUNCATED = 20
     CORRECTION_LOG_RATIO = 21
     CORRECTION_WEIGHT = 22
+    NUM_POSITIVE = 23
+    """Advantage above 0, wherever the ratio is."""
+    NUM_NEGATIVE = 24
 
 
 class Band(NamedTuple):
@@ -82,6 +88,14 @@ class Band(NamedTuple):
     """Log of the ratio that is clipped, `[rows, tokens]`: the token's own, or its row's `log s` in every token."""
     clip_low: float
     clip_high: float
+
+
+class Noise(NamedTuple):
+    """What is known of the engine's numerics, and what of it the objective sees."""
+
+    floor: NoiseFloor
+    band: ClipBand | None
+    """Of an objective that clips a ratio to engine log-probs."""
 
 
 class Correction(NamedTuple):
@@ -140,6 +154,8 @@ def row_statistics(
         Column.TOKEN_WEIGHT: total(token_weight),
         Column.SQUARED_TOKEN_WEIGHT: total(token_weight.square()),
         Column.BEHAVIOR_POLICY_K3: _k3(log_weight).sum(dim=-1),
+        Column.NUM_POSITIVE: total(advantages > 0),
+        Column.NUM_NEGATIVE: total(advantages < 0),
     }
     if band is not None:
         positive, negative = advantages > 0, advantages < 0
@@ -175,7 +191,9 @@ def _k3(log_ratio: Tensor) -> Tensor:
     return log_ratio.expm1() - log_ratio
 
 
-def loss_metrics(table: Tensor, *, aggregation: Aggregation, denominator: float) -> dict[str, float]:
+def loss_metrics(
+    table: Tensor, *, aggregation: Aggregation, denominator: float, noise: Noise | None = None
+) -> dict[str, float]:
     """The metrics of an optimizer step from the table of all its completions, at least one.
 
     Let N be the number of completions, M that of loss tokens, mu, pi_old, pi the behavior, proximal and current policy,
@@ -189,7 +207,8 @@ def loss_metrics(table: Tensor, *, aggregation: Aggregation, denominator: float)
       moment of M2PO (https://arxiv.org/abs/2510.01161), per token.
     - `clip/fraction`: mean over all N completions, empty ones as 0, of the share of their tokens whose gradient a clip made 0.
       `clip/positive_above`, ...: the same for tokens by the sign of their advantage and the side of the band that their ratio
-      is on, clipped there (`positive_above`, `negative_below`) or not. `clip_tokens/...`: the share of the M tokens.
+      is on, clipped there (`positive_above`, `negative_below`) or not. What `dual_clip` capped is in `fraction` beside those
+      two, and in no side of its own. `clip_tokens/...`: the share of the M tokens.
     - `ess/sequence`: `(sum W)^2 / (N sum W^2) = exp(2 lse(log W) - lse(2 log W)) / N`, Kish's effective sample size per
       completion, W not normalized by length: 1 on-policy, 1/N where one completion outweighs all others.
       `ess/sequence_truncated`: of `min(W, SEQUENCE_WEIGHT_CAP)`. `ess/token`: `(sum r)^2 / (M sum r^2)` of the tokens'
@@ -198,23 +217,27 @@ def loss_metrics(table: Tensor, *, aggregation: Aggregation, denominator: float)
       proximal), (proximal, policy). mu has sampled, so that these estimate KL(p || q) without bias where p is mu.
     - `correction/masked`, `correction/truncated`: share of the M tokens whose weight is 0, and is a bound.
       `correction/log_mean`: mean per token of `log_rho`, before either. `correction/weight_mean`: mean weight, masked as 0.
+    - `clip/noise`: of `clip/fraction`, what the noise floor alone is expected to clip at these lengths and signs of advantages;
+      `clip/drift`: the rest, below 0 by chance where there is none. `kl/noise`, `kl/drift`: the floor's k3, and what
+      `kl/behavior_policy_k3` is above it.
     - `by_lag/<bucket>/count`: completions whose policy lag is in that bucket of `LAG_BUCKETS`; `by_lag/<bucket>/<name>` with
       `/` as `_`: some of the above for them alone.
 
-    Absent: what the objective does not have (a band, proximal log-probs, a correction), and buckets without completions.
+    Absent: what the objective does not have (a band, proximal log-probs, a correction), what needs a noise floor that is not
+    there, and buckets without completions.
     Completions without loss tokens count as s = W = 1 where there are no others.
     """
     rows = table.cpu().numpy()
     losses = rows[:, Column.LOSS]
     if aggregation == "seq-mean-token-mean":
         losses = losses / rows[:, Column.NUM_TOKENS].clip(min=1)
-    metrics = {"loss/policy": float(losses.sum() / denominator), **_metrics_of(rows)}
+    metrics = {"loss/policy": float(losses.sum() / denominator), **_metrics_of(rows, noise)}
     for bucket, (lowest, highest) in LAG_BUCKETS.items():
         lags = rows[:, Column.POLICY_LAG]
         in_bucket = rows[(lags >= lowest) & (lags <= highest)]
         if len(in_bucket) == 0:
             continue
-        of_bucket = _metrics_of(in_bucket)
+        of_bucket = _metrics_of(in_bucket, noise)
         metrics[f"by_lag/{bucket}/count"] = len(in_bucket)
         metrics |= {f"by_lag/{bucket}/{name.replace('/', '_')}": of_bucket[name] for name in _BY_LAG if name in of_bucket}
     return metrics
@@ -225,11 +248,12 @@ def lag_bucket(policy_lag: int) -> str:
     return next(name for name, (lowest, highest) in LAG_BUCKETS.items() if lowest <= policy_lag <= highest)
 
 
-def _metrics_of(rows: NDArray[np.float64]) -> dict[str, float]:
+def _metrics_of(rows: NDArray[np.float64], noise: Noise | None) -> dict[str, float]:
     measured = rows[rows[:, Column.NUM_TOKENS] > 0]
     if len(measured) == 0:
         measured = rows
-    return {**_ratios(measured), **_clips(rows), **_effective_sizes(measured), **_divergences(rows), **_corrections(rows)}
+    metrics = {**_ratios(measured), **_clips(rows), **_effective_sizes(measured), **_divergences(rows), **_corrections(rows)}
+    return metrics if noise is None else metrics | _noise_and_drift(rows, noise, metrics)
 
 
 def _ratios(measured: NDArray[np.float64]) -> dict[str, float]:
@@ -304,6 +328,16 @@ def _corrections(rows: NDArray[np.float64]) -> dict[str, float]:
         "correction/log_mean": _per_token(rows, Column.CORRECTION_LOG_RATIO),
         "correction/weight_mean": _per_token(rows, Column.CORRECTION_WEIGHT),
     }
+
+
+def _noise_and_drift(rows: NDArray[np.float64], noise: Noise, metrics: dict[str, float]) -> dict[str, float]:
+    divided = {"kl/noise": noise.floor.k3, "kl/drift": metrics["kl/behavior_policy_k3"] - noise.floor.k3}
+    if noise.band is None:
+        return divided
+    lengths = rows[:, Column.NUM_TOKENS].clip(min=1)
+    positive, negative = rows[:, Column.NUM_POSITIVE] / lengths, rows[:, Column.NUM_NEGATIVE] / lengths
+    expected = float(noise.floor.expected_clip(noise.band, lengths, positive, negative).mean())
+    return divided | {"clip/noise": expected, "clip/drift": metrics["clip/fraction"] - expected}
 
 
 def _is_measured(rows: NDArray[np.float64], column: Column) -> bool:

@@ -12,24 +12,27 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from common.config import EvaluationSection, HubSection, RolloutSection
+from common.config import Config, EvaluationSection, HubSection, RolloutSection
+from common.settings import SettingError
 from common.shutdown import ServiceError
 from learner.contract import Contract, differences, objection
 from learner.evaluation import Evaluations
 from learner.groups import Group, Limits, Rollout, flaw, unpack
-from learner.lease_events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
+from learner.lease_events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
+from learner.lease_journal import LeaseJournal
 from learner.ledger import Ledger, LedgerCounts, LedgerState
 from learner.members import Member, Members, Room
 from learner.prompts import Prompt, PromptStream, StreamState
 from learner.rejections import Rejections
 from learner.rollout_log import LogFullError, Position, RolloutLog
 from learner.staleness import InFlight, StalenessPolicy
+from learner.tuning import CONCURRENCY, Tuning
 from protocols.channels import Array
 from protocols.keys import NO_KEYS, Sender
 from protocols.messages import (
@@ -40,6 +43,7 @@ from protocols.messages import (
     CanaryScored,
     Cancel,
     ChunkRequest,
+    Concurrency,
     Credit,
     Goodbye,
     GroupDone,
@@ -48,12 +52,14 @@ from protocols.messages import (
     LearnerMessage,
     Lease,
     LeaseFailed,
-    MemberStatus,
     Refused,
     Sampling,
+    SettingChange,
     StatusReport,
     StatusRequest,
     Stop,
+    TuneReport,
+    TuneRequest,
     Unknown,
     WeightsCommitted,
     WeightsStaged,
@@ -92,6 +98,8 @@ class DispatcherState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """None: the run keeps no log."""
     newest_version: int
     """The newest policy version made, by this learner process or one before it."""
+    tuned: dict[str, Tuned] = {}
+    """For each setting that was changed while the run went on the event that did so last."""
 
 
 class Dispatcher:
@@ -110,6 +118,7 @@ class Dispatcher:
         ledger: Ledger,
         log: RolloutLog | None,
         staleness: StalenessPolicy,
+        tuning: Tuning,
         drop_zero_variance: bool,
         drop_quarantined: bool,
         max_failed_leases: int,
@@ -135,8 +144,9 @@ class Dispatcher:
         self._eval_prompts = eval_prompts
         self._stream = stream
         self._ledger = ledger
-        self._log = log
+        self._journal = LeaseJournal(log)
         self._staleness = staleness
+        self._tuning = tuning
         self._drop_zero_variance = drop_zero_variance
         self._drop_quarantined = drop_quarantined
         self._max_failed_leases = max_failed_leases
@@ -156,6 +166,9 @@ class Dispatcher:
         self._wall_clock = wall_clock
         self._started_at = clock()
         self._ticked_at = self._started_at
+        self._is_held_back = False
+        """Since the last tick an actor has room, and staleness alone keeps it from a lease."""
+        self._held_back_s = 0.0
         self._doing = ("starting", self._started_at)
         self._members = Members()
         self._replaced: dict[tuple[str, int], None] = {}
@@ -172,15 +185,9 @@ class Dispatcher:
         self._unclaimed = {lease.lease_id: lease.actor for lease in ledger.generating()}
         """Granted by the learner process before this one, and not claimed by their actors yet."""
         self._unclaimed_until = self._started_at + hub.dead_after_s
-        self._num_facts = 0
-        """Records of this process, those included that the log has not taken yet."""
         self._selected = (0.0, 0)
-        """When the batch that is trained on was selected: wall clock, and `_num_facts` then."""
-        self._unlogged: list[LeaseEvent] = []
-        """What a full log did not take and could not wait for it."""
+        """When the batch that is trained on was selected: wall clock, and the journal's events then."""
         self._is_log_full = False
-        self._log_needed = Position(0, 0)
-        """The first record that a restart from the oldest kept checkpoint reads."""
         self._outgoing: deque[Outgoing] = deque()
         self._prompt_failures: Counter[int] = Counter()
         self._failed_in_a_row = 0
@@ -201,9 +208,8 @@ class Dispatcher:
         )
         with self._lock:
             self._record_fact(started)
-            if self._log is not None:
-                # A power failure must not take it: the next process would lease out this one's lease ids again.
-                self._log.sync()
+            # A power failure must not take it: the next process would lease out this one's lease ids again.
+            self._journal.sync()
 
     def doing(self, what: str) -> None:
         """What the training loop does from now on, for `offbeat status`."""
@@ -270,29 +276,57 @@ class Dispatcher:
     def state(self) -> DispatcherState:
         """What a checkpoint keeps; `LogFullError` while the log has not taken all that the state rests on."""
         with self._lock:
-            self._flush_unlogged()
-            if self._log is not None:
-                # What the checkpoint refers to must be on disk when it is.
-                self._log.sync()
-            log_end = self._log.end if self._log is not None else None
-            return DispatcherState(self._stream.state(), self._ledger.state(), log_end, self._newest_version)
+            self._journal.flush()
+            # What the checkpoint refers to must be on disk when it is.
+            self._journal.sync()
+            tuned = dict(self._tuning.tuned)
+            return DispatcherState(self._stream.state(), self._ledger.state(), self._journal.end, self._newest_version, tuned)
 
     def prune_log(self, needed: Position) -> None:
         """No restart needs older records than this one."""
         with self._lock:
-            self._log_needed = needed
-            if self._log is not None:
-                self._log.prune(needed)
+            self._journal.prune(needed)
 
     def is_log_over(self) -> bool:
         """Whether the log has outgrown its setting, and only a checkpoint allows to shorten it."""
         with self._lock:
-            return self._log is not None and self._log.is_over(self._log_needed)
+            return self._journal.is_over
 
     def counts(self) -> LedgerCounts:
         """The ledger's sums."""
         with self._lock:
             return self._ledger.counts()
+
+    def settings(self) -> Config:
+        """The run's settings as they are now."""
+        with self._lock:
+            return self._tuning.config
+
+    def tune(self, settings: Mapping[str, str], who: str, reason: str = "") -> tuple[SettingChange, ...]:
+        """Change these settings (`section.key` to TOML) from now on, all or none; what had another value before.
+
+        `SettingError` when they are refused, `LogFullError` while a restart could not know of the change.
+        """
+        with self._lock:
+            changed, _ = self._tuning.propose(settings)
+            if not changed:
+                return ()
+            event = Tuned(at=self._wall_clock(), settings=changed, who=who, reason=reason, policy_version=self._policy_version)
+            self._journal.append(event)
+            changes = self._tuning.apply(event)
+            self._staleness.bounds = self._tuning.config.staleness
+            if CONCURRENCY in changed:
+                for member in self._members:
+                    self._send_concurrency(member)
+            for change in changes:
+                self._record_change(change, reason)
+            return changes
+
+    def take_held_back_s(self) -> float:
+        """Seconds, since this was asked last, in which an actor had room and staleness alone kept it from a lease."""
+        with self._lock:
+            seconds, self._held_back_s = self._held_back_s, 0.0
+            return seconds
 
     def buffer_sizes(self) -> tuple[int, int]:
         """Groups ready, and leases in flight."""
@@ -303,6 +337,13 @@ class Dispatcher:
         """Address, name and policy version of every live actor."""
         with self._lock:
             return [(member.peer, member.name, member.policy_version) for member in self._members]
+
+    def hello_of(self, peer: bytes) -> Hello:
+        """What the live actor at this address said of itself."""
+        with self._lock:
+            member = self._members.find(peer)
+            assert member is not None, "the actor has left"
+            return member.hello
 
     def waiting_for(self) -> str:
         """One line for the log: what keeps the next batch."""
@@ -318,8 +359,8 @@ class Dispatcher:
     def handle(self, peer: bytes, message: ActorMessage, arrays: Sequence[Frame], now: float, sender: Sender = NO_KEYS) -> None:
         """Take one message of an actor (or an operator)."""
         with self._lock:
-            if isinstance(message, StatusRequest):
-                self._report_status(peer, sender, now)
+            if isinstance(message, StatusRequest | TuneRequest):
+                self._answer_operator(peer, message, sender, now)
                 return
             if sender.role == "operator":
                 self._reject(peer, sender.name, "an operator's key, and an actor's message", "use a key of role actor")
@@ -404,6 +445,8 @@ class Dispatcher:
         Acknowledgements leave after it (`take_outgoing`), so the log has what they are for.
         """
         with self._lock:
+            if self._is_held_back:
+                self._held_back_s += now - self._ticked_at
             self._forgive_own_absence(now)
             for member in self._members:
                 silent_s = now - member.last_heard
@@ -417,11 +460,11 @@ class Dispatcher:
                 if self._stop_reason is None:
                     self._grant_evaluations(now)
                     self._grant(now)
+                self._is_held_back = self._stop_reason is None and self._holds_back()
             except LogFullError as error:
                 self._stall(error)
             self._end_epochs()
-            if self._log is not None:
-                self._log.commit()
+            self._journal.commit()
 
     def _forgive_own_absence(self, now: float) -> None:
         """What was not heard while this process was stopped or starved is not the actors' silence."""
@@ -483,6 +526,8 @@ class Dispatcher:
             policy_version=self._policy_version,
         )
         self._send(member, welcome, contract.canary_token_ids)
+        if CONCURRENCY in self._tuning.tuned:
+            self._send_concurrency(member)
         # Whatever was under way when the connection broke.
         self._reconcile(member, hello.lease_ids, member.newest_lease_id)
 
@@ -606,12 +651,19 @@ class Dispatcher:
                 policy_version=self._policy_version,
                 oldest_version=max(min_version, member.policy_version),
             )
-            self._append(granted)
+            self._journal.append(granted)
             self._stream.next()
             self._ledger.apply(granted)
             sampling = Sampling(max_new_tokens=self._rollout.max_new_tokens, temperature=self._rollout.temperature)
             prompt = self._prompts[turn.prompt_id]
             self._send_lease(member, granted.lease_id, prompt, self._rollout.group_size, sampling, min_version, now)
+
+    def _holds_back(self) -> bool:
+        """Whether after a round of granting an actor has room still, though the run has leases to come."""
+        if self._is_log_full or not any(member.takes_leases and member.free > 0 for member in self._members):
+            return False
+        # Either the bound admits no more, or only for newer weights than that actor has.
+        return self._staleness.left_in_run(self._policy_version) > self._ledger.num_open
 
     def _grant_evaluations(self, now: float) -> None:
         current = self._evaluations.begin()
@@ -740,7 +792,7 @@ class Dispatcher:
         lease = self._ledger.find(lease_id)
         is_final = self._prompt_failures[lease.prompt_id] + 1 >= self._rollout.max_lease_attempts
         fact = Dropped(at=self._wall_clock(), lease_id=lease_id, reason=reason, is_final=is_final)
-        self._append(fact)
+        self._journal.append(fact)
         self._ledger.apply(fact)
         if is_final:
             del self._prompt_failures[lease.prompt_id]
@@ -805,7 +857,7 @@ class Dispatcher:
             generate_s=done.generate_s,
             policy_version=self._policy_version,
         )
-        position = self._append(accepted, *arrays)
+        position = self._journal.append(accepted, *arrays)
         group = make_group(accepted, arrays, self._ledger, self._prompts)
         self._ledger.apply(accepted, group, position)
         self._failed_in_a_row = 0
@@ -846,34 +898,15 @@ class Dispatcher:
         for group in self._staleness.evict(self._ledger.ready_groups(order), self._policy_version):
             self._drop_group(group, "stale", is_final=False)
         selected = self._staleness.select(self._ledger.ready_groups(order))
-        self._selected = (self._wall_clock(), self._num_facts)
+        self._selected = (self._wall_clock(), self._journal.num_events)
         return selected or None
 
     # The log
 
-    def _append(self, event: LeaseEvent, *arrays: Frame) -> Position | None:
-        if self._log is None:
-            return None
-        if self._unlogged:
-            # The log must have the order in which things happened, or no restart can follow it.
-            raise LogFullError("earlier events wait for room in the rollout log")
-        position = self._log.append(event, *arrays)
-        self._num_facts += 1
-        return position
-
     def _record_fact(self, event: LeaseEvent) -> None:
         """Log and apply what cannot wait for room on the disk; it is logged later then."""
-        try:
-            self._append(event)
-        except LogFullError:
-            self._unlogged.append(event)
-            self._num_facts += 1
+        self._journal.append_late(event)
         self._ledger.apply(event)
-
-    def _flush_unlogged(self) -> None:
-        while self._log is not None and self._unlogged:
-            self._log.append(self._unlogged[0])
-            del self._unlogged[0]
 
     def _stall(self, error: LogFullError) -> None:
         if not self._is_log_full:
@@ -881,13 +914,8 @@ class Dispatcher:
             self._event("log_full", f"{error}; no lease is granted and no group acknowledged until there is room again")
 
     def _watch_log(self, now: float) -> None:
-        if self._log is None:
-            return
-        if self._log.is_full:
-            self._stall(LogFullError("the disk under the rollout log has less than log.min_free_mb left"))
-            return
         try:
-            self._flush_unlogged()
+            self._journal.require_room()
         except LogFullError as error:
             self._stall(error)
             return
@@ -901,12 +929,28 @@ class Dispatcher:
             epoch, account = ended
             self._record("epoch", epoch=epoch, num_trained=account.num_trained, dropped=account.dropped)
 
-    # Status
+    # Operators
 
-    def _report_status(self, peer: bytes, sender: Sender, now: float) -> None:
+    def _answer_operator(self, peer: bytes, message: StatusRequest | TuneRequest, sender: Sender, now: float) -> None:
         if sender.role == "actor":
             self._reject(peer, sender.name, "an actor's key, and an operator's message", "use a key of role operator")
             return
+        answer = self._status(now) if isinstance(message, StatusRequest) else self._take_tuning(message, sender)
+        self._outgoing.append(Outgoing(peer, answer))
+
+    def _take_tuning(self, request: TuneRequest, sender: Sender) -> TuneReport:
+        who = f"{request.who} (key {sender.name})" if sender.role else request.who
+        version = self._policy_version
+        try:
+            warnings = self._tuning.propose(request.settings).warnings
+            changed = self.tune(request.settings, who)
+        except SettingError as error:
+            return TuneReport(policy_version=version, error=str(error))
+        except LogFullError as error:
+            return TuneReport(policy_version=version, error=f"{error}; nothing was changed, try again when there is room")
+        return TuneReport(policy_version=version, changed=changed, warnings=tuple(warnings))
+
+    def _status(self, now: float) -> StatusReport:
         doing, since = self._doing
         counts = self._ledger.counts()
         sums = {"leased": counts.leased, "trained": counts.trained}
@@ -916,7 +960,7 @@ class Dispatcher:
             problems.append("the rollout log's disk is full: no leases, no acknowledgements until there is room")
         if self._failure is not None:
             problems.append(f"the run is ending: {self._failure}")
-        report = StatusReport(
+        return StatusReport(
             run_id=self._contract.run_id,
             policy_version=self._policy_version,
             num_steps=self._num_steps,
@@ -925,17 +969,17 @@ class Dispatcher:
             doing_s=now - since,
             waiting_for="" if self._ledger.num_ready >= self._staleness.batch_groups else self.waiting_for(),
             uptime_s=now - self._started_at,
-            members=tuple(_member_status(member, now) for member in self._members),
+            members=tuple(member.status(now) for member in self._members),
             ledger=sums | {"expired": counts.expired, "in flight": counts.in_flight},
             num_ready=self._ledger.num_ready,
             num_generating=self._ledger.num_open - self._ledger.num_ready,
             epoch=self._stream.epoch,
             epoch_position=self._stream.share_served,
-            log_bytes=self._log.num_bytes if self._log is not None else 0,
+            log_bytes=self._journal.num_bytes,
             problems=tuple(problems),
             rejected=self._rejections.counts() | self._hub_rejections(),
+            tuned=self._tuning.in_force(),
         )
-        self._outgoing.append(Outgoing(peer, report))
 
     # Rows
 
@@ -955,11 +999,29 @@ class Dispatcher:
             num_segments=max(len(rollout.segments) for rollout in group.rollouts),
         )
 
+    def _record_change(self, change: SettingChange, reason: str) -> None:
+        detail = f"{change.setting} = {change.after}, was {change.before}; by {change.who}{f': {reason}' if reason else ''}"
+        logger.info("setting changed at policy version %d: %s", change.policy_version, detail)
+        self._record(
+            "event",
+            event="setting_changed",
+            detail=detail,
+            setting=change.setting,
+            before=change.before,
+            after=change.after,
+            who=change.who,
+            reason=reason,
+            policy_version=change.policy_version,
+        )
+
     def _event(self, event: str, detail: str, **fields: Any) -> None:
         # A lost actor, or a new version, brings one such event for each of its leases.
         level = logging.DEBUG if event in ("lease_expired", "lease_aborted") else logging.INFO
         logger.log(level, "%s: %s", " ".join([event, *(str(value) for value in fields.values())]), detail)
         self._record("event", event=event, detail=detail, **fields)
+
+    def _send_concurrency(self, member: Member) -> None:
+        self._send(member, Concurrency(capacity=self._tuning.config.actor.max_inflight_groups))
 
     def _send(self, member: Member, message: LearnerMessage, *arrays: Array) -> None:
         self._outgoing.append(Outgoing(member.peer, message, arrays))
@@ -976,24 +1038,4 @@ def make_group(accepted: Accepted, arrays: Sequence[Frame], ledger: Ledger, prom
         rollouts=unpack(accepted.completions, arrays),
         actor=accepted.actor,
         generate_s=accepted.generate_s,
-    )
-
-
-def _member_status(member: Member, now: float) -> MemberStatus:
-    engine = member.hello.engine
-    if member.is_quarantined:
-        state = "quarantined"
-    elif not member.is_reachable:
-        state = "unreachable"
-    else:
-        state = "new" if member.policy_version < 0 else "working"
-    return MemberStatus(
-        name=member.name,
-        state=state,
-        policy_version=member.policy_version,
-        num_leases=len(member.lease_ids),
-        capacity=member.capacity,
-        tokens_per_s=member.tokens_per_s,
-        last_seen_s=now - member.last_heard,
-        engine=f"{engine.name} {engine.version}",
     )

@@ -1,4 +1,4 @@
-"""What can happen to a lease, as records: the ledger applies them, the rollout log keeps them, a restart applies them again."""
+"""What can happen to leases, as records: the ledger applies them, the rollout log keeps them, a restart applies them again."""
 
 import msgspec
 
@@ -74,4 +74,17 @@ class Trained(Event, frozen=True):
     """Records of this learner process before that: what came after it could not be selected."""
 
 
-LeaseEvent = Started | Granted | Accepted | Dropped | Expired | Trained
+class Tuned(Event, frozen=True):
+    """Settings were changed while the run went on: they hold for what follows, a restart included. No lease is touched."""
+
+    settings: dict[str, str]
+    """`section.key` to its new value, as TOML."""
+    who: str
+    """`auto` for the automatic bound."""
+    reason: str
+    """Empty where a person changed them."""
+    policy_version: int
+    """The learner's, then."""
+
+
+LeaseEvent = Started | Granted | Accepted | Dropped | Expired | Trained | Tuned

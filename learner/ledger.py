@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from learner.groups import Group
-from learner.lease_events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
+from learner.lease_events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
 from learner.rollout_log import Position
 
 Selection = Literal["oldest_lease", "first_finished"]
@@ -210,7 +210,7 @@ class Ledger:
                 for lease_id in event.lease_ids:
                     self._epoch(self._close(lease_id).epoch).num_trained += 1
                 self._trained += len(event.lease_ids)
-            case Started():
+            case Started() | Tuned():
                 pass
 
     def restore(self, group: Group, position: Position | None) -> None:

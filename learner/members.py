@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from protocols.messages import ActorStats, Hello
+from protocols.messages import ActorStats, Hello, MemberStatus
 
 
 @dataclass
@@ -41,9 +41,34 @@ class Member:
         return self.hello.actor
 
     @property
+    def takes_leases(self) -> bool:
+        """Whether it may be sent any, had it room."""
+        return self.is_reachable and not self.is_quarantined
+
+    @property
     def free(self) -> int:
         """Leases it would still take."""
         return self.capacity - len(self.lease_ids)
+
+    def status(self, now: float) -> MemberStatus:
+        """For the operator; `now` is on the clock of `last_heard`."""
+        if self.is_quarantined:
+            state = "quarantined"
+        elif not self.is_reachable:
+            state = "unreachable"
+        else:
+            state = "new" if self.policy_version < 0 else "working"
+        engine = self.hello.engine
+        return MemberStatus(
+            name=self.name,
+            state=state,
+            policy_version=self.policy_version,
+            num_leases=len(self.lease_ids),
+            capacity=self.capacity,
+            tokens_per_s=self.tokens_per_s,
+            last_seen_s=now - self.last_heard,
+            engine=f"{engine.name} {engine.version}",
+        )
 
 
 class Members:
@@ -81,9 +106,7 @@ class Room:
     def __init__(self, members: Members) -> None:
         # With many actors, looking at all of them for each lease would take longer than all else.
         self._turns = [
-            (-member.free, order, member)
-            for order, member in enumerate(members)
-            if member.is_reachable and not member.is_quarantined and member.free > 0
+            (-member.free, order, member) for order, member in enumerate(members) if member.takes_leases and member.free > 0
         ]
         """A heap; `order` decides between equals."""
         heapq.heapify(self._turns)

@@ -38,6 +38,14 @@ class Train(Command):
     groups: list[Group]
 
 
+class Tune(Command):
+    """`tune`."""
+
+    clip_low: float | None
+    clip_high: float | None
+    learning_rate: float
+
+
 class Snapshot(Command):
     """`snapshot`; only rank 0 has a buffer."""
 
@@ -71,7 +79,7 @@ class Close(Command):
     """The end."""
 
 
-AnyCommand = Idle | Train | Snapshot | Score | SaveCheckpoint | LoadCheckpoint | SaveModel | Close
+AnyCommand = Idle | Train | Tune | Snapshot | Score | SaveCheckpoint | LoadCheckpoint | SaveModel | Close
 
 
 def _encode_array(array: Any) -> bytes:
@@ -123,6 +131,11 @@ class RankedTrainer:
         self._tell(Train(groups))
         return self._trainer.train_batch(groups)
 
+    def tune(self, *, clip_low: float | None, clip_high: float | None, learning_rate: float) -> None:
+        """`Trainer.tune`."""
+        self._tell(Tune(clip_low, clip_high, learning_rate))
+        self._trainer.tune(clip_low=clip_low, clip_high=clip_high, learning_rate=learning_rate)
+
     def snapshot(self, buffer: WeightBuffer) -> None:
         """`Trainer.snapshot`."""
         self._tell(Snapshot())
@@ -162,6 +175,8 @@ class RankedTrainer:
             match self._hear():
                 case Train(groups=groups):
                     self._trainer.train_batch(groups)
+                case Tune(clip_low=clip_low, clip_high=clip_high, learning_rate=learning_rate):
+                    self._trainer.tune(clip_low=clip_low, clip_high=clip_high, learning_rate=learning_rate)
                 case Snapshot():
                     self._trainer.snapshot(None)
                 case Score(token_ids=token_ids):

@@ -1,4 +1,4 @@
-"""What a restarted learner finds: the ledger, buffer and prompt stream of its checkpoint, and what the rollout log adds.
+"""What a restarted learner finds: ledger, buffer, prompt stream and changed settings of its checkpoint, and what the log adds.
 
     checkpoint state -> log records after it -> the state at the moment of death, but for training, which is done again
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from common.shutdown import ServiceError
 from learner.dispatcher import DispatcherState, make_group
 from learner.groups import Group
-from learner.lease_events import Accepted, Dropped, Expired, Granted, Started, Trained
+from learner.lease_events import Accepted, Dropped, Expired, Granted, Started, Trained, Tuned
 from learner.ledger import Ledger
 from learner.prompts import Prompt, PromptStream
 from learner.rollout_log import Position, Record
@@ -36,6 +36,8 @@ class Recovered(NamedTuple):
     """Of the log; empty when it has no record."""
     num_records: int
     """Records applied after the checkpoint."""
+    tuned: dict[str, Tuned]
+    """As in `DispatcherState`."""
 
 
 def recover(
@@ -51,10 +53,10 @@ def recover(
     contradict each other.
     """
     if state is None:
-        stream, ledger, newest_version = PromptStream(len(prompts), seed), Ledger(), 0
+        stream, ledger, newest_version, tuned = PromptStream(len(prompts), seed), Ledger(), 0, {}
     else:
         stream = PromptStream.from_state(state.stream, len(prompts))
-        ledger, newest_version = Ledger.from_state(state.ledger), state.newest_version
+        ledger, newest_version, tuned = Ledger.from_state(state.ledger), state.newest_version, dict(state.tuned)
         _refill(ledger, state, read, prompts)
     run_id, num_records = "", 0
     for record in records:
@@ -65,10 +67,12 @@ def recover(
                 ledger.skip_lease_ids()
             case Trained(policy_version=version, num_steps=num_steps):
                 newest_version = max(newest_version, version + num_steps)
+            case Tuned(settings=settings) as event:
+                tuned |= dict.fromkeys(settings, event)
             case _:
                 _apply(record, ledger, stream, prompts)
     ledger.skip_lease_ids()
-    return Recovered(stream, ledger, newest_version, run_id, num_records)
+    return Recovered(stream, ledger, newest_version, run_id, num_records, tuned)
 
 
 def _refill(

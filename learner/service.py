@@ -24,9 +24,12 @@ from common.config import Config
 from common.hub_keys import keys_of_learner
 from common.metrics import MetricsWriter
 from common.models import hash_model, resolve_model
+from common.setting_checks import least_staleness
 from common.settings import SettingError, resolved_toml
 from common.shutdown import StopRequest
 from learner import checkpoints
+from learner.auto_bound import AutoBound, Noise
+from learner.calibration import changes, engine_numerics, learner_numerics, load_calibration
 from learner.contract import Contract
 from learner.dispatcher import Dispatcher, DispatcherState, RunFailedError
 from learner.groups import Group
@@ -40,6 +43,7 @@ from learner.rollout_log import LogFullError, Position, RolloutLog, read_log, re
 from learner.routing_history import RoutingHistory
 from learner.staleness import StalenessPolicy
 from learner.trainer import Trainer
+from learner.tuning import Tuning
 from learner.weight_publisher import WeightPublisher
 from protocols.channels import Hub, host_of
 
@@ -69,6 +73,8 @@ class ServiceState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     run_id: str
     dispatcher: DispatcherState
+    noise: Noise | None = None
+    """The automatic bound's."""
 
 
 def run_learner(config: Config, stop: StopRequest) -> Outcome:
@@ -121,8 +127,11 @@ class Learner:
         self._progress = Progress(config.train.num_steps)
         self._canaries: dict[int, np.ndarray] = {}
         self._routings = RoutingHistory()
+        noise_floor = config.loss.noise_floor
+        self._calibration = load_calibration(noise_floor) if noise_floor else None
 
         model = resolve_model(config.model.path)
+        self._hashes = hash_model(model)
         tokenizer = AutoTokenizer.from_pretrained(model)
         task = config.task
         prompts = self._load_prompts(task.train_data, task.train_split, "task.train_data", tokenizer)
@@ -137,7 +146,12 @@ class Learner:
         self._canary_token_ids = _canary(prompts, min(CANARY_TOKENS, config.model.max_length - 1))
         layout = self._trainer.layout()
         self._checkpoint_bytes = CHECKPOINT_BYTES_PER_PARAMETER * sum(math.prod(spec.shape) for spec in layout)
-        self._staleness = StalenessPolicy(config.staleness, config.train)
+        tuning = Tuning(config, recovered.tuned)
+        self._tell_kept(tuning)
+        self._staleness = StalenessPolicy(tuning.config.staleness, config.train)
+        self._auto_bound = AutoBound(least_staleness(config), state.noise if state else None)
+        self._trained_with = (config.loss, config.train)
+        """What of the settings the trainer has; `_tune_trainer` brings it up to date."""
         self._dispatcher = Dispatcher(
             contract=Contract(
                 run_id=self._run_id,
@@ -145,7 +159,7 @@ class Learner:
                 layout=layout,
                 canary_token_ids=self._canary_token_ids,
                 dtype=config.model.dtype,
-                hashes=hash_model(model),
+                hashes=self._hashes,
                 max_length=task.max_prompt_tokens + config.rollout.max_new_tokens,
                 vocabulary_size=AutoConfig.from_pretrained(model).get_text_config().vocab_size,
                 temperature=config.rollout.temperature,
@@ -162,6 +176,7 @@ class Learner:
             ledger=recovered.ledger,
             log=self._log,
             staleness=self._staleness,
+            tuning=tuning,
             drop_zero_variance=config.loss.zero_variance == "drop",
             drop_quarantined=config.weights.on_canary_mismatch == "drop",
             max_failed_leases=config.train.max_failed_leases,
@@ -169,7 +184,7 @@ class Learner:
             policy_version=self._trainer.policy_version,
             newest_version=recovered.newest_version,
             record=self._record,
-            on_join=lambda peer: self._publisher.joined(peer),
+            on_join=self._welcome_actor,
             on_weights=lambda actor, message: self._publisher.handle(actor, message),
             on_canary=self._compare_canary,
             on_routed=self._compare_routing,
@@ -193,7 +208,7 @@ class Learner:
             open_hub=open_weight_hub,
             chunk_bytes=config.weights.chunk_mb << 20,
             max_pulls=config.weights.max_pulls,
-            max_pull_lag=config.staleness.max_staleness,
+            max_pull_lag=lambda: self._staleness.bounds.max_staleness,
             on_failure=self._dispatcher.fail,
         )
 
@@ -212,6 +227,9 @@ class Learner:
     def _run(self) -> Outcome:
         logger.info("run %s in %s; hub at %s", self._run_id, self._folder, self._hub.address)
         self._record("event", event="run_started", detail=_software())
+        if self._calibration is not None:
+            numerics = learner_numerics(self._config, self._hashes, self._trainer.device)
+            self._compare_calibration("", changes(self._calibration.learner, numerics))
         self._dispatcher.begin()
         self._hub_thread.start()
         self._publisher.start()
@@ -294,6 +312,7 @@ class Learner:
     def _train(self, groups: Sequence[Group], started: float) -> None:
         waited_s = time.monotonic() - started
         first_version = self._trainer.policy_version
+        self._tune_trainer()
         self._dispatcher.doing(f"training step {first_version + 1}")
         steps = self._trainer.train_batch(list(groups))
         policy_version = self._trainer.policy_version
@@ -313,27 +332,41 @@ class Learner:
             {
                 "time/step_s": (time.monotonic() - started) / len(steps),
                 "time/wait_rollouts_s": waited_s / len(steps),
+                "time/held_back_s": self._dispatcher.take_held_back_s() / len(steps),
                 "time/publish_wait_s": publish_wait_s / len(steps),
                 "time/snapshot_s": snapshot_s / len(steps),
             },
         )
+
+    def _tune_trainer(self) -> None:
+        """Bring every rank's trainer up to the settings in force."""
+        settings = self._dispatcher.settings()
+        loss, train = settings.loss, settings.train
+        if (loss, train) == self._trained_with:
+            return
+        self._trained_with = (loss, train)
+        self._trainer.tune(clip_low=loss.clip_low, clip_high=loss.clip_high, learning_rate=train.learning_rate)
 
     def _record_steps(
         self, steps: list[dict[str, Any]], groups: Sequence[Group], first_version: int, shares: dict[str, float]
     ) -> None:
         train = self._config.train
         ready, in_flight = self._dispatcher.buffer_sizes()
+        rows: list[dict[str, Any]] = []
         for index, step in enumerate(steps):
             start = index % train.steps_per_batch * train.groups_per_step
             of_step = groups[start : start + train.groups_per_step]
             row = {
                 **step,
                 **shares,
+                "staleness/bound": self._staleness.bounds.max_staleness,
                 "staleness/over_bound": self._staleness.count_over_bound(of_step, first_version + index),
                 "buffer/ready": ready,
                 "buffer/in_flight": in_flight,
             }
             self._show({"kind": "step", "policy_version": first_version + index + 1, **row})
+            rows.append(row)
+        self._move_bound(rows)
         if first_version == 0:
             first = steps[0]
             logger.info(
@@ -344,6 +377,20 @@ class Learner:
                 100 * first["clip/fraction"],
                 first["kl/behavior_policy_k3"],
             )
+
+    def _move_bound(self, steps: Sequence[dict[str, Any]]) -> None:
+        """Have the automatic bound see these steps, and do as it says."""
+        for step in steps:
+            decision = self._auto_bound.observe(step, self._dispatcher.settings().staleness)
+            if decision is None:
+                continue
+            change = {"staleness.max_staleness": str(decision.max_staleness)}
+            try:
+                self._dispatcher.tune(change, "auto", decision.reason)
+            except (SettingError, LogFullError) as error:
+                # An operator was faster, or the disk is full: the steps to come will tell again.
+                logger.info("the automatic bound stays where it is: %s", error)
+            self._hub.wake()
 
     def _publish(self, *, last: bool = False) -> tuple[float, float]:
         """Snapshot the weights for the publisher; seconds waited for its buffer, seconds to fill it."""
@@ -390,7 +437,7 @@ class Learner:
         folder = checkpoints.checkpoint_folder(root, self._trainer.policy_version)
         try:
             checkpoints.require_room(root, self._checkpoint_bytes)
-            state = ServiceState(self._run_id, self._dispatcher.state())
+            state = ServiceState(self._run_id, self._dispatcher.state(), self._auto_bound.noise)
             self._trainer.save_checkpoint(folder, msgspec.msgpack.encode(state))
         except (checkpoints.NoRoomError, LogFullError) as error:
             detail = f"{folder}: {error}; the run goes on, and a restart would begin at the checkpoint before"
@@ -459,11 +506,38 @@ class Learner:
             self._record("event", event="resumed", detail=detail, num_reused=ledger.num_ready)
         return recovered
 
+    def _tell_kept(self, tuning: Tuning) -> None:
+        """Settings that an operator changed before a restart are not the config's any more: say so."""
+        for change in tuning.in_force():
+            detail = (
+                f"{change.setting} = {change.after}, as {change.who} set it at policy version {change.policy_version} on "
+                f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(change.at))}, not {change.before} as in the config; to "
+                f"change it back: offbeat set {self._folder} {change.setting}={change.before}"
+            )
+            logger.warning(detail)
+            self._record("event", event="setting_kept", detail=detail, setting=change.setting, value=change.after)
+
     # What other threads call
 
     def _post(self, peer: bytes, message: Any) -> None:
         self._dispatcher.post(peer, message)
         self._hub.wake()
+
+    def _welcome_actor(self, peer: bytes) -> None:
+        """An actor has joined: its weights, and whether its engine is the one that was calibrated."""
+        self._publisher.joined(peer)
+        hello = self._dispatcher.hello_of(peer)
+        self._record("engine", actor=hello.actor, engine=msgspec.to_builtins(hello.engine))
+        if self._calibration is not None:
+            self._compare_calibration(hello.actor, changes(self._calibration.engine, engine_numerics(hello.engine)))
+
+    def _compare_calibration(self, actor: str, changed: list[str]) -> None:
+        if not changed:
+            return
+        detail = f"{actor or 'the learner'} is not what loss.noise_floor was measured on, and its noise may be another: "
+        detail += "; ".join(changed) + ". Run `offbeat calibrate` again."
+        logger.warning(detail)
+        self._record("event", event="calibration_mismatch", detail=detail, **({"actor": actor} if actor else {}))
 
     def _compare_canary(self, actor: str, policy_version: int, logprobs: np.ndarray) -> None:
         """Weights announced are weights applied: the engine must score the canary as the learner does."""

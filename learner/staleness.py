@@ -75,8 +75,11 @@ class StalenessPolicy:
 
         `num_open` leases are granted and neither trained nor dropped: generating, or buffered.
         """
-        left_in_run = (self._num_batches - policy_version // self.batch_steps) * self.batch_groups
-        return max(0, min(self._num_admitted(), left_in_run) - num_open)
+        return max(0, min(self._num_admitted(), self.left_in_run(policy_version)) - num_open)
+
+    def left_in_run(self, policy_version: int) -> int:
+        """Groups that the run still trains, those of open leases included."""
+        return (self._num_batches - policy_version // self.batch_steps) * self.batch_groups
 
     def min_policy_version(self, policy_version: int, num_open: int) -> int:
         """The oldest weights under which the next lease may be generated."""

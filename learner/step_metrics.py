@@ -5,14 +5,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from learner.groups import Group
+from learner.diagnostics import lag_bucket
+from learner.groups import Group, Rollout
 
 Metrics = dict[str, float | dict[str, int]]
 """Numbers by `area/name`; only `lag/counts` is a mapping."""
 
 
 def group_metrics(groups: Sequence[Group], policy_version: int) -> Metrics:
-    """Rewards, lags, lengths and tokens of the groups of one optimizer step, taken from `policy_version`."""
+    """Rewards, lags, lengths and tokens of the groups of one optimizer step, taken from `policy_version`.
+
+    Rewards are as the task gave them. `by_lag/<bucket>/reward_mean`, `_length_mean`: over the completions that the metrics of
+    the same bucket in `learner.diagnostics` are of.
+    """
     rewards = [[rollout.reward for rollout in group.rollouts] for group in groups]
     every_reward = np.concatenate(rewards)
     lengths = np.array([len(rollout.token_ids) for group in groups for rollout in group.rollouts])
@@ -28,4 +33,16 @@ def group_metrics(groups: Sequence[Group], policy_version: int) -> Metrics:
         "length/max": int(lengths.max()),
         "tokens/trained": int(lengths.sum()),
         "tokens/prompt": sum(len(group.prompt_token_ids) * len(group.rollouts) for group in groups),
+        **_metrics_by_lag(groups, lags),
     }
+
+
+def _metrics_by_lag(groups: Sequence[Group], lags: Sequence[int]) -> dict[str, float]:
+    rollouts: dict[str, list[Rollout]] = {}
+    for group, lag in zip(groups, lags, strict=True):
+        rollouts.setdefault(lag_bucket(lag), []).extend(group.rollouts)
+    metrics: dict[str, float] = {}
+    for bucket, of_bucket in rollouts.items():
+        metrics[f"by_lag/{bucket}/reward_mean"] = float(np.mean([rollout.reward for rollout in of_bucket]))
+        metrics[f"by_lag/{bucket}/length_mean"] = float(np.mean([len(rollout.token_ids) for rollout in of_bucket]))
+    return metrics

@@ -26,8 +26,9 @@ from common.weights import WeightBuffer, make_layout, tensor_dtype
 from learner import checkpoints, objective
 from learner.aggregation import aggregate, denominator
 from learner.batching import MicroBatch, Row, assign_rows, collate, make_rows
+from learner.calibration import load_calibration
 from learner.corrections import m2po_candidates, m2po_cutoff
-from learner.diagnostics import loss_metrics, row_statistics
+from learner.diagnostics import Noise, loss_metrics, row_statistics
 from learner.gradient_direction import GradientDirection
 from learner.groups import Group
 from learner.kl import adapt_kl_coefficient, kl_estimate, unbiased_kl
@@ -35,6 +36,7 @@ from learner.learning_rate import learning_rate
 from learner.logprobs import CompletionLogprobs
 from learner.lora import base_shapes, merged_parameters, without_adapter
 from learner.losses import value_loss
+from learner.noise_floor import Differences
 from learner.objective import PolicyLogprobs
 from learner.packing import pack, unpack
 from learner.policy import check_policy, load_policy, load_reference
@@ -42,7 +44,7 @@ from learner.preparation import Frozen, Prepared, completion_advantages, prepare
 from learner.process_group import gather_rows, gather_tensors, join_process_group
 from learner.reward_shaping import RunningMoments, load_length_penalty, shape_rewards
 from learner.step_metrics import Metrics, group_metrics
-from learner.zero import deepspeed_config, full_gradients, make_engine, muted_prints
+from learner.zero import deepspeed_config, discard_gradients, full_gradients, full_shape, make_engine, muted_prints
 from protocols.messages import TensorSpec
 
 _STATE_TAG = "state"
@@ -129,6 +131,8 @@ class Trainer:
         self._length_penalty = load_length_penalty(path) if path else None
         self._adapted = Adapted(kl_coefficient=kl.loss_coef or kl.reward_coef)
         self._direction = GradientDirection()
+        path = config.loss.noise_floor
+        self._noise_floor = load_calibration(path).floor if path else None
 
     def train_batch(self, groups: Sequence[Group]) -> list[Metrics]:
         """Take `train.steps_per_batch` optimizer steps, each on the next `train.groups_per_step` of `groups`.
@@ -156,6 +160,31 @@ class Trainer:
             of_step["time/prepare_s"] = prepare_s if index == 0 else 0.0
         return metrics
 
+    def tune(self, *, clip_low: float | None, clip_high: float | None, learning_rate: float) -> None:
+        """Train with these settings from the next batch on; None for an objective that does not clip."""
+        self._loss = msgspec.structs.replace(self._loss, clip_low=clip_low, clip_high=clip_high)
+        self._train = msgspec.structs.replace(self._train, learning_rate=learning_rate)
+
+    def gradient(self, groups: Sequence[Group]) -> tuple[Metrics, Tensor]:
+        """What a step on these `train.groups_per_step` groups would see, but not taken: its metrics, and its gradient.
+
+        The gradient is before clipping, one float32 vector in the CPU's memory; what it holds says `full_gradients`. Weights,
+        optimizer and whatever else a step changes stay as they are.
+        """
+        if len(groups) != self._train.groups_per_step:
+            raise ValueError(f"gradient got {len(groups)} groups; train.groups_per_step = {self._train.groups_per_step}")
+        adapted = self._adapted
+        rows = self._rows(groups, self.policy_version)
+        metrics = self._see_batch(groups, rows, self._prepare(rows))
+        parameters = dict(self._module.named_parameters())
+        gradients = [
+            torch.zeros(full_shape(parameters[name])) if gradient is None else gradient.to("cpu", torch.float32, copy=True)
+            for name, gradient in full_gradients(parameters.items(), zero_stage=self._zero_stage)
+        ]
+        discard_gradients(self._engine)
+        self._adapted = adapted
+        return metrics, torch.cat([gradient.flatten() for gradient in gradients])
+
     def layout(self) -> tuple[TensorSpec, ...]:
         """The weights that `snapshot` copies: Hugging Face names in the model's order, tied weights once. Any rank may ask."""
         return make_layout(base_shapes(self._policy), tensor_dtype(self._model.dtype))
@@ -173,6 +202,22 @@ class Trainer:
         with torch.no_grad(), record_routing(self._policy) as record:
             logprobs, _, _ = self._module(*packed.inputs, 1.0)
         return Scored(logprobs.cpu().numpy(), record.routing())
+
+    @torch.no_grad()
+    def compare(self, groups: Sequence[Group]) -> Differences:
+        """What the policy makes of what engines have sampled, computed as in training; completions in any order.
+
+        The same on every rank.
+        """
+        tokens: list[Tensor] = []
+        lengths: list[Tensor] = []
+        for micro_batch, _, advantages, _ in self._prepare(self._rows(groups, self.policy_version)):
+            logprobs, _, _ = self._outputs(self._module, micro_batch)
+            log_ratios = logprobs.double() - micro_batch.behavior_logprobs.double()
+            tokens.append(torch.stack([log_ratios, advantages.double()], dim=-1)[micro_batch.completion_mask])
+            lengths.append(micro_batch.completion_mask.sum(dim=-1))
+        log_ratios, advantages = gather_rows(torch.cat(tokens)).unbind(dim=-1)
+        return Differences(gather_rows(torch.cat(lengths)).numpy(), log_ratios.numpy(), advantages.numpy())
 
     def save_checkpoint(self, folder: Path, extra: bytes) -> None:
         """Write all that continues this run: weights, optimizer, random state, and the caller's own `extra` (rank 0's).
@@ -297,24 +342,7 @@ class Trainer:
     ) -> Metrics:
         """One optimizer step; its rows have made so many in earlier epochs, and are by that much staler."""
         start = time.perf_counter()
-        num_tokens = sum(len(row.rollout.token_ids) for row in rows)
-        assert self._loss.aggregation is not None, "the config is not complete (common.objectives)"
-        totals = StepTotals(
-            len(rows),
-            num_tokens,
-            denominator(
-                self._loss.aggregation,
-                num_rows=len(rows),
-                num_tokens=num_tokens,
-                length=self._loss.aggregation_length or 1,
-            ),
-        )
-        table, sums = self._accumulate_gradients([_aged(prepared, num_steps_before) for prepared in batch], totals)
-        metrics: Metrics = {**group_metrics(groups, self.policy_version)}
-        metrics |= loss_metrics(gather_rows(table), aggregation=self._loss.aggregation, denominator=totals.denominator)
-        if self.policy_version > 0:
-            del metrics["ratio/first"]
-        metrics |= self._sum_metrics(sums, totals)
+        metrics = self._see_batch(groups, rows, [_aged(prepared, num_steps_before) for prepared in batch])
         rate = self._learning_rate()
         cosine = self._direction.compare(full_gradients(self._module.named_parameters(), zero_stage=self._zero_stage))
         if cosine is not None:
@@ -333,6 +361,32 @@ class Trainer:
             "time/train_s": time.perf_counter() - start,
         }
         return metrics
+
+    def _see_batch(self, groups: Sequence[Group], rows: Sequence[Row], batch: Sequence[Prepared]) -> Metrics:
+        """Everything of a step but the step: gradients, accumulated, and the metrics."""
+        num_tokens = sum(len(row.rollout.token_ids) for row in rows)
+        assert self._loss.aggregation is not None, "the config is not complete (common.objectives)"
+        totals = StepTotals(
+            len(rows),
+            num_tokens,
+            denominator(
+                self._loss.aggregation,
+                num_rows=len(rows),
+                num_tokens=num_tokens,
+                length=self._loss.aggregation_length or 1,
+            ),
+        )
+        table, sums = self._accumulate_gradients(batch, totals)
+        metrics: Metrics = {**group_metrics(groups, self.policy_version)}
+        metrics |= loss_metrics(
+            gather_rows(table),
+            aggregation=self._loss.aggregation,
+            denominator=totals.denominator,
+            noise=None if self._noise_floor is None else Noise(self._noise_floor, objective.engine_band(self._loss)),
+        )
+        if self.policy_version > 0:
+            del metrics["ratio/first"]
+        return metrics | self._sum_metrics(sums, totals)
 
     def _accumulate_gradients(self, batch: Sequence[Prepared], totals: StepTotals) -> tuple[Tensor, Tensor]:
         """Gradient of the step's loss on all ranks; returns this rank's table (`row_statistics`) and `Sums`."""

@@ -96,11 +96,11 @@ class WeightPublisher:
         open_hub: Callable[[], Hub],
         chunk_bytes: int,
         max_pulls: int,
-        max_pull_lag: int,
+        max_pull_lag: Callable[[], int],
         on_failure: Callable[[BaseException], None],
     ) -> None:
         """`open_hub` opens the weight server's socket. With the backend `pull`, actors that come while others still pull a
-        version that is more than `max_pull_lag` behind wait for the next one."""
+        version that is more than `max_pull_lag()` behind wait for the next one."""
         self._editions = Editions(layout)
         self._members = members
         self._post = post
@@ -327,13 +327,14 @@ class WeightPublisher:
             is_lent = self._lent is not None
         # Nobody else lends; that the last pull ends meanwhile does no harm.
         fresh = None if is_lent else self._take_edition()
+        max_pull_lag = self._max_pull_lag()
         with self._changed:
             if fresh is not None:
                 self._lent = fresh
                 self._server.lend(fresh.policy_version, fresh.buffer.flat)
             lent = self._lent
             # An older one is good enough to begin with where the next collective brings the newest.
-            if lent is None or (self._backend == "pull" and self._newest() - lent.policy_version > self._max_pull_lag):
+            if lent is None or (self._backend == "pull" and self._newest() - lent.policy_version > max_pull_lag):
                 return
             num_chunks = -(-len(lent.buffer.flat) // self._chunk_bytes)
             able = [

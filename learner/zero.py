@@ -167,6 +167,19 @@ def full_gradients(
         yield name, safe_get_full_grad(parameter)
 
 
+def discard_gradients(engine: Any) -> None:
+    """Forget what was accumulated for the optimizer step that is due: the next backward pass begins anew."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    engine.zero_grad()
+    engine.optimizer.zero_grad(set_to_none=True)
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        # What its step begins and ends with, and its zero_grad leaves.
+        engine.optimizer.micro_step_id = -1
+        for group in engine.optimizer.averaged_gradients:
+            engine.optimizer.averaged_gradients[group] = None
+
+
 def _gathered(parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
     if not any(is_partitioned(parameter) for parameter in parameters):
         return contextlib.nullcontext()

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 PROTOCOL_MAJOR = 2
 """Peers of another major version are refused, by name."""
-PROTOCOL_MINOR = 1
+PROTOCOL_MINOR = 2
 """Peers of another minor version are welcome; see the module's docstring."""
 
 # What is received is within these bounds; an encoder does not look.
@@ -220,6 +220,18 @@ class StatusRequest(Message, frozen=True):
     """An operator asks how the run is; no hello precedes it."""
 
 
+class TuneRequest(Message, frozen=True):
+    """An operator asks to change settings of the running job, all of them or none; no hello precedes it.
+
+    Since minor version 2, as all that goes with it: a learner before it does not answer.
+    """
+
+    settings: Annotated[dict[Name, Name], Meta(min_length=1, max_length=64)]
+    """`section.key` to its new value, as TOML."""
+    who: Name
+    """Who asks, as their machine knows them; the learner adds the name of their key."""
+
+
 ActorMessage = (
     Hello
     | Credit
@@ -233,6 +245,7 @@ ActorMessage = (
     | Goodbye
     | ChunkRequest
     | StatusRequest
+    | TuneRequest
 )
 
 # Learner to actor
@@ -291,6 +304,15 @@ class Cancel(Message, frozen=True):
     """Stop working on these leases; no answer is expected."""
 
     lease_ids: tuple[Natural, ...]
+
+
+class Concurrency(Message, frozen=True):
+    """An operator has changed how many groups actors work on at once: send `Credit` with this capacity.
+
+    Since minor version 2: an actor before it keeps to its own config.
+    """
+
+    capacity: Annotated[int, Meta(ge=1, le=1 << 18)]
 
 
 class WeightUpdate(Message, frozen=True):
@@ -370,6 +392,20 @@ class MemberStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: str
 
 
+class SettingChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A setting that was changed while the run went on; values are TOML."""
+
+    setting: str
+    """`section.key`."""
+    before: str
+    after: str
+    who: str
+    at: float
+    """Seconds since the epoch, by the learner's clock."""
+    policy_version: int
+    """The learner's, then."""
+
+
 class StatusReport(Message, frozen=True):
     """The answer to `StatusRequest`."""
 
@@ -400,6 +436,21 @@ class StatusReport(Message, frozen=True):
     """Whatever an operator should know: the log is full, weights excluded, ..."""
     rejected: dict[str, int]
     """Messages refused, by `actor: reason`."""
+    tuned: tuple[SettingChange, ...] = ()
+    """Settings that are not the config file's any more; `before` is the file's value."""
+
+
+class TuneReport(Message, frozen=True):
+    """The answer to `TuneRequest`."""
+
+    policy_version: int
+    """The learner's, when it took the request."""
+    error: str = ""
+    """Why nothing was changed; empty when all was."""
+    changed: tuple[SettingChange, ...] = ()
+    """Those that had another value before."""
+    warnings: tuple[str, ...] = ()
+    """What is allowed, and probably not meant."""
 
 
 LearnerMessage = (
@@ -409,6 +460,7 @@ LearnerMessage = (
     | Lease
     | Ack
     | Cancel
+    | Concurrency
     | WeightUpdate
     | WeightPull
     | Chunk
@@ -416,4 +468,5 @@ LearnerMessage = (
     | LearnerHeartbeat
     | Stop
     | StatusReport
+    | TuneReport
 )

@@ -29,6 +29,7 @@ from protocols.messages import (
     CanaryRouted,
     CanaryScored,
     Cancel,
+    Concurrency,
     Credit,
     EngineInfo,
     Goodbye,
@@ -329,6 +330,29 @@ def test_hello_says_who_is_there_and_credit_follows_the_welcome(learner: Learner
         assert (beat.policy_version, beat.lease_ids, beat.seen_lease_id) == (-1, (), -1)
 
 
+def test_concurrency_that_the_learner_asks_for_is_its_credit_from_then_on(learner: Learner) -> None:
+    with actor_of(learner, max_inflight_groups=7):
+        assert learner.welcome() == Credit(capacity=7)
+        learner.send(Concurrency(capacity=3))
+        assert learner.wait(Credit) == Credit(capacity=3)
+        learner.send(Unknown())
+        assert learner.welcome() == Credit(capacity=3)
+
+
+def test_actor_that_leaves_takes_no_more_work_whatever_the_concurrency(learner: Learner) -> None:
+    with actor_of(learner) as actor:
+        learner.welcome()
+        actor.engine.is_held = True
+        learner.lease(1)
+        eventually(lambda: actor.engine.num_unfinished > 0, learner)
+        actor.terminate()
+        assert learner.wait(Credit) == Credit(capacity=0)
+        learner.send(Concurrency(capacity=9))
+        assert learner.hears_no(Credit, 0.1)
+        learner.send(learner.make_welcome(), CANARY)
+        assert learner.wait(Credit) == Credit(capacity=0)
+
+
 def test_lease_becomes_a_group_in_the_order_of_its_completions(learner: Learner) -> None:
     with actor_of(learner) as actor:
         learner.welcome()
@@ -534,7 +558,7 @@ def published(policy_version: int, weights: torch.Tensor, learner: Learner) -> I
         open_hub=lambda: Hub("tcp://127.0.0.1:0", max_message_bytes=LIMIT),
         chunk_bytes=16,
         max_pulls=1,
-        max_pull_lag=1,
+        max_pull_lag=lambda: 1,
         on_failure=lambda error: None,
     )
     with publisher.writing() as buffer:

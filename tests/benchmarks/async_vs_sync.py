@@ -227,7 +227,7 @@ class SleepLearner:
             open_hub=lambda: Hub("tcp://127.0.0.1:0", max_message_bytes=MAX_MESSAGE_BYTES),
             chunk_bytes=8 << 20,
             max_pulls=NUM_ACTORS,
-            max_pull_lag=max_staleness,
+            max_pull_lag=lambda: max_staleness,
             on_failure=self._dispatcher.fail,
         )
         self._hub_thread = HubThread(hub, self._dispatcher)

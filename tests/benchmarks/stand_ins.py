@@ -9,13 +9,14 @@ import numpy as np
 import torch
 
 from actor.engine import Completion, Score
-from common.config import EvaluationSection, HubSection, RolloutSection, StalenessSection, TaskSection, TrainSection
+from common.config import Config, EvaluationSection, HubSection, RolloutSection, StalenessSection, TaskSection, TrainSection
 from learner.contract import Contract
 from learner.dispatcher import Dispatcher, Record, WeightsMessage
 from learner.ledger import Ledger
 from learner.prompts import Prompt, PromptStream
 from learner.rollout_log import RolloutLog
 from learner.staleness import StalenessPolicy
+from learner.tuning import Tuning
 from protocols.messages import EngineInfo, ModelHashes, Sampling, Segment, TensorSpec
 
 VOCABULARY_SIZE = 50_000
@@ -119,6 +120,10 @@ def make_dispatcher(
 ) -> Dispatcher:
     """The learner's own dispatcher, ledger and gate, at policy version 0; lease ids count from 0."""
     prompts = [Prompt(index, "", np.array([1, 2, 3], np.int32), "{}") for index in range(NUM_PROMPTS)]
+    config = Config(
+        staleness=StalenessSection(max_staleness=max_staleness),
+        train=TrainSection(groups_per_step=groups_per_step, num_steps=num_steps),
+    )
     return Dispatcher(
         contract=Contract(
             run_id="benchmark",
@@ -142,9 +147,8 @@ def make_dispatcher(
         stream=PromptStream(NUM_PROMPTS, seed=0),
         ledger=Ledger(),
         log=log,
-        staleness=StalenessPolicy(
-            StalenessSection(max_staleness=max_staleness), TrainSection(groups_per_step=groups_per_step, num_steps=num_steps)
-        ),
+        staleness=StalenessPolicy(config.staleness, config.train),
+        tuning=Tuning(config, {}),
         drop_zero_variance=False,
         drop_quarantined=True,
         max_failed_leases=1,

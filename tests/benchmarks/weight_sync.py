@@ -158,7 +158,7 @@ def publisher_to(
         open_hub=open_hub,
         chunk_bytes=BUCKET_BYTES,
         max_pulls=max_pulls,
-        max_pull_lag=4,
+        max_pull_lag=lambda: 4,
         on_failure=on_failure,
     )
 

@@ -41,6 +41,8 @@ def test_defaults_with_a_model_and_data_pass_without_warnings() -> None:
             ["staleness.staleness_policy=drop", "staleness.hard_max_staleness=8"],
             ["staleness.hard_max_staleness = 8", "max_staleness = 4 already"],
         ),
+        (["staleness.auto=true"], ["staleness.auto = true", "how far the bound may go", "staleness.hard_max_staleness"]),
+        (["staleness.auto=true", "staleness.staleness_policy=drop"], ["staleness.auto = true", 'staleness_policy="gate"']),
         (["staleness.staleness_policy=abort", "staleness.lag_of=token_mean"], ["staleness.lag_of", "younger", "oldest_token"]),
         (["train.num_steps=10", "train.warmup_steps=11"], ["train.warmup_steps = 11"]),
         (["train.adam_betas=[0.9, 1.0]"], ["train.adam_betas"]),
@@ -79,6 +81,7 @@ def test_contradiction_is_refused(overrides: list[str], parts: list[str]) -> Non
         # Weights are sent after every batch.
         ["train.steps_per_batch=4", "weights.interval=3", "staleness.max_staleness=3"],
         ["staleness.max_staleness=0", "staleness.hard_max_staleness=0"],
+        ["staleness.auto=true", "staleness.hard_max_staleness=16"],
         ["hub.address=tcp://localhost:5700"],
         ["hub.address=tcp://127.0.0.2:0"],
         ["hub.address=tcp://[::1]:5700"],

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 
 from common.config import Config
 from common.objectives import complete
-from common.settings import SettingError, explain, explanations, is_data_file, load, resolved_toml
+from common.settings import (
+    SettingError,
+    explain,
+    explanations,
+    full_name,
+    is_data_file,
+    load,
+    replace_settings,
+    resolved_toml,
+    setting_text,
+)
 
 
 def write(folder: Path, text: str) -> Path:
@@ -169,6 +179,65 @@ def test_one_setting_is_explained_with_type_default_and_docstring() -> None:
 def test_explaining_an_unknown_setting_suggests_one() -> None:
     with pytest.raises(SettingError, match=r"Did you mean train\.num_steps"):
         explain("train.num_step")
+
+
+@pytest.mark.parametrize(
+    ("key", "setting"),
+    [
+        ("max_staleness", "staleness.max_staleness"),
+        ("train.num_steps", "train.num_steps"),
+        ("max_off_policy_steps", "staleness.max_staleness"),
+        ("staleness.max_off_policy_steps", "staleness.max_staleness"),
+        ("actor.engine_options.max_num_seqs", "actor.engine_options.max_num_seqs"),
+    ],
+)
+def test_setting_may_be_named_by_a_key_that_only_one_section_has(key: str, setting: str) -> None:
+    assert full_name(key) == setting
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("max_stalenes", "Did you mean staleness.max_staleness?"),
+        ("clip", "there are 2 of that name. Write reward.clip or advantage.clip."),
+        ("train.max_staleness", "Did you mean staleness.max_staleness?"),
+        ("trian.num_steps", "Did you mean train?"),
+        ("qqqq", "there is none of that name"),
+    ],
+)
+def test_key_that_names_no_setting_or_several_is_refused(key: str, said: str) -> None:
+    with pytest.raises(SettingError) as raised:
+        full_name(key)
+    assert said in str(raised.value)
+
+
+@given(setting=st.sampled_from([row.setting for row in explanations()]))
+def test_every_setting_is_found_by_its_full_name_and_by_its_key_or_not_at_all(setting: str) -> None:
+    assert full_name(setting) == setting
+    key = setting.partition(".")[2]
+    try:
+        assert full_name(key) == setting
+    except SettingError as error:
+        assert setting in str(error)
+
+
+def test_settings_of_a_config_are_replaced_as_overrides_of_a_file_are() -> None:
+    config = load(None, ["staleness.max_staleness=6", "loss.clip_low=0.2"])
+    values = {"staleness.staleness_policy": "drop", "train.learning_rate": "1e-4", "loss.clip_low": "none"}
+    overrides = ["staleness.max_staleness=6", "staleness.staleness_policy=drop", "train.learning_rate=1e-4"]
+    assert replace_settings(config, values) == load(None, overrides)
+    assert replace_settings(config, {}) == config
+    with pytest.raises(SettingError, match=r"staleness.max_staleness = -1: is not a value"):
+        replace_settings(config, {"train.learning_rate": "1e-4", "staleness.max_staleness": "-1"})
+    with pytest.raises(SettingError, match=r"Did you mean staleness.max_staleness"):
+        replace_settings(config, {"staleness.max_stalenes": "1"})
+
+
+@given(setting=st.sampled_from([row.setting for row in explanations()]))
+def test_text_of_a_value_gives_the_value_again(setting: str) -> None:
+    config = load(None, ["staleness.hard_max_staleness=8", "loss.dual_clip=3"])
+    text = setting_text(config, setting)
+    assert replace_settings(config, {setting: text}) == config
 
 
 def test_data_file_is_told_from_a_dataset_by_suffix_or_by_being_there(tmp_path: Path) -> None:

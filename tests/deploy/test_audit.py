@@ -25,7 +25,7 @@ from deploy.audit import (
     check_outcome,
     check_prompts,
 )
-from learner.lease_events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
+from learner.lease_events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
 from learner.rollout_log import RolloutLog
 from protocols.messages import CompletionMeta, Segment
 
@@ -86,6 +86,8 @@ GOOD: list[LeaseEvent] = [
     # The learner dies; its newest checkpoint is of version 1, and the second batch is trained again.
     *(started(1), trained(1, 10, 11)),
     *(granted(12, turn=4), accepted(12), dropped(12), granted(13, turn=4), granted(14, turn=5)),
+    # A setting is changed, which touches no lease.
+    Tuned(at=0, settings={"staleness.max_staleness": "8"}, who="me", reason="", policy_version=2),
 ]
 
 

@@ -56,6 +56,17 @@ def test_check_prints_a_config_that_check_accepts_again(tmp_path: Path, tiny_mod
     assert second.stdout == first.stdout
 
 
+def test_config_may_lie_in_a_folder_whose_name_looks_like_a_setting(tmp_path: Path, tiny_model: Path) -> None:
+    with services_in(tmp_path):
+        config = Path(write_config(tmp_path, tiny_model))
+    folder = tmp_path / "max_staleness=4"
+    folder.mkdir()
+    (tmp_path / config).rename(folder / "run.toml")
+    result = offbeat("check", "max_staleness=4/run.toml", "train.num_steps=7", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "num_steps = 7" in result.stdout
+
+
 def test_every_setting_is_explained(tmp_path: Path) -> None:
     text = offbeat("check", "--explain", folder=tmp_path).stdout
     settings = [

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from common.settings import load
+from deploy.audit import audit
+from learner.calibration import save_calibration
 from tests.deploy.services import Services, free_port, services_in, write_config
+from tests.learner.test_calibration import make_calibration
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -15,7 +19,15 @@ RUN_S = 150.0
 
 
 def test_synchronous_run_never_trains_on_lag_and_leaves_nothing_behind(tmp_path: Path, tiny_model: Path) -> None:
-    config = write_config(tmp_path, tiny_model, staleness={"max_staleness": 0}, launch={"num_actors": 2})
+    # Of a learner in bfloat16, and another version of vLLM.
+    noise_floor = str(save_calibration(make_calibration(), tmp_path))
+    config = write_config(
+        tmp_path,
+        tiny_model,
+        staleness={"max_staleness": 0},
+        launch={"num_actors": 2},
+        loss={"noise_floor": noise_floor, "clip_low": 3e-3, "clip_high": 3e-3},
+    )
     with services_in(tmp_path) as services:
         train = services.start("train", config)
         assert services.wait(train, "train", RUN_S) == 0, services.output("train")
@@ -27,6 +39,14 @@ def test_synchronous_run_never_trains_on_lag_and_leaves_nothing_behind(tmp_path:
         # On-policy, float32 on both sides: the ratio of the run's first step is 1.
         assert first["ratio/first"] < 1e-5
         assert first["clip/fraction"] == 0
+        assert first["clip/noise"] > 0.1, "in bfloat16 it would not be 0"
+        assert first["clip/drift"] == -first["clip/noise"]
+        events = services.rows("run", "event")
+        joined = [row["actor"] for row in events if row["event"] == "actor_joined"]
+        changed = {row.get("actor"): row["detail"] for row in events if row["event"] == "calibration_mismatch"}
+        assert changed.keys() == {None, *joined}
+        assert "dtype was bfloat16, and is float32" in changed[None]
+        assert all("version was 1.0, and is " in changed[actor] for actor in joined)
         diffs = [row["max_abs_diff"] for row in services.rows("run", "canary")]
         assert len(diffs) >= 6
         assert max(diffs) < 1e-4
@@ -65,7 +85,7 @@ def test_actors_may_come_first_late_or_die_and_the_ledger_adds_up(tmp_path: Path
         assert final["leased"] == final["trained"] + sum(final["dropped"].values()) + final["expired"] + final["in_flight"]
 
 
-def test_completions_that_live_through_updates_carry_their_segments_and_keep_to_the_hard_bound(
+def test_completions_that_live_through_updates_carry_their_segments_and_those_past_the_bound_are_cancelled(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     config = write_config(
@@ -73,16 +93,21 @@ def test_completions_that_live_through_updates_carry_their_segments_and_keep_to_
         tiny_model,
         model={"max_length": 320},
         rollout={"group_size": 2, "max_new_tokens": 300, "lease_timeout_s": 60.0},
-        train={"num_steps": 12, "groups_per_step": 2, "learning_rate": 1e-3},
-        staleness={"max_staleness": 3, "hard_max_staleness": 3},
+        train={"num_steps": 40, "groups_per_step": 1, "learning_rate": 1e-3},
+        staleness={"max_staleness": 2, "staleness_policy": "abort"},
         launch={"num_actors": 1},
     )
     with services_in(tmp_path) as services:
         train = services.start("train", config)
         assert services.wait(train, "train", RUN_S) == 0, services.output("train")
         trained = [group for group in services.rows("run", "group") if group["outcome"] == "trained"]
-        assert max(group["policy_lag"] for group in trained) <= 3
+        assert max(group["policy_lag"] for group in trained) <= 2
         assert max(group["num_segments"] for group in trained) > 1
+        final = services.rows("run", "final")[-1]["ledger"]
+        assert final["dropped"].get("aborted", 0) > 0
+        assert final["leased"] == final["trained"] + sum(final["dropped"].values()) + final["expired"]
+    run = tmp_path / "run"
+    assert not [check.violations for check in audit(run, load(run / "config.toml")) if check.violations]
 
 
 def test_stopped_run_of_an_adapter_resumes_where_it_was(tmp_path: Path, tiny_model: Path) -> None:

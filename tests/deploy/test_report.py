@@ -44,6 +44,12 @@ def step(version: int, lag_counts: Mapping[str, int], **numbers: Any) -> dict[st
     return row | {"time/prepare_s": 0.0, "time/snapshot_s": 0.125} | numbers
 
 
+def by_lag(bucket: str, count: int, clip_fraction: float) -> dict[str, float]:
+    numbers = {"count": count, "clip_fraction": clip_fraction, "ratio_log_mean": 0.01, "ratio_log_std": 0.02}
+    numbers |= {"ess_sequence": 0.9, "correction_masked": 0.125, "reward_mean": 0.5, "length_mean": 15.0}
+    return {f"by_lag/{bucket}/{name}": value for name, value in numbers.items()}
+
+
 def group(lease_id: int, outcome: str, lengths: list[int], reason: str = "") -> dict[str, Any]:
     row = {"kind": "group", "time": START + 1, "lease_id": lease_id, "prompt_id": 0, "actor": "a0", "reason": reason}
     row |= {"outcome": outcome, "policy_lag": 1, "policy_version": 1, "lengths": lengths, "rewards": [0.0, 1.0]}
@@ -76,10 +82,10 @@ def whole_run() -> list[dict[str, Any]]:
         {"kind": "commit", "time": START, "actor": "a0", "policy_version": 1, "stall_s": 0.01},
         {"kind": "canary", "time": START, "actor": "a0", "policy_version": 1, "max_abs_diff": 1e-5},
         {"kind": "eval", "time": START, "policy_version": 2, "reward": 0.625, "num_completions": 8, "length": 9.0},
-        step(1, {"0": 3}),
-        step(2, {"0": 1, "1": 2}),
-        step(3, {"1": 3}),
-        step(4, {"2": 3}),
+        step(1, {"0": 3}, **by_lag("0", 6, 0.25)),
+        step(2, {"0": 1, "1": 2}, **by_lag("0", 2, 0.75), **by_lag("1", 4, 0.5)),
+        step(3, {"1": 3}, **by_lag("1", 6, 0.5)),
+        step(4, {"2": 3}, **by_lag("2", 6, 0.5)),
         event("actor_lost", "no heartbeat", "a0"),
         final(),
     ]
@@ -162,6 +168,46 @@ def test_lengths_of_all_generated_groups_stand_beside_the_trained_ones(tmp_path:
     assert sum(generated["customdata"]) == 12
     assert sum(trained["customdata"]) == 10
     assert "mean 27 tokens generated, 15 trained" in text_of(page)
+
+
+def test_drift_ledger_has_a_line_and_a_point_for_each_lag(tmp_path: Path):
+    page = report_of(tmp_path, whole_run())
+    text = text_of(page)
+    assert "0 8 +1.00e-02 2.00e-02 0.900 37.5% 12.5% 0.500 15.0 1 10 +1.00e-02" in text
+    (ratios,) = figure_titled(page, "Log-ratio by policy lag")["data"]
+    assert (ratios["x"], ratios["y"]) == (["0", "1", "2"], pytest.approx([0.01] * 3))
+    assert ratios["error_y"]["array"] == pytest.approx([0.02] * 3)
+    clipped, masked = figure_titled(page, "Clipped and masked by policy lag")["data"]
+    assert (clipped["y"], masked["y"]) == ([0.375, 0.5, 0.5], [0.125, 0.125, 0.125])
+    reward, tokens = figure_titled(page, "Reward and length by policy lag")["data"]
+    assert (reward["y"], tokens["y"]) == ([0.5, 0.5, 0.5], [15.0, 15.0, 15.0])
+
+
+def test_steps_without_drift_by_lag_say_so(tmp_path: Path):
+    assert "No step has recorded its drift by policy lag." in text_of(report_of(tmp_path, [step(1, {"0": 3})]))
+
+
+def test_bias_is_compared_tested_and_said_in_a_sentence(tmp_path: Path):
+    text = text_of(report_of(tmp_path, whole_run()))
+    assert "leased 12 – – – generated 6 26.7/15.0/67.5" in text
+    assert "trained 5 15.0/15.0/15.0" in text
+    assert "dropped: stale 1 85.0/85.0/85.0" in text
+    assert "in flight 3 – – –" in text
+    assert "dropped / trained tokens 1 / 5 85.0 / 15.0 +1.00" in text
+    assert "No sign of bias: the 1 (16.7%) that were dropped are too few" in text
+    assert "Of 12 leases 3 were in flight at the end and 3 ended without a group: nothing is known of these." in text
+
+
+def test_biased_run_raises_the_alarm(tmp_path: Path):
+    rows = [group(i, "trained", [10 + i % 5]) for i in range(100)] + [
+        group(100 + i, "dropped", [90], "stale") for i in range(30)
+    ]
+    page = report_of(tmp_path, rows)
+    assert (
+        "ALARM: 23.1% were dropped, and differ from the others: mean tokens 90.0 against 12.0 (effect +1.00, p = "
+        in text_of(page)
+    )
+    assert '<p class="verdict bad">ALARM' in page
 
 
 def test_rewards_of_steps_and_evaluations_are_plotted(tmp_path: Path):
@@ -324,7 +370,7 @@ def test_plotly_accepts_every_figure(tmp_path: Path):
     (tmp_path / "config.toml").write_text(CONFIG)
     page = report_of(tmp_path, whole_run())
     figures = figures_in(page)
-    assert len(figures) == 13
+    assert len(figures) == 16
     for figure in figures:
         plotly.graph_objects.Figure(figure)
 

@@ -12,11 +12,11 @@ from rich.console import Console
 from common.hub_keys import keys_of_learner, keys_of_peer
 from common.settings import load
 from common.shutdown import ServiceError
-from deploy import status
+from deploy import questions
 from deploy.keygen import make_keys
 from deploy.status import render, show_status
 from protocols.channels import Hub, Link
-from protocols.messages import MemberStatus, Refused, StatusReport, StatusRequest
+from protocols.messages import ActorMessage, MemberStatus, Refused, SettingChange, StatusReport, StatusRequest, TuneReport
 from tests.deploy.services import free_port
 
 REPORT = StatusReport(
@@ -69,14 +69,20 @@ def test_report_shows_members_sums_and_what_the_run_waits_for() -> None:
     assert "a lease that is not its own" in text
 
 
+def test_report_shows_which_settings_are_not_the_configs_and_whose_they_are() -> None:
+    change = SettingChange("staleness.max_staleness", "4", "8", "me@host (key ops)", 0.0, 12)
+    text = shown(msgspec.structs.replace(REPORT, tuned=(change,)))
+    assert "set: staleness.max_staleness = 8 (config: 4), by me@host (key ops) at version 12, 19" in text
+
+
 def test_report_without_actors_says_so() -> None:
     assert "no actor is connected" in shown(msgspec.structs.replace(REPORT, members=()))
 
 
 class Desk:
-    """A hub that answers every question with the same message."""
+    """A hub that answers every question with the same message, and remembers who asked what."""
 
-    def __init__(self, folder: Path, answer: StatusReport | Refused) -> None:
+    def __init__(self, folder: Path, answer: StatusReport | TuneReport | Refused) -> None:
         make_keys(folder, [], [])
         port = free_port()
         self.address = f"tcp://127.0.0.1:{port}"
@@ -86,14 +92,15 @@ class Desk:
             f'hub.allowed_keys="{folder}/allowed_keys"',
         ]
         self.hub_section = load(None, keys).hub
+        self.asked: list[ActorMessage] = []
         self._answer = answer
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
-    def open_link(self, identity: bytes) -> Link:
+    def open_link(self) -> Link:
         keys = keys_of_peer(self.hub_section, "operator", "operator")
-        return Link(self.address, identity=identity, max_message_bytes=1 << 20, key=keys.key, learner_key=keys.learner_key)
+        return Link(self.address, identity=b"ops", max_message_bytes=1 << 20, key=keys.key, learner_key=keys.learner_key)
 
     def close(self) -> None:
         self._is_closed.set()
@@ -107,15 +114,15 @@ class Desk:
                 received = hub.receive()
                 if received is not None:
                     assert isinstance(received.packet, tuple)
-                    assert received.packet.message == StatusRequest()
                     assert received.sender.role == "operator"
+                    self.asked.append(received.packet.message)
                     hub.send(received.peer, self._answer)
 
 
 @pytest.fixture
 def desks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Desk]]:
     # On a busy machine a handshake may take its time.
-    monkeypatch.setattr(status, "ANSWER_S", 60.0)
+    monkeypatch.setattr(questions, "ANSWER_S", 60.0)
     opened: list[Desk] = []
     yield opened
     for desk in opened:
@@ -128,6 +135,7 @@ def test_status_asks_with_the_operators_key_and_prints_json(
     desks.append(Desk(tmp_path / "keys", REPORT))
     show_status(desks[0].open_link, desks[0].address, as_json=True)
     assert msgspec.json.decode(capsys.readouterr().out, type=StatusReport) == REPORT
+    assert desks[0].asked == [StatusRequest()]
 
 
 def test_refusal_is_told_with_its_reason(desks: list[Desk], tmp_path: Path) -> None:
@@ -137,11 +145,11 @@ def test_refusal_is_told_with_its_reason(desks: list[Desk], tmp_path: Path) -> N
 
 
 def test_nobody_there_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "ANSWER_S", 0.5)
+    monkeypatch.setattr(questions, "ANSWER_S", 0.5)
     address = f"tcp://127.0.0.1:{free_port()}"
 
-    def open_link(identity: bytes) -> Link:
-        return Link(address, identity=identity, max_message_bytes=1 << 20)
+    def open_link() -> Link:
+        return Link(address, identity=b"ops", max_message_bytes=1 << 20)
 
     with pytest.raises(ServiceError, match=r"no answer from .* within 0.5 s: nothing listens there"):
         show_status(open_link, address, as_json=False)

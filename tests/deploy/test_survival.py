@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 RUN_S = 200.0
 TRANSFORMERS = {"engine": "transformers", "engine_options": {}}
+TUNED = {"staleness/bound": 2, "loss/learning_rate": 1e-4}
+"""Of a step's row, after `offbeat set`."""
 
 
 @pytest.fixture
@@ -53,23 +55,36 @@ def test_killed_learner_goes_on_from_the_log_without_generating_anything_again(
     assert_audit_finds_nothing(tmp_path)
 
 
-def test_separate_services_find_each_other_again_after_the_learners_death_without_a_checkpoint(
+def test_separate_services_find_each_other_and_what_was_set_again_after_the_learners_death_without_a_checkpoint(
     services: Services, tmp_path: Path, tiny_model: Path
 ) -> None:
     config = write_config(
         tmp_path,
         tiny_model,
-        train={"num_steps": 40, "groups_per_step": 4, "learning_rate": 1e-3},
+        train={"num_steps": 60, "groups_per_step": 4, "learning_rate": 1e-3},
         actor={"max_inflight_groups": 4, **TRANSFORMERS},
     )
     actors = [services.start("actor", config, f"actor.name={name}", log=name) for name in ("a", "b")]
     learner = services.start("learner", config)
     services.wait_for(lambda: len(services.rows("run", "step")) >= 5, "5 steps", RUN_S)
+    wanted = ("max_staleness=2", "learning_rate=1e-4", "max_inflight_groups=3")
+    assert services.wait(services.start("set", "run", *wanted), "set", 30) == 0, services.output("set")
+    assert services.wait(services.start("set", "run", "max_staleness=1", "num_steps=9", log="refused"), "refused", 30) == 2
+    assert "train.num_steps" in services.output("refused")
+    num_before = len(services.rows("run", "step"))
+    services.wait_for(lambda: len(services.rows("run", "step")) >= num_before + 2, "2 steps more", RUN_S)
+    assert TUNED.items() <= services.rows("run", "step")[-1].items()
     kill(psutil.Process(learner.pid))
+    num_before = len(services.rows("run", "step"))
     learner = services.start("learner", config, "run.resume=true")
     assert services.wait(learner, "learner", RUN_S) == 0, services.output("learner")
     assert [services.wait(actor, name, 30) for actor, name in zip(actors, "ab", strict=True)] == [0, 0]
-    assert services.rows("run", "final")[-1]["ledger"]["trained"] == 160
+    assert services.rows("run", "final")[-1]["ledger"]["trained"] == 240
+    # What was set while the run went on holds after the restart too.
+    assert all(TUNED.items() <= row.items() for row in services.rows("run", "step")[num_before:])
+    kept = {row["setting"]: row["value"] for row in services.rows("run", "event") if row["event"] == "setting_kept"}
+    assert kept == {"staleness.max_staleness": "2", "train.learning_rate": "0.0001", "actor.max_inflight_groups": "3"}
+    assert all("works on 3 groups at once" in services.output(name) for name in "ab")
     assert_audit_finds_nothing(tmp_path)
 
 

@@ -2,16 +2,29 @@ import math
 from statistics import fmean, pstdev
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import norm
 from torch import Tensor
 
 from learner.aggregation import Aggregation, aggregate
 from learner.corrections import geometric_mask, sequence_tis, token_tis
-from learner.diagnostics import LAG_BUCKETS, SEQUENCE_WEIGHT_CAP, Band, Column, Correction, loss_metrics, row_statistics
+from learner.diagnostics import (
+    LAG_BUCKETS,
+    SEQUENCE_WEIGHT_CAP,
+    Band,
+    Column,
+    Correction,
+    Noise,
+    loss_metrics,
+    row_statistics,
+)
 from learner.losses import gspo, ppo_clip
+from learner.noise_floor import ClipBand
+from tests.learner.test_noise_floor import normal_floor
 
 CLIP = {"clip_low": 0.1, "clip_high": 0.2}
 PER_TOKEN = (
@@ -289,6 +302,31 @@ def test_the_clipped_sides_of_the_band_are_what_the_objective_clipped(objective)
         assert metrics[f"{area}/fraction"] == pytest.approx(clipped)
 
 
+@pytest.mark.parametrize("objective", [gspo, ppo_clip])
+def test_what_dual_clip_capped_is_in_the_fraction_beside_the_sides_that_the_band_clipped(objective):
+    # Every token of a row has its ratio: 1.5 is capped, 1.3 above the band and not capped, the other two are clipped.
+    ratios, advantages = [1.5, 1.3, 0.5, 1.5], [-1.0, -1.0, -1.0, 1.0]
+    rows = [[math.log(ratio)] * length for ratio, length in zip(ratios, (3, 1, 1, 1), strict=True)]
+    inputs = plain_inputs(rows, advantages)
+    log_ratio = torch.tensor(ratios).log()[:, None].expand(4, 3)
+    names = ("policy_logprobs", "anchor_logprobs", "completion_mask", "advantages")
+    result = objective(*(inputs[name] for name in names), **CLIP, dual_clip=1.4)
+    metrics = metrics_of(row_statistics(**inputs | {"clipped": result.clipped, "band": Band(log_ratio, **CLIP)}))
+    found = {name: metrics[name] for name in metrics if name.startswith("clip")}
+    assert found == {
+        "clip/fraction": 0.75,
+        "clip/positive_above": 0.25,
+        "clip/positive_below": 0.0,
+        "clip/negative_above": 0.5,
+        "clip/negative_below": 0.25,
+        "clip_tokens/fraction": 5 / 6,
+        "clip_tokens/positive_above": 1 / 6,
+        "clip_tokens/positive_below": 0.0,
+        "clip_tokens/negative_above": 4 / 6,
+        "clip_tokens/negative_below": 1 / 6,
+    }
+
+
 def test_a_tenth_of_a_thousandth_keeps_its_digits_beside_large_logprobs():
     """k3 of a log-ratio of 1e-4 is 5e-9: all that float32 leaves of `exp(x) - 1 - x` there is noise."""
     policy = torch.tensor([[-10.0, -10.0]])
@@ -419,3 +457,27 @@ def test_a_table_is_detached_and_made_without_reading_a_value_back():
     on_meta["correction"] = Correction(*(value.to("meta") for value in inputs["correction"][:2]), truncated_at=(0.7, 1.1))
     table = row_statistics(**on_meta)
     assert (table.shape, table.dtype) == ((3, len(Column)), torch.float64)
+
+
+def test_noise_is_taken_out_of_clips_and_divergence_by_length_and_sign_of_advantage():
+    # log s is normal around 0, of deviation 0.1 at length 1 and sqrt(0.0075 + 0.0025 / 2) = 0.0935 at length 2.
+    floor = msgspec.structs.replace(normal_floor(0.5), mean=0.0, variance=0.0075, token_variance=0.0025, k3=0.005)
+    inputs = plain_inputs(
+        [[0.3], [-0.1, -0.1], [0.0], []],
+        [1.0, -1.0, 0.0, 1.0],
+        clipped=torch.tensor([[True, False], [False, False], [False, False], [False, False]]),
+        policy_lags=torch.tensor([0, 3, 3, 3]),
+    )
+    table = row_statistics(**inputs)
+    band = ClipBand(0.1, 0.2, is_sequence_ratio=True)
+    metrics = loss_metrics(table, aggregation="token-mean", denominator=1.0, noise=Noise(floor, band))
+    above, below = norm.sf(math.log(1.2), scale=0.1), norm.cdf(math.log(0.9), scale=math.sqrt(0.00875))
+    assert metrics["clip/noise"] == pytest.approx((above + below) / 4, abs=1e-3)
+    assert metrics["clip/drift"] == pytest.approx(1 / 4 - (above + below) / 4, abs=1e-3)
+    assert metrics["by_lag/0/clip_noise"] == pytest.approx(above, abs=1e-3)
+    assert metrics["by_lag/0/clip_drift"] == pytest.approx(1 - above, abs=1e-3)
+    assert metrics["by_lag/3-4/clip_noise"] == pytest.approx(below / 3, abs=1e-3)
+    assert metrics["kl/drift"] == pytest.approx((math.exp(0.3) - 1.3 + 2 * (math.exp(-0.1) - 0.9)) / 4 - 0.005)
+    without_band = loss_metrics(table, aggregation="token-mean", denominator=1.0, noise=Noise(floor, None))
+    assert without_band["kl/noise"] == 0.005
+    assert "clip/noise" not in without_band

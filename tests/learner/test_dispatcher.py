@@ -2,22 +2,32 @@
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pytest
 
-from common.config import EvaluationSection, HubSection, RolloutSection, StalenessSection, TrainSection
+from common.config import (
+    Config,
+    EvaluationSection,
+    HubSection,
+    ModelSection,
+    RolloutSection,
+    StalenessSection,
+    TaskSection,
+    TrainSection,
+)
 from learner.contract import Contract
 from learner.dispatcher import MAX_REPLACED, Dispatcher, Outgoing, RunFailedError
 from learner.groups import Group
-from learner.lease_events import Accepted, Expired, Granted, LeaseEvent, Started, Trained
+from learner.lease_events import Accepted, Expired, Granted, LeaseEvent, Started, Trained, Tuned
 from learner.ledger import Ledger, needed_position
 from learner.prompts import Prompt, PromptStream, Turn
 from learner.rollout_log import LogFullError, Position, RolloutLog, read_log
 from learner.staleness import StalenessPolicy
+from learner.tuning import Tuning
 from protocols.keys import NO_KEYS, Sender
 from protocols.messages import (
     Ack,
@@ -29,6 +39,7 @@ from protocols.messages import (
     Cancel,
     ChunkRequest,
     CompletionMeta,
+    Concurrency,
     Credit,
     EngineInfo,
     Goodbye,
@@ -45,6 +56,8 @@ from protocols.messages import (
     StatusRequest,
     Stop,
     TensorSpec,
+    TuneReport,
+    TuneRequest,
     Unknown,
     WeightsCommitted,
     WeightsStaged,
@@ -190,6 +203,7 @@ class Desk:
         ledger: Ledger | None = None,
         log: RolloutLog | None = None,
         weight_problems: Callable[[], list[str]] = list,
+        tuned: Mapping[str, Tuned] | None = None,
     ) -> None:
         self.now = 1000.0
         self.rows: list[dict[str, Any]] = []
@@ -201,6 +215,20 @@ class Desk:
         self.unread: list[Outgoing] = []
         self.stream = stream or PromptStream(num_prompts, seed=0)
         self.ledger = ledger or Ledger()
+        tuning = Tuning(
+            Config(
+                model=ModelSection(path="model"),
+                task=TaskSection(train_data="data.jsonl"),
+                staleness=staleness or StalenessSection(max_staleness=max_staleness, hard_max_staleness=hard_max_staleness),
+                train=TrainSection(
+                    groups_per_step=groups_per_step,
+                    steps_per_batch=steps_per_batch,
+                    epochs_per_batch=epochs_per_batch,
+                    num_steps=num_steps,
+                ),
+            ),
+            tuned or {},
+        )
         self.dispatcher = Dispatcher(
             contract=CONTRACT,
             rollout=RolloutSection(
@@ -217,15 +245,8 @@ class Desk:
             stream=self.stream,
             ledger=self.ledger,
             log=log,
-            staleness=StalenessPolicy(
-                staleness or StalenessSection(max_staleness=max_staleness, hard_max_staleness=hard_max_staleness),
-                TrainSection(
-                    groups_per_step=groups_per_step,
-                    steps_per_batch=steps_per_batch,
-                    epochs_per_batch=epochs_per_batch,
-                    num_steps=num_steps,
-                ),
-            ),
+            staleness=StalenessPolicy(tuning.config.staleness, tuning.config.train),
+            tuning=tuning,
             drop_zero_variance=drop_zero_variance,
             drop_quarantined=drop_quarantined,
             max_failed_leases=max_failed_leases,
@@ -281,6 +302,15 @@ class Desk:
         self.dispatcher.handle(peer, StatusRequest(), (), self.now, sender)
         (report,) = self.take(peer, StatusReport)
         assert isinstance(report, StatusReport)
+        return report
+
+    def tune(self, sender: Sender = NO_KEYS, **settings: str) -> TuneReport:
+        """What an operator is told who asks for `section__key="value"`."""
+        peer = b"operator"
+        named = {name.replace("__", "."): value for name, value in settings.items()}
+        self.dispatcher.handle(peer, TuneRequest(settings=named, who="me@host"), (), self.now, sender)
+        (report,) = self.take(peer, TuneReport)
+        assert isinstance(report, TuneReport)
         return report
 
     def batch(self) -> list[Group] | None:
@@ -1711,3 +1741,136 @@ def test_waiting_for_names_what_keeps_the_batch() -> None:
     actor.answer(leases[0].lease_id)
     assert desk.dispatcher.waiting_for() == "1 groups ready, 2 being generated"
     assert desk.dispatcher.buffer_sizes() == (1, 2)
+
+
+# Live tuning
+
+
+def test_wider_bound_is_leased_by_at_once_and_a_narrower_one_holds_back() -> None:
+    desk = Desk(max_staleness=0, groups_per_step=2)
+    actor = Actor(desk, "a").join(capacity=10)
+    assert len(actor.leases()) == 2
+    report = desk.tune(staleness__max_staleness="2")
+    assert [(change.before, change.after) for change in report.changed] == [("0", "2")]
+    assert len(actor.leases()) == 4
+    desk.tune(staleness__max_staleness="1")
+    for lease_id in range(2):
+        actor.answer(lease_id)
+    desk.train()
+    actor.commit(1)
+    # Four are open, as many as a bound of 1 admits.
+    assert actor.leases() == []
+
+
+def test_bound_that_was_lowered_drops_what_waits_in_the_buffer() -> None:
+    desk = Desk(staleness=StalenessSection(max_staleness=3, staleness_policy="drop"), groups_per_step=1)
+    actor = Actor(desk, "a").join(capacity=2)
+    first, second = (lease.lease_id for lease in actor.leases())
+    actor.answer(first)
+    desk.train()
+    actor.answer(second)
+    desk.tune(staleness__max_staleness="0")
+    assert desk.batch() is None
+    assert desk.dispatcher.counts().dropped == {"stale": 1}
+
+
+def test_change_is_recorded_with_who_and_when_in_rows_log_and_checkpoint(log: WillingLog) -> None:
+    desk = Desk(log=log, policy_version=5, max_staleness=4)
+    desk.tune(OPERATOR, staleness__max_staleness="8", train__learning_rate="1e-3")
+    settings = {"staleness.max_staleness": "8", "train.learning_rate": "0.001"}
+    event = Tuned(at=7.0, settings=settings, who="me@host (key ops)", reason="", policy_version=5)
+    assert log.events() == [event]
+    assert desk.dispatcher.state().tuned == dict.fromkeys(settings, event)
+    rows = desk.events("setting_changed")
+    assert [(row["setting"], row["before"], row["after"]) for row in rows] == [
+        ("staleness.max_staleness", "4", "8"),
+        ("train.learning_rate", "1e-06", "0.001"),
+    ]
+    assert {(row["who"], row["policy_version"]) for row in rows} == {("me@host (key ops)", 5)}
+    assert rows[0]["detail"] == "staleness.max_staleness = 8, was 4; by me@host (key ops)"
+    assert desk.dispatcher.settings().train.learning_rate == 1e-3
+    assert [(change.setting, change.after, change.who) for change in desk.status(OPERATOR).tuned] == [
+        ("staleness.max_staleness", "8", "me@host (key ops)"),
+        ("train.learning_rate", "0.001", "me@host (key ops)"),
+    ]
+
+
+def test_refused_change_changes_nothing_and_says_why(log: WillingLog) -> None:
+    desk = Desk(log=log, max_staleness=4)
+    before = desk.dispatcher.settings()
+    report = desk.tune(train__learning_rate="1e-3", staleness__hard_max_staleness="3")
+    assert (report.changed, report.policy_version) == ((), 0)
+    assert report.error.startswith("staleness.hard_max_staleness = 3: groups are admitted that may lag by")
+    assert "These can:" in desk.tune(train__num_steps="5").error
+    assert (desk.dispatcher.settings(), log.events(), desk.events("setting_changed")) == (before, [], [])
+    assert desk.tune(staleness__max_staleness="4") == TuneReport(policy_version=0)
+    assert log.events() == []
+
+
+def test_change_that_a_restart_could_not_know_of_is_refused(log: WillingLog) -> None:
+    desk = Desk(log=log, max_staleness=4)
+    log.will_append = False
+    assert "no space left" in desk.tune(staleness__max_staleness="8").error
+    assert desk.dispatcher.settings().staleness.max_staleness == 4
+    log.will_append = True
+    assert not desk.tune(staleness__max_staleness="8").error
+
+
+def test_actors_key_cannot_change_settings() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a", sender=Sender("a", "actor"))
+    actor.join(capacity=2)
+    actor.say(TuneRequest(settings={"staleness.max_staleness": "8"}, who="operator@host"))
+    assert "role operator" in actor.heard(Refused)[0].reason
+    assert desk.dispatcher.settings().staleness.max_staleness == 1
+
+
+def test_concurrency_is_told_to_every_actor_also_to_one_that_comes_later() -> None:
+    desk = Desk()
+    first = Actor(desk, "a").join(capacity=2)
+    desk.tune(staleness__max_staleness="3")
+    assert first.heard(Concurrency) == []
+    desk.tune(actor__max_inflight_groups="5")
+    assert first.heard(Concurrency) == [Concurrency(capacity=5)]
+    late = Actor(desk, "b").join(capacity=2)
+    assert late.heard(Concurrency) == [Concurrency(capacity=5)]
+    # Back to the config's: an actor whose own config says another number is to know.
+    desk.tune(actor__max_inflight_groups="16")
+    assert Actor(desk, "c").join(capacity=2).heard(Concurrency) == [Concurrency(capacity=16)]
+
+
+def test_restarted_learner_leases_by_the_bound_that_was_set() -> None:
+    event = Tuned(at=0.0, settings={"staleness.max_staleness": "2"}, who="me", reason="", policy_version=0)
+    desk = Desk(max_staleness=0, groups_per_step=2, tuned={"staleness.max_staleness": event})
+    assert len(Actor(desk, "a").join(capacity=10).leases()) == 6
+    assert desk.dispatcher.state().tuned == {"staleness.max_staleness": event}
+
+
+def test_time_counts_as_held_back_while_an_actor_has_room_and_staleness_has_no_lease_for_it() -> None:
+    desk = Desk(max_staleness=0, groups_per_step=2, num_steps=2)
+    actor = Actor(desk, "a").join(capacity=2)
+    assert len(actor.leases()) == 2
+    desk.tick(1.0)
+    # The actor is full: more leases would not help.
+    assert desk.dispatcher.take_held_back_s() == 0.0
+    actor.credit(3)
+    desk.tick(1.0)
+    desk.tick(2.5)
+    assert desk.dispatcher.take_held_back_s() == 2.5
+    assert desk.dispatcher.take_held_back_s() == 0.0
+    for lease_id in range(2):
+        actor.answer(lease_id)
+    desk.tick()
+    desk.dispatcher.take_held_back_s()
+    desk.train()
+    desk.tick()
+    desk.dispatcher.take_held_back_s()
+    # The actor has not the weights that a bound of 0 asks for.
+    desk.tick(1.0)
+    assert desk.dispatcher.take_held_back_s() == 1.0
+    actor.commit(1)
+    assert len(actor.leases()) == 2
+    desk.dispatcher.take_held_back_s()
+    desk.tick(1.0)
+    # The run has no more leases than these.
+    assert desk.dispatcher.take_held_back_s() == 0.0

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import FileStore
 from common.weights import WeightBuffer
 from learner import ranks
 from learner.groups import Group, Rollout
-from learner.ranks import Close, Idle, LoadCheckpoint, RankedTrainer, SaveCheckpoint, SaveModel, Score, Snapshot, Train
+from learner.ranks import Close, Idle, LoadCheckpoint, RankedTrainer, SaveCheckpoint, SaveModel, Score, Snapshot, Train, Tune
 from protocols.messages import Segment
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def test_groups_survive_the_way_to_the_other_ranks(shapes: list[list[int]]) -> N
     [
         Idle(),
         Snapshot(),
+        Tune(None, 0.25, 1e-4),
         Score([1, 2, 3]),
         SaveCheckpoint("/a folder/é", b"\x00\xff"),
         LoadCheckpoint("x"),
@@ -103,6 +104,9 @@ class FakeTrainer:
         self.calls.append(("train_batch", groups))
         self.policy_version += 1
         return [{"loss/policy": 0.5}]
+
+    def tune(self, *, clip_low: float | None, clip_high: float | None, learning_rate: float) -> None:
+        self.calls.append(("tune", (clip_low, clip_high, learning_rate)))
 
     def layout(self) -> tuple[()]:
         return ()
@@ -133,6 +137,7 @@ def command_all(trainer: RankedTrainer) -> None:
     trainer.idle()
     assert trainer.load_checkpoint(Path("c")) == b"kept"
     assert trainer.train_batch([make_group([3, 4]), make_group([1])]) == [{"loss/policy": 0.5}]
+    trainer.tune(clip_low=None, clip_high=0.25, learning_rate=1e-4)
     trainer.snapshot(WeightBuffer(()))
     assert len(trainer.score([1, 2, 3]).logprobs) == 2
     trainer.save_checkpoint(Path("c"), b"\x00\xff")
@@ -196,6 +201,7 @@ def test_other_rank_makes_every_call_of_rank_0(tmp_path: Path) -> None:
     assert (of_first.pop("snapshot"), of_second.pop("snapshot")) == (True, False)
     assert of_second == of_first
     assert of_second["save_checkpoint"] == (Path("c"), b"\x00\xff")
+    assert of_second["tune"] == (None, 0.25, 1e-4)
 
 
 def test_death_of_rank_0_ends_the_other_rank_with_an_error(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from common.settings import SettingError
 from learner.dispatcher import DispatcherState
-from learner.lease_events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
+from learner.lease_events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
 from learner.ledger import UNSEEN_LEASES, needed_position
 from learner.prompts import PromptStream, Turn
 from learner.recovery import Recovered, RecoveryError, recover
@@ -314,7 +314,7 @@ class RecoveryMachine(RuleBasedStateMachine):
     @rule(tail=st.sampled_from(["whole", "cut", "whole", "cut", "garbage"]), count=st.integers(1, 700))
     def learner_dies(self, tail: str, count: int) -> None:
         dispatcher, ledger, stream = self.desk.dispatcher, self.desk.ledger, self.desk.stream
-        is_all_logged = not dispatcher._unlogged
+        is_all_logged = not dispatcher._journal.waiting
         trained = self._trained_since(self.checkpoints[-1].policy_version if self.checkpoints else 0)
         self.log.close()
         if tail == "cut":
@@ -494,7 +494,7 @@ class RecoveryMachine(RuleBasedStateMachine):
                 self.turn_of[event.lease_id] = Turn(event.prompt_id, event.epoch)
 
     def _history(self) -> list[LeaseEvent]:
-        return [*(event for _, event in self.tape), *self.desk.dispatcher._unlogged]
+        return [*(event for _, event in self.tape), *self.desk.dispatcher._journal.waiting]
 
     def _open(self) -> list[int]:
         return [saved.lease_id for saved in self.desk.ledger.state().open]
@@ -580,6 +580,11 @@ class Tale:
     def drop(self, lease_id: int, *, is_final: bool) -> None:
         self.log.append(Dropped(at=0.0, lease_id=lease_id, reason="stale", is_final=is_final))
 
+    def tune(self, setting: str, value: str) -> Tuned:
+        event = Tuned(at=0.0, settings={setting: value}, who="me", reason="", policy_version=0)
+        self.log.append(event)
+        return event
+
     def recover(self, state: DispatcherState | None = None) -> Recovered:
         start = state.log_end if state else None
         return recover(
@@ -589,7 +594,9 @@ class Tale:
     def checkpoint(self) -> DispatcherState:
         """Of a learner that knows all of this."""
         recovered = self.recover()
-        return DispatcherState(recovered.stream.state(), recovered.ledger.state(), self.log.end, recovered.newest_version)
+        return DispatcherState(
+            recovered.stream.state(), recovered.ledger.state(), self.log.end, recovered.newest_version, recovered.tuned
+        )
 
 
 @pytest.fixture
@@ -798,3 +805,24 @@ def test_ledger_of_a_checkpoint_with_other_prompts_is_refused() -> None:
     state = Desk(num_prompts=NUM_PROMPTS).dispatcher.state()
     with pytest.raises(SettingError, match=r"task\.train_data"):
         recover(state, (), lambda position: None, PROMPTS[:-1], seed=0)
+
+
+def test_settings_that_were_changed_are_known_from_log_and_checkpoint(tale: Tale) -> None:
+    tale.start()
+    tale.tune("staleness.max_staleness", "6")
+    tale.grant(0)
+    newest = tale.tune("staleness.max_staleness", "8")
+    rate = tale.tune("train.learning_rate", "0.001")
+    assert tale.recover().tuned == {"staleness.max_staleness": newest, "train.learning_rate": rate}
+    state = tale.checkpoint()
+    # Of the checkpoint alone: the log may have been shortened.
+    assert tale.recover(state).tuned == {"staleness.max_staleness": newest, "train.learning_rate": rate}
+    later = tale.tune("staleness.max_staleness", "2")
+    assert tale.recover(state).tuned == {"staleness.max_staleness": later, "train.learning_rate": rate}
+
+
+def test_checkpoint_of_a_learner_before_live_tuning_is_read(tale: Tale) -> None:
+    tale.start()
+    body = msgspec.to_builtins(tale.checkpoint())
+    del body["tuned"]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(body), type=DispatcherState).tuned == {}

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from learner import rollout_log
-from learner.lease_events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
+from learner.lease_events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
 from learner.rollout_log import (
     HEADER_BYTES,
     LogDamagedError,
@@ -86,10 +86,19 @@ FLOATS = st.floats(allow_nan=False)
 NAMES = st.text(max_size=20)
 OTHER_EVENTS = st.one_of(
     st.builds(Started, at=FLOATS, run_id=NAMES, learner_incarnation=IDS, policy_version=IDS),
-    st.builds(Granted, at=FLOATS, lease_id=IDS, prompt_id=IDS, epoch=IDS, actor=NAMES, policy_version=IDS),
+    st.builds(Granted, at=FLOATS, lease_id=IDS, prompt_id=IDS, epoch=IDS, actor=NAMES, policy_version=IDS, oldest_version=IDS),
     st.builds(Dropped, at=FLOATS, lease_id=IDS, reason=NAMES, is_final=st.booleans()),
     st.builds(Expired, at=FLOATS, lease_id=IDS, reason=NAMES),
-    st.builds(Trained, at=FLOATS, lease_ids=st.lists(IDS).map(tuple), policy_version=IDS, num_steps=IDS),
+    st.builds(
+        Trained,
+        at=FLOATS,
+        lease_ids=st.lists(IDS).map(tuple),
+        policy_version=IDS,
+        num_steps=IDS,
+        selected_at=FLOATS,
+        selected_after=IDS,
+    ),
+    st.builds(Tuned, at=FLOATS, settings=st.dictionaries(NAMES, NAMES), who=NAMES, reason=NAMES, policy_version=IDS),
 )
 ENTRIES = st.one_of(accepted_entries(), OTHER_EVENTS.map(Entry))
 

@@ -35,4 +35,20 @@ def test_group_metrics_are_over_completions_and_lags_over_groups():
         "length/max": 6,
         "tokens/trained": 20,
         "tokens/prompt": 12,
+        "by_lag/2/reward_mean": 1.0,
+        "by_lag/2/length_mean": 4.0,
+        "by_lag/0/reward_mean": 1.0,
+        "by_lag/0/length_mean": 6.0,
+    }
+
+
+def test_rewards_and_lengths_by_lag_are_means_over_all_completions_in_the_bucket():
+    groups = [make_group([0.0, 1.0], 4, 6), make_group([4.0], 10, 5), make_group([7.0], 1, 9)]
+    metrics = group_metrics(groups, policy_version=9)
+    by_lag = {name: value for name, value in metrics.items() if name.startswith("by_lag/")}
+    assert by_lag == {
+        "by_lag/3-4/reward_mean": pytest.approx(5 / 3),
+        "by_lag/3-4/length_mean": 6.0,
+        "by_lag/0/reward_mean": 7.0,
+        "by_lag/0/length_mean": 1.0,
     }

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.config import Config
+from common.config import Config, KlSection, RewardSection
 from common.weights import WeightBuffer
 from learner.groups import Group
 from tests.learner.trainer_cases import EXTRAS, SGD, make_config, make_groups
@@ -94,6 +94,8 @@ def test_score_is_the_models_logprobs_at_temperature_one(trainer, policy):
 def test_a_batch_of_the_wrong_size_is_refused(trainer):
     with pytest.raises(ValueError, match=r"got 2 groups; .* = 3"):
         trainer.train_batch(make_groups(2))
+    with pytest.raises(ValueError, match=r"got 2 groups; .* = 3"):
+        trainer.gradient(make_groups(2))
 
 
 def test_on_policy_groups_have_ratio_one_and_the_policy_gradient(tiny_model, policy):
@@ -121,6 +123,49 @@ def test_on_policy_groups_have_ratio_one_and_the_policy_gradient(tiny_model, pol
     assert metrics["loss/grad_norm"] == pytest.approx(norm, rel=1e-4)
     for name, parameter in policy.named_parameters():
         torch.testing.assert_close(weights[name], parameter.detach() - 0.1 * gradients[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "zero_stage"), [("float32", 0), ("float32", 2), ("float32", 3), ("bfloat16", 0)], ids=lambda value: str(value)
+)
+def test_a_gradient_that_is_only_looked_at_is_the_steps_and_changes_nothing(tiny_model, dtype, zero_stage):
+    kl = KlSection(loss_coef=0.1, target=0.01)
+    config = make_config(tiny_model, dtype=dtype, zero_stage=zero_stage, kl=kl, reward=RewardSection(norm_std="running"))
+    groups = make_groups(3)
+    with running(config) as trainer:
+        before, adapted = weights_of(trainer), trainer._adapted
+        metrics, gradient = trainer.gradient(groups)
+        assert trainer.policy_version == 0
+        assert trainer._adapted == adapted
+        assert all(torch.equal(weight, before[name]) for name, weight in weights_of(trainer).items())
+        other_metrics, other = trainer.gradient(make_groups(3, seed=1))
+        again_metrics, again = trainer.gradient(groups)
+        assert (again_metrics, other_metrics == metrics) == (metrics, False)
+        assert torch.equal(again, gradient)
+        assert not torch.allclose(other, gradient)
+        (step,) = trainer.train_batch(groups)
+        after = weights_of(trainer)
+    with running(config) as trainer:
+        (alone,) = trainer.train_batch(groups)
+        assert all(torch.equal(weight, after[name]) for name, weight in weights_of(trainer).items())
+    assert {name: step[name] for name in metrics} == metrics
+    assert alone["loss/grad_norm"] == step["loss/grad_norm"]
+    if zero_stage == 0 and dtype == "float32":
+        assert gradient.double().norm().item() == pytest.approx(step["loss/grad_norm"], rel=1e-5)
+
+
+def test_trainer_goes_on_with_changed_settings_as_one_that_began_with_them(tiny_model):
+    groups = make_groups(3)
+    with running(make_config(tiny_model, deepspeed=SGD)) as trainer:
+        trainer.tune(clip_low=0.01, clip_high=0.02, learning_rate=0.01)
+        (tuned,) = trainer.train_batch(groups)
+        weights = weights_of(trainer)
+    loss = {"clip_low": 0.01, "clip_high": 0.02}
+    with running(make_config(tiny_model, deepspeed=SGD, loss=loss, learning_rate=0.01)) as trainer:
+        (begun,) = trainer.train_batch(groups)
+        torch.testing.assert_close(weights_of(trainer), weights, rtol=0, atol=0)
+    assert tuned["loss/learning_rate"] == 0.01
+    assert tuned["clip/fraction"] == begun["clip/fraction"] > 0
 
 
 def test_gradients_are_scaled_down_to_the_maximal_norm(tiny_model, policy):

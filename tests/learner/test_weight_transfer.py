@@ -125,7 +125,7 @@ class Fleet:
             open_hub=open_hub,
             chunk_bytes=CHUNK_BYTES,
             max_pulls=MAX_PULLS,
-            max_pull_lag=2,
+            max_pull_lag=lambda: 2,
             on_failure=self.failures.append,
         )
         self.publisher.start()

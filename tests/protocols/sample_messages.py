@@ -14,6 +14,7 @@ from protocols.messages import (
     ChunkGone,
     ChunkRequest,
     CompletionMeta,
+    Concurrency,
     Credit,
     EngineInfo,
     Goodbye,
@@ -28,10 +29,13 @@ from protocols.messages import (
     Refused,
     Sampling,
     Segment,
+    SettingChange,
     StatusReport,
     StatusRequest,
     Stop,
     TensorSpec,
+    TuneReport,
+    TuneRequest,
     Unknown,
     WeightPull,
     WeightsCommitted,
@@ -73,6 +77,7 @@ GROUP = GroupDone(
     ),
     generate_s=0.25,
 )
+CHANGE = SettingChange("staleness.max_staleness", "4", "8", "me@host", 1e9, 3)
 STATUS = StatusReport(
     run_id="r",
     policy_version=3,
@@ -91,6 +96,7 @@ STATUS = StatusReport(
     log_bytes=1 << 40,
     problems=("the log is full",),
     rejected={"actor-0: too many frames": 1},
+    tuned=(CHANGE,),
 )
 
 FROM_ACTOR: list[tuple[ActorMessage, tuple[Array, ...]]] = [
@@ -118,6 +124,7 @@ FROM_ACTOR: list[tuple[ActorMessage, tuple[Array, ...]]] = [
     (Goodbye(reason="SIGTERM"), ()),
     (ChunkRequest(policy_version=4, index=0), ()),
     (StatusRequest(), ()),
+    (TuneRequest(settings={"staleness.max_staleness": "8", "train.learning_rate": "1e-4"}, who="me@host"), ()),
 ]
 FROM_LEARNER: list[tuple[LearnerMessage, tuple[Array, ...]]] = [
     (WELCOME, (INTS,)),
@@ -126,6 +133,7 @@ FROM_LEARNER: list[tuple[LearnerMessage, tuple[Array, ...]]] = [
     (LEASE, (INTS,)),
     (Ack(lease_id=3, outcome="duplicate"), ()),
     (Cancel(lease_ids=(1, 2)), ()),
+    (Concurrency(capacity=3), ()),
     (
         WeightUpdate(
             policy_version=4,
@@ -158,4 +166,5 @@ FROM_LEARNER: list[tuple[LearnerMessage, tuple[Array, ...]]] = [
     (LearnerHeartbeat(newest_lease_id=-1), ()),
     (Stop(reason="finished"), ()),
     (STATUS, ()),
+    (TuneReport(policy_version=3, error="no", changed=(CHANGE,), warnings=("narrow",)), ()),
 ]

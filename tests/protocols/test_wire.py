@@ -17,12 +17,14 @@ from protocols.messages import (
     CanaryRouted,
     CanaryScored,
     CompletionMeta,
+    Concurrency,
     Credit,
     Goodbye,
     GroupDone,
     LearnerMessage,
     Lease,
     Segment,
+    TuneRequest,
     Unknown,
     Welcome,
 )
@@ -43,7 +45,7 @@ from protocols.wire import (
     routed_experts,
     token_ids,
 )
-from tests.protocols.sample_messages import BYTES, FLOATS, FROM_ACTOR, FROM_LEARNER, INTS, LEASE, WELCOME
+from tests.protocols.sample_messages import BYTES, FLOATS, FROM_ACTOR, FROM_LEARNER, INTS, LEASE, STATUS, WELCOME
 
 NEWER = MAGIC[:-1] + bytes([PROTOCOL_MINOR + 1])
 
@@ -224,7 +226,7 @@ def extended(message: ActorMessage | LearnerMessage) -> bytes:
     tree = msgspec.to_builtins(message)
     assert isinstance(tree, dict)
     # Dictionaries with free keys are no structs.
-    free = {key: tree[key] for key in ("ledger", "rejected") if key in tree}
+    free = {key: tree[key] for key in ("ledger", "rejected", "settings") if key in tree}
     if "stats" in tree:
         free["stats"] = tree["stats"] | {"from_the_future": 1}
     whole = extend(tree)
@@ -384,6 +386,28 @@ def test_actor_before_routed_experts_is_understood() -> None:
     scored = CanaryScored(policy_version=1)
     _, *rest = as_sent(encode(scored, FLOATS))
     assert decode_from_actor([MAGIC[:-1] + b"\0", *rest]).message == scored
+
+
+def test_actor_before_live_tuning_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "PROTOCOL_MINOR", 1)
+    before = Union[tuple(kind for kind in get_args(LearnerMessage) if kind is not Concurrency)]  # noqa: UP007
+    monkeypatch.setattr(wire, "_from_learner", wire._body_decoder(before))
+    with pytest.raises(UnknownMessageError, match="Concurrency is a message of a newer offbeat"):
+        decode_from_learner(as_sent(encode(Concurrency(capacity=3))))
+
+
+def test_report_of_a_learner_before_live_tuning_is_understood() -> None:
+    body = msgspec.to_builtins(STATUS)
+    del body["tuned"]
+    report = decode_from_learner([MAGIC[:-1] + b"\1", msgspec.msgpack.encode(body)]).message
+    assert report == msgspec.structs.replace(STATUS, tuned=())
+
+
+@pytest.mark.parametrize("number", [0, 65])
+def test_request_to_change_nothing_or_too_much_is_refused(number: int) -> None:
+    request = TuneRequest(settings={f"train.setting_{index}": "1" for index in range(number)}, who="me")
+    with pytest.raises(WireError, match="malformed"):
+        decode_from_actor(as_sent(encode(request)))
 
 
 @pytest.mark.parametrize("lengths", [(0,), (3, 0), (-1, 6), (2**63,)])

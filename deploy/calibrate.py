@@ -1,0 +1,327 @@
+"""`offbeat calibrate`: measures the noise between a config's engine and learner at lag 0, and recommends a clip band above it.
+
+one step of training, all groups leased under version 0  ->  rollout log
+rollout log  ->  scored by the learner that the config makes  ->  noise floor, half against half  ->  calibration.json
+"""
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from common.config import Config, StalenessSection
+from common.environment import prepare_environment
+from common.metrics import ROWS_FILE, read_rows
+from common.models import hash_model, resolve_model
+from common.objectives import DEFAULTS
+from common.settings import SettingError, load
+from common.shutdown import StopRequest
+from deploy.launcher import Launcher, free_port
+from learner.calibration import BandCheck, Calibration, engine_numerics, learner_numerics, save_calibration
+from learner.noise_floor import NOISE_CLIP_SHARE, ClipBand, Differences, describe, fit, recommend_band
+from learner.objective import engine_band
+from protocols.messages import EngineInfo
+
+if TYPE_CHECKING:
+    import torch
+
+    from learner.groups import Group as PromptGroup
+
+logger = logging.getLogger(__name__)
+
+
+class Measured(NamedTuple):
+    """What the learner's processes found."""
+
+    halves: tuple[Differences, Differences]
+    """Every other group, and the others."""
+    num_groups: int
+    device: "torch.device"
+
+
+def collection_config(config: Config, num_groups: int) -> Config:
+    """The run that samples `num_groups` groups under version 0: `config` with one step, on this machine.
+
+    Groups and log-probs do not depend on the anchor; against the engine's, the run's own first step says what is clipped.
+    """
+    return replace(
+        config,
+        staleness=StalenessSection(max_staleness=0),
+        loss=replace(
+            config.loss,
+            anchor="behavior",
+            correction="none",
+            correction_low=None,
+            correction_high=None,
+            # A group that is dropped for its rewards has noise like any other.
+            zero_variance="count",
+            noise_floor="",
+        ),
+        train=replace(
+            config.train,
+            num_steps=1,
+            groups_per_step=num_groups,
+            steps_per_batch=1,
+            epochs_per_batch=1,
+            warmup_steps=0,
+            checkpoint_interval=0,
+        ),
+        hub=replace(config.hub, address="tcp://127.0.0.1:0", bind="", key="", learner_key="", allowed_keys=""),
+        log=replace(config.log, enabled=True),
+        weights=replace(config.weights, interval=1),
+        evaluation=replace(config.evaluation, interval=0),
+        metrics=replace(config.metrics, tensorboard=False, wandb_project="", routing_interval=0),
+    )
+
+
+def collect(config: Config, num_groups: int, stop: StopRequest) -> int:
+    """Sample the groups into `run.dir`, in real services; the exit status of the run."""
+    status = Launcher(collection_config(config, num_groups), stop).run()
+    # After its one step it is nobody's model.
+    shutil.rmtree(Path(config.run.dir) / "model", ignore_errors=True)
+    return status
+
+
+def calibrate(config: Config, source: Path) -> Calibration:
+    """Score the groups of version 0 in the log of the run in `source`, with the learner that `config` makes.
+
+    The run may be any whose rollouts began at the same model: other settings of the learner can so be tried on the same
+    tokens. `SettingError` when it is not such a run.
+    """
+    engine = _engine_of(source)
+    _check_source(config, source, engine)
+    measured = _measure(config, source)
+    every = Differences.join(measured.halves)
+    floor = fit(every)
+    loss = replace(config.loss, anchor="behavior")
+    band, own = engine_band(loss), DEFAULTS[loss.objective].recomputed_band or DEFAULTS[loss.objective].band
+    checks: list[BandCheck] = []
+    recommended: ClipBand | None = None
+    if band is not None and own is not None:
+        own_band = ClipBand(own.low, own.high, band.is_sequence_ratio)
+        recommended = recommend_band(floor, every.lengths, own_band)
+        checks = [
+            check_band(name, of_name, *measured.halves)
+            for name, of_name in (("own", own_band), ("configured", band), ("above noise", recommended))
+        ]
+        if config.loss.anchor != "behavior":
+            recommended = own_band
+    return Calibration(
+        made_at=time.strftime("%Y-%m-%d %H:%M:%S"),
+        learner=learner_numerics(config, hash_model(resolve_model(config.model.path)), measured.device),
+        engine=engine_numerics(engine),
+        num_groups=measured.num_groups,
+        objective=config.loss.objective,
+        anchor=config.loss.anchor,
+        floor=floor,
+        summaries=describe(every, floor),
+        checks=checks,
+        recommended=recommended,
+    )
+
+
+def check_band(name: str, band: ClipBand, fitted: Differences, measured: Differences) -> BandCheck:
+    """What the model of some completions says of others under this band, and what is so."""
+    floor = fit(fitted)
+    lengths = measured.lengths
+    below, above = floor.beyond(band, lengths)
+    clipped = measured.clipped(band)
+    always = np.ones_like(measured.log_ratios)
+    return BandCheck(
+        name=name,
+        band=band,
+        predicted=float(floor.expected_clip(band, lengths, measured.positive, measured.negative).mean()),
+        measured=float(clipped.mean()),
+        measured_error=float(clipped.std() / np.sqrt(len(clipped))),
+        predicted_below=float(below.mean()),
+        measured_below=float(measured._replace(advantages=-always).clipped(band).mean()),
+        predicted_above=float(above.mean()),
+        measured_above=float(measured._replace(advantages=always).clipped(band).mean()),
+    )
+
+
+def load_groups(source: Path) -> "list[PromptGroup]":
+    """The groups in a run's log that were sampled under version 0 alone, by lease."""
+    from transformers import AutoTokenizer
+
+    from learner.prompts import load_prompts
+    from learner.recovery import recover
+    from learner.rollout_log import Position, read_log, read_record
+
+    config = load(source / "config.toml")
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(config.model.path))
+    prompts = load_prompts(config.task.train_data, config.task.train_split, config.task, tokenizer).prompts
+    folder = source / "log"
+    records = read_log(folder, Position(0, 0))
+    recovered = recover(None, records, lambda position: read_record(folder, position), prompts, config.run.seed)
+    return [group for group in recovered.ledger.ready_groups() if group.newest_version == 0]
+
+
+def show(calibration: Calibration, folder: Path, *, as_json: bool) -> None:
+    """Write the calibration into `folder`, and print it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = save_calibration(calibration, folder)
+    if as_json:
+        print(file.read_text())
+    else:
+        Console().print(render(calibration))
+        # In whole lines, however long: they are to be pasted.
+        print(settings_to_paste(calibration, file))
+
+
+def render(calibration: Calibration) -> RenderableType:
+    """The calibration as text and tables."""
+    floor, engine, learner = calibration.floor, calibration.engine, calibration.learner
+    head = Text()
+    head.append(f"{engine.name} {engine.version} in {engine.dtype} on {engine.device}", style="bold")
+    head.append(" against a learner in ")
+    head.append(f"{learner.dtype}{' (float32 head)' if learner.fp32_head else ''} on {learner.device}", style="bold")
+    head.append(f", same weights: {floor.num_completions:,} completions, {floor.num_tokens:,} tokens, lag 0\n")
+    head.append(f"KL(engine || learner) per token: {floor.k1:.2e} (k1), {floor.k3:.2e} (k3)\n")
+    head.append(
+        f"log s = {floor.mean:.2e} + sqrt({floor.variance:.2e} + {floor.token_variance:.2e} / length) z, of a completion\n"
+    )
+    parts: list[RenderableType] = [head, _summary_table(calibration), ""]
+    if calibration.checks:
+        parts += [_band_table(calibration), ""]
+    return Group(*parts, _advice(calibration), "")
+
+
+def settings_to_paste(calibration: Calibration, file: Path) -> str:
+    """What it says to put into the config, as TOML."""
+    band = calibration.recommended
+    clips = [] if band is None else [f"clip_low = {band.low:g}", f"clip_high = {band.high:g}"]
+    return "\n".join(["[loss]", *clips, f'noise_floor = "{file}"'])
+
+
+def _summary_table(calibration: Calibration) -> Table:
+    table = _table("Noise: d is log learner - log engine of a token, log s its mean")
+    for name in ("completions", "number", "d mean", "d std", "log s mean", "log s std", "model's", "log s < 0"):
+        table.add_column(name, justify="left" if name == "completions" else "right")
+    for row in calibration.summaries:
+        table.add_row(
+            row.name,
+            f"{row.num_completions:,}",
+            *(f"{value:.1e}" for value in (row.token_mean, row.token_std)),
+            *(f"{value:.1e}" for value in (row.sequence_mean, row.sequence_std, row.expected_std)),
+            f"{row.share_below:.0%}",
+        )
+    return table
+
+
+def _band_table(calibration: Calibration) -> Table:
+    table = _table("Clipped by noise alone: half of the groups predicts the other half")
+    for name in ("band", "low, high", "clipped", "measured", "below, above", "measured"):
+        table.add_column(name, justify="left" if name == "band" else "right")
+    for check in calibration.checks:
+        table.add_row(
+            check.name,
+            f"{check.band.low:g}, {check.band.high:g}",
+            f"{check.predicted:.1%}",
+            f"{check.measured:.1%} ± {check.measured_error:.1%}",
+            f"{check.predicted_below:.1%}, {check.predicted_above:.1%}",
+            f"{check.measured_below:.1%}, {check.measured_above:.1%}",
+        )
+    return table
+
+
+def _table(title: str) -> Table:
+    """Without borders: it has to fit into 80 columns."""
+    return Table(title=title, title_justify="left", title_style="italic", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+
+
+def _advice(calibration: Calibration) -> str:
+    if calibration.recommended is None:
+        return (
+            f'loss.objective = "{calibration.objective}" clips no gradient: there is no band to set. With the noise floor the '
+            "run tells drift from noise in its divergence:"
+        )
+    if calibration.anchor != "behavior":
+        return (
+            f'With loss.anchor = "{calibration.anchor}" the ratio is to log-probs that the learner computes itself: at the '
+            "first step of a batch it is 1 whatever the engine's noise, so the objective's own band stays right. The bands "
+            'above are for loss.anchor = "behavior".'
+        )
+    return f"The narrowest band of which noise alone reaches at most {NOISE_CLIP_SHARE:.0%} on either side:"
+
+
+def _engine_of(source: Path) -> EngineInfo:
+    rows = list(read_rows(source / ROWS_FILE)) if (source / ROWS_FILE).is_file() else []
+    engines = [msgspec.convert(row["engine"], EngineInfo) for row in rows if row["kind"] == "engine"]
+    kinds = {engine_numerics(engine) for engine in engines}
+    if len(kinds) != 1:
+        found = ", ".join(f"{kind.name} {kind.version} {kind.dtype} {kind.device}" for kind in kinds) or "none"
+        raise SettingError(
+            "RUN", str(source), f"one engine must have sampled all of it, and it had {found}", "Calibrate without --reuse."
+        )
+    return engines[0]
+
+
+def _check_source(config: Config, source: Path, engine: EngineInfo) -> None:
+    """Refuse groups that other weights, or another distribution, have sampled than the learner will score."""
+    sampled = load(source / "config.toml")
+    cure = "Calibrate without --reuse."
+    for setting, theirs, ours in (
+        ("model.path", sampled.model.path, config.model.path),
+        ("rollout.temperature", sampled.rollout.temperature, config.rollout.temperature),
+    ):
+        if theirs != ours:
+            raise SettingError(setting, ours, f"the run in {source} had {theirs}", cure)
+    if engine.hashes != hash_model(resolve_model(config.model.path)):
+        raise SettingError("model.path", config.model.path, f"it has changed since the run in {source}", cure)
+
+
+def _measure(config: Config, source: Path) -> Measured:
+    """Score the log's groups in as many processes as the learner has: no fewer may hold the model."""
+    # Takes seconds, as all that the processes import.
+    import torch
+    import torch.multiprocessing as multiprocessing
+
+    config = replace(config, loss=replace(config.loss, noise_floor=""))
+    num_processes = config.launch.learner_processes
+    port = free_port("127.0.0.1") if num_processes > 1 else 0
+    logger.info("scoring the groups in %s", source)
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "measured.npz"
+        multiprocessing.spawn(_score, (config, source, port, result), nprocs=num_processes)  # pyright: ignore[reportPrivateImportUsage]
+        with np.load(result) as arrays:
+            num_groups = int(arrays["num_groups"])
+            if num_groups < 2:
+                problem = f"its log has {num_groups} groups that were sampled under version 0 alone"
+                raise SettingError("RUN", str(source), problem, "Two are the least: calibrate without --reuse.")
+            first, second = (Differences(*(arrays[f"{half}{name}"] for name in Differences._fields)) for half in "ab")
+            return Measured((first, second), num_groups, torch.device(str(arrays["device"])))
+
+
+def _score(rank: int, config: Config, source: Path, port: int, result: Path) -> None:
+    """One of the learner's processes."""
+    launch = config.launch
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(launch.learner_processes)}
+    if port:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if launch.learner_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.learner_gpus))
+    prepare_environment()
+    from learner.trainer import Trainer
+
+    groups = load_groups(source)
+    if len(groups) < 2:
+        if rank == 0:
+            np.savez(result, num_groups=len(groups))
+        return
+    trainer = Trainer(config)
+    halves = {"a": trainer.compare(groups[::2]), "b": trainer.compare(groups[1::2])}
+    if rank == 0:
+        arrays = {f"{half}{name}": array for half, of_half in halves.items() for name, array in of_half._asdict().items()}
+        np.savez(result, num_groups=len(groups), device=str(trainer.device), **arrays)
+    trainer.close()

@@ -1,0 +1,51 @@
+"""An operator's question to a running learner, over its hub."""
+
+import time
+import uuid
+from collections.abc import Callable
+from typing import TypeVar
+
+from common.config import HubSection
+from common.hub_keys import keys_of_peer
+from common.shutdown import ServiceError
+from protocols.channels import Link
+from protocols.messages import Refused, StatusReport, StatusRequest, TuneReport, TuneRequest
+from protocols.wire import WireError
+
+ANSWER_S = 5.0
+"""How long to wait for the answer; the learner's hub has a thread of its own and answers in the middle of a step."""
+
+OpenLink = Callable[[], Link]
+"""Opens a link to the hub as an operator."""
+
+Answer = TypeVar("Answer", StatusReport, TuneReport)
+
+
+def open_link_to(hub: HubSection, operator: str) -> OpenLink:
+    """Opens links to this hub, under the key of this operator where the run has keys."""
+    keys = keys_of_peer(hub, operator, "operator")
+    identity = f"operator/{uuid.uuid4().hex}".encode()
+    limit = hub.max_message_mb << 20
+    return lambda: Link(hub.address, identity=identity, max_message_bytes=limit, key=keys.key, learner_key=keys.learner_key)
+
+
+def ask(link: Link, address: str, question: StatusRequest | TuneRequest, kind: type[Answer]) -> Answer:
+    """One question, one answer of that kind; `ServiceError` when nobody answers, or the answer is a refusal.
+
+    Waits for: the connection, then the learner, `ANSWER_S` in all.
+    """
+    deadline = time.monotonic() + ANSWER_S
+    is_asked = False
+    while (left_s := deadline - time.monotonic()) > 0:
+        is_asked = is_asked or link.send(question)
+        try:
+            received = link.receive(min(left_s, 0.05 if not is_asked else left_s))
+        except WireError as error:
+            raise ServiceError(f"the learner at {address}: {error}") from error
+        answer = received.message if received is not None else None
+        if isinstance(answer, Refused):
+            raise ServiceError(f"the learner at {address} refused to answer: {answer.reason}")
+        if isinstance(answer, kind):
+            return answer
+    why = "the learner is stopped, or overloaded" if is_asked else link.refusal() or "nothing listens there"
+    raise ServiceError(f"no answer from {address} within {ANSWER_S:g} s: {why}")

@@ -1,0 +1,180 @@
+"""The statistics of a sweep: means over seeds with their uncertainty, comparisons of two values, curves over seeds.
+
+All of it is about independent runs that differ in their seeds only. Intervals are Student's, at `CONFIDENCE`; two values are
+compared by Welch's t-test, which lets each have a spread of its own. Scipy's distributions; Welch 1947, Biometrika 34.
+"""
+
+import bisect
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+CONFIDENCE = 0.9
+"""Of every interval; two values are told apart when their difference's does not hold 0."""
+POWER = 0.8
+"""The chance of telling two values apart for which a number of seeds is called enough."""
+MAX_SEEDS = 1000
+"""More are not considered."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds."""
+
+    mean: float
+    std: float | None
+    """Between seeds, with n - 1; None for one seed."""
+    low: float | None
+    """Lower end of the mean's interval; None for one seed."""
+    high: float | None
+    num_seeds: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How two values differ: the second less the first."""
+
+    difference: float
+    low: float | None
+    """Lower end of the difference's interval; None where one of the two has less than two seeds."""
+    high: float | None
+    p_value: float | None
+    """Of Welch's two-sided test."""
+    num_seeds: tuple[int, int]
+
+    @property
+    def is_told_apart(self) -> bool:
+        """Whether the interval leaves out 0."""
+        return self.is_told_apart_from(0)
+
+    def is_told_apart_from(self, value: float) -> bool:
+        """Whether the interval leaves out this value; where there is none it is not known to."""
+        return self.low is not None and self.high is not None and not self.low <= value <= self.high
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Something measured along a run; `xs` grow."""
+
+    xs: list[float]
+    ys: list[float]
+
+
+@dataclass(frozen=True)
+class Band:
+    """The mean over seeds of a curve, and its interval at each point."""
+
+    xs: list[float]
+    means: list[float]
+    lows: list[float]
+    """Equal to the means for one seed."""
+    highs: list[float]
+    num_seeds: int
+
+
+def estimate(values: Sequence[float], confidence: float = CONFIDENCE) -> Estimate | None:
+    """Mean, and its interval `mean ± t(n - 1) s / sqrt(n)`; None without values."""
+    if not values:
+        return None
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return Estimate(mean, None, None, None, 1)
+    std = statistics.stdev(values)
+    half = float(stats.t.ppf((1 + confidence) / 2, len(values) - 1)) * std / math.sqrt(len(values))
+    return Estimate(mean, std, mean - half, mean + half, len(values))
+
+
+def compare(first: Sequence[float], second: Sequence[float], confidence: float = CONFIDENCE) -> Comparison | None:
+    """The mean of `second` less that of `first`, with Welch's interval and p-value; None where one of them is empty.
+
+    Where neither spreads at all the test is not defined; its limit is given: an interval without width.
+    """
+    if not first or not second:
+        return None
+    difference = statistics.fmean(second) - statistics.fmean(first)
+    num_seeds = (len(first), len(second))
+    if min(num_seeds) < 2:
+        return Comparison(difference, None, None, None, num_seeds)
+    squared_errors = [statistics.variance(values) / len(values) for values in (first, second)]
+    error = math.sqrt(sum(squared_errors))
+    if error == 0:
+        difference = second[0] - first[0]
+        return Comparison(difference, difference, difference, float(difference == 0), num_seeds)
+    degrees = _welch_degrees(squared_errors[0] / sum(squared_errors), num_seeds)
+    half = float(stats.t.ppf((1 + confidence) / 2, degrees)) * error
+    p_value = 2 * float(stats.t.sf(abs(difference) / error, degrees))
+    return Comparison(difference, difference - half, difference + half, p_value, num_seeds)
+
+
+def compare_ratio(first: Sequence[float], second: Sequence[float], confidence: float = CONFIDENCE) -> Comparison | None:
+    """As `compare`, of positive numbers by their ratio: `second / first` of the geometric means, 1 where they are equal."""
+    logs = compare([math.log(value) for value in first], [math.log(value) for value in second], confidence)
+    if logs is None:
+        return None
+    low, high = (None if end is None else math.exp(end) for end in (logs.low, logs.high))
+    return Comparison(math.exp(logs.difference), low, high, logs.p_value, logs.num_seeds)
+
+
+def seeds_needed(
+    std_first: float, std_second: float, difference: float, *, confidence: float = CONFIDENCE, power: float = POWER
+) -> int | None:
+    """Seeds of each of two values so that Welch's test tells a true `difference` of their means with a chance of `power`.
+
+    By the noncentral t distribution, taking the standard deviations between seeds for the true ones. None: above `MAX_SEEDS`.
+    """
+    variances = (std_first**2, std_second**2)
+    if difference == 0:
+        return None
+    if sum(variances) == 0:
+        return 2
+    share = variances[0] / sum(variances)
+
+    def is_enough(num_seeds: int) -> bool:
+        degrees = _welch_degrees(share, (num_seeds, num_seeds))
+        critical = stats.t.ppf((1 + confidence) / 2, degrees)
+        shift = abs(difference) / math.sqrt(sum(variances) / num_seeds)
+        # The other tail is a wrong sign, which nobody wants to be told.
+        return bool(stats.nct.sf(critical, degrees, shift) >= power)
+
+    numbers = range(2, MAX_SEEDS + 1)
+    index = bisect.bisect_left(numbers, True, key=is_enough)
+    return numbers[index] if index < len(numbers) else None
+
+
+def average_curves(curves: Sequence[Curve], num_points: int = 200, confidence: float = CONFIDENCE) -> Band | None:
+    """Mean and interval over seeds at points that all curves have: from the latest start to the earliest end.
+
+    Between its points a curve is a straight line. None where the curves have no common range.
+    """
+    if not curves or not all(curve.xs for curve in curves):
+        return None
+    start, end = max(curve.xs[0] for curve in curves), min(curve.xs[-1] for curve in curves)
+    if start > end:
+        return None
+    xs = np.linspace(start, end, num_points if end > start else 1)
+    values = np.stack([np.interp(xs, curve.xs, curve.ys) for curve in curves])
+    means, half = values.mean(axis=0), np.zeros(len(xs))
+    if len(curves) > 1:
+        half = stats.t.ppf((1 + confidence) / 2, len(curves) - 1) * values.std(axis=0, ddof=1) / math.sqrt(len(curves))
+    return Band(xs.tolist(), means.tolist(), (means - half).tolist(), (means + half).tolist(), len(curves))
+
+
+def trailing_mean(curve: Curve, window: int) -> Curve:
+    """Each point with the mean of the last `window` values up to it; from the first point that has so many, or the last."""
+    window = max(1, min(window, len(curve.ys)))
+    means = [statistics.fmean(curve.ys[end - window : end]) for end in range(window, len(curve.ys) + 1)]
+    return Curve(curve.xs[window - 1 :], means)
+
+
+def first_reach(curve: Curve, target: float) -> float | None:
+    """Where the curve is first at `target` or above; None where it never is."""
+    return next((x for x, y in zip(curve.xs, curve.ys, strict=True) if y >= target), None)
+
+
+def _welch_degrees(share: float, num_seeds: tuple[int, int]) -> float:
+    """Welch and Satterthwaite's degrees of freedom, where the first value has this share of the squared error."""
+    return 1 / (share**2 / (num_seeds[0] - 1) + (1 - share) ** 2 / (num_seeds[1] - 1))

@@ -1,0 +1,163 @@
+"""The automatic bound: where `staleness.max_staleness` goes next, from what the optimizer steps measured.
+
+Drift is what staleness alone put between the policy that sampled (mu) and the one that is trained (pi):
+
+    drift = measured - noise floor    of KL(mu || pi) per token (k3), and of the share of the step that the objective clips
+
+The noise floor is `loss.noise_floor`'s where the run has one, else what the newest groups of lag 0 showed: before the first
+of those nothing is decided. Means over `WINDOW_STEPS` steps decide:
+
+    narrow, to half of the lag in use   either drift is above its limit
+    widen, by half, at least 1          both are below a quarter of it, the learner waited for rollouts, and staleness alone
+                                        kept actors from generating them; otherwise a wider bound would make nothing faster
+
+Twice the lag lets the policy move twice as far, and KL grows with the square of that at most: hence the quarter, from which a
+widening does not lead above the limit. Only steps count whose groups were all leased under the bound of now.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from common.config import StalenessSection
+
+MAX_KL_DRIFT = 0.02
+"""Nats per token. M2PO stays stable 256 steps behind with the mean squared log-ratio held to 0.04, which is twice the KL where
+ratios are near 1: https://arxiv.org/abs/2510.01161."""
+MAX_CLIP_DRIFT = 0.2
+"""A fifth of what was generated then teaches nothing for being late. GSPO's own paper clips 0.15 of its tokens, and learns."""
+SMALL = 0.25
+"""Share of the limits below which drift is small; see the module's docstring."""
+MIN_LOST_SHARE = 0.05
+"""Of the steps' time: no more can be won by a wider bound."""
+WINDOW_STEPS = 8
+"""Steps that are averaged: the KL of one is easily half of the next one's, or twice."""
+NOISE_MEMORY = 8
+"""Steps with lag 0 that the noise is averaged over, roughly: it changes with the policy."""
+
+
+class Noise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What groups of lag 0 showed."""
+
+    kl: float
+    clip: float
+
+
+class Decision(NamedTuple):
+    """A move of the bound."""
+
+    max_staleness: int
+    reason: str
+
+
+class Measured(NamedTuple):
+    """What one optimizer step says; or the means over some."""
+
+    largest_lag: float
+    kl: float
+    """Drift."""
+    clip: float
+    """Drift."""
+    lost: float
+    """Share of the step's time in which the learner waited for rollouts, as far as staleness alone kept actors for as long
+    from generating any: not always at the same moment, for what was not generated then is waited for later."""
+
+
+class AutoBound:
+    """Decides by the rows of all steps, in order; keeps no more than it needs for the next decision."""
+
+    def __init__(self, least: int, noise: Noise | None = None) -> None:
+        """`least` is the smallest bound that the run's steps allow, `noise` what the learner process before this one knew."""
+        self._least = least
+        self.noise = noise
+        """None before the first group of lag 0."""
+        self._bound: int | None = None
+        self._num_to_skip = 0
+        self._window: deque[Measured] = deque(maxlen=WINDOW_STEPS)
+        self._num_steps = 0
+        """Since the last move."""
+        self._wait_steps = 0
+        """Before the next widening."""
+        self._has_widened = False
+        """The last move was a widening."""
+
+    def observe(self, step: Mapping[str, Any], bounds: StalenessSection) -> Decision | None:
+        """Take in a step's row of metrics; where the bound goes now, within `least` and `hard_max_staleness`, or None."""
+        self._learn_noise(step)
+        measured = self._measure(step)
+        if not bounds.auto or bounds.hard_max_staleness is None or measured is None:
+            self._window.clear()
+            return None
+        self._follow(bounds.max_staleness)
+        self._num_steps += 1
+        if self._num_to_skip:
+            self._num_to_skip -= 1
+            return None
+        self._window.append(measured)
+        if len(self._window) < WINDOW_STEPS:
+            return None
+        mean = Measured(*(math.fsum(column) / WINDOW_STEPS for column in zip(*self._window, strict=True)))
+        largest_lag = max(of_step.largest_lag for of_step in self._window)
+        return self._narrow(mean, largest_lag, bounds.max_staleness) or self._widen(
+            mean, bounds.max_staleness, bounds.hard_max_staleness
+        )
+
+    def _follow(self, bound: int) -> None:
+        """Whoever moved the bound: what was leased under the one before is trained first."""
+        if bound == self._bound:
+            return
+        self._num_to_skip = max(bound, self._bound or 0)
+        self._bound = bound
+        self._num_steps = 0
+        self._window.clear()
+
+    def _narrow(self, mean: Measured, largest_lag: float, bound: int) -> Decision | None:
+        causes: list[str] = []
+        if mean.kl > MAX_KL_DRIFT:
+            causes.append(f"KL per token drifts by {mean.kl:.2g}, more than {MAX_KL_DRIFT:g}")
+        if mean.clip > MAX_CLIP_DRIFT:
+            causes.append(f"the clip fraction drifts by {mean.clip:.2g}, more than {MAX_CLIP_DRIFT:g}")
+        in_use = int(min(bound, largest_lag))
+        # Where no group lags by more than the least there can be, a narrower bound changes nothing.
+        if not causes or in_use <= self._least:
+            return None
+        # A widening that had to be taken back is tried again later, and later still the next time.
+        self._wait_steps = 2 * max(self._wait_steps, WINDOW_STEPS) if self._has_widened else self._wait_steps
+        self._has_widened = False
+        reason = f"{' and '.join(causes)} (mean of {WINDOW_STEPS} steps; largest lag {largest_lag:g})"
+        return Decision(max(self._least, in_use // 2), reason)
+
+    def _widen(self, mean: Measured, bound: int, hard_max_staleness: int) -> Decision | None:
+        is_small = mean.kl < SMALL * MAX_KL_DRIFT and mean.clip < SMALL * MAX_CLIP_DRIFT
+        wider = min(hard_max_staleness, bound + max(1, bound // 2))
+        if not is_small or mean.lost <= MIN_LOST_SHARE or wider <= bound or self._num_steps < self._wait_steps:
+            return None
+        if self._has_widened:
+            self._wait_steps = 0
+        self._has_widened = True
+        return Decision(
+            wider,
+            f"drift is small (KL {mean.kl:.2g} per token, clip fraction {mean.clip:.2g}; mean of {WINDOW_STEPS} steps), and for "
+            f"{mean.lost:.0%} of the time the learner waited for what the bound kept actors from generating",
+        )
+
+    def _learn_noise(self, step: Mapping[str, Any]) -> None:
+        if "by_lag/0/count" not in step:
+            return
+        kl, clip = step["by_lag/0/kl_behavior_policy_k3"], step["by_lag/0/clip_fraction"]
+        known = self.noise or Noise(kl, clip)
+        self.noise = Noise(known.kl + (kl - known.kl) / NOISE_MEMORY, known.clip + (clip - known.clip) / NOISE_MEMORY)
+
+    def _measure(self, step: Mapping[str, Any]) -> Measured | None:
+        if "kl/drift" in step:
+            # Where an objective clips no ratio to engine log-probs, no clip is noise.
+            kl, clip = step["kl/drift"], step["clip/drift"] if "clip/drift" in step else step["clip/fraction"]
+        elif self.noise is not None:
+            kl, clip = step["kl/behavior_policy_k3"] - self.noise.kl, step["clip/fraction"] - self.noise.clip
+        else:
+            return None
+        lost_s = min(step["time/wait_rollouts_s"], step["time/held_back_s"])
+        return Measured(step["lag/max"], kl, clip, lost_s / step["time/step_s"])

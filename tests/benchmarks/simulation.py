@@ -1,0 +1,383 @@
+"""What `offbeat simulate` predicts, against runs: throughput, and mean policy lag.
+
+    python -m tests.benchmarks.simulation sockets OUT       # real sockets, sleeping engines; 3 minutes
+    python -m tests.benchmarks.simulation quickstart OUT    # `offbeat train` on the quick start; 12 minutes
+    python -m tests.benchmarks.simulation compare RUN... --fit RUN...    # runs that are there already
+
+The first two make one run folder for each number of actors and bound in OUT; called again, they make those that are not
+finished, so they may be stopped at any time. Then all are compared, and OUT/simulation.json has the figures. Two of the runs
+(`FITTED`) give the simulation its times, and are marked in the table: it has seen neither the bounds nor the numbers of actors
+of the others. With `compare` it is the runs after `--fit`.
+
+Both sides are measured alike: all optimizer steps but the first `STEPS_LEFT_OUT`, the mean over `NUM_SEEDS` simulations.
+
+`sockets` asks whether leases, weights and selection are simulated as they are: every group's time is known, no core is short.
+`quickstart` asks what is left of it where engines, learner and their helpers crowd on a machine's cores.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from common.config import ActorSection, Config, LaunchSection, RolloutSection, RunSection, StalenessSection, TrainSection
+from common.environment import prepare_environment
+from common.metrics import ROWS_FILE, MetricsWriter, read_rows
+from common.settings import load, resolved_toml
+from deploy.simulate import Source, fitted_times, simulate_batches
+from learner.dispatcher import Dispatcher
+from learner.hub_thread import HubThread
+from learner.rollout_log import RolloutLog
+from learner.weight_publisher import WeightPublisher
+from protocols.channels import Hub
+from tests.benchmarks.async_vs_sync import (
+    GROUP_SIZE,
+    GROUPS_PER_ACTOR,
+    GROUPS_PER_STEP,
+    LAYOUT,
+    MAX_MESSAGE_BYTES,
+    PATIENCE_S,
+    Workload,
+    act,
+)
+from tests.benchmarks.measuring import print_table, processes
+from tests.benchmarks.stand_ins import make_dispatcher
+
+STEPS_LEFT_OUT = 10
+NUM_SEEDS = 5
+RUN_TIMEOUT_S = 600.0
+
+
+class Setting(NamedTuple):
+    """One configuration."""
+
+    num_actors: int
+    max_staleness: int
+
+    @property
+    def name(self) -> str:
+        """Of its run's folder."""
+        return f"actors-{self.num_actors}-staleness-{self.max_staleness}"
+
+
+SETTINGS = {
+    "sockets": [Setting(2, 4), Setting(4, 0), Setting(4, 1), Setting(4, 4), Setting(6, 2), Setting(6, 4), Setting(6, 0)],
+    "quickstart": [
+        *(Setting(1, bound) for bound in (0, 1, 4)),
+        *(Setting(2, bound) for bound in (0, 1, 2, 4, 8)),
+        *(Setting(3, bound) for bound in (0, 2, 4, 8)),
+    ],
+}
+FITTED = {"sockets": [Setting(4, 4), Setting(4, 0)], "quickstart": [Setting(1, 4), Setting(2, 0)]}
+
+
+# Sockets: runs whose engines and trainer sleep
+
+WORKLOAD = Workload(0.5, 1.0)
+SOCKET_STEPS = 60
+START_S = 300.0
+"""For imports, on a machine that has other work too."""
+
+
+class SocketLearner:
+    """The learner's loop with a sleep for the trainer; it leaves a run's folder, as `learner.service` does."""
+
+    def __init__(self, hub: Hub, setting: Setting, folder: Path, metrics: MetricsWriter) -> None:
+        self._hub = hub
+        self._num_actors = setting.num_actors
+        self._metrics = metrics
+        self._train_s = WORKLOAD.train_s
+        self._log = RolloutLog(folder / "log", fsync="off", segment_bytes=1 << 26, retain_bytes=1 << 30, min_free_bytes=0)
+        self._dispatcher: Dispatcher = make_dispatcher(
+            group_size=GROUP_SIZE,
+            groups_per_step=GROUPS_PER_STEP,
+            num_steps=SOCKET_STEPS,
+            max_staleness=setting.max_staleness,
+            layout=LAYOUT,
+            log=self._log,
+            record=self._record,
+            on_join=lambda peer: self._publisher.joined(peer),
+            on_weights=lambda actor, message: self._publisher.handle(actor, message),
+        )
+        self._publisher = WeightPublisher(
+            layout=LAYOUT,
+            members=self._dispatcher.members,
+            post=self._post,
+            record=self._record,
+            host="127.0.0.1",
+            listen_on="127.0.0.1",
+            port=0,
+            backend="gloo",
+            timeout_s=PATIENCE_S,
+            bucket_bytes=8 << 20,
+            open_hub=lambda: Hub("tcp://127.0.0.1:0", max_message_bytes=MAX_MESSAGE_BYTES),
+            chunk_bytes=8 << 20,
+            max_pulls=setting.num_actors,
+            max_pull_lag=lambda: setting.max_staleness,
+            on_failure=self._dispatcher.fail,
+        )
+        self._hub_thread = HubThread(hub, self._dispatcher)
+
+    def run(self) -> None:
+        """All steps."""
+        self._dispatcher.begin()
+        self._hub_thread.start()
+        deadline = time.monotonic() + PATIENCE_S
+        while len(self._dispatcher.members()) < self._num_actors:
+            assert time.monotonic() < deadline, self._dispatcher.waiting_for()
+            time.sleep(0.005)
+        self._publisher.start()
+        self._publish(0)
+        for policy_version in range(1, SOCKET_STEPS + 1):
+            self._step(policy_version)
+        self._publisher.close()
+        self._dispatcher.stop("finished")
+        self._hub.wake()
+        self._dispatcher.wait_left(PATIENCE_S)
+        self._hub_thread.close()
+        self._log.close()
+        self._metrics.write("final", outcome="finished", policy_version=SOCKET_STEPS)
+
+    def _step(self, policy_version: int) -> None:
+        started = time.monotonic()
+        groups = self._dispatcher.take_batch(PATIENCE_S)
+        assert groups is not None, self._dispatcher.waiting_for()
+        waited_s = time.monotonic() - started
+        time.sleep(self._train_s)
+        self._dispatcher.finish_batch(groups, policy_version)
+        self._hub.wake()
+        self._publish(policy_version)
+        step_s = time.monotonic() - started
+        row = {"policy_version": policy_version, "time/step_s": step_s, "time/wait_rollouts_s": waited_s}
+        self._metrics.write_row({"kind": "step", **row})
+
+    def _publish(self, policy_version: int) -> None:
+        with self._publisher.writing() as buffer:
+            buffer.flat.fill_(policy_version)
+            self._publisher.publish(policy_version)
+            self._dispatcher.publish(policy_version)
+        self._hub.wake()
+
+    def _record(self, kind: str, **row: Any) -> None:
+        self._metrics.write(kind, **row)
+
+    def _post(self, peer: bytes, message: Any) -> None:
+        self._dispatcher.post(peer, message)
+        self._hub.wake()
+
+
+def make_socket_run(folder: Path, setting: Setting) -> None:
+    """A run of `SOCKET_STEPS` steps in this folder."""
+    config = Config(
+        run=RunSection(dir=str(folder)),
+        rollout=RolloutSection(group_size=GROUP_SIZE),
+        staleness=StalenessSection(max_staleness=setting.max_staleness),
+        train=TrainSection(num_steps=SOCKET_STEPS, groups_per_step=GROUPS_PER_STEP),
+        actor=ActorSection(max_inflight_groups=GROUPS_PER_ACTOR),
+        launch=LaunchSection(num_actors=setting.num_actors),
+    )
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(resolved_toml(config))
+    with (
+        processes(act, setting.num_actors) as connections,
+        Hub("tcp://127.0.0.1:0", max_message_bytes=MAX_MESSAGE_BYTES) as hub,
+        MetricsWriter(folder) as metrics,
+    ):
+        for connection in connections:
+            _receive(connection)
+        learner = SocketLearner(hub, setting, folder, metrics)
+        for index, connection in enumerate(connections):
+            connection.send((hub.address, f"actor-{index}", WORKLOAD.sigma))
+        learner.run()
+        for connection in connections:
+            _receive(connection)
+
+
+def _receive(connection: Connection) -> Any:
+    if not connection.poll(START_S):
+        raise TimeoutError(f"an actor did not answer within {START_S:g} s")
+    return connection.recv()
+
+
+# The quick start
+
+
+def make_quickstart_run(folder: Path, setting: Setting) -> None:
+    """`offbeat train`, its output in `train.log` beside the folder."""
+    settings = [f"launch.num_actors={setting.num_actors}", f"staleness.max_staleness={setting.max_staleness}"]
+    command = [sys.executable, "-m", "deploy.cli", "train", *settings, f'run.dir="{folder}"']
+    with folder.with_suffix(".log").open("wb") as stream:
+        subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, timeout=RUN_TIMEOUT_S, check=True)
+
+
+# Comparison
+
+
+class Outcome(NamedTuple):
+    """What a run did, or would do, after the first steps."""
+
+    groups_per_s: float
+    mean_lag: float
+    learner_waits: float
+
+
+FIGURES: dict[str, Callable[[Outcome], float]] = {
+    "groups/s": lambda outcome: outcome.groups_per_s,
+    "mean lag": lambda outcome: outcome.mean_lag,
+}
+"""What a prediction is judged by."""
+
+
+class Comparison(NamedTuple):
+    """A run and its prediction."""
+
+    run: str
+    num_actors: int
+    max_staleness: int
+    is_fitted: bool
+    measured: Outcome
+    predicted: Outcome
+    loads: list[float] | None
+    """Load averages (1 minute) of the machine before and after the run, where they were noted."""
+
+
+def measure(run: Path) -> Outcome:
+    """From a run's rows."""
+    rows = list(read_rows(run / ROWS_FILE))
+    steps = [row for row in rows if row["kind"] == "step"]
+    seconds = steps[-1]["time"] - steps[STEPS_LEFT_OUT - 1]["time"]
+    groups = [row for row in rows if row["kind"] == "group" and row["outcome"] == "trained"]
+    lags = [row["policy_lag"] for row in groups if row["policy_version"] >= STEPS_LEFT_OUT]
+    waited_s = sum(row["time/wait_rollouts_s"] for row in steps[STEPS_LEFT_OUT:])
+    return Outcome(len(lags) / seconds, mean(lags), waited_s / seconds)
+
+
+def predict(config: Config, source: Source) -> Outcome:
+    """The same of simulations of the run's own config."""
+    outcomes = []
+    for seed in range(NUM_SEEDS):
+        batches = simulate_batches(config, source, num_actors=config.launch.num_actors, seconds=math.inf, seed=seed)
+        num_out = STEPS_LEFT_OUT // (config.train.steps_per_batch * config.train.epochs_per_batch)
+        first, steady = batches[num_out - 1], batches[num_out:]
+        seconds = steady[-1].ended_at - first.ended_at
+        lags = sum((Counter(batch.lags) for batch in steady), Counter())
+        mean_lag = sum(lag * count for lag, count in lags.items()) / lags.total()
+        waits = sum(batch.waited_s for batch in steady) / seconds
+        outcomes.append(Outcome(lags.total() / seconds, mean_lag, waits))
+    return Outcome(*(mean(values) for values in zip(*outcomes, strict=True)))
+
+
+def compare(runs: Sequence[Path], fitted: Sequence[Path], cores: int | None, out: Path | None) -> None:
+    """Print, and write to `out`, how far predictions are off."""
+    source = fitted_times(load(fitted[0] / "config.toml"), fitted, cores)
+    comparisons = []
+    for run in runs:
+        config = load(run / "config.toml")
+        loads_file = run / "loads.json"
+        comparisons.append(
+            Comparison(
+                run.name,
+                config.launch.num_actors,
+                config.staleness.max_staleness,
+                run in fitted,
+                measure(run),
+                predict(config, source),
+                json.loads(loads_file.read_text()) if loads_file.exists() else None,
+            )
+        )
+    print_table(
+        f"Predicted / measured; the simulation's times are from the runs marked *: {source.text}",
+        ("actors", "max_staleness", "groups/s", "", "mean lag", "", "learner waits", "load before, after"),
+        [_row(comparison) for comparison in comparisons],
+    )
+    unseen = [comparison for comparison in comparisons if not comparison.is_fitted]
+    for name, figure in FIGURES.items():
+        errors = [error for one in unseen if (error := _error(figure(one.predicted), figure(one.measured))) is not None]
+        if errors:
+            num_near = sum(abs(error) < 0.1 for error in errors)
+            average, worst = mean(map(abs, errors)), max(errors, key=abs)
+            print(f"{name}, runs not fitted: {num_near} of {len(errors)} within 10%, mean {average:.1%}, worst {worst:+.1%}")
+    if out is not None:
+        out.write_bytes(msgspec.json.format(msgspec.json.encode(comparisons), indent=2))
+
+
+def _row(one: Comparison) -> list[str]:
+    cells = [f"{one.num_actors}{'*' if one.is_fitted else ''}", str(one.max_staleness)]
+    for figure in FIGURES.values():
+        predicted, measured = figure(one.predicted), figure(one.measured)
+        error = _error(predicted, measured)
+        cells += [f"{predicted:.2f} / {measured:.2f}", "" if error is None else f"{error:+.1%}"]
+    cells.append(f"{one.predicted.learner_waits:.0%} / {one.measured.learner_waits:.0%}")
+    return [*cells, "" if one.loads is None else ", ".join(f"{load:.1f}" for load in one.loads)]
+
+
+def _error(predicted: float, measured: float) -> float | None:
+    """Relative; None where nothing happened, and nothing was predicted."""
+    if not measured:
+        return None if not predicted else math.inf
+    return predicted / measured - 1
+
+
+# The parts
+
+
+def make_runs(part: str, out: Path) -> None:
+    """The runs of a part that are not finished yet, and the comparison of all."""
+    make = {"sockets": make_socket_run, "quickstart": make_quickstart_run}[part]
+    out.mkdir(parents=True, exist_ok=True)
+    for setting in SETTINGS[part]:
+        folder = out / setting.name
+        if _is_finished(folder):
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+        before = os.getloadavg()[0]
+        make(folder, setting)
+        (folder / "loads.json").write_text(json.dumps([before, os.getloadavg()[0]]))
+        print(f"{setting.name}: {measure(folder)}", flush=True)
+    # Sleeping services share no core.
+    cores = 0 if part == "sockets" else None
+    runs = [out / setting.name for setting in SETTINGS[part]]
+    compare(runs, [out / setting.name for setting in FITTED[part]], cores, out / "simulation.json")
+
+
+def _is_finished(run: Path) -> bool:
+    if not (run / ROWS_FILE).exists():
+        return False
+    return any(row["kind"] == "final" and row["outcome"] == "finished" for row in read_rows(run / ROWS_FILE))
+
+
+def main() -> None:
+    """What the command line says."""
+    prepare_environment()
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(dest="part", required=True)
+    for name in SETTINGS:
+        parts.add_parser(name).add_argument("out", type=Path)
+    part = parts.add_parser("compare")
+    part.add_argument("runs", type=Path, nargs="+")
+    part.add_argument("--fit", type=Path, nargs="+", required=True)
+    part.add_argument("--cores", type=int, help="that the runs' services shared; 0: none")
+    part.add_argument("--out", type=Path, help="file for the figures")
+    arguments = parser.parse_args()
+    if arguments.part == "compare":
+        compare(arguments.runs, arguments.fit, arguments.cores, arguments.out)
+    else:
+        make_runs(arguments.part, arguments.out.resolve())
+
+
+if __name__ == "__main__":
+    main()

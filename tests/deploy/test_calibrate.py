@@ -1,0 +1,157 @@
+"""`offbeat calibrate` with real services on a tiny model: the floor it finds, what it foretells, and what a run makes of it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from common.config import Config
+from common.settings import SettingError, load
+from deploy.calibrate import calibrate, check_band, load_groups, show
+from learner.calibration import FILE, load_calibration
+from learner.noise_floor import ClipBand, Differences
+from tests.deploy.services import Services, services_in, write_config
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+NUM_GROUPS = 128
+GROUP_SIZE = 16
+"""So many that a half of the completions tells a share to 1 in 100."""
+
+
+class Sampled(NamedTuple):
+    """What one command has sampled, and left."""
+
+    services: Services
+    config_file: str
+    folder: Path
+    output: dict
+
+    @property
+    def config(self) -> Config:
+        """With a learner in bfloat16, to score what an engine in float32 has sampled."""
+        config = load(Path(self.config_file))
+        return replace(config, model=replace(config.model, dtype="bfloat16"))
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Sampled]:
+    """`offbeat calibrate` in float32 on both sides."""
+    folder = tmp_path_factory.mktemp("calibrate")
+    config = write_config(
+        folder,
+        tiny_model,
+        rollout={"group_size": GROUP_SIZE, "max_new_tokens": 12},
+        # What calibration must do without: a key that is not there, several steps, an anchor that needs them.
+        hub={"address": "tcp://127.0.0.1:0", "key": "nowhere", "learner_key": "nowhere", "allowed_keys": "nowhere"},
+        train={"num_steps": 8, "steps_per_batch": 4, "groups_per_step": 2, "learning_rate": 1e-3, "warmup_steps": 2},
+        staleness={"max_staleness": 5},
+        loss={"clip_low": 3e-4, "clip_high": 4e-4},
+        actor={"engine": "vllm", "max_inflight_groups": 64},
+    )
+    with services_in(folder) as services:
+        arguments = ("--groups", str(NUM_GROUPS), "--out", "calibration", "--json")
+        process = services.start("calibrate", config, *arguments)
+        assert services.wait(process, "calibrate", 150) == 0, services.output("calibrate")
+        text = services.output("calibrate")
+        yield Sampled(services, config, folder / "calibration", json.loads(text[text.index("\n{\n") :]))
+
+
+def direct_differences(config: Config, source: Path) -> Differences:
+    """The same tokens, scored group by group by the plain model in bfloat16."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.bfloat16).eval()
+    differences, lengths, advantages = [], [], []
+    for group in load_groups(source):
+        mean = np.mean([rollout.reward for rollout in group.rollouts])
+        # Padded on the right, where a causal model does not look.
+        completions = [torch.from_numpy(rollout.token_ids.astype(np.int64)) for rollout in group.rollouts]
+        padded = torch.nn.utils.rnn.pad_sequence(completions, batch_first=True)
+        prompt = torch.from_numpy(group.prompt_token_ids.astype(np.int64)).expand(len(completions), -1)
+        with torch.no_grad():
+            logits = policy(torch.cat([prompt, padded], dim=1)).logits[:, prompt.shape[1] - 1 : -1].float()
+        scored = logits.log_softmax(-1).gather(-1, padded[..., None]).squeeze(-1)
+        for rollout, logprobs in zip(group.rollouts, scored, strict=True):
+            policy_logprobs = logprobs[: len(rollout.token_ids)]
+            differences.append(policy_logprobs.double().numpy() - rollout.behavior_logprobs)
+            lengths.append(len(rollout.token_ids))
+            advantages.append(np.full(len(rollout.token_ids), rollout.reward - mean))
+    return Differences(np.array(lengths), np.concatenate(differences), np.concatenate(advantages))
+
+
+def test_identical_numerics_have_a_floor_of_about_zero(sampled: Sampled) -> None:
+    calibration = load_calibration(str(sampled.folder / FILE))
+    floor = calibration.floor
+    assert floor.num_completions == GROUP_SIZE * NUM_GROUPS
+    assert floor.k3 < 1e-12
+    assert abs(floor.mean) < 1e-7
+    assert floor.spread(np.array([1]))[0] < 1e-6
+    assert all(check.predicted == check.measured == 0 for check in calibration.checks)
+    # The training step that the collecting run takes says the same.
+    (step,) = sampled.services.rows("calibration", "step")
+    assert step["ratio/first"] < 1e-6
+    assert step["clip/fraction"] == 0
+    assert step["length/mean"] * floor.num_completions == floor.num_tokens
+
+
+def test_command_prints_what_it_stores_and_leaves_no_model(sampled: Sampled) -> None:
+    assert sampled.output == json.loads((sampled.folder / FILE).read_text())
+    assert sampled.output["engine"] | {"version": ""} == {
+        "name": "vllm",
+        "version": "",
+        "dtype": "float32",
+        "device": "cpu",
+    }
+    assert sampled.output["recommended"] == [3e-4, 4e-4, True]
+    assert not (sampled.folder / "model").exists()
+
+
+def test_floor_of_a_learner_in_bfloat16_is_what_direct_scoring_finds_and_foretells_what_is_clipped(
+    sampled: Sampled, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    calibration = calibrate(sampled.config, sampled.folder)
+    floor = calibration.floor
+    direct = direct_differences(sampled.config, sampled.folder)
+    assert floor.num_tokens == len(direct.log_ratios)
+    assert floor.k3 == pytest.approx((np.expm1(direct.log_ratios) - direct.log_ratios).mean(), rel=0.1)
+    every = calibration.summaries[0]
+    assert every.token_std == pytest.approx(direct.log_ratios.std(), rel=0.05)
+    assert every.sequence_std == pytest.approx(direct.log_sequence_ratios.std(), rel=0.05)
+    error = direct.log_sequence_ratios.std() / np.sqrt(len(direct.lengths))
+    assert every.sequence_mean == pytest.approx(direct.log_sequence_ratios.mean(), abs=3 * error)
+
+    own, configured, above_noise = calibration.checks
+    assert own.measured > 0.1, "the paper's band clips much for noise alone"
+    for check in (own, configured, above_noise):
+        assert check.predicted == pytest.approx(check.measured, abs=0.05)
+        assert check.measured == pytest.approx(float(direct.clipped(check.band).mean()), abs=0.05)
+    half = direct.take(np.arange(len(direct.lengths)) % (2 * GROUP_SIZE) < GROUP_SIZE)
+    for width in (1e-4, 2e-4, 6e-4, 1e-3):
+        for is_sequence_ratio in (True, False):
+            check = check_band("", ClipBand(width, width, is_sequence_ratio), half, direct)
+            assert check.predicted == pytest.approx(check.measured, abs=0.05)
+    assert above_noise.measured < 0.03
+    assert calibration.recommended == above_noise.band
+
+    show(calibration, tmp_path, as_json=False)
+    printed = capsys.readouterr().out
+    assert f"clip_low = {above_noise.band.low:g}\nclip_high = {above_noise.band.high:g}" in printed
+    assert f'noise_floor = "{tmp_path / FILE}"' in printed
+
+
+@pytest.mark.parametrize(("section", "setting", "value"), [("rollout", "temperature", 0.5), ("model", "path", "elsewhere")])
+def test_rollouts_of_another_distribution_are_refused(sampled: Sampled, section: str, setting: str, value: object) -> None:
+    config = replace(sampled.config, **{section: replace(getattr(sampled.config, section), **{setting: value})})
+    with pytest.raises(SettingError, match=rf"{section}\.{setting} = .*the run in"):
+        calibrate(config, sampled.folder)
+
+
+def test_folder_without_a_run_is_refused(sampled: Sampled, tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="RUN"):
+        calibrate(sampled.config, tmp_path)
