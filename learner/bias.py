@@ -157,8 +157,8 @@ class BiasReport(msgspec.Struct, frozen=True):
     """One sentence for each way in which training is biased."""
 
 
-def ended_group(group: Group, *, outcome: str, reason: str, ready_at: float, taken_at: float) -> EndedLease:
-    """A lease with a group; times in seconds since the epoch."""
+def ended_group(group: Group, *, outcome: str, reason: str, taken_at: float) -> EndedLease:
+    """A lease with a group; `taken_at` in seconds since the epoch."""
     return EndedLease(
         group.lease_id,
         outcome,
@@ -166,7 +166,7 @@ def ended_group(group: Group, *, outcome: str, reason: str, ready_at: float, tak
         float(np.mean([len(rollout.token_ids) for rollout in group.rollouts])),
         group.generate_s,
         float(np.mean([rollout.reward for rollout in group.rollouts])),
-        ready_at,
+        group.ready_at,
         taken_at,
     )
 

@@ -21,9 +21,10 @@ import numpy as np
 from common.config import Config, EvaluationSection, HubSection, RolloutSection
 from common.settings import SettingError
 from common.shutdown import ServiceError
+from learner.bias import BiasMonitor, ended_group
 from learner.contract import Contract, differences, objection
 from learner.evaluation import Evaluations
-from learner.groups import Group, Limits, Rollout, flaw, unpack
+from learner.groups import Group, Limits, Rollout, flaw, make_group, unpack
 from learner.lease_events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
 from learner.lease_journal import LeaseJournal
 from learner.ledger import Ledger, LedgerCounts, LedgerState
@@ -68,9 +69,6 @@ from protocols.messages import (
 from protocols.wire import Frame, WireError, logprobs, routed_experts
 
 logger = logging.getLogger(__name__)
-
-MAX_REPLACED = 1000
-"""How many replaced actor processes are remembered, to refuse them when they come back."""
 
 Record = Callable[..., None]
 """`record(kind, **row)`: one row of metrics.jsonl."""
@@ -171,8 +169,6 @@ class Dispatcher:
         self._held_back_s = 0.0
         self._doing = ("starting", self._started_at)
         self._members = Members()
-        self._replaced: dict[tuple[str, int], None] = {}
-        """Processes whose name another one has taken, oldest first."""
         self._rejections = Rejections()
         self._evaluations = Evaluations(
             interval=evaluation.interval,
@@ -192,6 +188,7 @@ class Dispatcher:
         self._prompt_failures: Counter[int] = Counter()
         self._failed_in_a_row = 0
         self._failure: BaseException | None = None
+        self._bias = BiasMonitor()
         self._stop_reason: str | None = None
         self._lock = threading.RLock()
         self._progress = threading.Condition(self._lock)
@@ -242,7 +239,7 @@ class Dispatcher:
             self._newest_version = max(self._newest_version, policy_version)
         # Without the lock: the hub need not wait for rows.
         for index, group in enumerate(groups):
-            self._record_group(group, "trained", "", self._staleness.trained_at(trained_at, index))
+            self._record_group(group, "trained", "", self._staleness.trained_at(trained_at, index), trained.selected_at)
 
     def publish(self, policy_version: int, *, last: bool = False) -> None:
         """The weights of this version are on their way to the actors."""
@@ -413,7 +410,7 @@ class Dispatcher:
     def count_rejected(self, name: str, reason: str) -> None:
         """Something was refused elsewhere, and needs no answer."""
         with self._lock:
-            self._count_rejected(name, reason)
+            self._rejections.count(name, reason)
 
     def judge_canary(self, actor: str, policy_version: int, detail: str) -> None:
         """An actor's log-probs of the canary were compared: `detail` says how they are wrong, empty when they are right."""
@@ -460,9 +457,9 @@ class Dispatcher:
                 if self._stop_reason is None:
                     self._grant_evaluations(now)
                     self._grant(now)
-                self._is_held_back = self._stop_reason is None and self._holds_back()
             except LogFullError as error:
                 self._stall(error)
+            self._is_held_back = self._stop_reason is None and self._holds_back()
             self._end_epochs()
             self._journal.commit()
 
@@ -495,15 +492,13 @@ class Dispatcher:
     def _welcome(self, peer: bytes, hello: Hello, now: float, sender: Sender) -> None:
         reason = self._objection(peer, hello, sender)
         if reason:
-            if self._count_rejected(hello.actor, reason):
+            if self._rejections.count(hello.actor, reason):
                 self._event("actor_refused", reason, actor=hello.actor)
             self._outgoing.append(Outgoing(peer, Refused(reason=reason)))
             return
         namesake = self._members.named(hello.actor)
         if namesake is not None and namesake.peer != peer:
-            self._replaced[hello.actor, namesake.hello.incarnation] = None
-            if len(self._replaced) > MAX_REPLACED:
-                del self._replaced[next(iter(self._replaced))]
+            self._members.remember_replaced(namesake)
             self._lose(namesake, "actor_lost", "replaced by a newer process of the same name")
         member = self._members.find(peer)
         if member is None:
@@ -536,7 +531,7 @@ class Dispatcher:
             return (
                 f"the actor's key is for {sender.name!r}, and it calls itself {hello.actor!r}: set actor.name, or use its key"
             )
-        if (hello.actor, hello.incarnation) in self._replaced:
+        if self._members.was_replaced(hello):
             return f"another actor named {hello.actor!r}, started later, is in the run: set actor.name"
         if self._members.find(peer) is None and len(self._members) >= self._hub.max_actors:
             return f"the run has hub.max_actors = {self._hub.max_actors} actors already"
@@ -588,7 +583,7 @@ class Dispatcher:
     def _take_commit(self, member: Member, commit: WeightsCommitted) -> None:
         if commit.policy_version > self._published_version:
             why = f"claims to have weights {commit.policy_version}; the newest published are {self._published_version}"
-            self._count_rejected(member.name, "weights from the future")
+            self._rejections.count(member.name, "weights from the future")
             self._event("actor_lied", why, actor=member.name)
             self._on_distrust(member.peer, member.name, why)
             return
@@ -622,12 +617,9 @@ class Dispatcher:
 
     def _reject(self, peer: bytes, name: str, reason: str, cure: str) -> None:
         """Count what was sent, tell the sender, change nothing."""
-        if self._count_rejected(name, reason):
+        if self._rejections.count(name, reason):
             self._event("bad_message", reason, peer=name)
         self._outgoing.append(Outgoing(peer, Refused(reason=f"{reason}: {cure}" if cure else reason)))
-
-    def _count_rejected(self, name: str, reason: str) -> bool:
-        return self._rejections.count(name, reason)
 
     # Leases
 
@@ -807,7 +799,7 @@ class Dispatcher:
         self._record_fact(Dropped(at=self._wall_clock(), lease_id=group.lease_id, reason=reason, is_final=is_final))
         if not is_final:
             self._stream.give_back(lease.prompt_id, lease.epoch)
-        self._record_group(group, "dropped", reason, self._policy_version)
+        self._record_group(group, "dropped", reason, self._policy_version, self._wall_clock())
 
     # Groups
 
@@ -817,7 +809,7 @@ class Dispatcher:
         if lease_id not in member.lease_ids:
             outcome = "duplicate" if self._ledger.status(lease_id) in ("ended", "ready") else "unknown"
             if outcome == "unknown" or self._ledger.status(lease_id) == "generating":
-                self._count_rejected(member.name, "a lease that is not its own")
+                self._rejections.count(member.name, "a lease that is not its own")
             self._send(member, Ack(lease_id=lease_id, outcome=outcome))
             return
         is_evaluation = lease_id in self._evaluation_leases
@@ -841,7 +833,7 @@ class Dispatcher:
         self._release(member, lease_id)
         self._send(member, Ack(lease_id=lease_id, outcome="rejected" if wrong else "accepted", detail=wrong))
         if wrong:
-            self._count_rejected(member.name, wrong)
+            self._rejections.count(member.name, wrong)
             self._event("group_rejected", wrong, actor=member.name, lease_id=lease_id)
             self._count_failure(f"a group of {member.name} that cannot be trained on: {wrong}.")
         if is_evaluation:
@@ -858,7 +850,7 @@ class Dispatcher:
             policy_version=self._policy_version,
         )
         position = self._journal.append(accepted, *arrays)
-        group = make_group(accepted, arrays, self._ledger, self._prompts)
+        group = make_group(accepted, arrays, self._prompts[self._ledger.find(done.lease_id).prompt_id])
         self._ledger.apply(accepted, group, position)
         self._failed_in_a_row = 0
         self._prompt_failures.pop(group.prompt_id, None)
@@ -878,15 +870,7 @@ class Dispatcher:
         if not current.is_finished:
             return
         self._evaluations.end()
-        num_completions = len(current.rewards)
-        self._record(
-            "eval",
-            policy_version=current.policy_version,
-            reward=float(np.mean(current.rewards)) if num_completions else math.nan,
-            length=float(np.mean(current.lengths)) if num_completions else math.nan,
-            num_completions=num_completions,
-            num_failed=current.num_failed,
-        )
+        self._record("eval", policy_version=current.policy_version, **current.metrics())
         self._progress.notify_all()
 
     def _select(self) -> list[Group] | None:
@@ -983,7 +967,7 @@ class Dispatcher:
 
     # Rows
 
-    def _record_group(self, group: Group, outcome: str, reason: str, trained_at: int) -> None:
+    def _record_group(self, group: Group, outcome: str, reason: str, trained_at: int, taken_at: float) -> None:
         self._record(
             "group",
             lease_id=group.lease_id,
@@ -997,22 +981,17 @@ class Dispatcher:
             rewards=[rollout.reward for rollout in group.rollouts],
             generate_s=group.generate_s,
             num_segments=max(len(rollout.segments) for rollout in group.rollouts),
+            ready_at=group.ready_at,
+            taken_at=taken_at,
         )
+        alarm = self._bias.take(ended_group(group, outcome=outcome, reason=reason, taken_at=taken_at))
+        if alarm:
+            self._event("bias_alarm", alarm)
 
     def _record_change(self, change: SettingChange, reason: str) -> None:
         detail = f"{change.setting} = {change.after}, was {change.before}; by {change.who}{f': {reason}' if reason else ''}"
         logger.info("setting changed at policy version %d: %s", change.policy_version, detail)
-        self._record(
-            "event",
-            event="setting_changed",
-            detail=detail,
-            setting=change.setting,
-            before=change.before,
-            after=change.after,
-            who=change.who,
-            reason=reason,
-            policy_version=change.policy_version,
-        )
+        self._record("event", event="setting_changed", detail=detail, reason=reason, **msgspec.structs.asdict(change))
 
     def _event(self, event: str, detail: str, **fields: Any) -> None:
         # A lost actor, or a new version, brings one such event for each of its leases.
@@ -1025,17 +1004,3 @@ class Dispatcher:
 
     def _send(self, member: Member, message: LearnerMessage, *arrays: Array) -> None:
         self._outgoing.append(Outgoing(member.peer, message, arrays))
-
-
-def make_group(accepted: Accepted, arrays: Sequence[Frame], ledger: Ledger, prompts: Sequence[Prompt]) -> Group:
-    """The group that an open lease's `Accepted` record holds, live or read from the log."""
-    prompt_id = ledger.find(accepted.lease_id).prompt_id
-    return Group(
-        lease_id=accepted.lease_id,
-        prompt_id=prompt_id,
-        prompt_token_ids=prompts[prompt_id].token_ids,
-        weight=prompts[prompt_id].weight,
-        rollouts=unpack(accepted.completions, arrays),
-        actor=accepted.actor,
-        generate_s=accepted.generate_s,
-    )

@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
+from learner.lease_events import Accepted
+from learner.prompts import Prompt
 from protocols.messages import CompletionMeta, Segment
 from protocols.wire import Frame, logprobs, token_ids
 
@@ -40,6 +42,8 @@ class Group(NamedTuple):
     generate_s: float
     weight: float = 1.0
     """Of the group in the loss (`task.weight_field`)."""
+    ready_at: float = math.nan
+    """When it was accepted, seconds since the epoch."""
 
     @property
     def oldest_version(self) -> int:
@@ -87,6 +91,20 @@ def _sum_versions(rollout: Rollout) -> int:
     ends = [segment.first_token for segment in rollout.segments[1:]] + [len(rollout.token_ids)]
     return sum(
         segment.policy_version * (end - segment.first_token) for segment, end in zip(rollout.segments, ends, strict=True)
+    )
+
+
+def make_group(accepted: Accepted, arrays: Sequence[Frame], prompt: Prompt) -> Group:
+    """The group that a lease's `Accepted` record holds, live or read from the log; `prompt` is the lease's."""
+    return Group(
+        lease_id=accepted.lease_id,
+        prompt_id=prompt.prompt_id,
+        prompt_token_ids=prompt.token_ids,
+        weight=prompt.weight,
+        rollouts=unpack(accepted.completions, arrays),
+        actor=accepted.actor,
+        generate_s=accepted.generate_s,
+        ready_at=accepted.at,
     )
 
 

@@ -324,6 +324,6 @@ def test_group_of_the_learner_becomes_an_ended_lease():
         ids = np.zeros(length, dtype=np.int32)
         return Rollout(ids, ids.astype(np.float32), reward, "stop", (Segment(0, 0),))
 
-    group = Group(7, 0, np.zeros(3, dtype=np.int32), (rollout(4, 1.0), rollout(8, 0.0)), "actor", 2.5)
-    ended = ended_group(group, outcome="dropped", reason="stale", ready_at=1.0, taken_at=3.0)
+    group = Group(7, 0, np.zeros(3, dtype=np.int32), (rollout(4, 1.0), rollout(8, 0.0)), "actor", 2.5, ready_at=1.0)
+    ended = ended_group(group, outcome="dropped", reason="stale", taken_at=3.0)
     assert ended == EndedLease(7, "dropped", "stale", 6.0, 2.5, 0.5, 1.0, 3.0)

@@ -20,10 +20,11 @@ from common.config import (
     TrainSection,
 )
 from learner.contract import Contract
-from learner.dispatcher import MAX_REPLACED, Dispatcher, Outgoing, RunFailedError
+from learner.dispatcher import Dispatcher, Outgoing, RunFailedError
 from learner.groups import Group
 from learner.lease_events import Accepted, Expired, Granted, LeaseEvent, Started, Trained, Tuned
 from learner.ledger import Ledger, needed_position
+from learner.members import MAX_REPLACED
 from learner.prompts import Prompt, PromptStream, Turn
 from learner.rollout_log import LogFullError, Position, RolloutLog, read_log
 from learner.staleness import StalenessPolicy
@@ -261,7 +262,7 @@ class Desk:
             on_distrust=lambda peer, actor, why: self.distrusted.append((peer, actor, why)),
             weight_problems=weight_problems,
             clock=lambda: self.now,
-            wall_clock=lambda: 7.0,
+            wall_clock=lambda: self.now - 993.0,
         )
         if is_published:
             self.dispatcher.publish(policy_version)
@@ -462,9 +463,9 @@ def test_replaced_actor_is_refused_for_good_and_remembered_among_many() -> None:
     first = Actor(desk, "a", incarnation=0)
     first.hello()
     assert len(first.heard(Refused)) == 1
-    assert len(desk.dispatcher._replaced) == MAX_REPLACED
+    assert len(desk.dispatcher._members._replaced) == MAX_REPLACED
     Actor(desk, "a", incarnation=MAX_REPLACED + 1).hello()
-    assert len(desk.dispatcher._replaced) == MAX_REPLACED
+    assert len(desk.dispatcher._members._replaced) == MAX_REPLACED
 
 
 def test_bad_message_is_counted_and_answered_with_its_reason() -> None:
@@ -1541,6 +1542,28 @@ def test_next_batch_is_the_oldest_lease_or_what_finished_first(
     for lease in reversed(leases):
         actor.answer(lease.lease_id)
     assert [group.lease_id for group in desk.train()] == [leases[first].lease_id]
+
+
+def test_passing_over_long_groups_that_are_ready_raises_the_alarm_of_the_run() -> None:
+    alarms: dict[str, int] = {}
+    for selection in ("oldest_lease", "first_finished"):
+        bounds = StalenessSection(max_staleness=3, selection=selection)
+        desk = Desk(groups_per_step=4, staleness=bounds, num_steps=300, num_prompts=2000)
+        actor = Actor(desk, "a").join(capacity=16)
+        late: list[Lease] = []
+        for version in range(250):
+            leases = actor.leases()
+            # Every fourth group is long, and comes in after the short ones of the next step; all wait for their turn then.
+            for lease in [*(lease for lease in leases if lease.lease_id % 4), *late]:
+                desk.now += 0.01
+                num_tokens = 1 if lease.lease_id % 4 else MAX_NEW_TOKENS
+                actor.answer(lease.lease_id, policy_version=version, ids=[1] * num_tokens, logprobs=[-1.0] * num_tokens)
+            late = [lease for lease in leases if lease.lease_id % 4 == 0]
+            desk.train()
+            actor.commit(version + 1)
+        alarms[selection] = sum(row["event"] == "bias_alarm" for row in desk.rows_of("event"))
+    assert alarms["oldest_lease"] == 0
+    assert alarms["first_finished"] > 0
 
 
 def test_group_rows_say_at_which_step_of_the_batch_it_was_trained() -> None:
