@@ -252,7 +252,10 @@ def _advice(calibration: Calibration) -> str:
             "first step of a batch it is 1 whatever the engine's noise, so the objective's own band stays right. The bands "
             'above are for loss.anchor = "behavior".'
         )
-    return f"The narrowest band of which noise alone reaches at most {NOISE_CLIP_SHARE:.0%} on either side:"
+    return (
+        f"The narrowest band of which noise alone reaches at most {NOISE_CLIP_SHARE:.0%} on either side. How much wider it has "
+        "to be for the staleness you want, clip/drift of a run tells:"
+    )
 
 
 def _engine_of(source: Path) -> EngineInfo:

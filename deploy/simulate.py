@@ -69,6 +69,8 @@ class Prediction(msgspec.Struct, frozen=True):
     """Share of the actors' time without a lease, the bound or the slots admitting none."""
     actors_wait_weights: float
     """The same while leases wait for newer weights."""
+    slots_used: float
+    """Share of the actors' slots that hold a lease."""
     mean_lag: float
     """Policy lag of the oldest token, in optimizer steps."""
     law_lag: float
@@ -160,6 +162,7 @@ def predict(batches: Sequence[Batch], config: Config, *, num_actors: int, tokens
         learner_waits=sum(batch.waited_s for batch in batches[1:]) / seconds,
         actors_wait_leases=(after.wait_leases_s - before.wait_leases_s) / (seconds * num_actors),
         actors_wait_weights=(after.wait_weights_s - before.wait_weights_s) / (seconds * num_actors),
+        slots_used=(after.slots_s - before.slots_s) / (seconds * num_actors * config.actor.max_inflight_groups),
         mean_lag=sum(lag * count for lag, count in by_lag) / num_trained,
         law_lag=(after.open_s - before.open_s) / seconds / config.train.groups_per_step,
         p99_lag=by_lag[int(np.searchsorted(cumulative, 0.99 * num_trained))][0],
@@ -250,7 +253,14 @@ def show(predictions: Iterable[Prediction], source: Source, config: Config, *, a
     for column in ("actors", "max_staleness", "groups/s"):
         table.add_column(column, justify="right")
     has_tokens = source.tokens_per_group is not None
-    columns = [*(["tokens/s"] if has_tokens else []), "steps/h", "learner waits", "actors wait: leases", "weights"]
+    columns = [
+        *(["tokens/s"] if has_tokens else []),
+        "steps/h",
+        "learner waits",
+        "actors wait: leases",
+        "weights",
+        "slots used",
+    ]
     columns += ["lag mean", "L/B", "p99", "max", "over bound", *(["dropped", "aborted", "wasted"] if can_drop else [])]
     for column in columns:
         table.add_column(column, justify="right")
@@ -259,7 +269,7 @@ def show(predictions: Iterable[Prediction], source: Source, config: Config, *, a
         lost = [f"{share:.1%}" for share in (one.dropped, one.aborted, one.wasted)] if can_drop else []
         table.add_row(
             *(str(one.num_actors), str(one.max_staleness), f"{one.groups_per_s:,.4g}", *tokens, f"{one.steps_per_h:,.0f}"),
-            *(f"{share:.0%}" for share in (one.learner_waits, one.actors_wait_leases, one.actors_wait_weights)),
+            *(f"{share:.0%}" for share in (one.learner_waits, one.actors_wait_leases, one.actors_wait_weights, one.slots_used)),
             *(f"{one.mean_lag:.2f}", f"{one.law_lag:.2f}", str(one.p99_lag), str(one.max_lag), f"{one.over_bound:.1%}", *lost),
         )
     console = Console()

@@ -95,7 +95,7 @@ class Totals(NamedTuple):
     wait_weights_s: float
     """The same while leases wait for newer weights."""
     slots_s: float
-    """Integral over time of groups being generated."""
+    """Integral over time of leases that actors hold, those for evaluation left out."""
     open_s: float
     """Integral over time of groups begun and not yet trained on: its mean is the L of Little's law."""
 
@@ -284,6 +284,8 @@ class Simulation:
         self._slots = Slots(fleet.num_actors, fleet.max_inflight_groups)
         self._actors = [Actor() for _ in range(fleet.num_actors)]
         self._num_idle = fleet.num_actors
+        self._changed: set[int] = set()
+        """Actors whose next group may end at another time than was scheduled."""
         self._lease_ids = count()
         self._in_flight: dict[int, Rollouts] = {}
         """Groups to train on that actors hold, by lease id, oldest first."""
@@ -305,6 +307,9 @@ class Simulation:
         self._publish()
         self._grant()
         while self._policy_version < num_steps:
+            for index in self._changed:
+                self._reschedule(index)
+            self._changed.clear()
             at, _, kind, index = heapq.heappop(self._events)
             if kind == _GROUP_ENDS and self._actors[index].next_end != at:
                 continue
@@ -357,14 +362,12 @@ class Simulation:
 
     def _grant(self) -> None:
         """What the dispatcher does after every message."""
-        started: dict[int, None] = {}
         round_ = self._evaluations.begin()
         while round_ is not None and round_.has_prompt and round_.policy_version <= self._committed_version:
             index = self._slots.take()
             if index is None:
                 break
             round_.next_prompt(self._start(index, is_evaluation=True).lease_id)
-            started[index] = None
         num_open = len(self._in_flight) + len(self._ready) + len(self._training)
         self._is_blocked = False
         for _ in range(self._policy.admit(self._policy_version, num_open)):
@@ -377,10 +380,7 @@ class Simulation:
             group = self._start(index, is_evaluation=False)
             self._in_flight[group.lease_id] = group
             self._num_leased += 1
-            started[index] = None
             num_open += 1
-        for index in started:
-            self._reschedule(index)
 
     def _start(self, index: int, *, is_evaluation: bool) -> Rollouts:
         actor = self._actors[index]
@@ -398,6 +398,7 @@ class Simulation:
         )
         heapq.heappush(actor.ends, (group.started + group.generate_s, group.lease_id, group))
         self._crowd(actor, group, 1)
+        self._changed.add(index)
         return group
 
     def _release(self, group: Rollouts) -> None:
@@ -448,7 +449,7 @@ class Simulation:
                 completions_s = self._timings.completions_s[group.drawn].tolist()
                 group.mean_version, group.last_version = sampled_versions(actor.commits, group.started, completions_s)
             ended.append(group)
-        self._reschedule(index)
+        self._changed.add(index)
         if self._timings.handoff_s:
             # All take the same time: they arrive in the order in which they leave.
             self._handed_over.append(ended)
@@ -486,7 +487,7 @@ class Simulation:
             self._generated_s += done_s
             self._wasted_s += done_s
             self._crowd(actor, group, -1)
-            self._reschedule(group.actor)
+            self._changed.add(group.actor)
 
     # The learner
 
@@ -559,8 +560,10 @@ class Simulation:
                 actor.settle(self._clock)
                 actor.since += pause_s
                 if are_commits_needed:
+                    if not actor.num_running:
+                        actor.commits.clear()
                     actor.commits.append((actor.progress, self._sending_version))
-                self._reschedule(index)
+                self._changed.add(index)
         self._after(self._timings.swap_s, _WEIGHTS_ARE_COMMITTED)
 
     def _commit_weights(self) -> None:

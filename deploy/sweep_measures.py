@@ -145,7 +145,7 @@ def _seconds(history: RunHistory, train: TrainSection) -> Iterator[float]:
     """What each step took on the run's clock."""
     for row, is_first in _steps(history, train):
         step_s = number(row, "time/step_s") or 0.0
-        yield max(0.0, step_s - _wait_s(row)) if is_first else step_s
+        yield max(0.0, step_s - _wait_s(row) if is_first else step_s)
 
 
 def _wait_s(row: Row) -> float:

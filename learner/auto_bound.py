@@ -140,8 +140,8 @@ class AutoBound:
         self._has_widened = True
         return Decision(
             wider,
-            f"drift is small (KL {mean.kl:.2g} per token, clip fraction {mean.clip:.2g}; mean of {WINDOW_STEPS} steps), and for "
-            f"{mean.lost:.0%} of the time the learner waited for what the bound kept actors from generating",
+            f"drift is small (KL {mean.kl:.2g} per token, clip fraction {mean.clip:.2g}; mean of {WINDOW_STEPS} steps), and "
+            f"for {mean.lost:.0%} of the time the learner waited for what the bound kept actors from generating",
         )
 
     def _learn_noise(self, step: Mapping[str, Any]) -> None:

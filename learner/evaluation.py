@@ -1,6 +1,9 @@
 """Evaluation rounds: held-out prompts leased to the same actors, while training goes on."""
 
+import math
 from collections import deque
+
+import numpy as np
 
 from learner.groups import Rollout
 
@@ -48,6 +51,16 @@ class Round:
             self._waiting.append((prompt_id, attempts_left - 1))
         else:
             self.num_failed += 1
+
+    def metrics(self) -> dict[str, float]:
+        """Of a finished round; means are nan where every prompt failed."""
+        num_completions = len(self.rewards)
+        return {
+            "reward": float(np.mean(self.rewards)) if num_completions else math.nan,
+            "length": float(np.mean(self.lengths)) if num_completions else math.nan,
+            "num_completions": num_completions,
+            "num_failed": self.num_failed,
+        }
 
 
 class Evaluations:

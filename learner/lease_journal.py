@@ -1,4 +1,4 @@
-"""The rollout log as the dispatcher writes it: in the order in which things happened, whatever had to wait for room on the disk."""
+"""The rollout log as the dispatcher writes it: in the order in which things happened, though some wait for room on the disk."""
 
 from learner.lease_events import LeaseEvent
 from learner.rollout_log import LogFullError, Position, RolloutLog

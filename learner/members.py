@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from protocols.messages import ActorStats, Hello, MemberStatus
 
+MAX_REPLACED = 1000
+"""How many replaced actor processes are remembered, to refuse them when they come back."""
+
 
 @dataclass
 class Member:
@@ -76,6 +79,8 @@ class Members:
 
     def __init__(self) -> None:
         self._by_peer: dict[bytes, Member] = {}
+        self._replaced: dict[tuple[str, int], None] = {}
+        """Processes whose name another one has taken, oldest first."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(list(self._by_peer.values()))
@@ -98,6 +103,16 @@ class Members:
     def remove(self, member: Member) -> None:
         """Forget a member."""
         self._by_peer.pop(member.peer, None)
+
+    def remember_replaced(self, member: Member) -> None:
+        """Another process has taken this one's name: it is to be known when it comes back."""
+        self._replaced[member.name, member.hello.incarnation] = None
+        if len(self._replaced) > MAX_REPLACED:
+            del self._replaced[next(iter(self._replaced))]
+
+    def was_replaced(self, hello: Hello) -> bool:
+        """Whether this comes from such a process; of many, only the last are known."""
+        return (hello.actor, hello.incarnation) in self._replaced
 
 
 class Room:

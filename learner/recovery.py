@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from common.shutdown import ServiceError
-from learner.dispatcher import DispatcherState, make_group
-from learner.groups import Group
+from learner.dispatcher import DispatcherState
+from learner.groups import Group, make_group
 from learner.lease_events import Accepted, Dropped, Expired, Granted, Started, Trained, Tuned
 from learner.ledger import Ledger
 from learner.prompts import Prompt, PromptStream
@@ -89,7 +89,7 @@ def _refill(
     for saved in sorted(ready, key=lambda saved: saved.position or Position(0, 0)):
         record = read(saved.position) if saved.position is not None else None
         if record is not None and isinstance(record.event, Accepted) and record.event.lease_id == saved.lease_id:
-            ledger.restore(make_group(record.event, record.arrays, ledger, prompts), saved.position)
+            ledger.restore(make_group(record.event, record.arrays, prompts[saved.prompt_id]), saved.position)
         else:
             num_lost += 1
     if num_lost:
@@ -106,7 +106,7 @@ def _apply(record: Record, ledger: Ledger, stream: PromptStream, prompts: Sequen
                 if turn != (event.prompt_id, event.epoch):
                     raise ValueError(f"it leases prompt {event.prompt_id} of epoch {event.epoch}, where {turn} was next")
             case Accepted():
-                group = make_group(event, record.arrays, ledger, prompts)
+                group = make_group(event, record.arrays, prompts[ledger.find(event.lease_id).prompt_id])
             case Dropped() | Expired():
                 lease = ledger.find(event.lease_id)
                 if isinstance(event, Expired) or not event.is_final:

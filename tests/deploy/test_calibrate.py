@@ -10,8 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from common.config import Config
+from common.setting_checks import check
 from common.settings import SettingError, load
-from deploy.calibrate import calibrate, check_band, load_groups, show
+from deploy.calibrate import calibrate, check_band, collection_config, load_groups, show
 from learner.calibration import FILE, load_calibration
 from learner.noise_floor import ClipBand, Differences
 from tests.deploy.services import Services, services_in, write_config
@@ -36,6 +37,28 @@ class Sampled(NamedTuple):
         """With a learner in bfloat16, to score what an engine in float32 has sampled."""
         config = load(Path(self.config_file))
         return replace(config, model=replace(config.model, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loss.anchor=proximal", "train.epochs_per_batch=2", "train.num_steps=10"],
+        ["loss.anchor=decoupled", "loss.correction=token_tis", "loss.correction_low=0.5"],
+        ["loss.objective=dapo", "train.warmup_steps=10", "weights.interval=3", "loss.noise_floor=nowhere.json"],
+        ["loss.objective=ppo", "staleness.staleness_policy=drop", "evaluation.interval=5", "task.eval_data=x.jsonl"],
+        ["hub.address=tcp://10.0.0.1:5700", "hub.key=a", "hub.learner_key=b", "hub.allowed_keys=c", "log.enabled=false"],
+    ],
+    ids=" ".join,
+)
+def test_collecting_run_of_any_config_is_a_legal_one_of_a_single_step_that_drops_nothing(overrides: list[str]) -> None:
+    config = load(None, ["model.path=m", "task.train_data=t.jsonl", "run.dir=here", *overrides])
+    check(config)
+    collecting = collection_config(config, 48)
+    check(collecting)
+    assert (collecting.train.num_steps, collecting.train.groups_per_step) == (1, 48)
+    assert (collecting.staleness.max_staleness, collecting.loss.zero_variance) == (0, "count")
+    assert (collecting.log.enabled, collecting.loss.anchor, collecting.loss.noise_floor) == (True, "behavior", "")
+    assert (collecting.model, collecting.rollout, collecting.actor) == (config.model, config.rollout, config.actor)
 
 
 @pytest.fixture(scope="module")
@@ -128,14 +151,14 @@ def test_floor_of_a_learner_in_bfloat16_is_what_direct_scoring_finds_and_foretel
 
     own, configured, above_noise = calibration.checks
     assert own.measured > 0.1, "the paper's band clips much for noise alone"
-    for check in (own, configured, above_noise):
-        assert check.predicted == pytest.approx(check.measured, abs=0.05)
-        assert check.measured == pytest.approx(float(direct.clipped(check.band).mean()), abs=0.05)
+    for of_band in (own, configured, above_noise):
+        assert of_band.predicted == pytest.approx(of_band.measured, abs=0.05)
+        assert of_band.measured == pytest.approx(float(direct.clipped(of_band.band).mean()), abs=0.05)
     half = direct.take(np.arange(len(direct.lengths)) % (2 * GROUP_SIZE) < GROUP_SIZE)
     for width in (1e-4, 2e-4, 6e-4, 1e-3):
         for is_sequence_ratio in (True, False):
-            check = check_band("", ClipBand(width, width, is_sequence_ratio), half, direct)
-            assert check.predicted == pytest.approx(check.measured, abs=0.05)
+            of_band = check_band("", ClipBand(width, width, is_sequence_ratio), half, direct)
+            assert of_band.predicted == pytest.approx(of_band.measured, abs=0.05)
     assert above_noise.measured < 0.03
     assert calibration.recommended == above_noise.band
 

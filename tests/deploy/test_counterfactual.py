@@ -3,6 +3,7 @@
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from learner.dispatcher import DispatcherState
 from learner.groups import Group
 from learner.lease_events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
 from learner.recovery import recover
-from learner.rollout_log import Position, Record, RolloutLog, read_log, read_record
+from learner.rollout_log import LogFullError, Position, Record, read_log, read_record
 from protocols.messages import Cancel, CompletionMeta, GroupDone, Lease, LeaseFailed, Segment
 from tests.learner.test_dispatcher import Actor, Desk, make_prompts
+from tests.learner.test_recovery import open_log
 
 # Hand-made logs
 
@@ -408,9 +410,7 @@ class Play:
         version = self.saved[0] if self.saved else 0
         state = msgspec.msgpack.decode(self.saved[1], type=DispatcherState) if self.saved else None
         after = state.log_end if state else Position(0, 0)
-        self.log = RolloutLog(
-            self.folder, fsync="off", segment_bytes=1 << 16, retain_bytes=1 << 30, min_free_bytes=0, after=after
-        )
+        self.log = open_log(self.folder, [], after=after)
         recovered = recover(
             state, read_log(self.folder, after), lambda position: read_record(self.folder, position), PROMPTS, seed=0
         )
@@ -435,6 +435,10 @@ class Play:
         self.desk.dispatcher.begin()
 
     def act(self, what: str, who: int, pick: int) -> None:
+        with suppress(LogFullError):
+            self._act(what, who, pick)
+
+    def _act(self, what: str, who: int, pick: int) -> None:
         worker = self.workers[who]
         match what:
             case "round":
@@ -473,7 +477,10 @@ class Play:
                 self.desk.dispatcher.tune({"staleness.max_staleness": str(least + pick % 4)}, "me")
             case "save" if self.training is None:
                 self.saved = (self.version, msgspec.msgpack.encode(self.desk.dispatcher.state()))
+            case "disk":
+                self.log.is_disk_full = not self.log.is_disk_full
             case "die":
+                self.make_room()
                 self.end()
                 self.training = None
                 self.start()
@@ -482,6 +489,11 @@ class Play:
                     each.come()
             case _:
                 pass
+
+    def make_room(self) -> None:
+        """The log has all that the learner knows, so that both can be compared."""
+        self.log.is_disk_full = False
+        self.desk.tick()
 
     def end(self) -> None:
         self.log.close()
@@ -509,7 +521,10 @@ def configs(draw: st.DrawFn) -> Config:
 
 
 WHAT = st.sampled_from(
-    ["step"] * 6 + ["round", "answer"] * 4 + ["commit", "select", "train"] * 2 + ["fail", "distrust", "tune", "save", "die"]
+    ["step"] * 6
+    + ["round", "answer"] * 4
+    + ["commit", "select", "train"] * 2
+    + ["fail", "distrust", "tune", "save", "die", "disk"]
 )
 
 
@@ -526,6 +541,7 @@ def test_every_run_replays_exactly_with_its_own_settings(
         play = Play(Path(name) / "log", config, drop_zero_variance=drop_zero_variance)
         for act in acts:
             play.act(*act)
+        play.make_room()
         counts = play.desk.dispatcher.counts()
         play.end()
         recording = read_recording(read_log(Path(name) / "log", Position(0, 0)))

@@ -216,6 +216,15 @@ def test_rewards_of_steps_and_evaluations_are_plotted(tmp_path: Path):
     assert (held_out["x"], held_out["y"]) == ([2], [0.625])
 
 
+def test_clips_that_noise_alone_makes_are_a_line_across_all_clips_where_the_floor_is_known(tmp_path: Path):
+    without = figure_titled(report_of(tmp_path, [step(1, {"0": 3}), step(2, {"0": 3})]), "Clip fraction")["data"]
+    rows = [step(1, {"0": 3}, **{"clip/noise": 0.2}), step(2, {"0": 3}, **{"clip/noise": 0.1})]
+    *areas, noise = figure_titled(report_of(tmp_path, rows), "Clip fraction")["data"]
+    assert areas == without
+    assert noise["y"] == [0.2, 0.1]
+    assert "stackgroup" not in noise
+
+
 def test_time_shares_of_each_service_add_up(tmp_path: Path):
     traces = figure_titled(report_of(tmp_path, whole_run()), "Where the time went")["data"]
     shares: dict[str, dict[str, float]] = {}

@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.settings import SettingError, load
@@ -114,7 +115,8 @@ def test_values_are_split_at_commas_outside_of_brackets_and_quotes(listed: str, 
     assert split_values(listed) == values
 
 
-@given(values=st.lists(st.integers(0, 99).map(str), min_size=1, unique=True), seeds=st.integers(1, 4))
+@given(values=st.lists(st.integers(0, 99).map(str), min_size=1, max_size=6, unique=True), seeds=st.integers(1, 4))
+@settings(max_examples=30)
 def test_every_plan_has_each_cell_once(values: list[str], seeds: int) -> None:
     cells = make_plan([f"max_staleness={','.join(values)}"], num_seeds=seeds, first_seed=0).cells
     assert len({cell.name for cell in cells}) == len(cells) == len(values) * seeds
@@ -335,6 +337,18 @@ def test_job_array_runs_one_command_in_each_task(sweep: Sweep) -> None:
             check=True,
         )
     assert told.stdout == f"train {cells[1].folder}/run.toml\n"
+
+
+def test_command_prints_the_quick_starts_runs_and_reports_what_is_there(sweep: Sweep) -> None:
+    def offbeat(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "deploy.cli", "sweep", *arguments, "--out", "sweep"]
+        return subprocess.run(command, cwd=sweep.home, capture_output=True, text=True, timeout=60, check=False)
+
+    printed = offbeat("train.num_steps=5", "--set", "max_staleness=0,4", "--seeds", "1", "--print")
+    assert printed.stdout.splitlines() == [f"offbeat train sweep/max_staleness={bound}/seed=0/run.toml" for bound in (0, 4)]
+    assert load(sweep.folder / "max_staleness=4" / "seed=0" / "run.toml").train.num_steps == 5
+    assert "when they are: offbeat sweep --report --out sweep" in printed.stderr
+    assert offbeat("--report").stdout == "sweep/report.html\n"
 
 
 def test_plan_is_json_that_says_what_is_varied(sweep: Sweep) -> None:

@@ -49,7 +49,7 @@ def test_calibration_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert load_calibration(str(save_calibration(calibration, tmp_path))) == calibration
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\xff", b"{}", b'{"made_at": 3}'])
+@pytest.mark.parametrize("content", [None, b"", b"{}", b'{"made_at": 3}', b'{"made_at": "\xc3"}'])
 def test_file_that_is_no_calibration_is_a_mistake_of_the_user_with_a_cure(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "calibration.json"
     if content is not None:

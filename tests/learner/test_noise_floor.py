@@ -178,7 +178,8 @@ def test_without_noise_the_objectives_own_band_is_recommended() -> None:
 
 
 def test_a_bound_of_one_is_none() -> None:
-    floor = normal_floor(0.5)
+    # Nearly all tokens are below e^-7.
+    floor = normal_floor(20.0)
     below, _ = floor.beyond(ClipBand(1.0, 4.0, is_sequence_ratio=False), np.array([3]))
     assert below[0] == 0
     assert recommend_band(floor, np.array([3]), ClipBand(1.0, 4.0, is_sequence_ratio=False)).low == 1
