@@ -174,7 +174,7 @@ def clip_fraction(history: RunHistory) -> Plot:
     """Completions outside the clip band by sign of advantage and side."""
     caption = (
         "Share of completions whose sequence ratio left the clip band: the two strong colors lose their gradient, "
-        "the two pale ones keep it."
+        "the two pale ones keep it (A < 0, above, no more than loss.dual_clip leaves, where that is set)."
     )
     parts = (
         ("positive_above", "A > 0, above (clipped)", BLUE),
@@ -193,9 +193,9 @@ def clip_fraction(history: RunHistory) -> Plot:
         return Plot("Clip fraction", caption, None, "No step has recorded its clip fractions.")
     noise_steps, noise = _series(history.steps, "clip/noise")
     if noise:
-        line = line_trace(noise_steps, noise, "of the clipped, engine noise", INK) | {"mode": "lines"}
-        line["line"] |= {"dash": "dash"}
-        data.append(line)
+        line = line_trace(noise_steps, noise, "of the clipped, engine noise", INK)
+        line["line"]["dash"] = "dash"
+        data.append(line | {"mode": "lines"})
         caption = f"{caption[:-1]}. Strong colors above the dashed line are drift, below it what engine noise alone clips."
     y_axis = {"tickformat": ".1~%", "rangemode": "tozero"}
     layout = _step_layout("optimizer step", steps, "share of completions", y=y_axis)

@@ -66,22 +66,29 @@ class Setting(NamedTuple):
 
     num_actors: int
     max_staleness: int
+    num_slots: int
+    """Groups in flight per actor."""
 
     @property
     def name(self) -> str:
         """Of its run's folder."""
-        return f"actors-{self.num_actors}-staleness-{self.max_staleness}"
+        return f"actors-{self.num_actors}-staleness-{self.max_staleness}-slots-{self.num_slots}"
 
 
 SETTINGS = {
-    "sockets": [Setting(2, 4), Setting(4, 0), Setting(4, 1), Setting(4, 4), Setting(6, 2), Setting(6, 4), Setting(6, 0)],
+    "sockets": [Setting(*pair, 4) for pair in ((2, 4), (4, 0), (4, 1), (4, 4), (6, 0), (6, 2), (6, 4))],
     "quickstart": [
-        *(Setting(1, bound) for bound in (0, 1, 4)),
-        *(Setting(2, bound) for bound in (0, 1, 2, 4, 8)),
-        *(Setting(3, bound) for bound in (0, 2, 4, 8)),
+        Setting(2, 0, 4),
+        *(Setting(1, bound, 16) for bound in (0, 1, 4)),
+        *(Setting(2, bound, 16) for bound in (0, 1, 2, 4, 8)),
+        *(Setting(3, bound, 16) for bound in (0, 2, 4, 8)),
     ],
 }
-FITTED = {"sockets": [Setting(4, 4), Setting(4, 0)], "quickstart": [Setting(1, 4), Setting(2, 0)]}
+FITTED = {
+    "sockets": [Setting(4, 4, 4), Setting(4, 0, 4)],
+    # Unlike ones: training alone and beside busy actors, actors with few groups and with many.
+    "quickstart": [Setting(2, 4, 16), Setting(2, 0, 4)],
+}
 
 
 # Sockets: runs whose engines and trainer sleep
@@ -186,7 +193,7 @@ def make_socket_run(folder: Path, setting: Setting) -> None:
         rollout=RolloutSection(group_size=GROUP_SIZE),
         staleness=StalenessSection(max_staleness=setting.max_staleness),
         train=TrainSection(num_steps=SOCKET_STEPS, groups_per_step=GROUPS_PER_STEP),
-        actor=ActorSection(max_inflight_groups=GROUPS_PER_ACTOR),
+        actor=ActorSection(max_inflight_groups=setting.num_slots),
         launch=LaunchSection(num_actors=setting.num_actors),
     )
     folder.mkdir(parents=True)
@@ -217,7 +224,11 @@ def _receive(connection: Connection) -> Any:
 
 def make_quickstart_run(folder: Path, setting: Setting) -> None:
     """`offbeat train`, its output in `train.log` beside the folder."""
-    settings = [f"launch.num_actors={setting.num_actors}", f"staleness.max_staleness={setting.max_staleness}"]
+    settings = [
+        f"launch.num_actors={setting.num_actors}",
+        f"staleness.max_staleness={setting.max_staleness}",
+        f"actor.max_inflight_groups={setting.num_slots}",
+    ]
     command = [sys.executable, "-m", "deploy.cli", "train", *settings, f'run.dir="{folder}"']
     with folder.with_suffix(".log").open("wb") as stream:
         subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, timeout=RUN_TIMEOUT_S, check=True)
@@ -247,6 +258,7 @@ class Comparison(NamedTuple):
     run: str
     num_actors: int
     max_staleness: int
+    num_slots: int
     is_fitted: bool
     measured: Outcome
     predicted: Outcome
@@ -292,6 +304,7 @@ def compare(runs: Sequence[Path], fitted: Sequence[Path], cores: int | None, out
                 run.name,
                 config.launch.num_actors,
                 config.staleness.max_staleness,
+                config.actor.max_inflight_groups,
                 run in fitted,
                 measure(run),
                 predict(config, source),
@@ -300,7 +313,7 @@ def compare(runs: Sequence[Path], fitted: Sequence[Path], cores: int | None, out
         )
     print_table(
         f"Predicted / measured; the simulation's times are from the runs marked *: {source.text}",
-        ("actors", "max_staleness", "groups/s", "", "mean lag", "", "learner waits", "load before, after"),
+        ("actors", "slots", "max_staleness", "groups/s", "", "mean lag", "", "learner waits", "load before, after"),
         [_row(comparison) for comparison in comparisons],
     )
     unseen = [comparison for comparison in comparisons if not comparison.is_fitted]
@@ -315,7 +328,7 @@ def compare(runs: Sequence[Path], fitted: Sequence[Path], cores: int | None, out
 
 
 def _row(one: Comparison) -> list[str]:
-    cells = [f"{one.num_actors}{'*' if one.is_fitted else ''}", str(one.max_staleness)]
+    cells = [f"{one.num_actors}{'*' if one.is_fitted else ''}", str(one.num_slots), str(one.max_staleness)]
     for figure in FIGURES.values():
         predicted, measured = figure(one.predicted), figure(one.measured)
         error = _error(predicted, measured)
@@ -339,6 +352,7 @@ def make_runs(part: str, out: Path) -> None:
     make = {"sockets": make_socket_run, "quickstart": make_quickstart_run}[part]
     out.mkdir(parents=True, exist_ok=True)
     for setting in SETTINGS[part]:
+        assert part == "quickstart" or setting.num_slots == GROUPS_PER_ACTOR, "sleeping actors have so many slots"
         folder = out / setting.name
         if _is_finished(folder):
             continue

@@ -322,6 +322,49 @@ def test_restart_undoes_the_batches_after_its_checkpoint_and_their_groups_are_th
     assert lease_ids(narrow) == [[0], [3]]
 
 
+def test_restart_finds_the_replayed_learner_as_late_as_it_was_at_the_checkpoint(tale: Tale) -> None:
+    """The recorded learner goes back to its version 3, when the replayed one had made 2."""
+    tale.start(version=3)
+    tale.grant(5, version=3)
+    tale.accept(5, versions=(3,))
+    tale.select()
+    tale.train(5, version=3)
+    outcome = replay(tale.recording, make_config(max_staleness=2), {"staleness.max_staleness": "0"})
+    assert lease_ids(outcome) == [[0], [3], [5]]
+    assert outcome.lags == [0, 0, 0]
+    assert [batch.policy_version for batch in outcome.batches] == [0, 1, 2]
+
+
+def test_restart_undoes_what_a_late_learner_is_at(tale: Tale) -> None:
+    tale.start(version=4)
+    tale.now = 300.0
+    tale.expire(4)
+    recording = tale.recording._replace(train_s=100.0)
+    outcome = replay(recording, make_config(max_staleness=2), {"staleness.max_staleness": "0"})
+    # 3 arrives at 12, the restart is at 18.
+    assert [batch.at for batch in outcome.trainings] == [6.0, 118.0]
+
+
+def test_nothing_is_dropped_before_a_batch_is_at_hand() -> None:
+    tale = Tale()
+    tale.start()
+    tale.grant(0, 1, 2, version=0)
+    tale.accept(0, 1)
+    tale.select()
+    tale.train(0, 1, version=0)
+    tale.accept(2)
+    tale.grant(3, 4, version=1)
+    tale.accept(3, versions=(1,))
+    tale.select()
+    tale.train(2, 3, version=1)
+    config = make_config(groups_per_step=2, max_staleness=1)
+    changed = {"staleness.max_staleness": "0", "staleness.staleness_policy": "drop"}
+    # With 2 and 3 there are two groups; before that 2 alone is too old already, and 3 leases are open.
+    outcome = replay(tale.recording, config, changed)
+    assert outcome.dropped == []
+    assert (outcome.admitted, outcome.num_left) == ([0, 1, 3, 4], 2)
+
+
 def test_settings_changed_while_the_run_went_on_are_followed_but_for_those_of_the_replay() -> None:
     tale = Tale()
     tale.start()
