@@ -19,7 +19,7 @@ from common.settings import SettingError, load, replace_settings
 from deploy.audit import is_log_whole
 from deploy.counterfactual import Outcome, Recording, differences, read_recording, recorded_outcome, replay
 from learner import checkpoints
-from learner.lease_events import Accepted
+from learner.lease_events import Accepted, Tuned
 from learner.rollout_log import read_log
 
 if TYPE_CHECKING:
@@ -122,12 +122,13 @@ def replay_run(run: Path, request: Request) -> Report:
         bound_row(replace_settings(config, changed), outcome, lengths)
         for changed, outcome in zip(variants, outcomes, strict=True)
     ]
-    notes: list[str] = []
+    notes = _changes(recording)
     gradients: list[GradientRow] = []
     if request.objectives:
         lags = {RECORDED: exact.lags}
         lags |= {row.label: outcome.lags for row, outcome in zip(rows, outcomes, strict=True)}
-        gradients, notes = _gradients(run, config, request.objectives, recorded, lags)
+        gradients, more_notes = _gradients(run, config, request.objectives, recorded, lags)
+        notes += more_notes
     return Report(
         recorded=bound_row(config, exact, lengths),
         differences=differences(recorded, exact),
@@ -258,6 +259,7 @@ def _gradients(
             "train.checkpoint_interval to the optimizer steps between two, and train.keep_checkpoints to how many are kept."
         ]
     from deploy.gradients import compare, load_candidates
+    from learner.zero import MAX_FULL_GRADIENTS, deepspeed_config
 
     trained_at = {group.lease_id: batch.policy_version for batch in recorded.batches for group in batch.groups}
     candidates = load_candidates(read_log(run / "log"), config, trained_at)
@@ -269,12 +271,34 @@ def _gradients(
         notes.append(
             f"Passed over, for too few groups that are no newer and that they were not trained on: {', '.join(passed_over)}."
         )
+    if deepspeed_config(config.train, config.model.dtype)["zero_optimization"]["stage"] > 0:
+        notes.append(
+            f"Under ZeRO, as in every bfloat16 run, norms and cosines are of at most {MAX_FULL_GRADIENTS} matrices, spread "
+            "evenly over the model."
+        )
     if config.loss.anchor != "behavior":
         notes.append(
             f'loss.anchor = "{config.loss.anchor}": these are first steps on a batch, where the ratio to recomputed log-probs '
             "is 1 and nothing is clipped; staleness shows in the correction alone."
         )
     return rows, notes
+
+
+def _changes(recording: Recording) -> list[str]:
+    """That the bound was not one and the same, where it was not."""
+    changes = [
+        f"{setting} = {text} at version {event.policy_version}"
+        for event in recording.events
+        if isinstance(event, Tuned)
+        for setting, text in event.settings.items()
+        if setting.startswith("staleness.")
+    ]
+    if not changes:
+        return []
+    shown = ", ".join([*changes[:5], *([f"and {len(changes) - 5} more"] if len(changes) > 5 else [])])
+    return [
+        f'Settings were changed while the run went on: {shown}. "{RECORDED}" follows them; other bounds stay as they are named.'
+    ]
 
 
 def _lengths(recording: Recording) -> dict[int, list[int]]:

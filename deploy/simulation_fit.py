@@ -25,6 +25,8 @@ Floats = NDArray[np.float64]
 
 WARM_UP = 0.1
 """Share of a run's batches that is left out: compilation, caches, an empty buffer."""
+MARGIN_S = 1e5
+"""Around a recording; what happened so long before or after is no part of it."""
 MIN_BATCHES = 5
 MIN_GROUPS = 50
 LOADS = [1 + 0.05 * step for step in range(21)]
@@ -220,7 +222,7 @@ def alone(generated_s: Floats, longest: Floats, mean_running: Floats) -> tuple[f
     average. What is left over (engine steps, other processes) hits the groups of a moment alike, so it is averaged and not
     drawn: drawn for each group anew, it would make the longest group of every batch too long.
     """
-    slope = np.polyfit(mean_running, generated_s, 1)[0] if np.ptp(mean_running) > 0 else 0.0
+    slope = np.polyfit(mean_running, generated_s, 1)[0] if np.ptp(mean_running) > 1e-6 else 0.0
     # Chance, or other causes, may say that company helps, or that it costs more than turns would.
     slope = min(max(0.0, slope), generated_s.mean() / mean_running.mean())
     crowding = slope / (generated_s.mean() - slope * (mean_running.mean() - 1))
@@ -252,9 +254,11 @@ class Work:
             times.append(track.times)
             changes.append(np.diff(track.num_running > 0, prepend=0))
         order = np.argsort(np.concatenate(times), kind="stable")
-        self._times = np.concatenate(times)[order]
-        num_busy = np.concatenate(changes)[order].cumsum()
-        share = np.ones(len(order)) if cores is None else 1 / np.maximum(1.0, load * num_busy / cores)
+        known = np.concatenate(times)[order]
+        # Nothing was busy before, nor afterwards.
+        self._times = np.concatenate([known[:1] - MARGIN_S, known, known[-1:] + MARGIN_S])
+        num_busy = np.concatenate([[0], np.concatenate(changes)[order].cumsum(), [0]])
+        share = np.ones(len(num_busy)) if cores is None else 1 / np.maximum(1.0, load * num_busy / cores)
         self._work = _integral(share, self._times)
 
     def until(self, times: Sequence[float] | Floats) -> Floats:

@@ -652,7 +652,7 @@ class Dispatcher:
 
     def _holds_back(self) -> bool:
         """Whether after a round of granting an actor has room still, though the run has leases to come."""
-        if self._is_log_full or not any(member.takes_leases and member.free > 0 for member in self._members):
+        if self._is_log_full or not any(member.free > 0 and member.takes_leases for member in self._members):
             return False
         # Either the bound admits no more, or only for newer weights than that actor has.
         return self._staleness.left_in_run(self._policy_version) > self._ledger.num_open
@@ -924,21 +924,15 @@ class Dispatcher:
 
     def _take_tuning(self, request: TuneRequest, sender: Sender) -> TuneReport:
         who = f"{request.who} (key {sender.name})" if sender.role else request.who
-        version = self._policy_version
         try:
             warnings = self._tuning.propose(request.settings).warnings
             changed = self.tune(request.settings, who)
-        except SettingError as error:
-            return TuneReport(policy_version=version, error=str(error))
-        except LogFullError as error:
-            return TuneReport(policy_version=version, error=f"{error}; nothing was changed, try again when there is room")
-        return TuneReport(policy_version=version, changed=changed, warnings=tuple(warnings))
+        except (SettingError, LogFullError) as error:
+            return TuneReport(policy_version=self._policy_version, error=str(error))
+        return TuneReport(policy_version=self._policy_version, changed=changed, warnings=tuple(warnings))
 
     def _status(self, now: float) -> StatusReport:
         doing, since = self._doing
-        counts = self._ledger.counts()
-        sums = {"leased": counts.leased, "trained": counts.trained}
-        sums |= {f"dropped/{reason}": number for reason, number in counts.dropped.items()}
         problems = [*self._weight_problems()]
         if self._is_log_full:
             problems.append("the rollout log's disk is full: no leases, no acknowledgements until there is room")
@@ -954,7 +948,7 @@ class Dispatcher:
             waiting_for="" if self._ledger.num_ready >= self._staleness.batch_groups else self.waiting_for(),
             uptime_s=now - self._started_at,
             members=tuple(member.status(now) for member in self._members),
-            ledger=sums | {"expired": counts.expired, "in flight": counts.in_flight},
+            ledger=self._ledger.counts().sums(),
             num_ready=self._ledger.num_ready,
             num_generating=self._ledger.num_open - self._ledger.num_ready,
             epoch=self._stream.epoch,

@@ -37,6 +37,11 @@ class LedgerCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether the conservation law holds."""
         return self.leased == self.trained + sum(self.dropped.values()) + self.expired + self.in_flight
 
+    def sums(self) -> dict[str, int]:
+        """By name, for people; drops as `dropped/REASON`."""
+        dropped = {f"dropped/{reason}": number for reason, number in self.dropped.items()}
+        return {"leased": self.leased, "trained": self.trained, **dropped, "expired": self.expired, "in flight": self.in_flight}
+
 
 class EpochAccount(msgspec.Struct, forbid_unknown_fields=True):
     """What became of the prompts of one pass over the data."""

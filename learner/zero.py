@@ -171,7 +171,6 @@ def discard_gradients(engine: Any) -> None:
     """Forget what was accumulated for the optimizer step that is due: the next backward pass begins anew."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    engine.zero_grad()
     engine.optimizer.zero_grad(set_to_none=True)
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
         # What its step begins and ends with, and its zero_grad leaves.

@@ -251,7 +251,7 @@ def test_run_is_audited_from_its_folder(tmp_path: Path) -> None:
     checks = audited(run)
     assert [(check.claim, check.violations) for check in checks if check.violations] == []
     assert [check.seen for check in checks[:4]] == [
-        "20 records",
+        "21 records",
         "8 leases",
         "2 batches kept, 1 undone by 1 restarts",
         "5 groups",

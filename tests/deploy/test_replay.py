@@ -19,7 +19,7 @@ from deploy.cli import app
 from deploy.gradients import Candidates, choose, compare, cosine, eligible, load_candidates, objective_config, quantiles
 from deploy.replay import CANNOT_TELL, CANNOT_TELL_OF_GRADIENTS, Report, Request, render, replay_run
 from learner.groups import Group
-from learner.lease_events import Accepted, Granted, Started, Trained
+from learner.lease_events import Accepted, Granted, Started, Trained, Tuned
 from learner.rollout_log import RolloutLog, read_log
 from protocols.messages import CompletionMeta, Segment
 from tests.learner.trainer_cases import make_config, make_groups
@@ -236,6 +236,20 @@ def test_command_prints_tables_or_json(run: Path) -> None:
     assert "What this cannot tell" in offbeat(str(run))
 
 
+def test_settings_changed_while_the_run_went_on_are_named(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_bytes((run / "config.toml").read_bytes())
+    write_log(tmp_path / "log", make_groups(NUM_LEASES))
+    log = RolloutLog(tmp_path / "log", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
+    changed = {"staleness.max_staleness": "3", "train.learning_rate": "1e-5"}
+    log.append(Tuned(at=9.0, settings=changed, who="me", reason="", policy_version=4))
+    log.close()
+    report = replay_run(tmp_path, Request())
+    assert report.differences == []
+    assert [note.split(". ")[0] for note in report.notes] == [
+        "Settings were changed while the run went on: staleness.max_staleness = 3 at version 4"
+    ]
+
+
 def test_settings_that_do_not_give_what_was_recorded_are_an_error(run: Path, tmp_path: Path) -> None:
     config = load(run / "config.toml", ["staleness.max_staleness=0"])
     (tmp_path / "config.toml").write_text(resolved_toml(config))
@@ -258,6 +272,13 @@ def test_settings_that_do_not_give_what_was_recorded_are_an_error(run: Path, tmp
 def test_request_that_cannot_be_is_refused(run: Path, request_: Request, said: str) -> None:
     with pytest.raises(SettingError, match=said):
         replay_run(run, request_)
+
+
+def test_bound_under_which_the_run_would_wait_for_ever_is_refused(run: Path, tmp_path: Path) -> None:
+    config = load(run / "config.toml", ["train.steps_per_batch=2"])
+    (tmp_path / "config.toml").write_text(resolved_toml(config))
+    with pytest.raises(SettingError, match="the run would wait for ever"):
+        replay_run(tmp_path, Request((1, 0)))
 
 
 def test_folder_without_a_whole_log_is_refused(run: Path, tmp_path: Path) -> None:

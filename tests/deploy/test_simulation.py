@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import StalenessSection, TrainSection
-from deploy.simulation import Batch, Fleet, Simulation, Slots, Timings, sampled_versions
+from deploy.simulation import DRAWN_AT_ONCE, Batch, Fleet, Simulation, Slots, Timings, sampled_versions
 from learner.evaluation import Evaluations
 from learner.members import Member, Members, Room
 from learner.staleness import StalenessPolicy
@@ -188,6 +188,58 @@ def test_several_steps_on_one_selection_age_its_groups() -> None:
     assert [batch.policy_version for batch in batches] == [2, 4]
     assert batches[0].lags == {0: 2, 1: 2}
     assert batches[0].ended_at == 3.0
+
+
+def seed_that_draws(*drawn: int) -> int:
+    """A seed whose first groups are these rows of two."""
+
+    def first(seed: int) -> list[int]:
+        return np.random.default_rng(seed).spawn(3)[0].integers(2, size=DRAWN_AT_ONCE)[: len(drawn)].tolist()
+
+    return next(seed for seed in range(10_000) if first(seed) == list(drawn))
+
+
+def test_aborted_group_frees_its_slot_and_counts_as_far_as_it_came() -> None:
+    batches = run(
+        make_timings([[1.0], [100.0]], train_s=0.5),
+        Fleet(1, 2),
+        bounds=bound(1, staleness_policy="abort"),
+        groups_per_step=1,
+        num_steps=4,
+        seed=seed_that_draws(1, 0, 0, 0, 0, 0),
+    )
+    # The first lease takes 100 s; the others, one at a time beside it, are trained at 1.5 and 3. Version 2 aborts it there, and
+    # from then on two are generated at once.
+    assert ends(batches) == [1.5, 3.0, 4.5, 5.0]
+    assert [batch.totals.aborted for batch in batches] == [0, 1, 1, 1]
+    assert (batches[1].totals.generated_s, batches[1].totals.wasted_s) == (1 + 1 + 3, 3)
+
+
+@pytest.mark.parametrize(("selection", "order"), [("oldest_lease", [0, 1, 2]), ("first_finished", [0, 2, 1])])
+def test_groups_are_offered_in_the_order_of_the_selection(selection: str, order: list[int]) -> None:
+    selected: list[int] = []
+
+    class Noting(StalenessPolicy):
+        def select(self, ready: Sequence) -> list:
+            groups = super().select(ready)
+            selected.extend(group.lease_id for group in groups)
+            return groups
+
+    # While the first is trained until 11, the third is finished at 1, and the second at 5.
+    timings = make_timings([[1.0], [5.0]], train_s=10.0)
+    bounds = bound(4, selection=selection)
+    seed = seed_that_draws(0, 1, 0, 0)
+    run(timings, Fleet(1, 3), bounds=bounds, groups_per_step=1, num_steps=3, policy=Noting, seed=seed)
+    assert selected == order
+
+
+@pytest.mark.parametrize("seed", [1, 4, 8])
+def test_groups_that_end_within_rounding_of_one_another_all_end(seed: int) -> None:
+    # With these seeds there are groups that differ in progress and, by rounding, not in time.
+    completions_s = [[0.0692], [0.0807], [0.0922]]
+    timings = make_timings(completions_s, train_s=0.155, sync_s=0.06, crowding=1 / 3, swap_s=0.02, check_s=0.01)
+    batches = run(timings, Fleet(3, 16, cores=2), bounds=bound(4), groups_per_step=32, num_steps=100, seed=seed)
+    assert batches[-1].policy_version == 100
 
 
 # The policy is production's

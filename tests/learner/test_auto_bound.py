@@ -176,10 +176,10 @@ def test_noise_follows_the_newest_groups_of_lag_0() -> None:
 def test_calibrated_floor_goes_before_what_was_seen() -> None:
     run = Run(bound=4, noise=Noise(9.0, 9.0))
     calibrated = {"kl/drift": 0.5, "clip/drift": 0.0}
-    assert len(run.see(step(kl=0.0, **calibrated), times=4 + WINDOW_STEPS)) == 1
+    assert [move.max_staleness for move in run.see(step(kl=0.0, **calibrated), times=4 + WINDOW_STEPS)] == [2]
     # An objective whose clips are no noise has no such split.
     run = Run(bound=4, noise=Noise(9.0, 9.0))
-    assert len(run.see(step(clip=0.5, **{"kl/drift": 0.0}), times=4 + WINDOW_STEPS)) == 1
+    assert [move.max_staleness for move in run.see(step(clip=0.5, **{"kl/drift": 0.0}), times=4 + WINDOW_STEPS)] == [2]
 
 
 NUMBERS = st.one_of(st.floats(0, 1), st.sampled_from([0.0, math.inf, math.nan, -1.0]))
