@@ -189,6 +189,8 @@ class Dispatcher:
         self._failed_in_a_row = 0
         self._failure: BaseException | None = None
         self._bias = BiasMonitor()
+        self._in_training: set[int] = set()
+        """Leases of the batch that was selected and is not finished."""
         self._stop_reason: str | None = None
         self._lock = threading.RLock()
         self._progress = threading.Condition(self._lock)
@@ -235,6 +237,7 @@ class Dispatcher:
                 selected_after=self._selected[1],
             )
             self._record_fact(trained)
+            self._in_training = set()
             self._policy_version = policy_version
             self._newest_version = max(self._newest_version, policy_version)
         # Without the lock: the hub need not wait for rows.
@@ -547,7 +550,7 @@ class Dispatcher:
                 member.lease_ids.add(lease_id)
                 self._deadlines[lease_id] = now + self._rollout.lease_timeout_s
             else:
-                self._expire_lease(lease_id, member.name, "the actor no longer has it")
+                self._expire_lease(lease_id, "the actor no longer has it")
 
     def _lose(self, member: Member, event: str, detail: str) -> None:
         self._event(event, detail, actor=member.name)
@@ -605,7 +608,10 @@ class Dispatcher:
         doubtful = [
             group
             for group in self._ledger.ready_groups()
-            if group.actor == member.name and group.newest_version > member.good_version
+            if group.actor == member.name
+            and group.newest_version > member.good_version
+            # Too late for those.
+            and group.lease_id not in self._in_training
         ]
         for group in doubtful if self._drop_quarantined else ():
             self._drop_group(group, "quarantined", is_final=False)
@@ -710,18 +716,16 @@ class Dispatcher:
             for lease_id in mine:
                 self._release(member, lease_id)
         for lease_id in sorted(aborted):
-            lease = self._ledger.find(lease_id)
-            self._record_fact(Dropped(at=self._wall_clock(), lease_id=lease_id, reason="aborted", is_final=False))
             self._unclaimed.pop(lease_id, None)
-            self._stream.give_back(lease.prompt_id, lease.epoch)
-            self._event("lease_aborted", "too stale to be trained on", actor=lease.actor, lease_id=lease_id)
+            dropped = Dropped(at=self._wall_clock(), lease_id=lease_id, reason="aborted", is_final=False)
+            self._lose_lease(dropped, "lease_aborted", "too stale to be trained on")
 
     def _give_up_unclaimed(self, now: float) -> None:
         """Actors of the learner process before this one that did not come back."""
         if not self._unclaimed or now < self._unclaimed_until or self._is_log_full:
             return
-        for lease_id, actor in list(self._unclaimed.items()):
-            self._expire_lease(lease_id, actor, "its actor did not come back after the learner's restart")
+        for lease_id in list(self._unclaimed):
+            self._expire_lease(lease_id, "its actor did not come back after the learner's restart")
             del self._unclaimed[lease_id]
 
     def _take_back(self, member: Member, lease_id: int, reason: str) -> None:
@@ -731,14 +735,18 @@ class Dispatcher:
             self._evaluation_leases.discard(lease_id)
             self._end_evaluation(lease_id, None)
         elif self._ledger.status(lease_id) == "generating":
-            self._expire_lease(lease_id, member.name, reason)
+            self._expire_lease(lease_id, reason)
             self._release(member, lease_id)
 
-    def _expire_lease(self, lease_id: int, actor: str, reason: str) -> None:
-        lease = self._ledger.find(lease_id)
-        self._record_fact(Expired(at=self._wall_clock(), lease_id=lease_id, reason=reason))
+    def _expire_lease(self, lease_id: int, reason: str) -> None:
+        self._lose_lease(Expired(at=self._wall_clock(), lease_id=lease_id, reason=reason), "lease_expired", reason)
+
+    def _lose_lease(self, fact: Expired | Dropped, event: str, detail: str) -> None:
+        """A lease ends without a group, and its prompt is leased again."""
+        lease = self._ledger.find(fact.lease_id)
+        self._record_fact(fact)
         self._stream.give_back(lease.prompt_id, lease.epoch)
-        self._event("lease_expired", reason, actor=actor, lease_id=lease_id)
+        self._event(event, detail, actor=lease.actor, lease_id=fact.lease_id, after_s=fact.at - lease.granted_at)
 
     def _release(self, member: Member, lease_id: int) -> None:
         """The actor no longer owes this lease."""
@@ -882,6 +890,7 @@ class Dispatcher:
         for group in self._staleness.evict(self._ledger.ready_groups(order), self._policy_version):
             self._drop_group(group, "stale", is_final=False)
         selected = self._staleness.select(self._ledger.ready_groups(order))
+        self._in_training = {group.lease_id for group in selected}
         self._selected = (self._wall_clock(), self._journal.num_events)
         return selected or None
 

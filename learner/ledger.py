@@ -68,6 +68,8 @@ class SavedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     is_ready: bool
     oldest_version: int
     """As in `Granted`."""
+    granted_at: float
+    """Seconds since the epoch."""
 
 
 class LedgerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,6 +90,8 @@ class OpenLease(msgspec.Struct):
     actor: str
     oldest_version: int
     """As in `Granted`."""
+    granted_at: float
+    """Seconds since the epoch."""
     group: Group | None = None
     """The finished group, once it is in the buffer."""
     position: Position | None = None
@@ -119,7 +123,9 @@ class Ledger:
         ledger._dropped = Counter(state.counts.dropped)
         ledger._expired = state.counts.expired
         ledger._open = {
-            lease.lease_id: OpenLease(lease.lease_id, lease.prompt_id, lease.epoch, lease.actor, lease.oldest_version)
+            lease.lease_id: OpenLease(
+                lease.lease_id, lease.prompt_id, lease.epoch, lease.actor, lease.oldest_version, lease.granted_at
+            )
             for lease in state.open
         }
         ledger.epochs = _copy(state.epochs)
@@ -136,6 +142,7 @@ class Ledger:
                 lease.position,
                 lease.group is not None,
                 lease.oldest_version,
+                lease.granted_at,
             )
             for lease in self._open.values()
         )
@@ -234,7 +241,9 @@ class Ledger:
 
     def _grant(self, event: Granted) -> None:
         assert event.lease_id not in self._open, f"lease {event.lease_id} is open already"
-        self._open[event.lease_id] = OpenLease(event.lease_id, event.prompt_id, event.epoch, event.actor, event.oldest_version)
+        self._open[event.lease_id] = OpenLease(
+            event.lease_id, event.prompt_id, event.epoch, event.actor, event.oldest_version, event.at
+        )
         self._next_lease_id = max(self._next_lease_id, event.lease_id + 1)
         self._leased += 1
         self._epoch(event.epoch)

@@ -237,7 +237,7 @@ def recommend_band(floor: NoiseFloor, lengths: NDArray[np.int64], own: ClipBand)
 
 
 def describe(differences: Differences, floor: NoiseFloor, *, num_bins: int = 4) -> list[Summary]:
-    """The noise of all completions, of those of like length (at most `num_bins` bins, alike in size), and by sign of advantage."""
+    """The noise of all completions, of those of like length (in at most `num_bins` equal bins), and by sign of advantage."""
     summaries = [_describe("all", differences, floor)]
     lengths = differences.lengths
     edges = np.unique(np.quantile(lengths, np.linspace(0, 1, num_bins + 1)).round().astype(np.int64))

@@ -33,7 +33,17 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from common.config import ActorSection, Config, LaunchSection, RolloutSection, RunSection, StalenessSection, TrainSection
+from common.config import (
+    ActorSection,
+    Config,
+    LaunchSection,
+    ModelSection,
+    RolloutSection,
+    RunSection,
+    StalenessSection,
+    TaskSection,
+    TrainSection,
+)
 from common.environment import prepare_environment
 from common.metrics import ROWS_FILE, MetricsWriter, read_rows
 from common.settings import load, resolved_toml
@@ -190,6 +200,8 @@ def make_socket_run(folder: Path, setting: Setting) -> None:
     """A run of `SOCKET_STEPS` steps in this folder."""
     config = Config(
         run=RunSection(dir=str(folder)),
+        model=ModelSection(path="sleeping"),
+        task=TaskSection(train_data="nothing"),
         rollout=RolloutSection(group_size=GROUP_SIZE),
         staleness=StalenessSection(max_staleness=setting.max_staleness),
         train=TrainSection(num_steps=SOCKET_STEPS, groups_per_step=GROUPS_PER_STEP),

@@ -95,7 +95,7 @@ def test_settings_at_the_edge_pass(overrides: list[str]) -> None:
 
 def test_band_narrower_than_the_engine_noise_is_warned_about() -> None:
     (warning,) = check(load(None, [*GOOD, "loss.clip_low=3e-4", "loss.clip_high=4e-4"]))
-    assert "clip/fraction" in warning
+    assert "offbeat calibrate" in warning
 
 
 def test_greedy_evaluation_in_groups_is_warned_about() -> None:

@@ -994,6 +994,19 @@ def test_groups_sampled_since_the_last_good_weights_are_dropped_or_flagged(drop:
         assert leases[1].prompt_id in {lease.prompt_id for lease in honest.leases()}
 
 
+def test_actor_that_is_quarantined_while_its_group_is_trained_on_leaves_that_group_alone() -> None:
+    desk = Desk(groups_per_step=1)
+    actor = Actor(desk, "a").join(capacity=2)
+    for lease in actor.leases():
+        actor.answer(lease.lease_id)
+    batch = desk.batch()
+    assert batch is not None
+    desk.dispatcher.judge_canary("a", 0, "wrong")
+    desk.dispatcher.finish_batch(batch, 1)
+    counts = desk.dispatcher.counts()
+    assert (counts.trained, counts.dropped) == (1, {"quarantined": 1})
+
+
 def test_judgement_about_an_actor_that_left_changes_nothing() -> None:
     desk = Desk()
     desk.dispatcher.judge_canary("gone", 0, "they differ")
@@ -1512,6 +1525,8 @@ def test_generation_past_the_bound_is_cancelled_and_its_prompt_leased_again() ->
     assert desk.dispatcher.counts().dropped == {"aborted": 1}
     granted = [*slow.heard(Lease), *fast.heard(Lease)]
     assert stuck.prompt_id in {lease.prompt_id for lease in granted}
+    (event,) = desk.events("lease_aborted")
+    assert event["after_s"] == pytest.approx(desk.now - 1000.0)
     # What it sends all the same is no longer wanted, and no mistake.
     assert slow.answer(stuck.lease_id).outcome == "duplicate"
     assert desk.batch() is None
