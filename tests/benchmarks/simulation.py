@@ -47,6 +47,7 @@ from common.config import (
 from common.environment import prepare_environment
 from common.metrics import ROWS_FILE, MetricsWriter, read_rows
 from common.settings import load, resolved_toml
+from common.shutdown import PARENT_VARIABLE
 from deploy.simulate import Source, fitted_times, simulate_batches
 from learner.dispatcher import Dispatcher
 from learner.hub_thread import HubThread
@@ -235,15 +236,19 @@ def _receive(connection: Connection) -> Any:
 
 
 def make_quickstart_run(folder: Path, setting: Setting) -> None:
-    """`offbeat train`, its output in `train.log` beside the folder."""
+    """`offbeat train`, its output in `NAME.log` in the folder `logs` beside it."""
     settings = [
         f"launch.num_actors={setting.num_actors}",
         f"staleness.max_staleness={setting.max_staleness}",
         f"actor.max_inflight_groups={setting.num_slots}",
     ]
     command = [sys.executable, "-m", "deploy.cli", "train", *settings, f'run.dir="{folder}"']
-    with folder.with_suffix(".log").open("wb") as stream:
-        subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, timeout=RUN_TIMEOUT_S, check=True)
+    log = folder.parent / "logs" / f"{folder.name}.log"
+    log.parent.mkdir(exist_ok=True)
+    # It ends with this process, and its services with it.
+    environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
+    with log.open("wb") as stream:
+        subprocess.run(command, env=environment, stdout=stream, stderr=stream, timeout=RUN_TIMEOUT_S, check=True)
 
 
 # Comparison
