@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 from msgspec.structs import replace
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -27,6 +29,8 @@ WARM_UP = 0.1
 """Share of a simulated run's batches that is left out, at least those that the bound allows to be generated ahead."""
 NUM_DRAWN = 1 << 14
 """Groups in a given distribution."""
+PIPE_WIDTH = 128
+"""Columns of text where there is no terminal."""
 
 
 class Given(NamedTuple):
@@ -249,21 +253,12 @@ def show(predictions: Iterable[Prediction], source: Source, config: Config, *, a
     can_drop = bounds.staleness_policy != "gate" or bounds.hard_max_staleness is not None
     title = f"{config.train.groups_per_step} groups a step, {config.actor.max_inflight_groups} in flight per actor"
     title += f", policy {bounds.staleness_policy}"
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    for column in ("actors", "max_staleness", "groups/s"):
-        table.add_column(column, justify="right")
-    has_tokens = source.tokens_per_group is not None
-    columns = [
-        *(["tokens/s"] if has_tokens else []),
-        "steps/h",
-        "learner waits",
-        "actors wait: leases",
-        "weights",
-        "slots used",
-    ]
-    columns += ["lag mean", "L/B", "p99", "max", "over bound", *(["dropped", "aborted", "wasted"] if can_drop else [])]
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = ["actors", "max_\nstaleness", "groups/s", *(["tokens/s"] if source.tokens_per_group is not None else [])]
+    columns += ["steps/h", "learner\nwaits", "wait for\nleases", "wait for\nweights", "slots\nused"]
+    columns += ["mean\nlag", "L/B", "p99", "max", "over\nbound", *(["dropped", "aborted", "wasted"] if can_drop else [])]
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for one in predictions:
         tokens = [] if one.tokens_per_s is None else [f"{one.tokens_per_s:,.0f}"]
         lost = [f"{share:.1%}" for share in (one.dropped, one.aborted, one.wasted)] if can_drop else []
@@ -272,7 +267,8 @@ def show(predictions: Iterable[Prediction], source: Source, config: Config, *, a
             *(f"{share:.0%}" for share in (one.learner_waits, one.actors_wait_leases, one.actors_wait_weights, one.slots_used)),
             *(f"{one.mean_lag:.2f}", f"{one.law_lag:.2f}", str(one.p99_lag), str(one.max_lag), f"{one.over_bound:.1%}", *lost),
         )
-    console = Console()
+    # Into a pipe or a file the table goes whole.
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     console.print(table)
     for line in (times_text(source), *(f"assumed: {assumption}" for assumption in ASSUMPTIONS)):
         console.print(escape(line), highlight=False)

@@ -27,9 +27,10 @@ from learner.evaluation import Evaluations
 from learner.groups import Group, Limits, Rollout, flaw, make_group, unpack
 from learner.lease_events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
 from learner.lease_journal import LeaseJournal
-from learner.ledger import Ledger, LedgerCounts, LedgerState
+from learner.ledger import Ledger, LedgerCounts
 from learner.members import Member, Members, Room
-from learner.prompts import Prompt, PromptStream, StreamState
+from learner.prompts import Prompt, PromptStream
+from learner.recovery import DispatcherState
 from learner.rejections import Rejections
 from learner.rollout_log import LogFullError, Position, RolloutLog
 from learner.staleness import InFlight, StalenessPolicy
@@ -85,19 +86,6 @@ class Outgoing(NamedTuple):
     peer: bytes
     message: LearnerMessage
     arrays: tuple[Array, ...] = ()
-
-
-class DispatcherState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint keeps; the rollout log has what happened after it."""
-
-    stream: StreamState
-    ledger: LedgerState
-    log_end: Position | None
-    """None: the run keeps no log."""
-    newest_version: int
-    """The newest policy version made, by this learner process or one before it."""
-    tuned: dict[str, Tuned] = {}
-    """For each setting that was changed while the run went on the event that did so last."""
 
 
 class Dispatcher:

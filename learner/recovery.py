@@ -10,15 +10,29 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from common.shutdown import ServiceError
-from learner.dispatcher import DispatcherState
 from learner.groups import Group, make_group
 from learner.lease_events import Accepted, Dropped, Expired, Granted, Started, Trained, Tuned
-from learner.ledger import Ledger
-from learner.prompts import Prompt, PromptStream
+from learner.ledger import Ledger, LedgerState
+from learner.prompts import Prompt, PromptStream, StreamState
 from learner.rollout_log import Position, Record
 
 logger = logging.getLogger(__name__)
+
+
+class DispatcherState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a checkpoint keeps of the dispatcher; the rollout log has what happened after it."""
+
+    stream: StreamState
+    ledger: LedgerState
+    log_end: Position | None
+    """None: the run keeps no log."""
+    newest_version: int
+    """The newest policy version made, by this learner process or one before it."""
+    tuned: dict[str, Tuned] = {}
+    """For each setting that was changed while the run went on the event that did so last."""
 
 
 class RecoveryError(ServiceError):

@@ -31,14 +31,14 @@ from learner import checkpoints
 from learner.auto_bound import AutoBound, Noise
 from learner.calibration import changes, engine_numerics, learner_numerics, load_calibration
 from learner.contract import Contract
-from learner.dispatcher import Dispatcher, DispatcherState, RunFailedError
+from learner.dispatcher import Dispatcher, RunFailedError
 from learner.groups import Group
 from learner.hub_thread import HubThread
 from learner.ledger import needed_position
 from learner.progress import Progress
 from learner.prompts import Prompt, load_prompts
 from learner.ranks import RankedTrainer
-from learner.recovery import Recovered, recover
+from learner.recovery import DispatcherState, Recovered, recover
 from learner.rollout_log import LogFullError, Position, RolloutLog, read_log, read_record
 from learner.routing_history import RoutingHistory
 from learner.staleness import StalenessPolicy

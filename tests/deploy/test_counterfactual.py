@@ -23,10 +23,9 @@ from deploy.counterfactual import (
     recorded_outcome,
     replay,
 )
-from learner.dispatcher import DispatcherState
 from learner.groups import Group
 from learner.lease_events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
-from learner.recovery import recover
+from learner.recovery import DispatcherState, recover
 from learner.rollout_log import LogFullError, Position, Record, read_log, read_record
 from protocols.messages import Cancel, CompletionMeta, GroupDone, Lease, LeaseFailed, Segment
 from tests.learner.test_dispatcher import Actor, Desk, make_prompts

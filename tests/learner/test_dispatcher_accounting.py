@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from learner.dispatcher import DispatcherState
 from learner.prompts import PromptStream, Turn
+from learner.recovery import DispatcherState
 from protocols.messages import CompletionMeta, Goodbye, GroupDone, Lease, LeaseFailed, Segment
 from tests.learner.test_dispatcher import DEAD_AFTER_S, LEASE_TIMEOUT_S, NUM_PROMPTS, Actor, Desk
 

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from common.settings import SettingError
-from learner.dispatcher import DispatcherState
 from learner.lease_events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
 from learner.ledger import UNSEEN_LEASES, needed_position
 from learner.prompts import PromptStream, Turn
-from learner.recovery import Recovered, RecoveryError, recover
+from learner.recovery import DispatcherState, Recovered, RecoveryError, recover
 from learner.rollout_log import HEADER_BYTES, LogFullError, Position, RolloutLog, read_log, read_record
 from protocols.messages import (
     Ack,
