@@ -52,7 +52,6 @@ from common.shutdown import StopRequest
 from common.weights import make_layout
 from learner.dispatcher import Dispatcher
 from learner.hub_thread import HubThread
-from learner.weight_publisher import WeightPublisher
 from protocols.channels import Hub, Link
 from tests.benchmarks.measuring import (
     NUM_ROUNDS,
@@ -66,13 +65,21 @@ from tests.benchmarks.measuring import (
     run_offbeat,
     spread,
 )
-from tests.benchmarks.stand_ins import TOKEN_S, NoTokenizer, SleepEngine, make_dispatcher, no_reward
+from tests.benchmarks.stand_ins import (
+    MAX_MESSAGE_BYTES,
+    PATIENCE_S,
+    TOKEN_S,
+    NoTokenizer,
+    SleepEngine,
+    make_dispatcher,
+    make_publisher,
+    no_reward,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_STALENESS = {"sync": 0, "async": 4}
-PATIENCE_S = 60.0
 
 
 # Sleeping: the workload
@@ -87,7 +94,6 @@ LAYOUT = make_layout([("weights", (1 << 18,))], torch.float32)
 STEPS_LEFT_OUT = 4
 """At either end, where the ideals and the law of the lag are asked for: they are about the steady state."""
 SAMPLE_S = 0.01
-MAX_MESSAGE_BYTES = 1 << 28
 
 
 class Workload(NamedTuple):
@@ -213,22 +219,13 @@ class SleepLearner:
             on_join=lambda peer: self._publisher.joined(peer),
             on_weights=lambda actor, message: self._publisher.handle(actor, message),
         )
-        self._publisher = WeightPublisher(
-            layout=LAYOUT,
-            members=self._dispatcher.members,
-            post=self._post,
+        self._publisher = make_publisher(
+            self._dispatcher,
+            LAYOUT,
+            num_actors=NUM_ACTORS,
+            max_staleness=max_staleness,
             record=self._record,
-            host="127.0.0.1",
-            listen_on="127.0.0.1",
-            port=0,
-            backend="gloo",
-            timeout_s=PATIENCE_S,
-            bucket_bytes=8 << 20,
-            open_hub=lambda: Hub("tcp://127.0.0.1:0", max_message_bytes=MAX_MESSAGE_BYTES),
-            chunk_bytes=8 << 20,
-            max_pulls=NUM_ACTORS,
-            max_pull_lag=lambda: max_staleness,
-            on_failure=self._dispatcher.fail,
+            post=self._post,
         )
         self._hub_thread = HubThread(hub, self._dispatcher)
 

@@ -52,20 +52,17 @@ from deploy.simulate import Source, fitted_times, simulate_batches
 from learner.dispatcher import Dispatcher
 from learner.hub_thread import HubThread
 from learner.rollout_log import RolloutLog
-from learner.weight_publisher import WeightPublisher
 from protocols.channels import Hub
 from tests.benchmarks.async_vs_sync import (
     GROUP_SIZE,
     GROUPS_PER_ACTOR,
     GROUPS_PER_STEP,
     LAYOUT,
-    MAX_MESSAGE_BYTES,
-    PATIENCE_S,
     Workload,
     act,
 )
 from tests.benchmarks.measuring import print_table, processes
-from tests.benchmarks.stand_ins import make_dispatcher
+from tests.benchmarks.stand_ins import MAX_MESSAGE_BYTES, PATIENCE_S, make_dispatcher, make_publisher
 
 STEPS_LEFT_OUT = 10
 NUM_SEEDS = 5
@@ -130,22 +127,13 @@ class SocketLearner:
             on_join=lambda peer: self._publisher.joined(peer),
             on_weights=lambda actor, message: self._publisher.handle(actor, message),
         )
-        self._publisher = WeightPublisher(
-            layout=LAYOUT,
-            members=self._dispatcher.members,
-            post=self._post,
+        self._publisher = make_publisher(
+            self._dispatcher,
+            LAYOUT,
+            num_actors=setting.num_actors,
+            max_staleness=setting.max_staleness,
             record=self._record,
-            host="127.0.0.1",
-            listen_on="127.0.0.1",
-            port=0,
-            backend="gloo",
-            timeout_s=PATIENCE_S,
-            bucket_bytes=8 << 20,
-            open_hub=lambda: Hub("tcp://127.0.0.1:0", max_message_bytes=MAX_MESSAGE_BYTES),
-            chunk_bytes=8 << 20,
-            max_pulls=setting.num_actors,
-            max_pull_lag=lambda: setting.max_staleness,
-            on_failure=self._dispatcher.fail,
+            post=self._post,
         )
         self._hub_thread = HubThread(hub, self._dispatcher)
 

@@ -17,6 +17,8 @@ from learner.prompts import Prompt, PromptStream
 from learner.rollout_log import RolloutLog
 from learner.staleness import StalenessPolicy
 from learner.tuning import Tuning
+from learner.weight_publisher import WeightPublisher
+from protocols.channels import Hub
 from protocols.messages import EngineInfo, ModelHashes, Sampling, Segment, TensorSpec
 
 VOCABULARY_SIZE = 50_000
@@ -26,6 +28,8 @@ CANARY = np.array([1, 2, 3], np.int32)
 NUM_PROMPTS = 64
 TOKEN_S = 0.001
 """A completion of `n` tokens takes `n * TOKEN_S` from its submission, however many others run: an engine with room."""
+MAX_MESSAGE_BYTES = 1 << 28
+PATIENCE_S = 60.0
 LONGEST_STEP_S = 0.01
 """A real engine's step on a small model; messages and new weights wait for its end."""
 
@@ -161,4 +165,33 @@ def make_dispatcher(
         on_canary=lambda actor, policy_version, logprobs: None,
         on_routed=lambda actor, policy_version, experts: None,
         on_distrust=lambda peer, actor, why: None,
+    )
+
+
+def make_publisher(
+    dispatcher: Dispatcher,
+    layout: tuple[TensorSpec, ...],
+    *,
+    num_actors: int,
+    max_staleness: int,
+    record: Record,
+    post: Callable[[bytes, Any], None],
+) -> WeightPublisher:
+    """The learner's own weight publisher, over gloo and loopback."""
+    return WeightPublisher(
+        layout=layout,
+        members=dispatcher.members,
+        post=post,
+        record=record,
+        host="127.0.0.1",
+        listen_on="127.0.0.1",
+        port=0,
+        backend="gloo",
+        timeout_s=PATIENCE_S,
+        bucket_bytes=8 << 20,
+        open_hub=lambda: Hub("tcp://127.0.0.1:0", max_message_bytes=MAX_MESSAGE_BYTES),
+        chunk_bytes=8 << 20,
+        max_pulls=num_actors,
+        max_pull_lag=lambda: max_staleness,
+        on_failure=dispatcher.fail,
     )

@@ -1,22 +1,18 @@
 """What an operator is shown, and what happens when nobody answers."""
 
 import io
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from common.hub_keys import keys_of_learner, keys_of_peer
-from common.settings import load
 from common.shutdown import ServiceError
 from deploy import questions
-from deploy.keygen import make_keys
 from deploy.status import render, show_status
-from protocols.channels import Hub, Link
-from protocols.messages import ActorMessage, MemberStatus, Refused, SettingChange, StatusReport, StatusRequest, TuneReport
+from protocols.channels import Link
+from protocols.messages import MemberStatus, Refused, SettingChange, StatusReport, StatusRequest
+from tests.deploy.operator_desk import Desk
 from tests.deploy.services import free_port
 
 REPORT = StatusReport(
@@ -77,56 +73,6 @@ def test_report_shows_which_settings_are_not_the_configs_and_whose_they_are() ->
 
 def test_report_without_actors_says_so() -> None:
     assert "no actor is connected" in shown(msgspec.structs.replace(REPORT, members=()))
-
-
-class Desk:
-    """A hub that answers every question with the same message, and remembers who asked what."""
-
-    def __init__(self, folder: Path, answer: StatusReport | TuneReport | Refused) -> None:
-        make_keys(folder, [], [])
-        port = free_port()
-        self.address = f"tcp://127.0.0.1:{port}"
-        keys = [
-            f'hub.key="{folder}/{{name}}.key"',
-            f'hub.learner_key="{folder}/learner.pub"',
-            f'hub.allowed_keys="{folder}/allowed_keys"',
-        ]
-        self.hub_section = load(None, keys).hub
-        self.asked: list[ActorMessage] = []
-        self._answer = answer
-        self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-
-    def open_link(self) -> Link:
-        keys = keys_of_peer(self.hub_section, "operator", "operator")
-        return Link(self.address, identity=b"ops", max_message_bytes=1 << 20, key=keys.key, learner_key=keys.learner_key)
-
-    def close(self) -> None:
-        self._is_closed.set()
-        self._thread.join()
-
-    def _serve(self) -> None:
-        keys = keys_of_learner(self.hub_section)
-        with Hub(self.address, max_message_bytes=1 << 20, key=keys.key, allowed=keys.allowed) as hub:
-            while not self._is_closed.is_set():
-                hub.wait(0.05)
-                received = hub.receive()
-                if received is not None:
-                    assert isinstance(received.packet, tuple)
-                    assert received.sender.role == "operator"
-                    self.asked.append(received.packet.message)
-                    hub.send(received.peer, self._answer)
-
-
-@pytest.fixture
-def desks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Desk]]:
-    # On a busy machine a handshake may take its time.
-    monkeypatch.setattr(questions, "ANSWER_S", 60.0)
-    opened: list[Desk] = []
-    yield opened
-    for desk in opened:
-        desk.close()
 
 
 def test_status_asks_with_the_operators_key_and_prints_json(

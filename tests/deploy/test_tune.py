@@ -2,7 +2,6 @@
 
 import getpass
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,21 +12,11 @@ from deploy import questions
 from deploy.tune import requested, tune
 from protocols.channels import Link
 from protocols.messages import Refused, SettingChange, TuneReport, TuneRequest
+from tests.deploy.operator_desk import Desk
 from tests.deploy.services import free_port, services_in, write_config
 from tests.deploy.test_cli import offbeat
-from tests.deploy.test_status import Desk
 
 CHANGE = SettingChange("staleness.max_staleness", "4", "8", "me@host", 0.0, 12)
-
-
-@pytest.fixture
-def desks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Desk]]:
-    # On a busy machine a handshake may take its time.
-    monkeypatch.setattr(questions, "ANSWER_S", 60.0)
-    opened: list[Desk] = []
-    yield opened
-    for desk in opened:
-        desk.close()
 
 
 def test_settings_may_be_named_as_short_as_they_are_clear() -> None:
