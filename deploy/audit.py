@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from common.config import Config
 from common.metrics import ROWS_FILE, read_rows
 from common.settings import is_data_file
+from deploy.terminal import stdout_console
 from learner.lease_events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
 from learner.rollout_log import LogDamagedError, Position, read_log
 
@@ -241,7 +241,7 @@ def show(checks: Sequence[Check]) -> bool:
         table.add_column(column)
     for check in checks:
         add_claim(table, check.claim, check.violations, check.seen)
-    Console().print(table)
+    stdout_console().print(table)
     return not any(check.violations for check in checks)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 from msgspec.structs import replace
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -27,6 +27,7 @@ from common.objectives import DEFAULTS
 from common.settings import SettingError, load
 from common.shutdown import StopRequest
 from deploy.launcher import Launcher, free_port
+from deploy.terminal import stdout_console
 from learner.calibration import BandCheck, Calibration, engine_numerics, learner_numerics, save_calibration
 from learner.noise_floor import NOISE_CLIP_SHARE, ClipBand, Differences, describe, fit, recommend_band
 from learner.objective import engine_band
@@ -174,7 +175,7 @@ def show(calibration: Calibration, folder: Path, *, as_json: bool) -> None:
     if as_json:
         print(file.read_text())
     else:
-        Console().print(render(calibration))
+        stdout_console().print(render(calibration))
         # In whole lines, however long: they are to be pasted.
         print(settings_to_paste(calibration, file))
 

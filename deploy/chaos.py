@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from common.config import Config
@@ -34,6 +33,7 @@ from deploy.chaos_schedule import KINDS, plan, round_seed
 from deploy.keygen import ALLOWED_KEYS, make_keys
 from deploy.launcher import free_port
 from deploy.quickstart import expand
+from deploy.terminal import stdout_console
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class _Round:
 
 def show(report: ChaosReport) -> None:
     """Print the table."""
-    console = Console()
+    console = stdout_console()
     console.print(_fault_table(report))
     console.print(_check_table(report))
 

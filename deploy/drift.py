@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -14,6 +14,7 @@ from rich.text import Text
 from common.metrics import ROWS_FILE, read_rows
 from common.settings import SettingError
 from deploy.history import LagDrift, Ledger, Row, RunHistory, fold_rows, number
+from deploy.terminal import stdout_console
 from learner.bias import FORMATS, LABELS, BiasReport, Comparison, EndedLease, Part, Summary, bias_report
 
 _UNFINISHED_OUTCOMES = {"lease_expired": "expired", "lease_aborted": "dropped"}
@@ -40,7 +41,7 @@ def show_drift(run_folder: Path, *, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
-        Console().print(render(report))
+        stdout_console().print(render(report))
 
 
 def drift_report(history: RunHistory) -> DriftReport:

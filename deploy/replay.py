@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +18,7 @@ from common.setting_checks import check
 from common.settings import SettingError, load, replace_settings
 from deploy.audit import is_log_whole
 from deploy.counterfactual import Outcome, Recording, differences, read_recording, recorded_outcome, replay
+from deploy.terminal import stdout_console
 from learner import checkpoints
 from learner.lease_events import Accepted, Tuned
 from learner.rollout_log import read_log
@@ -144,7 +145,7 @@ def show(report: Report, *, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
-        Console().print(render(report))
+        stdout_console().print(render(report))
 
 
 def render(report: Report) -> RenderableType:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -22,6 +20,7 @@ from common.setting_checks import check
 from common.settings import SettingError, load
 from deploy.simulation import ASSUMPTIONS, Batch, Fleet, Simulation, Timings
 from deploy.simulation_fit import fit
+from deploy.terminal import stdout_console
 from learner.evaluation import Evaluations
 from learner.staleness import StalenessPolicy
 
@@ -29,8 +28,6 @@ WARM_UP = 0.1
 """Share of a simulated run's batches that is left out, at least those that the bound allows to be generated ahead."""
 NUM_DRAWN = 1 << 14
 """Groups in a given distribution."""
-PIPE_WIDTH = 128
-"""Columns of text where there is no terminal."""
 
 
 class Given(NamedTuple):
@@ -267,8 +264,7 @@ def show(predictions: Iterable[Prediction], source: Source, config: Config, *, a
             *(f"{share:.0%}" for share in (one.learner_waits, one.actors_wait_leases, one.actors_wait_weights, one.slots_used)),
             *(f"{one.mean_lag:.2f}", f"{one.law_lag:.2f}", str(one.p99_lag), str(one.max_lag), f"{one.over_bound:.1%}", *lost),
         )
-    # Into a pipe or a file the table goes whole.
-    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console = stdout_console()
     console.print(table)
     for line in (times_text(source), *(f"assumed: {assumption}" for assumption in ASSUMPTIONS)):
         console.print(escape(line), highlight=False)

@@ -3,13 +3,14 @@
 import time
 
 import msgspec
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from common.shutdown import ServiceError, StopRequest
 from deploy.questions import OpenLink, ask
+from deploy.terminal import stdout_console
 from protocols.messages import MemberStatus, SettingChange, StatusReport, StatusRequest
 
 WATCH_INTERVAL_S = 1.0
@@ -22,7 +23,7 @@ def show_status(open_link: OpenLink, address: str, *, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
-        Console().print(render(report))
+        stdout_console().print(render(report))
 
 
 def watch_status(open_link: OpenLink, address: str, stop: StopRequest) -> None:
