@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from deploy.sweep_statistics import CONFIDENCE, MAX_SEEDS, POWER, Comparison, compare, compare_ratio, seeds_needed
 
 RULE = (
-    "Of the values whose final reward is not told to be below the reference's, the one that comes soonest within the margin of "
-    "the reference's final reward in every seed, by the geometric mean of the seeds' times."
+    "Of the values whose final reward is not told to be below the reference's, or by less than the margin over its whole "
+    "interval, the one that comes soonest within the margin of the reference's final reward in every seed, by the geometric "
+    "mean of the seeds' times."
 )
 """How the value is chosen."""
 
@@ -54,7 +55,7 @@ def recommend(results: Sequence[ValueResult], reference: str, margin: float) -> 
     if min(len(result.rewards) for result in results) < 2:
         return _without_spread(results)
     against_base = {other.label: _compare(base, other) for other in results if other is not base}
-    below = [label for label, comparison in against_base.items() if comparison.is_told_apart and comparison.difference < 0]
+    below = [label for label, comparison in against_base.items() if _is_worse(comparison, margin)]
     timed = [result for result in results if result.label not in below and result.every_time_s]
     sentences = [_reward_sentence(reference, label, comparison) for label, comparison in against_base.items()]
     sentences += [
@@ -81,6 +82,12 @@ def recommend(results: Sequence[ValueResult], reference: str, margin: float) -> 
         )
     sentences += _seed_sentences(compared, margin)
     return Recommendation(best.label if best else None, headline, sentences)
+
+
+def _is_worse(comparison: Comparison, margin: float) -> bool:
+    """Whether a value ends below the reference, by what may matter."""
+    assert comparison.low is not None, "every value has two seeds"
+    return comparison.is_told_apart and comparison.difference < 0 and comparison.low < -margin
 
 
 def _compare(first: ValueResult, second: ValueResult) -> Comparison:
