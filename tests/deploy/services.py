@@ -17,10 +17,18 @@ from common.config import Config
 from common.settings import resolved_toml
 
 REWARD_MODULE = '''
+import time
+
 def digits(prompt, completion, row):
     """The share of digits: it varies within a group, so that there is something to learn."""
     return sum(character.isdigit() for character in completion) / 32
+
+def slow_digits(prompt, completion, row):
+    """The same, so slowly that learner and actors leave the cores to whoever starts meanwhile."""
+    time.sleep(0.01)
+    return digits(prompt, completion, row)
 '''
+SLOW_REWARD = {"reward": "my_reward:slow_digits"}
 
 
 class Services:

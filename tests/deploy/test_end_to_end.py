@@ -10,7 +10,7 @@ import pytest
 from common.settings import load
 from deploy.audit import audit
 from learner.calibration import save_calibration
-from tests.deploy.services import Services, free_port, services_in, write_config
+from tests.deploy.services import SLOW_REWARD, Services, free_port, services_in, write_config
 from tests.learner.test_calibration import make_calibration
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -62,6 +62,7 @@ def test_actors_may_come_first_late_or_die_and_the_ledger_adds_up(tmp_path: Path
         tiny_model,
         # Long enough for an engine to start meanwhile.
         train={"num_steps": 150, "groups_per_step": 4, "learning_rate": 1e-3},
+        task=SLOW_REWARD,
         hub={"address": "tcp://127.0.0.1:0", "dead_after_s": 5.0},
     )
     address = f"hub.address=tcp://127.0.0.1:{free_port()}"
@@ -69,7 +70,7 @@ def test_actors_may_come_first_late_or_die_and_the_ledger_adds_up(tmp_path: Path
         early = services.start("actor", config, address, "actor.name=early", log="early")
         doomed = services.start("actor", config, address, "actor.name=doomed", log="doomed")
         learner = services.start("learner", config, address)
-        services.wait_for(lambda: len(services.rows("run", "step")) >= 1, "a step", RUN_S)
+        services.wait_for(lambda: "doomed" in {row["actor"] for row in services.rows("run", "group")}, "its groups", RUN_S)
         os.killpg(doomed.pid, signal.SIGKILL)
         late = services.start("actor", config, address, "actor.name=late", log="late")
         assert services.wait(learner, "learner", RUN_S) == 0, services.output("learner")

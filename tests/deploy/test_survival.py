@@ -100,9 +100,9 @@ def test_ten_actors_that_come_and_go_change_neither_the_sums_nor_the_number_of_s
     learner = services.start("learner", config)
     steady = services.start("actor", config, "actor.name=steady", log="steady")
     services.wait_for(lambda: bool(services.rows("run", "step")), "a step", RUN_S)
-    # Two at a time: each comes, works, and is asked to leave.
-    for pair in range(5):
-        guests = {f"guest-{2 * pair + index}" for index in range(2)}
+    # Five at a time: each comes, works, and is asked to leave.
+    for wave in range(2):
+        guests = {f"guest-{5 * wave + index}" for index in range(5)}
         processes = [services.start("actor", config, f"actor.name={name}", log=name) for name in sorted(guests)]
 
         def worked(guests: set[str] = guests) -> bool:
