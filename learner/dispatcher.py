@@ -195,6 +195,7 @@ class Dispatcher:
         )
         with self._lock:
             self._record_fact(started)
+            self._abort()
             # A power failure must not take it: the next process would lease out this one's lease ids again.
             self._journal.sync()
 
@@ -228,6 +229,7 @@ class Dispatcher:
             self._in_training = set()
             self._policy_version = policy_version
             self._newest_version = max(self._newest_version, policy_version)
+            self._abort()
         # Without the lock: the hub need not wait for rows.
         for index, group in enumerate(groups):
             self._record_group(group, "trained", "", self._staleness.trained_at(trained_at, index), trained.selected_at)
@@ -303,6 +305,7 @@ class Dispatcher:
             self._journal.append(event)
             changes = self._tuning.apply(event)
             self._staleness.bounds = self._tuning.config.staleness
+            self._abort()
             if CONCURRENCY in changed:
                 for member in self._members:
                     self._send_concurrency(member)
@@ -444,7 +447,6 @@ class Dispatcher:
             try:
                 self._expire(now)
                 self._give_up_unclaimed(now)
-                self._abort()
                 if self._stop_reason is None:
                     self._grant_evaluations(now)
                     self._grant(now)
@@ -695,7 +697,7 @@ class Dispatcher:
                 self._take_back(member, lease_id, f"no group within {self._rollout.lease_timeout_s:g} s")
 
     def _abort(self) -> None:
-        """Cancel what is being generated and could not be trained on any more."""
+        """Cancel what is being generated and could not be trained on any more: only a new version or bound can bring that."""
         generating = [InFlight(lease.lease_id, lease.oldest_version) for lease in self._ledger.generating()]
         aborted = set(self._staleness.abort(generating, self._policy_version))
         for member in self._members if aborted else ():
