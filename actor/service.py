@@ -137,6 +137,7 @@ class ActorService:
         self._stop = stop
         self._clock = clock
         self._incarnation = incarnation
+        self._software = importlib.metadata.version("offbeat")
         self._open_pull_link = open_pull_link
         self._run_id = ""
         self._learner_incarnation = 0
@@ -230,7 +231,7 @@ class ActorService:
                 engine=self._engine.info,
                 temperature=self._config.rollout.temperature,
                 reward=self._config.task.reward,
-                software=importlib.metadata.version("offbeat"),
+                software=self._software,
                 run_id=self._run_id,
                 lease_ids=self._held(),
             )

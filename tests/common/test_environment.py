@@ -1,0 +1,34 @@
+"""What every process sees of torch's companion packages, working or broken."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+LOOK = """
+import importlib.util, sys
+from common.environment import prepare_environment
+prepare_environment()
+print([name for name in ("torchvision", "torchaudio", "torchcodec") if importlib.util.find_spec(name) is not None])
+if len(sys.argv) > 1:
+    import subprocess
+    subprocess.run([sys.executable, *sys.argv[1:]], check=True)
+"""
+
+
+def test_broken_packages_look_absent_and_are_tried_by_the_first_process_alone(tmp_path: Path) -> None:
+    tried = tmp_path / "tried"
+    for name in ("torchvision", "torchaudio", "torchcodec"):
+        code = f"open({str(tried)!r}, 'a').write('{name} ')\n"
+        (tmp_path / f"{name}.py").write_text(code + ("" if name == "torchaudio" else "raise OSError('another build')\n"))
+    script = tmp_path / "look.py"
+    script.write_text(LOOK)
+    environment = {name: value for name, value in os.environ.items() if name != "OFFBEAT_BROKEN_PACKAGES"}
+    environment["PYTHONPATH"] = f"{tmp_path}:{ROOT}"
+    result = subprocess.run(
+        [sys.executable, str(script), str(script)], env=environment, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.splitlines() == ["['torchaudio']", "['torchaudio']"]
+    assert tried.read_text().split() == ["torchvision", "torchaudio", "torchcodec"]
