@@ -47,6 +47,7 @@ class Measured(NamedTuple):
     halves: tuple[Differences, Differences]
     """Every other group, and the others."""
     num_groups: int
+    group_size: int
     device: "torch.device"
 
 
@@ -112,7 +113,7 @@ def calibrate(config: Config, source: Path) -> Calibration:
         own_band = ClipBand(own.low, own.high, band.is_sequence_ratio)
         recommended = recommend_band(floor, every.lengths, own_band)
         checks = [
-            check_band(name, of_name, *measured.halves)
+            check_band(name, of_name, measured.halves, measured.group_size)
             for name, of_name in (("own", own_band), ("configured", band), ("above noise", recommended))
         ]
         if config.loss.anchor != "behavior":
@@ -131,23 +132,29 @@ def calibrate(config: Config, source: Path) -> Calibration:
     )
 
 
-def check_band(name: str, band: ClipBand, fitted: Differences, measured: Differences) -> BandCheck:
-    """What the model of some completions says of others under this band, and what is so."""
-    floor = fit(fitted)
-    lengths = measured.lengths
-    below, above = floor.beyond(band, lengths)
-    clipped = measured.clipped(band)
-    always = np.ones_like(measured.log_ratios)
+def check_band(name: str, band: ClipBand, halves: tuple[Differences, Differences], group_size: int) -> BandCheck:
+    """What the model of either half of the groups says of the other half under this band, and what is so.
+
+    The completions of a group have their prompt in common, and with it much of the noise: groups, not completions, say how
+    far chance may have led what was measured.
+    """
+    first, second = halves
+    models = ((fit(first), second), (fit(second), first))
+    every = Differences.join([second, first])
+    expected = [floor.expected_clip(band, other.lengths, other.positive, other.negative) for floor, other in models]
+    beyond = [floor.beyond(band, other.lengths) for floor, other in models]
+    of_groups = every.clipped(band).reshape(-1, group_size).mean(axis=1)
+    always = np.ones_like(every.log_ratios)
     return BandCheck(
         name=name,
         band=band,
-        predicted=float(floor.expected_clip(band, lengths, measured.positive, measured.negative).mean()),
-        measured=float(clipped.mean()),
-        measured_error=float(clipped.std() / np.sqrt(len(clipped))),
-        predicted_below=float(below.mean()),
-        measured_below=float(measured._replace(advantages=-always).clipped(band).mean()),
-        predicted_above=float(above.mean()),
-        measured_above=float(measured._replace(advantages=always).clipped(band).mean()),
+        predicted=float(np.concatenate(expected).mean()),
+        measured=float(of_groups.mean()),
+        measured_error=float(of_groups.std(ddof=1) / np.sqrt(len(of_groups))),
+        predicted_below=float(np.concatenate([below for below, _ in beyond]).mean()),
+        measured_below=float(every._replace(advantages=-always).clipped(band).mean()),
+        predicted_above=float(np.concatenate([above for _, above in beyond]).mean()),
+        measured_above=float(every._replace(advantages=always).clipped(band).mean()),
     )
 
 
@@ -221,7 +228,7 @@ def _summary_table(calibration: Calibration) -> Table:
 
 
 def _band_table(calibration: Calibration) -> Table:
-    table = _table("Clipped by noise alone: half of the groups predicts the other half")
+    table = _table("Clipped by noise alone: either half of the groups predicts the other")
     for name in ("band", "low, high", "clipped", "measured", "below, above", "measured"):
         table.add_column(name, justify="left" if name == "band" else "right")
     for check in calibration.checks:
@@ -304,7 +311,7 @@ def _measure(config: Config, source: Path) -> Measured:
                 problem = f"its log has {num_groups} groups that were sampled under version 0 alone"
                 raise SettingError("RUN", str(source), problem, "Two are the least: calibrate without --reuse.")
             first, second = (Differences(*(arrays[f"{half}{name}"] for name in Differences._fields)) for half in "ab")
-            return Measured((first, second), num_groups, torch.device(str(arrays["device"])))
+            return Measured((first, second), num_groups, int(arrays["group_size"]), torch.device(str(arrays["device"])))
 
 
 def _score(rank: int, config: Config, source: Path, port: int, result: Path) -> None:
@@ -327,5 +334,6 @@ def _score(rank: int, config: Config, source: Path, port: int, result: Path) -> 
     halves = {"a": trainer.compare(groups[::2]), "b": trainer.compare(groups[1::2])}
     if rank == 0:
         arrays = {f"{half}{name}": array for half, of_half in halves.items() for name, array in of_half._asdict().items()}
-        np.savez(result, num_groups=len(groups), device=str(trainer.device), **arrays)
+        group_size = len(groups[0].rollouts)
+        np.savez(result, num_groups=len(groups), group_size=group_size, device=str(trainer.device), **arrays)
     trainer.close()

@@ -168,7 +168,7 @@ def chaos(
 @app.command()
 def calibrate(
     arguments: Arguments = None,
-    groups: Annotated[int, typer.Option(min=2, help="Groups to sample.")] = 64,
+    groups: Annotated[int, typer.Option(min=2, help="Groups to sample.")] = 128,
     out: Annotated[Path | None, typer.Option(help="Where it goes. [default: runs/calibrate-TIME]")] = None,
     reuse: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Sample nothing: score what this run sampled under its initial weights.")

@@ -41,7 +41,7 @@ class EngineNumerics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BandCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a band clips at lag 0: by a model fitted to half of the groups, and measured on the other half."""
+    """What a band clips at lag 0: by models fitted to one half of the groups each, of the other half; and measured."""
 
     name: str
     band: ClipBand
@@ -49,7 +49,7 @@ class BandCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Mean over completions of the share of their tokens that is clipped; all shares here are such."""
     measured: float
     measured_error: float
-    """Its standard error."""
+    """Its standard error, over groups."""
     predicted_below: float
     """Below the band, whatever the sign of the advantage."""
     measured_below: float

@@ -1,15 +1,16 @@
 """What `offbeat simulate` predicts, against runs: throughput, and mean policy lag.
 
     python -m tests.benchmarks.simulation sockets OUT       # real sockets, sleeping engines; 3 minutes
-    python -m tests.benchmarks.simulation quickstart OUT    # `offbeat train` on the quick start; 12 minutes
+    python -m tests.benchmarks.simulation quickstart OUT    # `offbeat train` on the quick start; 12 minutes a round
     python -m tests.benchmarks.simulation compare RUN... --fit RUN...    # runs that are there already
 
-The first two make one run folder for each number of actors and bound in OUT; called again, they make those that are not
-finished, so they may be stopped at any time. Then all are compared, and OUT/simulation.json has the figures. Two of the runs
-(`FITTED`) give the simulation its times, and are marked in the table: it has seen neither the bounds nor the numbers of actors
-of the others. With `compare` it is the runs after `--fit`.
+The first two make `--rounds` run folders for each number of actors and bound in OUT, round by round; called again, they make
+those that are not finished, so they may be stopped at any time. Then all are compared, and OUT/simulation.json has the figures.
+Two of the settings (`FITTED`) give the simulation its times, and are marked in the table: it has seen neither the bounds nor
+the numbers of actors of the others. With `compare` it is the runs after `--fit`.
 
-Both sides are measured alike: all optimizer steps but the first `STEPS_LEFT_OUT`, the mean over `NUM_SEEDS` simulations.
+Both sides are measured alike: all optimizer steps but the first `STEPS_LEFT_OUT`, the mean over `NUM_SEEDS` simulations, and
+over the runs of a setting. How far these are from each other bounds what a prediction can be: `±` is half of their range.
 
 `sockets` asks whether leases, weights and selection are simulated as they are: every group's time is known, no core is short.
 `quickstart` asks what is left of it where engines, learner and their helpers crowd on a machine's cores.
@@ -67,6 +68,7 @@ from tests.benchmarks.stand_ins import MAX_MESSAGE_BYTES, PATIENCE_S, make_dispa
 STEPS_LEFT_OUT = 10
 NUM_SEEDS = 5
 RUN_TIMEOUT_S = 600.0
+LOADS_FILE = "loads.json"
 
 
 class Setting(NamedTuple):
@@ -79,7 +81,7 @@ class Setting(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its run's folder."""
+        """Of its runs' folder."""
         return f"actors-{self.num_actors}-staleness-{self.max_staleness}-slots-{self.num_slots}"
 
 
@@ -250,7 +252,8 @@ class Outcome(NamedTuple):
     learner_waits: float
 
 
-FIGURES: dict[str, Callable[[Outcome], float]] = {
+Figure = Callable[[Outcome], float]
+FIGURES: dict[str, Figure] = {
     "groups/s": lambda outcome: outcome.groups_per_s,
     "mean lag": lambda outcome: outcome.mean_lag,
 }
@@ -258,17 +261,23 @@ FIGURES: dict[str, Callable[[Outcome], float]] = {
 
 
 class Comparison(NamedTuple):
-    """A run and its prediction."""
+    """The runs of a setting and their prediction."""
 
-    run: str
-    num_actors: int
-    max_staleness: int
-    num_slots: int
+    setting: Setting
     is_fitted: bool
-    measured: Outcome
+    runs: list[Outcome]
     predicted: Outcome
-    loads: list[float] | None
-    """Load averages (1 minute) of the machine before and after the run, where they were noted."""
+    loads: list[float]
+    """Load averages (1 minute) of the machine before and after each run, where they were noted."""
+
+    def measured(self, figure: Figure) -> float:
+        """The mean over the runs."""
+        return mean(figure(outcome) for outcome in self.runs)
+
+    def half_range(self, figure: Figure) -> float:
+        """Over the runs."""
+        values = [figure(outcome) for outcome in self.runs]
+        return (max(values) - min(values)) / 2
 
 
 def measure(run: Path) -> Outcome:
@@ -300,46 +309,50 @@ def predict(config: Config, source: Source) -> Outcome:
 def compare(runs: Sequence[Path], fitted: Sequence[Path], cores: int | None, out: Path | None) -> None:
     """Print, and write to `out`, how far predictions are off."""
     source = fitted_times(load(fitted[0] / "config.toml"), fitted, cores)
-    comparisons = []
+    runs_of: dict[Setting, list[Path]] = {}
     for run in runs:
         config = load(run / "config.toml")
-        loads_file = run / "loads.json"
-        comparisons.append(
-            Comparison(
-                run.name,
-                config.launch.num_actors,
-                config.staleness.max_staleness,
-                config.actor.max_inflight_groups,
-                run in fitted,
-                measure(run),
-                predict(config, source),
-                json.loads(loads_file.read_text()) if loads_file.exists() else None,
-            )
+        setting = Setting(config.launch.num_actors, config.staleness.max_staleness, config.actor.max_inflight_groups)
+        runs_of.setdefault(setting, []).append(run)
+    comparisons = [
+        Comparison(
+            setting,
+            not set(fitted).isdisjoint(of_setting),
+            [measure(run) for run in of_setting],
+            predict(load(of_setting[0] / "config.toml"), source),
+            [load for run in of_setting if (run / LOADS_FILE).exists() for load in json.loads((run / LOADS_FILE).read_text())],
         )
+        for setting, of_setting in runs_of.items()
+    ]
     print_table(
         f"Predicted / measured; the simulation's times are from the runs marked *: {source.text}",
-        ("actors", "slots", "max_staleness", "groups/s", "", "mean lag", "", "learner waits", "load before, after"),
+        ("actors", "slots", "max_staleness", "groups/s", "", "mean lag", "", "learner waits", "runs", "load"),
         [_row(comparison) for comparison in comparisons],
     )
     unseen = [comparison for comparison in comparisons if not comparison.is_fitted]
     for name, figure in FIGURES.items():
-        errors = [error for one in unseen if (error := _error(figure(one.predicted), figure(one.measured))) is not None]
+        errors = [error for one in unseen if (error := _error(figure(one.predicted), one.measured(figure))) is not None]
         if errors:
             num_near = sum(abs(error) < 0.1 for error in errors)
             average, worst = mean(map(abs, errors)), max(errors, key=abs)
-            print(f"{name}, runs not fitted: {num_near} of {len(errors)} within 10%, mean {average:.1%}, worst {worst:+.1%}")
+            print(
+                f"{name}, settings not fitted: {num_near} of {len(errors)} within 10%, mean {average:.1%}, worst {worst:+.1%}"
+            )
     if out is not None:
         out.write_bytes(msgspec.json.format(msgspec.json.encode(comparisons), indent=2))
 
 
 def _row(one: Comparison) -> list[str]:
-    cells = [f"{one.num_actors}{'*' if one.is_fitted else ''}", str(one.num_slots), str(one.max_staleness)]
+    setting = one.setting
+    cells = [f"{setting.num_actors}{'*' if one.is_fitted else ''}", str(setting.num_slots), str(setting.max_staleness)]
     for figure in FIGURES.values():
-        predicted, measured = figure(one.predicted), figure(one.measured)
+        predicted, measured = figure(one.predicted), one.measured(figure)
         error = _error(predicted, measured)
-        cells += [f"{predicted:.2f} / {measured:.2f}", "" if error is None else f"{error:+.1%}"]
-    cells.append(f"{one.predicted.learner_waits:.0%} / {one.measured.learner_waits:.0%}")
-    return [*cells, "" if one.loads is None else ", ".join(f"{load:.1f}" for load in one.loads)]
+        spread = f" ± {one.half_range(figure):.2f}" if len(one.runs) > 1 else ""
+        cells += [f"{predicted:.2f} / {measured:.2f}{spread}", "" if error is None else f"{error:+.1%}"]
+    waits = mean(outcome.learner_waits for outcome in one.runs)
+    cells += [f"{one.predicted.learner_waits:.0%} / {waits:.0%}", str(len(one.runs))]
+    return [*cells, f"{max(one.loads):.1f}" if one.loads else ""]
 
 
 def _error(predicted: float, measured: float) -> float | None:
@@ -352,24 +365,29 @@ def _error(predicted: float, measured: float) -> float | None:
 # The parts
 
 
-def make_runs(part: str, out: Path) -> None:
-    """The runs of a part that are not finished yet, and the comparison of all."""
+def make_runs(part: str, out: Path, num_rounds: int) -> None:
+    """The runs of a part that are not finished yet, and the comparison of all.
+
+    Every setting once before any of them again: the machine's moods meet all alike.
+    """
     make = {"sockets": make_socket_run, "quickstart": make_quickstart_run}[part]
     out.mkdir(parents=True, exist_ok=True)
-    for setting in SETTINGS[part]:
+    folders = {
+        (index, setting): out / f"{setting.name}-round-{index}" for index in range(num_rounds) for setting in SETTINGS[part]
+    }
+    for (_, setting), folder in folders.items():
         assert part == "quickstart" or setting.num_slots == GROUPS_PER_ACTOR, "sleeping actors have so many slots"
-        folder = out / setting.name
         if _is_finished(folder):
             continue
         shutil.rmtree(folder, ignore_errors=True)
         before = os.getloadavg()[0]
         make(folder, setting)
-        (folder / "loads.json").write_text(json.dumps([before, os.getloadavg()[0]]))
-        print(f"{setting.name}: {measure(folder)}", flush=True)
+        (folder / LOADS_FILE).write_text(json.dumps([before, os.getloadavg()[0]]))
+        print(f"{folder.name}: {measure(folder)}", flush=True)
     # Sleeping services share no core.
     cores = 0 if part == "sockets" else None
-    runs = [out / setting.name for setting in SETTINGS[part]]
-    compare(runs, [out / setting.name for setting in FITTED[part]], cores, out / "simulation.json")
+    fitted = [folder for (_, setting), folder in folders.items() if setting in FITTED[part]]
+    compare(list(folders.values()), fitted, cores, out / "simulation.json")
 
 
 def _is_finished(run: Path) -> bool:
@@ -385,7 +403,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
     for name in SETTINGS:
-        parts.add_parser(name).add_argument("out", type=Path)
+        part = parts.add_parser(name)
+        part.add_argument("out", type=Path)
+        part.add_argument("--rounds", type=int, default=1, help="runs of each setting")
     part = parts.add_parser("compare")
     part.add_argument("runs", type=Path, nargs="+")
     part.add_argument("--fit", type=Path, nargs="+", required=True)
@@ -395,7 +415,7 @@ def main() -> None:
     if arguments.part == "compare":
         compare(arguments.runs, arguments.fit, arguments.cores, arguments.out)
     else:
-        make_runs(arguments.part, arguments.out.resolve())
+        make_runs(arguments.part, arguments.out.resolve(), arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,11 @@ import time
 
 def digits(prompt, completion, row):
     """The share of digits: it varies within a group, so that there is something to learn."""
-    return sum(character.isdigit() for character in completion) / 32
+    return sum(character.isdigit() for character in completion) / 16
 
 def slow_digits(prompt, completion, row):
     """The same, so slowly that learner and actors leave the cores to whoever starts meanwhile."""
-    time.sleep(0.01)
+    time.sleep(0.05)
     return digits(prompt, completion, row)
 '''
 SLOW_REWARD = {"reward": "my_reward:slow_digits"}
@@ -114,7 +114,7 @@ def write_config(folder: Path, model_path: Path, **sections: dict[str, Any]) -> 
         "run": {"dir": "run"},
         "model": {"path": str(model_path), "dtype": "float32", "max_length": 64},
         "task": {"train_data": str(folder / "train.jsonl"), "max_prompt_tokens": 8, "reward": "my_reward:digits"},
-        "rollout": {"group_size": 4, "max_new_tokens": 32, "lease_timeout_s": 60.0},
+        "rollout": {"group_size": 4, "max_new_tokens": 16, "lease_timeout_s": 60.0},
         "train": {"num_steps": 6, "groups_per_step": 4, "learning_rate": 1e-3},
         "hub": {"address": f"tcp://127.0.0.1:{free_port()}", "dead_after_s": 10.0},
         "weights": {"timeout_s": 20.0},

@@ -154,10 +154,11 @@ def test_floor_of_a_learner_in_bfloat16_is_what_direct_scoring_finds_and_foretel
     for of_band in (own, configured, above_noise):
         assert of_band.predicted == pytest.approx(of_band.measured, abs=0.05)
         assert of_band.measured == pytest.approx(float(direct.clipped(of_band.band).mean()), abs=0.05)
-    half = direct.take(np.arange(len(direct.lengths)) % (2 * GROUP_SIZE) < GROUP_SIZE)
+    is_even = np.arange(len(direct.lengths)) % (2 * GROUP_SIZE) < GROUP_SIZE
+    halves = direct.take(is_even), direct.take(~is_even)
     for width in (1e-4, 2e-4, 6e-4, 1e-3):
         for is_sequence_ratio in (True, False):
-            of_band = check_band("", ClipBand(width, width, is_sequence_ratio), half, direct)
+            of_band = check_band("", ClipBand(width, width, is_sequence_ratio), halves, GROUP_SIZE)
             assert of_band.predicted == pytest.approx(of_band.measured, abs=0.05)
     assert above_noise.measured < 0.03
     assert calibration.recommended == above_noise.band
@@ -166,6 +167,23 @@ def test_floor_of_a_learner_in_bfloat16_is_what_direct_scoring_finds_and_foretel
     printed = capsys.readouterr().out
     assert f"clip_low = {above_noise.band.low:g}\nclip_high = {above_noise.band.high:g}" in printed
     assert f'noise_floor = "{tmp_path / FILE}"' in printed
+
+
+def test_band_is_foretold_of_groups_that_the_model_has_not_seen_and_its_error_is_that_of_whole_groups() -> None:
+    # In each half 400 groups of a completion with A < 0 and one with A > 0: without noise in the first half, and each group with
+    # its own in the second, below the band in three of four, above it in the fourth.
+    lengths, advantages = np.full(800, 2), np.tile([-1.0, -1.0, 1.0, 1.0], 400)
+    still = Differences(lengths, np.zeros(1600), advantages)
+    noisy = Differences(lengths, np.tile(np.repeat([-0.2, -0.2, -0.2, 0.2], 4), 100), advantages)
+    checked = check_band("", ClipBand(0.1, 0.1, True), (still, noisy), 2)
+    assert (checked.measured_below, checked.measured_above) == (3 / 8, 1 / 8)
+    # The model of the still half expects nothing to be clipped of the other; that of the other three in four, one in four.
+    assert checked.predicted_below == pytest.approx(3 / 8, abs=0.01)
+    assert checked.predicted_above == pytest.approx(1 / 8, abs=0.01)
+    assert checked.predicted == pytest.approx((0 + (3 / 4 + 1 / 4) / 2) / 2, abs=0.01)
+    # Of each of the noisy groups one completion is clipped, of the others none.
+    assert checked.measured == 1 / 4
+    assert checked.measured_error == pytest.approx(np.std([0.0] * 400 + [0.5] * 400, ddof=1) / np.sqrt(800))
 
 
 @pytest.mark.parametrize(("section", "setting", "value"), [("rollout", "temperature", 0.5), ("model", "path", "elsewhere")])

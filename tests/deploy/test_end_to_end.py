@@ -60,8 +60,8 @@ def test_actors_may_come_first_late_or_die_and_the_ledger_adds_up(tmp_path: Path
     config = write_config(
         tmp_path,
         tiny_model,
-        # Long enough for an engine to start meanwhile.
-        train={"num_steps": 150, "groups_per_step": 4, "learning_rate": 1e-3},
+        # Long enough for an engine to start meanwhile: 5 groups a second from each actor.
+        train={"num_steps": 40, "groups_per_step": 4, "learning_rate": 1e-3},
         task=SLOW_REWARD,
         hub={"address": "tcp://127.0.0.1:0", "dead_after_s": 5.0},
     )
@@ -80,9 +80,9 @@ def test_actors_may_come_first_late_or_die_and_the_ledger_adds_up(tmp_path: Path
         assert {("actor_joined", "early"), ("actor_joined", "doomed"), ("actor_joined", "late")} <= events
         assert ("actor_lost", "doomed") in events
         assert {group["actor"] for group in services.rows("run", "group")} >= {"early", "late"}
-        assert len(services.rows("run", "step")) == 150
+        assert len(services.rows("run", "step")) == 40
         final = services.rows("run", "final")[-1]["ledger"]
-        assert final["trained"] == 600
+        assert final["trained"] == 160
         assert final["leased"] == final["trained"] + sum(final["dropped"].values()) + final["expired"] + final["in_flight"]
 
 

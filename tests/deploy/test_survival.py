@@ -15,7 +15,7 @@ from common.settings import load
 from deploy.audit import audit
 from learner.lease_events import Granted
 from learner.rollout_log import read_log
-from tests.deploy.services import Services, free_port, services_in, write_config
+from tests.deploy.services import SLOW_REWARD, Services, free_port, services_in, write_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -95,6 +95,7 @@ def test_ten_actors_that_come_and_go_change_neither_the_sums_nor_the_number_of_s
         tmp_path,
         tiny_model,
         train={"num_steps": 100_000, "groups_per_step": 4, "learning_rate": 1e-4},
+        task=SLOW_REWARD,
         actor={"max_inflight_groups": 4, **TRANSFORMERS},
     )
     learner = services.start("learner", config)
@@ -137,6 +138,7 @@ def test_keys_let_in_who_is_listed_and_a_revoked_key_ends_its_actor_not_the_run(
     config = write_config(
         tmp_path,
         tiny_model,
+        task=SLOW_REWARD,
         # Beyond loopback, which only keys allow, and every byte of the weights under them too.
         hub={
             "address": f"tcp://127.0.0.1:{(port := free_port())}",
@@ -153,8 +155,8 @@ def test_keys_let_in_who_is_listed_and_a_revoked_key_ends_its_actor_not_the_run(
     learner = services.start("learner", config)
     good = services.start("actor", config, "actor.name=good", log="good")
     doomed = services.start("actor", config, "actor.name=doomed", log="doomed")
-    stranger = services.start("actor", config, "actor.name=stranger", "actor.connect_timeout_s=25", log="stranger")
     services.wait_for(lambda: {"good", "doomed"} <= workers(services), "both actors' groups", RUN_S)
+    stranger = services.start("actor", config, "actor.name=stranger", "actor.connect_timeout_s=5", log="stranger")
     assert services.wait(stranger, "stranger", 60) != 0
     assert "hub.allowed_keys" in services.output("stranger")
     status = ask_status(services, config)

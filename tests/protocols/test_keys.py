@@ -139,6 +139,7 @@ def test_allowed_keys_are_found_with_name_and_role(tmp_path: Path) -> None:
         (LEARNER.owner.line(), "line 4 is the learner's own key"),
         (PublicKey("actor", "b", ACTOR.owner.public).line(), "line 4 has the same key as an earlier one"),
     ],
+    ids=["no key", "cut key", "not ASCII", "the learner's", "twice"],
 )
 def test_wrong_line_of_an_allow_list_is_named(tmp_path: Path, line: str, problem: str) -> None:
     path = write_list(tmp_path / "list", ACTOR)
