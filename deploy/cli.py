@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from common.config import Config
-from common.environment import prepare_environment
+from common.environment import fast_imports, prepare_environment
 from common.logs import configure_logs
 from common.setting_checks import check, check_files
 from common.settings import SettingError, explain, load, resolved_toml
@@ -62,8 +62,9 @@ def learner(arguments: Arguments = None) -> None:
     config = expand(_read(arguments))
     check_files(config)
     stop = StopRequest().install()
-    prepare_environment()
-    from learner.service import run_learner
+    with fast_imports():
+        prepare_environment()
+        from learner.service import run_learner
 
     run_learner(config, stop)
 
@@ -74,8 +75,9 @@ def actor(arguments: Arguments = None) -> None:
     config = expand(_read(arguments))
     configure_logs(config.actor.name or "actor")
     stop = StopRequest().install()
-    prepare_environment()
-    from actor.service import run_actor
+    with fast_imports():
+        prepare_environment()
+        from actor.service import run_actor
 
     run_actor(config, stop)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from common.config import TrainSection
+from common.environment import fast_imports
 from learner.logprobs import CompletionLogprobs
 
 _logger = logging.getLogger(__name__)
@@ -89,7 +90,8 @@ def muted_prints() -> Iterator[None]:
 
 def _import_deepspeed() -> Any:
     """DeepSpeed, whose import and first use would otherwise print, start a C++ compiler, and log past our handlers."""
-    import deepspeed
+    with fast_imports():
+        import deepspeed
 
     # On a CPU it would compile a shared-memory all-reduce, for a minute, where gloo serves.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # pyright: ignore[reportAttributeAccessIssue]

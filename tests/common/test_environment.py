@@ -1,9 +1,14 @@
 """What every process sees of torch's companion packages, working or broken."""
 
+import gc
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from common.environment import fast_imports
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,3 +37,12 @@ def test_broken_packages_look_absent_and_are_tried_by_the_first_process_alone(tm
     )
     assert result.stdout.splitlines() == ["['torchaudio']", "['torchaudio']"]
     assert tried.read_text().split() == ["torchvision", "torchaudio", "torchcodec"]
+
+
+def test_collector_rests_while_modules_are_imported_and_works_again_afterwards() -> None:
+    enabled_within = []
+    with pytest.raises(ImportError), fast_imports():
+        enabled_within.append(gc.isenabled())
+        raise ImportError
+    assert enabled_within == [False]
+    assert gc.isenabled()

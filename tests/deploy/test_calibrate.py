@@ -170,8 +170,8 @@ def test_floor_of_a_learner_in_bfloat16_is_what_direct_scoring_finds_and_foretel
 
 
 def test_band_is_foretold_of_groups_that_the_model_has_not_seen_and_its_error_is_that_of_whole_groups() -> None:
-    # In each half 400 groups of a completion with A < 0 and one with A > 0: without noise in the first half, and each group with
-    # its own in the second, below the band in three of four, above it in the fourth.
+    # In each half 400 groups of a completion with A < 0 and one with A > 0: without noise in the first half, and each group
+    # with its own in the second, below the band in three of four, above it in the fourth.
     lengths, advantages = np.full(800, 2), np.tile([-1.0, -1.0, 1.0, 1.0], 400)
     still = Differences(lengths, np.zeros(1600), advantages)
     noisy = Differences(lengths, np.tile(np.repeat([-0.2, -0.2, -0.2, 0.2], 4), 100), advantages)

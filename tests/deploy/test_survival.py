@@ -95,7 +95,9 @@ def test_ten_actors_that_come_and_go_change_neither_the_sums_nor_the_number_of_s
         tmp_path,
         tiny_model,
         train={"num_steps": 100_000, "groups_per_step": 4, "learning_rate": 1e-4},
+        # The cores are for whoever starts.
         task=SLOW_REWARD,
+        rollout={"max_new_tokens": 4},
         actor={"max_inflight_groups": 4, **TRANSFORMERS},
     )
     learner = services.start("learner", config)
