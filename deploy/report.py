@@ -279,7 +279,7 @@ def _staleness(figures: Figures, history: RunHistory, config: _Config) -> str:
     clip_low, clip_high = config.number("loss", "clip_low"), config.number("loss", "clip_high")
     plots = (
         report_plots.lag_histogram(history),
-        report_plots.lag_by_step(history, config.number("staleness", "max_staleness")),
+        report_plots.lag_by_step(history),
         report_plots.clip_fraction(history),
         report_plots.log_ratio(history, clip_low, clip_high),
     )

@@ -152,22 +152,26 @@ def lag_histogram(history: RunHistory) -> Plot:
     return Plot("Policy lag of trained groups", caption, {"data": [bars], "layout": layout})
 
 
-def lag_by_step(history: RunHistory, max_staleness: float | None) -> Plot:
+def lag_by_step(history: RunHistory) -> Plot:
     """Mean and largest lag of each step."""
     steps, means = _series(history.steps, "lag/mean")
     _, largest = _series(history.steps, "lag/max", max)
     caption = (
-        "Mean and largest lag among the groups of each step; the dashed line is staleness.max_staleness, "
+        "Mean and largest lag among the groups of each step; the dashed line is staleness.max_staleness as it was then, "
         "which only stragglers may pass."
     )
     if not means:
         return Plot("Policy lag by step", caption, None, "No step has recorded its lag.")
     top = line_trace(steps, largest, "largest", GRAY)
     top["line"] |= {"shape": "hv", "width": 1.2}
+    data = [top, line_trace(steps, means, "mean", BLUE)]
+    bounded_steps, bounds = _series(history.steps, "staleness/bound", max)
+    if bounds:
+        bound = line_trace(bounded_steps, bounds, "max_staleness", ORANGE)
+        bound["line"] |= {"shape": "hv", "width": 1.2, "dash": "dash"}
+        data.append(bound)
     layout = _step_layout("optimizer step", steps, "policy lag (steps)", y={"rangemode": "tozero"})
-    if max_staleness is not None:
-        _add_limit(layout, max_staleness, "max_staleness")
-    return Plot("Policy lag by step", caption, {"data": [top, line_trace(steps, means, "mean", BLUE)], "layout": layout})
+    return Plot("Policy lag by step", caption, {"data": data, "layout": layout})
 
 
 def clip_fraction(history: RunHistory) -> Plot:

@@ -401,3 +401,14 @@ def test_damaged_rows_never_cost_the_report(tmp_path: Path, data: st.DataObject)
         if not row:
             rows.remove(row)
     assert "offbeat" in report_of(tmp_path, rows)
+
+
+def test_bound_over_the_lags_is_the_one_each_step_had(tmp_path: Path) -> None:
+    rows = [step(version, {"1": 3}, **{"staleness/bound": bound}) for version, bound in enumerate([4, 4, 1, 1], start=1)]
+    figure = figure_titled(report_of(tmp_path, rows), "Policy lag by step")
+    lines = {trace["name"]: (trace["x"], trace["y"]) for trace in figure["data"]}
+    assert lines["max_staleness"] == ([1, 2, 3, 4], [4, 4, 1, 1])
+    # A run from before steps told it.
+    assert "max_staleness" not in {
+        trace["name"] for trace in figure_titled(report_of(tmp_path, whole_run()), "Policy lag by step")["data"]
+    }
