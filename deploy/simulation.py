@@ -6,7 +6,8 @@
 What is assumed (`ASSUMPTIONS` says the same to the user):
 
 - An actor with `n` groups in flight generates each of them `1 + crowding * (n - 1)` times slower than one alone.
-- Where processes share cores, all that are busy (actors that generate, the learner while it trains) get equal shares.
+- Where processes share cores, all that are busy get equal shares: actors that generate, or swap and check weights, and the
+  learner while it trains.
 - New weights are at all actors a sync time after the optimizer step; a version made meanwhile follows when they have committed.
   An actor generates nothing while it swaps and checks them, then goes on with what was in flight.
 - Every group can be trained on; no actor, lease or message is lost.
@@ -37,7 +38,15 @@ ASSUMPTIONS = (
 
 DRAWN_AT_ONCE = 4096
 
-_GROUP_ENDS, _GROUPS_ARRIVE, _STEPS_END, _WEIGHTS_ARRIVE, _WEIGHTS_ARE_COMMITTED, _REST_IS_OVER = range(6)
+(
+    _GROUP_ENDS,
+    _GROUPS_ARRIVE,
+    _STEPS_END,
+    _WEIGHTS_ARRIVE,
+    _WEIGHTS_ARE_COMMITTED,
+    _WEIGHTS_ARE_CHECKED,
+    _REST_IS_OVER,
+) = range(7)
 
 
 class Timings(NamedTuple):
@@ -279,6 +288,8 @@ class Simulation:
         self._published_version = 0
         self._committed_version = -1
         self._sending_version: int | None = None
+        self._num_swaps = 0
+        """Versions that the actors are swapping in, or checking: all of them alike, so that all are busy."""
         self._is_blocked = False
         """Leases could be granted, had the actors newer weights."""
         self._slots = Slots(fleet.num_actors, fleet.max_inflight_groups)
@@ -326,6 +337,8 @@ class Simulation:
                 self._swap_weights()
             elif kind == _WEIGHTS_ARE_COMMITTED:
                 self._commit_weights()
+            elif kind == _WEIGHTS_ARE_CHECKED:
+                self._end_swap()
             else:
                 self._rest_is_over()
             self._grant()
@@ -410,7 +423,7 @@ class Simulation:
 
     def _crowd(self, actor: Actor, group: Rollouts, change: int) -> None:
         """An actor generates one group more, or less."""
-        if not actor.num_running or not actor.num_running + change:
+        if not self._num_swaps and (not actor.num_running or not actor.num_running + change):
             self._change_busy(change)
         actor.num_running += change
         if self._timings.crowding:
@@ -554,6 +567,11 @@ class Simulation:
     def _swap_weights(self) -> None:
         assert self._sending_version is not None
         pause_s = self._timings.swap_s + self._timings.check_s
+        if pause_s:
+            if not self._num_swaps:
+                self._change_busy(self._num_not_generating)
+            self._num_swaps += 1
+            self._after(pause_s, _WEIGHTS_ARE_CHECKED)
         are_commits_needed = self._policy.bounds.lag_of != "oldest_token"
         if pause_s or are_commits_needed:
             for index, actor in enumerate(self._actors):
@@ -571,6 +589,15 @@ class Simulation:
         self._committed_version, self._sending_version = self._sending_version, None
         if self._committed_version < self._published_version:
             self._send_weights()
+
+    def _end_swap(self) -> None:
+        self._num_swaps -= 1
+        if not self._num_swaps:
+            self._change_busy(-self._num_not_generating)
+
+    @property
+    def _num_not_generating(self) -> int:
+        return sum(not actor.num_running for actor in self._actors)
 
     def _totals(self) -> Totals:
         return Totals(

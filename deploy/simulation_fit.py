@@ -252,7 +252,8 @@ class Work:
         changes = [np.tile([1, -1], len(recording.batches))]
         for track in self.tracks.values():
             times.append(track.times)
-            changes.append(np.diff(track.num_running > 0, prepend=0))
+            is_busy = (track.num_running > 0) | ~track.is_sampling
+            changes.append(np.diff(is_busy.astype(np.int64), prepend=0))
         order = np.argsort(np.concatenate(times), kind="stable")
         known = np.concatenate(times)[order]
         # Nothing was busy before, nor afterwards.

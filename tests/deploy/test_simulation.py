@@ -137,6 +137,14 @@ def test_learner_slows_the_actors_down_while_it_trains() -> None:
     assert ends(batches) == [7.0, 10.0]
 
 
+def test_actor_that_swaps_weights_takes_its_share_of_the_cores_though_it_has_no_group() -> None:
+    timings = make_timings([[3.0]], train_s=2.0, sync_s=1.5, swap_s=1.0)
+    batches = run(timings, Fleet(1, 1, cores=1), bounds=bound(1), groups_per_step=1, num_steps=2)
+    # Swapped from 1.5 to 2.5, generated until 5.5, trained beside the second group until 9.5. That ends at 10.5, and is trained
+    # alone until 11, when version 1 arrives: its swap takes until 13, for training has half of the core. 0.5 are left.
+    assert ends(batches) == [9.5, 13.5]
+
+
 def test_new_weights_stop_an_actor_and_do_not_end_its_groups() -> None:
     timings = make_timings([[10.0]], train_s=4.0, sync_s=0.5, swap_s=1.0, check_s=2.0)
     batches = run(timings, Fleet(1, 1), bounds=bound(3), groups_per_step=1, num_steps=2)

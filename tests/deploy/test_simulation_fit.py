@@ -117,6 +117,13 @@ def test_work_goes_slowly_while_more_processes_are_busy_than_there_are_cores() -
     assert Work(recording, 1.5, None).during(spans).tolist() == pytest.approx([4.0, 2.0, 2.0, 2.0, 2.0])
 
 
+def test_actor_that_swaps_weights_is_busy_though_it_generates_nothing() -> None:
+    recording = Recording(
+        [Generation("a", 0.0, 4.0, 4.0, (1,))], [LearnerBatch(1, 1, 6.0, 11.0, 12.0)], stalls={"a": [Stall(8.0, 9.0, 10.0)]}
+    )
+    assert Work(recording, 1.0, 1).during([(6.0, 8.0), (8.0, 10.0), (10.0, 12.0)]).tolist() == pytest.approx([2.0, 1.0, 2.0])
+
+
 # Fitting
 
 
