@@ -170,20 +170,19 @@ def test_floor_of_a_learner_in_bfloat16_is_what_direct_scoring_finds_and_foretel
 
 
 def test_band_is_foretold_of_groups_that_the_model_has_not_seen_and_its_error_is_that_of_whole_groups() -> None:
-    # In each half 400 groups of a completion with A < 0 and one with A > 0: without noise in the first half, and each group
-    # with its own in the second, below the band in three of four, above it in the fourth.
-    lengths, advantages = np.full(800, 2), np.tile([-1.0, -1.0, 1.0, 1.0], 400)
-    still = Differences(lengths, np.zeros(1600), advantages)
-    noisy = Differences(lengths, np.tile(np.repeat([-0.2, -0.2, -0.2, 0.2], 4), 100), advantages)
+    # 400 groups of two completions in each half. Those of the first have A > 0 and no noise; those of the second A < 0, and
+    # each group its own noise: below the band in three of four, above it in the fourth.
+    lengths = np.full(800, 2)
+    still = Differences(lengths, np.zeros(1600), np.ones(1600))
+    noisy = Differences(lengths, np.tile(np.repeat([-0.2, -0.2, -0.2, 0.2], 4), 100), -np.ones(1600))
     checked = check_band("", ClipBand(0.1, 0.1, True), (still, noisy), 2)
     assert (checked.measured_below, checked.measured_above) == (3 / 8, 1 / 8)
-    # The model of the still half expects nothing to be clipped of the other; that of the other three in four, one in four.
     assert checked.predicted_below == pytest.approx(3 / 8, abs=0.01)
     assert checked.predicted_above == pytest.approx(1 / 8, abs=0.01)
-    assert checked.predicted == pytest.approx((0 + (3 / 4 + 1 / 4) / 2) / 2, abs=0.01)
-    # Of each of the noisy groups one completion is clipped, of the others none.
-    assert checked.measured == 1 / 4
-    assert checked.measured_error == pytest.approx(np.std([0.0] * 400 + [0.5] * 400, ddof=1) / np.sqrt(800))
+    # The model of the still half expects nothing of the other; that of the noisy half a quarter of the still one, with A > 0.
+    assert checked.predicted == pytest.approx((0 + 1 / 4) / 2, abs=0.01)
+    assert checked.measured == 3 / 8
+    assert checked.measured_error == pytest.approx(np.std([0.0] * 500 + [1.0] * 300, ddof=1) / np.sqrt(800))
 
 
 @pytest.mark.parametrize(("section", "setting", "value"), [("rollout", "temperature", 0.5), ("model", "path", "elsewhere")])
