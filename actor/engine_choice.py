@@ -26,18 +26,17 @@ def make_engine(
     """
     if name == "auto":
         name = "vllm" if _is_vllm_installed() else "transformers"
-    if name == "vllm":
-        if not _is_vllm_installed():
-            raise SettingError(
-                "actor.engine",
-                name,
-                "vLLM is not installed",
-                'Install offbeat[cpu] or offbeat[cuda], or set it to "transformers".',
-            )
-        with fast_imports():
+    if name == "vllm" and not _is_vllm_installed():
+        raise SettingError(
+            "actor.engine",
+            name,
+            "vLLM is not installed",
+            'Install offbeat[cpu] or offbeat[cuda], or set it to "transformers".',
+        )
+    with fast_imports():
+        if name == "vllm":
             from actor.vllm_engine import VllmEngine as ChosenEngine
-    else:
-        with fast_imports():
+        else:
             from actor.transformers_engine import TransformersEngine as ChosenEngine
     return ChosenEngine(model_path, dtype=dtype, max_model_len=max_model_len, hashes=hashes, seed=seed, options=options)
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 _COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-_BROKEN_VARIABLE = "OFFBEAT_BROKEN_PACKAGES"
+BROKEN_VARIABLE = "OFFBEAT_BROKEN_PACKAGES"
 """Which of them cannot be imported: found out once, for this process and all that it starts."""
 
 
@@ -59,11 +59,11 @@ def _mask_broken_companions() -> None:
     and vLLM, which take an installed package for a working one, then fail to import any model. Trying it imports torch:
     seconds, and memory, that a process which only computes rewards must not pay.
     """
-    if _BROKEN_VARIABLE in os.environ:
-        broken = os.environ[_BROKEN_VARIABLE].split()
+    if BROKEN_VARIABLE in os.environ:
+        broken = os.environ[BROKEN_VARIABLE].split()
     else:
         broken = [name for name in _COMPANIONS if not _can_import(name)]
-        os.environ[_BROKEN_VARIABLE] = " ".join(broken)
+        os.environ[BROKEN_VARIABLE] = " ".join(broken)
     for name in broken:
         sys.modules[name] = None  # pyright: ignore[reportArgumentType]
 

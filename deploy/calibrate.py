@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,7 +30,7 @@ from common.shutdown import StopRequest
 from deploy.launcher import Launcher, free_port
 from deploy.terminal import stdout_console
 from learner.calibration import BandCheck, Calibration, engine_numerics, learner_numerics, save_calibration
-from learner.noise_floor import NOISE_CLIP_SHARE, ClipBand, Differences, describe, fit, recommend_band
+from learner.noise_floor import NOISE_CLIP_SHARE, ClipBand, Differences, NoiseFloor, describe, fit, recommend_band
 from learner.objective import engine_band
 from protocols.messages import EngineInfo
 
@@ -47,7 +48,6 @@ class Measured(NamedTuple):
     halves: tuple[Differences, Differences]
     """Every other group, and the others."""
     num_groups: int
-    group_size: int
     device: "torch.device"
 
 
@@ -112,8 +112,9 @@ def calibrate(config: Config, source: Path) -> Calibration:
     if band is not None and own is not None:
         own_band = ClipBand(own.low, own.high, band.is_sequence_ratio)
         recommended = recommend_band(floor, every.lengths, own_band)
+        models = cross_fit(*measured.halves)
         checks = [
-            check_band(name, of_name, measured.halves, measured.group_size)
+            check_band(name, of_name, models, measured.num_groups)
             for name, of_name in (("own", own_band), ("configured", band), ("above noise", recommended))
         ]
         if config.loss.anchor != "behavior":
@@ -132,25 +133,28 @@ def calibrate(config: Config, source: Path) -> Calibration:
     )
 
 
-def check_band(name: str, band: ClipBand, halves: tuple[Differences, Differences], group_size: int) -> BandCheck:
-    """What the model of either half of the groups says of the other half under this band, and what is so.
+def cross_fit(first: Differences, second: Differences) -> tuple[tuple[NoiseFloor, Differences], ...]:
+    """A model of either half, each beside the other half, which it was not fitted to."""
+    return ((fit(first), second), (fit(second), first))
 
-    The completions of a group have their prompt in common, and with it much of the noise: groups, not completions, say how
-    far chance may have led what was measured.
+
+def check_band(name: str, band: ClipBand, models: Sequence[tuple[NoiseFloor, Differences]], num_groups: int) -> BandCheck:
+    """What each model says of the completions beside it, which it was not fitted to, under this band; and what is so.
+
+    All `num_groups` groups are of one size, and whole. The completions of a group have their prompt in common, and with it
+    much of the noise: groups, not completions, say how far chance may have led what was measured.
     """
-    first, second = halves
-    models = ((fit(first), second), (fit(second), first))
-    every = Differences.join([second, first])
+    every = Differences.join([other for _, other in models])
     expected = [floor.expected_clip(band, other.lengths, other.positive, other.negative) for floor, other in models]
     beyond = [floor.beyond(band, other.lengths) for floor, other in models]
-    of_groups = every.clipped(band).reshape(-1, group_size).mean(axis=1)
+    of_groups = every.clipped(band).reshape(num_groups, -1).mean(axis=1)
     always = np.ones_like(every.log_ratios)
     return BandCheck(
         name=name,
         band=band,
         predicted=float(np.concatenate(expected).mean()),
         measured=float(of_groups.mean()),
-        measured_error=float(of_groups.std(ddof=1) / np.sqrt(len(of_groups))),
+        measured_error=float(of_groups.std(ddof=1) / np.sqrt(num_groups)),
         predicted_below=float(np.concatenate([below for below, _ in beyond]).mean()),
         measured_below=float(every._replace(advantages=-always).clipped(band).mean()),
         predicted_above=float(np.concatenate([above for _, above in beyond]).mean()),
@@ -311,7 +315,7 @@ def _measure(config: Config, source: Path) -> Measured:
                 problem = f"its log has {num_groups} groups that were sampled under version 0 alone"
                 raise SettingError("RUN", str(source), problem, "Two are the least: calibrate without --reuse.")
             first, second = (Differences(*(arrays[f"{half}{name}"] for name in Differences._fields)) for half in "ab")
-            return Measured((first, second), num_groups, int(arrays["group_size"]), torch.device(str(arrays["device"])))
+            return Measured((first, second), num_groups, torch.device(str(arrays["device"])))
 
 
 def _score(rank: int, config: Config, source: Path, port: int, result: Path) -> None:
@@ -334,6 +338,5 @@ def _score(rank: int, config: Config, source: Path, port: int, result: Path) -> 
     halves = {"a": trainer.compare(groups[::2]), "b": trainer.compare(groups[1::2])}
     if rank == 0:
         arrays = {f"{half}{name}": array for half, of_half in halves.items() for name, array in of_half._asdict().items()}
-        group_size = len(groups[0].rollouts)
-        np.savez(result, num_groups=len(groups), group_size=group_size, device=str(trainer.device), **arrays)
+        np.savez(result, num_groups=len(groups), device=str(trainer.device), **arrays)
     trainer.close()

@@ -253,7 +253,7 @@ class Work:
         for track in self.tracks.values():
             times.append(track.times)
             is_busy = (track.num_running > 0) | ~track.is_sampling
-            changes.append(np.diff(is_busy.astype(np.int64), prepend=0))
+            changes.append(np.diff(is_busy, prepend=0))
         order = np.argsort(np.concatenate(times), kind="stable")
         known = np.concatenate(times)[order]
         # Nothing was busy before, nor afterwards.

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from common.environment import prepare_environment
+from common.environment import BROKEN_VARIABLE, prepare_environment
 
 # Before any test module imports transformers or vLLM.
 prepare_environment()
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Processes that tests start find out for themselves which packages are broken, as they do anywhere else.
-os.environ.pop("OFFBEAT_BROKEN_PACKAGES", None)
+os.environ.pop(BROKEN_VARIABLE, None)
 
 # No time limits on single examples: on a busy machine they fail tests at random.
 settings.register_profile("offbeat", deadline=None, suppress_health_check=[HealthCheck.too_slow])

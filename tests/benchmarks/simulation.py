@@ -310,17 +310,19 @@ def compare(runs: Sequence[Path], fitted: Sequence[Path], cores: int | None, out
     """Print, and write to `out`, how far predictions are off."""
     source = fitted_times(load(fitted[0] / "config.toml"), fitted, cores)
     runs_of: dict[Setting, list[Path]] = {}
+    configs: dict[Setting, Config] = {}
     for run in runs:
         config = load(run / "config.toml")
         setting = Setting(config.launch.num_actors, config.staleness.max_staleness, config.actor.max_inflight_groups)
+        configs[setting] = config
         runs_of.setdefault(setting, []).append(run)
     comparisons = [
         Comparison(
             setting,
             not set(fitted).isdisjoint(of_setting),
             [measure(run) for run in of_setting],
-            predict(load(of_setting[0] / "config.toml"), source),
-            [load for run in of_setting if (run / LOADS_FILE).exists() for load in json.loads((run / LOADS_FILE).read_text())],
+            predict(configs[setting], source),
+            [average for run in of_setting for average in _load_averages(run)],
         )
         for setting, of_setting in runs_of.items()
     ]
@@ -340,6 +342,11 @@ def compare(runs: Sequence[Path], fitted: Sequence[Path], cores: int | None, out
             )
     if out is not None:
         out.write_bytes(msgspec.json.format(msgspec.json.encode(comparisons), indent=2))
+
+
+def _load_averages(run: Path) -> list[float]:
+    file = run / LOADS_FILE
+    return json.loads(file.read_text()) if file.exists() else []
 
 
 def _row(one: Comparison) -> list[str]:

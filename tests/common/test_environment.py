@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.environment import fast_imports
+from common.environment import BROKEN_VARIABLE, fast_imports
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def test_broken_packages_look_absent_and_are_tried_by_the_first_process_alone(tm
         (tmp_path / f"{name}.py").write_text(code + ("" if name == "torchaudio" else "raise OSError('another build')\n"))
     script = tmp_path / "look.py"
     script.write_text(LOOK)
-    environment = {name: value for name, value in os.environ.items() if name != "OFFBEAT_BROKEN_PACKAGES"}
+    environment = {name: value for name, value in os.environ.items() if name != BROKEN_VARIABLE}
     environment["PYTHONPATH"] = f"{tmp_path}:{ROOT}"
     result = subprocess.run(
         [sys.executable, str(script), str(script)], env=environment, capture_output=True, text=True, check=True

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from common.config import Config
 from common.setting_checks import check
 from common.settings import SettingError, load
-from deploy.calibrate import calibrate, check_band, collection_config, load_groups, show
+from deploy.calibrate import calibrate, check_band, collection_config, cross_fit, load_groups, show
 from learner.calibration import FILE, load_calibration
 from learner.noise_floor import ClipBand, Differences
 from tests.deploy.services import Services, services_in, write_config
@@ -155,10 +155,10 @@ def test_floor_of_a_learner_in_bfloat16_is_what_direct_scoring_finds_and_foretel
         assert of_band.predicted == pytest.approx(of_band.measured, abs=0.05)
         assert of_band.measured == pytest.approx(float(direct.clipped(of_band.band).mean()), abs=0.05)
     is_even = np.arange(len(direct.lengths)) % (2 * GROUP_SIZE) < GROUP_SIZE
-    halves = direct.take(is_even), direct.take(~is_even)
+    models = cross_fit(direct.take(is_even), direct.take(~is_even))
     for width in (1e-4, 2e-4, 6e-4, 1e-3):
         for is_sequence_ratio in (True, False):
-            of_band = check_band("", ClipBand(width, width, is_sequence_ratio), halves, GROUP_SIZE)
+            of_band = check_band("", ClipBand(width, width, is_sequence_ratio), models, NUM_GROUPS)
             assert of_band.predicted == pytest.approx(of_band.measured, abs=0.05)
     assert above_noise.measured < 0.03
     assert calibration.recommended == above_noise.band
@@ -175,7 +175,7 @@ def test_band_is_foretold_of_groups_that_the_model_has_not_seen_and_its_error_is
     lengths = np.full(800, 2)
     still = Differences(lengths, np.zeros(1600), np.ones(1600))
     noisy = Differences(lengths, np.tile(np.repeat([-0.2, -0.2, -0.2, 0.2], 4), 100), -np.ones(1600))
-    checked = check_band("", ClipBand(0.1, 0.1, True), (still, noisy), 2)
+    checked = check_band("", ClipBand(0.1, 0.1, True), cross_fit(still, noisy), 800)
     assert (checked.measured_below, checked.measured_above) == (3 / 8, 1 / 8)
     assert checked.predicted_below == pytest.approx(3 / 8, abs=0.01)
     assert checked.predicted_above == pytest.approx(1 / 8, abs=0.01)
