@@ -22,7 +22,7 @@ from common.shutdown import (
     StopRequest,
     die_with_parent,
 )
-from deploy.quickstart import PLACEHOLDER, expand
+from deploy.quickstart.quickstart import PLACEHOLDER, expand
 from protocols.channels import ChannelError
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ app = typer.Typer(
 def train(arguments: Arguments = None) -> None:
     """Run learner and actors on this machine, and write the report. Without arguments: the quick start."""
     configure_logs("train")
-    from deploy.launcher import Launcher
+    from deploy.launch.launcher import Launcher
 
     config = expand(_read(arguments, default=QUICKSTART))
     check_files(config)
@@ -103,7 +103,7 @@ def check_config(
 @app.command()
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]) -> None:
     """Write RUN/report.html: one self-contained page about the run."""
-    from deploy.report import write_report
+    from lab.report.run_report import write_report
 
     try:
         typer.echo(write_report(run))
@@ -122,8 +122,8 @@ def status(
     operator: Annotated[str, typer.Option(help="Whose key to use, where the run has keys.")] = "operator",
 ) -> None:
     """Ask a running learner how the run is: members, ledger, buffer, and what it waits for. It answers in mid-step too."""
-    from deploy.questions import open_link_to
-    from deploy.status import show_status, watch_status
+    from deploy.live.link import open_link_to
+    from deploy.live.status import show_status, watch_status
 
     hub = _read(_in_folder(arguments)).hub
     open_link = open_link_to(hub, operator)
@@ -136,7 +136,7 @@ def status(
 @app.command(name="audit")
 def audit_run(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]) -> None:
     """Follow every lease of a run through its log, and say what must not have happened; exit status 1 if anything did."""
-    from deploy.audit import audit, show
+    from lab.audit import audit, show
 
     config_file = run / "config.toml"
     if not config_file.exists():
@@ -155,7 +155,7 @@ def chaos(
     Exit status 1 when anything is wrong. As root it makes a network namespace and a small disk for itself.
     """
     configure_logs("chaos")
-    from deploy.chaos import run_chaos, show
+    from deploy.chaos.chaos import run_chaos, show
 
     path, overrides = _split(arguments)
     is_quickstart, path = path is None, path or QUICKSTART
@@ -202,7 +202,7 @@ def drift(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Show what staleness did to a run: the drift at each policy lag, and whether what was trained on is biased."""
-    from deploy.drift import show_drift
+    from lab.drift import show_drift
 
     show_drift(run, as_json=as_json)
 
@@ -228,7 +228,7 @@ def sweep(
     """
     configure_logs("sweep")
     from deploy.sweep import alone_in, check_cells, make_cells, make_plan, prepare, read_plan, run_cells, show_commands
-    from deploy.sweep_report import write_sweep_report
+    from lab.sweep.sweep_report import write_sweep_report
 
     if only_report:
         if out is None:
@@ -269,8 +269,8 @@ def set_live(
 
     They are recorded with your name, and hold after a restart too. Exit status 2 when the learner refuses.
     """
-    from deploy.questions import open_link_to
-    from deploy.tune import requested, tune
+    from deploy.live.link import open_link_to
+    from deploy.live.set import requested, tune
 
     wanted = requested(settings)
     hub = _read(_in_folder([run])).hub
@@ -301,7 +301,7 @@ def simulate_run(
 
     The learner's own staleness policy runs under a simulated clock. Without CONFIG: that of the first run of --fit.
     """
-    from deploy.simulate import Given, fitted_times, given_times, numbers, show, simulate
+    from lab.simulation.predict import Given, fitted_times, given_times, numbers, show, simulate
 
     runs = list(fitted or [])
     config = _read(arguments, default=runs[0] / "config.toml" if runs else None)
@@ -334,7 +334,7 @@ def replay_run(
     Exit status 1 when the recorded settings do not give what was recorded.
     """
     configure_logs("replay")
-    from deploy.replay import Request, replay_run, show
+    from lab.replay.replay import Request, replay_run, show
 
     lists = [tuple(filter(None, text.replace(" ", "").split(","))) for text in (staleness, policy, selection, loss)]
     if not all(bound.isdecimal() for bound in lists[0]):
@@ -354,7 +354,7 @@ def keygen(
     operators: Annotated[list[str] | None, typer.Option("--operator", metavar="NAME", help="One more operator.")] = None,
 ) -> None:
     """Make the keys by which the learner knows its actors, and they it: needed beyond one machine."""
-    from deploy.keygen import instructions, make_keys
+    from deploy.launch.keygen import instructions, make_keys
 
     typer.echo(instructions(folder, make_keys(folder, actors or [], operators or [])))
 
@@ -412,7 +412,7 @@ def _split(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
 def _check_functions(config: Config) -> None:
     """Refuse functions that cannot be imported before anything is started; on other machines actor and learner do it."""
     from actor.rewards import load_reward
-    from learner.reward_shaping import load_length_penalty
+    from learner.objectives.reward_shaping import load_length_penalty
 
     load_reward(config.task.reward)
     if config.reward.length_penalty:

@@ -30,11 +30,11 @@ from common.metrics import ROWS_FILE, read_rows
 from common.setting_checks import check
 from common.settings import SettingError, full_name, load, resolved_toml
 from common.shutdown import StopRequest
-from deploy.history import RunHistory, fold_rows
-from deploy.launcher import LOOK_S, PROGRAM, Command, RestartBudget, Service
-from deploy.report_page import duration
-from deploy.sweep_measures import final_reward
-from learner import checkpoints
+from lab.history import RunHistory, fold_rows
+from deploy.launch.launcher import LOOK_S, PROGRAM, Command, RestartBudget, Service
+from lab.report.page import duration
+from lab.sweep.measures import final_reward
+from learner.training import checkpoints
 from protocols.channels import is_loopback
 
 logger = logging.getLogger(__name__)

@@ -27,24 +27,24 @@ from common.models import hash_model, resolve_model
 from common.setting_checks import least_staleness
 from common.settings import SettingError, resolved_toml
 from common.shutdown import StopRequest
-from learner import checkpoints
-from learner.auto_bound import AutoBound, Noise
-from learner.calibration import changes, engine_numerics, learner_numerics, load_calibration
-from learner.contract import Contract
-from learner.dispatcher import Dispatcher, RunFailedError
-from learner.groups import Group
-from learner.hub_thread import HubThread
-from learner.ledger import needed_position
+from learner.training import checkpoints
+from learner.leases.auto_bound import AutoBound, Noise
+from learner.diagnostics.calibration import changes, engine_numerics, learner_numerics, load_calibration
+from learner.dispatch.contract import Contract
+from learner.dispatch.dispatcher import Dispatcher, RunFailedError
+from learner.leases.groups import Group
+from learner.dispatch.hub_thread import HubThread
+from learner.leases.ledger import needed_position
 from learner.progress import Progress
-from learner.prompts import Prompt, load_prompts
-from learner.ranks import RankedTrainer
-from learner.recovery import DispatcherState, Recovered, recover
-from learner.rollout_log import LogFullError, Position, RolloutLog, read_log, read_record
-from learner.routing_history import RoutingHistory
-from learner.staleness import StalenessPolicy
-from learner.trainer import Trainer
-from learner.tuning import Tuning
-from learner.weight_publisher import WeightPublisher
+from learner.leases.prompts import Prompt, load_prompts
+from learner.training.ranks import RankedTrainer
+from learner.leases.recovery import DispatcherState, Recovered, recover
+from learner.leases.rollout_log import LogFullError, Position, RolloutLog, read_log, read_record
+from learner.diagnostics.routing_history import RoutingHistory
+from learner.leases.staleness import StalenessPolicy
+from learner.training.trainer import Trainer
+from learner.dispatch.live_settings import Tuning
+from learner.weights.publisher import WeightPublisher
 from protocols.channels import Hub, host_of
 
 logger = logging.getLogger(__name__)

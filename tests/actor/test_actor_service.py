@@ -20,7 +20,7 @@ from actor.weight_receiver import Outcome
 from common.config import ActorSection, Config, HubSection, MetricsSection, RolloutSection, TaskSection
 from common.shutdown import StopRequest
 from common.weights import make_layout
-from learner.weight_publisher import WeightPublisher
+from learner.weights.publisher import WeightPublisher
 from protocols.channels import Hub, Link
 from protocols.messages import (
     Ack,

@@ -14,9 +14,9 @@ from actor.engine import Completion, Engine
 from actor.engine_choice import make_engine
 from common.routing import record_routing
 from common.settings import SettingError
-from learner.logprobs import CompletionLogprobs
-from learner.packing import pack
-from learner.routing_metrics import routing_metrics
+from learner.policy.logprobs import CompletionLogprobs
+from learner.policy.packing import pack
+from learner.diagnostics.routing_metrics import routing_metrics
 from protocols.messages import ModelHashes, Sampling, Segment
 
 pytestmark = pytest.mark.engine

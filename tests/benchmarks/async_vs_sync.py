@@ -50,8 +50,8 @@ from common.environment import prepare_environment
 from common.settings import resolved_toml
 from common.shutdown import StopRequest
 from common.weights import make_layout
-from learner.dispatcher import Dispatcher
-from learner.hub_thread import HubThread
+from learner.dispatch.dispatcher import Dispatcher
+from learner.dispatch.hub_thread import HubThread
 from protocols.channels import Hub, Link
 from tests.benchmarks.measuring import (
     NUM_ROUNDS,
@@ -432,7 +432,7 @@ def engine() -> None:
     """Measure and print."""
     from transformers.utils.logging import disable_progress_bar
 
-    from deploy.tiny_models import make_tiny_model
+    from deploy.quickstart.tiny_models import make_tiny_model
 
     disable_progress_bar()
     runs: dict[str, list[OffbeatRun]] = {mode: [] for mode in MAX_STALENESS}

@@ -29,11 +29,11 @@ prepare_environment()
 
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-from learner.aggregation import aggregate  # noqa: E402
-from learner.corrections import token_tis  # noqa: E402
-from learner.diagnostics import Band, Correction, loss_metrics, row_statistics  # noqa: E402
-from learner.gradient_direction import GradientDirection  # noqa: E402
-from learner.losses import gspo  # noqa: E402
+from learner.objectives.aggregation import aggregate  # noqa: E402
+from learner.objectives.corrections import token_tis  # noqa: E402
+from learner.diagnostics.loss_metrics import Band, Correction, loss_metrics, row_statistics  # noqa: E402
+from learner.diagnostics.gradient_direction import GradientDirection  # noqa: E402
+from learner.objectives.losses import gspo  # noqa: E402
 from tests.benchmarks.measuring import print_table, spread  # noqa: E402
 
 NUM_ROUNDS = 5

@@ -60,7 +60,7 @@ def measure(connection: Connection, variant: Variant, num_tokens: int) -> None:
     prepare_environment()
     import torch
 
-    from learner.logprobs import token_logprobs
+    from learner.policy.logprobs import token_logprobs
 
     torch.manual_seed(0)
     states = torch.randn(num_tokens, HIDDEN_SIZE, requires_grad=True)

@@ -42,17 +42,17 @@ from common.metrics import read_rows
 from common.setting_checks import check
 from common.settings import load
 from common.weights import WeightBuffer
-from deploy.quickstart import expand
-from learner.groups import Group, Rollout
-from learner.prompts import Prompt, PromptStream, load_prompts
-from learner.step_metrics import Metrics
+from deploy.quickstart.quickstart import expand
+from learner.leases.groups import Group, Rollout
+from learner.leases.prompts import Prompt, PromptStream, load_prompts
+from learner.diagnostics.group_metrics import Metrics
 from protocols.messages import Segment
 from tests.benchmarks.measuring import print_table, processes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from learner.trainer import Trainer
+    from learner.training.trainer import Trainer
 
 QUICKSTART = Path(__file__).parents[2] / "deploy" / "configs" / "quickstart.toml"
 
@@ -183,7 +183,7 @@ class Task(NamedTuple):
 def train(run: Run) -> Result:
     """Take all steps of a run, or those until it diverges."""
     # Imported here: it imports transformers, which wants the environment prepared.
-    from learner.trainer import Trainer
+    from learner.training.trainer import Trainer
 
     started = time.process_time()
     config = make_config(run)

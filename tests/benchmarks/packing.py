@@ -79,7 +79,7 @@ def padded(groups: Sequences) -> tuple[int, float]:
     """Inputs, and the sum of all log-probs."""
     import torch
 
-    from learner.logprobs import token_logprobs
+    from learner.policy.logprobs import token_logprobs
 
     policy = make_policy()
     rows = [(prompt, completion) for prompt, completions in groups for completion in completions]
@@ -115,8 +115,8 @@ def shared(groups: Sequences) -> tuple[int, float]:
 
 def run_packs(sequences: Sequences) -> tuple[int, float]:
     """Inputs, and the sum of all log-probs."""
-    from learner.logprobs import CompletionLogprobs
-    from learner.packing import pack
+    from learner.policy.logprobs import CompletionLogprobs
+    from learner.policy.packing import pack
 
     module = CompletionLogprobs(make_policy())
     num_inputs, checksum = 0, 0.0
@@ -131,7 +131,7 @@ def run_packs(sequences: Sequences) -> tuple[int, float]:
 
 def micro_batches(sequences: Sequences) -> list[Sequences]:
     """In the order given, at most `MICRO_BATCH_TOKENS` inputs each."""
-    from learner.packing import num_inputs
+    from learner.policy.packing import num_inputs
 
     result: list[Sequences] = []
     total = MICRO_BATCH_TOKENS

@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from common.config import LogSection
-from learner.lease_events import Accepted
-from learner.rollout_log import Fsync, RolloutLog, encode_record, read_log
+from learner.leases.events import Accepted
+from learner.leases.rollout_log import Fsync, RolloutLog, encode_record, read_log
 from protocols.messages import CompletionMeta, Segment
 from tests.benchmarks.measuring import print_table, spread
 

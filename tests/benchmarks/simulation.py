@@ -49,10 +49,10 @@ from common.environment import prepare_environment
 from common.metrics import ROWS_FILE, MetricsWriter, read_rows
 from common.settings import load, resolved_toml
 from common.shutdown import PARENT_VARIABLE
-from deploy.simulate import Source, fitted_times, simulate_batches
-from learner.dispatcher import Dispatcher
-from learner.hub_thread import HubThread
-from learner.rollout_log import RolloutLog
+from lab.simulation.predict import Source, fitted_times, simulate_batches
+from learner.dispatch.dispatcher import Dispatcher
+from learner.dispatch.hub_thread import HubThread
+from learner.leases.rollout_log import RolloutLog
 from protocols.channels import Hub
 from tests.benchmarks.async_vs_sync import (
     GROUP_SIZE,

@@ -10,14 +10,14 @@ import torch
 
 from actor.engine import Completion, Score
 from common.config import Config, EvaluationSection, HubSection, RolloutSection, StalenessSection, TaskSection, TrainSection
-from learner.contract import Contract
-from learner.dispatcher import Dispatcher, Record, WeightsMessage
-from learner.ledger import Ledger
-from learner.prompts import Prompt, PromptStream
-from learner.rollout_log import RolloutLog
-from learner.staleness import StalenessPolicy
-from learner.tuning import Tuning
-from learner.weight_publisher import WeightPublisher
+from learner.dispatch.contract import Contract
+from learner.dispatch.dispatcher import Dispatcher, Record, WeightsMessage
+from learner.leases.ledger import Ledger
+from learner.leases.prompts import Prompt, PromptStream
+from learner.leases.rollout_log import RolloutLog
+from learner.leases.staleness import StalenessPolicy
+from learner.dispatch.live_settings import Tuning
+from learner.weights.publisher import WeightPublisher
 from protocols.channels import Hub
 from protocols.messages import EngineInfo, ModelHashes, Sampling, Segment, TensorSpec
 

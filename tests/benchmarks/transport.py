@@ -32,9 +32,9 @@ import numpy as np
 import zmq
 
 from common.config import LogSection
-from learner.dispatcher import Dispatcher
-from learner.hub_thread import HubThread
-from learner.rollout_log import RolloutLog
+from learner.dispatch.dispatcher import Dispatcher
+from learner.dispatch.hub_thread import HubThread
+from learner.leases.rollout_log import RolloutLog
 from protocols.channels import RECEIVE_QUEUE_MESSAGES, SEND_QUEUE_MESSAGES, Hub
 from protocols.keys import AllowList, KeyPair, make_key_pair, public_text
 from protocols.messages import Ack, Lease, Sampling, Welcome

@@ -34,7 +34,7 @@ from actor.weight_receiver import Outcome, WeightReceiver
 from common.environment import prepare_environment
 from common.weights import checksum as checksum_of
 from common.weights import make_layout
-from learner.weight_publisher import Members, WeightPublisher
+from learner.weights.publisher import Members, WeightPublisher
 from protocols.channels import Hub, Link
 from protocols.messages import LearnerMessage, WeightPull, WeightsCommitted, WeightsStaged, WeightUpdate
 from tests.benchmarks.measuring import (

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy import questions
-from tests.deploy.operator_desk import Desk
+from deploy.live import link as questions
+from tests.deploy.live.operator_desk import Desk
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from common.config import Config
 from common.setting_checks import check
 from common.settings import SettingError, load
 from deploy.calibrate import calibrate, check_band, collection_config, cross_fit, load_groups, show
-from learner.calibration import FILE, load_calibration
-from learner.noise_floor import ClipBand, Differences
+from learner.diagnostics.calibration import FILE, load_calibration
+from learner.diagnostics.noise_floor import ClipBand, Differences
 from tests.deploy.services import Services, services_in, write_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

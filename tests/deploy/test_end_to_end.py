@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from common.settings import load
-from deploy.audit import audit
-from learner.calibration import save_calibration
+from lab.audit import audit
+from learner.diagnostics.calibration import save_calibration
 from tests.deploy.services import SLOW_REWARD, Services, free_port, services_in, write_config
-from tests.learner.test_calibration import make_calibration
+from tests.learner.diagnostics.test_calibration import make_calibration
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from common.settings import load
-from deploy.audit import audit
-from learner.lease_events import Granted
-from learner.rollout_log import read_log
+from lab.audit import audit
+from learner.leases.events import Granted
+from learner.leases.rollout_log import read_log
 from tests.deploy.services import SLOW_REWARD, Services, free_port, services_in, write_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]

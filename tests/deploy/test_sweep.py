@@ -29,7 +29,7 @@ from deploy.sweep import (
     show_commands,
     split_values,
 )
-from tests.deploy.sweep_runs import stand_in, starts
+from tests.lab.sweep.sweep_runs import stand_in, starts
 
 CONFIG = """
 [model]

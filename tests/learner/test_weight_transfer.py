@@ -17,8 +17,8 @@ import torch
 from actor.weight_receiver import Outcome, WeightReceiver
 from common import collectives
 from common.weights import checksum, make_layout
-from learner import weight_editions
-from learner.weight_publisher import WeightPublisher
+from learner.weights import editions as weight_editions
+from learner.weights.publisher import WeightPublisher
 from protocols.channels import Hub, Link
 from protocols.messages import LearnerMessage, TensorSpec, WeightPull, WeightsCommitted, WeightsStaged, WeightUpdate
 
@@ -35,7 +35,7 @@ Mishap = Literal["", "SIGKILL", "SIGSTOP", "wrong byte"]
 
 context = multiprocessing.get_context("forkserver")
 # One process imports torch; receivers are forked from it.
-context.set_forkserver_preload(["actor.weight_receiver", "learner.ranks"])
+context.set_forkserver_preload(["actor.weight_receiver", "learner.training.ranks"])
 
 
 def open_hub() -> Hub:

@@ -1,0 +1,1 @@
+"""Run the quick start under faults, and audit what is left."""

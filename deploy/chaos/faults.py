@@ -1,0 +1,241 @@
+"""How each fault of a chaos round is committed on real processes, files and connections."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+from deploy.launch import processes
+from deploy.chaos.network import Network
+from deploy.chaos.schedule import Fault, Target
+from learner.leases.events import LeaseEvent
+from learner.leases.rollout_log import HEADER_BYTES, read_log
+
+CHECKPOINT_WAIT_S = 30.0
+"""How long to wait for a checkpoint that is being written."""
+DAY_S = 86_400.0
+DAMAGES = ("garbage", "half a record", "flipped bit", "cut")
+
+CLOCK_VARIABLE = "OFFBEAT_CHAOS_CLOCK"
+SITE_CUSTOMIZE = f'''"""Python imports this module at start: it shifts this process's idea of the time of day."""
+import os, sys, time
+
+_file = os.path.join(os.environ["{CLOCK_VARIABLE}"], "learner" if "learner" in sys.orig_argv else "actor")
+_time, _time_ns = time.time, time.time_ns
+
+
+def _offset_s():
+    try:
+        with open(_file) as file:
+            return float(file.read() or 0)
+    except FileNotFoundError:
+        return 0.0
+
+
+time.time = lambda: _time() + _offset_s()
+time.time_ns = lambda: _time_ns() + int(_offset_s() * 1e9)
+'''
+
+
+class Clock:
+    """The time of day as the services see it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._offsets = folder / "clock"
+        self._offsets.mkdir()
+        self._python = folder / "python"
+        self._python.mkdir()
+        (self._python / "sitecustomize.py").write_text(SITE_CUSTOMIZE)
+
+    def environment(self) -> Mapping[str, str]:
+        """What a service needs to see it."""
+        path = [str(self._python), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {CLOCK_VARIABLE: str(self._offsets), "PYTHONPATH": os.pathsep.join(path)}
+
+    def jump(self, role: Literal["learner", "actor"], offset_s: float) -> None:
+        """From now on the clocks of these services differ by so much from this machine's."""
+        # In one step: a reader must not find the file empty.
+        new = self._offsets / f"{role}.new"
+        new.write_text(str(offset_s))
+        new.rename(self._offsets / role)
+
+
+class Disk:
+    """A small file system of its own for a run's folder; needs root."""
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        self.folder = folder
+        self._filler = folder / "filler"
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "offbeat-chaos", str(folder)], check=True, capture_output=True
+        )
+
+    def fill(self, leave_bytes: int) -> None:
+        """Use it up but for `leave_bytes`."""
+        with self._filler.open("wb") as file:
+            while (excess := shutil.disk_usage(self.folder).free - leave_bytes) > 0:
+                # The services write at the same time.
+                with contextlib.suppress(OSError):
+                    os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), excess)
+
+    def empty(self) -> None:
+        """The end of `fill`."""
+        self._filler.unlink()
+
+    def close(self) -> None:
+        """Unmount it; what was on it is gone."""
+        subprocess.run(["umount", "--lazy", str(self.folder)], check=True, capture_output=True)
+
+
+def open_disk(folder: Path, num_bytes: int) -> Disk | None:
+    """A disk of its own at `folder`; None where this process may not mount one."""
+    try:
+        return Disk(folder, num_bytes)
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        return None
+
+
+class Victims(Protocol):
+    """The services of a round, as faults need them."""
+
+    def find(self, target: Target) -> int:
+        """The process id of a service, once it is there; it may just be starting."""
+        ...
+
+    def pause(self, seconds: float) -> None:
+        """Wait, while what must go on goes on."""
+        ...
+
+
+class Scene(NamedTuple):
+    """All that faults are committed on."""
+
+    victims: Victims
+    network: Network
+    clock: Clock
+    disk: Disk | None
+    run: Path
+    """The run's folder."""
+
+
+class Committed(NamedTuple):
+    """What a fault came to."""
+
+    detail: str
+    """Empty when it could not be committed."""
+    lost: tuple[LeaseEvent, ...] = ()
+    """Events that the rollout log has no more."""
+
+
+def commit(fault: Fault, scene: Scene) -> Committed:
+    """Do it; returns when it is over."""
+    generator = random.Random(fault.seed)
+    victims, network, pause = scene.victims, scene.network, scene.victims.pause
+    match fault.kind:
+        case "kill learner" | "kill actor":
+            processes.kill(victims.find(fault.target))
+            return Committed(f"killed the {fault.target}")
+        case "kill learner in checkpoint":
+            return _kill_in_checkpoint(scene)
+        case "kill actor's child":
+            return _kill_child(victims.find(fault.target), fault.target, generator)
+        case "stop learner" | "stop actor":
+            return _stop(victims, fault)
+        case "cut connection":
+            network.cut()
+            return Committed("cut the connections")
+        case "partition":
+            network.part()
+            pause(fault.duration_s)
+            network.join()
+            return Committed(f"nothing got through for {fault.duration_s:.1f} s")
+        case "packet loss":
+            network.lose_packets(fault.duration_s, pause, generator)
+            return Committed(f"lost packets for {fault.duration_s:.1f} s")
+        case "corrupt log":
+            processes.kill(victims.find("learner"))
+            return corrupt_log(scene.run / "log", generator)
+        case "fill disk":
+            return _fill_disk(scene, fault, generator)
+        case "jump clock":
+            return _jump_clock(scene, fault, generator)
+
+
+def corrupt_log(log: Path, generator: random.Random) -> Committed:
+    """Damage the newest segment as a death or a bad disk might; nobody writes it meanwhile."""
+    before = list(read_log(log))
+    segment = max(log.glob("*.log"), default=None)
+    content = bytearray(segment.read_bytes() if segment else b"")
+    if not before or segment is None or len(content) < HEADER_BYTES:
+        return Committed("")
+    last = before[-1].position
+    # A segment that a process has just begun may hold no record yet: then there is nothing of it to lose.
+    start = last.offset if segment.name == f"{last.segment:08d}.log" else len(content)
+    damage = generator.choice(DAMAGES) if start < len(content) else "garbage"
+    if damage == "garbage":
+        content += generator.randbytes(generator.randint(1, 300))
+    elif damage == "half a record":
+        content += content[start : start + (len(content) - start) // 2]
+    elif damage == "flipped bit":
+        content[generator.randrange(start, len(content))] ^= 1 << generator.randrange(8)
+    else:
+        del content[generator.randrange(start, len(content)) :]
+    segment.write_bytes(content)
+    num_left = sum(1 for _ in read_log(log))
+    lost = [record.event for record in before[num_left:]]
+    return Committed(f"{damage} at the end of {segment.name}, {len(lost)} records lost", tuple(lost))
+
+
+def _kill_in_checkpoint(scene: Scene) -> Committed:
+    learner = scene.victims.find("learner")
+    deadline = time.monotonic() + CHECKPOINT_WAIT_S
+    while not (partial := list((scene.run / "checkpoints").glob("*.partial"))) and time.monotonic() < deadline:
+        scene.victims.pause(0.001)
+    processes.kill(learner)
+    return Committed(f"killed the learner while it wrote {partial[0].name}" if partial else "killed the learner")
+
+
+def _kill_child(parent: int, target: Target, generator: random.Random) -> Committed:
+    children = processes.descendants(parent)
+    if not children:
+        return Committed("")
+    child = generator.choice(children)
+    name = "its resource tracker" if "resource_tracker" in " ".join(processes.arguments(child)) else "its reward worker"
+    processes.kill(child)
+    return Committed(f"{target}: killed {name}")
+
+
+def _stop(victims: Victims, fault: Fault) -> Committed:
+    victim = victims.find(fault.target)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(victim, signal.SIGSTOP)
+        victims.pause(fault.duration_s)
+        os.kill(victim, signal.SIGCONT)
+    return Committed(f"stopped the {fault.target} for {fault.duration_s:.1f} s")
+
+
+def _fill_disk(scene: Scene, fault: Fault, generator: random.Random) -> Committed:
+    if scene.disk is None:
+        return Committed("")
+    leave_bytes = generator.choice([0, 1 << 16, 4 << 20])
+    scene.disk.fill(leave_bytes)
+    scene.victims.pause(fault.duration_s)
+    scene.disk.empty()
+    return Committed(f"left {leave_bytes >> 10} KB free for {fault.duration_s:.1f} s")
+
+
+def _jump_clock(scene: Scene, fault: Fault, generator: random.Random) -> Committed:
+    offsets_s = {role: generator.uniform(-DAY_S, DAY_S) for role in ("learner", "actor")}
+    scene.clock.jump("learner", offsets_s["learner"])
+    scene.clock.jump("actor", offsets_s["actor"])
+    scene.victims.pause(fault.duration_s)
+    scene.clock.jump("learner", 0.0)
+    scene.clock.jump("actor", 0.0)
+    said = ", ".join(f"{role} {offset_s / 3600:+.1f} h" for role, offset_s in offsets_s.items())
+    return Committed(f"{said} for {fault.duration_s:.1f} s")

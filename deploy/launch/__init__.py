@@ -1,0 +1,1 @@
+"""Start the services of a run on one machine."""

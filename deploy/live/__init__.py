@@ -1,0 +1,1 @@
+"""Ask a running learner, and change its settings."""

@@ -1,0 +1,58 @@
+"""`offbeat set`: asks a running learner over its hub to change settings, and prints what became of it."""
+
+import getpass
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+
+from common.settings import SettingError, full_name
+from common.shutdown import ServiceError
+from deploy.live.link import OpenLink, ask
+from protocols.messages import TuneReport, TuneRequest
+
+
+def requested(arguments: Sequence[str]) -> dict[str, str]:
+    """The settings of a command line, `section.key` to value; `SettingError` for an unknown one, or one given twice."""
+    settings: dict[str, str] = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        setting = full_name(key.strip())
+        if not equals or not value.strip():
+            raise SettingError(setting, value, "no value is given", f"Write {key}=VALUE.")
+        if setting in settings:
+            raise SettingError(setting, value, "it is given twice", "Remove one.")
+        settings[setting] = value.strip()
+    return settings
+
+
+def tune(open_link: OpenLink, address: str, settings: Mapping[str, str]) -> bool:
+    """Ask for these changes and print them; false, and the reason on stderr, when the learner refuses.
+
+    `ServiceError` when nobody answers.
+    """
+    with open_link() as link:
+        try:
+            report = ask(link, address, TuneRequest(settings=dict(settings), who=_who()), TuneReport)
+        except ServiceError as error:
+            hint = "a learner that was asked and has not answered may make the change yet: `offbeat status` shows it"
+            raise ServiceError(f"{error}; {hint}") from error
+    if report.error:
+        print(f"error: {report.error}", file=sys.stderr)
+        return False
+    for change in report.changed:
+        print(f"{change.setting}: {change.before} -> {change.after} at policy version {change.policy_version}")
+    if not report.changed:
+        print("nothing to change: the run has these values already")
+    for warning in report.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return True
+
+
+def _who() -> str:
+    try:
+        user = getpass.getuser()
+    except KeyError:
+        # A container's user may have a number alone.
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"[:200]

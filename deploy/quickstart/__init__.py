@@ -1,0 +1,1 @@
+"""Make the quick start's data and tiny models."""

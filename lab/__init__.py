@@ -1,0 +1,1 @@
+"""Read what runs left behind; start no process."""

@@ -1,0 +1,428 @@
+"""The audit of a run's folder: every lease followed through the rollout log, and held against what the learner reported.
+
+It does the books a second time and in another way than `learner.leases.ledger`, which it does not use.
+"""
+
+import zipfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from rich.markup import escape
+from rich.table import Table
+
+from common.config import Config
+from common.metrics import ROWS_FILE, read_rows
+from common.settings import is_data_file
+from lab.terminal import stdout_console
+from learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
+from learner.leases.rollout_log import LogDamagedError, Position, read_log
+
+CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+"""Largest believable difference per token between engine and learner under the same weights, in nats."""
+
+
+class Check(NamedTuple):
+    """One claim about the run, and what speaks against it."""
+
+    claim: str
+    violations: list[str]
+    seen: str
+    """What the claim was held against, with numbers."""
+
+
+class Turn(NamedTuple):
+    """A prompt's turn in one pass over the data."""
+
+    epoch: int
+    prompt_id: int
+
+
+class Life(msgspec.Struct):
+    """What the log says about one lease."""
+
+    turn: Turn
+    actor: str
+    is_accepted: bool = False
+    end: str = ""
+    """`trained`, `expired`, or `dropped/REASON`; empty while it is in flight."""
+    is_final: bool = False
+    """The prompt's turn is over."""
+
+
+class Lost(NamedTuple):
+    """What was destroyed on purpose: no violation is seen in leases and prompts that these events are about."""
+
+    lease_ids: frozenset[int]
+    turns: frozenset[Turn]
+    num_batches: int
+
+    @classmethod
+    def of(cls, events: Iterable[LeaseEvent]) -> "Lost":
+        """The leases, turns and batches in these events."""
+        lease_ids: set[int] = set()
+        turns: set[Turn] = set()
+        num_batches = 0
+        for event in events:
+            match event:
+                case Trained():
+                    lease_ids.update(event.lease_ids)
+                    num_batches += 1
+                case Granted():
+                    lease_ids.add(event.lease_id)
+                    turns.add(Turn(event.epoch, event.prompt_id))
+                case Accepted() | Dropped() | Expired():
+                    lease_ids.add(event.lease_id)
+        return cls(frozenset(lease_ids), frozenset(turns), num_batches)
+
+
+NOTHING_LOST = Lost.of(())
+
+
+class LogAudit:
+    """Reads the events of one run in order, and keeps what contradicts what was before."""
+
+    def __init__(self, *, is_whole: bool, lost: Lost = NOTHING_LOST) -> None:
+        """`is_whole`: the log begins where the run began, nothing was deleted."""
+        self._is_whole = is_whole
+        self._lost = lost
+        self.leases: dict[int, Life] = {}
+        self.batches: list[Trained] = []
+        """Those that are in the weights: what a restart went back behind is out again."""
+        self.turns: dict[Turn, list[int]] = {}
+        """All leases of a prompt's turn, in order; turns in the order of their first lease."""
+        self.num_starts = 0
+        self.num_undone = 0
+        """Batches that a restart went back behind."""
+        self.lease_flaws: list[str] = []
+        self.training_flaws: list[str] = []
+        self.prompt_flaws: list[str] = []
+        self._waiting: dict[Turn, int] = {}
+        """Turns whose last lease brought nothing, with it, until they are leased again."""
+        self._overtaken: dict[Turn, int] = {}
+        """Those of them that a new prompt was leased before."""
+        self._version: int | None = 0 if is_whole else None
+        """Optimizer steps behind the weights; None before a log without its beginning has told."""
+        self._num_batches_excused = 0
+
+    def take(self, event: LeaseEvent) -> None:
+        """The next event."""
+        match event:
+            case Started():
+                self._start(event.policy_version)
+            case Granted():
+                self._grant(event)
+            case Accepted():
+                self._accept(event)
+            case Dropped():
+                self._end(event.lease_id, f"dropped/{event.reason}", is_final=event.is_final)
+            case Expired():
+                life = self.leases.get(event.lease_id)
+                if life is not None and life.is_accepted and not life.end:
+                    self._flaw(self.lease_flaws, event.lease_id, "expired although its group had been accepted")
+                self._end(event.lease_id, "expired", is_final=False)
+            case Trained():
+                self._train(event)
+
+    def lost_turns(self) -> list[str]:
+        """Prompts that were given back, and passed over from then on."""
+        return [
+            f"prompt {turn.prompt_id} of epoch {turn.epoch} was not leased again after lease {lease_id} "
+            f"({self.leases[lease_id].end}), but newer prompts were"
+            for turn, lease_id in self._overtaken.items()
+        ]
+
+    def _start(self, version: int) -> None:
+        self.num_starts += 1
+        while self.batches and self.batches[-1].policy_version + self.batches[-1].num_steps > version:
+            batch = self.batches.pop()
+            self.num_undone += 1
+            if batch.policy_version < version:
+                self.training_flaws.append(f"version {version} lies within the batch of version {batch.policy_version}")
+            for lease_id in batch.lease_ids:
+                if lease_id in self.leases:
+                    self.leases[lease_id].end, self.leases[lease_id].is_final = "", False
+        if self._version is not None and self._version < version:
+            self._miss_batch(f"started at version {version}, but batches are known only up to {self._version}")
+        self._version = version
+
+    def _grant(self, event: Granted) -> None:
+        turn = Turn(event.epoch, event.prompt_id)
+        if event.lease_id in self.leases:
+            self._flaw(self.lease_flaws, event.lease_id, "granted twice")
+        previous = self.turns.setdefault(turn, [])
+        if not previous:
+            self._overtaken.update(self._waiting)
+        else:
+            before = self.leases[previous[-1]]
+            if not before.end or before.is_final:
+                text = f"{before.end or 'in flight'}, but its prompt {turn.prompt_id} of epoch {turn.epoch} was leased again"
+                self._flaw(self.prompt_flaws, previous[-1], text)
+        self._waiting.pop(turn, None)
+        self._overtaken.pop(turn, None)
+        previous.append(event.lease_id)
+        self.leases[event.lease_id] = Life(turn, event.actor)
+
+    def _accept(self, event: Accepted) -> None:
+        life = self._open(event.lease_id, "accepted")
+        if life is None:
+            return
+        if life.is_accepted:
+            self._flaw(self.lease_flaws, event.lease_id, "accepted twice")
+        if life.actor != event.actor:
+            self._flaw(self.lease_flaws, event.lease_id, f"leased to {life.actor}, but accepted from {event.actor}")
+        life.is_accepted = True
+
+    def _end(self, lease_id: int, end: str, *, is_final: bool) -> None:
+        life = self._open(lease_id, end)
+        if life is None:
+            return
+        life.end, life.is_final = end, is_final
+        if not is_final:
+            self._waiting[life.turn] = lease_id
+
+    def _train(self, event: Trained) -> None:
+        if self._version is not None and event.policy_version != self._version:
+            self._miss_batch(f"a batch was trained at version {event.policy_version}, where {self._version} was next")
+        self._version = event.policy_version + event.num_steps
+        self.batches.append(event)
+        for lease_id in event.lease_ids:
+            life = self._open(lease_id, f"trained at version {event.policy_version}")
+            if life is None:
+                continue
+            if not life.is_accepted:
+                self._flaw(self.training_flaws, lease_id, "trained without having been accepted")
+            life.end, life.is_final = "trained", True
+
+    def _open(self, lease_id: int, what: str) -> Life | None:
+        """The lease that this happened to, if it may."""
+        life = self.leases.get(lease_id)
+        if life is None:
+            # Of a log whose beginning was deleted nothing else is to be expected.
+            if self._is_whole:
+                self._flaw(self.lease_flaws, lease_id, f"{what}, but never granted")
+            return None
+        if life.end:
+            flaws = self.training_flaws if what.startswith("trained") else self.lease_flaws
+            self._flaw(flaws, lease_id, f"{what}, but it had ended: {life.end}")
+        return life
+
+    def _miss_batch(self, text: str) -> None:
+        if self._num_batches_excused < self._lost.num_batches:
+            self._num_batches_excused += 1
+        else:
+            self.training_flaws.append(text)
+
+    def _flaw(self, flaws: list[str], lease_id: int, text: str) -> None:
+        if lease_id not in self._lost.lease_ids:
+            flaws.append(f"lease {lease_id}: {text}")
+
+
+def audit(run: Path, config: Config, lost_events: Sequence[LeaseEvent] = ()) -> list[Check]:
+    """All that can be checked about a run in its folder; `lost_events` were destroyed on purpose."""
+    lost = Lost.of(lost_events)
+    checks: list[Check] = []
+    if (run / "log").exists():
+        checks += audit_log(run / "log", config, _final(run), lost)
+    return [
+        *checks,
+        check_canaries(_rows(run, "canary"), CANARY_TOLERANCE[config.model.dtype]),
+        check_checkpoints(run / "checkpoints"),
+    ]
+
+
+def show(checks: Sequence[Check]) -> bool:
+    """Print the checks as a table; true when none is violated."""
+    table = Table()
+    for column in ("claim", "", "detail"):
+        table.add_column(column)
+    for check in checks:
+        add_claim(table, check.claim, check.violations, check.seen)
+    stdout_console().print(table)
+    return not any(check.violations for check in checks)
+
+
+def add_claim(table: Table, claim: str, violations: Sequence[str], seen: str) -> None:
+    """A row of the table: what was seen, or the first of what speaks against the claim."""
+    shown = [*violations[:5], *([f"... and {len(violations) - 5} more"] if len(violations) > 5 else [])]
+    table.add_row(claim, "[red]VIOLATION[/red]" if violations else "[green]OK[/green]", escape("\n".join(shown) or seen))
+
+
+def audit_log(folder: Path, config: Config, final: dict[str, Any] | None, lost: Lost) -> list[Check]:
+    """The checks of the rollout log, read from disk; `final` is the run's last metrics row."""
+    is_whole = is_log_whole(folder)
+    log = LogAudit(is_whole=is_whole, lost=lost)
+    num_records, group_flaws, damage = 0, [], []
+    try:
+        for record in read_log(folder):
+            num_records += 1
+            log.take(record.event)
+            if isinstance(record.event, Accepted):
+                group_flaws += _group_flaws(record.event, record.arrays)
+    except LogDamagedError as error:
+        damage.append(str(error))
+    begun = "" if is_whole else "; its beginning was deleted (log.retain_mb)"
+    num_batches = f"{len(log.batches)} batches kept, {log.num_undone} undone by {max(log.num_starts - 1, 0)} restarts"
+    num_accepted = sum(life.is_accepted for life in log.leases.values())
+    return [
+        Check("the rollout log is readable to its end", damage, f"{num_records} records{begun}"),
+        Check("every lease ends once", log.lease_flaws, f"{len(log.leases)} leases"),
+        Check("no group is trained twice, each was accepted", log.training_flaws, num_batches),
+        Check("accepted groups are whole", group_flaws, f"{num_accepted} groups"),
+        check_conservation(log, final["ledger"] if final else None, is_whole=is_whole, lost=lost),
+        check_prompts(log, config.run.seed, _num_prompts(config) if is_whole else None, lost),
+    ]
+
+
+def check_conservation(log: LogAudit, reported: dict[str, Any] | None, *, is_whole: bool, lost: Lost) -> Check:
+    """The log's sums are the learner's own."""
+    claim = "leased = trained + dropped + expired + in flight, as the learner says"
+    ends = Counter(life.end.partition("/")[0] or "in_flight" for life in log.leases.values())
+    sums = {"leased": len(log.leases), **{name: ends[name] for name in ("trained", "dropped", "expired", "in_flight")}}
+    seen = ", ".join(f"{name} {number}" for name, number in sums.items())
+    if reported is None or not is_whole:
+        return Check(claim, [], f"{seen}; not compared: {'the log is not whole' if reported else 'the run has not ended'}")
+    said = {**reported, "dropped": sum(reported["dropped"].values())}
+    violations = [
+        f"{name}: the log has {number}, the learner said {said[name]}"
+        for name, number in sums.items()
+        if abs(number - said[name]) > len(lost.lease_ids)
+    ]
+    if said["leased"] != said["trained"] + said["dropped"] + said["expired"] + said["in_flight"]:
+        violations.append(f"the learner's own sums do not add up: {reported}")
+    return Check(claim, violations, seen)
+
+
+def check_prompts(log: LogAudit, seed: int, num_prompts: int | None, lost: Lost) -> Check:
+    """Prompts come in the seed's order, and none is passed over. Without `num_prompts` the order is not known."""
+    violations = [*log.prompt_flaws, *log.lost_turns()]
+    turns = list(log.turns)
+    seen = f"{len(turns)} turns"
+    if num_prompts is None:
+        return Check("prompts keep to the seed's order, none is lost", violations, f"{seen}; the order was not checked")
+    expected = (turn for epoch in range(len(turns) // num_prompts + 2) for turn in _order(seed, epoch, num_prompts))
+    for turn in turns:
+        due = next(expected)
+        while due != turn and due in lost.turns:
+            due = next(expected)
+        if due != turn:
+            violations.append(f"prompt {turn.prompt_id} of epoch {turn.epoch} was leased when it was the turn of {due}")
+            break
+    ended = Counter(turn.epoch for turn, leases in log.turns.items() if log.leases[leases[-1]].is_final)
+    # The last pass is going on, and the one before it may have prompts in flight.
+    for epoch in range(max((turn.epoch for turn in turns), default=0) - 1):
+        num_lost = sum(turn.epoch == epoch for turn in lost.turns)
+        if ended[epoch] + num_lost < num_prompts:
+            violations.append(f"epoch {epoch}: {ended[epoch]} of {num_prompts} prompts were trained or finally dropped")
+    return Check("prompts keep to the seed's order, none is lost", violations, f"{seen} of {num_prompts} prompts")
+
+
+def check_canaries(rows: Sequence[dict[str, Any]], tolerance: float) -> Check:
+    """Weights announced were weights applied."""
+    violations = [
+        f"{row['actor']} at version {row['policy_version']}: {row['max_abs_diff']}"
+        for row in rows
+        if row["max_abs_diff"] is None or not row["max_abs_diff"] <= tolerance
+    ]
+    largest = max((row["max_abs_diff"] or 0.0 for row in rows), default=0.0)
+    return Check("actors sampled with the weights they said", violations, f"{len(rows)} canaries, largest {largest:.1e}")
+
+
+def check_checkpoints(root: Path) -> Check:
+    """Nothing half-written is left, and what is there is whole."""
+    folders = sorted(root.glob("step-*"))
+    whole = [folder for folder in folders if not folder.name.endswith(".partial")]
+    violations = [f"{folder.name} is left over" for folder in folders if folder not in whole]
+    for folder in whole:
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        if not files:
+            violations.append(f"{folder.name} is empty")
+        violations += [f"{file.relative_to(root)} {flaw}" for file in files if (flaw := _file_flaw(file))]
+    return Check("checkpoints are whole", violations, ", ".join(folder.name for folder in whole) or "none")
+
+
+def check_outcome(run: Path, num_steps: int) -> Check:
+    """The run came to its end."""
+    final = _final(run) or {}
+    outcome, version = final.get("outcome", "none"), final.get("policy_version", 0)
+    violations = [] if (outcome, version) == ("finished", num_steps) else [f"{outcome} at step {version} of {num_steps}"]
+    if not list((run / "model").glob("*.safetensors")):
+        violations.append("there is no trained model")
+    return Check("the run finished", violations, f"{outcome} at step {version}")
+
+
+def check_learning(run: Path, least: float) -> Check:
+    """It learned what it should: reward of the last ten steps, and of the last held-out evaluation."""
+    steps = {row["policy_version"]: row for row in _rows(run, "step")}
+    last = [steps[version]["reward/mean"] for version in sorted(steps)[-10:]]
+    evaluations = _rows(run, "eval")
+    rewards = {
+        "last 10 steps": float(np.mean(last)) if last else 0.0,
+        "held out": evaluations[-1]["reward"] if evaluations else 0.0,
+    }
+    violations = [f"{name}: {reward:.3f}" for name, reward in rewards.items() if not reward >= least]
+    seen = ", ".join(f"{name} {reward:.3f}" for name, reward in rewards.items())
+    return Check(f"the reward is at least {least:g}", violations, seen)
+
+
+def _order(seed: int, epoch: int, num_prompts: int) -> Iterable[Turn]:
+    order = np.random.default_rng([seed, epoch]).permutation(num_prompts)
+    return (Turn(epoch, int(prompt_id)) for prompt_id in order)
+
+
+def _group_flaws(event: Accepted, arrays: Sequence[memoryview]) -> list[str]:
+    logprobs = np.frombuffer(arrays[1], dtype="<f4")
+    num_tokens = sum(completion.num_tokens for completion in event.completions)
+    if len(logprobs) != num_tokens or len(arrays[0]) != len(arrays[1]):
+        return [f"lease {event.lease_id}: {len(logprobs)} log-probs for {num_tokens} tokens"]
+    if not (np.isfinite(logprobs).all() and logprobs.max(initial=0) <= 1e-4):
+        return [f"lease {event.lease_id}: impossible log-probs"]
+    return []
+
+
+def is_log_whole(folder: Path) -> bool:
+    """Whether a rollout log begins where its run began."""
+    try:
+        next(iter(read_log(folder, Position(0, 0))), None)
+    except LogDamagedError:
+        return False
+    return True
+
+
+def _file_flaw(file: Path) -> str:
+    if file.stat().st_size == 0:
+        return "is empty"
+    # What torch saves is a zip archive, with a checksum for each part.
+    if file.suffix != ".pt":
+        return ""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return "is damaged" if archive.testzip() else ""
+    except zipfile.BadZipFile:
+        return "is damaged"
+
+
+def _num_prompts(config: Config) -> int | None:
+    """Rows of the training data; None where only the learner knows how many it took."""
+    task = config.task
+    file = Path(task.train_data).expanduser()
+    if not is_data_file(task.train_data) or task.long_prompts == "drop" or not file.exists():
+        return None
+    return sum(bool(line.strip()) for line in file.read_bytes().splitlines())
+
+
+def _final(run: Path) -> dict[str, Any] | None:
+    """The row that ends the run; None while no learner has ended it for good."""
+    final = None
+    for row in _rows(run, "event", "final"):
+        if row["kind"] == "final" or row["event"] == "run_started":
+            final = row if row["kind"] == "final" else None
+    return final
+
+
+def _rows(run: Path, *kinds: str) -> list[dict[str, Any]]:
+    file = run / ROWS_FILE
+    return [row for row in read_rows(file) if row["kind"] in kinds] if file.exists() else []

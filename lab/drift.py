@@ -1,0 +1,224 @@
+"""`offbeat drift`: what staleness did to a run, as the drift at each policy lag and the bias of what was trained on."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from common.metrics import ROWS_FILE, read_rows
+from common.settings import SettingError
+from lab.history import LagDrift, Ledger, Row, RunHistory, fold_rows, number
+from lab.terminal import stdout_console
+from learner.diagnostics.length_bias import FORMATS, LABELS, BiasReport, Comparison, EndedLease, Part, Summary, bias_report
+
+_UNFINISHED_OUTCOMES = {"lease_expired": "expired", "lease_aborted": "dropped"}
+"""Events of leases that ended without a group, and how they ended."""
+
+
+class DriftReport(msgspec.Struct, frozen=True):
+    """All that the command prints."""
+
+    by_lag: list[LagDrift]
+    bias: BiasReport
+    verdict: list[str]
+    """The bias report in sentences: `verdict`."""
+    books: Ledger | None
+    """The learner's own count of the leases; None until the run has ended."""
+
+
+def show_drift(run_folder: Path, *, as_json: bool) -> None:
+    """Print the drift ledger and the bias report of a run; it may still be going on. `SettingError` for another folder."""
+    rows_file = run_folder / ROWS_FILE
+    if not rows_file.is_file():
+        raise SettingError("RUN", str(run_folder), f"it has no {ROWS_FILE}", "Name the folder of a run.")
+    report = drift_report(fold_rows(read_rows(rows_file)))
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+    else:
+        stdout_console().print(render(report))
+
+
+def drift_report(history: RunHistory) -> DriftReport:
+    """The run's drift ledger and bias report."""
+    bias = bias_report(ended_leases(history))
+    return DriftReport(history.drift_by_lag, bias, verdict(bias, history.ledger), history.ledger)
+
+
+def ended_leases(history: RunHistory) -> list[EndedLease]:
+    """The run's leases that are no longer in flight, in the order in which they ended, as far as a row tells of them.
+
+    A lease that brought no group is known of by the event of its end alone, where it was taken back or aborted.
+    """
+    ended = [
+        (
+            group.ended_at,
+            EndedLease(
+                lease_id,
+                group.outcome,
+                group.reason,
+                sum(group.lengths) / len(group.lengths) if group.lengths else math.nan,
+                group.generate_s,
+                group.reward,
+                group.ready_at,
+                group.taken_at,
+            ),
+        )
+        for lease_id, group in history.groups.items()
+    ]
+    ended += [
+        (row["time"], lease) for row in history.events if (lease := _unfinished(row)) and lease.lease_id not in history.groups
+    ]
+    return [lease for _, lease in sorted(ended, key=lambda item: item[0])]
+
+
+def _unfinished(row: Row) -> EndedLease | None:
+    event, lease_id = str(row.get("event")), row.get("lease_id")
+    if event not in _UNFINISHED_OUTCOMES or not isinstance(lease_id, int):
+        return None
+    reason = "aborted" if event == "lease_aborted" else str(row.get("detail") or "")
+    after_s = number(row, "after_s")
+    return EndedLease(lease_id, _UNFINISHED_OUTCOMES[event], reason, duration_s=math.nan if after_s is None else after_s)
+
+
+def verdict(report: BiasReport, books: Ledger | None) -> list[str]:
+    """The bias report in sentences: the alarms, or that there is no sign of bias and why; then what else should be known."""
+    trained = next(part.count for part in report.parts if part.name == "trained")
+    if not trained:
+        return ["No group has been trained on: there is nothing to compare."]
+    if report.alarms:
+        sentences = [f"ALARM: {alarm}." for alarm in report.alarms]
+    else:
+        sentences = [f"No sign of bias: {_why_silent(report, 'dropped')}, and {_why_silent(report, 'passed over')}."]
+    late = report.lateness
+    if late is not None and late.share > 0:
+        sentences.append(
+            f"{late.share:.0%} of the trained groups came after their turn, by {late.mean_batches:.1f} batches on average "
+            f"(rank correlation with length {late.length_correlation:+.2f}, with duration {late.duration_correlation:+.2f}): "
+            "what is long is trained on at a larger lag, but it is trained on."
+        )
+    return [*sentences, _unknown(report, books)]
+
+
+def _why_silent(report: BiasReport, what: str) -> str:
+    compared = [comparison for comparison in report.comparisons if comparison.what == what]
+    strongest = max(compared, key=lambda comparison: (comparison.count, abs(comparison.effect)))
+    nothing = {"dropped": "no lease with signal was dropped", "passed over": "no ready group was passed over for a younger one"}
+    if what == "passed over" and report.lateness is None:
+        return "whether groups were passed over is not recorded"
+    if not strongest.count:
+        return nothing[what]
+    return (
+        f"the {strongest.count:,} ({strongest.share:.1%}) that were {what} are too few or too like the others to matter "
+        f"(largest effect {strongest.effect:+.2f} in {LABELS[strongest.quantity]}, p = {strongest.p_value:.2g})"
+    )
+
+
+def _unknown(report: BiasReport, books: Ledger | None) -> str:
+    if books is None:
+        return "Leases that are still in flight are not in this comparison, and long ones are more often among them."
+    told_of = sum(part.count for part in report.parts if part.name != "generated")
+    silent = max(0, books.leased - books.in_flight - told_of)
+    unknown = [f"{books.in_flight:,} were in flight at the end"] if books.in_flight else []
+    unknown += [f"{silent:,} ended without a group"] if silent else []
+    if not unknown:
+        return f"All {books.leased:,} leases are in this comparison."
+    return f"Of {books.leased:,} leases {' and '.join(unknown)}: nothing is known of these."
+
+
+# The terminal
+
+DRIFT_HEAD = ("lag", "count", "log-ratio", "± std", "ESS", "clipped", "masked", "reward", "tokens")
+PART_HEAD = ("leases", "count", *(f"{name}: mean/median/p95" for name in LABELS.values()))
+COMPARISON_HEAD = ("compared", "quantity", "leases", "mean", "effect", "p")
+
+
+def drift_cells(line: LagDrift) -> tuple[str, ...]:
+    """The line as text, under `DRIFT_HEAD`."""
+    return (
+        line.bucket,
+        f"{line.count:,}",
+        _format(line.log_ratio_mean, "+.2e"),
+        _format(line.log_ratio_std, ".2e"),
+        _format(line.ess, ".3f"),
+        _format(line.clip_fraction, ".1%"),
+        _format(line.masked, ".1%"),
+        _format(line.reward, ".3f"),
+        _format(line.length, ",.1f"),
+    )
+
+
+def part_rows(report: BiasReport, books: Ledger | None) -> list[tuple[str, ...]]:
+    """The bias report's parts as text under `PART_HEAD`, and what the books alone know of."""
+    rows = [_part_cells(part) for part in report.parts]
+    if books is None:
+        return rows
+    unknown = ("–",) * len(LABELS)
+    return [("leased", f"{books.leased:,}", *unknown), *rows, ("in flight", f"{books.in_flight:,}", *unknown)]
+
+
+def _part_cells(part: Part) -> tuple[str, ...]:
+    return (
+        part.name,
+        f"{part.count:,}",
+        *(
+            _summary(values, spec)
+            for values, spec in zip((part.length, part.duration_s, part.reward), FORMATS.values(), strict=True)
+        ),
+    )
+
+
+def comparison_rows(report: BiasReport) -> list[tuple[str, ...]]:
+    """The tests as text under `COMPARISON_HEAD`, those left out that had nothing to compare."""
+    return [_comparison_cells(comparison) for comparison in report.comparisons if comparison.count and comparison.num_others]
+
+
+def _comparison_cells(comparison: Comparison) -> tuple[str, ...]:
+    others = {"dropped": "trained", "passed over": "not"}[comparison.what]
+    spec = FORMATS[comparison.quantity]
+    return (
+        f"{comparison.what} / {others}",
+        LABELS[comparison.quantity],
+        f"{comparison.count:,} / {comparison.num_others:,}",
+        f"{comparison.mean:{spec}} / {comparison.mean_of_others:{spec}}",
+        f"{comparison.effect:+.2f}",
+        f"{comparison.p_value:.2g}",
+    )
+
+
+def render(report: DriftReport) -> RenderableType:
+    """The report as tables and sentences."""
+    if not report.by_lag:
+        drift: RenderableType = Text("No step has recorded its drift by policy lag.", style="yellow")
+    else:
+        drift = _table("Drift by policy lag", DRIFT_HEAD, [drift_cells(line) for line in report.by_lag])
+    tests = comparison_rows(report.bias)
+    style = "red" if report.bias.alarms else "green"
+    return Group(
+        drift,
+        _table("How the leases ended", PART_HEAD, part_rows(report.bias, report.books)),
+        *([_table("Tests of bias", COMPARISON_HEAD, tests)] if tests else []),
+        *(Text(sentence, style=style if index == 0 else "") for index, sentence in enumerate(report.verdict)),
+    )
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for index, name in enumerate(head):
+        table.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    return table
+
+
+def _summary(values: Summary | None, spec: str) -> str:
+    return "–" if values is None else f"{values.mean:{spec}}/{values.median:{spec}}/{values.p95:{spec}}"
+
+
+def _format(value: float | None, spec: str) -> str:
+    return "–" if value is None else format(value, spec)

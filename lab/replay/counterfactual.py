@@ -1,0 +1,472 @@
+"""What a recorded run would have been under another bound: its rollout log, fed to the production policy and ledger again.
+
+    record after record -> the replayed learner's ledger -> admit, abort, evict, select -> batches at its own versions
+
+What is replayed is what was recorded, where it was recorded:
+
+- A lease is admitted if the bound admits one more at the place of its grant; otherwise its group never arrives. Groups of
+  admitted leases arrive where they did. Nothing was recorded of leases that only the other bound would have granted, nor of a
+  group whose generation the recorded run aborted.
+- The replayed learner never runs ahead of the recorded one: it selects a batch where that selected it, or, where it is not
+  complete there, after the first later record that completes it. From then on it is late: a batch takes as long as the median
+  recorded one, and the shortest recorded pause follows, on the log's clock.
+- Weights are as late as their learner: what was sampled under the recorded version r was sampled under the version that the
+  replayed learner had when the recorded one finished r.
+- What the bound does not decide (leases that expire, rewards that fail or are equal, quarantine) is taken as recorded. So are
+  settings that were changed while the run went on, but for those that the replay changes. A restart undoes the batches that
+  the replayed learner finished after the checkpoint that the recorded one went back to.
+
+With the recorded settings nothing of this is a guess: `differences` says whether every admission, drop, batch and lag is as
+recorded.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from common.config import Config
+from common.settings import replace_settings
+from learner.leases.groups import Group, Rollout, unpack
+from learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
+from learner.leases.ledger import Ledger
+from learner.leases.rollout_log import Record
+from learner.leases.staleness import InFlight, StalenessPolicy
+from protocols.messages import Segment
+
+NEVER_GENERATED = "aborted when recorded"
+"""Reason of a drop: the recorded run aborted the lease, so there is no group that this one could have waited for."""
+_OWN_REASONS = ("stale", "aborted")
+"""Drops that the policy decides on; all others are taken as recorded."""
+_NO_TOKENS = np.empty(0, np.int32)
+
+
+class Selected(NamedTuple):
+    """A recorded batch."""
+
+    after: int
+    """Records of the whole log before its selection."""
+    at: float
+    """When it was selected, as `Event.at`."""
+    trained: int
+    """Index of its `Trained`."""
+    policy_version: int
+
+
+class Recording(NamedTuple):
+    """A rollout log, read once for all replays of it."""
+
+    events: list[LeaseEvent]
+    rollouts: dict[int, tuple[Rollout, ...]]
+    """By the index of their `Accepted`."""
+    selections: list[Selected]
+    """Those whose batch was trained, in order."""
+    train_s: float
+    """Median seconds between a batch's selection and its `Trained`; 0 without a batch."""
+    pause_s: float
+    """Fewest seconds between a `Trained` and the next selection; 0 without two batches."""
+
+
+class TrainedGroup(NamedTuple):
+    """A group in a batch."""
+
+    lease_id: int
+    policy_lag: int
+    """When it was trained on for the last time, of its oldest token."""
+    is_over_bound: bool
+    """Whether its lag, as `staleness.lag_of` measures it, exceeded `max_staleness`."""
+
+
+class Batch(NamedTuple):
+    """Optimizer steps on one selection."""
+
+    policy_version: int
+    """Before the first of them."""
+    groups: tuple[TrainedGroup, ...]
+    at: float
+    """When they were made, as `Event.at`."""
+
+
+class Outcome(NamedTuple):
+    """What became of the recorded leases."""
+
+    num_recorded: int
+    admitted: list[int]
+    """Leases, in the order of their grants; the rest was not admitted."""
+    arrived: list[int]
+    """Those whose group arrived."""
+    dropped: list[tuple[int, str]]
+    """Leases with the reasons, in order."""
+    expired: list[int]
+    trainings: list[Batch]
+    """All batches, in order, those included that a restart undid."""
+    batches: list[Batch]
+    """Those that are in the weights."""
+    num_older: int
+    """Admitted leases that began under older weights than the bound lets begin: with it the actor would have waited."""
+    num_left: int
+    """Leases that are open in the end: generating, buffered, or being trained on."""
+    duration_s: float
+    """From the first record to the end of the last batch."""
+
+    @property
+    def lags(self) -> list[int]:
+        """Of every group in the weights, in order."""
+        return [group.policy_lag for batch in self.batches for group in batch.groups]
+
+
+def read_recording(records: Iterable[Record]) -> Recording:
+    """A whole rollout log, from the first record of the run to the last."""
+    events: list[LeaseEvent] = []
+    rollouts: dict[int, tuple[Rollout, ...]] = {}
+    selections: list[Selected] = []
+    pauses: list[float] = []
+    process_start, trained_at = 0, math.nan
+    for index, record in enumerate(records):
+        event = record.event
+        events.append(event)
+        match event:
+            case Started():
+                process_start, trained_at = index, math.nan
+            case Accepted():
+                rollouts[index] = unpack(event.completions, record.arrays)
+            case Trained():
+                selections.append(
+                    Selected(process_start + event.selected_after, event.selected_at, index, event.policy_version)
+                )
+                pauses += [event.selected_at - trained_at] if not math.isnan(trained_at) else []
+                trained_at = event.at
+    durations = [events[selected.trained].at - selected.at for selected in selections]
+    return Recording(
+        events,
+        rollouts,
+        selections,
+        train_s=max(0.0, statistics.median(durations)) if durations else 0.0,
+        pause_s=max(0.0, min(pauses, default=0.0)),
+    )
+
+
+def recorded_outcome(recording: Recording, config: Config) -> Outcome:
+    """What the log says that became of the leases; by the config its lags are measured, and nothing is decided."""
+    policy = StalenessPolicy(config.staleness, config.train)
+    arrived: dict[int, Group] = {}
+    trainings: list[Batch] = []
+    batches: list[Batch] = []
+    admitted, dropped, expired = [], [], []
+    for index, event in enumerate(recording.events):
+        match event:
+            case Started():
+                while batches and batches[-1].policy_version + policy.batch_steps > event.policy_version:
+                    batches.pop()
+            case Granted():
+                admitted.append(event.lease_id)
+            case Accepted():
+                arrived[event.lease_id] = _group(event, recording.rollouts[index])
+            case Dropped():
+                dropped.append((event.lease_id, event.reason))
+            case Expired():
+                expired.append(event.lease_id)
+            case Trained():
+                groups = [arrived[lease_id] for lease_id in event.lease_ids]
+                trainings.append(_batch(policy, groups, event.policy_version, event.at))
+                batches.append(trainings[-1])
+            case Tuned():
+                config = replace_settings(config, event.settings)
+                policy.bounds = config.staleness
+    num_trained = sum(len(batch.groups) for batch in batches)
+    return Outcome(
+        num_recorded=len(admitted),
+        admitted=admitted,
+        arrived=list(arrived),
+        dropped=dropped,
+        expired=expired,
+        trainings=trainings,
+        batches=batches,
+        num_older=0,
+        num_left=len(admitted) - len(dropped) - len(expired) - num_trained,
+        duration_s=_duration(recording, batches),
+    )
+
+
+def replay(recording: Recording, config: Config, changed: Mapping[str, str] | None = None) -> Outcome:
+    """What would have become of the leases of a run with this config: see the module's docstring.
+
+    `changed`: settings of `[staleness]` (`section.key` to TOML) that the replay has instead, from beginning to end.
+    """
+    learner = _ReplayedLearner(recording, config, changed or {})
+    learner.run()
+    return learner.outcome()
+
+
+def differences(recorded: Outcome, replayed: Outcome) -> list[str]:
+    """What a replay with the recorded settings got wrong; empty: every admission, drop, batch and lag is as recorded."""
+    found: list[str] = []
+    for name, of_recorded, of_replayed in (
+        ("admitted", recorded.admitted, replayed.admitted),
+        ("dropped", recorded.dropped, replayed.dropped),
+        ("expired", recorded.expired, replayed.expired),
+        ("trained", _without_times(recorded.trainings), _without_times(replayed.trainings)),
+        ("trained and kept", _without_times(recorded.batches), _without_times(replayed.batches)),
+    ):
+        if of_recorded != of_replayed:
+            found.append(f"{name}: {_first_difference(of_recorded, of_replayed)}")
+    return found
+
+
+class _Training(NamedTuple):
+    """The batch that is being trained on."""
+
+    groups: list[Group]
+    trained: int | None
+    """Index of the recorded `Trained` that ends it; None: it is late, and ends at `ends_at`."""
+    ends_at: float
+
+
+class _ReplayedLearner:
+    """The learner of a replay, and all that it knows."""
+
+    def __init__(self, recording: Recording, config: Config, changed: Mapping[str, str]) -> None:
+        self._recording = recording
+        self._changed = changed
+        self._config = replace_settings(config, changed)
+        self._policy = StalenessPolicy(self._config.staleness, config.train)
+        self._ledger = Ledger()
+        self._version = 0
+        self._versions = {0: 0}
+        """The replayed learner's version when the recorded one finished this one."""
+        self._granted: dict[int, Granted] = {}
+        """Every lease admitted, its versions being the replayed ones."""
+        self._arrived: dict[int, Group] = {}
+        """Every group, in the order of arrival."""
+        self._training: _Training | None = None
+        self._now = recording.events[0].at if recording.events else 0.0
+        self._free_at = self._now
+        """When a learner that is late may select again."""
+        self._reached = -1
+        """Version of the newest batch that this process of the recorded learner has selected."""
+        self._num_older = 0
+        self._dropped: list[tuple[int, str]] = []
+        self._expired: list[int] = []
+        self._trainings: list[Batch] = []
+        self._batches: list[Batch] = []
+
+    def run(self) -> None:
+        """Go through the log."""
+        selections = iter(self._recording.selections)
+        selected = next(selections, None)
+        before: LeaseEvent | None = None
+        for index, event in enumerate(self._recording.events):
+            while selected is not None and selected.after <= index:
+                self._meet_selection(selected)
+                selected = next(selections, None)
+            # Nobody trains while the learner is down, and a group that its arrival got dropped was never in the buffer.
+            if not isinstance(event, Started) and not _is_dropped_at_once(before, event):
+                self._advance(event.at)
+            self._take(index, event)
+            self._now = max(self._now, event.at)
+            before = event
+
+    def outcome(self) -> Outcome:
+        """What became of the leases."""
+        return Outcome(
+            num_recorded=sum(isinstance(event, Granted) for event in self._recording.events),
+            admitted=list(self._granted),
+            arrived=list(self._arrived),
+            dropped=self._dropped,
+            expired=self._expired,
+            trainings=self._trainings,
+            batches=self._batches,
+            num_older=self._num_older,
+            num_left=self._ledger.num_open,
+            duration_s=_duration(self._recording, self._batches),
+        )
+
+    # The records
+
+    def _take(self, index: int, event: LeaseEvent) -> None:
+        match event:
+            case Started():
+                self._restart(event)
+            case Granted():
+                # A lease is granted in a tick, which begins with this.
+                self._abort()
+                self._grant(event)
+            case Accepted():
+                if self._ledger.status(event.lease_id) == "generating":
+                    group = _group(event, tuple(map(self._aged, self._recording.rollouts[index])))
+                    self._arrived[event.lease_id] = group
+                    self._ledger.restore(group, None)
+            case Dropped(reason="stale"):
+                # The recorded learner looked at its buffer here; what it found no longer fit for training is not our concern.
+                if self._training is None:
+                    self._evict()
+            case Dropped(reason="aborted"):
+                self._abort()
+                if self._ledger.status(event.lease_id) == "generating":
+                    self._drop(event.lease_id, NEVER_GENERATED)
+            case Dropped():
+                if self._ledger.status(event.lease_id) in ("generating", "ready"):
+                    self._drop(event.lease_id, event.reason)
+            case Expired():
+                if self._ledger.status(event.lease_id) == "generating":
+                    self._ledger.apply(event)
+                    self._expired.append(event.lease_id)
+            case Trained():
+                if self._training is not None and self._training.trained == index:
+                    self._finish(event.at)
+                self._versions[event.policy_version + event.num_steps] = self._version
+            case Tuned():
+                self._config = replace_settings(self._config, {**event.settings, **self._changed})
+                self._policy.bounds = self._config.staleness
+
+    def _grant(self, event: Granted) -> None:
+        if not self._policy.admit(self._version, self._ledger.num_open):
+            return
+        granted = msgspec.structs.replace(event, oldest_version=self._version_at(event.oldest_version))
+        self._num_older += granted.oldest_version < self._policy.min_policy_version(self._version, self._ledger.num_open)
+        self._granted[event.lease_id] = granted
+        self._ledger.apply(granted)
+
+    def _abort(self) -> None:
+        in_flight = [InFlight(lease.lease_id, lease.oldest_version) for lease in self._ledger.generating()]
+        for lease_id in sorted(self._policy.abort(in_flight, self._version)):
+            self._drop(lease_id, "aborted")
+
+    def _restart(self, started: Started) -> None:
+        """Undo what came after the checkpoint that the recorded learner went back to."""
+        self._version = self._version_at(started.policy_version)
+        self._training = None
+        self._free_at = started.at
+        self._reached = started.policy_version - 1
+        undone: set[int] = set()
+        while self._batches and self._batches[-1].policy_version + self._policy.batch_steps > self._version:
+            undone.update(group.lease_id for group in self._batches.pop().groups)
+        if not undone:
+            return
+        # Built anew, as a restarted learner builds its own: leases in the order of their grants, groups in that of arrival.
+        before, self._ledger = self._ledger, Ledger()
+        is_open = {
+            lease_id: before.status(lease_id) if lease_id not in undone else "ready"
+            for lease_id in self._granted
+            if lease_id in undone or before.status(lease_id) in ("generating", "ready")
+        }
+        for lease_id in is_open:
+            self._ledger.apply(self._granted[lease_id])
+        for lease_id, group in self._arrived.items():
+            if is_open.get(lease_id) == "ready":
+                self._ledger.restore(group, None)
+
+    # Batches
+
+    def _meet_selection(self, selected: Selected) -> None:
+        """Here the recorded learner selected a batch: the replayed one does, if it is not late."""
+        self._advance(selected.at)
+        self._reached = selected.policy_version
+        self._now = max(self._now, selected.at)
+        if self._training is None and self._version == selected.policy_version and self._free_at <= self._now:
+            groups = self._select()
+            self._training = _Training(groups, selected.trained, math.inf) if groups else None
+
+    def _advance(self, at: float) -> None:
+        """What a learner that is late does by itself up to this time."""
+        while True:
+            if self._training is not None:
+                if self._training.ends_at > at:
+                    return
+                ended_at = self._training.ends_at
+                self._finish(ended_at)
+                self._free_at = ended_at + self._recording.pause_s
+            begins_at = max(self._free_at, self._now)
+            groups = self._select() if self._version <= self._reached and begins_at <= at else []
+            if not groups:
+                return
+            self._training = _Training(groups, None, begins_at + self._recording.train_s)
+
+    def _select(self) -> list[Group]:
+        """As the dispatcher does."""
+        self._evict()
+        return self._policy.select(self._ready())
+
+    def _evict(self) -> None:
+        if self._ledger.num_ready < self._policy.batch_groups:
+            return
+        for group in self._policy.evict(self._ready(), self._version):
+            self._drop(group.lease_id, "stale")
+
+    def _finish(self, at: float) -> None:
+        assert self._training is not None
+        batch = _batch(self._policy, self._training.groups, self._version, at)
+        # A group may have been dropped while it was trained on.
+        for group in batch.groups:
+            if self._ledger.status(group.lease_id) == "ready":
+                self._ledger.apply(_trained(group.lease_id, self._version, at))
+        self._trainings.append(batch)
+        self._batches.append(batch)
+        self._training = None
+        self._version += self._policy.batch_steps
+
+    def _drop(self, lease_id: int, reason: str) -> None:
+        self._ledger.apply(Dropped(at=self._now, lease_id=lease_id, reason=reason, is_final=False))
+        self._dropped.append((lease_id, reason))
+
+    def _ready(self) -> list[Group]:
+        return self._ledger.ready_groups(self._policy.bounds.selection)
+
+    # Versions
+
+    def _version_at(self, recorded: int) -> int:
+        """The replayed learner's version when the recorded one finished this one."""
+        if recorded in self._versions:
+            return self._versions[recorded]
+        # Never finished, as far as the log knows: it lies as far above the one before as it did.
+        known = max(version for version in self._versions if version <= recorded)
+        return self._versions[known] + recorded - known
+
+    def _aged(self, rollout: Rollout) -> Rollout:
+        segments = tuple(Segment(self._version_at(each.policy_version), each.first_token) for each in rollout.segments)
+        return rollout._replace(segments=segments)
+
+
+def _group(accepted: Accepted, rollouts: tuple[Rollout, ...]) -> Group:
+    """A group without its prompt, which no policy asks for."""
+    return Group(accepted.lease_id, -1, _NO_TOKENS, rollouts, accepted.actor, accepted.generate_s)
+
+
+def _batch(policy: StalenessPolicy, groups: Sequence[Group], policy_version: int, at: float) -> Batch:
+    trained: list[TrainedGroup] = []
+    for index, group in enumerate(groups):
+        trained_at = policy.trained_at(policy_version, index)
+        is_over = policy.count_over_bound([group], trained_at) > 0
+        trained.append(TrainedGroup(group.lease_id, group.policy_lag(trained_at), is_over))
+    return Batch(policy_version, tuple(trained), at)
+
+
+def _trained(lease_id: int, policy_version: int, at: float) -> Trained:
+    return Trained(at=at, lease_ids=(lease_id,), policy_version=policy_version, num_steps=0, selected_at=at, selected_after=0)
+
+
+def _is_dropped_at_once(before: LeaseEvent | None, event: LeaseEvent) -> bool:
+    return (
+        isinstance(before, Accepted)
+        and isinstance(event, Dropped)
+        and event.lease_id == before.lease_id
+        and event.reason not in _OWN_REASONS
+    )
+
+
+def _duration(recording: Recording, batches: Sequence[Batch]) -> float:
+    return batches[-1].at - recording.events[0].at if batches else 0.0
+
+
+def _without_times(batches: Sequence[Batch]) -> list[tuple[int, tuple[TrainedGroup, ...]]]:
+    return [(batch.policy_version, batch.groups) for batch in batches]
+
+
+def _first_difference(recorded: Sequence[object], replayed: Sequence[object]) -> str:
+    for index, (of_recorded, of_replayed) in enumerate(zip(recorded, replayed, strict=False)):
+        if of_recorded != of_replayed:
+            return f"number {index} is {of_recorded} in the log, and {of_replayed} in the replay"
+    return f"{len(recorded)} in the log, and {len(replayed)} in the replay"

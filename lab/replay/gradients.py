@@ -1,0 +1,252 @@
+"""What a recorded run's checkpoints make of its groups: each objective's gradient at the staleness of each replayed bound.
+
+For every checkpoint and bound a batch of recorded groups whose lags are spread as the replayed ones; for every objective
+its gradient there, without a step, beside that of a batch of the checkpoint's freshest groups. A second batch of those, no
+fresher and no group shared, says how far two gradients point apart for their groups' sake alone.
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from common.config import Config
+from common.models import resolve_model
+from common.objective_checks import check_objective
+from common.objectives import DEFAULTS, complete
+from common.settings import SettingError
+from learner.leases.groups import Group, unpack
+from learner.leases.events import Accepted, Dropped, Granted
+from learner.leases.prompts import Prompt, load_prompts
+from learner.leases.rollout_log import Record
+from learner.diagnostics.group_metrics import Metrics
+from learner.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+_DOT_NUMEL = 1 << 24
+"""Coordinates that are multiplied at once, in double precision."""
+
+
+class Candidates(NamedTuple):
+    """The groups of a log, as batches are put together from them."""
+
+    groups: list[Group]
+    trained_at: dict[int, int]
+    """By lease, the policy version at which the recorded run trained on the group, where it did."""
+
+    def is_seen(self, group: Group, policy_version: int) -> bool:
+        """Whether the weights of this version were trained on the group."""
+        return self.trained_at.get(group.lease_id, policy_version) < policy_version
+
+
+class GradientRow(msgspec.Struct, frozen=True):
+    """One objective at one checkpoint, on groups as stale as one bound makes them."""
+
+    objective: str
+    bound: str
+    """The replay whose lags the batch has; "fresh": the second batch of the checkpoint's freshest groups."""
+    policy_version: int
+    """The checkpoint's."""
+    lag_mean: float
+    """Of the batch, in optimizer steps."""
+    seen_fraction: float
+    """Share of the batch's groups that the checkpoint has been trained on, for want of others as old."""
+    clip_fraction: float
+    """As `clip/fraction`; of this first step on the batch."""
+    masked_fraction: float | None
+    """As `correction/masked`; None without a correction."""
+    ratio_log_mean: float
+    """As `ratio/log_mean`, and the next two so."""
+    ratio_log_std: float
+    ess_sequence: float
+    grad_norm: float
+    """Before clipping."""
+    fresh_grad_norm: float
+    """Of the checkpoint's freshest groups."""
+    cosine: float | None
+    """Between the two gradients; None where one is 0."""
+
+
+def load_candidates(records: Iterable[Record], config: Config, trained_at: dict[int, int]) -> Candidates:
+    """Every group of a log but those whose log-probs were wrong, with its prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(config.model.path))
+    task = config.task
+    prompts = load_prompts(task.train_data, task.train_split, task, tokenizer).prompts
+    return Candidates(list(_groups(records, prompts)), trained_at)
+
+
+def _groups(records: Iterable[Record], prompts: Sequence[Prompt]) -> Iterator[Group]:
+    prompt_of: dict[int, Prompt] = {}
+    groups: dict[int, Group] = {}
+    for record in records:
+        match event := record.event:
+            case Granted():
+                prompt_of[event.lease_id] = prompts[event.prompt_id]
+            case Accepted():
+                prompt = prompt_of[event.lease_id]
+                groups[event.lease_id] = Group(
+                    lease_id=event.lease_id,
+                    prompt_id=prompt.prompt_id,
+                    prompt_token_ids=prompt.token_ids,
+                    weight=prompt.weight,
+                    rollouts=unpack(event.completions, record.arrays),
+                    actor=event.actor,
+                    generate_s=event.generate_s,
+                )
+            case Dropped(reason="quarantined"):
+                groups.pop(event.lease_id, None)
+            case _:
+                pass
+    yield from groups.values()
+
+
+def objective_config(config: Config, objective: str) -> Config:
+    """The run's config with another objective, whose own values take the place of what `common.objectives` completes.
+
+    Anchor, correction, KL and whatever else is not the objective's stays. `SettingError` where that cannot be, or where the
+    checkpoints have no critic that it needs, or have one.
+    """
+    if objective not in DEFAULTS:
+        raise SettingError("--loss", objective, "there is no such objective", f"Take from {', '.join(DEFAULTS)}.")
+    config = msgspec.structs.replace(config, loss=msgspec.structs.replace(config.loss, noise_floor=""))
+    if objective == config.loss.objective:
+        return config
+    loss = msgspec.structs.replace(
+        config.loss,
+        objective=objective,
+        clip_low=None,
+        clip_high=None,
+        dual_clip=config.loss.dual_clip if DEFAULTS[objective].dual_clip else None,
+        aggregation=None,
+        aggregation_length=None,
+        zero_variance=None,
+    )
+    advantage = msgspec.structs.replace(config.advantage, baseline=None, divide_by_std=None)
+    reward = msgspec.structs.replace(config.reward, overlong_buffer=None)
+    changed = complete(msgspec.structs.replace(config, loss=loss, advantage=advantage, reward=reward))
+    if (changed.advantage.baseline == "critic") != (config.advantage.baseline == "critic"):
+        has = (
+            "have a critic, which this objective would not train" if config.advantage.baseline == "critic" else "have no critic"
+        )
+        raise SettingError("--loss", objective, f"the run's checkpoints {has}", "Leave it out.")
+    check_objective(changed)
+    return changed
+
+
+def compare(
+    config: Config,
+    objectives: Sequence[str],
+    checkpoints: Sequence[Path],
+    candidates: Candidates,
+    lags: Mapping[str, Sequence[int]],
+) -> Iterator[GradientRow]:
+    """A row for every objective, checkpoint and bound, and "fresh" before the bounds; `lags` are the replayed ones of each.
+
+    A checkpoint with too few groups, or too few that it has not been trained on, is passed over with a warning.
+    """
+    configs = [objective_config(config, objective) for objective in objectives]
+    for changed in configs:
+        with closing(Trainer(changed)) as trainer:
+            for folder in sorted(checkpoints):
+                trainer.load_checkpoint(folder)
+                yield from _compare_at(trainer, changed, candidates, lags)
+
+
+def _compare_at(
+    trainer: Trainer, config: Config, candidates: Candidates, lags: Mapping[str, Sequence[int]]
+) -> Iterator[GradientRow]:
+    """The rows of one objective at the checkpoint that the trainer has loaded."""
+    version, num_groups = trainer.policy_version, config.train.groups_per_step
+    groups = eligible(candidates, version, drop_zero_variance=config.loss.zero_variance == "drop")
+    num_unseen = sum(not candidates.is_seen(group, version) for group in groups)
+    # Among the last versions of a run there is nothing fresh to compare with.
+    if num_unseen < num_groups or len(groups) < 2 * num_groups:
+        logger.warning(
+            "%s at checkpoint %d: passed over; it takes %d groups no newer than that, of which half were not trained on then, "
+            "and the log has %d and %d",
+            *(config.loss.objective, version, 2 * num_groups, len(groups), num_unseen),
+        )
+        return
+    # Alternately, so that both are equally fresh.
+    freshest = choose(groups, version, [0] * (2 * num_groups))
+    fresh, others = freshest[::2], freshest[1::2]
+    _, fresh_gradient = trainer.gradient(fresh)
+    used = {group.lease_id for group in fresh}
+    rest = [group for group in groups if group.lease_id not in used]
+    batches = {"fresh": others}
+    batches |= {bound: choose(rest, version, quantiles(of_bound, num_groups)) for bound, of_bound in lags.items() if of_bound}
+    measured: dict[tuple[int, ...], tuple[Metrics, float, float | None]] = {}
+    for bound, batch in batches.items():
+        key = tuple(group.lease_id for group in batch)
+        # Bounds that make no difference have the same batch.
+        if key not in measured:
+            metrics, gradient = trainer.gradient(batch)
+            measured[key] = metrics, _norm(gradient), cosine(gradient, fresh_gradient)
+        metrics, grad_norm, cosine_with_fresh = measured[key]
+        numbers = cast("dict[str, float]", metrics)
+        yield GradientRow(
+            objective=config.loss.objective,
+            bound=bound,
+            policy_version=version,
+            lag_mean=float(np.mean([group.policy_lag(version) for group in batch])),
+            seen_fraction=float(np.mean([candidates.is_seen(group, version) for group in batch])),
+            clip_fraction=numbers["clip/fraction"],
+            masked_fraction=numbers.get("correction/masked"),
+            ratio_log_mean=numbers["ratio/log_mean"],
+            ratio_log_std=numbers["ratio/log_std"],
+            ess_sequence=numbers["ess/sequence"],
+            grad_norm=grad_norm,
+            fresh_grad_norm=_norm(fresh_gradient),
+            cosine=cosine_with_fresh,
+        )
+
+
+def eligible(candidates: Candidates, version: int, *, drop_zero_variance: bool) -> list[Group]:
+    """Groups that a learner at this version could train on; first those that the recorded one had not trained on by then."""
+
+    def is_eligible(group: Group) -> bool:
+        rewards = {rollout.reward for rollout in group.rollouts}
+        return group.newest_version <= version and not (drop_zero_variance and len(rewards) == 1)
+
+    return sorted(filter(is_eligible, candidates.groups), key=lambda group: candidates.is_seen(group, version))
+
+
+def quantiles(values: Sequence[int], number: int) -> list[int]:
+    """So many values, ascending, that are spread as these are: the middles of equal shares of them."""
+    ordered = sorted(values)
+    return [ordered[int((index + 0.5) * len(ordered) / number)] for index in range(number)]
+
+
+def choose(groups: Sequence[Group], version: int, lags: Sequence[int]) -> list[Group]:
+    """For each of the lags, in their order, the group not chosen yet whose own is nearest to it, the first of several."""
+    own = np.array([group.policy_lag(version) for group in groups], dtype=np.float64)
+    chosen: list[Group] = []
+    for lag in lags:
+        index = int(np.abs(own - lag).argmin())
+        own[index] = math.inf
+        chosen.append(groups[index])
+    return chosen
+
+
+def cosine(first: Tensor, second: Tensor) -> float | None:
+    """Of the angle between two vectors; None where one is 0."""
+    norms = _norm(first) * _norm(second)
+    return _dot(first, second) / norms if norms else None
+
+
+def _norm(vector: Tensor) -> float:
+    return math.sqrt(_dot(vector, vector))
+
+
+def _dot(first: Tensor, second: Tensor) -> float:
+    parts = zip(first.split(_DOT_NUMEL), second.split(_DOT_NUMEL), strict=True)
+    return float(sum(torch.dot(one.double(), other.double()) for one, other in parts))

@@ -1,0 +1,424 @@
+"""`offbeat replay`: a recorded run under other bounds, orders and objectives, in tables, with what they cannot tell."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from common.config import Config
+from common.setting_checks import check
+from common.settings import SettingError, load, replace_settings
+from lab.audit import is_log_whole
+from lab.replay.counterfactual import Outcome, Recording, differences, read_recording, recorded_outcome, replay
+from lab.terminal import stdout_console
+from learner.training import checkpoints
+from learner.leases.events import Accepted, Tuned
+from learner.leases.rollout_log import read_log
+
+if TYPE_CHECKING:
+    from lab.replay.gradients import GradientRow
+
+RECORDED = "recorded"
+"""How tables call the replay with the recorded settings."""
+MAX_SHOWN_LAG = 9
+"""Larger lags share a column of the printed histogram."""
+
+CANNOT_TELL = (
+    "The reward that another bound, order or objective would have reached: all rollouts are those of the recorded weights. "
+    "`offbeat sweep` trains, and compares.",
+    "What was never generated: a bound wider than the recorded one shows no more rollouts than were recorded, and a prompt "
+    "that only the replay drops is not leased again.",
+    "How groups would have arrived: they come when they did, from the weights they had, though another bound might have kept "
+    'their actor waiting for newer ones. "older" counts the leases of which that is known; the more there are, the less the '
+    "replayed lags and drops are that bound's. `offbeat simulate` predicts arrivals.",
+)
+CANNOT_TELL_OF_GRADIENTS = (
+    "What an objective would have made of its own weights: the checkpoints are those that the recorded objective trained. "
+    '"seen" counts the groups that a checkpoint has been trained on, for want of others as old.',
+)
+
+
+class Request(NamedTuple):
+    """What to replay a run with; an empty tuple stands for the recorded setting, three of them for no other bound."""
+
+    staleness: tuple[int, ...] = ()
+    policies: tuple[str, ...] = ()
+    selections: tuple[str, ...] = ()
+    objectives: tuple[str, ...] = ()
+    """Empty: no gradients."""
+
+
+class BoundRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What one bound would have made of the recorded leases."""
+
+    max_staleness: int
+    policy: str
+    selection: str
+    num_recorded: int
+    """Leases in the log."""
+    num_admitted: int
+    num_older: int
+    """Of those admitted, that began under older weights than the bound lets begin."""
+    num_trained: int
+    dropped: dict[str, int]
+    """Leases by reason."""
+    num_expired: int
+    num_left: int
+    """Open in the end."""
+    num_batches: int
+    duration_s: float
+    """From the first record to the end of the last batch."""
+    lag_mean: float | None
+    """Of the groups trained, in optimizer steps; None, as the next three, without any."""
+    lag_max: int | None
+    over_bound: float | None
+    """Share of them whose lag exceeded `max_staleness`."""
+    length_trained: float | None
+    """Mean tokens of their completions."""
+    length_generated: float | None
+    """Mean tokens of all completions that arrived; None without any."""
+    lags: dict[str, int]
+    """Groups trained, by policy lag."""
+
+    @property
+    def label(self) -> str:
+        """The bound in a word or three."""
+        return f"{self.max_staleness} {self.policy} {self.selection}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that a replay found."""
+
+    recorded: BoundRow
+    """A replay with the recorded settings."""
+    differences: list[str]
+    """What of that is not as recorded: then nothing here can be trusted. Empty: every admission, drop, batch and lag is."""
+    bounds: list[BoundRow]
+    gradients: "list[GradientRow]"
+    notes: list[str]
+    cannot_tell: list[str]
+
+
+def replay_run(run: Path, request: Request) -> Report:
+    """Replay the run in this folder; `SettingError` where it has no whole log, or for a request that cannot be."""
+    config = _read_config(run)
+    variants = list(_variants(config, request))
+    if request.objectives:
+        _check_objectives(config, request.objectives)
+    recording = read_recording(read_log(_log_folder(run, config)))
+    recorded = recorded_outcome(recording, config)
+    exact = replay(recording, config)
+    outcomes = [replay(recording, config, changed) for changed in variants]
+    lengths = _lengths(recording)
+    rows = [
+        bound_row(replace_settings(config, changed), outcome, lengths)
+        for changed, outcome in zip(variants, outcomes, strict=True)
+    ]
+    notes = _changes(recording)
+    gradients: list[GradientRow] = []
+    if request.objectives:
+        lags = {RECORDED: exact.lags}
+        lags |= {row.label: outcome.lags for row, outcome in zip(rows, outcomes, strict=True)}
+        gradients, more_notes = _gradients(run, config, request.objectives, recorded, lags)
+        notes += more_notes
+    return Report(
+        recorded=bound_row(config, exact, lengths),
+        differences=differences(recorded, exact),
+        bounds=rows,
+        gradients=gradients,
+        notes=notes,
+        cannot_tell=[*CANNOT_TELL, *(CANNOT_TELL_OF_GRADIENTS if request.objectives else ())],
+    )
+
+
+def show(report: Report, *, as_json: bool) -> None:
+    """Print the report."""
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+    else:
+        stdout_console().print(render(report))
+
+
+def render(report: Report) -> RenderableType:
+    """The report as text and tables."""
+    parts: list[RenderableType] = [_verdict(report), _bound_table(report), _lag_table(report)]
+    if report.gradients:
+        parts.append(_gradient_table(report.gradients))
+    parts += [Text(f"! {note}", style="yellow") for note in report.notes]
+    parts.append(Text("What this cannot tell:", style="bold"))
+    parts += [Text(f"- {text}") for text in report.cannot_tell]
+    return Group(*parts)
+
+
+def bound_row(config: Config, outcome: Outcome, lengths: Mapping[int, Sequence[int]]) -> BoundRow:
+    """An outcome in numbers; `lengths` are those of each lease's completions, in tokens."""
+    bounds = config.staleness
+    trained = [group for batch in outcome.batches for group in batch.groups]
+    lags = outcome.lags
+    return BoundRow(
+        max_staleness=bounds.max_staleness,
+        policy=bounds.staleness_policy,
+        selection=bounds.selection,
+        num_recorded=outcome.num_recorded,
+        num_admitted=len(outcome.admitted),
+        num_older=outcome.num_older,
+        num_trained=len(trained),
+        dropped=dict(Counter(reason for _, reason in outcome.dropped)),
+        num_expired=len(outcome.expired),
+        num_left=outcome.num_left,
+        num_batches=len(outcome.batches),
+        duration_s=outcome.duration_s,
+        lag_mean=statistics.fmean(lags) if lags else None,
+        lag_max=max(lags, default=None),
+        over_bound=statistics.fmean(group.is_over_bound for group in trained) if trained else None,
+        length_trained=_mean_length(lengths, [group.lease_id for group in trained]),
+        length_generated=_mean_length(lengths, outcome.arrived),
+        lags={str(lag): count for lag, count in sorted(Counter(lags).items())},
+    )
+
+
+# What is read
+
+
+def _read_config(run: Path) -> Config:
+    if not (run / "config.toml").exists():
+        raise SettingError("RUN", str(run), "it has no config.toml", "Name the folder of a run.")
+    return load(run / "config.toml")
+
+
+def _log_folder(run: Path, config: Config) -> Path:
+    """The run's log, which must reach back to its first record: what a lease met depends on all that was before."""
+    folder = run / "log"
+    if not folder.is_dir():
+        raise SettingError("RUN", str(run), "it has no rollout log", "Replay a run that was made with log.enabled=true.")
+    if not is_log_whole(folder):
+        raise SettingError(
+            "RUN",
+            str(run),
+            f"the beginning of its rollout log was deleted, which was kept to log.retain_mb = {config.log.retain_mb}",
+            "Replay a run whose log.retain_mb is more than its whole log takes.",
+        )
+    return folder
+
+
+def _variants(config: Config, request: Request) -> Iterator[dict[str, str]]:
+    """The settings that each replay changes."""
+    if not (request.staleness or request.policies or request.selections):
+        return
+    bounds = config.staleness
+    for max_staleness in request.staleness or (bounds.max_staleness,):
+        for policy in request.policies or (bounds.staleness_policy,):
+            for selection in request.selections or (bounds.selection,):
+                changed = {
+                    "staleness.max_staleness": str(max_staleness),
+                    "staleness.staleness_policy": policy,
+                    "staleness.selection": selection,
+                }
+                if policy != "gate" and bounds.hard_max_staleness is not None:
+                    # Of the policy gate alone.
+                    changed["staleness.hard_max_staleness"] = "none"
+                check(replace_settings(config, changed))
+                yield changed
+
+
+def _check_objectives(config: Config, objectives: Sequence[str]) -> None:
+    """Before a log of gigabytes is read."""
+    from common.environment import prepare_environment
+
+    prepare_environment()
+    from lab.replay.gradients import objective_config
+
+    for objective in objectives:
+        objective_config(config, objective)
+    if config.launch.learner_processes > 1:
+        raise SettingError(
+            "--loss",
+            ",".join(objectives),
+            f"the run's checkpoints are of launch.learner_processes = {config.launch.learner_processes}, and gradients are "
+            "computed in one process",
+            "Leave --loss out.",
+        )
+
+
+def _gradients(
+    run: Path, config: Config, objectives: Sequence[str], recorded: Outcome, lags: Mapping[str, Sequence[int]]
+) -> "tuple[list[GradientRow], list[str]]":
+    """The rows, and what is to be known about them."""
+    folders = checkpoints.whole(run / "checkpoints")
+    if not folders:
+        return [], [
+            f"No gradients: the run kept no checkpoint (train.checkpoint_interval = {config.train.checkpoint_interval}). Set "
+            "train.checkpoint_interval to the optimizer steps between two, and train.keep_checkpoints to how many are kept."
+        ]
+    from lab.replay.gradients import compare, load_candidates
+    from learner.policy.zero import MAX_FULL_GRADIENTS, deepspeed_config
+
+    trained_at = {group.lease_id: batch.policy_version for batch in recorded.batches for group in batch.groups}
+    candidates = load_candidates(read_log(run / "log"), config, trained_at)
+    rows = list(compare(config, objectives, folders, candidates, lags))
+    notes: list[str] = []
+    compared = {checkpoints.checkpoint_folder(run, row.policy_version).name for row in rows}
+    passed_over = [folder.name for folder in sorted(folders) if folder.name not in compared]
+    if passed_over:
+        notes.append(
+            f"Passed over, for too few groups that are no newer and that they were not trained on: {', '.join(passed_over)}."
+        )
+    if deepspeed_config(config.train, config.model.dtype)["zero_optimization"]["stage"] > 0:
+        notes.append(
+            f"Under ZeRO, as in every bfloat16 run, norms and cosines are of at most {MAX_FULL_GRADIENTS} matrices, spread "
+            "evenly over the model."
+        )
+    if config.loss.anchor != "behavior":
+        notes.append(
+            f'loss.anchor = "{config.loss.anchor}": these are first steps on a batch, where the ratio to recomputed log-probs '
+            "is 1 and nothing is clipped; staleness shows in the correction alone."
+        )
+    return rows, notes
+
+
+def _changes(recording: Recording) -> list[str]:
+    """That the bound was not one and the same, where it was not."""
+    changes = [
+        f"{setting} = {text} at version {event.policy_version}"
+        for event in recording.events
+        if isinstance(event, Tuned)
+        for setting, text in event.settings.items()
+        if setting.startswith("staleness.")
+    ]
+    if not changes:
+        return []
+    shown = ", ".join([*changes[:5], *([f"and {len(changes) - 5} more"] if len(changes) > 5 else [])])
+    return [
+        f'Settings were changed while the run went on: {shown}. "{RECORDED}" follows them; other bounds stay as they are named.'
+    ]
+
+
+def _lengths(recording: Recording) -> dict[int, list[int]]:
+    """Tokens of the completions of each lease that brought a group."""
+    return {
+        event.lease_id: [completion.num_tokens for completion in event.completions]
+        for event in recording.events
+        if isinstance(event, Accepted)
+    }
+
+
+def _mean_length(lengths: Mapping[int, Sequence[int]], lease_ids: Sequence[int]) -> float | None:
+    found = [length for lease_id in lease_ids for length in lengths[lease_id]]
+    return statistics.fmean(found) if found else None
+
+
+# What is printed
+
+
+def _verdict(report: Report) -> RenderableType:
+    row = report.recorded
+    head = Text(f"recorded settings ({row.label}), replayed: ", style="bold")
+    if report.differences:
+        head.append("NOT as recorded\n", style="red")
+        head.append("\n".join(report.differences[:5]))
+        head.append(
+            "\nThe tables below cannot be trusted. Was the run resumed with other settings of [staleness] or [train]? A replay "
+            "knows the last ones only."
+        )
+        return head
+    head.append("exact", style="green")
+    dropped = sum(row.dropped.values())
+    head.append(f": {row.num_admitted} admissions, {dropped} drops, {row.num_batches} batches, and every lag are as recorded")
+    return head
+
+
+def _bound_table(report: Report) -> Table:
+    table = Table(title=f"Of {report.recorded.num_recorded} recorded leases", title_justify="left")
+    names = ("bound", "admitted", "not", "older", "trained", "stale", "aborted", "else", "left", "batches", "seconds")
+    for name in ("", *names, "length trained / generated"):
+        table.add_column(name, justify="left" if name in ("", "bound") else "right")
+    for name, row in _named_rows(report):
+        other = sum(count for reason, count in row.dropped.items() if reason not in ("stale", "aborted")) + row.num_expired
+        table.add_row(
+            name,
+            row.label,
+            *map(str, (row.num_admitted, row.num_recorded - row.num_admitted, row.num_older, row.num_trained)),
+            *map(str, (row.dropped.get("stale", 0), row.dropped.get("aborted", 0), other, row.num_left, row.num_batches)),
+            f"{row.duration_s:.1f}",
+            f"{_number(row.length_trained, '.1f')} / {_number(row.length_generated, '.1f')}",
+        )
+    return table
+
+
+def _lag_table(report: Report) -> Table:
+    table = Table(title="Lag of the groups trained", title_justify="left")
+    shown = [*map(str, range(MAX_SHOWN_LAG)), f"{MAX_SHOWN_LAG}+"]
+    for name in ("", "bound", "mean", "max", "over bound", *shown):
+        table.add_column(name, justify="left" if name in ("", "bound") else "right")
+    for name, row in _named_rows(report):
+        counts = Counter[str]()
+        for lag, count in row.lags.items():
+            counts[shown[min(int(lag), MAX_SHOWN_LAG)]] += count
+        shares = [f"{counts[lag] / row.num_trained:.0%}" if counts[lag] else "" for lag in shown]
+        table.add_row(
+            *(name, row.label, _number(row.lag_mean, ".2f"), _number(row.lag_max, "d"), _number(row.over_bound, ".1%")),
+            *shares,
+        )
+    return table
+
+
+def _named_rows(report: Report) -> list[tuple[str, BoundRow]]:
+    return [(RECORDED, report.recorded), *(("", row) for row in report.bounds)]
+
+
+def _gradient_table(rows: "Sequence[GradientRow]") -> Table:
+    versions = sorted({row.policy_version for row in rows})
+    table = Table(
+        title=f"Gradients without a step, means over checkpoints {', '.join(map(str, versions))}. Cosine: with the gradient of "
+        'the freshest groups; "fresh" is another batch as fresh, and a cosine that is no lower shows no harm of staleness.',
+        title_justify="left",
+    )
+    for name in (
+        "objective",
+        "lags of",
+        "lag",
+        "seen",
+        "clipped",
+        "masked",
+        "log ratio",
+        "ESS",
+        "norm / fresh",
+        "cosine",
+        "min–max",
+    ):
+        table.add_column(name, justify="left" if name in ("objective", "lags of") else "right")
+    of_row: dict[tuple[str, str], list[GradientRow]] = {}
+    for row in rows:
+        of_row.setdefault((row.objective, row.bound), []).append(row)
+    for (objective, bound), found in of_row.items():
+        masked = [row.masked_fraction for row in found if row.masked_fraction is not None]
+        cosines = [row.cosine for row in found if row.cosine is not None]
+        norms = [row.grad_norm / row.fresh_grad_norm for row in found if row.fresh_grad_norm]
+        table.add_row(
+            objective,
+            escape(bound),
+            f"{statistics.fmean(row.lag_mean for row in found):.2f}",
+            f"{statistics.fmean(row.seen_fraction for row in found):.0%}",
+            f"{statistics.fmean(row.clip_fraction for row in found):.1%}",
+            f"{statistics.fmean(masked):.1%}" if masked else "",
+            f"{statistics.fmean(row.ratio_log_mean for row in found):.1e} ± "
+            f"{statistics.fmean(row.ratio_log_std for row in found):.1e}",
+            f"{statistics.fmean(row.ess_sequence for row in found):.2f}",
+            f"{statistics.fmean(norms):.2f}" if norms else "",
+            f"{statistics.fmean(cosines):.3f}" if cosines else "",
+            f"{min(cosines):.3f}–{max(cosines):.3f}" if cosines else "",
+        )
+    return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

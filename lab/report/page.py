@@ -1,0 +1,159 @@
+"""What the reports' pages are made of: the frame of a page, its head, sections, tables, tiles, and the figures it carries."""
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from lab.report.run_plots import DARK_COLORS, Plot
+
+
+class Figures:
+    """Collects the figures of the page while its text is made."""
+
+    def __init__(self) -> None:
+        self._figures: list[dict[str, Any]] = []
+
+    def card(self, plot: Plot) -> str:
+        """The plot's frame, with its title and caption."""
+        if plot.figure is None:
+            drawing = f'<div class="missing">{html.escape(plot.missing)}</div>'
+        else:
+            drawing = f'<div class="plot" data-figure="figure-{len(self._figures)}"></div>'
+            self._figures.append(plot.figure)
+        css_class = "card wide" if plot.wide else "card"
+        return (
+            f'<figure class="{css_class}"><h3>{html.escape(plot.title)}</h3>{drawing}'
+            f"<figcaption>{html.escape(plot.caption)}</figcaption></figure>"
+        )
+
+    def cards(self, plots: Iterable[Plot]) -> str:
+        """A grid of such frames."""
+        return f'<div class="grid">{"".join(self.card(plot) for plot in plots)}</div>'
+
+    def scripts(self) -> str:
+        """Plotly, the figures as JSON, and what draws them; nothing at all for a page without figures."""
+        if not self._figures:
+            return ""
+        # Imported here: it reads 5 MB.
+        from plotly.offline import get_plotlyjs
+
+        data = "\n".join(
+            f'<script type="application/json" id="figure-{index}">{_script_json(figure)}</script>'
+            for index, figure in enumerate(self._figures)
+        )
+        colors = f'<script type="application/json" id="dark-colors">{_script_json(DARK_COLORS)}</script>'
+        return f"<script>{get_plotlyjs()}</script>\n{data}\n{colors}\n<script>\n{_asset('report.js')}</script>"
+
+
+class KeyFigure(NamedTuple):
+    """One of the large numbers under a page's head."""
+
+    label: str
+    value: str
+    unit: str
+    note: str
+
+
+def page_html(title: str, body: str, figures: Figures) -> str:
+    """The whole page; `body` is ready-made HTML."""
+    # The policy makes the browser itself refuse every request that the page could make.
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:">
+<title>{html.escape(title)} · offbeat</title>
+<style>
+{_asset("report.css")}</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+{figures.scripts()}
+</body>
+</html>
+"""
+
+
+def write_page(path: Path, text: str) -> Path:
+    """Write the page, whole or not at all; returns its path."""
+    # Under another name first: someone may be reading the report of a running run.
+    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    return unfinished.rename(path)
+
+
+def head(name: str, tone: str, outcome: str, detail: str, facts: Mapping[str, str]) -> str:
+    """The page's head: what it is about, how that ended, in a CSS class of color, and facts by their labels."""
+    terms = "".join(f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(fact)}</dd></div>" for label, fact in facts.items())
+    return f"""<header>
+<div class="wordmark">{_WORDMARK} offbeat</div>
+<h1>{html.escape(name)}</h1>
+<p class="outcome"><span class="pill {tone}">{html.escape(outcome)}</span> {html.escape(detail)}</p>
+<dl class="facts">{terms}</dl>
+</header>"""
+
+
+# Four beats, the accents between them.
+_WORDMARK = (
+    '<svg width="30" height="18" viewBox="0 0 30 18" fill="none" stroke-width="2.6" stroke-linecap="round">'
+    + "".join(
+        f'<path d="M{2 + 3.7 * index:.1f} {9 - height}v{2 * height}" stroke="var(--{"accent" if index % 2 else "muted"})"/>'
+        for index, height in enumerate((2, 7, 2, 5, 2, 7, 2, 4))
+    )
+    + "</svg>"
+)
+
+
+def tiles(figures: Iterable[KeyFigure]) -> str:
+    """The large numbers, side by side."""
+    boxes = "".join(
+        f'<div class="figure"><div class="label">{html.escape(label)}</div>'
+        f'<div class="value">{html.escape(value)} <small>{html.escape(unit)}</small></div>'
+        f'<div class="note">{html.escape(note)}</div></div>'
+        for label, value, unit, note in figures
+    )
+    return f'<div class="figures">{boxes}</div>'
+
+
+def section(title: str, lead: str, content: str) -> str:
+    """A headed part of the page; `content` is ready-made HTML."""
+    return f"<section><h2>{html.escape(title)}</h2><p>{html.escape(lead)}</p>{content}</section>"
+
+
+def table_html(head: Sequence[str], rows: Iterable[Sequence[str]], *, num_text_columns: int) -> str:
+    """A table of ready-made HTML cells; the columns after the text ones are aligned as numbers."""
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        aligned = (
+            f"<{tag}{'' if index < num_text_columns else ' class=number'}>{cell}</{tag}>" for index, cell in enumerate(cells)
+        )
+        return f"<tr>{''.join(aligned)}</tr>"
+
+    body = "".join(line("td", row) for row in rows)
+    return f'<div class="scroll"><table><thead>{line("th", head)}</thead><tbody>{body}</tbody></table></div>'
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words: `9.5 s`, `3 min 05 s`, `2 h 10 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def _script_json(value: Any) -> str:
+    """JSON that cannot end the script element it stands in."""
+    return msgspec.json.encode(value).decode().replace("<", "\\u003c")
+
+
+def _asset(name: str) -> str:
+    return resources.files("lab.report").joinpath(name).read_text(encoding="utf-8")

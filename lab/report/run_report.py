@@ -1,0 +1,464 @@
+"""The report of a run: one HTML page that needs neither a network nor anything beside it."""
+
+import html
+import logging
+import statistics
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.metrics import ROWS_FILE, read_rows
+from lab.report import run_plots as report_plots
+from lab.drift import (
+    COMPARISON_HEAD,
+    DRIFT_HEAD,
+    PART_HEAD,
+    DriftReport,
+    comparison_rows,
+    drift_cells,
+    drift_report,
+    part_rows,
+)
+from lab.history import LagDrift, Ledger, RunHistory, fold_rows, number
+from lab.report.page import Figures, KeyFigure, duration, head, page_html, section, table_html, tiles, write_page
+from learner.diagnostics.length_bias import MAX_P, MIN_EFFECT, MIN_SHARE
+
+logger = logging.getLogger(__name__)
+
+REPORT_FILE = "report.html"
+CONFIG_FILE = "config.toml"
+"""The resolved settings, as the learner wrote them into the run's folder."""
+
+MAX_EVENT_ROWS = 400
+"""Of a longer list of events the page shows the first and the last half."""
+
+ALIVE_WITHIN_S = 60.0
+"""A run without a final row counts as running when its newest row is no older."""
+
+_NUM_EDGE_STEPS = 10
+"""The first and the last reward are means over so many steps."""
+
+_EVENT_TONES = {
+    "actor_joined": "good",
+    "actor_lost": "bad",
+    "actor_excluded": "bad",
+    "actor_refused": "bad",
+    "bad_message": "bad",
+    "bias_alarm": "bad",
+    "canary_mismatch": "bad",
+    "group_rejected": "bad",
+    "prompt_dropped": "bad",
+    "reward_error": "bad",
+    "reward_timeout": "bad",
+    "metrics_rows_lost": "bad",
+    "lease_expired": "warn",
+    "calibration_mismatch": "warn",
+    "actor_left": "warn",
+}
+
+_OUTCOME_TONES = {"finished": "good", "stopped": "warn", "failed": "bad", "running": "calm"}
+
+
+def write_report(run_folder: Path) -> Path:
+    """Write `run_folder/report.html` from the run's metrics rows and settings; returns its path.
+
+    Works at any time: a run that is short, empty, failed or still going gives a page that says so. `FileNotFoundError`
+    for a folder without metrics.
+    """
+    rows_file = run_folder / ROWS_FILE
+    if not rows_file.is_file():
+        raise FileNotFoundError(f"{run_folder} has no {ROWS_FILE}: it is not the folder of a run (setting run.dir)")
+    broken_lines: list[int] = []
+    history = fold_rows(read_rows(rows_file, broken_lines))
+    text = _page(run_folder.resolve().name, history, _read_config(run_folder), broken_lines, time.time())
+    return write_page(run_folder / REPORT_FILE, text)
+
+
+class _Config(NamedTuple):
+    """The run's settings, as far as they could be read."""
+
+    text: str
+    sections: Mapping[str, Any]
+
+    def setting(self, section: str, name: str) -> Any:
+        """The setting's value, or None: the run may have been made by another version."""
+        found = self.sections.get(section)
+        return found.get(name) if isinstance(found, dict) else None
+
+    def number(self, section: str, name: str) -> float | None:
+        """The setting's value if it is a number."""
+        return number({"value": self.setting(section, name)}, "value")
+
+
+def _read_config(run_folder: Path) -> _Config:
+    try:
+        text = (run_folder / CONFIG_FILE).read_text(encoding="utf-8")
+        return _Config(text, tomllib.loads(text))
+    except FileNotFoundError:
+        return _Config("", {})
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return _Config(f"# {CONFIG_FILE} could not be read: {error}", {})
+
+
+# The page
+
+
+def _page(name: str, history: RunHistory, config: _Config, broken_lines: Sequence[int], now: float) -> str:
+    figures = Figures()
+    drift = drift_report(history)
+    body = "\n".join(
+        (
+            _head(name, history, config, now),
+            _key_figures(history),
+            _learning(figures, history, config),
+            _staleness(figures, history, config),
+            _drift(figures, drift.by_lag),
+            _rollouts(figures, history),
+            _bias(drift),
+            _weights(figures, history),
+            _ledger(history),
+            _actors(history),
+            _events(history),
+            _settings(config),
+            _foot(history, broken_lines, now),
+        )
+    )
+    return page_html(name, body, figures)
+
+
+# Head
+
+
+def _head(name: str, history: RunHistory, config: _Config, now: float) -> str:
+    outcome, detail = _outcome(history, now)
+    return head(name, _OUTCOME_TONES.get(outcome, "warn"), outcome, detail, _facts(history, config))
+
+
+def _outcome(history: RunHistory, now: float) -> tuple[str, str]:
+    """A word for the outcome, and a sentence."""
+    if history.final is not None:
+        return str(history.final.get("outcome")), str(history.final.get("detail") or "")
+    if history.last_time is None:
+        return "empty", "The run has written no rows."
+    quiet_s = now - history.last_time
+    if quiet_s <= ALIVE_WITHIN_S:
+        return "running", "This page shows the run so far; write the report again for a newer one."
+    return "unfinished", f"The rows end {duration(quiet_s)} ago without a final one: the learner hangs or was killed."
+
+
+def _facts(history: RunHistory, config: _Config) -> dict[str, str]:
+    def told(section: str, name: str) -> str:
+        value = config.setting(section, name)
+        return "not recorded" if value in (None, "") else str(value)
+
+    version, num_steps = _last_version(history), config.number("train", "num_steps")
+    started = history.first_time
+    facts = {
+        "Model": told("model", "path"),
+        "Task": told("task", "train_data"),
+        "Reward": told("task", "reward"),
+        "Policy version": f"{version:,}" if num_steps is None else f"{version:,} of {num_steps:,.0f}",
+        "Actors seen": f"{len(history.actors)}",
+        "Started": "never" if started is None else time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(started)),
+        "Wall time": duration(history.wall_s),
+    }
+    software = [str(event.get("detail")) for event in history.events if event.get("event") == "run_started"]
+    return facts | ({"Software": software[-1]} if software else {})
+
+
+def _last_version(history: RunHistory) -> int:
+    return int(history.steps[-1]["policy_version"]) if history.steps else 0
+
+
+def _key_figures(history: RunHistory) -> str:
+    return tiles(
+        (
+            _reward_figure(history),
+            _held_out_figure(history),
+            _lag_figure(history),
+            _clip_figure(history),
+            _generated_figure(history),
+            _trained_figure(history),
+            _idle_figure(history),
+            _dropped_figure(history),
+        )
+    )
+
+
+def _reward_figure(history: RunHistory) -> KeyFigure:
+    rewards = _numbers(history, "reward/mean")
+    if not rewards:
+        return KeyFigure("Reward", "–", "", "no step yet")
+    last = statistics.fmean(rewards[-_NUM_EDGE_STEPS:])
+    if len(rewards) < 2 * _NUM_EDGE_STEPS:
+        return KeyFigure("Reward", f"{last:.3f}", "", f"mean of the last {min(len(rewards), _NUM_EDGE_STEPS)} steps")
+    first = statistics.fmean(rewards[:_NUM_EDGE_STEPS])
+    return KeyFigure("Reward", f"{last:.3f}", "", f"last {_NUM_EDGE_STEPS} steps; first {_NUM_EDGE_STEPS}: {first:.3f}")
+
+
+def _held_out_figure(history: RunHistory) -> KeyFigure:
+    rewards = {v: row["reward"] for v, row in history.evaluations.items() if number(row, "reward") is not None}
+    if not rewards:
+        return KeyFigure("Held-out reward", "–", "", "no evaluation")
+    last, best = max(rewards), max(rewards, key=rewards.__getitem__)
+    note = f"at version {last}; best {rewards[best]:.3f} at {best}"
+    return KeyFigure("Held-out reward", f"{rewards[last]:.3f}", "", note)
+
+
+def _lag_figure(history: RunHistory) -> KeyFigure:
+    counts = history.groups_by_lag
+    if not counts:
+        return KeyFigure("Policy lag", "–", "", "no group trained")
+    mean = sum(lag * count for lag, count in counts.items()) / sum(counts.values())
+    num_over = sum(int(count) for count in _numbers(history, "staleness/over_bound"))
+    note = f"largest {max(counts)}; {num_over:,} groups above the bound"
+    return KeyFigure("Policy lag", f"{mean:.2f}", "steps", note)
+
+
+def _clip_figure(history: RunHistory) -> KeyFigure:
+    fractions = _numbers(history, "clip/fraction")
+    if not fractions:
+        return KeyFigure("Clipped", "–", "", "no step yet")
+    note = f"of completions; highest step {max(fractions):.1%}"
+    return KeyFigure("Clipped", f"{statistics.fmean(fractions):.1%}", "", note)
+
+
+def _generated_figure(history: RunHistory) -> KeyFigure:
+    total = sum(actor.num_generated_tokens for actor in history.actors.values())
+    return _rate_figure("Generated", total, history.wall_s)
+
+
+def _trained_figure(history: RunHistory) -> KeyFigure:
+    return _rate_figure("Trained", sum(_numbers(history, "tokens/trained")), history.wall_s)
+
+
+def _rate_figure(label: str, num_tokens: float, wall_s: float) -> KeyFigure:
+    if not num_tokens or not wall_s:
+        return KeyFigure(label, "–", "", "no tokens yet")
+    return KeyFigure(label, f"{num_tokens / wall_s:,.0f}", "tok/s", f"{num_tokens:,.0f} completion tokens in all")
+
+
+def _idle_figure(history: RunHistory) -> KeyFigure:
+    seconds = history.learner_seconds()
+    total = sum(seconds.values())
+    if not total:
+        return KeyFigure("Learner waited", "–", "", "no step yet")
+    median = statistics.median(_numbers(history, "time/step_s") or [0.0])
+    return KeyFigure("Learner waited", f"{seconds['wait_rollouts'] / total:.0%}", "", f"median step {median:.2f} s")
+
+
+def _dropped_figure(history: RunHistory) -> KeyFigure:
+    num_groups = len(history.groups)
+    if not num_groups:
+        return KeyFigure("Groups dropped", "–", "", "no group yet")
+    num_dropped = sum(history.groups_by_drop_reason.values())
+    return KeyFigure("Groups dropped", f"{num_dropped / num_groups:.1%}", "", f"{num_dropped:,} of {num_groups:,}")
+
+
+def _numbers(history: RunHistory, name: str) -> list[float]:
+    return [value for row in history.steps if (value := number(row, name)) is not None]
+
+
+# Plots
+
+
+def _learning(figures: Figures, history: RunHistory, config: _Config) -> str:
+    plots = (
+        report_plots.reward_by_step(history),
+        report_plots.reward_by_time(history),
+        report_plots.gradient_norm(history, config.number("train", "max_grad_norm")),
+        report_plots.groups_without_signal(history),
+    )
+    return section("Learning", "Does the policy get better, and is the optimization calm?", figures.cards(plots))
+
+
+def _staleness(figures: Figures, history: RunHistory, config: _Config) -> str:
+    clip_low, clip_high = config.number("loss", "clip_low"), config.number("loss", "clip_high")
+    plots = (
+        report_plots.lag_histogram(history),
+        report_plots.lag_by_step(history),
+        report_plots.clip_fraction(history),
+        report_plots.log_ratio(history, clip_low, clip_high),
+    )
+    lead = "How old were the rollouts when they were trained on, and how much of them did the objective set aside?"
+    return section("Staleness", lead, figures.cards(plots))
+
+
+def _drift(figures: Figures, lines: Sequence[LagDrift]) -> str:
+    lead = "How far had the policy moved from what sampled the completions, at each policy lag?"
+    if not lines:
+        missing = '<div class="card"><div class="missing">No step has recorded its drift by policy lag.</div></div>'
+        return section("Drift by policy lag", lead, missing)
+    head_cells = [html.escape(name) for name in DRIFT_HEAD]
+    table = table_html(head_cells, [drift_cells(line) for line in lines], num_text_columns=1)
+    note = (
+        "Means over all completions of the run at that lag. The spread is that of all of them; the effective sample size (ESS) "
+        "is the share of each step's completions that counts, averaged over the steps by their completions."
+    )
+    plots = (
+        report_plots.log_ratio_by_lag(lines),
+        report_plots.clip_by_lag(lines),
+        report_plots.reward_and_length_by_lag(lines),
+    )
+    cards = "".join(figures.card(plot) for plot in plots)
+    ledger = f'<div class="card wide">{table}<figcaption>{html.escape(note)}</figcaption></div>'
+    return section("Drift by policy lag", lead, f'<div class="grid">{ledger}{cards}</div>')
+
+
+def _rollouts(figures: Figures, history: RunHistory) -> str:
+    plots = (
+        report_plots.completion_lengths(history),
+        report_plots.throughput(history),
+        report_plots.where_time_went(history),
+    )
+    return section("Rollouts and time", "Who waits for whom, and is anything biased away?", figures.cards(plots))
+
+
+def _weights(figures: Figures, history: RunHistory) -> str:
+    plots = (report_plots.weight_sync(history), report_plots.canary(history))
+    return section("Weights", "What the updates cost, and whether they arrived.", figures.cards(plots))
+
+
+# Bias
+
+
+def _bias(report: DriftReport) -> str:
+    lead = "Did training leave out, or put off, leases that differ from the others in length, duration or reward?"
+    first, *others = report.verdict
+    tone = "bad" if report.bias.alarms else "good"
+    sentences = f'<p class="verdict {tone}">{html.escape(first)}</p>'
+    sentences += "".join(f"<p>{html.escape(sentence)}</p>" for sentence in others)
+    tables = [table_html(PART_HEAD, _escaped(part_rows(report.bias, report.books)), num_text_columns=1)]
+    if tests := comparison_rows(report.bias):
+        tables.append(table_html(COMPARISON_HEAD, _escaped(tests), num_text_columns=2))
+    note = (
+        "Lengths and rewards are means of a group's completions. Mann-Whitney U tests are among leases that ended about the "
+        "same time. Effect: rank-biserial correlation, from -1 to 1; "
+        f"an alarm needs p < {MAX_P:g}, an effect of {MIN_EFFECT:g} and {MIN_SHARE:.0%} of the leases."
+    )
+    tests_note = f"<figcaption>{html.escape(note)}</figcaption>"
+    return section("Bias", lead, f'<div class="card">{sentences}{"".join(tables)}{tests_note}</div>')
+
+
+def _escaped(rows: Iterable[Sequence[str]]) -> list[list[str]]:
+    return [[html.escape(cell) for cell in row] for row in rows]
+
+
+# Ledger
+
+
+def _ledger(history: RunHistory) -> str:
+    books = history.ledger
+    lead = "Every lease ends in exactly one way; whatever is lost or counted twice would break this sum."
+    if books is None:
+        content = (
+            '<div class="missing">The books are closed in the final row, which this run has not written.<br>'
+            f"So far its rows tell of {history.num_groups_trained:,} groups trained and "
+            f"{sum(history.groups_by_drop_reason.values()):,} dropped{_reasons(history.groups_by_drop_reason)}.</div>"
+        )
+        return section("Ledger", lead, f'<div class="card">{content}</div>')
+    return section("Ledger", lead, f'<div class="card">{_law(books)}</div>')
+
+
+def _law(books: Ledger) -> str:
+    num_dropped = sum(books.dropped.values())
+    parts = (
+        ("trained", books.trained, "calm"),
+        (f"dropped{_reasons(books.dropped)}", num_dropped, "bad"),
+        ("expired", books.expired, "warn"),
+        ("in flight", books.in_flight, "idle"),
+    )
+    boxes = '<div class="sign">+</div>'.join(_term(label, count, tone) for label, count, tone in parts)
+    shares = "".join(
+        f'<div class="{tone}" style="flex: {count}" title="{count:,} {label}"></div>' for label, count, tone in parts if count
+    )
+    sum_text = f"{' + '.join(f'{count:,}' for _, count, _ in parts)} = {books.num_accounted:,}"
+    missing = books.leased - books.num_accounted
+    if missing == 0:
+        verdict = f'<p class="verdict good">The law holds: {sum_text}, every lease is accounted for.</p>'
+    else:
+        fault = f"{missing:,} leases are unaccounted for" if missing > 0 else f"{-missing:,} are counted twice"
+        verdict = f'<p class="verdict bad">The law is broken: {sum_text}, not {books.leased:,}; {fault}.</p>'
+    leased = f'{_term("leased", books.leased, "whole")}<div class="sign">=</div>'
+    return f'<div class="law">{leased}{boxes}</div><div class="shares">{shares}</div>{verdict}'
+
+
+def _term(label: str, count: int, tone: str) -> str:
+    return f'<div class="term {tone}"><b>{count:,}</b><span>{label}</span></div>'
+
+
+def _reasons(dropped: Mapping[str, int]) -> str:
+    """` { stale 18, reward_error 2 }`, or nothing."""
+    parts = sorted(dropped.items(), key=lambda item: -item[1])
+    text = ", ".join(f"{html.escape(reason or 'no reason')} {count:,}" for reason, count in parts)
+    return f" {{ {text} }}" if text else ""
+
+
+# Tables
+
+
+def _actors(history: RunHistory) -> str:
+    lead = "What each actor did, all its restarts under one name added up."
+    if not history.actors:
+        return section("Actors", lead, '<div class="card"><div class="missing">No actor has reported.</div></div>')
+    start = history.first_time or 0.0
+    rows = [
+        (
+            html.escape(actor.name),
+            f"{actor.policy_version:,}",
+            f"{actor.num_groups_sent:,}",
+            f"{actor.num_generated_tokens:,}",
+            "–" if actor.tokens_per_s is None else f"{actor.tokens_per_s:,.0f}",
+            duration(actor.times[0] - start),
+            duration(actor.times[-1] - start),
+        )
+        for actor in sorted(history.actors.values(), key=lambda actor: actor.name)
+    ]
+    columns = ("Actor", "Last version", "Groups sent", "Tokens", "tok/s", "First heard at", "Last heard at")
+    return section("Actors", lead, f'<div class="card">{table_html(columns, rows, num_text_columns=1)}</div>')
+
+
+def _events(history: RunHistory) -> str:
+    lead = "Joins, losses, exclusions, and whatever else was out of the ordinary."
+    if not history.events:
+        return section("Events", lead, '<div class="card"><div class="missing">Nothing happened.</div></div>')
+    counts = Counter(str(event.get("event")) for event in history.events)
+    chips = "".join(f"<li>{html.escape(name)} <b>{count:,}</b></li>" for name, count in counts.most_common())
+    shown, note = history.events, ""
+    if len(shown) > MAX_EVENT_ROWS:
+        note = f"<figcaption>The first and the last {MAX_EVENT_ROWS // 2} of {len(shown):,} events.</figcaption>"
+        shown = shown[: MAX_EVENT_ROWS // 2] + shown[-MAX_EVENT_ROWS // 2 :]
+    start = history.first_time or 0.0
+    rows = [
+        (
+            duration(event["time"] - start),
+            f'<span class="mark {_EVENT_TONES.get(str(event.get("event")), "calm")}">'
+            f"{html.escape(str(event.get('event')))}</span>",
+            html.escape(str(event.get("actor") or "")),
+            html.escape(str(event.get("detail") or "")),
+        )
+        for event in shown
+    ]
+    listing = table_html(("After", "Event", "Actor", "Detail"), rows, num_text_columns=4)
+    return section("Events", lead, f'<div class="card"><ul class="chips">{chips}</ul>{listing}{note}</div>')
+
+
+def _settings(config: _Config) -> str:
+    lead = "The resolved settings the run was started with."
+    if not config.text:
+        missing = f'<div class="missing">The folder has no {CONFIG_FILE}.</div>'
+        return section("Settings", lead, f'<div class="card">{missing}</div>')
+    text = f"<details><summary>{CONFIG_FILE}</summary><pre>{html.escape(config.text)}</pre></details>"
+    return section("Settings", lead, f'<div class="card">{text}</div>')
+
+
+def _foot(history: RunHistory, broken_lines: Sequence[int], now: float) -> str:
+    written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
+    broken = ""
+    if broken_lines:
+        first = ", ".join(str(line) for line in broken_lines[:5])
+        broken = f" {len(broken_lines):,} unreadable lines were skipped (first: {first})."
+    return f"<footer>Written {written} from {history.num_rows:,} rows of {ROWS_FILE}.{broken}</footer>"

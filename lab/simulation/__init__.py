@@ -1,0 +1,1 @@
+"""Predict a run under a simulated clock."""

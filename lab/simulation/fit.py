@@ -1,0 +1,363 @@
+"""Distributions of times for `lab.simulation.simulation`, fitted to recorded runs: their metrics and their rollout logs.
+
+Times were measured while the run's processes shared cores, and its engines several groups. What is fitted is what they would
+have been alone: so it holds for other numbers of actors and other bounds. One run cannot tell how many cores a busy process
+takes, nor, where its actors were always full, what each group costs the others: two unlike runs can (one of them synchronous).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.metrics import ROWS_FILE, read_rows
+from common.settings import SettingError
+from lab.history import RunHistory, fold_rows, number
+from lab.simulation.simulation import Timings
+from learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
+from learner.leases.rollout_log import read_log
+
+Floats = NDArray[np.float64]
+
+WARM_UP = 0.1
+"""Share of a run's batches that is left out: compilation, caches, an empty buffer."""
+MARGIN_S = 1e5
+"""Around a recording; what happened so long before or after is no part of it."""
+MIN_BATCHES = 5
+MIN_GROUPS = 50
+LOADS = [1 + 0.05 * step for step in range(21)]
+"""Cores per busy process, as far as they are looked for."""
+
+
+class Fit(NamedTuple):
+    """What runs say about their parts."""
+
+    timings: Timings
+    tokens_per_group: float
+    num_groups: int
+    """That the timings are from."""
+    num_steps: int
+
+
+@dataclass
+class Generation:
+    """A lease from its grant to its end, in seconds since the epoch."""
+
+    actor: str
+    granted_at: float
+    ended_at: float = 0.0
+    """When the learner had the group, or had given it up."""
+    generate_s: float = 0.0
+    lengths: tuple[int, ...] = ()
+    """Tokens of each completion; empty for a lease that brought no group."""
+
+    @property
+    def generated_at(self) -> float:
+        """When it had its last token, had generation begun with the grant: all that lies between counts as hand-off."""
+        return min(self.ended_at, self.granted_at + self.generate_s) if self.lengths else self.ended_at
+
+
+class Stall(NamedTuple):
+    """New weights at an actor, in seconds since the epoch."""
+
+    arrived_at: float
+    committed_at: float
+    checked_at: float
+    """When it sampled again."""
+
+
+class LearnerBatch(NamedTuple):
+    """What the learner did with one selection, in seconds since the epoch."""
+
+    policy_version: int
+    """After it."""
+    num_steps: int
+    selected_at: float
+    trained_at: float
+    rested_at: float
+    """When it looked for the next batch."""
+
+
+@dataclass
+class Recording:
+    """A run, as times."""
+
+    generations: list[Generation] = field(default_factory=list)
+    """In the order in which they ended."""
+    batches: list[LearnerBatch] = field(default_factory=list)
+    stalls: dict[str, list[Stall]] = field(default_factory=dict)
+    """By actor: when new weights kept it from sampling."""
+    arrivals: dict[int, list[float]] = field(default_factory=dict)
+    """By policy version: when the actors began to swap it in."""
+    evaluations: list[tuple[float, float]] = field(default_factory=list)
+    """From when to when leases for evaluation, which the log does not have, were among the others."""
+
+    @property
+    def steady_batches(self) -> list[LearnerBatch]:
+        """Those after the warm-up."""
+        return self.batches[int(WARM_UP * len(self.batches)) :]
+
+    @property
+    def steady_since(self) -> float:
+        """When the warm-up ended."""
+        return self.steady_batches[0].selected_at if self.batches else 0.0
+
+    @property
+    def steady_generations(self) -> list[Generation]:
+        """Groups that were leased after the warm-up, and had no company that is not known."""
+        return [
+            one
+            for one in self.generations
+            if one.lengths
+            and one.granted_at >= self.steady_since
+            and not any(begin < one.ended_at and one.granted_at < end for begin, end in self.evaluations)
+        ]
+
+
+def fit(runs: Sequence[Path], cores: int | None) -> Fit:
+    """The timings of the runs in these folders. `cores`: shared by all processes of a run; None: each had its own.
+
+    Raises `SettingError` for a folder that holds no run with a rollout log, for a run too short to tell anything, and for runs
+    whose groups differ in size.
+    """
+    recordings = []
+    for run in runs:
+        rows_file, log = run / ROWS_FILE, run / "log"
+        if not rows_file.exists() or not log.is_dir():
+            problem = f"it has no {ROWS_FILE}, or no rollout log"
+            raise SettingError("--fit", str(run), problem, "Name the folder of a run that had log.enabled = true.")
+        recording = read_recording(fold_rows(read_rows(rows_file)), (record.event for record in read_log(log)))
+        num_batches, num_groups = len(recording.steady_batches), len(recording.steady_generations)
+        if num_batches < MIN_BATCHES or num_groups < MIN_GROUPS:
+            problem = f"after its first tenth it has {num_batches} batches and {num_groups} groups"
+            raise SettingError("--fit", str(run), problem, f"Name a longer run: {MIN_BATCHES} and {MIN_GROUPS} are needed.")
+        recordings.append(recording)
+    sizes = sorted({len(one.lengths) for recording in recordings for one in recording.steady_generations})
+    if len(sizes) > 1:
+        runs_text = ", ".join(map(str, runs))
+        raise SettingError("--fit", runs_text, f"their groups have {sizes} completions", "Fit runs of one rollout.group_size.")
+    return fit_recordings(recordings, cores)
+
+
+def read_recording(history: RunHistory, events: Iterable[LeaseEvent]) -> Recording:
+    """Of the run's last learner process: what came before a restart may have been undone, and other processes' times."""
+    recording = Recording()
+    open_leases: dict[int, Generation] = {}
+    trained: dict[int, Trained] = {}
+    for event in events:
+        match event:
+            case Started():
+                open_leases, trained, recording.generations = {}, {}, []
+            case Granted():
+                open_leases[event.lease_id] = Generation(event.actor, event.at)
+            case Accepted() if event.lease_id in open_leases:
+                generation = open_leases.pop(event.lease_id)
+                generation.ended_at, generation.generate_s = event.at, event.generate_s
+                generation.lengths = tuple(completion.num_tokens for completion in event.completions)
+                recording.generations.append(generation)
+            case Dropped() | Expired() if event.lease_id in open_leases:
+                generation = open_leases.pop(event.lease_id)
+                generation.ended_at = event.at
+                recording.generations.append(generation)
+            case Trained():
+                trained[event.policy_version + event.num_steps] = event
+    for row in history.steps:
+        version = int(row["policy_version"])
+        if version in trained:
+            event = trained[version]
+            busy_s = (number(row, "time/step_s") or 0.0) - (number(row, "time/wait_rollouts_s") or 0.0)
+            selected_at = row["time"] - busy_s * event.num_steps
+            recording.batches.append(LearnerBatch(version, event.num_steps, selected_at, event.at, row["time"]))
+    num_commits = Counter(str(row["actor"]) for row in history.commits)
+    for row in history.commits:
+        name, committed_at = str(row["actor"]), row["time"]
+        arrived_at = committed_at - (number(row, "stall_s") or 0.0)
+        recording.arrivals.setdefault(int(row["policy_version"]), []).append(arrived_at)
+        # Of the check it is only known what it takes with the swap, on average.
+        stall_s = history.actors[name].seconds["commit_weights"] / num_commits[name] if name in history.actors else 0.0
+        stall = Stall(arrived_at, committed_at, max(committed_at, arrived_at + stall_s))
+        recording.stalls.setdefault(name, []).append(stall)
+    for version, row in history.evaluations.items():
+        if version in recording.arrivals:
+            recording.evaluations.append((min(recording.arrivals[version]), row["time"]))
+    return recording
+
+
+def fit_recordings(recordings: Sequence[Recording], cores: int | None) -> Fit:
+    """The timings that these recordings have in common."""
+    load = _load(recordings, cores) if len(recordings) > 1 else 1.0
+    parts = [_measure(recording, Work(recording, load, cores)) for recording in recordings]
+    lengths = np.concatenate([part.lengths for part in parts])
+    start_s, token_s, crowding = alone(
+        np.concatenate([part.generated_s for part in parts]),
+        lengths.max(axis=1),
+        np.concatenate([part.mean_running for part in parts]),
+    )
+    return Fit(
+        Timings(
+            completions_s=start_s + token_s * lengths,
+            train_s=np.concatenate([part.train_s for part in parts]),
+            sync_s=np.concatenate([part.sync_s for part in parts]),
+            crowding=crowding,
+            handoff_s=float(np.concatenate([part.handoff_s for part in parts]).mean()),
+            swap_s=float(np.concatenate([part.swap_s for part in parts]).mean()),
+            check_s=float(np.concatenate([part.check_s for part in parts]).mean()),
+            rest_s=float(np.concatenate([part.rest_s for part in parts]).mean()),
+            load=load,
+        ),
+        tokens_per_group=float(lengths.sum(axis=1).mean()),
+        num_groups=len(lengths),
+        num_steps=sum(batch.num_steps for recording in recordings for batch in recording.steady_batches),
+    )
+
+
+def alone(generated_s: Floats, longest: Floats, mean_running: Floats) -> tuple[float, float, float]:
+    """`start`, `token` and `crowding` of `generated = (start + token * longest) * (1 + crowding * (running - 1))`, in seconds.
+
+    By least squares, over groups whose longest completion has `longest` tokens and whose actor had `mean_running` groups on
+    average. What is left over (engine steps, other processes) hits the groups of a moment alike, so it is averaged and not
+    drawn: drawn for each group anew, it would make the longest group of every batch too long.
+    """
+    slope = np.polyfit(mean_running, generated_s, 1)[0] if np.ptp(mean_running) > 1e-6 else 0.0
+    # Chance, or other causes, may say that company helps, or that it costs more than turns would.
+    slope = min(max(0.0, slope), generated_s.mean() / mean_running.mean())
+    crowding = slope / (generated_s.mean() - slope * (mean_running.mean() - 1))
+    uncrowded = generated_s / (1 + crowding * (mean_running - 1))
+    token, start = np.polyfit(longest, uncrowded, 1) if np.ptp(longest) > 0 else (0.0, 0.0)
+    if token <= 0 or start < 0:
+        token, start = uncrowded.mean() / longest.mean(), 0.0
+    return float(start), float(token), float(crowding)
+
+
+class Track(NamedTuple):
+    """One actor over time: what it did from each of these times to the next."""
+
+    times: Floats
+    num_running: NDArray[np.int64]
+    """Groups being generated."""
+    is_sampling: NDArray[np.bool_]
+    """Not kept from it by new weights."""
+
+
+class Work:
+    """A recording's time as work: while busy processes outnumber the cores, work is done more slowly than time goes by."""
+
+    def __init__(self, recording: Recording, load: float, cores: int | None) -> None:
+        self.tracks = _tracks(recording)
+        times = [np.array([(batch.selected_at, batch.rested_at) for batch in recording.batches]).ravel()]
+        changes = [np.tile([1, -1], len(recording.batches))]
+        for track in self.tracks.values():
+            times.append(track.times)
+            is_busy = (track.num_running > 0) | ~track.is_sampling
+            changes.append(np.diff(is_busy, prepend=0))
+        order = np.argsort(np.concatenate(times), kind="stable")
+        known = np.concatenate(times)[order]
+        # Nothing was busy before, nor afterwards.
+        self._times = np.concatenate([known[:1] - MARGIN_S, known, known[-1:] + MARGIN_S])
+        num_busy = np.concatenate([[0], np.concatenate(changes)[order].cumsum(), [0]])
+        share = np.ones(len(num_busy)) if cores is None else 1 / np.maximum(1.0, load * num_busy / cores)
+        self._work = _integral(share, self._times)
+
+    def until(self, times: Sequence[float] | Floats) -> Floats:
+        """Work that a process could have done by each of these times."""
+        return np.interp(times, self._times, self._work)
+
+    def during(self, spans: Sequence[tuple[float, float]]) -> Floats:
+        """Work that a process could have done in each of these spans."""
+        begins, ends = np.array(spans, dtype=np.float64).reshape(-1, 2).T
+        return self.until(ends) - self.until(begins)
+
+
+class _Parts(NamedTuple):
+    """What was measured of one run, as work."""
+
+    lengths: Floats
+    """`[num_groups, group_size]`."""
+    generated_s: Floats
+    """`[num_groups]`: what the actor did meanwhile, commits left out."""
+    mean_running: Floats
+    """`[num_groups]`: groups that it had meanwhile."""
+    handoff_s: Floats
+    train_s: Floats
+    """Of one optimizer step, by batch."""
+    rest_s: Floats
+    sync_s: Floats
+    swap_s: Floats
+    check_s: Floats
+
+
+def _measure(recording: Recording, work: Work) -> _Parts:
+    generations, batches = recording.steady_generations, recording.steady_batches
+    num_steps = np.array([batch.num_steps for batch in batches])
+    stalls = [stall for stalls in recording.stalls.values() for stall in stalls if stall.arrived_at >= recording.steady_since]
+    generated_s, crowd = np.zeros(len(generations)), np.zeros(len(generations))
+    for actor, track in work.tracks.items():
+        mine = [index for index, one in enumerate(generations) if one.actor == actor]
+        spans = np.array([(generations[index].granted_at, generations[index].generated_at) for index in mine]).reshape(-1, 2)
+        clock = work.until(track.times)
+        for of_all, rate in ((generated_s, track.is_sampling), (crowd, track.is_sampling * track.num_running)):
+            until = np.interp(spans, track.times, _integral(rate, clock))
+            of_all[mine] = until[:, 1] - until[:, 0]
+    # One that was generated within a stall, as far as can be told, says nothing.
+    is_told = generated_s > 0
+    return _Parts(
+        lengths=np.array([one.lengths for one in generations], dtype=np.float64)[is_told],
+        generated_s=generated_s[is_told],
+        mean_running=crowd[is_told] / generated_s[is_told],
+        handoff_s=work.during([(one.generated_at, one.ended_at) for one in generations]),
+        train_s=work.during([(batch.selected_at, batch.trained_at) for batch in batches]) / num_steps,
+        rest_s=work.during([(batch.trained_at, batch.rested_at) for batch in batches]),
+        sync_s=_sync_s(recording, work),
+        swap_s=work.during([(stall.arrived_at, stall.committed_at) for stall in stalls]) if stalls else np.zeros(1),
+        check_s=work.during([(stall.committed_at, stall.checked_at) for stall in stalls]) if stalls else np.zeros(1),
+    )
+
+
+def _sync_s(recording: Recording, work: Work) -> Floats:
+    """Of every version: from the end of its step, or of the transfer before it, to the actors' having it."""
+    sync_s = []
+    before = 0.0
+    for batch in recording.batches:
+        arrivals = recording.arrivals.get(batch.policy_version)
+        if not arrivals:
+            continue
+        trained, arrived = float(work.until([batch.trained_at])[0]), float(work.until(arrivals).mean())
+        if batch.selected_at >= recording.steady_since:
+            sync_s.append(max(0.0, arrived - max(trained, before)))
+        before = arrived
+    return np.array(sync_s or [0.0])
+
+
+def _load(recordings: Sequence[Recording], cores: int | None) -> float:
+    """Cores that a busy process takes: with the right figure, steps take the same work whatever else is busy."""
+    if cores is None:
+        return 1.0
+
+    def unevenness(load: float) -> float:
+        steps = np.concatenate([_measure(recording, Work(recording, load, cores)).train_s for recording in recordings])
+        return float(steps.std() / steps.mean())
+
+    return min(LOADS, key=unevenness)
+
+
+def _tracks(recording: Recording) -> Mapping[str, Track]:
+    changes: dict[str, list[tuple[float, int, int]]] = {}
+    for one in recording.generations:
+        changes.setdefault(one.actor, []).extend([(one.granted_at, 1, 0), (one.generated_at, -1, 0)])
+    for actor, stalls in recording.stalls.items():
+        for stall in stalls:
+            changes.setdefault(actor, []).extend([(stall.arrived_at, 0, 1), (stall.checked_at, 0, -1)])
+    tracks = {}
+    for actor, of_actor in changes.items():
+        times, running, stalled = np.array(sorted(of_actor)).T
+        tracks[actor] = Track(times, running.cumsum().astype(np.int64), stalled.cumsum() == 0)
+    return tracks
+
+
+def _integral(values: NDArray, over: Floats) -> Floats:
+    """Up to each of `over`, of what is `values[i]` from `over[i]` to `over[i + 1]`."""
+    return np.concatenate([[0.0], np.cumsum(values[:-1] * np.diff(over))])

@@ -1,0 +1,283 @@
+"""`offbeat simulate`: what a config would do with so many actors and such bounds, predicted without compute."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from common.config import Config
+from common.metrics import ROWS_FILE, read_rows
+from common.setting_checks import check
+from common.settings import SettingError, load
+from lab.simulation.simulation import ASSUMPTIONS, Batch, Fleet, Simulation, Timings
+from lab.simulation.fit import fit
+from lab.terminal import stdout_console
+from learner.leases.evaluation import Evaluations
+from learner.leases.staleness import StalenessPolicy
+
+WARM_UP = 0.1
+"""Share of a simulated run's batches that is left out, at least those that the bound allows to be generated ahead."""
+NUM_DRAWN = 1 << 14
+"""Groups in a given distribution."""
+
+
+class Given(NamedTuple):
+    """Times given on the command line, in seconds."""
+
+    completion_s: float | None
+    """Mean of a completion's generation; lognormal."""
+    sigma: float
+    """Of its logarithm."""
+    train_s: float | None
+    sync_s: float
+
+
+class Source(NamedTuple):
+    """Where the times of a simulation are from."""
+
+    timings: Timings
+    tokens_per_group: float | None
+    cores: int | None
+    text: str
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """The steady part of a simulated run; shares are of time, or of groups."""
+
+    num_actors: int
+    max_staleness: int
+    num_steps: int
+    """Optimizer steps that the figures are from."""
+    simulated_s: float
+    """Seconds those took."""
+    groups_per_s: float
+    """Groups trained on."""
+    tokens_per_s: float | None
+    """Tokens trained on; None where the times do not say how long completions are."""
+    steps_per_h: float
+    learner_waits: float
+    """Share of its time that the learner waits for rollouts."""
+    actors_wait_leases: float
+    """Share of the actors' time without a lease, the bound or the slots admitting none."""
+    actors_wait_weights: float
+    """The same while leases wait for newer weights."""
+    slots_used: float
+    """Share of the actors' slots that hold a lease."""
+    mean_lag: float
+    """Policy lag of the oldest token, in optimizer steps."""
+    law_lag: float
+    """What Little's law says: groups begun and not yet trained on, over the groups of a step."""
+    p99_lag: int
+    max_lag: int
+    lags: dict[int, int]
+    """Groups by policy lag."""
+    over_bound: float
+    """Share of the groups trained on that lag by more than `max_staleness`, measured by `staleness.lag_of`."""
+    dropped: float
+    """Share of the leases that ended: generated, and too old when their turn came."""
+    aborted: float
+    """Share of the leases that ended: cancelled while they were generated."""
+    wasted: float
+    """Share of generation that went into groups never trained on."""
+
+
+def simulate(
+    config: Config, source: Source, *, actors: Sequence[int], staleness: Sequence[int], seconds: float, seed: int
+) -> list[Prediction]:
+    """Every number of actors with every bound; `seconds` is simulated time at most.
+
+    Raises `SettingError` for a bound that the config cannot have, and for times that bring too few steps to tell anything.
+    """
+    predictions = []
+    for max_staleness in staleness:
+        bounded = replace(config, staleness=replace(config.staleness, max_staleness=max_staleness))
+        check(bounded)
+        for num_actors in actors:
+            batches = simulate_batches(bounded, source, num_actors=num_actors, seconds=seconds, seed=seed)
+            steady = steady_batches(batches, bounded)
+            if len(steady) < 2:
+                problem = f"{len(batches)} batches of {num_actors} actors are too few"
+                raise SettingError("--minutes", seconds / 60, problem, "Simulate longer, or more train.num_steps.")
+            predictions.append(predict(steady, bounded, num_actors=num_actors, tokens_per_group=source.tokens_per_group))
+    return predictions
+
+
+def simulate_batches(config: Config, source: Source, *, num_actors: int, seconds: float, seed: int) -> list[Batch]:
+    """One run of the config from its beginning, with so many actors."""
+    evaluation = config.evaluation
+    simulation = Simulation(
+        StalenessPolicy(config.staleness, config.train),
+        Evaluations(
+            interval=evaluation.interval if config.task.eval_data else 0,
+            num_prompts=evaluation.num_prompts,
+            max_attempts=config.rollout.max_lease_attempts,
+        ),
+        source.timings,
+        Fleet(num_actors, config.actor.max_inflight_groups, source.cores),
+        evaluation_group_size=evaluation.group_size,
+        weights_interval=config.weights.interval,
+        seed=seed,
+    )
+    return simulation.run(config.train.num_steps, seconds)
+
+
+def steady_batches(batches: Sequence[Batch], config: Config) -> Sequence[Batch]:
+    """Without the beginning, and without the end, where nothing is leased any more."""
+    num_ahead = config.staleness.max_staleness + 1
+    end = len(batches)
+    if batches and batches[-1].policy_version >= config.train.num_steps:
+        end -= num_ahead
+    return batches[max(int(WARM_UP * len(batches)), num_ahead) : end]
+
+
+def predict(batches: Sequence[Batch], config: Config, *, num_actors: int, tokens_per_group: float | None) -> Prediction:
+    """The figures of these batches, at least two; the first only says when the others began."""
+    first, last = batches[0], batches[-1]
+    before, after = first.totals, last.totals
+    lags = sum((Counter(batch.lags) for batch in batches[1:]), Counter())
+    by_lag = sorted(lags.items())
+    num_trained = lags.total()
+    num_dropped, num_aborted = after.dropped - before.dropped, after.aborted - before.aborted
+    num_ended = num_trained + num_dropped + num_aborted
+    seconds = last.ended_at - first.ended_at
+    num_steps = last.policy_version - first.policy_version
+    generated_s = after.generated_s - before.generated_s
+    cumulative = np.cumsum([count for _, count in by_lag])
+    return Prediction(
+        num_actors=num_actors,
+        max_staleness=config.staleness.max_staleness,
+        num_steps=num_steps,
+        simulated_s=seconds,
+        groups_per_s=num_trained / seconds,
+        tokens_per_s=None if tokens_per_group is None else num_trained * tokens_per_group / seconds,
+        steps_per_h=3600 * num_steps / seconds,
+        learner_waits=sum(batch.waited_s for batch in batches[1:]) / seconds,
+        actors_wait_leases=(after.wait_leases_s - before.wait_leases_s) / (seconds * num_actors),
+        actors_wait_weights=(after.wait_weights_s - before.wait_weights_s) / (seconds * num_actors),
+        slots_used=(after.slots_s - before.slots_s) / (seconds * num_actors * config.actor.max_inflight_groups),
+        mean_lag=sum(lag * count for lag, count in by_lag) / num_trained,
+        law_lag=(after.open_s - before.open_s) / seconds / config.train.groups_per_step,
+        p99_lag=by_lag[int(np.searchsorted(cumulative, 0.99 * num_trained))][0],
+        max_lag=by_lag[-1][0],
+        lags=dict(by_lag),
+        over_bound=sum(batch.num_over_bound for batch in batches[1:]) / num_trained,
+        dropped=num_dropped / num_ended,
+        aborted=num_aborted / num_ended,
+        wasted=(after.wasted_s - before.wasted_s) / generated_s if generated_s else 0.0,
+    )
+
+
+# Times
+
+
+def given_times(config: Config, given: Given, cores: int | None) -> Source:
+    """Lognormal completions, and steps and transfers that all take the same time; no sharing unless `cores` says so."""
+    for option, seconds in (("--completion-s", given.completion_s), ("--train-s", given.train_s)):
+        if seconds is None or seconds <= 0:
+            cure = "Give --completion-s and --train-s in seconds, or --fit RUN to take the times from a run."
+            raise SettingError(option, seconds, "a simulation needs times above 0", cure)
+    assert given.completion_s is not None and given.train_s is not None
+    shape = (NUM_DRAWN, config.rollout.group_size)
+    # The same whatever the seed: that decides which are drawn when.
+    drawn = np.random.default_rng(0).lognormal(-(given.sigma**2) / 2, given.sigma, shape)
+    timings = Timings(given.completion_s * drawn, np.array([given.train_s]), np.array([given.sync_s]))
+    text = f"given: completions lognormal, mean {given.completion_s:g} s, sigma {given.sigma:g}"
+    return Source(timings, None, cores or None, text)
+
+
+def fitted_times(config: Config, runs: Sequence[Path], cores: int | None) -> Source:
+    """The times of these runs. `cores`: of the machine they shared; None: this one's, if their engines ran on CPUs."""
+    for run in runs:
+        config_file = run / "config.toml"
+        if not config_file.exists():
+            raise SettingError("--fit", str(run), "it has no config.toml", "Name the folder of a run.")
+        fitted = load(config_file)
+        for name, ours, theirs in (
+            ("rollout.group_size", config.rollout.group_size, fitted.rollout.group_size),
+            ("train.groups_per_step", config.train.groups_per_step, fitted.train.groups_per_step),
+        ):
+            if ours != theirs:
+                raise SettingError(
+                    name, ours, f"{run} had {theirs}, and its times are for that", "Fit a run that has the same."
+                )
+    if cores is None:
+        cores = os.cpu_count() if any(map(_is_on_cpu, runs)) else 0
+    found = fit(runs, cores or None)
+    names = ", ".join(map(str, runs))
+    text = f"fitted to {found.num_groups} groups and {found.num_steps} steps of {names}"
+    return Source(found.timings, found.tokens_per_group, cores or None, text)
+
+
+def _is_on_cpu(run: Path) -> bool:
+    """Whether an actor said so when it joined."""
+    if not (run / ROWS_FILE).exists():
+        return False
+    joined = (row for row in read_rows(run / ROWS_FILE) if row.get("event") == "actor_joined")
+    return any("on cpu" in str(row.get("detail")) for row in joined)
+
+
+def numbers(option: str, text: str, *, at_least: int) -> list[int]:
+    """`4,8,16` as numbers; `SettingError` for anything else."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise SettingError(option, text, "these are not whole numbers with commas between them", "Say 4,8,16.") from error
+    if min(found) < at_least:
+        raise SettingError(option, text, f"{min(found)} is below {at_least}", "Say 4,8,16.")
+    return found
+
+
+# Output
+
+
+def show(predictions: Iterable[Prediction], source: Source, config: Config, *, as_json: bool) -> None:
+    """A table, and what it rests on; or the same as JSON."""
+    if as_json:
+        told = {"times": times_text(source), "assumptions": ASSUMPTIONS, "predictions": msgspec.to_builtins([*predictions])}
+        print(json.dumps(told, indent=2))
+        return
+    predictions = list(predictions)
+    bounds = config.staleness
+    can_drop = bounds.staleness_policy != "gate" or bounds.hard_max_staleness is not None
+    title = f"{config.train.groups_per_step} groups a step, {config.actor.max_inflight_groups} in flight per actor"
+    title += f", policy {bounds.staleness_policy}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = ["actors", "max_\nstaleness", "groups/s", *(["tokens/s"] if source.tokens_per_group is not None else [])]
+    columns += ["steps/h", "learner\nwaits", "wait for\nleases", "wait for\nweights", "slots\nused"]
+    columns += ["mean\nlag", "L/B", "p99", "max", "over\nbound", *(["dropped", "aborted", "wasted"] if can_drop else [])]
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in predictions:
+        tokens = [] if one.tokens_per_s is None else [f"{one.tokens_per_s:,.0f}"]
+        lost = [f"{share:.1%}" for share in (one.dropped, one.aborted, one.wasted)] if can_drop else []
+        table.add_row(
+            *(str(one.num_actors), str(one.max_staleness), f"{one.groups_per_s:,.4g}", *tokens, f"{one.steps_per_h:,.0f}"),
+            *(f"{share:.0%}" for share in (one.learner_waits, one.actors_wait_leases, one.actors_wait_weights, one.slots_used)),
+            *(f"{one.mean_lag:.2f}", f"{one.law_lag:.2f}", str(one.p99_lag), str(one.max_lag), f"{one.over_bound:.1%}", *lost),
+        )
+    console = stdout_console()
+    console.print(table)
+    for line in (times_text(source), *(f"assumed: {assumption}" for assumption in ASSUMPTIONS)):
+        console.print(escape(line), highlight=False)
+
+
+def times_text(source: Source) -> str:
+    """The times in words."""
+    timings = source.timings
+    shared = (
+        "no cores are shared" if source.cores is None else f"{source.cores} cores shared, {timings.load:.2f} per busy process"
+    )
+    return (
+        f"times {source.text}; a group alone takes {timings.completions_s.max(axis=1).mean():.3g} s, crowding "
+        f"{timings.crowding:.2g}, a step {timings.train_s.mean():.3g} s, weights {timings.sync_s.mean():.2g} s, swap and check "
+        f"{timings.swap_s + timings.check_s:.2g} s, hand-off {timings.handoff_s:.2g} s; {shared}"
+    )

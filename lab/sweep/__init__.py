@@ -1,0 +1,1 @@
+"""Compare runs that differ in a few settings."""

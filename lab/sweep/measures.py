@@ -1,0 +1,175 @@
+"""What a sweep compares runs by: a run's history as a few numbers and two curves.
+
+A run's clock starts when its first batch of rollouts is there, and stands still while it is restarted: how long services take
+to start is the machine's, and would be the larger part of a short run.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+
+from common.config import TrainSection
+from lab.drift import ended_leases
+from lab.history import Row, RunHistory, number
+from lab.sweep.estimates import Curve
+from learner.diagnostics.length_bias import Part, bias_report
+
+NUM_FINAL_STEPS = 10
+"""A run's final reward is the mean over so many last steps."""
+
+
+@dataclass(frozen=True)
+class RunMeasures:
+    """One run; None is what its rows do not tell."""
+
+    final_reward: float | None
+    """Mean of `reward/mean` over the last `NUM_FINAL_STEPS` steps."""
+    held_out_reward: float | None
+    """Of the newest evaluation."""
+    num_steps: int
+    num_groups: int
+    """Trained on; a group counts once, however many passes are made over it."""
+    train_s: float
+    """Seconds on the run's clock."""
+    tokens_per_s: float | None
+    """Completion tokens trained on."""
+    groups_per_s: float | None
+    learner_idle_share: float | None
+    """Share of `train_s` in which the learner waited for rollouts."""
+    actor_shares: dict[str, float]
+    """Actors' main-loop time by what it went to, all actors together."""
+    lag_mean: float | None
+    """Policy lag of the trained groups, in optimizer steps."""
+    lag_max: int | None
+    kl_behavior_policy: float | None
+    """`kl/behavior_policy_k3`, mean over steps, in nats per token."""
+    clip_fraction: float | None
+    """Mean over steps."""
+    log_ratio_std: float | None
+    """`ratio/log_std`, mean over steps."""
+    generated_length: float | None
+    """Mean completion length of the generated groups, in tokens."""
+    trained_length: float | None
+    passed_over_share: float | None
+    """Trained groups that were ready when a batch with younger leases was taken without them (`learner.diagnostics.length_bias`)."""
+    bias_alarms: tuple[str, ...]
+    """What of the training is biased, in sentences (`learner.diagnostics.length_bias`)."""
+    dropped_share: float | None
+    """Of the generated groups."""
+    dropped: dict[str, int]
+    """Groups by reason."""
+
+
+@dataclass(frozen=True)
+class RunCurves:
+    """How the reward of a run went."""
+
+    by_groups: Curve
+    """Mean reward of each step over the groups trained on so far."""
+    by_seconds: Curve
+    """The same over the run's clock."""
+
+
+def final_reward(history: RunHistory) -> float | None:
+    """Mean reward of the last `NUM_FINAL_STEPS` steps; None before the first."""
+    return _mean(history, "reward/mean", NUM_FINAL_STEPS)
+
+
+def measure(history: RunHistory, train: TrainSection) -> RunMeasures:
+    """The numbers of a run, finished or not."""
+    train_s, num_groups = sum(_seconds(history, train)), sum(_groups(history, train))
+    num_tokens = sum(number(row, "tokens/trained") or 0 for row in history.steps) / train.epochs_per_batch
+    waited_s = sum(_wait_s(row) for row, is_first in _steps(history, train) if not is_first)
+    actor_s = sum((actor.seconds for actor in history.actors.values()), Counter[str]())
+    lags = history.groups_by_lag
+    bias = bias_report(ended_leases(history))
+    parts = {part.name: part for part in bias.parts}
+    passed_over = next(test for test in bias.comparisons if (test.what, test.quantity) == ("passed over", "length"))
+    dropped = history.groups_by_drop_reason
+    return RunMeasures(
+        final_reward=final_reward(history),
+        held_out_reward=_held_out(history),
+        num_steps=len(history.steps),
+        num_groups=round(num_groups),
+        train_s=train_s,
+        tokens_per_s=num_tokens / train_s if train_s else None,
+        groups_per_s=num_groups / train_s if train_s else None,
+        learner_idle_share=waited_s / train_s if train_s else None,
+        actor_shares={work: seconds / actor_s.total() for work, seconds in actor_s.items() if seconds > 0},
+        lag_mean=sum(lag * count for lag, count in lags.items()) / sum(lags.values()) if lags else None,
+        lag_max=max(lags, default=None),
+        kl_behavior_policy=_mean(history, "kl/behavior_policy_k3"),
+        clip_fraction=_mean(history, "clip/fraction"),
+        log_ratio_std=_mean(history, "ratio/log_std"),
+        generated_length=_length(parts["generated"]),
+        trained_length=_length(parts["trained"]),
+        passed_over_share=passed_over.share if passed_over.count + passed_over.num_others else None,
+        bias_alarms=bias.alarms,
+        dropped_share=sum(dropped.values()) / len(history.groups) if history.groups else None,
+        dropped=dropped,
+    )
+
+
+def reward_curves(history: RunHistory, train: TrainSection) -> RunCurves:
+    """The reward of each step that has one, against what had been trained on and how long it had taken by its end."""
+    groups, seconds = list(accumulate(_groups(history, train))), list(accumulate(_seconds(history, train)))
+    known = [
+        (groups[index], seconds[index], reward)
+        for index, row in enumerate(history.steps)
+        if (reward := number(row, "reward/mean")) is not None
+    ]
+    rewards = [reward for _, _, reward in known]
+    return RunCurves(Curve([count for count, _, _ in known], rewards), Curve([second for _, second, _ in known], rewards))
+
+
+def numbers_of(measures: RunMeasures) -> dict[str, float]:
+    """The run's numbers by name, without those that are not told; an actor's share of time is `actor_WORK_share`."""
+    every: dict[str, float] = {name: value for name, value in asdict(measures).items() if isinstance(value, int | float)}
+    return every | {f"actor_{work}_share": share for work, share in measures.actor_shares.items()}
+
+
+def _steps(history: RunHistory, train: TrainSection) -> Iterator[tuple[Row, bool]]:
+    """Each step's row, and whether it is of the first batch that a process trained: its wait is for services to start."""
+    starts = [event["time"] for event in history.events if event.get("event") == "run_started"]
+    batch_steps = train.steps_per_batch * train.epochs_per_batch
+    process, num_of_process = -1, 0
+    for row in history.steps:
+        current = sum(start <= row["time"] for start in starts)
+        process, num_of_process = (current, num_of_process + 1) if current == process else (current, 1)
+        yield row, num_of_process <= batch_steps
+
+
+def _seconds(history: RunHistory, train: TrainSection) -> Iterator[float]:
+    """What each step took on the run's clock."""
+    for row, is_first in _steps(history, train):
+        step_s = number(row, "time/step_s") or 0.0
+        yield max(0.0, step_s - _wait_s(row) if is_first else step_s)
+
+
+def _wait_s(row: Row) -> float:
+    return number(row, "time/wait_rollouts_s") or 0.0
+
+
+def _groups(history: RunHistory, train: TrainSection) -> Iterator[float]:
+    """Groups that each step trained on; a pass over a batch counts for its share of it."""
+    for row in history.steps:
+        counts = row.get("lag/counts")
+        values = counts.values() if isinstance(counts, dict) else ()
+        yield sum(count for count in values if isinstance(count, int)) / train.epochs_per_batch
+
+
+def _mean(history: RunHistory, name: str, num_last: int = 0) -> float | None:
+    """Mean of a metric over the last steps, or all; None where no step has it."""
+    values = [value for row in history.steps[-num_last:] if (value := number(row, name)) is not None]
+    return statistics.fmean(values) if values else None
+
+
+def _held_out(history: RunHistory) -> float | None:
+    rewards = {version: reward for version, row in history.evaluations.items() if (reward := number(row, "reward")) is not None}
+    return rewards[max(rewards)] if rewards else None
+
+
+def _length(part: Part) -> float | None:
+    return part.length.mean if part.length else None

@@ -1,0 +1,206 @@
+"""The plots of a sweep's report: curves with confidence bands, and each value's runs side by side."""
+
+import html
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lab.report.run_plots import (
+    ACTOR_COLORS,
+    BLUE,
+    GOLD,
+    GRAY,
+    ORANGE,
+    PALE_ORANGE,
+    Plot,
+    band_traces,
+    line_trace,
+    plot_layout,
+    running_mean,
+)
+from lab.sweep.measures import RunCurves
+from lab.sweep.estimates import CONFIDENCE, Band, Curve, Estimate, average_curves
+from lab.sweep.summary import Run, Summary
+
+NUM_SMOOTHED_STEPS = 5
+"""A plotted reward is the mean over so many steps around it."""
+
+_BAND_OPACITY = "2e"
+"""Of a band's color, in hexadecimal."""
+_NO_RUN = "No run has finished."
+
+
+def reward_by_groups(summary: Summary, curves: dict[str, list[RunCurves]]) -> Plot:
+    """Reward against rollouts."""
+    bands = _bands(curves, lambda run: run.by_groups)
+    return _reward_plot("Reward by rollouts", "groups trained on", "How much a rollout teaches at each value", summary, bands)
+
+
+def reward_by_time(summary: Summary, curves: dict[str, list[RunCurves]]) -> Plot:
+    """Reward against wall-clock."""
+    bands = _bands(curves, lambda run: run.by_seconds)
+    lead = "What counts in the end: reward against the clock, which starts with the first batch of rollouts"
+    return _reward_plot("Reward by wall-clock", "seconds", lead, summary, bands)
+
+
+def final_reward(summary: Summary) -> Plot:
+    """Final reward of each value's runs."""
+    caption = f"Mean of the last steps: each run (dots), and the mean over seeds with its {CONFIDENCE:.0%} interval."
+    return _dot_plot("Final reward", caption, "reward", summary, lambda run: run.measures.final_reward, "final_reward")
+
+
+def seconds_to_margin(summary: Summary) -> Plot:
+    """Time of each value's runs to the reference's reward."""
+    caption = (
+        f"Seconds until the mean of ten steps was within {summary.margin:g} of the final reward of {summary.reference}; a run "
+        "that never was has no dot."
+    )
+    title = "Wall-clock to the reference's reward"
+    return _dot_plot(title, caption, "seconds", summary, lambda run: run.to_margin.seconds, "")
+
+
+def throughput(summary: Summary) -> Plot:
+    """Tokens trained on per second."""
+    caption = f"Completion tokens trained on in a second: each run (dots), and the mean with its {CONFIDENCE:.0%} interval."
+    plot = _dot_plot("Throughput", caption, "tokens / s", summary, lambda run: run.measures.tokens_per_s, "tokens_per_s")
+    if plot.figure is not None:
+        plot.figure["layout"]["yaxis"] |= {"rangemode": "tozero", "tickformat": ","}
+    return plot
+
+
+def waiting(summary: Summary) -> Plot:
+    """Who waits for whom."""
+    caption = (
+        "Share of the learner's time without rollouts to train on, and of the actors' without leases (nothing may be generated "
+        "yet) or new weights; means over seeds."
+    )
+    parts = (
+        ("learner_idle_share", "learner, for rollouts", BLUE),
+        ("actor_wait_leases_share", "actors, for leases", ORANGE),
+        ("actor_wait_weights_share", "actors, for weights", PALE_ORANGE),
+    )
+    return _bar_plot("Waiting", caption, "share of time", summary, parts, {"tickformat": ".0%", "rangemode": "tozero"})
+
+
+def lag(summary: Summary) -> Plot:
+    """Mean and largest policy lag."""
+    caption = "Policy lag of the groups trained on, in optimizer steps: the mean, and the largest of a run; means over seeds."
+    parts = (("lag_mean", "mean", BLUE), ("lag_max", "largest", GRAY))
+    return _bar_plot("Policy lag", caption, "optimizer steps", summary, parts, {"rangemode": "tozero"})
+
+
+def drift(summary: Summary) -> Plot:
+    """How far the policy had moved from what sampled."""
+    caption = "Standard deviation of the log sequence ratio, and share of completions clipped; means over seeds."
+    parts = (("log_ratio_std", "std of log ratio", BLUE), ("clip_fraction", "clip fraction", GOLD))
+    return _bar_plot("Drift", caption, "", summary, parts, {"rangemode": "tozero"})
+
+
+def _bands(curves: dict[str, list[RunCurves]], curve_of: Callable[[RunCurves], Curve]) -> dict[str, Band]:
+    def smooth(curve: Curve) -> Curve:
+        return Curve(curve.xs, running_mean(curve.ys, NUM_SMOOTHED_STEPS))
+
+    averaged = {label: average_curves([smooth(curve_of(run)) for run in runs]) for label, runs in curves.items()}
+    return {label: band for label, band in averaged.items() if band is not None}
+
+
+def _reward_plot(title: str, x_title: str, lead: str, summary: Summary, bands: dict[str, Band]) -> Plot:
+    caption = (
+        f"{lead}: mean over seeds and its {CONFIDENCE:.0%} interval; each point is a mean over {NUM_SMOOTHED_STEPS} steps, and "
+        "a curve ends with its shortest run."
+    )
+    if not bands:
+        return Plot(title, caption, None, _NO_RUN, wide=True)
+    colors = dict(zip([value.label for value in summary.values], itertools.cycle(ACTOR_COLORS), strict=False))
+    data: list[dict[str, Any]] = []
+    for label, band in bands.items():
+        if band.num_seeds > 1:
+            data += band_traces(band.xs, band.lows, band.highs, "", colors[label] + _BAND_OPACITY)
+    for label, band in bands.items():
+        data.append(line_trace(band.xs, band.means, html.escape(_title(summary, label)), colors[label]))
+    layout: dict[str, Any] = plot_layout(x_title, "reward") | {"height": 380}
+    layout["legend"]["traceorder"] = "normal"
+    return Plot(title, caption, {"data": data, "layout": layout}, wide=True)
+
+
+def _title(summary: Summary, label: str) -> str:
+    """A value with what it is a value of."""
+    return f"{next(iter(summary.settings)).rpartition('.')[2]} = {label}" if len(summary.settings) == 1 else label
+
+
+def _dot_plot(
+    title: str, caption: str, y_title: str, summary: Summary, number_of: Callable[[Run], float | None], name: str
+) -> Plot:
+    """Every finished run, and the estimate of this name, if it has one, beside."""
+    dots = [
+        (run.label, run.seed, number)
+        for run in summary.runs
+        if run.state == "finished" and (number := number_of(run)) is not None
+    ]
+    if not dots:
+        return Plot(title, caption, None, _NO_RUN)
+    data: list[dict[str, Any]] = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": "runs",
+            "x": [html.escape(label) for label, _, _ in dots],
+            "y": [number for _, _, number in dots],
+            "customdata": [seed for _, seed, _ in dots],
+            "marker": {"color": GRAY, "size": 8},
+            "hovertemplate": "seed %{customdata}: %{y:.4~g}<extra></extra>",
+        }
+    ]
+    told = [(value.label, value.estimates[name]) for value in summary.values if name in value.estimates]
+    if not name:
+        told = [(value.label, value.seconds_to_margin) for value in summary.values if value.seconds_to_margin is not None]
+    if told:
+        data.append(_means(told))
+    return Plot(title, caption, {"data": data, "layout": _value_layout(summary, y_title)})
+
+
+def _means(told: Sequence[tuple[str, Estimate]]) -> dict[str, Any]:
+    upper = [0.0 if number.high is None else number.high - number.mean for _, number in told]
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "mean",
+        "x": [html.escape(label) for label, _ in told],
+        "y": [number.mean for _, number in told],
+        "error_y": {"type": "data", "array": upper, "color": BLUE, "thickness": 1.5, "width": 5},
+        "marker": {"color": BLUE, "size": 10, "symbol": "diamond"},
+        "hovertemplate": "mean %{y:.4~g}<extra></extra>",
+    }
+
+
+def _bar_plot(
+    title: str, caption: str, y_title: str, summary: Summary, parts: Sequence[tuple[str, str, str]], y_axis: dict[str, Any]
+) -> Plot:
+    """Bars of the estimates of these names, labels and colors, side by side for each value."""
+    data = []
+    for name, label, color in parts:
+        told = [(value.label, value.estimates[name].mean) for value in summary.values if name in value.estimates]
+        if told:
+            data.append(
+                {
+                    "type": "bar",
+                    "name": label,
+                    "x": [html.escape(value) for value, _ in told],
+                    "y": [mean for _, mean in told],
+                    "marker": {"color": color},
+                    "hovertemplate": "%{y:.3~g}",
+                }
+            )
+    if not data:
+        return Plot(title, caption, None, _NO_RUN)
+    layout = _value_layout(summary, y_title, y_axis) | {"barmode": "group", "bargap": 0.35, "hovermode": "x unified"}
+    return Plot(title, caption, {"data": data, "layout": layout})
+
+
+def _value_layout(summary: Summary, y_title: str, y_axis: dict[str, Any] | None = None) -> dict[str, Any]:
+    """An axis with a place for each value, those without runs too."""
+    labels = [html.escape(value.label) for value in summary.values]
+    x_title = next(iter(summary.settings)).rpartition(".")[2] if len(summary.settings) == 1 else ""
+    # Numbers would be placed by size, and fold 1 and 1.0 into one.
+    x_axis = {"type": "category", "categoryorder": "array", "categoryarray": labels, "range": [-0.5, len(labels) - 0.5]}
+    return plot_layout(x_title, y_title, x=x_axis, y=y_axis) | {"hovermode": "closest"}

@@ -1,0 +1,338 @@
+"""The report of a sweep: one HTML page that needs no network, and its numbers beside it."""
+
+import html
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from common.config import Config
+from common.settings import resolved_toml
+from lab.sweep import plots as sweep_plots
+from lab.report.run_report import REPORT_FILE
+from lab.report.page import Figures, KeyFigure, duration, head, page_html, section, table_html, tiles, write_page
+from deploy.sweep import Plan
+from lab.sweep.measures import NUM_FINAL_STEPS
+from lab.sweep.recommendation import RULE
+from lab.sweep.estimates import CONFIDENCE, Comparison, Estimate
+from lab.sweep.summary import Gathered, Run, Summary, Value, gather
+
+SUMMARY_FILE = "sweep.json"
+"""Every number of the page, and more."""
+
+_STATE_TONES = {"finished": "good", "broken off": "bad", "new": "idle"}
+
+
+def write_sweep_report(folder: Path, plan: Plan, margin: float) -> Path:
+    """Write `folder/report.html` and `folder/sweep.json` from what its runs have written so far; returns the page's path.
+
+    `margin` is the loss of final reward that does not matter, see `lab.sweep.recommendation`.
+    """
+    gathered = gather(folder, plan, margin)
+    (folder / SUMMARY_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(gathered.summary)) + b"\n")
+    return write_page(folder / REPORT_FILE, _page(folder.resolve().name, gathered))
+
+
+def _page(name: str, gathered: Gathered) -> str:
+    figures, summary = Figures(), gathered.summary
+    body = "\n".join(
+        (
+            _head(name, summary, gathered.config),
+            _key_figures(summary),
+            _recommendation(summary),
+            _learning(figures, gathered),
+            _speed(figures, summary),
+            _staleness(figures, summary),
+            _bias(summary),
+            _pairs(summary),
+            _runs(summary),
+            _settings(gathered.config),
+            _foot(),
+        )
+    )
+    return page_html(name, body, figures)
+
+
+def _foot() -> str:
+    written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    return f"<footer>Written {written}; all numbers are in {SUMMARY_FILE}.</footer>"
+
+
+def _head(name: str, summary: Summary, config: Config) -> str:
+    num_finished = sum(run.state == "finished" for run in summary.runs)
+    is_complete = num_finished == len(summary.runs)
+    what = "complete" if is_complete else "incomplete"
+    detail = f"{num_finished} of {len(summary.runs)} runs are finished; only these count."
+    if is_complete:
+        detail = f"{num_finished} runs, one after another or side by side; each has a report of its own."
+    facts = {
+        "Varied": "; ".join(f"{setting} = {', '.join(values)}" for setting, values in summary.settings.items()),
+        "Seeds": f"{len(summary.seeds)} ({', '.join(map(str, summary.seeds))})",
+        "Reference": _title(summary, summary.reference),
+        "Time of all runs": duration(sum(run.measures.train_s for run in summary.runs)),
+        "Model": config.model.path,
+        "Task": config.task.train_data,
+        "Objective": config.loss.objective,
+        "Steps": f"{config.train.num_steps:,} of {config.train.groups_per_step} groups",
+    }
+    return head(name, "good" if is_complete else "warn", what, detail, facts)
+
+
+def _title(summary: Summary, label: str) -> str:
+    return f"{next(iter(summary.settings))} = {label}" if len(summary.settings) == 1 else label
+
+
+def _key_figures(summary: Summary) -> str:
+    best = next((value for value in summary.values if value.label == summary.recommendation.label), None)
+    base = next(value for value in summary.values if value.label == summary.reference)
+    return tiles(
+        (
+            KeyFigure("Recommended", best.label if best else "–", "", _setting_names(summary)),
+            _reward_tile("Final reward of the reference", base),
+            _reward_tile("Final reward of the recommended", best),
+            _ratio_tile(best, summary),
+        )
+    )
+
+
+def _setting_names(summary: Summary) -> str:
+    return ", ".join(summary.settings)
+
+
+def _reward_tile(label: str, value: Value | None) -> KeyFigure:
+    reward = value.estimates.get("final_reward") if value else None
+    if value is None or reward is None:
+        return KeyFigure(label, "–", "", "no finished run")
+    spread = "one seed" if reward.std is None else f"± {reward.std:.3f} between {reward.num_seeds} seeds"
+    return KeyFigure(label, f"{reward.mean:.3f}", "", f"{value.label}; {spread}")
+
+
+def _ratio_tile(best: Value | None, summary: Summary) -> KeyFigure:
+    note = f"wall-clock to within {summary.margin:g} of the reference's reward, over the reference's"
+    if best is None or best.time_ratio is None:
+        return KeyFigure("Time", "–", "", note)
+    return KeyFigure("Time", f"{best.time_ratio.difference:.2f}", "×", note)
+
+
+def _recommendation(summary: Summary) -> str:
+    told = summary.recommendation
+    tone = "good" if told.label is not None else "warn"
+    sentences = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in told.sentences)
+    content = (
+        f'<div class="card"><p class="verdict {tone}">{html.escape(told.headline)}</p><ul>{sentences}</ul>'
+        f"<figcaption>The rule: {html.escape(RULE)} The margin is {summary.margin:g} (--difference), the reference "
+        f"{html.escape(_title(summary, summary.reference))}; values are told apart by Welch's t-test at {CONFIDENCE:.0%}. A "
+        f"final reward is the mean of the last {NUM_FINAL_STEPS} steps, whose completions are as old as the run's lag: where "
+        "the policy still improves, the held-out reward is the fairer one.</figcaption></div>"
+    )
+    return section("Recommendation", "What these runs say, and what they cannot say.", content)
+
+
+def _learning(figures: Figures, gathered: Gathered) -> str:
+    summary = gathered.summary
+    plots = (
+        sweep_plots.reward_by_groups(summary, gathered.curves),
+        sweep_plots.reward_by_time(summary, gathered.curves),
+        sweep_plots.final_reward(summary),
+        sweep_plots.seconds_to_margin(summary),
+    )
+    columns: dict[str, Callable[[Value], str]] = {
+        "Runs": lambda value: f"{value.num_finished} of {value.num_planned}",
+        "Final reward": _shown("final_reward", ".3f"),
+        "Held-out reward": _shown("held_out_reward", ".3f"),
+        "Wall-clock, s": _shown("train_s", ",.1f"),
+        f"To within {summary.margin:g}, s": lambda value: _reach(value.seconds_to_margin, value.num_to_margin, value),
+        "In groups": lambda value: _estimate(value.groups_to_margin, ",.0f"),
+        "Over the reference's": lambda value: _ratio(value.time_ratio),
+        "To the reference's own, s": lambda value: _reach(value.seconds_to_reference, value.num_to_reference, value),
+    }
+    caption = (
+        "Mean and standard deviation between seeds. The clock of a run starts with its first batch of rollouts. “To within "
+        f"{summary.margin:g}” and “to the reference's own”: until the mean of {NUM_FINAL_STEPS} steps is as high as the "
+        "reference's final reward, less the margin or not; “k of n” where not every seed came there, of those that did."
+    )
+    table = _value_table(summary, columns, caption)
+    return section("Learning", "Does a staler run learn as much, and does it get there sooner?", figures.cards(plots) + table)
+
+
+def _speed(figures: Figures, summary: Summary) -> str:
+    columns = {
+        "Tokens trained / s": _shown("tokens_per_s", ",.0f"),
+        "Groups / s": _shown("groups_per_s", ".2f"),
+        "Learner idle": _shown("learner_idle_share", ".1%"),
+        "Actors: wait for leases": _shown("actor_wait_leases_share", ".1%"),
+        "for weights": _shown("actor_wait_weights_share", ".1%"),
+        "for rewards": _shown("actor_wait_rewards_share", ".1%"),
+        "generate": _shown("actor_generate_share", ".1%"),
+    }
+    caption = (
+        "Mean and standard deviation between seeds; actors' shares are of their main loops, all of a run's actors together."
+    )
+    plots = (sweep_plots.throughput(summary), sweep_plots.waiting(summary))
+    table = _value_table(summary, columns, caption)
+    return section("Throughput", "Who waits for whom?", figures.cards(plots) + table)
+
+
+def _staleness(figures: Figures, summary: Summary) -> str:
+    columns = {
+        "Lag, mean": _shown("lag_mean", ".2f"),
+        "Lag, largest": _shown("lag_max", ".1f"),
+        "KL(behavior ‖ policy)": _shown("kl_behavior_policy", ".2e"),
+        "Clip fraction": _shown("clip_fraction", ".2%"),
+        "Std of log ratio": _shown("log_ratio_std", ".4f"),
+    }
+    caption = (
+        "Mean and standard deviation between seeds, of means over each run's steps. Lags are in optimizer steps, the largest "
+        "is the mean of each run's largest; KL is the k3 estimate in nats per token."
+    )
+    plots = (sweep_plots.lag(summary), sweep_plots.drift(summary))
+    lead = "How old were the rollouts, and how far had the policy moved on?"
+    return section("Lag and drift", lead, figures.cards(plots) + _value_table(summary, columns, caption))
+
+
+def _bias(summary: Summary) -> str:
+    alarms = [
+        f"{html.escape(run.name)}: {html.escape(alarm)}"
+        for run in summary.runs
+        if run.state == "finished"
+        for alarm in run.measures.bias_alarms
+    ]
+    columns = {
+        "Length generated": _shown("generated_length", ",.1f"),
+        "Length trained": _shown("trained_length", ",.1f"),
+        "Passed over": _shown("passed_over_share", ".1%"),
+        "Dropped": _shown("dropped_share", ".1%"),
+    }
+    caption = (
+        "Mean and standard deviation between seeds. Lengths are in tokens; “passed over” are groups that were ready when a "
+        "batch with younger leases was trained without them; `offbeat drift` tells more about one run."
+    )
+    verdict = '<p class="verdict good">No run raises the bias alarm.</p>'
+    if alarms:
+        listed = "".join(f"<li>{alarm}</li>" for alarm in alarms)
+        verdict = f'<p class="verdict bad">Bias alarms: {len(alarms)}</p><ul>{listed}</ul>'
+    content = _value_table(summary, columns, caption) + f'<div class="card stacked">{verdict}</div>'
+    return section("Bias", "Is anything kept from training, or made to wait, for what it is?", content)
+
+
+def _pairs(summary: Summary) -> str:
+    lead = "Every two values by Welch's t-test: the second less the first, its interval, and whether that leaves out 0."
+    if not summary.pairs:
+        return section(
+            "Comparisons", lead, '<div class="card"><div class="missing">There are no two values to compare.</div></div>'
+        )
+    rows = [
+        (
+            html.escape(f"{pair.first} and {pair.second}"),
+            _verdict(pair.final_reward),
+            _difference(pair.final_reward),
+            "–" if pair.final_reward.p_value is None else f"{pair.final_reward.p_value:.3f}",
+            "–" if pair.held_out_reward is None else _difference(pair.held_out_reward),
+            _ratio(pair.train_s),
+            "–" if pair.seeds_needed is None else f"{pair.seeds_needed:,}",
+        )
+        for pair in summary.pairs
+    ]
+    columns = ("Values", "Final reward", "Difference", "p", "Held-out", "Wall-clock, ratio", f"Seeds for {summary.margin:g}")
+    caption = (
+        f"Intervals are at {CONFIDENCE:.0%}. “Seeds for {summary.margin:g}”: of each value, to tell a true difference of that "
+        "size with a chance of 80%, if seeds spread as they do here."
+    )
+    table = table_html(columns, rows, num_text_columns=2)
+    content = f'<div class="card">{table}<figcaption>{html.escape(caption)}</figcaption></div>'
+    return section("Comparisons", lead, content)
+
+
+def _verdict(comparison: Comparison) -> str:
+    if comparison.p_value is None:
+        return '<span class="mark idle">one seed</span>'
+    if not comparison.is_told_apart:
+        return '<span class="mark calm">not told apart</span>'
+    return '<span class="mark good">higher</span>' if comparison.difference > 0 else '<span class="mark bad">lower</span>'
+
+
+def _difference(comparison: Comparison) -> str:
+    if comparison.low is None or comparison.high is None:
+        return f"{comparison.difference:+.3f}"
+    return f"{comparison.difference:+.3f} ({comparison.low:+.3f} to {comparison.high:+.3f})"
+
+
+def _ratio(ratio: Comparison | None) -> str:
+    if ratio is None:
+        return "–"
+    if ratio.low is None or ratio.high is None:
+        return f"{ratio.difference:.2f}"
+    return f"{ratio.difference:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def _runs(summary: Summary) -> str:
+    rows = [
+        (
+            _run_link(run),
+            f'<span class="mark {_STATE_TONES[run.state]}">{run.state if run.state != "new" else "not begun"}</span>',
+            f"{run.measures.num_steps:,}",
+            _number(run.measures.final_reward, ".3f"),
+            _number(run.measures.held_out_reward, ".3f"),
+            f"{run.measures.train_s:,.1f}",
+            _number(run.to_margin.seconds, ",.1f"),
+            _number(run.to_reference.seconds, ",.1f"),
+            _number(run.measures.lag_mean, ".2f"),
+            html.escape(", ".join(f"{reason} {count:,}" for reason, count in run.measures.dropped.items()) or "–"),
+        )
+        for run in summary.runs
+    ]
+    columns = ("Run", "State", "Steps", "Final reward", "Held-out", "Wall-clock, s")
+    columns += (f"To within {summary.margin:g}, s", "To the reference's own, s", "Lag", "Dropped")
+    table = table_html(columns, rows, num_text_columns=2)
+    return section("Runs", "Each run's own report is behind its name.", f'<div class="card">{table}</div>')
+
+
+def _run_link(run: Run) -> str:
+    name = html.escape(run.name)
+    return f'<a href="{name}/{REPORT_FILE}">{name}</a>' if run.measures.num_steps else name
+
+
+def _settings(config: Config) -> str:
+    lead = "Of the first run, all of them; the others differ in what is varied, and in run.seed and run.dir."
+    text = f"<details><summary>run.toml</summary><pre>{html.escape(resolved_toml(config))}</pre></details>"
+    return section("Settings", lead, f'<div class="card">{text}</div>')
+
+
+def _value_table(summary: Summary, columns: dict[str, Callable[[Value], str]], caption: str) -> str:
+    """A card with a line for each value; the columns give ready-made HTML."""
+    rows = [(_label(summary, value), *(cell(value) for cell in columns.values())) for value in summary.values]
+    table = table_html((_setting_names(summary), *columns), rows, num_text_columns=1)
+    return f'<div class="card stacked">{table}<figcaption>{html.escape(caption)}</figcaption></div>'
+
+
+def _label(summary: Summary, value: Value) -> str:
+    marks = [
+        mark
+        for mark, label in (("reference", summary.reference), ("recommended", summary.recommendation.label))
+        if label == value.label
+    ]
+    return html.escape(value.label) + (f" <small>({', '.join(marks)})</small>" if marks else "")
+
+
+def _shown(name: str, form: str) -> Callable[[Value], str]:
+    return lambda value: _estimate(value.estimates.get(name), form)
+
+
+def _estimate(number: Estimate | None, form: str) -> str:
+    """Mean and spread."""
+    if number is None:
+        return "–"
+    return f"{number.mean:{form}}" if number.std is None else f"{number.mean:{form}} ± {number.std:{form}}"
+
+
+def _reach(seconds: Estimate | None, num_seeds: int, value: Value) -> str:
+    """Seconds, and of how many seeds, where it is not all."""
+    if seconds is None:
+        return f"{num_seeds} of {value.num_finished}" if value.num_finished else "–"
+    some = "" if num_seeds == value.num_finished else f" ({num_seeds} of {value.num_finished})"
+    return _estimate(seconds, ",.1f") + some
+
+
+def _number(number: float | None, form: str) -> str:
+    return "–" if number is None else f"{number:{form}}"

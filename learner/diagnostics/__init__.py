@@ -1,0 +1,1 @@
+"""Measure a step, and change nothing."""

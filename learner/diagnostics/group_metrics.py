@@ -1,0 +1,48 @@
+"""What the groups of an optimizer step were, in numbers."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from learner.diagnostics.loss_metrics import lag_bucket
+from learner.leases.groups import Group, Rollout
+
+Metrics = dict[str, float | dict[str, int]]
+"""Numbers by `area/name`; only `lag/counts` is a mapping."""
+
+
+def group_metrics(groups: Sequence[Group], policy_version: int) -> Metrics:
+    """Rewards, lags, lengths and tokens of the groups of one optimizer step, taken from `policy_version`.
+
+    Rewards are as the task gave them. `by_lag/<bucket>/reward_mean`, `_length_mean`: over the completions that the metrics of
+    the same bucket in `learner.diagnostics.loss_metrics` are of.
+    """
+    rewards = [[rollout.reward for rollout in group.rollouts] for group in groups]
+    every_reward = np.concatenate(rewards)
+    lengths = np.array([len(rollout.token_ids) for group in groups for rollout in group.rollouts])
+    lags = [group.policy_lag(policy_version) for group in groups]
+    return {
+        "reward/mean": float(every_reward.mean()),
+        "reward/std": float(every_reward.std()),
+        "reward/zero_variance_groups": sum(min(of_group) == max(of_group) for of_group in rewards),
+        "lag/mean": float(np.mean(lags)),
+        "lag/max": max(lags),
+        "lag/counts": {str(lag): count for lag, count in sorted(Counter(lags).items())},
+        "length/mean": float(lengths.mean()),
+        "length/max": int(lengths.max()),
+        "tokens/trained": int(lengths.sum()),
+        "tokens/prompt": sum(len(group.prompt_token_ids) * len(group.rollouts) for group in groups),
+        **_metrics_by_lag(groups, lags),
+    }
+
+
+def _metrics_by_lag(groups: Sequence[Group], lags: Sequence[int]) -> dict[str, float]:
+    rollouts: dict[str, list[Rollout]] = {}
+    for group, lag in zip(groups, lags, strict=True):
+        rollouts.setdefault(lag_bucket(lag), []).extend(group.rollouts)
+    metrics: dict[str, float] = {}
+    for bucket, of_bucket in rollouts.items():
+        metrics[f"by_lag/{bucket}/reward_mean"] = float(np.mean([rollout.reward for rollout in of_bucket]))
+        metrics[f"by_lag/{bucket}/length_mean"] = float(np.mean([len(rollout.token_ids) for rollout in of_bucket]))
+    return metrics

@@ -1,0 +1,299 @@
+"""The noise floor: how far a learner's log-probs are from its engine's under the same weights, as a model fitted to tokens.
+
+With `d_t = policy - behavior` of a completion's n tokens and `log s = mean_t d_t`, all of it sampled and scored at lag 0:
+
+    log s  =  mean + sqrt(variance + token_variance / n) z         for sequence ratios
+    d_t    ~  what was measured                                    for token ratios
+
+`mean` is negative where the numerics differ at all: mu has sampled, so that `-mean` estimates KL(mu || pi) per token.
+`token_variance / n` is the part of the noise that a longer completion averages out, `variance` the part that it does not. The
+distributions of z and d are kept as quantiles: neither is normal, and bands are about their tails.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+from scipy.special import expit
+
+from learner.objectives.losses import LOG_RATIO_BOUND
+
+Floats = NDArray[np.float64]
+
+PROBABILITIES: Floats = expit(np.linspace(-12, 12, 481))
+"""Where quantiles are kept: 0.012 apart in the middle, and down to 6e-6 from either end."""
+NOISE_CLIP_SHARE = 0.01
+"""Share of completions, or tokens, that noise alone may put beyond either side of a recommended band."""
+
+_NUM_ITERATIONS = 10
+"""The variance is settled by then: each weighs the squares by the variance found before."""
+_SMALLEST_SPREAD = 1e-12
+"""Far below what float32 log-probs can differ by."""
+
+
+class Differences(NamedTuple):
+    """Completions that an engine has sampled, scored by a learner with the same weights."""
+
+    lengths: NDArray[np.int64]
+    """`[completions]`, each at least 1."""
+    log_ratios: Floats
+    """`policy - behavior` of every token, completions concatenated, `[sum(lengths)]`."""
+    advantages: Floats
+    """Of every token, as the objective sees it."""
+
+    @classmethod
+    def join(cls, parts: Sequence["Differences"]) -> "Differences":
+        """Those of all parts."""
+        return cls(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+    @property
+    def log_sequence_ratios(self) -> Floats:
+        """`log s`, `[completions]`."""
+        return self._means(self.log_ratios)
+
+    @property
+    def positive(self) -> Floats:
+        """Share of each completion's tokens whose advantage is above 0."""
+        return self._means(self.advantages > 0)
+
+    @property
+    def negative(self) -> Floats:
+        """And below 0."""
+        return self._means(self.advantages < 0)
+
+    def take(self, chosen: NDArray[np.bool_]) -> "Differences":
+        """Some of the completions, `[completions]`."""
+        tokens = np.repeat(chosen, self.lengths)
+        return Differences(self.lengths[chosen], self.log_ratios[tokens], self.advantages[tokens])
+
+    def clipped(self, band: "ClipBand") -> Floats:
+        """Share of each completion's tokens that lie beyond the side of the band that their advantage pushes them to."""
+        ratios = self.log_ratios
+        if band.is_sequence_ratio:
+            ratios = np.repeat(self.log_sequence_ratios, self.lengths)
+        below, above = ratios < band.log_low, ratios > band.log_high
+        return self._means((below & (self.advantages < 0)) | (above & (self.advantages > 0)))
+
+    def _means(self, of_tokens: NDArray[np.generic]) -> Floats:
+        starts = np.cumsum(self.lengths) - self.lengths
+        return np.add.reduceat(of_tokens.astype(np.float64), starts) / self.lengths
+
+
+class ClipBand(NamedTuple):
+    """Where an objective clips, and what: see `learner.objectives.losses`."""
+
+    low: float
+    """Clipped below `1 - low`."""
+    high: float
+    """Clipped above `1 + high`."""
+    is_sequence_ratio: bool
+    """The ratio is that of a completion, else each token's own."""
+
+    @property
+    def log_low(self) -> float:
+        """`log(1 - low)`."""
+        return math.log1p(-self.low) if self.low < 1 else -math.inf
+
+    @property
+    def log_high(self) -> float:
+        """`log(1 + high)`."""
+        return math.log1p(self.high)
+
+
+class NoiseFloor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """See the module's docstring; all in nats."""
+
+    mean: float
+    """Of `log s`."""
+    variance: float
+    """Of `log s`, as far as it does not depend on the length."""
+    token_variance: float
+    """What is divided by the length and added."""
+    sequence_quantiles: tuple[float, ...]
+    """Of z at `PROBABILITIES`."""
+    token_quantiles: tuple[float, ...]
+    """Of d at `PROBABILITIES`."""
+    k1: float
+    """Mean of `-d` over all tokens: an estimate of KL(mu || pi)."""
+    k3: float
+    """Mean of `exp(d) - 1 - d`: another one, never negative."""
+    num_completions: int
+    num_tokens: int
+    """What it was fitted to."""
+
+    def __post_init__(self) -> None:
+        for name, quantiles in (("sequence_quantiles", self.sequence_quantiles), ("token_quantiles", self.token_quantiles)):
+            if len(quantiles) != len(PROBABILITIES) or list(quantiles) != sorted(quantiles):
+                raise ValueError(f"{name} is not {len(PROBABILITIES)} rising numbers")
+        if self.variance < 0 or self.token_variance < 0:
+            raise ValueError("a variance is negative")
+
+    def spread(self, lengths: NDArray[np.int64]) -> Floats:
+        """The standard deviation of `log s` of completions of these lengths, each at least 1."""
+        return np.sqrt(self.variance + self.token_variance / lengths).clip(min=_SMALLEST_SPREAD)
+
+    def sequences_below(self, log_ratio: float, lengths: NDArray[np.int64]) -> Floats:
+        """Probability that `log s` is below `log_ratio`, for completions of these lengths."""
+        return _cdf((log_ratio - self.mean) / self.spread(lengths), self.sequence_quantiles)
+
+    def tokens_below(self, log_ratio: float) -> float:
+        """Probability that a token's d is."""
+        return float(_cdf(np.array(log_ratio), self.token_quantiles))
+
+    def beyond(self, band: ClipBand, lengths: NDArray[np.int64]) -> tuple[Floats, Floats]:
+        """Expected shares of each completion's tokens below the band, and above it."""
+        if band.is_sequence_ratio:
+            return self.sequences_below(band.log_low, lengths), 1 - self.sequences_below(band.log_high, lengths)
+        below, above = self.tokens_below(band.log_low), 1 - self.tokens_below(band.log_high)
+        return np.full(len(lengths), below), np.full(len(lengths), above)
+
+    def expected_clip(self, band: ClipBand, lengths: NDArray[np.int64], positive: Floats, negative: Floats) -> Floats:
+        """Share of each completion's tokens that noise alone is expected to clip, `[completions]`.
+
+        `positive` and `negative` are the shares of its tokens with such an advantage. Only `below and A < 0` and `above and
+        A > 0` are clipped.
+        """
+        below, above = self.beyond(band, lengths)
+        return negative * below + positive * above
+
+
+class Summary(NamedTuple):
+    """The noise of some completions, in numbers."""
+
+    name: str
+    num_completions: int
+    num_tokens: int
+    token_mean: float
+    token_std: float
+    sequence_mean: float
+    """Of `log s`."""
+    sequence_std: float
+    expected_std: float
+    """What the model says of their lengths."""
+    share_below: float
+    """Share of them with `log s < 0`."""
+
+
+def fit(differences: Differences) -> NoiseFloor:
+    """Fit the model to at least one completion; `ValueError` when a log-prob is not finite.
+
+    `variance` and `token_variance` are the non-negative least squares of `(log s - mean)^2` on 1 and 1/n, each square weighed
+    by its own variance, which is proportional to that of `log s` squared. Where lengths hardly differ they tell the two apart
+    no longer; then the variance within completions does, as if tokens were independent: it counts as one more completion.
+    """
+    if not np.isfinite(differences.log_ratios).all():
+        raise ValueError("there are log-probs that are not finite: engine and learner do not have the same model")
+    lengths, sequences = differences.lengths, differences.log_sequence_ratios
+    tokens = differences.log_ratios
+    squares = np.square(tokens - np.repeat(sequences, lengths)).sum()
+    variance, token_variance = float(sequences.var()), 0.0
+    within = float(squares / max(1, (lengths - 1).sum()))
+    mean = float(sequences.mean())
+    smallest = max(1e-6 * variance, _SMALLEST_SPREAD**2)
+    for _ in range(_NUM_ITERATIONS):
+        weights = 1 / (variance + token_variance / lengths).clip(min=smallest)
+        mean = float((weights * sequences).sum() / weights.sum())
+        design = np.stack([weights, weights / lengths], axis=1)
+        of_tokens = max(within, smallest)
+        solution, _ = nnls(
+            np.concatenate([design, [[0.0, 1 / of_tokens]]]),
+            np.append(weights * np.square(sequences - mean), within / of_tokens),
+        )
+        variance, token_variance = float(solution[0]), float(solution[1])
+    spread = np.sqrt(variance + token_variance / lengths).clip(min=_SMALLEST_SPREAD)
+    bounded = tokens.clip(max=LOG_RATIO_BOUND)
+    return NoiseFloor(
+        mean=mean,
+        variance=variance,
+        token_variance=token_variance,
+        sequence_quantiles=_quantiles((sequences - mean) / spread),
+        token_quantiles=_quantiles(tokens),
+        k1=float(-tokens.mean()),
+        k3=float((np.expm1(bounded) - bounded).mean()),
+        num_completions=len(lengths),
+        num_tokens=len(tokens),
+    )
+
+
+def recommend_band(floor: NoiseFloor, lengths: NDArray[np.int64], own: ClipBand) -> ClipBand:
+    """The narrowest band that noise alone leaves, on either side, with at most `NOISE_CLIP_SHARE` of these completions.
+
+    It clips no more than that share then, whatever the signs of advantages. Never narrower than the objective's `own` band,
+    which is what its paper allows the policy to move where there is no noise. Rounded up to two digits.
+    """
+
+    def below(log_ratio: float) -> float:
+        if own.is_sequence_ratio:
+            return float(floor.sequences_below(log_ratio, lengths).mean())
+        return floor.tokens_below(log_ratio)
+
+    low = -math.expm1(min(0.0, _inverse(below, NOISE_CLIP_SHARE)[0]))
+    high = math.expm1(max(0.0, _inverse(below, 1 - NOISE_CLIP_SHARE)[1]))
+    return ClipBand(min(1.0, max(own.low, _round_up(low))), max(own.high, _round_up(high)), own.is_sequence_ratio)
+
+
+def describe(differences: Differences, floor: NoiseFloor, *, num_bins: int = 4) -> list[Summary]:
+    """The noise of all completions, of those of like length (in at most `num_bins` equal bins), and by sign of advantage."""
+    summaries = [_describe("all", differences, floor)]
+    lengths = differences.lengths
+    edges = np.unique(np.quantile(lengths, np.linspace(0, 1, num_bins + 1)).round().astype(np.int64))
+    if len(edges) > 2:
+        bins = np.searchsorted(edges[1:-1], lengths, side="left")
+        for index in range(len(edges) - 1):
+            chosen = differences.take(bins == index)
+            if len(chosen.lengths):
+                name = f"{chosen.lengths.min()} to {chosen.lengths.max()} tokens"
+                summaries.append(_describe(name, chosen, floor))
+    for name, shares in (("A > 0", differences.positive), ("A < 0", differences.negative)):
+        chosen = differences.take(shares > 0.5)
+        if len(chosen.lengths):
+            summaries.append(_describe(name, chosen, floor))
+    return summaries
+
+
+def _describe(name: str, differences: Differences, floor: NoiseFloor) -> Summary:
+    tokens, sequences = differences.log_ratios, differences.log_sequence_ratios
+    return Summary(
+        name=name,
+        num_completions=len(sequences),
+        num_tokens=len(tokens),
+        token_mean=float(tokens.mean()),
+        token_std=float(tokens.std()),
+        sequence_mean=float(sequences.mean()),
+        sequence_std=float(sequences.std()),
+        expected_std=float(np.sqrt(np.square(floor.spread(differences.lengths)).mean())),
+        share_below=float((sequences < 0).mean()),
+    )
+
+
+def _quantiles(values: Floats) -> tuple[float, ...]:
+    return tuple(np.quantile(values, PROBABILITIES, method="hazen").tolist())
+
+
+def _cdf(values: Floats, quantiles: Sequence[float]) -> Floats:
+    return np.interp(values, quantiles, PROBABILITIES, left=0.0, right=1.0)
+
+
+def _inverse(below: Callable[[float], float], share: float) -> tuple[float, float]:
+    """Two log-ratios, all but equal, at the first of which `below` is at most `share`, and at the second at least."""
+    low, high = -LOG_RATIO_BOUND, LOG_RATIO_BOUND
+    for _ in range(100):
+        middle = (low + high) / 2
+        if below(middle) <= share:
+            low = middle
+        else:
+            high = middle
+    return low, high
+
+
+def _round_up(value: float) -> float:
+    """To two digits."""
+    if value <= 0:
+        return 0.0
+    digits = 1 - math.floor(math.log10(value))
+    # A value that has two digits already is not to grow by how it is stored.
+    return round(math.ceil(value * 10**digits * (1 - 1e-12)) / 10**digits, digits)

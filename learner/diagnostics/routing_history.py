@@ -1,0 +1,73 @@
+"""The routing of the canary by policy version: what an update, staleness and the engine change of it."""
+
+from collections import defaultdict
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.routing import Routing
+from learner.diagnostics.loss_metrics import lag_bucket
+from learner.diagnostics.routing_metrics import load_metrics, margin_metrics, routing_metrics
+
+MAX_VERSIONS = 33
+"""Versions kept: one of Qwen3-30B-A3B takes 200 KB."""
+
+
+class RoutingHistory:
+    """The newest `max_versions` routings, of the same tokens. One thread adds; any other may ask for `engine_metrics`."""
+
+    def __init__(self, max_versions: int = MAX_VERSIONS) -> None:
+        self._max_versions = max_versions
+        self._routings: dict[int, Routing] = {}
+
+    def add(self, policy_version: int, routing: Routing) -> None:
+        """Keep what the learner's own model did under this version, which is newer than those before."""
+        self._routings[policy_version] = routing
+        if len(self._routings) > self._max_versions:
+            del self._routings[next(iter(self._routings))]
+
+    def metrics(self) -> dict[str, float]:
+        """Of the version added last, and of what changed since older ones; empty before the first.
+
+        `routing/load_*`, `routing/margin_*`: see `load_metrics` and `margin_metrics`. `routing/update_*`: `routing_metrics`
+        against the version kept before it, `routing/update_steps` optimizer steps older (1 unless `weights.interval` is
+        larger). `routing/lag_1_*`, `_2_`, `_3_4_`, `_5_8_`, `_9_up_`: the same against older versions by how many steps they
+        lag, means over those of a bucket. What never was or is no longer kept has no entry.
+        """
+        if not self._routings:
+            return {}
+        (newest, routing), *older = reversed(self._routings.items())
+        row = _named("", load_metrics(routing.experts, num_experts=routing.num_experts) | margin_metrics(routing.margins))
+        if not older:
+            return row
+        compared = [(newest - version, routing_metrics(kept.experts, routing.experts)) for version, kept in older]
+        lag, update = compared[0]
+        row |= {"routing/update_steps": lag, **_named("update_", update)}
+        buckets: dict[str, list[dict[str, float]]] = defaultdict(list)
+        for lag, metrics in compared:
+            buckets[lag_bucket(lag).replace("-", "_").replace("+", "_up")].append(metrics)
+        for bucket, members in buckets.items():
+            means = {name: sum(member[name] for member in members) / len(members) for name in members[0]}
+            row |= _named(f"lag_{bucket}_", means)
+        return row
+
+    def engine_metrics(self, policy_version: int, experts: NDArray) -> dict[str, float]:
+        """`routing/engine_*`: `routing_metrics` of the learner's model against an engine's under the same version.
+
+        `experts`: integers `[tokens, layers, top_k]` as an actor sent them; ids that no expert has count as different. Empty
+        when the version is not kept, or the shape is another.
+        """
+        routing = self._routings.get(policy_version)
+        if routing is None or routing.experts.shape != experts.shape:
+            return {}
+        return _named("engine_", routing_metrics(routing.experts, _tensor(experts)))
+
+
+def _tensor(experts: NDArray) -> Tensor:
+    # Copied: what came over the wire is a read-only view.
+    return torch.from_numpy(experts.astype("int64"))
+
+
+def _named(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
+    return {f"routing/{prefix}{name}": value for name, value in metrics.items()}

@@ -1,0 +1,1 @@
+"""Talk with the actors about leases, behind one lock."""

@@ -1,0 +1,68 @@
+"""The thread between the hub's socket and the dispatcher: it alone touches the socket."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from learner.dispatch.dispatcher import Dispatcher
+from protocols.channels import Hub
+from protocols.wire import UnknownMessageError, WireError
+
+TICK_S = 0.05
+"""Longest time between two looks at what time brings."""
+MESSAGES_PER_TICK = 1000
+"""A flood of messages must not keep leases and heartbeats from being seen to."""
+
+
+class HubThread:
+    """Consumes: actors' messages. Waits for: a message, `wake`, `TICK_S`. Produces: what the dispatcher wants sent."""
+
+    def __init__(self, hub: Hub, dispatcher: Dispatcher, clock: Callable[[], float] = time.monotonic) -> None:
+        self._hub = hub
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send what is queued and stop serving; the hub itself stays open."""
+        self._is_closed = True
+        self._hub.wake()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            is_last_round = False
+            while not is_last_round:
+                # Read before the round: what was queued before `close` is still sent.
+                is_last_round = self._is_closed
+                self._hub.wait(TICK_S)
+                self._receive()
+                self._dispatcher.tick(self._clock())
+                self._send()
+        except BaseException as error:  # noqa: BLE001  a dead hub must raise in the training thread
+            self._dispatcher.fail(error)
+
+    def _receive(self) -> None:
+        for _ in range(MESSAGES_PER_TICK):
+            received = self._hub.receive()
+            if received is None:
+                return
+            match received.packet:
+                case UnknownMessageError() as error:
+                    # Of a newer minor version, which can do without an answer.
+                    self._dispatcher.count_rejected(received.sender.name, str(error))
+                case WireError() as error:
+                    self._dispatcher.refuse(received.peer, error, received.sender)
+                case packet:
+                    self._dispatcher.handle(received.peer, *packet, now=self._clock(), sender=received.sender)
+
+    def _send(self) -> None:
+        for outgoing in self._dispatcher.take_outgoing():
+            if not self._hub.send(outgoing.peer, outgoing.message, *outgoing.arrays):
+                self._dispatcher.unreachable(outgoing)

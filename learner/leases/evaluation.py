@@ -1,0 +1,102 @@
+"""Evaluation rounds: held-out prompts leased to the same actors, while training goes on."""
+
+import math
+from collections import deque
+
+import numpy as np
+
+from learner.leases.groups import Rollout
+
+
+class Round:
+    """One pass over the held-out prompts under one policy version (or later ones, where weights change meanwhile)."""
+
+    def __init__(self, policy_version: int, prompt_ids: list[int], max_attempts: int) -> None:
+        self.policy_version = policy_version
+        self._waiting = deque((prompt_id, max_attempts) for prompt_id in prompt_ids)
+        self._leased: dict[int, tuple[int, int]] = {}
+        self.rewards: list[float] = []
+        self.lengths: list[int] = []
+        self.num_failed = 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Every prompt has its completions, or failed for good."""
+        return not self._waiting and not self._leased
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether `next_prompt` has one to lease."""
+        return bool(self._waiting)
+
+    def next_prompt(self, lease_id: int) -> int:
+        """Lease a prompt."""
+        self._leased[lease_id] = self._waiting.popleft()
+        return self._leased[lease_id][0]
+
+    def holds(self, lease_id: int) -> bool:
+        """Whether this lease is one of the round's."""
+        return lease_id in self._leased
+
+    def complete(self, lease_id: int, rollouts: tuple[Rollout, ...]) -> None:
+        """Take the result of a lease."""
+        del self._leased[lease_id]
+        self.rewards += [rollout.reward for rollout in rollouts]
+        self.lengths += [len(rollout.token_ids) for rollout in rollouts]
+
+    def fail(self, lease_id: int) -> None:
+        """The lease brought nothing: lease its prompt again, a few times."""
+        prompt_id, attempts_left = self._leased.pop(lease_id)
+        if attempts_left > 1:
+            self._waiting.append((prompt_id, attempts_left - 1))
+        else:
+            self.num_failed += 1
+
+    def metrics(self) -> dict[str, float]:
+        """Of a finished round; means are nan where every prompt failed."""
+        num_completions = len(self.rewards)
+        return {
+            "reward": float(np.mean(self.rewards)) if num_completions else math.nan,
+            "length": float(np.mean(self.lengths)) if num_completions else math.nan,
+            "num_completions": num_completions,
+            "num_failed": self.num_failed,
+        }
+
+
+class Evaluations:
+    """The rounds of a run, one after another; a round that falls due while one runs waits its turn."""
+
+    def __init__(self, *, interval: int, num_prompts: int, max_attempts: int) -> None:
+        self._interval = interval
+        self._num_prompts = num_prompts
+        self._max_attempts = max_attempts
+        self._due: deque[int] = deque()
+        self._reached: int | None = None
+        self.current: Round | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """No round runs or waits."""
+        return self.current is None and not self._due
+
+    def reach(self, policy_version: int, *, last: bool = False) -> None:
+        """Called once for every published version: where one crosses the interval, and for the last one, a round is due."""
+        if not self._interval or not self._num_prompts:
+            return
+        # Crosses, not meets: with several steps between two published versions no multiple need be among them.
+        previous = policy_version - 1 if self._reached is None else self._reached
+        self._reached = policy_version
+        if last or policy_version // self._interval > previous // self._interval:
+            self._due.append(policy_version)
+
+    def begin(self) -> Round | None:
+        """The round to lease from now."""
+        if self.current is None and self._due:
+            self.current = Round(self._due.popleft(), list(range(self._num_prompts)), self._max_attempts)
+        return self.current
+
+    def end(self) -> Round:
+        """Take the finished round away."""
+        assert self.current is not None and self.current.is_finished
+        finished, self.current = self.current, None
+        return finished

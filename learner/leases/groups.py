@@ -1,0 +1,144 @@
+"""One group as the learner holds it: arrays, rewards and versions, cut out of the wire's frames and checked."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from learner.leases.events import Accepted
+from learner.leases.prompts import Prompt
+from protocols.messages import CompletionMeta, Segment
+from protocols.wire import Frame, logprobs, token_ids
+
+LagOf = Literal["oldest_token", "token_mean", "last_segment"]
+"""What of a group its lag is measured on: `staleness.lag_of`."""
+
+# Rounding may put the log-prob of a sure token a hair above 0.
+LARGEST_LOGPROB = 1e-4
+
+
+class Rollout(NamedTuple):
+    """One completion of a group."""
+
+    token_ids: NDArray[np.int32]
+    """`[num_tokens]`."""
+    behavior_logprobs: NDArray[np.float32]
+    """`[num_tokens]`, finite and at most 0."""
+    reward: float
+    finish_reason: str
+    segments: tuple[Segment, ...]
+
+
+class Group(NamedTuple):
+    """All completions of one lease."""
+
+    lease_id: int
+    prompt_id: int
+    prompt_token_ids: NDArray[np.int32]
+    rollouts: tuple[Rollout, ...]
+    actor: str
+    generate_s: float
+    weight: float = 1.0
+    """Of the group in the loss (`task.weight_field`)."""
+    ready_at: float = math.nan
+    """When it was accepted, seconds since the epoch."""
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version in any segment of any completion."""
+        return min(segment.policy_version for rollout in self.rollouts for segment in rollout.segments)
+
+    @property
+    def newest_version(self) -> int:
+        """The newest one."""
+        return max(segment.policy_version for rollout in self.rollouts for segment in rollout.segments)
+
+    def policy_lag(self, policy_version: int) -> int:
+        """Optimizer steps between the oldest token of the group and `policy_version`.
+
+        0 for a group that a learner which died had made newer weights for than its successor's.
+        """
+        return max(0, policy_version - self.oldest_version)
+
+    def lag_of(self, measured: LagOf, policy_version: int) -> float:
+        """Optimizer steps between `policy_version` and what is measured of the group, at least 0."""
+        match measured:
+            case "oldest_token":
+                return self.policy_lag(policy_version)
+            case "token_mean":
+                num_tokens = sum(len(rollout.token_ids) for rollout in self.rollouts)
+                return max(0.0, policy_version - sum(map(_sum_versions, self.rollouts)) / num_tokens)
+            case "last_segment":
+                return max(0, policy_version - min(rollout.segments[-1].policy_version for rollout in self.rollouts))
+            case _:
+                assert_never(measured)
+
+
+class Limits(NamedTuple):
+    """What a group must keep to."""
+
+    group_size: int
+    max_new_tokens: int
+    vocabulary_size: int
+    newest_version: int
+    """The newest policy version that any learner process of this run has made."""
+
+
+def _sum_versions(rollout: Rollout) -> int:
+    """The policy versions of all tokens, added up."""
+    ends = [segment.first_token for segment in rollout.segments[1:]] + [len(rollout.token_ids)]
+    return sum(
+        segment.policy_version * (end - segment.first_token) for segment, end in zip(rollout.segments, ends, strict=True)
+    )
+
+
+def make_group(accepted: Accepted, arrays: Sequence[Frame], prompt: Prompt) -> Group:
+    """The group that a lease's `Accepted` record holds, live or read from the log; `prompt` is the lease's."""
+    return Group(
+        lease_id=accepted.lease_id,
+        prompt_id=prompt.prompt_id,
+        prompt_token_ids=prompt.token_ids,
+        weight=prompt.weight,
+        rollouts=unpack(accepted.completions, arrays),
+        actor=accepted.actor,
+        generate_s=accepted.generate_s,
+        ready_at=accepted.at,
+    )
+
+
+def unpack(completions: Sequence[CompletionMeta], arrays: Sequence[Frame]) -> tuple[Rollout, ...]:
+    """The completions of a group, cut out of its two frames without a copy."""
+    all_ids, all_logprobs = token_ids(arrays[0]), logprobs(arrays[1])
+    rollouts, start = [], 0
+    for completion in completions:
+        end = start + completion.num_tokens
+        ids, behavior = all_ids[start:end], all_logprobs[start:end]
+        # By position: the hub makes one for each completion that arrives, and names take twice the time.
+        rollouts.append(Rollout(ids, behavior, completion.reward, completion.finish_reason, completion.segments))
+        start = end
+    return tuple(rollouts)
+
+
+def flaw(completions: Sequence[CompletionMeta], arrays: Sequence[Frame], limits: Limits) -> str:
+    """Why this group cannot be trained on; empty when it can. `protocols.wire` has checked that the lengths agree."""
+    if len(completions) != limits.group_size:
+        return f"{len(completions)} completions for a group of {limits.group_size}"
+    for index, completion in enumerate(completions):
+        if completion.num_tokens > limits.max_new_tokens:
+            return f"completion {index} has {completion.num_tokens} tokens, more than {limits.max_new_tokens}"
+        if not math.isfinite(completion.reward):
+            return f"completion {index} has reward {completion.reward}"
+        for segment in completion.segments:
+            if segment.policy_version > limits.newest_version:
+                return f"completion {index} claims policy version {segment.policy_version}, not made yet"
+    # All completions at once: on short ones numpy's cost is by call, not by token.
+    ids, values = token_ids(arrays[0]), logprobs(arrays[1])
+    # Unsigned, a negative id is a huge one.
+    if ids.view(np.uint32).max() >= limits.vocabulary_size:
+        return "it has token ids outside the vocabulary"
+    # Not `>`: a NaN must not pass.
+    if not (values.min() > -math.inf and values.max() <= LARGEST_LOGPROB):
+        return "it has impossible log-probs"
+    return ""

@@ -1,0 +1,269 @@
+"""The account of every lease: granted once, and ended as exactly one of trained, dropped or expired.
+
+`leased = trained + dropped + expired + in_flight` holds after every event; `in_flight` counts the leases being generated and
+the groups that wait in the buffer. The ledger decides nothing and knows no clock: it applies events, live ones and those that a
+restart reads from the rollout log alike, and refuses what cannot be.
+"""
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Literal
+
+import msgspec
+
+from learner.leases.groups import Group
+from learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
+from learner.leases.rollout_log import Position
+
+Selection = Literal["oldest_lease", "first_finished"]
+"""`staleness.selection`."""
+UNSEEN_LEASES = 1 << 20
+"""More leases than a dead learner can have granted without the log knowing: no new one may take the id of one of those."""
+
+
+class LedgerCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The sums, as they are reported and kept in checkpoints."""
+
+    leased: int = 0
+    trained: int = 0
+    dropped: dict[str, int] = {}
+    """By reason."""
+    expired: int = 0
+    """Taken back from an actor that was late, lost or left; the prompt was leased again."""
+    in_flight: int = 0
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the conservation law holds."""
+        return self.leased == self.trained + sum(self.dropped.values()) + self.expired + self.in_flight
+
+    def sums(self) -> dict[str, int]:
+        """By name, for people; drops as `dropped/REASON`."""
+        dropped = {f"dropped/{reason}": number for reason, number in self.dropped.items()}
+        return {"leased": self.leased, "trained": self.trained, **dropped, "expired": self.expired, "in flight": self.in_flight}
+
+
+class EpochAccount(msgspec.Struct, forbid_unknown_fields=True):
+    """What became of the prompts of one pass over the data."""
+
+    num_trained: int = 0
+    dropped: dict[str, list[int]] = {}
+    """Prompts that will not be leased again in this pass, by reason."""
+
+    @property
+    def num_ended(self) -> int:
+        """Prompts that are done with, one way or the other."""
+        return self.num_trained + sum(len(prompt_ids) for prompt_ids in self.dropped.values())
+
+
+class SavedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """An open lease in a checkpoint."""
+
+    lease_id: int
+    prompt_id: int
+    epoch: int
+    actor: str
+    position: Position | None
+    """Where the rollout log holds its group; None while it is being generated (or without a log)."""
+    is_ready: bool
+    oldest_version: int
+    """As in `Granted`."""
+    granted_at: float
+    """Seconds since the epoch."""
+
+
+class LedgerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a checkpoint keeps."""
+
+    counts: LedgerCounts
+    next_lease_id: int
+    open: tuple[SavedLease, ...]
+    epochs: dict[int, EpochAccount]
+
+
+class OpenLease(msgspec.Struct):
+    """A lease that has not ended."""
+
+    lease_id: int
+    prompt_id: int
+    epoch: int
+    actor: str
+    oldest_version: int
+    """As in `Granted`."""
+    granted_at: float
+    """Seconds since the epoch."""
+    group: Group | None = None
+    """The finished group, once it is in the buffer."""
+    position: Position | None = None
+    """Where the rollout log holds it."""
+
+
+class Ledger:
+    """All leases of a run."""
+
+    def __init__(self) -> None:
+        self._next_lease_id = 0
+        self._open: dict[int, OpenLease] = {}
+        self._leased = 0
+        self._trained = 0
+        self._dropped: Counter[str] = Counter()
+        self._expired = 0
+        self._ready: dict[int, Group] = {}
+        """The buffer, in the order of arrival."""
+        self.epochs: dict[int, EpochAccount] = {}
+        """Passes over the data that were begun, and not yet taken by `end_epoch`."""
+
+    @classmethod
+    def from_state(cls, state: LedgerState) -> "Ledger":
+        """The ledger of a checkpoint, all open leases being generated: the caller brings the groups back by `restore`."""
+        ledger = cls()
+        ledger._next_lease_id = state.next_lease_id
+        ledger._leased = state.counts.leased
+        ledger._trained = state.counts.trained
+        ledger._dropped = Counter(state.counts.dropped)
+        ledger._expired = state.counts.expired
+        ledger._open = {
+            lease.lease_id: OpenLease(
+                lease.lease_id, lease.prompt_id, lease.epoch, lease.actor, lease.oldest_version, lease.granted_at
+            )
+            for lease in state.open
+        }
+        ledger.epochs = _copy(state.epochs)
+        return ledger
+
+    def state(self) -> LedgerState:
+        """What `from_state` takes."""
+        saved = tuple(
+            SavedLease(
+                lease.lease_id,
+                lease.prompt_id,
+                lease.epoch,
+                lease.actor,
+                lease.position,
+                lease.group is not None,
+                lease.oldest_version,
+                lease.granted_at,
+            )
+            for lease in self._open.values()
+        )
+        return LedgerState(self.counts(), self._next_lease_id, saved, _copy(self.epochs))
+
+    @property
+    def num_open(self) -> int:
+        """Leases in flight or buffered."""
+        return len(self._open)
+
+    @property
+    def num_ready(self) -> int:
+        """Groups in the buffer."""
+        return len(self._ready)
+
+    def counts(self) -> LedgerCounts:
+        """The sums now."""
+        return LedgerCounts(self._leased, self._trained, dict(self._dropped), self._expired, len(self._open))
+
+    def next_lease_id(self) -> int:
+        """A fresh id; evaluation leases take theirs here too, and are not in the account."""
+        self._next_lease_id += 1
+        return self._next_lease_id - 1
+
+    def skip_lease_ids(self) -> None:
+        """A new learner process: stay clear of the ids that the one before may have granted unrecorded."""
+        self._next_lease_id += UNSEEN_LEASES
+
+    def generating(self) -> list[OpenLease]:
+        """Leases whose group has not arrived, oldest first."""
+        return [lease for lease in self._open.values() if lease.group is None]
+
+    def ready_groups(self, order: Selection = "oldest_lease") -> list[Group]:
+        """Groups in the buffer, oldest lease first or in the order of their arrival."""
+        if order == "first_finished":
+            return list(self._ready.values())
+        return [lease.group for lease in self._open.values() if lease.group is not None]
+
+    def status(self, lease_id: int) -> Literal["generating", "ready", "ended", "unknown"]:
+        """Where a lease stands."""
+        lease = self._open.get(lease_id)
+        if lease is not None:
+            return "generating" if lease.group is None else "ready"
+        return "ended" if 0 <= lease_id < self._next_lease_id else "unknown"
+
+    def find(self, lease_id: int) -> OpenLease:
+        """An open lease; `KeyError` when it has ended."""
+        return self._open[lease_id]
+
+    def oldest_position(self) -> Position | None:
+        """Where the log holds the first group that is neither trained nor dropped."""
+        return min((lease.position for lease in self._open.values() if lease.position is not None), default=None)
+
+    def apply(self, event: LeaseEvent, group: Group | None = None, position: Position | None = None) -> None:
+        """Account for what happened; `group` (and where the log holds it) comes with `Accepted` alone.
+
+        `KeyError` for a lease that is not open, `AssertionError` for an event that cannot follow what was before.
+        """
+        match event:
+            case Granted():
+                self._grant(event)
+            case Accepted():
+                assert group is not None, "an accepted lease has a group"
+                self.restore(group, position)
+            case Dropped():
+                lease = self._close(event.lease_id)
+                self._dropped[event.reason] += 1
+                if event.is_final:
+                    self._epoch(lease.epoch).dropped.setdefault(event.reason, []).append(lease.prompt_id)
+            case Expired():
+                assert self._open[event.lease_id].group is None, f"lease {event.lease_id} is answered: it cannot expire"
+                self._close(event.lease_id)
+                self._expired += 1
+            case Trained():
+                for lease_id in event.lease_ids:
+                    assert self._open[lease_id].group is not None, f"lease {lease_id} has no group to train on"
+                for lease_id in event.lease_ids:
+                    self._epoch(self._close(lease_id).epoch).num_trained += 1
+                self._trained += len(event.lease_ids)
+            case Started() | Tuned():
+                pass
+
+    def restore(self, group: Group, position: Position | None) -> None:
+        """Put a finished group into the buffer."""
+        lease = self._open[group.lease_id]
+        assert lease.group is None, f"lease {group.lease_id} has a group already"
+        lease.group, lease.position = group, position
+        self._ready[group.lease_id] = group
+
+    def end_epoch(self, num_prompts: int) -> tuple[int, EpochAccount] | None:
+        """A pass in which all prompts are done with, the oldest one; it is told once."""
+        for epoch, account in self.epochs.items():
+            if account.num_ended >= num_prompts:
+                return epoch, self.epochs.pop(epoch)
+        return None
+
+    def _grant(self, event: Granted) -> None:
+        assert event.lease_id not in self._open, f"lease {event.lease_id} is open already"
+        self._open[event.lease_id] = OpenLease(
+            event.lease_id, event.prompt_id, event.epoch, event.actor, event.oldest_version, event.at
+        )
+        self._next_lease_id = max(self._next_lease_id, event.lease_id + 1)
+        self._leased += 1
+        self._epoch(event.epoch)
+
+    def _close(self, lease_id: int) -> OpenLease:
+        self._ready.pop(lease_id, None)
+        return self._open.pop(lease_id)
+
+    def _epoch(self, epoch: int) -> EpochAccount:
+        return self.epochs.setdefault(epoch, EpochAccount())
+
+
+def _copy(epochs: dict[int, EpochAccount]) -> dict[int, EpochAccount]:
+    """Accounts change, a state does not: it is written while the ledger goes on."""
+    return {
+        epoch: EpochAccount(account.num_trained, {reason: [*ids] for reason, ids in account.dropped.items()})
+        for epoch, account in epochs.items()
+    }
+
+
+def needed_position(leases: Collection[SavedLease], log_end: Position) -> Position:
+    """The first record of the log that a restart from this state reads."""
+    return min([log_end, *(lease.position for lease in leases if lease.position is not None)])

@@ -1,0 +1,134 @@
+"""What a restarted learner finds: ledger, buffer, prompt stream and changed settings of its checkpoint, and what the log adds.
+
+    checkpoint state -> log records after it -> the state at the moment of death, but for training, which is done again
+
+`Trained` is the one event that is not applied: the weights it made died with the learner, so its groups are in the buffer
+again, and are trained again, in the same order, without being generated again.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from common.shutdown import ServiceError
+from learner.leases.groups import Group, make_group
+from learner.leases.events import Accepted, Dropped, Expired, Granted, Started, Trained, Tuned
+from learner.leases.ledger import Ledger, LedgerState
+from learner.leases.prompts import Prompt, PromptStream, StreamState
+from learner.leases.rollout_log import Position, Record
+
+logger = logging.getLogger(__name__)
+
+
+class DispatcherState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a checkpoint keeps of the dispatcher; the rollout log has what happened after it."""
+
+    stream: StreamState
+    ledger: LedgerState
+    log_end: Position | None
+    """None: the run keeps no log."""
+    newest_version: int
+    """The newest policy version made, by this learner process or one before it."""
+    tuned: dict[str, Tuned] = {}
+    """For each setting that was changed while the run went on the event that did so last."""
+
+
+class RecoveryError(ServiceError):
+    """Log and checkpoint contradict each other; the text names the record and what to do."""
+
+
+class Recovered(NamedTuple):
+    """Where the run stands."""
+
+    stream: PromptStream
+    ledger: Ledger
+    newest_version: int
+    """The newest policy version that any process of the run made."""
+    run_id: str
+    """Of the log; empty when it has no record."""
+    num_records: int
+    """Records applied after the checkpoint."""
+    tuned: dict[str, Tuned]
+    """As in `DispatcherState`."""
+
+
+def recover(
+    state: DispatcherState | None,
+    records: Iterable[Record],
+    read: Callable[[Position], Record | None],
+    prompts: Sequence[Prompt],
+    seed: int,
+) -> Recovered:
+    """Rebuild the state from a checkpoint (None: from the run's beginning) and the log's `records` after it.
+
+    `read` gives the record at a position, None when the log no longer has it. `RecoveryError` when log and checkpoint
+    contradict each other.
+    """
+    if state is None:
+        stream, ledger, newest_version, tuned = PromptStream(len(prompts), seed), Ledger(), 0, {}
+    else:
+        stream = PromptStream.from_state(state.stream, len(prompts))
+        ledger, newest_version, tuned = Ledger.from_state(state.ledger), state.newest_version, dict(state.tuned)
+        _refill(ledger, state, read, prompts)
+    run_id, num_records = "", 0
+    for record in records:
+        num_records += 1
+        match record.event:
+            case Started(run_id=run_id):
+                # It may have granted leases after the last of its records.
+                ledger.skip_lease_ids()
+            case Trained(policy_version=version, num_steps=num_steps):
+                newest_version = max(newest_version, version + num_steps)
+            case Tuned(settings=settings) as event:
+                tuned |= dict.fromkeys(settings, event)
+            case _:
+                _apply(record, ledger, stream, prompts)
+    ledger.skip_lease_ids()
+    return Recovered(stream, ledger, newest_version, run_id, num_records, tuned)
+
+
+def _refill(
+    ledger: Ledger, state: DispatcherState, read: Callable[[Position], Record | None], prompts: Sequence[Prompt]
+) -> None:
+    """Bring back the groups that lay in the buffer when the checkpoint was written.
+
+    What the log lost is as if it was being generated: the dispatcher takes the lease back when its actor turns out not to have
+    it either. To do so here would be to change the history that the log's records continue.
+    """
+    num_lost = 0
+    ready = [saved for saved in state.ledger.open if saved.is_ready]
+    # In the order of arrival, as they were in the buffer.
+    for saved in sorted(ready, key=lambda saved: saved.position or Position(0, 0)):
+        record = read(saved.position) if saved.position is not None else None
+        if record is not None and isinstance(record.event, Accepted) and record.event.lease_id == saved.lease_id:
+            ledger.restore(make_group(record.event, record.arrays, prompts[saved.prompt_id]), saved.position)
+        else:
+            num_lost += 1
+    if num_lost:
+        logger.warning("%d finished groups were lost with the learner and are generated again", num_lost)
+
+
+def _apply(record: Record, ledger: Ledger, stream: PromptStream, prompts: Sequence[Prompt]) -> None:
+    event = record.event
+    try:
+        group: Group | None = None
+        match event:
+            case Granted():
+                turn = stream.next()
+                if turn != (event.prompt_id, event.epoch):
+                    raise ValueError(f"it leases prompt {event.prompt_id} of epoch {event.epoch}, where {turn} was next")
+            case Accepted():
+                group = make_group(event, record.arrays, prompts[ledger.find(event.lease_id).prompt_id])
+            case Dropped() | Expired():
+                lease = ledger.find(event.lease_id)
+                if isinstance(event, Expired) or not event.is_final:
+                    stream.give_back(lease.prompt_id, lease.epoch)
+        ledger.apply(event, group, record.position if group is not None else None)
+    except (KeyError, AssertionError, ValueError) as error:
+        raise RecoveryError(
+            f"the rollout log does not continue the checkpoint: record {record.position} ({type(event).__name__}): {error}. If "
+            "task.train_data or run.seed was changed, change it back; to go on without the log's later groups, move the folder "
+            "`log` out of run.dir"
+        ) from error

@@ -1,0 +1,1 @@
+"""Formulas of tensors: losses, advantages, corrections, aggregation."""

@@ -1,0 +1,61 @@
+"""Aggregation: how much each token and each completion weighs in the loss of an optimizer step.
+
+`aggregate` sums over a micro-batch, the caller divides by `denominator`, counted over the whole global batch (all
+micro-batches and ranks), so that the split into micro-batches changes nothing. With n the loss tokens of a completion, N the
+completions and M the loss tokens of the global batch, the weights in the gradient are
+
+| mode                       | of a token  | of a completion |                                                             |
+|----------------------------|-------------|-----------------|-------------------------------------------------------------|
+| `token-mean`               | `1 / M`     | `n / M`         | DAPO, https://arxiv.org/abs/2503.14476                      |
+| `seq-mean-token-mean`      | `1 / (N n)` | `1 / N`         | GRPO, GSPO, SAPO: completions alike, whatever their length  |
+| `seq-mean-token-sum`       | `1 / N`     | `n / N`         | the plain policy gradient, which grows with the length      |
+| `seq-mean-token-sum-norm`  | `1 / (N L)` | `n / (N L)`     | Dr. GRPO, https://arxiv.org/abs/2503.20783, L constant      |
+
+Some popular code divides the last one by the padded width of each micro-batch, and not by N. Under `losses.gspo` the tokens
+of a completion share its gradient equally, whatever each of them weighs.
+
+Completions without loss tokens count in N: they were sampled, and without them the weight of the others would depend on how
+often the policy says nothing. Tokens that a correction dropped count in n and M: see `learner.objectives.corrections`.
+
+`row_weights` multiply the weight of a completion and enter no denominator: at 1/2 it pulls half as hard, and the others as
+hard as before, in every mode. The result is a weighted mean where the weights average 1, over completions, or over tokens
+under `token-mean`.
+"""
+
+from typing import Literal, assert_never
+
+import torch
+from torch import Tensor
+
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+"""The mean that token losses are put into."""
+
+
+def aggregate(token_values: Tensor, completion_mask: Tensor, row_weights: Tensor, *, mode: Aggregation) -> Tensor:
+    """`sum_i row_weights_i sum_t token_values_it`, with a mean over t under `seq-mean-token-mean`: a scalar, differentiable.
+
+    `token_values`: `[rows, tokens]`, anything outside `completion_mask`; `row_weights`: `[rows]`. The sum is that of the
+    micro-batch: divide by `denominator`.
+    """
+    row_sums = torch.where(completion_mask, token_values, 0.0).sum(dim=-1)
+    if mode == "seq-mean-token-mean":
+        row_sums = row_sums / completion_mask.sum(dim=-1).clamp(min=1)
+    return (row_weights * row_sums).sum()
+
+
+def denominator(mode: Aggregation, *, num_rows: int, num_tokens: int, length: int) -> float:
+    """What the sum of `aggregate` over the global batch is divided by; at least 1.
+
+    `num_rows`: its completions, empty ones included; `num_tokens`: its loss tokens; `length`: the constant L of
+    `seq-mean-token-sum-norm`, such as the longest completion allowed.
+    """
+    match mode:
+        case "token-mean":
+            count = num_tokens
+        case "seq-mean-token-mean" | "seq-mean-token-sum":
+            count = num_rows
+        case "seq-mean-token-sum-norm":
+            count = num_rows * length
+        case _:
+            assert_never(mode)
+    return float(max(1, count))

@@ -1,0 +1,119 @@
+"""Off-policy corrections: constant weights and masks for what lies between the sampling policy and the ratio's anchor.
+
+All take `log_rho = numerator - behavior_logprobs`, `[rows, tokens]`, where the numerator is pi_old if the anchor is decoupled
+and pi_theta if not, and `completion_mask`, bool; where that is False `log_rho` may be anything. They return weights
+`[rows, tokens]` float32 that multiply the token losses: detached, 0 outside the mask, always finite (a weight is at most
+e^`LOG_RATIO_BOUND`, whatever `high` is). `rho` is the ratio of a token, `low` and `high` bound it, both included; masks compare
+logarithms, which do not overflow. A token or row of weight 0 has no gradient but still counts in the aggregation's
+denominator: what is left of a batch does not grow louder because the rest was dropped.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from learner.objectives.losses import LOG_RATIO_BOUND, log_sequence_ratio
+
+
+def token_tis(log_rho: Tensor, completion_mask: Tensor, *, low: float, high: float) -> Tensor:
+    """`clip(rho, low, high)` per token: truncated importance sampling.
+
+    Truncation from above trades variance for bias as V-trace does, https://arxiv.org/abs/1802.01561, and LlamaRL's AIPO,
+    https://arxiv.org/abs/2505.24034; both have no lower bound, which is `low` = 0.
+    """
+    log_rho = _masked(log_rho, completion_mask)
+    return torch.where(completion_mask, _ratio(log_rho).clamp(low, high), 0.0)
+
+
+def sequence_tis(log_rho: Tensor, completion_mask: Tensor, *, high: float) -> Tensor:
+    """`min(prod_t rho_t, high)`, one weight for all tokens of a row: the exact importance weight, truncated."""
+    log_product = _masked(log_rho, completion_mask).sum(dim=-1, keepdim=True)
+    return torch.where(completion_mask, _ratio(log_product).clamp(max=high), 0.0)
+
+
+def icepop(log_rho: Tensor, completion_mask: Tensor, *, low: float, high: float) -> Tensor:
+    """`rho` if `low <= rho <= high`, else 0, per token: IcePop, https://arxiv.org/abs/2510.18855."""
+    log_rho = _masked(log_rho, completion_mask)
+    return torch.where(completion_mask & _within(log_rho, low, high), _ratio(log_rho), 0.0)
+
+
+def sequence_mask(log_rho: Tensor, completion_mask: Tensor, *, low: float, high: float) -> Tensor:
+    """`prod_t rho_t` if that is within `low` and `high`, else 0, one weight for all tokens of a row.
+
+    `sequence_tis` with rows beyond the bound dropped instead of truncated; with `low` = 0 TRL's `sequence_mask`.
+    """
+    log_product = _masked(log_rho, completion_mask).sum(dim=-1, keepdim=True)
+    return torch.where(completion_mask & _within(log_product, low, high), _ratio(log_product), 0.0)
+
+
+def geometric_mask(log_rho: Tensor, completion_mask: Tensor, *, low: float, high: float) -> Tensor:
+    """1 if `low <= exp(mean_t log rho_t) <= high`, else 0, for all tokens of a row.
+
+    The mean does not grow with the length as the product of `sequence_mask` does, so that long rows are not dropped for
+    being long.
+    """
+    log_mean = log_sequence_ratio(_masked(log_rho, completion_mask), completion_mask)
+    return (completion_mask & _within(log_mean, low, high)).float()
+
+
+def opsm(log_rho: Tensor, completion_mask: Tensor, advantages: Tensor, *, threshold: float) -> Tensor:
+    """0 where the advantage is negative and `mean_t(-log rho_t) > threshold` in the row, else 1.
+
+    Off-policy sequence masking of DeepSeek-V3.2, https://arxiv.org/abs/2512.02556: bad completions that the policy has already
+    moved away from teach it nothing. `advantages`: `[rows, tokens]`, anything outside the mask.
+    """
+    distance = -log_sequence_ratio(_masked(log_rho, completion_mask), completion_mask)
+    dropped = (advantages < 0) & (distance > threshold)
+    return (completion_mask & ~dropped).float()
+
+
+def m2po_candidates(log_rho: Tensor, completion_mask: Tensor, advantages: Tensor) -> Tensor:
+    """`(log rho)^2` of the tokens that `m2po` may drop, 1-D: those with A > 0 and rho > 1, or A < 0 and rho < 1.
+
+    They are the tokens that a clip could act on, which go further in the direction that their advantage pushes to. The
+    caller concatenates them over the global batch for `m2po_cutoff`.
+    """
+    return log_rho.detach()[_may_drop(log_rho, completion_mask, advantages)].square()
+
+
+def m2po_cutoff(squared_log_rho: Tensor, *, threshold: float) -> float:
+    """The smallest `(log rho)^2` that must go for the mean of the smaller ones to be at most `threshold`; inf if none must.
+
+    M2PO, https://arxiv.org/abs/2510.01161: the second moment of the log-ratios of a batch is held under a threshold (0.04
+    there) by dropping its largest. `squared_log_rho`: 1-D, the candidates of the whole global batch. The mean is that of the
+    kept candidates; the authors' code clips at the bound it finds instead of dropping, and AReaL counts all tokens.
+    """
+    ascending = squared_log_rho.double().sort().values
+    running_mean = ascending.cumsum(dim=0) / torch.arange(1, len(ascending) + 1, device=ascending.device)
+    # The means of growing prefixes of an ascending sequence never fall, so those within the threshold come first.
+    num_kept = int((running_mean <= threshold).sum())
+    return ascending[num_kept].item() if num_kept < len(ascending) else math.inf
+
+
+def m2po(log_rho: Tensor, completion_mask: Tensor, advantages: Tensor, *, cutoff: float) -> Tensor:
+    """0 for the candidates whose `(log rho)^2` is at least `cutoff` (see `m2po_cutoff`), else 1, per token.
+
+    Equal candidates go together, so what is kept never exceeds the threshold. `advantages`: `[rows, tokens]`.
+    """
+    log_rho = _masked(log_rho, completion_mask)
+    dropped = _may_drop(log_rho, completion_mask, advantages) & (log_rho.square() >= cutoff)
+    return (completion_mask & ~dropped).float()
+
+
+def _masked(log_rho: Tensor, completion_mask: Tensor) -> Tensor:
+    return torch.where(completion_mask, log_rho.detach(), 0.0)
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def _within(log_ratio: Tensor, low: float, high: float) -> Tensor:
+    log_low = math.log(low) if low > 0 else -math.inf
+    return (log_ratio >= log_low) & (log_ratio <= math.log(high))
+
+
+def _may_drop(log_rho: Tensor, completion_mask: Tensor, advantages: Tensor) -> Tensor:
+    outward = ((advantages > 0) & (log_rho > 0)) | ((advantages < 0) & (log_rho < 0))
+    return completion_mask & outward

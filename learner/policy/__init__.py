@@ -1,0 +1,1 @@
+"""Hold and compute the network that is trained."""

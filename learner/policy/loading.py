@@ -1,0 +1,68 @@
+"""The models of the learner: the policy as it is loaded for training, its frozen reference, and what neither may be."""
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging as transformers_logging
+
+from common.config import Config, ModelSection
+from common.weights import tensor_dtype
+from learner.policy.logprobs import CompletionLogprobs
+from learner.policy.lora import add_adapter
+from learner.policy.packed_attention import check_packing, packed_logprobs
+from learner.policy.packing import pack
+
+_MAX_HEAD_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.25}
+"""In bfloat16 neighboring numbers near 10 are 0.06 apart, and the two paths may round differently."""
+
+
+def load_policy(config: Config) -> CompletionLogprobs:
+    """The policy to be trained, with its adapter and value head if there are to be any.
+
+    Raises ValueError for a model that cannot be packed (`check_packing`) or whose logits `CompletionLogprobs` cannot make.
+    """
+    policy = _load(config.model.path, config.model.dtype)
+    if config.lora.rank:
+        lora = config.lora
+        add_adapter(policy, rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules)
+    if config.train.activation_checkpointing:
+        policy.gradient_checkpointing_enable()
+        for module in policy.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                # The layer itself, not what is in it: it checkpoints in training mode only.
+                module.training = True
+    return CompletionLogprobs(
+        policy,
+        fp32_head=config.train.fp32_head,
+        with_entropy=config.loss.entropy_coef > 0,
+        value_head=config.advantage.baseline == "critic",
+    )
+
+
+def load_reference(config: Config, device: torch.device) -> CompletionLogprobs:
+    """The frozen reference of the KL, whole on every rank."""
+    policy = _load(config.kl.reference or config.model.path, config.model.dtype)
+    return CompletionLogprobs(policy, fp32_head=config.train.fp32_head).to(device).requires_grad_(False)
+
+
+@torch.no_grad()
+def check_policy(module: CompletionLogprobs, model: ModelSection, device: torch.device) -> None:
+    """Refuse a model that cannot be packed, or changes its logits after the output layer, which the module would not do."""
+    check_packing(module.policy)
+    row = torch.arange(8) % module.policy.config.get_text_config().vocab_size
+    packed = pack([(row[:1].numpy(), [row[1:].numpy()])]).to(device)
+    logprobs, _, _ = module(*packed.inputs, 1.0)
+    difference = (logprobs - packed_logprobs(module.policy, packed)).abs().max().item()
+    if difference > _MAX_HEAD_DIFFERENCE[model.dtype]:
+        raise ValueError(
+            f"model.path: {model.path!r} changes its logits after the output layer (soft-capping or scaling; "
+            f"log-probs differ by {difference:.3g}), which is not supported"
+        )
+
+
+def _load(path: str, dtype: str) -> PreTrainedModel:
+    transformers_logging.disable_progress_bar()
+    policy = AutoModelForCausalLM.from_pretrained(path, dtype=tensor_dtype(dtype))
+    # Dropout would make the policy's log-probs noise beside the engine's, which has none.
+    policy.eval()
+    return policy

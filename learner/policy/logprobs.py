@@ -1,0 +1,236 @@
+"""Log-probs of given tokens under a causal language model, without the logits of a whole batch."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812, torch's own convention
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from learner.policy.packed_attention import place_spans, use_packed_attention
+from learner.policy.packing import Span
+
+MAX_CHUNK_LOGITS = 2**24
+"""Logits alive at once, in float32 64 MiB: 8,192 tokens by 2,048 entries of the vocabulary."""
+
+
+def token_logprobs(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    token_ids: Tensor,
+    *,
+    temperature: float,
+    max_chunk_logits: int = MAX_CHUNK_LOGITS,
+    fp32_head: bool = False,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`log p_t(y_t)` and the entropy `H_t = -sum_v p_t(v) log p_t(v)` of `p_t = softmax(z_t / temperature)`.
+
+    `z_t = hidden_states_t @ weight.T + bias`, `y = token_ids`. Both results are `[num_tokens]` float32; the entropy is
+    None unless `with_entropy`. Differentiable, once, with respect to states, weight and bias:
+    `d log p(y) / dz_v = (1[v = y] - p_v) / temperature` and `d H / dz_v = -p_v (log p_v + H) / temperature`.
+
+    `hidden_states`: `[num_tokens, hidden_size]`, the states that predict the tokens; `weight`: `[vocab_size,
+    hidden_size]`; `token_ids`: `[num_tokens]` int64. Products are rounded to the states' dtype, unless `fp32_head`
+    makes states and weight float32 first; what follows is float32 or better.
+
+    Logits are made for as many entries of the vocabulary at a time as keep them, and the part of the weight that makes
+    them, at `max_chunk_logits` numbers, or for one entry, and made again in the backward pass. Chunks of the vocabulary,
+    not of the tokens: of a chunk the weight's gradient is then final, and what is summed over chunks is no larger than
+    the states.
+    """
+    return _TokenLogprobs.apply(  # pyright: ignore[reportReturnType]
+        hidden_states, weight, bias, token_ids, temperature, max_chunk_logits, fp32_head, with_entropy
+    )
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """See `token_logprobs`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        token_ids: Tensor,
+        temperature: float,
+        max_chunk_logits: int,
+        fp32_head: bool,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.settings = (temperature, max_chunk_logits, fp32_head)
+        states = hidden_states.float() if fp32_head else hidden_states
+        target_logits = states.new_zeros(len(states), dtype=torch.float32)
+        # What is carried from chunk to chunk is float64: it costs nothing, and there may be many chunks.
+        log_normalizers = torch.full_like(target_logits, -torch.inf, dtype=torch.float64)
+        mean_logits = torch.zeros_like(log_normalizers)
+        for chunk in _chunks(weight, len(states), max_chunk_logits):
+            logits = _logits(states, weight[chunk].to(states.dtype), None if bias is None else bias[chunk], temperature)
+            inside, columns = _columns(token_ids, chunk)
+            target_logits = torch.where(inside, logits.gather(1, columns).squeeze(1), target_logits)
+            largest = logits.amax(dim=1, keepdim=True)
+            shifted = logits.sub_(largest)
+            exponentials = shifted.exp() if with_entropy else shifted.exp_()
+            totals, largest = exponentials.sum(dim=1).double(), largest.squeeze(1).double()
+            of_chunk = largest + totals.log()
+            updated = torch.logaddexp(log_normalizers, of_chunk)
+            if with_entropy:
+                mean_of_chunk = largest + torch.linalg.vecdot(exponentials, shifted).double() / totals
+                mean_logits = mean_logits * (log_normalizers - updated).exp() + mean_of_chunk * (of_chunk - updated).exp()
+            log_normalizers = updated
+        logprobs = (target_logits - log_normalizers).float()
+        entropies = (log_normalizers - mean_logits).float() if with_entropy else None
+        ctx.save_for_backward(hidden_states, weight, bias, token_ids, log_normalizers.float(), entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        grad_logprobs, grad_entropies = gradients
+        hidden_states, weight, bias, token_ids, log_normalizers, entropies = ctx.saved_tensors
+        temperature, max_chunk_logits, fp32_head = ctx.settings
+        needs_states, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        states = hidden_states.float() if fp32_head else hidden_states
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(log_normalizers)
+        grad_states = torch.zeros_like(states, dtype=torch.float32) if needs_states else None
+        grad_weight = torch.empty_like(weight) if needs_weight else None
+        grad_bias = torch.empty_like(bias) if needs_bias else None
+        for chunk in _chunks(weight, len(states), max_chunk_logits):
+            chunk_weight = weight[chunk].to(states.dtype)
+            logits = _logits(states, chunk_weight, None if bias is None else bias[chunk], temperature)
+            chunk_logprobs = logits.sub_(log_normalizers[:, None])
+            if grad_entropies is None:
+                grad_logits = chunk_logprobs.exp_().mul_(-grad_logprobs[:, None])
+            else:
+                probabilities = chunk_logprobs.exp()
+                grad_logits = chunk_logprobs.add_(entropies[:, None]).mul_(-grad_entropies[:, None])
+                grad_logits.sub_(grad_logprobs[:, None]).mul_(probabilities)
+                del probabilities
+            inside, columns = _columns(token_ids, chunk)
+            grad_logits.scatter_add_(1, columns, torch.where(inside, grad_logprobs, 0.0)[:, None])
+            if temperature != 1.0:
+                grad_logits.div_(temperature)
+            if grad_bias is not None:
+                grad_bias[chunk] = grad_logits.sum(dim=0)
+            grad_logits = grad_logits.to(states.dtype)
+            if grad_states is not None and states.dtype == torch.float32:
+                # Without a temporary; torch has no product of other dtypes that adds to float32.
+                grad_states.addmm_(grad_logits, chunk_weight)
+            elif grad_states is not None:
+                grad_states += grad_logits @ chunk_weight
+            if grad_weight is not None:
+                grad_weight[chunk] = grad_logits.T @ states
+        if grad_states is not None:
+            grad_states = grad_states.to(hidden_states.dtype)
+        return grad_states, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _chunks(weight: Tensor, num_tokens: int, max_chunk_logits: int) -> Iterator[slice]:
+    """The vocabulary in slices: neither the logits of one nor its part of the weight is more than `max_chunk_logits`."""
+    size = max(1, max_chunk_logits // max(num_tokens, weight.shape[1]))
+    for start in range(0, len(weight), size):
+        yield slice(start, min(start + size, len(weight)))
+
+
+def _logits(states: Tensor, chunk_weight: Tensor, chunk_bias: Tensor | None, temperature: float) -> Tensor:
+    """`[num_tokens, chunk]` float32, the caller's to overwrite."""
+    logits = F.linear(states, chunk_weight, None if chunk_bias is None else chunk_bias.to(states.dtype)).float()
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _columns(token_ids: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+    """Whether each token is of the chunk, `[num_tokens]`, and its column there (any, if not), `[num_tokens, 1]`."""
+    inside = (token_ids >= chunk.start) & (token_ids < chunk.stop)
+    return inside, torch.where(inside, token_ids - chunk.start, 0)[:, None]
+
+
+class CompletionHead(nn.Module):
+    """The policy's output layer, applied to the states that predict completion tokens."""
+
+    def __init__(self, output_layer: nn.Linear, *, max_chunk_logits: int, fp32_head: bool, with_entropy: bool) -> None:
+        super().__init__()
+        self.output_layer = output_layer
+        self._max_chunk_logits = max_chunk_logits
+        self._fp32_head = fp32_head
+        self._with_entropy = with_entropy
+
+    def forward(self, hidden_states: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor | None]:
+        """See `token_logprobs`."""
+        # The parameters are used here, not the layer: under ZeRO-3 calling it once per chunk would gather its weight as
+        # often as there are chunks, which is a collective, and ranks do not have equally many chunks.
+        return token_logprobs(
+            hidden_states,
+            self.output_layer.weight,
+            self.output_layer.bias,
+            token_ids,
+            temperature=temperature,
+            max_chunk_logits=self._max_chunk_logits,
+            fp32_head=self._fp32_head,
+            with_entropy=self._with_entropy,
+        )
+
+
+class CompletionLogprobs(nn.Module):
+    """The policy as it is trained: a pack in, one log-prob per completion token out.
+
+    Switches `policy` to packed attention; see `learner.policy.packed_attention.check_packing` for whether it took. With
+    `value_head` there is a critic on the policy's states beside it, which `policy` does not contain: it is trained and
+    saved, and not sent to actors. It begins at 0.
+    """
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        *,
+        max_chunk_logits: int = MAX_CHUNK_LOGITS,
+        fp32_head: bool = False,
+        with_entropy: bool = False,
+        value_head: bool = False,
+    ) -> None:
+        super().__init__()
+        output_layer = policy.get_output_embeddings()
+        if not isinstance(output_layer, nn.Linear):
+            raise TypeError(f"the policy's output layer is {type(output_layer).__name__}; only a plain Linear is supported")
+        use_packed_attention(policy)
+        self.policy = policy
+        self.head = CompletionHead(
+            output_layer, max_chunk_logits=max_chunk_logits, fp32_head=fp32_head, with_entropy=with_entropy
+        )
+        self.value_head: nn.Linear | None = None
+        if value_head:
+            weight = output_layer.weight
+            self.value_head = nn.Linear(output_layer.in_features, 1, device=weight.device, dtype=weight.dtype)
+            nn.init.zeros_(self.value_head.weight)
+            nn.init.zeros_(self.value_head.bias)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        predictors: Tensor,
+        targets: Tensor,
+        spans: tuple[Span, ...],
+        temperature: float,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probs, entropies and values, `[num_completion_tokens]` float32 each, of a `learner.policy.packing.Pack`.
+
+        Entropies and values are None unless asked for. The value is that of the state before the completion token.
+        """
+        states = self.policy.base_model(
+            input_ids=token_ids[None],
+            position_ids=position_ids[None],
+            use_cache=False,
+            placed_spans=place_spans(spans, token_ids.device),
+        ).last_hidden_state[0]
+        states = states.index_select(0, predictors)
+        logprobs, entropies = self.head(states, targets, temperature)
+        values = self.value_head(states).squeeze(-1).float() if self.value_head is not None else None
+        return logprobs, entropies, values

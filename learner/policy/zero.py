@@ -1,0 +1,187 @@
+"""DeepSpeed: the config that our settings make, an engine without chatter or compiler, weights and gradients made whole."""
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from common.config import TrainSection
+from common.environment import fast_imports
+from learner.policy.logprobs import CompletionLogprobs
+
+_logger = logging.getLogger(__name__)
+
+GATHER_BUCKET_NUMEL = 2**26
+"""Parameters gathered at once under ZeRO-3: 128 MiB of bfloat16."""
+
+MAX_FULL_GRADIENTS = 16
+"""Gradients that `full_gradients` reads under ZeRO."""
+
+_OURS = {
+    "train_batch_size": "train.groups_per_step",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_tokens",
+    "gradient_accumulation_steps": "train.micro_batch_tokens",
+    "scheduler": "train.lr_schedule",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+}
+"""DeepSpeed settings that `train.deepspeed` may not hold, and the setting to use instead."""
+
+
+def deepspeed_config(train: TrainSection, dtype: Literal["float32", "bfloat16"]) -> dict[str, Any]:
+    """The DeepSpeed config of these settings, `train.deepspeed` merged over it."""
+    for name in train.deepspeed:
+        if name in _OURS:
+            raise ValueError(f"train.deepspeed: {name!r} cannot be set there; use {_OURS[name]}")
+    config: dict[str, Any] = {
+        # Micro-batches have any number of rows and accumulate by hand: these only satisfy DeepSpeed's arithmetic.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": train.max_grad_norm,
+        "zero_optimization": {"stage": train.zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if dtype == "bfloat16":
+        # DeepSpeed accumulates bfloat16 gradients in float32 under every stage but 0; stage 1 with the same weights on
+        # every rank differs from it only in who keeps which part of the optimizer's state.
+        config["zero_optimization"]["stage"] = max(1, train.zero_stage)
+        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        config["communication_data_type"] = "fp32"
+    return _merged(config, train.deepspeed)
+
+
+def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for name, value in override.items():
+        nested = isinstance(value, dict) and isinstance(base.get(name), dict)
+        result[name] = _merged(base[name], value) if nested else value
+    return result
+
+
+def make_engine(module: CompletionLogprobs, config: dict[str, Any], train: TrainSection) -> Any:
+    """The DeepSpeed engine that trains `module` with torch's AdamW, or the optimizer that `train.deepspeed` names."""
+    deepspeed = _import_deepspeed()
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = None
+    if "optimizer" not in config:
+        optimizer = torch.optim.AdamW(trained, lr=train.learning_rate, betas=train.adam_betas, weight_decay=train.weight_decay)
+    if config["zero_optimization"]["stage"] == 3:
+        deepspeed.zero.register_external_parameter(module.head, module.head.output_layer.weight)
+    with muted_prints():
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, model_parameters=trained, config=config)
+    return engine
+
+
+@contextlib.contextmanager
+def muted_prints() -> Iterator[None]:
+    """DeepSpeed reports on its memory and its internals with print(): to our debug log instead. Warnings are logged."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        yield
+    if printed.getvalue():
+        _logger.debug("DeepSpeed printed:\n%s", printed.getvalue())
+
+
+def _import_deepspeed() -> Any:
+    """DeepSpeed, whose import and first use would otherwise print, start a C++ compiler, and log past our handlers."""
+    with fast_imports():
+        import deepspeed
+
+    # On a CPU it would compile a shared-memory all-reduce, for a minute, where gloo serves.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # pyright: ignore[reportAttributeAccessIssue]
+    logger = logging.getLogger("DeepSpeed")
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    return deepspeed
+
+
+def is_partitioned(parameter: nn.Parameter) -> bool:
+    """Whether ZeRO-3 has split the parameter over the ranks, so that it must be gathered before it is read."""
+    return hasattr(parameter, "ds_id")
+
+
+def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The parameter's shape, also while it is partitioned."""
+    return tuple(cast(Any, parameter).ds_shape if is_partitioned(parameter) else parameter.shape)
+
+
+def gathered_parameters(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], *, bucket_numel: int = GATHER_BUCKET_NUMEL
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter whole, by name; under ZeRO-3 a collective that holds one bucket of them at a time.
+
+    A tensor is valid until the next one is asked for. All ranks must exhaust the iterator.
+    """
+    for bucket in _buckets(named_parameters, bucket_numel):
+        parameters = [parameter for _, parameter in bucket]
+        with _gathered(parameters), torch.no_grad():
+            for name, parameter in bucket:
+                yield name, parameter.detach()
+
+
+def _buckets(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], bucket_numel: int
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    bucket: list[tuple[str, nn.Parameter]] = []
+    numel = 0
+    for name, parameter in named_parameters:
+        size = torch.Size(full_shape(parameter)).numel()
+        if bucket and numel + size > bucket_numel:
+            yield bucket
+            bucket, numel = [], 0
+        bucket.append((name, parameter))
+        numel += size
+    if bucket:
+        yield bucket
+
+
+def full_gradients(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], *, zero_stage: int
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Gradients of the optimizer step that is due, by name: averaged over the ranks, not clipped; None where there is none.
+
+    To be read between the last backward pass and the step. Without ZeRO they are those of all trained parameters. Under
+    ZeRO each is a collective: they are those of at most `MAX_FULL_GRADIENTS` matrices, spread evenly over the model and
+    none larger than `GATHER_BUCKET_NUMEL`. A tensor is valid until the next one is asked for. All ranks must exhaust the
+    iterator.
+    """
+    trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    if zero_stage == 0:
+        yield from ((name, parameter.grad) for name, parameter in trained)
+        return
+    matrices = [
+        (name, parameter)
+        for name, parameter in trained
+        if len(full_shape(parameter)) > 1 and torch.Size(full_shape(parameter)).numel() <= GATHER_BUCKET_NUMEL
+    ]
+    num_read = min(len(matrices), MAX_FULL_GRADIENTS)
+    safe_get_full_grad = _import_deepspeed().utils.safe_get_full_grad
+    for index in range(num_read):
+        name, parameter = matrices[index * len(matrices) // num_read]
+        yield name, safe_get_full_grad(parameter)
+
+
+def discard_gradients(engine: Any) -> None:
+    """Forget what was accumulated for the optimizer step that is due: the next backward pass begins anew."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    engine.optimizer.zero_grad(set_to_none=True)
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        # What its step begins and ends with, and its zero_grad leaves.
+        engine.optimizer.micro_step_id = -1
+        for group in engine.optimizer.averaged_gradients:
+            engine.optimizer.averaged_gradients[group] = None
+
+
+def _gathered(parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
+    if not any(is_partitioned(parameter) for parameter in parameters):
+        return contextlib.nullcontext()
+    return _import_deepspeed().zero.GatheredParameters(parameters)

@@ -1,0 +1,151 @@
+"""Groups into micro-batches: which completions go through the model together, and on which rank."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from learner.leases.groups import Group, Rollout
+from learner.policy.packing import Pack, num_inputs, pack
+
+
+class Row(NamedTuple):
+    """One completion of an optimizer step."""
+
+    group: int
+    """Index of its group in the step: rows of one group share their prompt."""
+    prompt_token_ids: NDArray[np.int32]
+    rollout: Rollout
+    reward: float
+    """As the advantages see it: penalized, normalized, clipped."""
+    advantage: float
+    """Over its group; a critic's and the KL's part come later."""
+    weight: float
+    """Of its group in the loss."""
+    policy_lag: int
+    """Of its group, in optimizer steps."""
+
+
+class MicroBatch(NamedTuple):
+    """The completions of one forward and backward pass: packed for the model, one row each for the loss.
+
+    `[rows, tokens]` tensors hold completion tokens from column 0 on, padded on the right with 0; prompts are only in `pack`.
+    """
+
+    pack: Pack
+    completion_mask: Tensor
+    """`[rows, tokens]` bool."""
+    behavior_logprobs: Tensor
+    """`[rows, tokens]` float32."""
+    rewards: Tensor
+    """`[rows]` float32."""
+    advantages: Tensor
+    """`[rows]` float32."""
+    weights: Tensor
+    """`[rows]` float32."""
+    policy_lags: Tensor
+    """`[rows]` int64."""
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same on `device`."""
+        return MicroBatch(self.pack.to(device), *(tensor.to(device) for tensor in self[1:]))
+
+
+def make_rows(
+    groups: Sequence[Group], rewards: NDArray[np.float64], advantages: NDArray[np.float64], *, policy_version: int
+) -> list[Row]:
+    """All completions of `groups`, in order; `rewards`, `advantages`: `[num_groups, group_size]`."""
+    return [
+        Row(
+            index,
+            group.prompt_token_ids,
+            rollout,
+            float(rewards[index, member]),
+            float(advantages[index, member]),
+            group.weight,
+            group.policy_lag(policy_version),
+        )
+        for index, group in enumerate(groups)
+        for member, rollout in enumerate(group.rollouts)
+    ]
+
+
+def assign_rows(rows: Sequence[Row], *, micro_batch_tokens: int, world_size: int) -> list[list[list[Row]]]:
+    """The rows of every micro-batch of every rank, `[rank][micro_batch][row]`: each row once, the same on every rank.
+
+    A group stays together where it can, for its prompt is computed once in each micro-batch that has rows of it. It is
+    split where it has more than `micro_batch_tokens`, or than a rank's share of all tokens. Ranks get about equally many
+    tokens; a micro-batch at most `micro_batch_tokens`, or one longer row. Every rank gets equally many micro-batches,
+    because each is a round of collectives: those short of one get it without rows.
+    """
+    share = math.ceil(sum(_num_tokens([row]) for row in rows) / world_size)
+    pieces = sorted(_split(rows, min(micro_batch_tokens, share)), key=_num_tokens, reverse=True)
+    of_rank: list[list[list[Row]]] = [[] for _ in range(world_size)]
+    loads = [0] * world_size
+    for piece in pieces:
+        rank = loads.index(min(loads))
+        of_rank[rank].append(piece)
+        loads[rank] += _num_tokens(piece)
+    assigned = [_fill(of_this_rank, micro_batch_tokens) for of_this_rank in of_rank]
+    num_micro_batches = max(len(micro_batches) for micro_batches in assigned)
+    return [micro_batches + [[]] * (num_micro_batches - len(micro_batches)) for micro_batches in assigned]
+
+
+def _split(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+    """Rows of one group in pieces of at most `max_tokens`, or of one row."""
+    pieces: list[list[Row]] = []
+    for row in rows:
+        last = pieces[-1] if pieces else []
+        if last and last[0].group == row.group and _num_tokens([*last, row]) <= max_tokens:
+            last.append(row)
+        else:
+            pieces.append([row])
+    return pieces
+
+
+def _fill(pieces: Sequence[list[Row]], max_tokens: int) -> list[list[Row]]:
+    """Micro-batches of at most `max_tokens`, or of one piece: each piece, longest first, goes into the first with room."""
+    micro_batches: list[list[Row]] = []
+    for piece in pieces:
+        for micro_batch in micro_batches:
+            if _num_tokens([*micro_batch, *piece]) <= max_tokens:
+                micro_batch.extend(piece)
+                break
+        else:
+            micro_batches.append(list(piece))
+    return [sorted(micro_batch, key=lambda row: row.group) for micro_batch in micro_batches]
+
+
+def _num_tokens(rows: Sequence[Row]) -> int:
+    """Inputs of the model for these rows together."""
+    prompts = {row.group: len(row.prompt_token_ids) for row in rows}
+    return sum(prompts.values()) + num_inputs(0, [len(row.rollout.token_ids) for row in rows])
+
+
+def collate(rows: Sequence[Row]) -> MicroBatch:
+    """The tensors of one micro-batch, rows of a group next to each other; without rows, one that adds nothing."""
+    by_group: dict[int, list[Row]] = {}
+    for row in rows:
+        by_group.setdefault(row.group, []).append(row)
+    packed = pack(
+        [(of_group[0].prompt_token_ids, [row.rollout.token_ids for row in of_group]) for of_group in by_group.values()]
+    )
+    shape = (len(rows), max([1, *packed.lengths]))
+    completion_mask = np.zeros(shape, dtype=np.bool_)
+    behavior_logprobs = np.zeros(shape, dtype=np.float32)
+    for index, row in enumerate(rows):
+        completion_mask[index, : packed.lengths[index]] = True
+        behavior_logprobs[index, : packed.lengths[index]] = row.rollout.behavior_logprobs
+    return MicroBatch(
+        packed,
+        torch.from_numpy(completion_mask),
+        torch.from_numpy(behavior_logprobs),
+        torch.tensor([row.reward for row in rows], dtype=torch.float32),
+        torch.tensor([row.advantage for row in rows], dtype=torch.float32),
+        torch.tensor([row.weight for row in rows], dtype=torch.float32),
+        torch.tensor([row.policy_lag for row in rows], dtype=torch.int64),
+    )

@@ -1,0 +1,1 @@
+"""Bring new weights to the actors."""

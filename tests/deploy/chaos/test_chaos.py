@@ -1,0 +1,425 @@
+"""Chaos: its plans, each of its faults on real processes, files and sockets, and a whole round on real services."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.metrics import MetricsWriter
+from deploy.launch import processes
+from lab.audit import Check
+from deploy.chaos.chaos import ChaosReport, RoundReport, show
+from deploy.chaos.faults import DAMAGES, Clock, Disk, Scene, commit, corrupt_log, open_disk
+from deploy.chaos.network import Namespace, Network, Proxy, open_network
+from deploy.chaos.round import Happened, Watch
+from deploy.chaos.schedule import KINDS, Fault, Kind, Target, plan, round_seed
+from learner.leases.events import Expired
+from learner.leases.rollout_log import RolloutLog, read_log
+from tests.deploy.services import services_in
+
+IS_ROOT = os.geteuid() == 0
+needs_root = pytest.mark.skipif(not IS_ROOT, reason="needs root")
+
+
+@given(seed=st.integers(0, 2**32), num_steps=st.integers(20, 1000))
+def test_plan_holds_each_kind_once_in_the_order_of_its_steps_and_is_a_function_of_the_seed(seed: int, num_steps: int) -> None:
+    faults = plan(seed, num_steps=num_steps, dead_after_s=5.0)
+    assert sorted(fault.kind for fault in faults) == sorted(KINDS)
+    steps = [fault.at_step for fault in faults]
+    assert steps == sorted(steps)
+    assert steps[0] > 0
+    assert steps[-1] <= 0.9 * num_steps
+    assert plan(seed, num_steps=num_steps, dead_after_s=5.0) == faults
+
+
+def test_rounds_differ_and_stops_come_shorter_and_longer_than_a_peer_may_be_silent() -> None:
+    plans = [plan(round_seed(0, index), num_steps=100, dead_after_s=5.0) for index in range(30)]
+    assert len({tuple(fault.kind for fault in faults) for faults in plans}) == 30
+    for kind in ("stop learner", "stop actor", "partition"):
+        durations = [fault.duration_s for faults in plans for fault in faults if fault.kind == kind]
+        assert 5 <= sum(duration > 5.0 for duration in durations) <= 25
+    targets = {(fault.kind, fault.target) for faults in plans for fault in faults}
+    assert {("kill actor", "local actor"), ("kill actor", "remote actor"), ("partition", "remote actor")} <= targets
+    assert ("partition", "learner") not in targets
+
+
+class Sleepers:
+    """Processes that stand for the services."""
+
+    def __init__(self) -> None:
+        self.processes: dict[Target, subprocess.Popen] = {}
+        for target in ("learner", "local actor", "remote actor"):
+            child = "import subprocess, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
+            self.processes[target] = subprocess.Popen([sys.executable, "-c", child], process_group=0)
+        self.states: list[str] = []
+        """Of the learner, seen during each pause."""
+
+    def find(self, target: Target) -> int:
+        return self.processes[target].pid
+
+    def pause(self, seconds: float) -> None:
+        time.sleep(min(seconds, 0.05))
+        self.states.append(Path(f"/proc/{self.find('learner')}/stat").read_text().rpartition(")")[2].split()[0])
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            for child in processes.descendants(process.pid):
+                processes.kill(child)
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    sleepers, network = Sleepers(), Proxy()
+    yield Scene(sleepers, network, Clock(tmp_path), None, tmp_path / "run")
+    sleepers.close()
+    network.close()
+
+
+def fault(kind: Kind, target: Target = "learner", duration_s: float = 0.2) -> Fault:
+    return Fault(kind, target, at_step=1, delay_s=0.0, duration_s=duration_s, seed=1)
+
+
+def test_killed_service_is_dead_when_the_fault_is_over(scene: Scene) -> None:
+    assert commit(fault("kill actor", "remote actor"), scene).detail == "killed the remote actor"
+    assert processes.has_ended(scene.victims.find("remote actor"))
+    assert not processes.has_ended(scene.victims.find("learner"))
+
+
+def test_learner_is_killed_while_its_checkpoint_is_half_written(scene: Scene) -> None:
+    partial = scene.run / "checkpoints" / "step-00000010.partial"
+    threading.Timer(0.3, lambda: partial.mkdir(parents=True)).start()
+    assert "step-00000010.partial" in commit(fault("kill learner in checkpoint"), scene).detail
+    assert processes.has_ended(scene.victims.find("learner"))
+
+
+def test_child_of_an_actor_is_killed_and_the_actor_is_not(scene: Scene) -> None:
+    actor = scene.victims.find("local actor")
+    deadline = time.monotonic() + 10
+    while not processes.children(actor) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert commit(fault("kill actor's child", "local actor"), scene).detail.startswith("local actor: killed")
+    assert not processes.has_ended(actor)
+    assert processes.children(actor) == []
+    assert commit(fault("kill actor's child", "local actor"), scene).detail == ""
+
+
+def test_stopped_service_stands_still_and_goes_on(scene: Scene) -> None:
+    assert isinstance(scene.victims, Sleepers)
+    commit(fault("stop learner"), scene)
+    assert scene.victims.states == ["T"]
+    scene.victims.pause(0.05)
+    assert scene.victims.states[-1] in "SR"
+
+
+def test_clocks_of_the_services_jump_and_return_and_this_process_keeps_its_own(tmp_path: Path) -> None:
+    clock = Clock(tmp_path)
+
+    def seen_by(role: str) -> tuple[float, float]:
+        program = "import time; print(time.time(), time.time_ns())"
+        environment = {**os.environ, **clock.environment()}
+        output = subprocess.run(
+            [sys.executable, "-c", program, role], env=environment, capture_output=True, text=True, check=True
+        ).stdout
+        seconds, nanoseconds = output.split()
+        return float(seconds) - time.time(), int(nanoseconds) / 1e9 - time.time()
+
+    clock.jump("learner", -86_400.0)
+    assert seen_by("learner") == pytest.approx((-86_400, -86_400), abs=30)
+    assert seen_by("actor") == pytest.approx((0, 0), abs=30)
+    clock.jump("learner", 0.0)
+    assert seen_by("learner") == pytest.approx((0, 0), abs=30)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_corrupted_log_loses_its_last_record_at_most_and_says_which(tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "log"
+    log = RolloutLog(folder, fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
+    for lease_id in range(5):
+        log.append(Expired(at=0.0, lease_id=lease_id, reason="lost"))
+    log.close()
+    size = next(folder.glob("*.log")).stat().st_size
+    seed = next(seed for seed in range(1000) if random.Random(seed).choice(DAMAGES) == damage)
+    corrupted = corrupt_log(folder, random.Random(seed))
+    assert corrupted.detail.startswith(damage)
+    is_record_hit = damage in ("flipped bit", "cut")
+    assert [event.lease_id for event in corrupted.lost if isinstance(event, Expired)] == ([4] if is_record_hit else [])
+    assert next(folder.glob("*.log")).stat().st_size > size or is_record_hit
+    # A learner goes on from there.
+    log = RolloutLog(folder, fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
+    log.append(Expired(at=0.0, lease_id=9, reason="lost"))
+    log.close()
+    left = [record.event.lease_id for record in read_log(folder) if isinstance(record.event, Expired)]
+    assert left == [0, 1, 2, 3, 9] if is_record_hit else [0, 1, 2, 3, 4, 9]
+
+
+def test_log_without_a_record_is_left_alone(tmp_path: Path) -> None:
+    assert corrupt_log(tmp_path, random.Random(0)).detail == ""
+
+
+@needs_root
+def test_disk_fills_up_for_a_while_and_goes_away(tmp_path: Path, scene: Scene) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    disk = Disk(folder, 16 << 20)
+    try:
+        disk.fill(0)
+        with pytest.raises(OSError, match="No space left"):
+            (folder / "file").write_bytes(b"x" * (1 << 20))
+        disk.empty()
+        (folder / "file").write_bytes(b"x" * (1 << 20))
+        assert "KB free" in commit(fault("fill disk"), scene._replace(disk=disk)).detail
+    finally:
+        disk.close()
+    assert str(folder) not in Path("/proc/mounts").read_text()
+
+
+def test_disk_that_cannot_be_made_is_a_fault_that_cannot_be_committed(tmp_path: Path, scene: Scene) -> None:
+    assert open_disk(tmp_path / "there is no such folder", 1 << 20) is None
+    assert commit(fault("fill disk"), scene).detail == ""
+
+
+class Echo:
+    """Stands for the hub: sends back what it receives."""
+
+    def __init__(self, host: str) -> None:
+        self._server = socket.create_server((host, 0))
+        self.port = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            while data := connection.recv(1024):
+                connection.sendall(data)
+        except OSError:
+            return
+
+
+CALLER = """
+import socket, sys
+host, port = sys.argv[1].removeprefix("tcp://").split(":")
+connection = socket.create_connection((host, int(port)))
+print("connected", flush=True)
+try:
+    for line in sys.stdin:
+        connection.sendall(line.encode())
+        received = connection.recv(1024)
+        if not received:
+            raise ConnectionError
+        print(received.decode().strip(), flush=True)
+except OSError:
+    print("cut", flush=True)
+"""
+
+
+class Caller:
+    """Stands for the remote actor: sends lines to the hub, and tells what comes back."""
+
+    def __init__(self, network: Network, port: int) -> None:
+        self._process = subprocess.Popen(
+            [*network.prefix, sys.executable, "-c", CALLER, network.hub_address(port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._lines: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def say(self, text: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(text + "\n")
+        self._process.stdin.flush()
+
+    def hears(self, text: str, timeout_s: float = 20.0) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while text not in self._lines and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return text in self._lines
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.append(line.strip())
+
+
+@pytest.mark.parametrize("kind", ["proxy", pytest.param("namespace", marks=needs_root)])
+def test_network_parts_joins_loses_cuts_and_leaves_nothing(kind: str) -> None:
+    network: Network = Namespace() if kind == "namespace" else Proxy()
+    callers: list[Caller] = []
+    echo = Echo(network.learner_host)
+    try:
+        caller = Caller(network, echo.port)
+        callers.append(caller)
+        assert caller.hears("connected")
+        caller.say("before")
+        assert caller.hears("before")
+        network.part()
+        time.sleep(0.1)
+        caller.say("parted")
+        assert not caller.hears("parted", 0.7)
+        network.join()
+        assert caller.hears("parted")
+        network.lose_packets(0.5, time.sleep, random.Random(0))
+        caller.say("joined")
+        assert caller.hears("joined")
+        network.cut()
+        caller.say("more")
+        assert caller.hears("cut")
+        another = Caller(network, echo.port)
+        callers.append(another)
+        assert another.hears("connected")
+    finally:
+        for caller in callers:
+            caller.close()
+        echo.close()
+        network.close()
+    devices = Path("/proc/net/dev").read_text()
+    assert f"ob{os.getpid()}a" not in devices
+    assert "proxy" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_network_is_the_best_that_may_be_made() -> None:
+    network = open_network()
+    network.close()
+    assert isinstance(network, Namespace if IS_ROOT else Proxy)
+
+
+def test_processes_are_found_by_the_mark_that_they_inherit() -> None:
+    script = "import subprocess, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "MARK": "of this test"})
+    try:
+        deadline = time.monotonic() + 10
+        while len(processes.marked("MARK", "of this test")) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        both = processes.marked("MARK", "of this test")
+        assert sorted(both) == sorted([process.pid, *processes.descendants(process.pid)])
+        assert len(both) == 2
+        assert processes.marked("MARK", "of") == []
+        for pid in both:
+            processes.kill(pid)
+        # Dead, though this process has not taken notice.
+        assert processes.marked("MARK", "of this test") == []
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_recovery_is_read_from_the_next_step_and_from_the_next_group_of_that_actor(tmp_path: Path) -> None:
+    watch = Watch(tmp_path / "metrics.jsonl")
+    watch.look()
+    with MetricsWriter(tmp_path) as metrics:
+
+        def seen(kind: str, **fields: object) -> float:
+            metrics.write(kind, **fields)
+            watch.look()
+            return time.monotonic()
+
+        seen("step", policy_version=7)
+        seen("actor", actor="a", num_groups_sent=5)
+        struck = seen("actor", actor="b", num_groups_sent=9)
+        assert watch.next_step_s(struck) is None
+        # What the actor had sent before is no recovery; nor is another actor's.
+        seen("actor", actor="a", num_groups_sent=5)
+        seen("actor", actor="b", num_groups_sent=12)
+        assert watch.next_group_s("a", struck) is None
+        # A new process of that name.
+        before = seen("actor", actor="a", num_groups_sent=0)
+        after = seen("actor", actor="a", num_groups_sent=2)
+        recovery_s = watch.next_group_s("a", struck)
+        assert recovery_s is not None
+        assert before - struck <= recovery_s <= after - struck
+        # Trained again from a checkpoint.
+        seen("step", policy_version=5)
+        assert watch.next_step_s(struck) is not None
+        assert watch.newest_step == 7
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"kind":"step","policy_ver')
+        file.flush()
+        watch.look()
+        file.write(b'sion":8}\n')
+    watch.look()
+    assert watch.newest_step == 8
+
+
+def report(*checks: Check, left_over: list[str] | None = None) -> ChaosReport:
+    happened = Happened(fault("kill learner"), at_s=3.0, detail="killed the learner", recovery_s=4.5)
+    return ChaosReport(0, "proxy", False, [RoundReport(1, 60.0, [happened], list(checks))], left_over or [])
+
+
+def test_table_shows_recovery_violations_and_what_was_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    show(report(Check("every lease ends once", [], "9 leases"), Check("no process is left", ["process [7]"], "none")))
+    text = capsys.readouterr().out
+    row = {line.split("│")[1].strip(): line for line in text.splitlines() if line.startswith("│")}
+    assert "4.5 s" in row["kill learner"]
+    assert "SKIPPED" in row["fill disk"]
+    assert "OK" in row["every lease ends once"]
+    assert "VIOLATION" in row["no process is left"]
+    assert "round 0: process [7]" in text
+
+
+def test_any_violation_makes_the_report_a_bad_one() -> None:
+    good, bad = Check("claim", [], ""), Check("claim", ["violation"], "")
+    assert report(good).is_good
+    assert not report(good, bad).is_good
+    assert not report(good, left_over=["a mount"]).is_good
+    assert not ChaosReport(0, "proxy", False, [], []).is_good
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(500)
+def test_round_of_all_faults_on_real_services_has_no_violation(tmp_path: Path) -> None:
+    """The two-minute version: each kind of fault once."""
+    command = [sys.executable, "-m", "deploy.cli", "chaos", "--seed", "1", "--minutes", "0"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=480, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr[-4000:]
+    found = msgspec.json.decode(next(tmp_path.glob("runs/*/chaos.json")).read_bytes(), type=ChaosReport)
+    committed = {happened.fault.kind for happened in found.rounds[0].happened if happened.detail}
+    assert {"kill learner", "kill actor", "stop learner", "stop actor", "cut connection", "corrupt log"} <= committed
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(200)
+def test_interrupted_chaos_takes_everything_down(tmp_path: Path) -> None:
+    with services_in(tmp_path) as services:
+        chaos = services.start("chaos", "--minutes", "9")
+        services.wait_for(lambda: is_learner_there(chaos.pid), "a learner", 120)
+        started = processes.descendants(chaos.pid)
+        (work,) = {Path(word).parents[1] for pid in started for word in processes.arguments(pid) if word.endswith("/run.toml")}
+        chaos.send_signal(signal.SIGINT)
+        assert services.wait(chaos, "chaos", 60) == 130, services.output("chaos")
+    assert all(processes.has_ended(pid) for pid in started)
+    assert not work.exists()
+    assert str(work) not in Path("/proc/mounts").read_text()
+    assert f"ob{chaos.pid}a" not in Path("/proc/net/dev").read_text()
+    assert "OK" in next(line for line in services.output("chaos").splitlines() if "nothing is left" in line)
+
+
+def is_learner_there(pid: int) -> bool:
+    return any("learner" in processes.arguments(child) for child in processes.descendants(pid))

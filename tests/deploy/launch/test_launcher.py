@@ -1,0 +1,222 @@
+"""The launcher with stand-ins for the services: what is started again, what ends the run, and what is left behind (nothing)."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.config import Config, HubSection, LaunchSection, RunSection
+from common.shutdown import StopRequest
+from deploy.launch import launcher
+from deploy.launch.launcher import Launcher, LaunchError, RestartBudget
+
+SERVICES = '''
+"""Stands for `offbeat`: notes its start in `starts`, then does what the file `NAME.START` (or `NAME`) says."""
+import os, subprocess, sys, time
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+name = sys.argv[2]
+if name == "actor":
+    name = sys.argv[4].split('"')[1]
+elif int(os.environ["RANK"]):
+    name = "learner-" + os.environ["RANK"]
+with (folder / "starts").open("a") as file:
+    print(name, os.getpid(), os.environ["WORLD_SIZE"] if name.startswith("learner") else "", *sys.argv[4:], file=file)
+number = sum(line.startswith(name + " ") for line in (folder / "starts").read_text().splitlines())
+script = folder / f"{name}.{number}"
+exec((script if script.exists() else folder / name).read_text())
+'''
+
+WORK = "while not (folder / 'end').exists(): time.sleep(0.02)"
+
+
+class Services:
+    """Stand-ins in a folder, and the launcher that runs them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "services.py").write_text(SERVICES)
+        self.does("learner", WORK)
+        self.does("actor-0", WORK)
+        self.stop = StopRequest()
+
+    def does(self, name: str, script: str) -> None:
+        """What the service (`NAME`, or `NAME.START` for one start of it) does."""
+        (self.folder / name).write_text(textwrap.dedent(script))
+
+    def launcher(self, *, max_restarts: int = 3, learner_processes: int = 1) -> Launcher:
+        config = Config(
+            run=RunSection(dir=str(self.folder / "run")),
+            hub=HubSection(address="tcp://127.0.0.1:0"),
+            launch=LaunchSection(max_restarts=max_restarts, learner_processes=learner_processes),
+        )
+        return Launcher(config, self.stop, (sys.executable, str(self.folder / "services.py"), str(self.folder)))
+
+    def starts(self, name: str) -> list[list[str]]:
+        """Process id and further words of each start."""
+        file = self.folder / "starts"
+        lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+        return [line[1:] for line in lines if line[0] == name]
+
+    def when(self, claim: Callable[[], bool], act: Callable[[], object]) -> None:
+        """Do something in a thread once the claim holds."""
+
+        def wait() -> None:
+            wait_for(claim)
+            act()
+
+        threading.Thread(target=wait, daemon=True).start()
+
+    def end(self) -> None:
+        (self.folder / "end").touch()
+
+
+@pytest.fixture
+def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Services:
+    monkeypatch.setattr(launcher, "FIRST_WAIT_S", 0.05)
+    return Services(tmp_path)
+
+
+def wait_for(claim: Callable[[], bool], timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not claim():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "\nState:\tZ" not in status.read_text()
+
+
+def test_killed_learner_is_started_again_and_told_to_resume_while_its_actor_works_on(services: Services) -> None:
+    services.does("learner.1", "os.kill(os.getpid(), 9)")
+    services.when(lambda: len(services.starts("learner")) == 2, services.end)
+    assert services.launcher().run() == 0
+    first, second = services.starts("learner")
+    assert "run.resume=true" not in first
+    assert "run.resume=true" in second
+    assert len(services.starts("actor-0")) == 1
+
+
+def test_all_ranks_of_the_learner_are_started_again_when_one_dies(services: Services) -> None:
+    services.does("learner-1", WORK)
+    services.does("learner-1.1", "time.sleep(0.2); os.kill(os.getpid(), 9)")
+    services.when(lambda: len(services.starts("learner")) == 2, services.end)
+    assert services.launcher(learner_processes=2).run() == 0
+    assert len(services.starts("learner-1")) == 2
+    assert not is_alive(int(services.starts("learner")[0][0]))
+
+
+def test_what_a_dead_actor_leaves_in_its_group_is_ended_before_it_is_started_again(services: Services) -> None:
+    orphan = "child = subprocess.Popen(['sleep', '600']); (folder / 'child').write_text(str(child.pid))"
+    services.does("actor-0.1", f"{orphan}; os.kill(os.getpid(), 9)")
+    was_alive: list[bool] = []
+    services.when(
+        lambda: len(services.starts("actor-0")) == 2,
+        lambda: (was_alive.append(is_alive(int((services.folder / "child").read_text()))), services.end()),
+    )
+    assert services.launcher().run() == 0
+    assert was_alive == [False]
+
+
+@pytest.mark.parametrize("name", ["learner", "actor-0"])
+def test_service_that_keeps_dying_ends_the_run_when_its_restarts_are_spent(services: Services, name: str) -> None:
+    services.does(name, "print('out of memory', flush=True); sys.exit(1)")
+    with pytest.raises(LaunchError, match=f"{name} ended with exit status 1 after 2 of 2 restarts") as error:
+        services.launcher(max_restarts=2).run()
+    assert len(services.starts(name)) == 3
+    # The learner speaks on the terminal itself.
+    assert ("out of memory" in str(error.value)) == (name == "actor-0")
+
+
+def test_mistake_of_the_user_ends_the_run_at_once(services: Services) -> None:
+    services.does("learner", "sys.exit(2)")
+    assert services.launcher().run() == 2
+    assert len(services.starts("learner")) == 1
+
+
+def test_mistake_that_only_an_actor_sees_ends_the_run_with_the_end_of_its_log(services: Services) -> None:
+    services.does("actor-0", "print('error: task.reward'); sys.exit(2)")
+    with pytest.raises(LaunchError, match=r"actor-0 ended with exit status 2(.|\n)*error: task.reward"):
+        services.launcher().run()
+
+
+def test_learner_that_gave_up_is_not_started_again(services: Services) -> None:
+    services.does("learner", "sys.exit(3)")
+    with pytest.raises(LaunchError, match="learner ended with exit status 3"):
+        services.launcher().run()
+    assert len(services.starts("learner")) == 1
+
+
+def test_actor_that_a_failing_learner_sent_away_comes_back_with_the_next_learner(services: Services) -> None:
+    services.does("actor-0.1", "sys.exit(0)")
+    services.does("learner.1", "time.sleep(0.5); sys.exit(1)")
+    services.when(lambda: len(services.starts("actor-0")) == 2, services.end)
+    assert services.launcher().run() == 0
+
+
+def test_actor_that_left_in_good_order_is_not_started_again(services: Services) -> None:
+    services.does("actor-0", "sys.exit(0)")
+    services.does("learner", "time.sleep(0.8)")
+    assert services.launcher().run() == 0
+    assert len(services.starts("actor-0")) == 1
+
+
+def test_signal_asks_the_learner_to_stop_and_leaves_nothing_behind(services: Services) -> None:
+    drain = "import signal; signal.signal(signal.SIGTERM, lambda *_: (folder / 'end').touch()); (folder / 'ready').touch()"
+    services.does("learner", f"{drain}\n{WORK}")
+    services.when((services.folder / "ready").exists, lambda: services.stop._on_signal(signal.SIGINT, None))
+    assert services.launcher().run() == 130
+    assert not any(is_alive(int(start[0])) for start in services.starts("learner") + services.starts("actor-0"))
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(240)
+def test_kill_of_the_launcher_leaves_no_service_and_no_child_of_one(tmp_path: Path, tiny_model: Path) -> None:
+    """With the real command line: an actor that has reward workers, and a learner."""
+    from tests.deploy.services import services_in, write_config
+
+    with services_in(tmp_path) as services:
+        config = write_config(tmp_path, tiny_model, actor={"engine": "transformers", "engine_options": {}})
+        train = services.start("train", config)
+        services.wait_for(lambda: len(descendants(train.pid)) >= 4, "learner, actor, and the actor's reward worker", 150)
+        left = descendants(train.pid)
+        train.kill()
+        wait_for(lambda: not any(map(is_alive, left)))
+
+
+def descendants(pid: int) -> list[int]:
+    listing = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    parents = {int(child): int(parent) for child, parent in (line.split() for line in listing.splitlines())}
+    found, front = [], [pid]
+    while front:
+        front = [child for child, parent in parents.items() if parent in front]
+        found += front
+    return found
+
+
+def test_restarts_wait_longer_each_time_and_come_back_after_ten_minutes_of_work() -> None:
+    budget = RestartBudget(max_restarts=6)
+    assert [budget.spend(now) for now in range(5)] == [1, 2, 4, 8, 10]
+    budget.note_start(10)
+    assert budget.spend(10 + 599) == 10
+    assert budget.spend(10 + 599) is None
+    budget.note_start(1000)
+    assert budget.spend(1000 + 600) == 1
+
+
+def test_port_of_the_hub_is_none_that_a_reconnecting_actor_could_be_given(services: Services) -> None:
+    services.end()
+    services.launcher().run()
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    settings = (services.folder / "run" / "launch.toml").read_text()
+    port = int(settings.split('address = "tcp://127.0.0.1:')[1].split('"')[0])
+    assert 1024 < port < lowest

@@ -1,0 +1,96 @@
+"""`offbeat set` as its user meets it: what is asked, printed and refused."""
+
+import getpass
+import socket
+from pathlib import Path
+
+import pytest
+
+from common.settings import SettingError
+from common.shutdown import ServiceError
+from deploy.live import link as questions
+from deploy.live.set import requested, tune
+from protocols.channels import Link
+from protocols.messages import Refused, SettingChange, TuneReport, TuneRequest
+from tests.deploy.live.operator_desk import Desk
+from tests.deploy.services import free_port, services_in, write_config
+from tests.deploy.test_cli import offbeat
+
+CHANGE = SettingChange("staleness.max_staleness", "4", "8", "me@host", 0.0, 12)
+
+
+def test_settings_may_be_named_as_short_as_they_are_clear() -> None:
+    assert requested(["max_staleness=8", "train.learning_rate = 1e-4", "max_inflight_groups=2"]) == {
+        "staleness.max_staleness": "8",
+        "train.learning_rate": "1e-4",
+        "actor.max_inflight_groups": "2",
+    }
+    assert requested(["max_off_policy_steps=8"]) == {"staleness.max_staleness": "8"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["max_stalenes=8"], "max_staleness"),
+        (["clip=3"], "Write reward.clip or advantage.clip"),
+        (["max_staleness"], "no value is given"),
+        (["max_staleness="], "no value is given"),
+        (["max_staleness=8", "staleness.max_staleness=9"], "it is given twice"),
+    ],
+)
+def test_what_is_no_setting_is_not_asked_for(arguments: list[str], said: str) -> None:
+    with pytest.raises(SettingError, match=said):
+        requested(arguments)
+
+
+def test_learner_is_asked_under_the_operators_key_and_its_changes_are_printed(
+    desks: list[Desk], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    desks.append(Desk(tmp_path / "keys", TuneReport(policy_version=12, changed=(CHANGE,), warnings=("a narrow band",))))
+    settings = {"staleness.max_staleness": "8"}
+    assert tune(desks[0].open_link, desks[0].address, settings)
+    assert desks[0].asked == [TuneRequest(settings=settings, who=f"{getpass.getuser()}@{socket.gethostname()}")]
+    printed = capsys.readouterr()
+    assert printed.out == "staleness.max_staleness: 4 -> 8 at policy version 12\n"
+    assert printed.err == "warning: a narrow band\n"
+
+
+def test_values_that_the_run_has_already_are_said_to_be_so(
+    desks: list[Desk], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    desks.append(Desk(tmp_path / "keys", TuneReport(policy_version=12)))
+    assert tune(desks[0].open_link, desks[0].address, {"staleness.max_staleness": "8"})
+    assert "nothing to change" in capsys.readouterr().out
+
+
+def test_refusal_is_printed_as_the_learner_says_it(
+    desks: list[Desk], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    desks.append(Desk(tmp_path / "keys", TuneReport(policy_version=12, error="train.num_steps = 3: it cannot be changed")))
+    assert not tune(desks[0].open_link, desks[0].address, {"train.num_steps": "3"})
+    assert capsys.readouterr().err == "error: train.num_steps = 3: it cannot be changed\n"
+
+
+def test_key_that_may_not_ask_ends_with_the_reason(desks: list[Desk], tmp_path: Path) -> None:
+    desks.append(Desk(tmp_path / "keys", Refused(reason="an actor's key")))
+    with pytest.raises(ServiceError, match="refused to answer: an actor's key"):
+        tune(desks[0].open_link, desks[0].address, {"staleness.max_staleness": "8"})
+
+
+def test_nobody_there_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions, "ANSWER_S", 0.5)
+    address = f"tcp://127.0.0.1:{free_port()}"
+
+    def open_link() -> Link:
+        return Link(address, identity=b"ops", max_message_bytes=1 << 20)
+
+    with pytest.raises(ServiceError, match=r"no answer from .* within 0.5 s: nothing listens there"):
+        tune(open_link, address, {"staleness.max_staleness": "8"})
+
+
+def test_command_refuses_an_unknown_setting_before_it_looks_for_the_learner(tmp_path: Path, tiny_model: Path) -> None:
+    with services_in(tmp_path):
+        config = write_config(tmp_path, tiny_model)
+    result = offbeat("set", config, "max_stalenes=8", folder=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("error: setting = ")

@@ -1,0 +1,101 @@
+"""What an operator is shown, and what happens when nobody answers."""
+
+import io
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from common.shutdown import ServiceError
+from deploy.live import link as questions
+from deploy.live.status import render, show_status
+from protocols.channels import Link
+from protocols.messages import MemberStatus, Refused, SettingChange, StatusReport, StatusRequest
+from tests.deploy.live.operator_desk import Desk
+from tests.deploy.services import free_port
+
+REPORT = StatusReport(
+    run_id="abc",
+    policy_version=7,
+    num_steps=100,
+    published_version=6,
+    doing="training step 8",
+    doing_s=2.5,
+    waiting_for="3 groups ready, 5 being generated",
+    uptime_s=3723.0,
+    members=(
+        MemberStatus("good", "working", 6, 3, 4, 1234.0, 0.2, "vllm 1"),
+        MemberStatus("bad", "quarantined", -1, 0, 4, 0.0, 9.0, "vllm 1"),
+    ),
+    ledger={"leased": 12, "trained": 4, "dropped/stale": 1, "expired": 0, "in flight": 7},
+    num_ready=3,
+    num_generating=5,
+    epoch=1,
+    epoch_position=0.25,
+    log_bytes=3 << 20,
+    problems=("the disk is full",),
+    rejected={"bad: a lease that is not its own": 3},
+)
+
+
+def shown(report: StatusReport) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    console.print(render(report))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_report_shows_members_sums_and_what_the_run_waits_for() -> None:
+    text = shown(REPORT)
+    for wanted in (
+        "step 7 of 100",
+        "1:02:03",
+        "training step 8 for 2.5 s",
+        "3 groups ready, 5 being generated",
+        "epoch 1 (25%)",
+    ):
+        assert wanted in text
+    assert "leased 12   trained 4   dropped/stale 1   expired 0   in flight 7" in text
+    good = next(line for line in text.splitlines() if " good " in line)
+    assert [cell.strip() for cell in good.split("│")[1:-1]] == [
+        "good", "working", "6", "1", "3/4", "1234", "0.2 s", "vllm 1"
+    ]  # fmt: skip
+    assert "! the disk is full" in text
+    assert "a lease that is not its own" in text
+
+
+def test_report_shows_which_settings_are_not_the_configs_and_whose_they_are() -> None:
+    change = SettingChange("staleness.max_staleness", "4", "8", "me@host (key ops)", 0.0, 12)
+    text = shown(msgspec.structs.replace(REPORT, tuned=(change,)))
+    assert "set: staleness.max_staleness = 8 (config: 4), by me@host (key ops) at version 12, 19" in text
+
+
+def test_report_without_actors_says_so() -> None:
+    assert "no actor is connected" in shown(msgspec.structs.replace(REPORT, members=()))
+
+
+def test_status_asks_with_the_operators_key_and_prints_json(
+    desks: list[Desk], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    desks.append(Desk(tmp_path / "keys", REPORT))
+    show_status(desks[0].open_link, desks[0].address, as_json=True)
+    assert msgspec.json.decode(capsys.readouterr().out, type=StatusReport) == REPORT
+    assert desks[0].asked == [StatusRequest()]
+
+
+def test_refusal_is_told_with_its_reason(desks: list[Desk], tmp_path: Path) -> None:
+    desks.append(Desk(tmp_path / "keys", Refused(reason="an actor's key")))
+    with pytest.raises(ServiceError, match="refused to answer: an actor's key"):
+        show_status(desks[0].open_link, desks[0].address, as_json=False)
+
+
+def test_nobody_there_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions, "ANSWER_S", 0.5)
+    address = f"tcp://127.0.0.1:{free_port()}"
+
+    def open_link() -> Link:
+        return Link(address, identity=b"ops", max_message_bytes=1 << 20)
+
+    with pytest.raises(ServiceError, match=r"no answer from .* within 0.5 s: nothing listens there"):
+        show_status(open_link, address, as_json=False)

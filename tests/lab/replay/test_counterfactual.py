@@ -1,0 +1,635 @@
+"""Recorded runs under other bounds: hand-made logs with known outcomes, and runs of the real dispatcher that replay exactly."""
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.config import Config, ModelSection, StalenessSection, TaskSection, TrainSection
+from lab.replay.counterfactual import (
+    NEVER_GENERATED,
+    Outcome,
+    Recording,
+    differences,
+    read_recording,
+    recorded_outcome,
+    replay,
+)
+from learner.leases.groups import Group
+from learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
+from learner.leases.recovery import DispatcherState, recover
+from learner.leases.rollout_log import LogFullError, Position, Record, read_log, read_record
+from protocols.messages import Cancel, CompletionMeta, GroupDone, Lease, LeaseFailed, Segment
+from tests.learner.dispatch.test_dispatcher import Actor, Desk, make_prompts
+from tests.learner.leases.test_recovery import open_log
+
+# Hand-made logs
+
+
+class Tale:
+    """A log written by hand: a second for each record and each selection, a completion of two tokens in every group."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.now = 0.0
+        self.selected = (0.0, 0)
+
+    def add(self, event: LeaseEvent, *arrays: bytes) -> None:
+        self.records.append(Record(Position(1, len(self.records)), event, tuple(map(memoryview, arrays))))
+        self.now += 1.0
+
+    def start(self, version: int = 0) -> None:
+        self.first = len(self.records)
+        self.add(Started(at=self.now, run_id="r", learner_incarnation=1, policy_version=version))
+
+    def grant(self, *lease_ids: int, version: int, oldest: int | None = None) -> None:
+        for lease_id in lease_ids:
+            self.add(
+                Granted(
+                    at=self.now,
+                    lease_id=lease_id,
+                    prompt_id=lease_id,
+                    epoch=0,
+                    actor="a",
+                    policy_version=version,
+                    oldest_version=version if oldest is None else oldest,
+                )
+            )
+
+    def accept(self, *lease_ids: int, versions: tuple[int, ...] = (0,)) -> None:
+        for lease_id in lease_ids:
+            segments = tuple(Segment(version, token) for token, version in enumerate(versions))
+            meta = CompletionMeta(num_tokens=2, finish_reason="stop", reward=1.0, segments=segments)
+            event = Accepted(at=self.now, lease_id=lease_id, actor="a", completions=(meta,), generate_s=1.0, policy_version=0)
+            self.add(event, bytes(8), bytes(8))
+
+    def drop(self, lease_id: int, reason: str) -> None:
+        self.add(Dropped(at=self.now, lease_id=lease_id, reason=reason, is_final=False))
+
+    def expire(self, lease_id: int) -> None:
+        self.add(Expired(at=self.now, lease_id=lease_id, reason="late"))
+
+    def tune(self, **settings: str) -> None:
+        texts = {f"staleness.{name}": text for name, text in settings.items()}
+        self.add(Tuned(at=self.now, settings=texts, who="me", reason="", policy_version=0))
+
+    def select(self) -> None:
+        self.selected = (self.now, len(self.records) - self.first)
+        self.now += 1.0
+
+    def train(self, *lease_ids: int, version: int, num_steps: int = 1) -> None:
+        at, after = self.selected
+        self.add(
+            Trained(
+                at=self.now,
+                lease_ids=lease_ids,
+                policy_version=version,
+                num_steps=num_steps,
+                selected_at=at,
+                selected_after=after,
+            )
+        )
+
+    @property
+    def recording(self) -> Recording:
+        return read_recording(self.records)
+
+
+def make_config(*, groups_per_step: int = 1, steps_per_batch: int = 1, epochs_per_batch: int = 1, **staleness: Any) -> Config:
+    return Config(
+        model=ModelSection(path="model"),
+        task=TaskSection(train_data="data.jsonl"),
+        staleness=StalenessSection(**staleness),
+        train=TrainSection(
+            num_steps=40,
+            groups_per_step=groups_per_step,
+            steps_per_batch=steps_per_batch,
+            epochs_per_batch=epochs_per_batch,
+        ),
+    )
+
+
+def lease_ids(outcome: Outcome) -> list[list[int]]:
+    return [[group.lease_id for group in batch.groups] for batch in outcome.batches]
+
+
+def adds_up(outcome: Outcome) -> bool:
+    num_trained = sum(len(batch.groups) for batch in outcome.batches)
+    return len(outcome.admitted) == num_trained + len(outcome.dropped) + len(outcome.expired) + outcome.num_left
+
+
+def tell(*, is_ticked_late: bool = False) -> Tale:
+    """Bound 2, one group a step: three leases at once, the third is late and lags by 3; `is_ticked_late`: a tick before it."""
+    tale = Tale()
+    tale.start()
+    tale.grant(0, 1, 2, version=0)
+    tale.accept(0, versions=(0, 0))
+    tale.select()
+    tale.train(0, version=0)
+    tale.grant(3, version=1)
+    tale.accept(1)
+    tale.select()
+    tale.train(1, version=1)
+    tale.grant(4, version=2)
+    tale.accept(3, versions=(1,))
+    tale.select()
+    tale.train(3, version=2)
+    if is_ticked_late:
+        tale.grant(9, version=3)
+    tale.accept(2)
+    tale.select()
+    tale.train(2, version=3)
+    return tale
+
+
+@pytest.fixture
+def tale() -> Tale:
+    return tell()
+
+
+def test_the_recorded_settings_give_what_was_recorded(tale: Tale) -> None:
+    config = make_config(max_staleness=2)
+    recorded = recorded_outcome(tale.recording, config)
+    outcome = replay(tale.recording, config)
+    assert differences(recorded, outcome) == []
+    assert (outcome.admitted, outcome.arrived) == ([0, 1, 2, 3, 4], [0, 1, 3, 2])
+    assert lease_ids(outcome) == [[0], [1], [3], [2]]
+    assert outcome.lags == [0, 1, 1, 3]
+    assert [group.is_over_bound for batch in outcome.batches for group in batch.groups] == [False, False, False, True]
+    assert (outcome.num_left, outcome.num_older) == (recorded.num_left, 0) == (1, 0)
+    assert outcome.duration_s == recorded.duration_s == 17.0
+
+
+def test_narrower_bound_admits_fewer_leases_and_those_alone_arrive(tale: Tale) -> None:
+    outcome = replay(tale.recording, make_config(max_staleness=2), {"staleness.max_staleness": "0"})
+    # One lease at a time: 1 and 2 were granted while 0 is open, 4 while 3 is.
+    assert (outcome.num_recorded, outcome.admitted, outcome.arrived) == (5, [0, 3], [0, 3])
+    assert lease_ids(outcome) == [[0], [3]]
+    assert outcome.lags == [0, 0]
+    assert adds_up(outcome)
+
+
+def test_late_learner_takes_the_median_time_and_its_weights_are_as_late_as_it_is(tale: Tale) -> None:
+    tale.grant(5, version=4, oldest=2)
+    tale.accept(5, versions=(2,))
+    tale.select()
+    tale.train(5, version=4)
+    assert (tale.recording.train_s, tale.recording.pause_s) == (1.0, 2.0)
+    outcome = replay(tale.recording, make_config(max_staleness=2), {"staleness.max_staleness": "0"})
+    assert lease_ids(outcome) == [[0], [3], [5]]
+    # 0 is selected where it was, at 5; 3 arrives at 12 and 5 at 19, after the recorded selections at 9 and 13.
+    assert [batch.at for batch in outcome.batches] == [6.0, 13.0, 20.0]
+    # 5 was sampled under the recorded version 2, of 10, when the replayed learner had made 1; it has made 2 when it takes 5.
+    assert outcome.lags == [0, 0, 1]
+    assert outcome.num_older == 1
+
+
+def test_late_learner_pauses_between_batches_as_the_recorded_one_did_at_least() -> None:
+    tale = Tale()
+    tale.start()
+    tale.grant(0, 1, 2, version=0)
+    tale.accept(0)
+    tale.select()
+    tale.train(0, version=0)
+    tale.select()
+    tale.accept(1)
+    tale.train(1, version=1)
+    tale.accept(2)
+    tale.select()
+    tale.train(2, version=2)
+    tale.grant(3, 4, 5, 6, version=3)
+    recording = tale.recording._replace(train_s=3.0, pause_s=2.0)
+    # By an error of this log 1 arrives, at 8, after its selection: the replayed learner is late from there on.
+    outcome = replay(recording, make_config(max_staleness=2))
+    assert [batch.at for batch in outcome.batches] == [6.0, 8.0 + 3.0, 11.0 + 2.0 + 3.0]
+
+
+def test_wider_bound_shows_what_was_recorded_and_no_more(tale: Tale) -> None:
+    outcome = replay(tale.recording, make_config(max_staleness=2), {"staleness.max_staleness": "9"})
+    assert lease_ids(outcome) == [[0], [1], [3], [2]]
+    assert not any(group.is_over_bound for batch in outcome.batches for group in batch.groups)
+
+
+def test_straggler_is_dropped_under_drop_and_aborted_while_it_is_generated_under_abort(tale: Tale) -> None:
+    tale.grant(5, version=4)
+    config = make_config(max_staleness=2)
+    dropping = replay(tale.recording, config, {"staleness.staleness_policy": '"drop"'})
+    assert dropping.dropped == [(2, "stale")]
+    assert lease_ids(dropping) == [[0], [1], [3]]
+    aborting = replay(tale.recording, config, {"staleness.staleness_policy": '"abort"'})
+    # At version 3 lease 2 is too old; the next tick that the log knows of is the grant of 5, and 2 has arrived by then.
+    assert aborting.dropped == [(2, "stale")]
+    aborting = replay(tell(is_ticked_late=True).recording, config, {"staleness.staleness_policy": '"abort"'})
+    assert (aborting.dropped, aborting.arrived) == ([(2, "aborted")], [0, 1, 3])
+
+
+def test_group_that_only_the_recorded_bound_aborted_never_arrives_and_one_it_dropped_is_trained() -> None:
+    tale = Tale()
+    tale.start()
+    tale.grant(0, 1, version=0)
+    tale.accept(0)
+    tale.select()
+    tale.train(0, version=0)
+    tale.drop(1, "aborted")
+    tale.grant(2, version=1)
+    tale.accept(2, versions=(0,))
+    tale.drop(2, "stale")
+    tale.grant(3, version=1)
+    tale.accept(3, versions=(1,))
+    tale.select()
+    tale.train(3, version=1)
+    config = make_config(max_staleness=0, staleness_policy="abort")
+    outcome = replay(tale.recording, config, {"staleness.max_staleness": "1", "staleness.staleness_policy": '"gate"'})
+    assert outcome.dropped == [(1, NEVER_GENERATED)]
+    assert lease_ids(outcome) == [[0], [2]]
+    assert outcome.lags == [0, 1]
+    assert adds_up(outcome)
+
+
+def test_groups_are_selected_in_the_order_of_arrival_or_of_their_leases() -> None:
+    tale = Tale()
+    tale.start()
+    tale.grant(0, 1, 2, version=0)
+    tale.accept(2, 0, 1)
+    for version, lease_id in enumerate((0, 1, 2)):
+        tale.select()
+        tale.train(lease_id, version=version)
+    config = make_config(max_staleness=2)
+    assert lease_ids(replay(tale.recording, config)) == [[0], [1], [2]]
+    assert lease_ids(replay(tale.recording, config, {"staleness.selection": '"first_finished"'})) == [[2], [0], [1]]
+
+
+def test_lag_is_of_the_last_of_a_batchs_steps_and_epochs() -> None:
+    tale = Tale()
+    tale.start()
+    tale.grant(0, 1, version=0)
+    tale.accept(0, 1)
+    tale.select()
+    tale.train(0, 1, version=0, num_steps=4)
+    config = make_config(steps_per_batch=2, epochs_per_batch=2, max_staleness=3)
+    outcome = replay(tale.recording, config)
+    assert differences(recorded_outcome(tale.recording, config), outcome) == []
+    # Steps 0 1 0 1: lease 0 is trained on last at version 2, lease 1 at version 3.
+    assert outcome.lags == [2, 3]
+
+
+def test_what_the_bound_does_not_decide_is_taken_as_recorded() -> None:
+    tale = Tale()
+    tale.start()
+    tale.grant(0, 1, 2, version=0)
+    tale.expire(0)
+    tale.accept(1)
+    tale.drop(1, "zero_variance")
+    tale.drop(2, "reward_error")
+    outcome = replay(tale.recording, make_config(max_staleness=4))
+    assert (outcome.expired, outcome.dropped, outcome.num_left) == ([0], [(1, "zero_variance"), (2, "reward_error")], 0)
+    # 1 and 2 were never admitted here, so nothing is to be taken.
+    narrow = replay(tale.recording, make_config(max_staleness=4), {"staleness.max_staleness": "0"})
+    assert (narrow.admitted, narrow.expired, narrow.dropped) == ([0], [0], [])
+
+
+def test_late_learner_never_trains_on_a_group_that_its_arrival_got_dropped(tale: Tale) -> None:
+    tale.grant(5, version=4)
+    tale.accept(5, versions=(4,))
+    tale.drop(5, "zero_variance")
+    outcome = replay(tale.recording, make_config(max_staleness=2), {"staleness.max_staleness": "0"})
+    assert lease_ids(outcome) == [[0], [3]]
+    assert outcome.dropped == [(5, "zero_variance")]
+
+
+def test_restart_undoes_the_batches_after_its_checkpoint_and_their_groups_are_there_again(tale: Tale) -> None:
+    tale.start(version=1)
+    tale.select()
+    tale.train(1, version=1)
+    config = make_config(max_staleness=2)
+    outcome = replay(tale.recording, config)
+    assert differences(recorded_outcome(tale.recording, config), outcome) == []
+    assert [batch.groups[0].lease_id for batch in outcome.trainings] == [0, 1, 3, 2, 1]
+    assert lease_ids(outcome) == [[0], [1]]
+    assert outcome.num_left == 3
+    # Under the narrow bound the replayed learner was at version 1, too, when the recorded one was; 3 is undone.
+    narrow = replay(tale.recording, config, {"staleness.max_staleness": "0"})
+    assert [batch.groups[0].lease_id for batch in narrow.trainings] == [0, 3, 3]
+    assert lease_ids(narrow) == [[0], [3]]
+
+
+def test_group_sampled_under_weights_that_no_record_tells_of_is_as_old_as_it_says() -> None:
+    tale = Tale()
+    tale.start()
+    tale.grant(0, 1, 2, version=0)
+    # A power failure took the record of the first step, and not the weights from the actor that had them.
+    tale.start(version=0)
+    tale.accept(2, versions=(1,))
+    tale.accept(0, 1)
+    for version, lease_id in enumerate((0, 1, 2)):
+        tale.select()
+        tale.train(lease_id, version=version)
+    config = make_config(max_staleness=2)
+    outcome = replay(tale.recording, config)
+    assert differences(recorded_outcome(tale.recording, config), outcome) == []
+    assert outcome.lags == [0, 1, 1]
+
+
+def test_restart_finds_the_replayed_learner_as_late_as_it_was_at_the_checkpoint(tale: Tale) -> None:
+    """The recorded learner goes back to its version 3, when the replayed one had made 2."""
+    tale.start(version=3)
+    tale.grant(5, version=3)
+    tale.accept(5, versions=(3,))
+    tale.select()
+    tale.train(5, version=3)
+    outcome = replay(tale.recording, make_config(max_staleness=2), {"staleness.max_staleness": "0"})
+    assert lease_ids(outcome) == [[0], [3], [5]]
+    assert outcome.lags == [0, 0, 0]
+    assert [batch.policy_version for batch in outcome.batches] == [0, 1, 2]
+
+
+def test_restart_undoes_what_a_late_learner_is_at(tale: Tale) -> None:
+    tale.start(version=4)
+    tale.now = 300.0
+    tale.expire(4)
+    recording = tale.recording._replace(train_s=100.0)
+    outcome = replay(recording, make_config(max_staleness=2), {"staleness.max_staleness": "0"})
+    # 3 arrives at 12, the restart is at 18.
+    assert [batch.at for batch in outcome.trainings] == [6.0, 118.0]
+
+
+def test_nothing_is_dropped_for_its_age_before_a_batch_is_at_hand() -> None:
+    tale = Tale()
+    tale.start()
+    tale.grant(0, 1, 2, 3, version=0)
+    tale.accept(0, 1)
+    tale.select()
+    tale.train(0, 1, version=0)
+    tale.grant(4, 5, version=1)
+    tale.accept(4, 5, versions=(1,))
+    tale.select()
+    tale.train(4, 5, version=1)
+    tale.accept(2)
+    tale.select()
+    tale.expire(3)
+    tale.train(2, version=2)
+    config = make_config(groups_per_step=2, max_staleness=1, staleness_policy="drop")
+    outcome = replay(tale.recording, config)
+    # 2 lags by 2, but without another group nobody would train on it.
+    assert (lease_ids(outcome), outcome.dropped, outcome.num_left) == ([[0, 1], [4, 5]], [], 1)
+
+
+def test_settings_changed_while_the_run_went_on_are_followed_but_for_those_of_the_replay() -> None:
+    tale = Tale()
+    tale.start()
+    tale.grant(0, version=0)
+    tale.tune(max_staleness="1")
+    tale.grant(1, version=0)
+    config = make_config(max_staleness=0)
+    assert replay(tale.recording, config).admitted == [0, 1]
+    assert differences(recorded_outcome(tale.recording, config), replay(tale.recording, config)) == []
+    assert replay(tale.recording, config, {"staleness.max_staleness": "0"}).admitted == [0]
+    assert replay(tale.recording, config, {"staleness.selection": '"first_finished"'}).admitted == [0, 1]
+
+
+def test_leases_that_began_under_older_weights_than_the_bound_lets_begin_are_counted(tale: Tale) -> None:
+    tale.grant(5, version=4, oldest=1)
+    config = make_config(max_staleness=2)
+    # Trained next but one, 4 being open: at version 5, so that weights 3 are the oldest allowed.
+    assert replay(tale.recording, config).num_older == 1
+    assert replay(tale.recording, config, {"staleness.max_staleness": "4"}).num_older == 0
+
+
+def test_replay_that_is_not_what_was_recorded_says_where(tale: Tale) -> None:
+    recorded = recorded_outcome(tale.recording, make_config(max_staleness=2))
+    found = differences(recorded, replay(tale.recording, make_config(max_staleness=1)))
+    assert found[0] == "admitted: number 2 is 2 in the log, and 3 in the replay"
+    assert [text.split(":")[0] for text in found] == ["admitted", "trained", "trained and kept"]
+    shorter = recorded._replace(expired=[7])
+    assert differences(recorded, shorter) == ["expired: 0 in the log, and 1 in the replay"]
+
+
+def test_log_without_a_batch_replays_as_nothing() -> None:
+    assert replay(read_recording([]), make_config()).batches == []
+    assert read_recording([]).train_s == 0.0
+
+
+# Runs of the real dispatcher
+
+NUM_PROMPTS = 7
+PROMPTS = make_prompts(NUM_PROMPTS, "train")
+
+
+class Worker(Actor):
+    """An actor that answers when it is told to."""
+
+    def __init__(self, desk: Desk, name: str) -> None:
+        super().__init__(desk, name)
+        self.jobs: dict[int, int] = {}
+        """Leases, with the version that each was begun under."""
+        self.version = 0
+
+    def come(self) -> None:
+        self.join(capacity=5, policy_version=self.desk.dispatcher._published_version, lease_ids=list(self.jobs))
+        self.version = self.desk.dispatcher._published_version
+
+    def read(self) -> None:
+        for lease in self.heard(Lease):
+            self.jobs[lease.lease_id] = max(self.version, lease.min_policy_version)
+        for cancel in self.heard(Cancel):
+            for lease_id in cancel.lease_ids:
+                self.jobs.pop(lease_id, None)
+
+    def finish(self, lease_id: int, rewards: tuple[float, ...]) -> None:
+        begun = self.jobs.pop(lease_id)
+        segments = (Segment(begun, 0), Segment(self.version, 1)) if self.version > begun else (Segment(begun, 0),)
+        completions = tuple(CompletionMeta(3, "stop", reward, segments) for reward in rewards)
+        done = GroupDone(lease_id=lease_id, completions=completions, generate_s=0.1)
+        self.say(done, np.ones(6, np.int32), np.full(6, -1.0, np.float32))
+
+
+class Play:
+    """A run with two actors, whose learner may die; `act` does whatever the numbers say."""
+
+    def __init__(self, folder: Path, config: Config, *, drop_zero_variance: bool) -> None:
+        self.folder = folder
+        self.config = config
+        self.drop_zero_variance = drop_zero_variance
+        self.rows: list[dict[str, Any]] = []
+        self.saved: tuple[int, bytes] | None = None
+        self.training: list[Group] | None = None
+        self.start()
+        self.workers = [Worker(self.desk, name) for name in "ab"]
+        for worker in self.workers:
+            worker.come()
+
+    def start(self) -> None:
+        version = self.saved[0] if self.saved else 0
+        state = msgspec.msgpack.decode(self.saved[1], type=DispatcherState) if self.saved else None
+        after = state.log_end if state else Position(0, 0)
+        self.log = open_log(self.folder, [], after=after)
+        recovered = recover(
+            state, read_log(self.folder, after), lambda position: read_record(self.folder, position), PROMPTS, seed=0
+        )
+        train = self.config.train
+        self.version = version
+        self.desk = Desk(
+            staleness=self.config.staleness,
+            groups_per_step=train.groups_per_step,
+            steps_per_batch=train.steps_per_batch,
+            epochs_per_batch=train.epochs_per_batch,
+            num_steps=train.num_steps,
+            policy_version=version,
+            newest_version=recovered.newest_version,
+            max_failed_leases=10**9,
+            drop_zero_variance=self.drop_zero_variance,
+            num_prompts=NUM_PROMPTS,
+            stream=recovered.stream,
+            ledger=recovered.ledger,
+            log=self.log,
+            tuned=recovered.tuned,
+        )
+        self.desk.dispatcher.begin()
+
+    def act(self, what: str, who: int, pick: int) -> None:
+        with suppress(LogFullError):
+            self._act(what, who, pick)
+
+    def _act(self, what: str, who: int, pick: int) -> None:
+        worker = self.workers[who]
+        match what:
+            case "round":
+                self.desk.tick()
+                for each in self.workers:
+                    each.read()
+            case "step":
+                # One actor works, the other's leases grow old.
+                self.act("round", who, pick)
+                while worker.jobs:
+                    worker.finish(min(worker.jobs), (0.0, 1.0))
+                self.act("select", who, pick)
+                self.act("train", who, pick)
+                self.act("commit", who, pick)
+            case "answer":
+                for _ in range(min(1 + pick % 3, len(worker.jobs))):
+                    rewards = (1.0, 1.0) if pick % 5 == 4 else (0.0, 1.0)
+                    worker.finish(list(worker.jobs)[pick % len(worker.jobs)], rewards)
+            case "commit":
+                worker.version = self.desk.dispatcher._published_version
+                worker.commit(worker.version)
+            case "select" if self.training is None and self.version < self.config.train.num_steps:
+                self.training = self.desk.batch()
+            case "train" if self.training is not None:
+                self.version += self.config.train.steps_per_batch * self.config.train.epochs_per_batch
+                self.desk.dispatcher.finish_batch(self.training, self.version)
+                self.desk.dispatcher.publish(self.version)
+                self.training = None
+            case "fail" if worker.jobs:
+                lease_id = worker.jobs.popitem()[0]
+                worker.say(LeaseFailed(lease_id=lease_id, reason="returned" if pick % 2 else "reward_error"))
+            case "distrust" if self.training is None:
+                self.desk.dispatcher.judge_canary(worker.name, worker.version, "wrong" if pick % 2 else "")
+            case "tune":
+                least = self.desk.dispatcher._staleness.batch_steps - 1
+                self.desk.dispatcher.tune({"staleness.max_staleness": str(least + pick % 4)}, "me")
+            case "save" if self.training is None:
+                self.saved = (self.version, msgspec.msgpack.encode(self.desk.dispatcher.state()))
+            case "disk":
+                self.log.is_disk_full = not self.log.is_disk_full
+            case "die":
+                self.make_room()
+                self.end()
+                self.training = None
+                self.start()
+                for each in self.workers:
+                    each.desk = self.desk
+                    each.come()
+            case _:
+                pass
+
+    def make_room(self) -> None:
+        """The log has all that the learner knows, so that both can be compared."""
+        self.log.is_disk_full = False
+        self.desk.tick()
+
+    def end(self) -> None:
+        self.log.close()
+        self.rows += self.desk.rows_of("group")
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    steps, epochs = draw(st.sampled_from([(1, 1), (1, 1), (2, 1), (1, 2), (2, 2)]))
+    policy = draw(st.sampled_from(["gate", "gate", "drop", "abort"]))
+    most = steps * epochs - 1 + draw(st.integers(0, 3))
+    hard = draw(st.sampled_from([None, most, most + 1])) if policy == "gate" else None
+    measured = draw(st.sampled_from(["oldest_token", "token_mean", "last_segment"])) if policy != "abort" else "oldest_token"
+    return make_config(
+        groups_per_step=draw(st.integers(1, 2)),
+        steps_per_batch=steps,
+        epochs_per_batch=epochs,
+        max_staleness=most,
+        staleness_policy=policy,
+        # A change of the bound while the run goes on may not go above it.
+        hard_max_staleness=hard if hard is None else hard + 4,
+        lag_of=measured,
+        selection=draw(st.sampled_from(["oldest_lease", "first_finished"])),
+    )
+
+
+WHAT = st.sampled_from(
+    ["step"] * 6
+    + ["round", "answer"] * 4
+    + ["commit", "select", "train"] * 2
+    + ["fail", "distrust", "tune", "save", "die", "disk"]
+)
+
+
+@settings(max_examples=40)
+@given(
+    config=configs(),
+    drop_zero_variance=st.booleans(),
+    acts=st.lists(st.tuples(WHAT, st.integers(0, 1), st.integers(0, 9)), min_size=20, max_size=120),
+)
+def test_every_run_replays_exactly_with_its_own_settings(
+    config: Config, drop_zero_variance: bool, acts: list[tuple[str, int, int]]
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        play = Play(Path(name) / "log", config, drop_zero_variance=drop_zero_variance)
+        for act in acts:
+            play.act(*act)
+        play.make_room()
+        counts = play.desk.dispatcher.counts()
+        play.end()
+        recording = read_recording(read_log(Path(name) / "log", Position(0, 0)))
+    outcome = replay(recording, config)
+    assert differences(recorded_outcome(recording, config), outcome) == []
+    # What the learners themselves said, one after another.
+    trained = [(row["lease_id"], row["policy_lag"]) for row in play.rows if row["outcome"] == "trained"]
+    assert trained == [(group.lease_id, group.policy_lag) for batch in outcome.trainings for group in batch.groups]
+    assert Counter(reason for _, reason in outcome.dropped) == counts.dropped
+    assert sum(len(batch.groups) for batch in outcome.batches) == counts.trained
+    assert (len(outcome.admitted), len(outcome.expired), outcome.num_left) == (counts.leased, counts.expired, counts.in_flight)
+    for other in others(config):
+        changed = replay(recording, config, other)
+        assert adds_up(changed)
+        ended = [lease_id for lease_id, _ in changed.dropped] + changed.expired
+        ended += [lease_id for batch in lease_ids(changed) for lease_id in batch]
+        assert len(ended) == len(set(ended))
+        assert set(changed.admitted) <= set(outcome.admitted)
+        if other["staleness.staleness_policy"] != "gate" and config.staleness.lag_of == "oldest_token":
+            assert max(changed.lags, default=0) <= int(other["staleness.max_staleness"])
+
+
+def others(config: Config) -> Iterator[dict[str, str]]:
+    """Other settings to replay a run with."""
+    least = config.train.steps_per_batch * config.train.epochs_per_batch - 1
+    for bound, policy, selection in ((0, "gate", "oldest_lease"), (1, "drop", "first_finished"), (2, "abort", "oldest_lease")):
+        yield {
+            "staleness.max_staleness": str(least + bound),
+            "staleness.staleness_policy": policy,
+            "staleness.selection": selection,
+        }

@@ -1,0 +1,159 @@
+"""`offbeat simulate`: figures from simulated batches, times from options, and what it says."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from typer.testing import CliRunner
+
+from common.config import ActorSection, Config, ModelSection, RolloutSection, StalenessSection, TaskSection, TrainSection
+from common.settings import SettingError, resolved_toml
+from deploy.cli import app
+from lab.simulation.predict import (
+    Given,
+    Source,
+    fitted_times,
+    given_times,
+    numbers,
+    predict,
+    simulate,
+    simulate_batches,
+    steady_batches,
+)
+from lab.simulation.simulation import Batch, Timings, Totals
+
+CONFIG = Config(
+    model=ModelSection(path="none"),
+    task=TaskSection(train_data="none"),
+    rollout=RolloutSection(group_size=2),
+    staleness=StalenessSection(max_staleness=1),
+    train=TrainSection(num_steps=40, groups_per_step=10),
+    actor=ActorSection(max_inflight_groups=5),
+)
+ALIKE = Source(Timings(np.array([[3.0, 3.0]]), np.array([2.0]), np.array([0.5])), 100.0, None, "made up")
+
+
+def totals(**others: float) -> Totals:
+    empty = Totals(0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    return empty._replace(**others)
+
+
+def test_prediction_is_of_what_happened_between_the_first_batch_and_the_last() -> None:
+    batches = [
+        Batch(10, 100.0, 9.0, {9: 10}, 9, totals(dropped=5, generated_s=100.0, open_s=50.0)),
+        Batch(11, 110.0, 4.0, {0: 4, 1: 6}, 0, totals(dropped=5, generated_s=150.0)),
+        Batch(
+            12,
+            120.0,
+            1.0,
+            {1: 9, 3: 1},
+            1,
+            totals(
+                dropped=8,
+                aborted=2,
+                generated_s=200.0,
+                wasted_s=25.0,
+                wait_leases_s=8.0,
+                wait_weights_s=4.0,
+                slots_s=150.0,
+                open_s=350.0,
+            ),
+        ),
+    ]
+    found = predict(batches, CONFIG, num_actors=2, tokens_per_group=100.0)
+    assert (found.num_actors, found.max_staleness, found.num_steps, found.simulated_s) == (2, 1, 2, 20.0)
+    assert (found.groups_per_s, found.tokens_per_s, found.steps_per_h) == (1.0, 100.0, 360.0)
+    assert found.learner_waits == 5 / 20
+    assert (found.actors_wait_leases, found.actors_wait_weights, found.slots_used) == (0.2, 0.1, 0.75)
+    assert found.mean_lag == (6 + 9 + 3) / 20
+    assert found.law_lag == 300 / 20 / 10
+    assert (found.p99_lag, found.max_lag, found.lags) == (3, 3, {0: 4, 1: 15, 3: 1})
+    assert found.over_bound == 1 / 20
+    assert (found.dropped, found.aborted, found.wasted) == (3 / 25, 2 / 25, 0.25)
+
+
+def test_beginning_and_end_of_a_run_are_not_steady() -> None:
+    batches = [Batch(version, float(version), 0.0, {0: 1}, 0, totals()) for version in range(1, 41)]
+    assert [batch.policy_version for batch in steady_batches(batches, CONFIG)] == list(range(5, 39))
+    # One that was cut off has no end.
+    assert [batch.policy_version for batch in steady_batches(batches[:30], CONFIG)] == list(range(4, 31))
+
+
+def test_every_number_of_actors_is_simulated_with_every_bound() -> None:
+    predictions = simulate(CONFIG, ALIKE, actors=[1, 2], staleness=[0, 1], seconds=1e6, seed=0)
+    assert [(one.num_actors, one.max_staleness) for one in predictions] == [(1, 0), (2, 0), (1, 1), (2, 1)]
+    # Ten groups: twice five of 3 seconds with one actor, at once with two; 2 to train and 0.5 for the weights.
+    seconds = [one.simulated_s / one.num_steps for one in predictions]
+    assert seconds[:2] == pytest.approx([8.5, 5.5])
+    # Overlapped, the actors are the bottleneck: 6 with one, 3 with two.
+    assert seconds[2:] == pytest.approx([6.0, 3.0], rel=0.1)
+
+
+def test_bound_that_the_config_cannot_have_is_refused() -> None:
+    two_steps = replace(CONFIG, train=replace(CONFIG.train, steps_per_batch=2))
+    with pytest.raises(SettingError, match="max_staleness"):
+        simulate(two_steps, ALIKE, actors=[1], staleness=[0], seconds=1e6, seed=0)
+
+
+def test_too_few_steps_are_refused() -> None:
+    with pytest.raises(SettingError, match="--minutes"):
+        simulate(CONFIG, ALIKE, actors=[1], staleness=[0], seconds=15.0, seed=0)
+
+
+def test_run_is_simulated_with_its_own_settings() -> None:
+    dropping = replace(CONFIG, staleness=StalenessSection(max_staleness=1, staleness_policy="drop"))
+    spread = Source(Timings(np.array([[1.0], [40.0]]), np.array([2.0]), np.array([0.0])), None, None, "made up")
+    gated, dropped = (simulate_batches(one, spread, num_actors=2, seconds=1e6, seed=0) for one in (CONFIG, dropping))
+    assert max(max(batch.lags) for batch in gated) > 1
+    assert max(max(batch.lags) for batch in dropped) == 1
+    assert dropped[-1].totals.dropped > 0 == gated[-1].totals.dropped
+
+
+# Times
+
+
+def test_given_times_have_their_mean_and_spread() -> None:
+    source = given_times(CONFIG, Given(2.0, 0.5, 7.0, 1.0), None)
+    logs = np.log(source.timings.completions_s)
+    assert source.timings.completions_s.shape[1] == 2
+    assert source.timings.completions_s.mean() == pytest.approx(2.0, rel=0.02)
+    assert logs.std() == pytest.approx(0.5, rel=0.02)
+    assert (source.timings.train_s.tolist(), source.timings.sync_s.tolist()) == ([7.0], [1.0])
+    assert (source.cores, source.tokens_per_group) == (None, None)
+
+
+@pytest.mark.parametrize("missing", [Given(None, 0.5, 7.0, 1.0), Given(2.0, 0.5, None, 1.0), Given(0.0, 0.5, 7.0, 1.0)])
+def test_without_times_there_is_no_simulation(missing: Given) -> None:
+    with pytest.raises(SettingError, match="--fit RUN"):
+        given_times(CONFIG, missing, None)
+
+
+def test_times_of_another_batch_size_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[train]\ngroups_per_step = 20\n[rollout]\ngroup_size = 2\n")
+    with pytest.raises(SettingError, match=r"train.groups_per_step = 10: .* had 20"):
+        fitted_times(CONFIG, [tmp_path], None)
+
+
+@pytest.mark.parametrize(("text", "said"), [("4,x", "whole numbers"), ("", "whole numbers"), ("4,0", "below 1")])
+def test_list_that_is_none_is_refused(text: str, said: str) -> None:
+    with pytest.raises(SettingError, match=said):
+        numbers("--actors", text, at_least=1)
+
+
+# The command
+
+
+def test_command_says_what_it_predicts_and_what_it_assumes(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(resolved_toml(CONFIG))
+    times = ["--completion-s", "3", "--sigma", "0", "--train-s", "2", "--sync-s", "0.5"]
+    command = ["simulate", str(tmp_path / "run.toml"), "--actors", "1,2", "--staleness", "0", *times]
+    told = json.loads(CliRunner().invoke(app, [*command, "--json"], catch_exceptions=False).stdout)
+    assert [round(3600 / one["steps_per_h"], 6) for one in told["predictions"]] == [8.5, 5.5]
+    assert "lognormal, mean 3 s, sigma 0" in told["times"]
+    shown = CliRunner().invoke(app, command, catch_exceptions=False).stdout
+    assert all(assumption.split()[0] in shown for assumption in told["assumptions"])
+    # 3600 / 8.5 steps an hour, and 3600 / 5.5.
+    assert "424" in shown
+    assert "655" in shown

@@ -1,0 +1,299 @@
+"""The audit sees each thing that must not happen, in histories made by hand."""
+
+import io
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.config import Config, RunSection, TaskSection
+from common.metrics import MetricsWriter
+from common.settings import load, resolved_toml
+from lab.audit import (
+    NOTHING_LOST,
+    Check,
+    LogAudit,
+    Lost,
+    audit,
+    check_canaries,
+    check_checkpoints,
+    check_conservation,
+    check_learning,
+    check_outcome,
+    check_prompts,
+)
+from learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
+from learner.leases.rollout_log import RolloutLog
+from protocols.messages import CompletionMeta, Segment
+
+SEED = 3
+NUM_PROMPTS = 4
+
+
+def order(epoch: int) -> list[int]:
+    return [int(prompt_id) for prompt_id in np.random.default_rng([SEED, epoch]).permutation(NUM_PROMPTS)]
+
+
+def started(version: int = 0) -> Started:
+    return Started(at=0, run_id="r", learner_incarnation=1, policy_version=version)
+
+
+def granted(lease_id: int, turn: int | None = None, actor: str = "a") -> Granted:
+    """The lease of this id, for the prompt whose turn is the `turn`-th of the run (default: the id's)."""
+    epoch, index = divmod(lease_id if turn is None else turn, NUM_PROMPTS)
+    return Granted(
+        at=0, lease_id=lease_id, prompt_id=order(epoch)[index], epoch=epoch, actor=actor, policy_version=0, oldest_version=0
+    )
+
+
+def accepted(lease_id: int, actor: str = "a") -> Accepted:
+    completion = CompletionMeta(num_tokens=2, finish_reason="stop", reward=1.0, segments=(Segment(0, 0),))
+    return Accepted(at=0, lease_id=lease_id, actor=actor, completions=(completion,), generate_s=0.1, policy_version=0)
+
+
+def dropped(lease_id: int, *, is_final: bool = False) -> Dropped:
+    return Dropped(at=0, lease_id=lease_id, reason="stale", is_final=is_final)
+
+
+def expired(lease_id: int) -> Expired:
+    return Expired(at=0, lease_id=lease_id, reason="lost")
+
+
+def trained(version: int, *lease_ids: int) -> Trained:
+    return Trained(at=0, lease_ids=lease_ids, policy_version=version, num_steps=1, selected_at=0.0, selected_after=0)
+
+
+def followed(*events: LeaseEvent, is_whole: bool = True, lost: Lost = NOTHING_LOST) -> LogAudit:
+    log = LogAudit(is_whole=is_whole, lost=lost)
+    for event in events:
+        log.take(event)
+    return log
+
+
+def flaws(*events: LeaseEvent, lost: Lost = NOTHING_LOST) -> list[str]:
+    """All that speaks against a history."""
+    log = followed(*events, lost=lost)
+    return [*log.lease_flaws, *log.training_flaws, *check_prompts(log, SEED, NUM_PROMPTS, lost).violations]
+
+
+GOOD: list[LeaseEvent] = [
+    *(started(), granted(0), granted(1), granted(2), accepted(1), accepted(0), trained(0, 0, 1)),
+    # Lease 2 is lost with its actor, and its prompt is leased again before a new one.
+    *(expired(2), granted(10, turn=2, actor="b"), granted(11, turn=3), accepted(10, "b"), accepted(11), trained(1, 10, 11)),
+    # The learner dies; its newest checkpoint is of version 1, and the second batch is trained again.
+    *(started(1), trained(1, 10, 11)),
+    *(granted(12, turn=4), accepted(12), dropped(12), granted(13, turn=4), granted(14, turn=5)),
+    # A setting is changed, which touches no lease.
+    Tuned(at=0, settings={"staleness.max_staleness": "8"}, who="me", reason="", policy_version=2),
+]
+
+
+def test_good_history_has_no_flaw() -> None:
+    assert flaws(*GOOD) == []
+    log = followed(*GOOD)
+    assert [batch.policy_version for batch in log.batches] == [0, 1]
+    assert (log.num_starts, log.num_undone) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([trained(2, 10)], "lease 10: trained at version 2, but it had ended: trained"),
+        ([trained(2, 13)], "lease 13: trained without having been accepted"),
+        ([accepted(14), trained(1, 14)], "a batch was trained at version 1, where 2 was next"),
+        ([started(3)], "started at version 3, but batches are known only up to 2"),
+        ([granted(13, turn=6)], "lease 13: granted twice"),
+        ([accepted(12)], "lease 12: accepted, but it had ended: dropped/stale"),
+        ([accepted(13), accepted(13)], "lease 13: accepted twice"),
+        ([accepted(13, "b")], "lease 13: leased to a, but accepted from b"),
+        ([accepted(99)], "lease 99: accepted, but never granted"),
+        ([accepted(13), expired(13)], "lease 13: expired although its group had been accepted"),
+        ([expired(2)], "lease 2: expired, but it had ended: expired"),
+        ([granted(15, turn=4)], f"lease 13: in flight, but its prompt {order(1)[0]} of epoch 1 was leased again"),
+        ([granted(15, turn=0)], f"lease 0: trained, but its prompt {order(0)[0]} of epoch 0 was leased again"),
+        ([granted(15, turn=7)], f"prompt {order(1)[3]} of epoch 1 was leased when it was the turn of"),
+        ([expired(14), granted(15, turn=6)], f"prompt {order(1)[1]} of epoch 1 was not leased again after lease 14 (expired)"),
+    ],
+)
+def test_what_must_not_happen_to_a_lease_is_seen(more: Sequence[LeaseEvent], said: str) -> None:
+    found = flaws(*GOOD, *more)
+    assert any(said in flaw for flaw in found), found
+
+
+def test_batch_that_a_checkpoint_cuts_in_two_is_seen() -> None:
+    two_steps = Trained(at=0, lease_ids=(0,), policy_version=0, num_steps=2, selected_at=0.0, selected_after=0)
+    assert flaws(started(), granted(0), accepted(0), two_steps, started(1))[0] == "version 1 lies within the batch of version 0"
+
+
+def test_prompt_that_a_finished_epoch_never_trained_is_seen() -> None:
+    def whole_epochs(number: int, *, without: int = -1) -> list[LeaseEvent]:
+        events: list[LeaseEvent] = [started()]
+        for lease_id in range(number * NUM_PROMPTS):
+            events += [granted(lease_id), accepted(lease_id)]
+            events += [] if lease_id == without else [trained(lease_id - (0 <= without < lease_id), lease_id)]
+        return events
+
+    assert flaws(*whole_epochs(3)) == []
+    assert flaws(*whole_epochs(3, without=2)) == ["epoch 0: 3 of 4 prompts were trained or finally dropped"]
+    assert flaws(*whole_epochs(3, without=2), dropped(2, is_final=True)) == []
+    # Of the pass before the last, prompts may be in flight still.
+    assert flaws(*whole_epochs(2, without=2)) == []
+
+
+def test_what_was_destroyed_on_purpose_is_no_violation_and_nothing_else_is_excused() -> None:
+    history = [started(), granted(0), granted(1), accepted(1), trained(0, 0), trained(1, 1)]
+    assert flaws(*history) == ["lease 0: trained without having been accepted"]
+    assert flaws(*history, lost=Lost.of([accepted(0)])) == []
+    assert flaws(*history, lost=Lost.of([accepted(1)])) == ["lease 0: trained without having been accepted"]
+    # The grant of the second prompt is gone, but a checkpoint remembered it.
+    skipped = [started(), granted(0), granted(2)]
+    assert flaws(*skipped) != []
+    assert flaws(*skipped, lost=Lost.of([granted(1)])) == []
+    assert flaws(started(), started(1), lost=Lost.of([trained(0)])) == []
+    assert flaws(started(), started(1), granted(0), accepted(0), trained(1, 0), lost=Lost.of([trained(0)])) == []
+    assert flaws(started(), started(1), started(2), lost=Lost.of([trained(0)])) != []
+
+
+def test_log_whose_beginning_was_deleted_is_followed_from_where_it_begins() -> None:
+    log = followed(accepted(7), trained(5, 7), granted(8), accepted(8), trained(6, 8), trained(7, 8), is_whole=False)
+    assert log.lease_flaws == []
+    assert log.training_flaws == ["lease 8: trained at version 7, but it had ended: trained"]
+
+
+def test_sums_that_differ_from_the_learners_or_do_not_add_up_are_seen() -> None:
+    log = followed(*GOOD)
+    said = {"leased": 8, "trained": 4, "dropped": {"stale": 1}, "expired": 1, "in_flight": 2}
+
+    def violations(**changes: Any) -> list[str]:
+        return check_conservation(log, {**said, **changes}, is_whole=True, lost=NOTHING_LOST).violations
+
+    assert violations() == []
+    assert violations(leased=9, expired=2) == [
+        "leased: the log has 8, the learner said 9",
+        "expired: the log has 1, the learner said 2",
+    ]
+    assert "do not add up" in violations(trained=5)[-1]
+    assert violations(dropped={}, in_flight=3) != []
+
+
+def test_canary_that_differs_or_is_no_number_is_seen() -> None:
+    def violations(*diffs: float | None) -> list[str]:
+        rows = [{"actor": "a", "policy_version": 1, "max_abs_diff": diff} for diff in diffs]
+        return check_canaries(rows, 1e-3).violations
+
+    assert violations(1e-6, 1e-4) == []
+    assert violations(1e-6, 0.5) == ["a at version 1: 0.5"]
+    assert violations(None) == ["a at version 1: None"]
+
+
+def test_checkpoint_that_is_half_written_or_damaged_is_seen(tmp_path: Path) -> None:
+    def archive() -> bytes:
+        stream = io.BytesIO()
+        with zipfile.ZipFile(stream, "w") as file:
+            file.writestr("data", b"0123456789" * 100)
+        return stream.getvalue()
+
+    folder = tmp_path / "step-00000010"
+    folder.mkdir()
+    (folder / "state.pt").write_bytes(archive())
+    assert check_checkpoints(tmp_path).violations == []
+    (tmp_path / "step-00000020.partial").mkdir()
+    assert check_checkpoints(tmp_path).violations == ["step-00000020.partial is left over"]
+    (tmp_path / "step-00000020.partial").rename(tmp_path / "step-00000020")
+    assert check_checkpoints(tmp_path).violations == ["step-00000020 is empty"]
+    (tmp_path / "step-00000020" / "meta.json").touch()
+    assert check_checkpoints(tmp_path).violations == ["step-00000020/meta.json is empty"]
+    (tmp_path / "step-00000020" / "meta.json").write_text("{}")
+    damaged = bytearray(archive())
+    damaged[200] ^= 1
+    (folder / "state.pt").write_bytes(damaged)
+    assert check_checkpoints(tmp_path).violations == ["step-00000010/state.pt is damaged"]
+    (folder / "state.pt").write_bytes(archive()[:500])
+    assert check_checkpoints(tmp_path).violations == ["step-00000010/state.pt is damaged"]
+
+
+def rows(folder: Path, *written: dict[str, Any]) -> Path:
+    with MetricsWriter(folder) as metrics:
+        for row in written:
+            metrics.write_row(row)
+    return folder
+
+
+def test_run_that_did_not_finish_is_seen(tmp_path: Path) -> None:
+    final = {"kind": "final", "outcome": "finished", "policy_version": 10}
+    (tmp_path / "model").mkdir()
+    assert check_outcome(tmp_path, 10).violations == ["none at step 0 of 10", "there is no trained model"]
+    (tmp_path / "model" / "model.safetensors").touch()
+    assert check_outcome(rows(tmp_path, final), 10).violations == []
+    assert check_outcome(tmp_path, 11).violations == ["finished at step 10 of 11"]
+    # A learner that was started again has not said how it ended.
+    rows(tmp_path, {"kind": "event", "event": "run_started"})
+    assert check_outcome(tmp_path, 10).violations == ["none at step 0 of 10"]
+
+
+def test_run_that_did_not_learn_is_seen(tmp_path: Path) -> None:
+    steps = [{"kind": "step", "policy_version": version, "reward/mean": 0.5 + version / 20} for version in range(11)]
+    evaluation = {"kind": "eval", "policy_version": 10, "reward": 0.95}
+    assert check_learning(rows(tmp_path, *steps, evaluation), 0.7).violations == []
+    assert check_learning(tmp_path, 0.9).violations == ["last 10 steps: 0.775"]
+    # A step that was done again after a restart counts as last done.
+    rows(tmp_path, {**steps[10], "reward/mean": 0.0}, {**evaluation, "reward": 0.2})
+    assert check_learning(tmp_path, 0.7).violations == ["last 10 steps: 0.675", "held out: 0.200"]
+
+
+def test_run_is_audited_from_its_folder(tmp_path: Path) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"prompt": "1"}\n' * NUM_PROMPTS)
+    run = write_run(tmp_path / "run", data, GOOD)
+    checks = audited(run)
+    assert [(check.claim, check.violations) for check in checks if check.violations] == []
+    assert [check.seen for check in checks[:4]] == [
+        "21 records",
+        "8 leases",
+        "2 batches kept, 1 undone by 1 restarts",
+        "5 groups",
+    ]
+    assert "leased 8, trained 4, dropped 1, expired 1, in_flight 2" in find(checks, "leased =").seen
+    broken = write_run(tmp_path / "broken", data, [*GOOD, trained(2, 10)])
+    assert find(audited(broken), "no group is trained twice").violations == [
+        "lease 10: trained at version 2, but it had ended: trained"
+    ]
+
+
+def audited(run: Path) -> list[Check]:
+    return audit(run, load(run / "config.toml"))
+
+
+def find(checks: Sequence[Check], claim: str) -> Check:
+    return next(check for check in checks if check.claim.startswith(claim))
+
+
+def write_run(folder: Path, data: Path, events: Sequence[LeaseEvent]) -> Path:
+    sums = {"leased": 8, "trained": 4, "dropped": {"stale": 1}, "expired": 1, "in_flight": 2}
+    rows(folder, {"kind": "final", "outcome": "finished", "policy_version": 2, "ledger": sums})
+    config = Config(run=RunSection(dir=str(folder), seed=SEED), task=TaskSection(train_data=str(data)))
+    (folder / "config.toml").write_text(resolved_toml(config))
+    log = RolloutLog(folder / "log", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
+    arrays = (np.array([1, 2], dtype=np.int32), np.array([-0.5, -1.0], dtype=np.float32))
+    for event in events:
+        log.append(event, *(arrays if isinstance(event, Accepted) else ()))
+    log.close()
+    return folder
+
+
+def test_damaged_log_and_impossible_groups_are_seen(tmp_path: Path) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"prompt": "1"}\n' * NUM_PROMPTS)
+    run = write_run(tmp_path / "run", data, GOOD)
+    log = RolloutLog(run / "log", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
+    log.append(accepted(14), np.array([1, 2], dtype=np.int32), np.array([0.5, -1.0], dtype=np.float32))
+    log.close()
+    assert find(audited(run), "accepted groups").violations == ["lease 14: impossible log-probs"]
+    first = min((run / "log").glob("*.log"))
+    content = bytearray(first.read_bytes())
+    content[-10] ^= 1
+    first.write_bytes(content)
+    assert len(find(audited(run), "the rollout log").violations) == 1

@@ -1,0 +1,54 @@
+import math
+
+import numpy as np
+import pytest
+
+from learner.leases.groups import Group, Rollout
+from learner.diagnostics.group_metrics import group_metrics
+from protocols.messages import Segment
+
+
+def make_group(rewards: list[float], length: int, oldest_version: int) -> Group:
+    rollouts = tuple(
+        Rollout(
+            np.zeros(length, dtype=np.int32),
+            np.zeros(length, dtype=np.float32),
+            reward,
+            "stop",
+            (Segment(oldest_version, 0), Segment(9, 1)),
+        )
+        for reward in rewards
+    )
+    return Group(0, 0, np.zeros(3, dtype=np.int32), rollouts, "actor", 0.0)
+
+
+def test_group_metrics_are_over_completions_and_lags_over_groups():
+    metrics = group_metrics([make_group([0.0, 2.0], 4, 7), make_group([1.0, 1.0], 6, 9)], policy_version=9)
+    assert metrics == {
+        "reward/mean": 1.0,
+        "reward/std": pytest.approx(math.sqrt(0.5)),
+        "reward/zero_variance_groups": 1,
+        "lag/mean": 1.0,
+        "lag/max": 2,
+        "lag/counts": {"0": 1, "2": 1},
+        "length/mean": 5.0,
+        "length/max": 6,
+        "tokens/trained": 20,
+        "tokens/prompt": 12,
+        "by_lag/2/reward_mean": 1.0,
+        "by_lag/2/length_mean": 4.0,
+        "by_lag/0/reward_mean": 1.0,
+        "by_lag/0/length_mean": 6.0,
+    }
+
+
+def test_rewards_and_lengths_by_lag_are_means_over_all_completions_in_the_bucket():
+    groups = [make_group([0.0, 1.0], 4, 6), make_group([4.0], 10, 5), make_group([7.0], 1, 9)]
+    metrics = group_metrics(groups, policy_version=9)
+    by_lag = {name: value for name, value in metrics.items() if name.startswith("by_lag/")}
+    assert by_lag == {
+        "by_lag/3-4/reward_mean": pytest.approx(5 / 3),
+        "by_lag/3-4/length_mean": 6.0,
+        "by_lag/0/reward_mean": 7.0,
+        "by_lag/0/length_mean": 1.0,
+    }

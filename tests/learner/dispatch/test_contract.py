@@ -1,0 +1,82 @@
+"""Whoever works for a run agrees with it in everything that would bias or break it, and is told what to do when not."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from learner.dispatch.contract import differences, objection
+from protocols.messages import EngineInfo, Hello, ModelHashes
+from tests.learner.dispatch.test_dispatcher import CONTRACT, ENGINE, HASHES, make_hello
+
+
+def engine(**fields: Any) -> EngineInfo:
+    return msgspec.structs.replace(ENGINE, **fields)
+
+
+def hashes(**fields: Any) -> EngineInfo:
+    return engine(hashes=msgspec.structs.replace(HASHES, **fields))
+
+
+REFUSED: dict[str, tuple[Hello, tuple[str, ...]]] = {
+    "run_id": (make_hello(run_id="other"), ("other", "run run", "hub.address")),
+    "engine.hashes.config": (make_hello(engine=hashes(config="c1")), ("model config", "c1", "c0", "model.path")),
+    "engine.hashes.tokenizer": (make_hello(engine=hashes(tokenizer="t1")), ("tokenizer", "t1", "t0", "model.path")),
+    "engine.hashes.chat_template": (
+        make_hello(engine=hashes(chat_template="x1")),
+        ("chat template", "x1", "x0", "model.path"),
+    ),
+    "engine.dtype": (make_hello(engine=engine(dtype="bfloat16")), ("model.dtype", "bfloat16", "float32", "same config")),
+    "engine.max_model_len": (make_hello(engine=engine(max_model_len=63)), ("63 tokens", "64", "model.max_length")),
+    "temperature": (make_hello(temperature=0.8), ("rollout.temperature", "0.8", "0.7", "same config")),
+    "reward": (make_hello(reward="rewards:other"), ("task.reward", "rewards:other", "rewards:solved", "same config")),
+}
+"""By the field that differs: a hello, and what the refusal must say."""
+
+RECORDED: dict[str, tuple[Hello, tuple[str, ...]]] = {
+    "software": (make_hello(software="0.9"), ("offbeat 0.9", "1.0")),
+    "engine.max_model_len": (make_hello(engine=engine(max_model_len=65)), ("65 tokens", "64")),
+}
+
+WELCOME: dict[str, Hello] = {
+    "actor": make_hello(actor="another"),
+    "incarnation": make_hello(incarnation=9),
+    "run_id": make_hello(run_id=CONTRACT.run_id),
+    "lease_ids": make_hello(lease_ids=(1, 2)),
+    # In the line that is recorded when the actor joins anyway.
+    "engine.name": make_hello(engine=engine(name="transformers")),
+    "engine.version": make_hello(engine=engine(version="2")),
+    "engine.device": make_hello(engine=engine(device="cuda")),
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_field_that_would_bias_or_break_the_run_is_refused_with_both_values_and_the_cure(field: str) -> None:
+    hello, words = REFUSED[field]
+    reason = objection(CONTRACT, hello)
+    assert [word for word in words if word not in reason] == []
+
+
+@pytest.mark.parametrize("field", RECORDED)
+def test_harmless_difference_is_recorded_and_not_refused(field: str) -> None:
+    hello, words = RECORDED[field]
+    assert objection(CONTRACT, hello) == ""
+    (line,) = differences(CONTRACT, hello)
+    assert [word for word in words if word not in line] == []
+
+
+@pytest.mark.parametrize("field", WELCOME)
+def test_what_may_differ_is_neither_refused_nor_worth_a_line(field: str) -> None:
+    assert objection(CONTRACT, WELCOME[field]) == ""
+    assert differences(CONTRACT, WELCOME[field]) == []
+
+
+def test_every_field_of_the_hello_is_refused_or_recorded_or_may_differ() -> None:
+    fields = {field.name for field in msgspec.structs.fields(Hello)} - {"engine"}
+    fields |= {f"engine.{field.name}" for field in msgspec.structs.fields(EngineInfo)} - {"engine.hashes"}
+    fields |= {f"engine.hashes.{field.name}" for field in msgspec.structs.fields(ModelHashes)}
+    assert fields == REFUSED.keys() | RECORDED.keys() | WELCOME.keys()
+
+
+def test_actor_that_has_worked_for_no_run_is_welcome_to_any() -> None:
+    assert objection(CONTRACT._replace(run_id="any"), make_hello()) == ""

@@ -1,0 +1,101 @@
+"""A group is cut out of its frames without a copy, and one that cannot be trained on says why."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.leases.groups import LARGEST_LOGPROB, Group, Limits, Rollout, flaw, unpack
+from protocols.messages import CompletionMeta, Segment
+
+LIMITS = Limits(group_size=2, max_new_tokens=4, vocabulary_size=50, newest_version=3)
+
+
+def frames(ids: list[int], logprobs: list[float]) -> list[memoryview]:
+    return [memoryview(np.array(ids, np.int32).tobytes()), memoryview(np.array(logprobs, np.float32).tobytes())]
+
+
+def meta(num_tokens: int = 2, reward: float = 0.5, versions: tuple[int, ...] = (0,)) -> CompletionMeta:
+    return CompletionMeta(num_tokens, "stop", reward, tuple(Segment(version, at) for at, version in enumerate(versions)))
+
+
+def flaw_of(
+    *completions: CompletionMeta, ids: list[int] | None = None, logprobs: list[float] | None = None, **limits: Any
+) -> str:
+    num_tokens = sum(completion.num_tokens for completion in completions)
+    arrays = frames(ids or [1] * num_tokens, logprobs or [-1.0] * num_tokens)
+    return flaw(completions, arrays, LIMITS._replace(**limits))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_every_completion_gets_its_own_tokens(lengths: list[int]) -> None:
+    total = sum(lengths)
+    rollouts = unpack([meta(length) for length in lengths], frames([*range(total)], [-float(id) for id in range(total)]))
+    assert [len(rollout.token_ids) for rollout in rollouts] == lengths
+    assert np.concatenate([rollout.token_ids for rollout in rollouts]).tolist() == [*range(total)]
+    for rollout in rollouts:
+        assert rollout.behavior_logprobs.tolist() == (-rollout.token_ids.astype(np.float32)).tolist()
+
+
+def test_completions_are_views_of_the_frames() -> None:
+    buffer = bytearray(np.array([1, 2, 3, 4], np.int32).tobytes())
+    rollouts = unpack([meta(1), meta(3)], [memoryview(buffer), frames([], [-1.0] * 4)[1]])
+    buffer[4] = 9
+    assert rollouts[1].token_ids.tolist() == [9, 3, 4]
+
+
+def test_good_group_has_no_flaw() -> None:
+    assert flaw_of(meta(), meta()) == ""
+
+
+def test_what_is_just_allowed_has_no_flaw() -> None:
+    largest = float(np.nextafter(np.float32(LARGEST_LOGPROB), np.float32(0)))
+    logprobs = [largest, 0.0, -1e30, -1.0, -1.0, -1.0]
+    assert flaw_of(meta(4, versions=(0, 3)), meta(2), ids=[0, 49, 0, 49, 0, 49], logprobs=logprobs) == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"completions": (meta(),)}, "1 completions for a group of 2"),
+        ({"completions": (meta(), meta(), meta())}, "3 completions for a group of 2"),
+        ({"completions": (meta(), meta(5))}, "completion 1 has 5 tokens, more than 4"),
+        ({"completions": (meta(), meta(reward=math.nan))}, "completion 1 has reward nan"),
+        ({"completions": (meta(reward=-math.inf), meta())}, "completion 0 has reward -inf"),
+        ({"completions": (meta(), meta(versions=(0, 4)))}, "completion 1 claims policy version 4, not made yet"),
+        ({"ids": [1, 1, 1, 50]}, "outside the vocabulary"),
+        ({"ids": [1, -1, 1, 1]}, "outside the vocabulary"),
+        ({"logprobs": [-1, -1, -1, 0.01]}, "impossible log-probs"),
+        ({"logprobs": [-1, math.nan, -1, -1]}, "impossible log-probs"),
+        ({"logprobs": [-1, -math.inf, -1, -1]}, "impossible log-probs"),
+        ({"logprobs": [-1, math.inf, -1, -1]}, "impossible log-probs"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_group_that_cannot_be_trained_on_says_why(given: dict[str, Any], why: str) -> None:
+    completions = given.pop("completions", (meta(), meta()))
+    assert why in flaw_of(*completions, **given)
+
+
+@given(st.floats(width=32), st.integers(0, 3))
+def test_every_logprob_that_passes_is_finite_and_hardly_positive(value: float, at: int) -> None:
+    values = [-1.0] * 4
+    values[at] = value
+    may_pass = math.isfinite(value) and value <= np.float32(LARGEST_LOGPROB)
+    assert (flaw_of(meta(), meta(), logprobs=values) == "") == may_pass
+
+
+def test_group_of_several_versions_is_as_old_as_its_oldest_token() -> None:
+    nothing = np.empty(0, np.int32), np.empty(0, np.float32)
+    rollouts = tuple(
+        Rollout(*nothing, 0.0, "stop", tuple(Segment(version, 0) for version in versions))
+        for versions in ((5, 6), (4, 7), (6,))
+    )
+    group = Group(0, 0, nothing[0], rollouts, "a", 0.0)
+    assert (group.oldest_version, group.newest_version) == (4, 7)
+    assert group.policy_lag(9) == 5
+    # Made by a learner that died, under weights that its successor has not made yet.
+    assert group.policy_lag(2) == 0

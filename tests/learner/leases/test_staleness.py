@@ -1,0 +1,380 @@
+"""The policy's promises, in a simulation of leases, weights and training whose order hypothesis chooses."""
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.config import Config, StalenessSection, TrainSection, WeightsSection
+from common.setting_checks import check
+from common.settings import SettingError
+from learner.leases.groups import Group, LagOf, Rollout
+from learner.leases.ledger import Selection
+from learner.leases.staleness import InFlight, StalenessPolicy
+from protocols.messages import Segment
+
+LAGS: tuple[LagOf, ...] = ("oldest_token", "token_mean", "last_segment")
+
+
+def make_group(lease_id: int, policy_version: int) -> Group:
+    rollout = Rollout(np.zeros(1, np.int32), np.zeros(1, np.float32), 0.0, "stop", (Segment(policy_version, 0),))
+    return Group(lease_id, 0, np.zeros(1, np.int32), (rollout,), "actor-0", 0.0)
+
+
+def make_policy(
+    max_staleness: int,
+    steps_per_batch: int = 1,
+    epochs_per_batch: int = 1,
+    *,
+    groups_per_step: int = 2,
+    num_steps: int = 8,
+    hard: int | None = None,
+    staleness_policy: Literal["gate", "drop", "abort"] = "gate",
+    lag_of: LagOf = "oldest_token",
+) -> StalenessPolicy:
+    bounds = StalenessSection(
+        max_staleness=max_staleness, hard_max_staleness=hard, staleness_policy=staleness_policy, lag_of=lag_of
+    )
+    train = TrainSection(
+        groups_per_step=groups_per_step,
+        steps_per_batch=steps_per_batch,
+        epochs_per_batch=epochs_per_batch,
+        num_steps=num_steps,
+    )
+    return StalenessPolicy(bounds, train)
+
+
+class Shape(NamedTuple):
+    """The settings of a run."""
+
+    max_staleness: int
+    steps_per_batch: int
+    epochs_per_batch: int
+    groups_per_step: int
+    num_batches: int
+
+    @property
+    def batch_steps(self) -> int:
+        return self.steps_per_batch * self.epochs_per_batch
+
+    @property
+    def num_steps(self) -> int:
+        return self.batch_steps * self.num_batches
+
+    @property
+    def num_groups(self) -> int:
+        return self.steps_per_batch * self.groups_per_step * self.num_batches
+
+
+@dataclass
+class Run:
+    """A learner and its actors in a few lines: grant, generate, train, as `learner.dispatch.dispatcher` does.
+
+    Its own bookkeeping of versions and steps is written out step by step: it is the model that the policy is held against.
+    """
+
+    policy: StalenessPolicy
+    shape: Shape
+    policy_version: int = 0
+    open: dict[int, Group | None] = field(default_factory=dict)
+    """By lease, oldest first."""
+    arrived: list[int] = field(default_factory=list)
+    min_versions: dict[int, int] = field(default_factory=dict)
+    num_trained: int = 0
+    num_dropped: int = 0
+    num_aborted: int = 0
+    lags: Counter[int] = field(default_factory=Counter)
+    next_lease_id: int = 0
+
+    @property
+    def generating(self) -> list[int]:
+        return [lease_id for lease_id, group in self.open.items() if group is None]
+
+    def grant(self) -> None:
+        for _ in range(self.policy.admit(self.policy_version, len(self.open))):
+            self.min_versions[self.next_lease_id] = self.policy.min_policy_version(self.policy_version, len(self.open))
+            self.open[self.next_lease_id] = None
+            self.next_lease_id += 1
+        assert self.num_trained + len(self.open) <= self.shape.num_groups
+        assert len(self.open) <= self.policy.required_capacity
+        assert self.policy.admit(self.policy_version, len(self.open)) == 0
+
+    def finish(self, lease_id: int, weights_behind: int) -> None:
+        """A group comes back, sampled under weights as old as the lease permits, at most `weights_behind` old."""
+        sampled_at = max(self.policy_version - weights_behind, self.min_versions[lease_id])
+        assert sampled_at <= self.policy_version, "the lease asks for weights that do not exist yet"
+        self.open[lease_id] = make_group(lease_id, sampled_at)
+        self.arrived.append(lease_id)
+
+    def abort(self) -> None:
+        in_flight = [InFlight(lease_id, self.min_versions[lease_id]) for lease_id in self.generating]
+        for lease_id in self.policy.abort(in_flight, self.policy_version):
+            del self.open[lease_id]
+            self.num_aborted += 1
+
+    def ready(self) -> list[Group]:
+        order = self.arrived if self.policy.bounds.selection == "first_finished" else self.open
+        return [group for lease_id in order if (group := self.open.get(lease_id)) is not None]
+
+    def train(self) -> bool:
+        for group in self.policy.evict(self.ready(), self.policy_version):
+            del self.open[group.lease_id]
+            self.num_dropped += 1
+        ready = self.ready()
+        selected = self.policy.select(ready)
+        if not selected:
+            return False
+        assert selected == ready[: len(selected)], "another order than the one asked for"
+        shape = self.shape
+        assert len(selected) == shape.steps_per_batch * shape.groups_per_step
+        for epoch in range(shape.epochs_per_batch):
+            for step in range(shape.steps_per_batch):
+                for group in selected[step * shape.groups_per_step :][: shape.groups_per_step]:
+                    if epoch == shape.epochs_per_batch - 1:
+                        self.lags[group.policy_lag(self.policy_version)] += 1
+                self.policy_version += 1
+        for group in selected:
+            del self.open[group.lease_id]
+        self.num_trained += len(selected)
+        return True
+
+
+SHAPES = st.builds(
+    Shape,
+    max_staleness=st.integers(0, 7),
+    steps_per_batch=st.integers(1, 3),
+    epochs_per_batch=st.integers(1, 3),
+    groups_per_step=st.integers(1, 3),
+    num_batches=st.integers(1, 4),
+).filter(lambda shape: shape.batch_steps <= shape.max_staleness + 1)
+
+
+def play(
+    shape: Shape,
+    data: st.DataObject,
+    *,
+    in_order: bool,
+    hard: int | None = None,
+    staleness_policy: Literal["gate", "drop", "abort"] = "gate",
+    selection: Selection = "oldest_lease",
+) -> Run:
+    """Until the run is over, or nothing moves any more; whatever does not finish in order is finished at last."""
+    policy = make_policy(
+        *shape[:3],
+        groups_per_step=shape.groups_per_step,
+        num_steps=shape.num_steps,
+        hard=hard,
+        staleness_policy=staleness_policy,
+    )
+    policy.bounds = msgspec.structs.replace(policy.bounds, selection=selection)
+    run = Run(policy, shape)
+    run.grant()
+    for _ in range(40 * shape.num_steps * shape.groups_per_step):
+        if run.policy_version == shape.num_steps:
+            return run
+        generating = run.generating
+        assert generating, f"deadlock at version {run.policy_version} of {shape.num_steps}"
+        lease_id = generating[0] if in_order else data.draw(st.sampled_from(generating))
+        run.finish(lease_id, data.draw(st.integers(0, 5)))
+        run.train()
+        run.abort()
+        run.grant()
+    raise AssertionError(f"no end: version {run.policy_version} of {shape.num_steps}, {run.num_dropped} dropped")
+
+
+@settings(deadline=None)
+@given(SHAPES, st.data())
+def test_groups_that_finish_in_order_never_exceed_max_staleness(shape: Shape, data: st.DataObject) -> None:
+    assert max(play(shape, data, in_order=True).lags) <= shape.max_staleness
+
+
+@settings(deadline=None)
+@given(st.integers(1, 4), st.integers(1, 6), st.data())
+def test_max_staleness_0_trains_at_lag_0_exactly_whatever_the_order(
+    groups_per_step: int, num_steps: int, data: st.DataObject
+) -> None:
+    run = play(Shape(0, 1, 1, groups_per_step, num_steps), data, in_order=False)
+    assert run.lags == {0: num_steps * groups_per_step}
+
+
+@settings(deadline=None)
+@given(SHAPES, st.sampled_from(["oldest_lease", "first_finished"]), st.data())
+def test_every_run_ends_whatever_the_order(shape: Shape, selection: Selection, data: st.DataObject) -> None:
+    run = play(shape, data, in_order=False, selection=selection)
+    assert run.num_trained == shape.num_groups
+    assert run.num_trained == run.next_lease_id
+
+
+@settings(deadline=None)
+@given(SHAPES, st.integers(0, 2), st.data())
+def test_hard_bound_is_never_exceeded_and_the_run_ends(shape: Shape, slack: int, data: st.DataObject) -> None:
+    # Below `batch_steps - 1` the last step of a batch could never be trained.
+    hard = shape.batch_steps - 1 + slack
+    run = play(shape, data, in_order=False, hard=hard)
+    assert max(run.lags) <= hard
+    assert run.num_trained + run.num_dropped == run.next_lease_id
+
+
+@settings(deadline=None)
+@given(SHAPES, st.sampled_from(["drop", "abort"]), st.sampled_from(["oldest_lease", "first_finished"]), st.data())
+def test_drop_and_abort_never_train_beyond_max_staleness_and_the_run_ends(
+    shape: Shape, staleness_policy: Literal["drop", "abort"], selection: Selection, data: st.DataObject
+) -> None:
+    run = play(shape, data, in_order=False, staleness_policy=staleness_policy, selection=selection)
+    assert max(run.lags) <= shape.max_staleness
+    assert run.num_trained + run.num_dropped + run.num_aborted == run.next_lease_id
+    assert staleness_policy == "abort" or not run.num_aborted
+
+
+@pytest.mark.parametrize(("max_staleness", "steps_per_batch"), itertools.product(range(5), range(1, 6)))
+def test_a_batch_can_be_granted_if_and_only_if_the_bound_allows_its_last_step(max_staleness: int, steps_per_batch: int) -> None:
+    policy = make_policy(max_staleness, steps_per_batch, num_steps=60)
+    assert (policy.admit(0, 0) >= 2 * steps_per_batch) == (steps_per_batch <= max_staleness + 1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.integers(1, 3))
+def test_bound_that_the_settings_demand_is_the_least_under_which_the_run_ends(
+    steps_per_batch: int, epochs_per_batch: int, weights_interval: int, groups_per_step: int
+) -> None:
+    shape = (steps_per_batch, epochs_per_batch, weights_interval)
+    least = next(bound for bound in range(40) if is_allowed(bound, *shape))
+    does_end = [ends(bound, *shape, groups_per_step) for bound in range(least + 3)]
+    assert does_end == [bound >= least for bound in range(least + 3)]
+
+
+def is_allowed(max_staleness: int, steps_per_batch: int, epochs_per_batch: int, weights_interval: int) -> bool:
+    """Whether `common.setting_checks` lets a run with these settings start."""
+    batch_steps = steps_per_batch * epochs_per_batch
+    config = Config(
+        staleness=StalenessSection(max_staleness=max_staleness),
+        train=TrainSection(steps_per_batch=steps_per_batch, epochs_per_batch=epochs_per_batch, num_steps=12 * batch_steps),
+        weights=WeightsSection(interval=weights_interval),
+    )
+    with pytest.raises(SettingError) as caught:
+        check(config)
+    # Without the bound's fault, the first one is that there is no model.
+    return caught.value.setting != "staleness.max_staleness"
+
+
+def ends(max_staleness: int, steps_per_batch: int, epochs_per_batch: int, weights_interval: int, groups_per_step: int) -> bool:
+    """Whether a run whose actors always have the newest weights sent gets to its last step."""
+    batch_steps = steps_per_batch * epochs_per_batch
+    num_steps = 12 * batch_steps
+    policy = make_policy(max_staleness, steps_per_batch, epochs_per_batch, groups_per_step=groups_per_step, num_steps=num_steps)
+    version = sent = lease_id = 0
+    ready: list[Group] = []
+    while version < num_steps:
+        while policy.admit(version, len(ready)) and policy.min_policy_version(version, len(ready)) <= sent:
+            ready.append(make_group(lease_id, sent))
+            lease_id += 1
+        selected = policy.select(ready)
+        if not selected:
+            return False
+        ready = ready[len(selected) :]
+        before, version = version, version + batch_steps
+        if version // weights_interval > before // weights_interval:
+            sent = version
+    return True
+
+
+def test_capacity_counts_down_with_open_leases_and_up_with_versions() -> None:
+    policy = make_policy(1, 1)
+    assert [policy.admit(0, num_open) for num_open in range(6)] == [4, 3, 2, 1, 0, 0]
+    assert policy.admit(1, 2) == 2
+
+
+def test_capacity_ends_with_the_run() -> None:
+    policy = make_policy(4, 1, num_steps=3)
+    assert policy.admit(0, 0) == 6
+    assert policy.admit(2, 1) == 1
+    assert policy.admit(3, 0) == 0
+
+
+def test_required_capacity_is_what_may_be_open_at_once() -> None:
+    # Batches of 2 x 2 groups, trained for the last time 2 and 3 steps after the batch begins, a batch every 4 steps.
+    assert [make_policy(bound, 2, 2).required_capacity for bound in range(1, 9)] == [0, 2, 4, 4, 4, 6, 8, 8]
+    assert make_policy(4, 1).required_capacity == 10
+
+
+def test_a_group_is_trained_for_the_last_time_in_the_last_epoch_of_its_batch() -> None:
+    policy = make_policy(7, steps_per_batch=2, epochs_per_batch=2, groups_per_step=2)
+    assert [policy.trained_at(8, index) for index in range(9)] == [10, 10, 11, 11, 14, 14, 15, 15, 18]
+
+
+def test_abort_takes_what_would_be_dropped_if_it_were_finished_now() -> None:
+    in_flight = [InFlight(lease_id, lease_id) for lease_id in range(6)]
+    assert make_policy(2, staleness_policy="abort").abort(in_flight, 5) == [0, 1, 2]
+    assert make_policy(3, 1, 2, staleness_policy="abort").abort(in_flight, 6) == [0, 1, 2, 3]
+    assert make_policy(2, staleness_policy="drop").abort(in_flight, 5) == []
+
+
+def test_bounds_that_are_replaced_hold_at_once() -> None:
+    policy = make_policy(4)
+    policy.bounds = msgspec.structs.replace(policy.bounds, max_staleness=1, staleness_policy="drop")
+    assert policy.admit(0, 0) == 4
+    assert policy.evict([make_group(0, 0)], 2) == [make_group(0, 0)]
+
+
+def test_min_policy_version_follows_the_place_in_line() -> None:
+    policy = make_policy(1, 1)
+    assert [policy.min_policy_version(0, num_open) for num_open in range(4)] == [0, 0, 0, 0]
+    assert [policy.min_policy_version(5, num_open) for num_open in range(4)] == [4, 4, 5, 5]
+
+
+def test_selection_waits_for_a_whole_batch() -> None:
+    policy = make_policy(4, 2)
+    groups = [make_group(lease_id, 0) for lease_id in range(5)]
+    assert policy.select(groups[:3]) == []
+    assert policy.select(groups) == groups[:4]
+
+
+def test_group_above_the_hard_bound_is_dropped_and_replaced_by_the_next() -> None:
+    policy = make_policy(4, 1, hard=1)
+    stale, *fresh = make_group(0, 1), make_group(1, 2), make_group(2, 3)
+    assert policy.evict([stale, *fresh], 3) == [stale]
+
+
+def test_hard_bound_counts_the_steps_inside_a_batch() -> None:
+    policy = make_policy(4, 2, hard=1)
+    groups = [make_group(lease_id, policy_version=2) for lease_id in range(6)]
+    # Trained at versions 3, 3, 4, 4: the second step of the batch is one too late for all of them.
+    assert policy.evict(groups, 3) == groups[2:]
+
+
+def test_lag_counts_the_oldest_segment_of_any_completion() -> None:
+    versions = [(5,), (3, 6), (6,)]
+    rollouts = tuple(
+        Rollout(np.zeros(4, np.int32), np.zeros(4, np.float32), 0.0, "stop", tuple(map(Segment, each, range(len(each)))))
+        for each in versions
+    )
+    group = Group(0, 0, np.zeros(1, np.int32), rollouts, "actor-0", 0.0)
+    assert group.policy_lag(7) == group.lag_of("oldest_token", 7) == 4
+
+
+def test_lag_of_the_token_mean_weighs_segments_by_their_tokens_and_of_the_last_segment_takes_the_stalest_completion() -> None:
+    # Four tokens under 3, 6, 6, 6, and two under 5.
+    switched = Rollout(np.zeros(4, np.int32), np.zeros(4, np.float32), 0.0, "stop", (Segment(3, 0), Segment(6, 1)))
+    steady = Rollout(np.zeros(2, np.int32), np.zeros(2, np.float32), 0.0, "stop", (Segment(5, 0),))
+    group = Group(0, 0, np.zeros(1, np.int32), (switched, steady), "actor-0", 0.0)
+    assert group.lag_of("token_mean", 7) == pytest.approx(7 - (3 + 3 * 6 + 2 * 5) / 6)
+    assert group.lag_of("last_segment", 7) == 2
+    assert [group.lag_of(measured, 2) for measured in ("oldest_token", "token_mean", "last_segment")] == [0, 0, 0]
+
+
+def test_a_group_is_dropped_by_the_lag_that_is_measured() -> None:
+    switched = Rollout(np.zeros(4, np.int32), np.zeros(4, np.float32), 0.0, "stop", (Segment(3, 0), Segment(6, 1)))
+    group = Group(0, 0, np.zeros(1, np.int32), (switched,), "actor-0", 0.0)
+    dropped = {measured: make_policy(2, groups_per_step=1, staleness_policy="drop", lag_of=measured) for measured in LAGS}
+    # At version 7 the lags are 4, 1.75 and 1.
+    assert [lag_of for lag_of, policy in dropped.items() if policy.evict([group], 7)] == ["oldest_token"]
+    assert [lag_of for lag_of, policy in dropped.items() if policy.count_over_bound([group], 8)] == [
+        "oldest_token",
+        "token_mean",
+    ]

@@ -1,0 +1,203 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from learner.objectives.corrections import (
+    geometric_mask,
+    icepop,
+    m2po,
+    m2po_candidates,
+    m2po_cutoff,
+    opsm,
+    sequence_mask,
+    sequence_tis,
+    token_tis,
+)
+from learner.objectives.losses import LOG_RATIO_BOUND
+
+MASK = torch.tensor([[True, True, True, False]])
+
+
+def log_of(*ratios: float) -> torch.Tensor:
+    return torch.tensor([*ratios], dtype=torch.float32).log()[None]
+
+
+def every_correction(log_rho, mask, advantages):
+    return {
+        "token_tis": token_tis(log_rho, mask, low=0.5, high=2.0),
+        "sequence_tis": sequence_tis(log_rho, mask, high=2.0),
+        "icepop": icepop(log_rho, mask, low=0.5, high=5.0),
+        "sequence_mask": sequence_mask(log_rho, mask, low=0.0, high=3.0),
+        "geometric_mask": geometric_mask(log_rho, mask, low=0.9, high=1.1),
+        "opsm": opsm(log_rho, mask, advantages, threshold=0.1),
+        "m2po": m2po(log_rho, mask, advantages, cutoff=0.04),
+    }
+
+
+def test_token_tis_clamps_each_ratio():
+    weights = token_tis(log_of(0.25, 1.5, 8.0, 1.0), MASK, low=0.5, high=2.0)
+    torch.testing.assert_close(weights, torch.tensor([[0.5, 1.5, 2.0, 0.0]]))
+    weights = token_tis(log_of(0.25, 1.5, 8.0, 1.0), MASK, low=0.0, high=2.0)
+    torch.testing.assert_close(weights, torch.tensor([[0.25, 1.5, 2.0, 0.0]]))
+
+
+def test_sequence_tis_truncates_the_product():
+    # 0.5 * 1.5 * 2 = 1.5; 0.5 * 1.5 * 4 = 3.
+    torch.testing.assert_close(sequence_tis(log_of(0.5, 1.5, 2.0, 9.0), MASK, high=2.0), torch.tensor([[1.5, 1.5, 1.5, 0.0]]))
+    torch.testing.assert_close(sequence_tis(log_of(0.5, 1.5, 4.0, 9.0), MASK, high=2.0), torch.tensor([[2.0, 2.0, 2.0, 0.0]]))
+
+
+def test_icepop_keeps_the_ratio_inside_the_band_and_drops_it_outside():
+    weights = icepop(log_of(0.49, 1.5, 5.1, 1.0), MASK, low=0.5, high=5.0)
+    torch.testing.assert_close(weights, torch.tensor([[0.0, 1.5, 0.0, 0.0]]))
+    torch.testing.assert_close(icepop(log_of(0.5, 5.0, 1.0, 1.0), MASK, low=0.5, high=5.0)[0, :2], torch.tensor([0.5, 5.0]))
+
+
+def test_sequence_mask_keeps_the_product_inside_the_band_and_drops_it_outside():
+    # 0.5 * 1.5 * 2 = 1.5; 0.5 * 2 * 4 = 4; 0.5 * 0.5 * 1 = 0.25.
+    log_rho = torch.cat([log_of(0.5, 1.5, 2.0, 9.0), log_of(0.5, 2.0, 4.0, 0.1), log_of(0.5, 0.5, 1.0, 9.0)])
+    mask = MASK.expand(3, 4)
+    expected = torch.tensor([[1.5, 1.5, 1.5, 0.0], [0.0] * 4, [0.25, 0.25, 0.25, 0.0]])
+    torch.testing.assert_close(sequence_mask(log_rho, mask, low=0.0, high=3.0), expected)
+    expected[2] = 0.0
+    torch.testing.assert_close(sequence_mask(log_rho, mask, low=0.5, high=3.0), expected)
+
+
+def test_geometric_mask_looks_at_the_mean_log_ratio_and_weighs_one():
+    # Cube roots of 0.5 * 2 * 1.1, of 1.2 and of 0.8: 1.032, 1.063, 0.928.
+    log_rho = torch.cat([log_of(0.5, 2.0, 1.1, 9.0), log_of(1.0, 1.2, 1.0, 0.1), log_of(1.0, 1.0, 0.8, 9.0)])
+    weights = geometric_mask(log_rho, MASK.expand(3, 4), low=0.95, high=1.05)
+    assert weights.tolist() == [[1.0, 1.0, 1.0, 0.0], [0.0] * 4, [0.0] * 4]
+
+
+def test_opsm_drops_rows_of_negative_advantage_that_the_policy_moved_away_from():
+    # Means of -log rho: 0.2, 0.2, 0.05, -0.2; the masked token is far off.
+    log_rho = torch.tensor([[-0.4, 0.0, -0.2, 7.0], [-0.4, 0.0, -0.2, 7.0], [-0.05, -0.1, 0.0, -7.0], [0.2, 0.2, 0.2, -7.0]])
+    advantages = torch.tensor([-1.0, 1.0, -1.0, -1.0])[:, None].expand(4, 4)
+    weights = opsm(log_rho, MASK.expand(4, 4), advantages, threshold=0.1)
+    assert weights[:, :3].tolist() == [[0.0] * 3, [1.0] * 3, [1.0] * 3, [1.0] * 3]
+    assert not weights[:, 3].any()
+
+
+def test_m2po_candidates_are_the_tokens_that_a_clip_could_act_on():
+    log_rho = torch.tensor([[0.1, -0.2, 0.3, 0.4], [0.5, -0.6, 0.0, math.nan]], requires_grad=True)
+    advantages = torch.tensor([[1.0, 1.0, 0.0, 1.0], [-1.0, -1.0, -1.0, -1.0]])
+    squares = m2po_candidates(log_rho, MASK.expand(2, 4), advantages)
+    torch.testing.assert_close(squares, torch.tensor([0.1**2, 0.6**2]))
+    assert not squares.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("squares", "threshold", "cutoff"),
+    [
+        ([0.04, 0.01, 0.09, 0.25], 0.05, 0.25),  # means of the smallest: 0.01, 0.025, 0.0467, 0.0975
+        ([0.04, 0.01, 0.09, 0.25], 0.04, 0.09),
+        ([0.04, 0.01], 0.04, math.inf),
+        ([0.09, 0.06], 0.04, 0.06),
+        ([], 0.04, math.inf),
+    ],
+)
+def test_m2po_cutoff_is_the_smallest_square_that_must_go(squares, threshold, cutoff):
+    assert m2po_cutoff(torch.tensor(squares), threshold=threshold) == pytest.approx(cutoff)
+
+
+def test_m2po_drops_candidates_from_the_cutoff_on_and_no_others():
+    # All far from 1, but only the first two point where their advantage pushes.
+    log_rho = torch.tensor([[0.5, 0.1, -0.5, 0.5], [-0.5, -0.2, 0.5, 0.5]])
+    advantages = torch.tensor([1.0, -1.0])[:, None].expand(2, 4)
+    weights = m2po(log_rho, MASK.expand(2, 4), advantages, cutoff=0.25)
+    assert weights.tolist() == [[0.0, 1.0, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0]]
+    assert m2po(log_rho, MASK.expand(2, 4), advantages, cutoff=math.inf)[:, :3].all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    squares=st.lists(st.sampled_from([0.0, 0.01, 0.03, 0.04, 0.05, 0.1, 4.0]), max_size=12),
+    threshold=st.sampled_from([0.005, 0.035, 0.2]),
+)
+def test_m2po_keeps_as_much_as_the_threshold_allows_up_to_equals(squares, threshold):
+    """Against the paper's loop: drop the largest until the mean of the rest is within the threshold."""
+    kept = sorted(squares)
+    while kept and sum(kept) / len(kept) > threshold:
+        largest = kept[-1]
+        kept = [square for square in kept if square < largest]
+    cutoff = m2po_cutoff(torch.tensor(squares, dtype=torch.float64), threshold=threshold)
+    assert sorted(square for square in squares if square < cutoff) == kept
+
+
+def test_m2po_of_a_whole_batch_holds_the_second_moment_of_its_candidates():
+    generator = torch.Generator().manual_seed(0)
+    log_rho = 0.4 * torch.randn(32, 16, generator=generator)
+    mask = torch.rand(32, 16, generator=generator) < 0.8
+    advantages = torch.randn(32, 1, generator=generator).expand(32, 16)
+    # Collected in two micro-batches, applied in one: the cutoff is global.
+    candidates = [m2po_candidates(log_rho[half], mask[half], advantages[half]) for half in (slice(0, 9), slice(9, 32))]
+    cutoff = m2po_cutoff(torch.cat(candidates), threshold=0.04)
+    weights = m2po(log_rho, mask, advantages, cutoff=cutoff)
+    kept = m2po_candidates(log_rho, mask & (weights > 0), advantages)
+    num_dropped = int((mask & (weights == 0)).sum())
+    assert 0 < num_dropped == len(torch.cat(candidates)) - len(kept)
+    assert 0.038 < kept.mean().item() <= 0.04
+
+
+def test_weights_are_detached_and_finite_and_zero_outside_the_mask():
+    log_rho = torch.tensor(
+        [[1000.0, 1000.0, math.nan], [-1000.0, -1000.0, -math.inf], [math.nan, math.inf, -math.inf], [0.0, math.nan, math.nan]],
+        requires_grad=True,
+    )
+    mask = torch.tensor([[True, True, False], [True, True, False], [False, False, False], [True, False, False]])
+    advantages = torch.tensor([[1.0, 1.0, math.nan], [-1.0, -1.0, math.nan], [math.nan] * 3, [-1.0, math.nan, math.nan]])
+    for name, weights in every_correction(log_rho, mask, advantages).items():
+        assert not weights.requires_grad, name
+        assert weights.dtype == torch.float32, name
+        assert weights.shape == mask.shape, name
+        assert torch.isfinite(weights).all(), name
+        assert torch.all(weights[~mask] == 0), name
+        assert weights[3, 0] == 1, name
+
+
+def test_equal_policies_weigh_one_everywhere():
+    mask = torch.tensor([[True, False, True], [True, True, True]])
+    advantages = torch.tensor([[-1.0] * 3, [1.0] * 3])
+    for name, weights in every_correction(torch.zeros(2, 3), mask, advantages).items():
+        assert torch.equal(weights, mask.float()), name
+
+
+def test_a_weight_has_a_bound_where_its_setting_has_none():
+    log_rho = torch.full((1, 4), 1000.0)
+    for weights in (
+        token_tis(log_rho, MASK, low=0.0, high=math.inf),
+        sequence_tis(log_rho, MASK, high=math.inf),
+        icepop(log_rho, MASK, low=0.0, high=math.inf),
+        sequence_mask(log_rho, MASK, low=0.0, high=math.inf),
+    ):
+        torch.testing.assert_close(weights[0, :3], torch.full((3,), math.exp(LOG_RATIO_BOUND)))
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 2**31))
+def test_weights_equal_the_formulas_evaluated_row_by_row_in_float64(seed):
+    generator = torch.Generator().manual_seed(seed)
+    log_rho = 0.5 * torch.randn(12, 5, generator=generator, dtype=torch.float64)
+    mask = torch.rand(12, 5, generator=generator) < 0.7
+    advantages = torch.randn(12, 1, generator=generator).expand(12, 5)
+    actual = every_correction(torch.where(mask, log_rho, math.nan), mask, advantages)
+    for row in range(12):
+        ratios = log_rho[row, mask[row]].exp()
+        if not len(ratios):
+            continue
+        product, root = ratios.prod(), ratios.prod() ** (1 / len(ratios))
+        moved_away = bool(-ratios.log().mean() > 0.1) and advantages[row, 0] < 0
+        expected = {
+            "token_tis": torch.tensor([min(max(float(ratio), 0.5), 2.0) for ratio in ratios]),
+            "sequence_tis": torch.full((len(ratios),), min(float(product), 2.0)),
+            "icepop": torch.tensor([float(ratio) if 0.5 <= ratio <= 5.0 else 0.0 for ratio in ratios]),
+            "sequence_mask": torch.full((len(ratios),), float(product) if product <= 3.0 else 0.0),
+            "geometric_mask": torch.full((len(ratios),), float(0.9 <= root <= 1.1)),
+            "opsm": torch.full((len(ratios),), 0.0 if moved_away else 1.0),
+        }
+        for name, weights in expected.items():
+            torch.testing.assert_close(actual[name][row, mask[row]].float(), weights, msg=name)

@@ -1,0 +1,52 @@
+"""One learner rank of a test: trains on shared groups under each ZeRO stage; rank 0 writes what came of it.
+
+`python -m tests.learner.training.rank_worker MODEL RESULT`, with torchrun's variables in the environment.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from common.environment import prepare_environment
+
+prepare_environment()
+
+from common.weights import WeightBuffer  # noqa: E402
+from learner.training.trainer import Trainer  # noqa: E402
+from tests.learner.training.trainer_cases import EXTRAS, SGD, make_config, make_groups  # noqa: E402
+
+SETTINGS = {0: {}, 1: EXTRAS, 2: {}, 3: EXTRAS}
+"""By ZeRO stage."""
+
+
+def train(model: Path, zero_stage: int, checkpoints: Path) -> dict[str, object]:
+    """Two optimizer steps, the second after a checkpoint was saved and loaded by a new trainer."""
+    config = make_config(model, zero_stage=zero_stage, deepspeed=SGD, **SETTINGS[zero_stage])
+    trainer = Trainer(config)
+    # Several chunks a micro-batch, and not as many on every rank.
+    trainer._module.head._max_chunk_logits = 7 * 44
+    first = trainer.train_batch(make_groups(3, seed=1))
+    trainer.save_checkpoint(checkpoints / f"stage-{zero_stage}" / "step-00000001", b"position")
+    trainer.close()
+    trainer = Trainer(config)
+    extra = trainer.load_checkpoint(checkpoints / f"stage-{zero_stage}" / "step-00000001")
+    second = trainer.train_batch(make_groups(3, seed=2))
+    buffer = WeightBuffer(trainer.layout()) if trainer.rank == 0 else None
+    trainer.snapshot(buffer)
+    score = trainer.score([5, 6, 7, 8]).logprobs
+    trainer.save_model(checkpoints / f"model-{zero_stage}")
+    trainer.close()
+    weights = dict(buffer.views()) if buffer is not None else {}
+    return {"weights": weights, "metrics": [*first, *second], "extra": extra, "score": torch.from_numpy(score)}
+
+
+def main(model: Path, result: Path) -> None:
+    """Run every stage; only rank 0 has weights to write."""
+    outcome = {stage: train(model, stage, result.parent) for stage in SETTINGS}
+    if torch.distributed.get_rank() == 0:
+        torch.save(outcome, result)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

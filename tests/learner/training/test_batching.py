@@ -1,0 +1,105 @@
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.training.batching import Row, assign_rows, collate, make_rows
+from learner.leases.groups import Group, Rollout
+from protocols.messages import Segment
+
+
+def make_row(num_prompt_tokens: int, num_completion_tokens: int, *, group: int = 0, advantage: float = 1.0) -> Row:
+    """A row of the model's inputs `num_prompt_tokens + num_completion_tokens - 1`."""
+    prompt = np.arange(1, 1 + num_prompt_tokens, dtype=np.int32)
+    completion = np.arange(101, 101 + num_completion_tokens, dtype=np.int32)
+    logprobs = -np.arange(1, 1 + num_completion_tokens, dtype=np.float32)
+    rollout = Rollout(completion, logprobs, 0.0, "stop", (Segment(0, 0),))
+    return Row(group, prompt, rollout, reward=2 * advantage, advantage=advantage, weight=0.5, policy_lag=3)
+
+
+def num_inputs(micro_batch: list[Row]) -> int:
+    return len(collate(micro_batch).pack.token_ids) if micro_batch else 0
+
+
+def test_completions_are_packed_behind_their_prompt_and_padded_for_the_loss() -> None:
+    batch = collate([make_row(2, 3, advantage=0.5), make_row(2, 1, advantage=-1.0), make_row(1, 2, group=1)])
+    assert batch.pack.token_ids.tolist() == [1, 2, 101, 102, 1, 101], "without the last token of each, which predicts nothing"
+    assert batch.completion_mask.int().tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
+    assert batch.behavior_logprobs.tolist() == [[-1, -2, -3], [-1, 0, 0], [-1, -2, 0]]
+    assert batch.advantages.tolist() == [0.5, -1.0, 1.0]
+    assert batch.rewards.tolist() == [1.0, -2.0, 2.0]
+    assert batch.weights.tolist() == [0.5] * 3
+    assert batch.policy_lags.tolist() == [3, 3, 3]
+
+
+def test_a_micro_batch_without_rows_has_an_input_and_nothing_to_learn() -> None:
+    batch = collate([])
+    assert len(batch.pack.token_ids) == 1
+    assert batch.completion_mask.shape == (0, 1)
+    assert batch.advantages.shape == (0,)
+
+
+def test_rows_carry_what_belongs_to_their_group_and_place_in_it() -> None:
+    def group(*versions: int, weight: float) -> Group:
+        rollouts = tuple(make_row(1, 1).rollout._replace(segments=(Segment(version, 0),)) for version in versions)
+        return Group(0, 0, np.array([1], dtype=np.int32), rollouts, "actor", 0.0, weight)
+
+    advantages = np.array([[1.0, -1.0], [0.25, 0.5]])
+    rows = make_rows([group(3, 5, weight=1.0), group(7, 7, weight=2.0)], 10 * advantages, advantages, policy_version=7)
+    assert [row.advantage for row in rows] == [1.0, -1.0, 0.25, 0.5]
+    assert [row.reward for row in rows] == [10.0, -10.0, 2.5, 5.0]
+    assert [(row.group, row.policy_lag, row.weight) for row in rows] == [(0, 4, 1.0), (0, 4, 1.0), (1, 0, 2.0), (1, 0, 2.0)]
+
+
+def test_a_group_stays_together_so_that_its_prompt_is_computed_once() -> None:
+    rows = [make_row(10, 3, group=group) for group in range(3) for _ in range(4)]
+    ((first, second),) = assign_rows(rows, micro_batch_tokens=40, world_size=1)
+    assert {num_inputs(first), num_inputs(second)} == {36, 18}
+    assert {tuple(sorted({row.group for row in micro_batch})) for micro_batch in (first, second)} == {(0, 1), (2,)}
+
+
+def test_a_group_that_is_too_large_is_split_and_its_prompt_repeated() -> None:
+    rows = [make_row(10, 6) for _ in range(4)]
+    (micro_batches,) = assign_rows(rows, micro_batch_tokens=20, world_size=1)
+    assert [num_inputs(micro_batch) for micro_batch in micro_batches] == [20, 20]
+
+
+def test_one_group_is_shared_by_ranks() -> None:
+    of_ranks = assign_rows([make_row(1, 10) for _ in range(4)], micro_batch_tokens=100, world_size=2)
+    assert [[len(micro_batch) for micro_batch in of_rank] for of_rank in of_ranks] == [[2], [2]]
+
+
+rows_of_groups = st.lists(
+    st.tuples(st.integers(1, 20), st.lists(st.integers(0, 30), min_size=1, max_size=8)), min_size=1, max_size=8
+)
+
+
+def as_rows(groups: list[tuple[int, list[int]]]) -> list[Row]:
+    """Rows with their number as their advantage."""
+    rows = [make_row(prompt, length, group=group) for group, (prompt, lengths) in enumerate(groups) for length in lengths]
+    return [row._replace(advantage=float(number)) for number, row in enumerate(rows)]
+
+
+@given(groups=rows_of_groups, micro_batch_tokens=st.integers(1, 200), world_size=st.integers(1, 5))
+def test_every_row_is_trained_once_and_every_rank_enters_every_collective(groups, micro_batch_tokens, world_size) -> None:
+    rows = as_rows(groups)
+    assigned = assign_rows(rows, micro_batch_tokens=micro_batch_tokens, world_size=world_size)
+    assert len(assigned) == world_size
+    assert len({len(micro_batches) for micro_batches in assigned}) == 1
+    every = [micro_batch for micro_batches in assigned for micro_batch in micro_batches]
+    assert sorted(row.advantage for micro_batch in every for row in micro_batch) == list(range(len(rows)))
+    for micro_batch in every:
+        assert num_inputs(micro_batch) <= micro_batch_tokens or len(micro_batch) == 1
+        assert [row.group for row in micro_batch] == sorted(row.group for row in micro_batch)
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=8, max_size=40), world_size=st.integers(2, 4))
+def test_no_rank_is_ahead_of_another_by_more_than_the_longest_row(lengths, world_size) -> None:
+    rows = [make_row(1, length, group=index) for index, length in enumerate(lengths)]
+    assigned = assign_rows(rows, micro_batch_tokens=64, world_size=world_size)
+    tokens = [sum(num_inputs(micro_batch) for micro_batch in of_rank) for of_rank in assigned]
+    assert max(tokens) - min(tokens) <= max(num_inputs([row]) for row in rows)
+
+
+def test_the_token_ids_are_what_an_embedding_takes() -> None:
+    assert collate([make_row(1, 1)]).pack.token_ids.dtype == torch.int64

@@ -1,0 +1,123 @@
+from pathlib import Path
+
+import pytest
+
+from learner.training import checkpoints
+
+
+def write(root: Path, policy_version: int, content: str = "") -> Path:
+    folder = checkpoints.checkpoint_folder(root, policy_version)
+    partial = checkpoints.partial_folder(folder)
+    partial.mkdir(parents=True)
+    (partial / "weights").write_text(content)
+    checkpoints.publish(folder)
+    return folder
+
+
+def test_the_newest_checkpoint_is_the_one_of_the_highest_version(tmp_path):
+    for version in (9, 100, 20):
+        write(tmp_path, version)
+    assert checkpoints.newest(tmp_path) == checkpoints.checkpoint_folder(tmp_path, 100)
+
+
+def test_there_is_no_newest_without_checkpoints(tmp_path):
+    assert checkpoints.newest(tmp_path) is None
+    assert checkpoints.newest(tmp_path / "missing") is None
+
+
+def test_a_half_written_checkpoint_is_never_taken(tmp_path):
+    whole = write(tmp_path, 1)
+    checkpoints.partial_folder(checkpoints.checkpoint_folder(tmp_path, 2)).mkdir()
+    assert checkpoints.newest(tmp_path) == whole
+
+
+def test_a_checkpoint_replaces_the_one_of_its_version(tmp_path):
+    write(tmp_path, 1, "old")
+    folder = write(tmp_path, 1, "new")
+    assert (folder / "weights").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_pruning_keeps_the_newest_and_clears_what_was_half_written(tmp_path):
+    for version in (1, 2, 3, 10):
+        write(tmp_path, version)
+    checkpoints.partial_folder(checkpoints.checkpoint_folder(tmp_path, 11)).mkdir()
+    checkpoints.prune(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000010"]
+
+
+def test_pruning_fewer_than_it_keeps_deletes_none(tmp_path):
+    write(tmp_path, 1)
+    checkpoints.prune(tmp_path, keep=2)
+    assert checkpoints.newest(tmp_path) == checkpoints.checkpoint_folder(tmp_path, 1)
+
+
+def test_whole_checkpoints_are_all_but_the_half_written(tmp_path):
+    folders = {write(tmp_path, version) for version in (1, 3)}
+    checkpoints.partial_folder(checkpoints.checkpoint_folder(tmp_path, 2)).mkdir()
+    assert set(checkpoints.whole(tmp_path)) == folders
+
+
+def test_extra_is_read_as_it_was_written(tmp_path):
+    folder = checkpoints.checkpoint_folder(tmp_path, 1)
+    partial = checkpoints.partial_folder(folder)
+    partial.mkdir()
+    checkpoints.write_extra(partial, b"\x00state")
+    checkpoints.publish(folder)
+    assert checkpoints.read_extra(folder) == b"\x00state"
+
+
+def test_checkpoint_that_does_not_fit_is_refused_before_anything_is_written(tmp_path):
+    root = tmp_path / "checkpoints"
+    checkpoints.require_room(root, 0)
+    with pytest.raises(checkpoints.NoRoomError, match=r"takes about \d+ MB, and \d+ MB are free"):
+        checkpoints.require_room(root, 1 << 60)
+    assert list(root.iterdir()) == []
+
+
+def test_death_at_any_moment_of_replacing_a_checkpoint_leaves_a_whole_one(tmp_path, monkeypatch):
+    """Every call that changes the folders is where the process may end."""
+    for moment in range(100):
+        root = tmp_path / str(moment)
+        write(root, 1, "one")
+        write(root, 2, "old")
+        life = Life(moment)
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoints.shutil, "rmtree", life.of(checkpoints.shutil.rmtree))
+            patch.setattr(Path, "rename", life.of(Path.rename))
+            patch.setattr(checkpoints, "_sync", life.of(checkpoints._sync))
+            try:
+                write(root, 2, "new")
+                checkpoints.prune(root, keep=1)
+            except Death:
+                pass
+            else:
+                assert [folder.name for folder in root.iterdir()] == ["step-00000002"]
+                assert moment > 5
+                return
+        newest = checkpoints.newest(root)
+        assert newest is not None
+        assert (newest / "weights").read_text() in ("one", "old", "new")
+        checkpoints.prune(root, keep=1)
+        assert [folder.name for folder in root.iterdir()] == [newest.name], "nothing half-written stays"
+    raise AssertionError("it never came to an end")
+
+
+class Death(BaseException):
+    """The process ends here."""
+
+
+class Life:
+    """So many calls, then death."""
+
+    def __init__(self, num_calls):
+        self.num_calls_left = num_calls
+
+    def of(self, act):
+        def may_die(*args, **kwargs):
+            if not self.num_calls_left:
+                raise Death
+            self.num_calls_left -= 1
+            return act(*args, **kwargs)
+
+        return may_die

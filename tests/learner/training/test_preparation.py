@@ -1,0 +1,104 @@
+"""From rewards and frozen log-probs to one advantage per token."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.config import AdvantageSection, KlSection
+from learner.training.batching import MicroBatch, Row, collate
+from learner.leases.groups import Rollout
+from learner.training.preparation import Frozen, completion_advantages, prepare, scale_advantages
+from learner.policy.process_group import join_process_group
+from protocols.messages import Segment
+
+REFERENCE = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, -2.0, 0.0]])
+
+
+def micro_batch() -> MicroBatch:
+    """Completions of 3 and 2 tokens with rewards 4 and -2, advantages 1 and -1, behavior log-probs -1.5."""
+
+    def row(length: int, reward: float, advantage: float) -> Row:
+        ids = np.ones(length, dtype=np.int32)
+        rollout = Rollout(ids, np.full(length, -1.5, dtype=np.float32), reward, "stop", (Segment(0, 0),))
+        return Row(0, ids[:1], rollout, reward, advantage, 1.0, 0)
+
+    return collate([row(3, 4.0, 1.0), row(2, -2.0, -1.0)])
+
+
+def advantages_of(frozen: Frozen, *, kl_coefficient: float = 0.0, **settings: Any) -> list[list[float]]:
+    prepared = prepare(
+        micro_batch(),
+        frozen,
+        advantage=AdvantageSection(**settings),
+        kl=KlSection(estimator="k1"),
+        kl_coefficient=kl_coefficient,
+    )
+    return prepared.advantages.tolist()
+
+
+@pytest.mark.parametrize(
+    ("baseline", "divide_by_std", "expected"),
+    [
+        ("group", False, [-2.0, 0.0, 2.0]),
+        ("group", True, [-1.0, 0.0, 1.0]),
+        ("leave_one_out", False, [-3.0, 0.0, 3.0]),
+        ("zero", False, [1.0, 3.0, 5.0]),
+        ("critic", False, [1.0, 3.0, 5.0]),
+    ],
+)
+def test_baseline_is_taken_from_the_rewards_of_the_group(baseline: Any, divide_by_std: bool, expected: list[float]) -> None:
+    settings = AdvantageSection(baseline=baseline, divide_by_std=divide_by_std)
+    np.testing.assert_allclose(completion_advantages(np.array([[1.0, 3.0, 5.0]]), settings), [expected], atol=1e-5)
+
+
+def test_std_epsilon_and_bias_are_settings() -> None:
+    rewards = np.array([[1.0, 3.0]])
+    biased = AdvantageSection(baseline="group", divide_by_std=True, std_unbiased=False, std_epsilon=1.0)
+    np.testing.assert_allclose(completion_advantages(rewards, biased), [[-0.5, 0.5]])
+
+
+def test_every_token_has_its_completions_advantage_and_padding_none() -> None:
+    assert advantages_of(Frozen(), baseline="group") == [[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]]
+
+
+def test_kl_in_the_reward_is_charged_to_the_tokens_before_it() -> None:
+    frozen = Frozen(reference_logprobs=REFERENCE)
+    # k1 = behavior - reference: -0.5 for each token of the first row, +0.5 for each of the second.
+    found = advantages_of(frozen, kl_coefficient=2.0, baseline="group")
+    assert found == [[1.0 + 3.0, 1.0 + 2.0, 1.0 + 1.0], [-1.0 - 2.0, -1.0 - 1.0, 0.0]]
+    discounted = advantages_of(frozen, kl_coefficient=2.0, baseline="group", gamma=0.5)
+    assert discounted == [[1.0 + 1.75, 1.0 + 1.5, 1.0 + 1.0], [-1.0 - 1.5, -1.0 - 1.0, 0.0]]
+
+
+def test_critic_turns_rewards_and_values_into_advantages_and_returns() -> None:
+    values = torch.tensor([[1.0, 2.0, 3.0], [0.0, -1.0, 9.0]])
+    prepared = prepare(
+        micro_batch(),
+        Frozen(values=values),
+        advantage=AdvantageSection(baseline="critic", gae_lambda=0.0),
+        kl=KlSection(),
+        kl_coefficient=0.0,
+    )
+    # lambda = 0: the next value minus this one, the reward at the last token.
+    assert prepared.advantages.tolist() == [[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]]
+    assert prepared.returns is not None
+    assert prepared.returns.tolist() == [[2.0, 3.0, 4.0], [-1.0, -2.0, 0.0]]
+
+
+def test_whitening_is_over_all_micro_batches_and_the_clip_comes_last() -> None:
+    join_process_group()
+    prepared = prepare(micro_batch(), Frozen(), advantage=AdvantageSection(baseline="group"), kl=KlSection(), kl_coefficient=0)
+    shifted = prepared._replace(advantages=prepared.advantages + 10)
+    settings = AdvantageSection(baseline="group", whiten=True)
+    first, second = scale_advantages([prepared, shifted], settings)
+    mask = prepared.micro_batch.completion_mask
+    tokens = torch.cat([first.advantages[mask], second.advantages[mask]])
+    assert tokens.mean().item() == pytest.approx(0, abs=1e-6)
+    assert tokens.std().item() == pytest.approx(1, abs=1e-5)
+    assert (first.advantages[~mask] == 0).all()
+    clipped = scale_advantages([prepared, shifted], AdvantageSection(baseline="group", whiten=True, clip=0.5))
+    assert torch.equal(clipped[1].advantages, second.advantages.clamp(-0.5, 0.5))
+    unscaled = scale_advantages([prepared], AdvantageSection(baseline="group"))
+    assert torch.equal(unscaled[0].advantages, prepared.advantages)

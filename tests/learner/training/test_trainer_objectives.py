@@ -1,0 +1,186 @@
+"""The trainer with what a run may have besides GSPO: against the model's own autograd, and over several steps."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.config import AdvantageSection, KlSection, LoraSection, RewardSection
+from learner.leases.groups import Group
+from tests.learner.training.test_trainer import running, weights_of
+from tests.learner.training.trainer_cases import SGD, make_config, make_groups
+
+pytestmark = pytest.mark.timeout(300)
+
+CRITIC = AdvantageSection(baseline="critic")
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+def completion_logits(policy: Any, group: Group, index: int) -> torch.Tensor:
+    """`[tokens, vocabulary]` log-probs of one completion's positions, by a plain forward pass."""
+    row = torch.tensor([[*group.prompt_token_ids, *group.rollouts[index].token_ids]])
+    return policy(input_ids=row).logits[0, len(group.prompt_token_ids) - 1 : -1].log_softmax(-1)
+
+
+def test_decoupled_token_objective_with_kl_and_entropy_has_the_gradient_of_its_formula(tiny_model: Path, policy: Any) -> None:
+    """On-policy (`pi = pi_old = reference`): `sum_it w_it (-A_i log pi_it) - 0.01 H_it` over all tokens, k2's gradient 0."""
+    groups = make_groups(3)
+    config = make_config(
+        tiny_model,
+        deepspeed=SGD,
+        max_grad_norm=1e9,
+        loss={"objective": "grpo", "anchor": "decoupled", "correction": "token_tis", "correction_high": 1.02}
+        | {"aggregation": "token-mean", "entropy_coef": 0.01},
+        kl=KlSection(estimator="k2", loss_coef=0.5),
+    )
+    with running(config) as trainer:
+        (metrics,) = trainer.train_batch(groups)
+        weights = weights_of(trainer)
+    policy.zero_grad()
+    num_tokens = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
+    truncated = 0
+    for group in groups:
+        rewards = torch.tensor([rollout.reward for rollout in group.rollouts])
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        for index, rollout in enumerate(group.rollouts):
+            logits = completion_logits(policy, group, index)
+            logprobs = logits.gather(-1, torch.tensor(rollout.token_ids, dtype=torch.int64)[:, None]).squeeze(-1)
+            weight = (logprobs.detach() - torch.tensor(rollout.behavior_logprobs)).exp()
+            truncated += int((weight > 1.02).sum())
+            entropy = -(logits.exp() * logits).sum(-1)
+            ((-advantages[index] * weight.clamp(max=1.02) * logprobs - 0.01 * entropy).sum() / num_tokens).backward()
+    assert 0 < truncated < num_tokens
+    assert metrics["correction/truncated"] == pytest.approx(truncated / num_tokens)
+    assert metrics["kl/reference"] == pytest.approx(0, abs=1e-9)
+    assert metrics["ratio/first"] < 1e-6, "against the recomputed log-probs"
+    assert metrics["kl/behavior_proximal_k3"] > 1e-4
+    for name, parameter in policy.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach() - 0.1 * parameter.grad, rtol=0, atol=2e-6)
+
+
+def test_weight_of_a_group_scales_its_gradient(tiny_model: Path, policy: Any) -> None:
+    light, heavy = make_groups(3), make_groups(3)
+    heavy[1] = heavy[1]._replace(weight=3.0)
+    light[1] = light[1]._replace(weight=0.0)
+    steps = []
+    for groups in (make_groups(3), light, heavy):
+        with running(make_config(tiny_model, deepspeed=SGD, max_grad_norm=1e9)) as trainer:
+            trainer.train_batch(groups)
+            weights = weights_of(trainer)
+        steps.append({name: weights[name] - parameter.detach() for name, parameter in policy.named_parameters()})
+    plain, without, triple = steps
+    for name in plain:
+        torch.testing.assert_close(triple[name], without[name] + 3 * (plain[name] - without[name]), rtol=0, atol=3e-6)
+    assert any((plain[name] - without[name]).abs().max() > 1e-4 for name in plain)
+
+
+def test_critic_learns_its_returns_and_stays_at_home(tiny_model: Path, tmp_path: Path) -> None:
+    config = make_config(tiny_model, learning_rate=3e-3, loss={"objective": "ppo"}, advantage=CRITIC)
+    groups = make_groups(3)
+    with running(config) as trainer:
+        assert not any("value_head" in spec.name for spec in trainer.layout())
+        losses = [trainer.train_batch(groups)[0]["loss/value"] for _ in range(4)]
+        trainer.save_checkpoint(tmp_path / "step-00000004", b"")
+        losses.append(trainer.train_batch(groups)[0]["loss/value"])
+    rewards = [rollout.reward for group in groups for rollout in group.rollouts for _ in rollout.token_ids]
+    # A head of zeros says 0, and with lambda < 1 what should have been said at t is lambda^(T - t - 1) R.
+    assert 0 < losses[0] <= np.mean(np.square(rewards)) / 2
+    assert losses[-1] < losses[0]
+    with running(config) as trainer:
+        trainer.load_checkpoint(tmp_path / "step-00000004")
+        assert trainer.train_batch(groups)[0]["loss/value"] == losses[-1]
+    with running(make_config(tiny_model)) as trainer, pytest.raises(ValueError, match="lora and critic"):
+        trainer.load_checkpoint(tmp_path / "step-00000004")
+
+
+def test_rewards_are_normalized_by_the_mean_and_the_standard_deviation_of_the_settings(tiny_model: Path) -> None:
+    groups = make_groups(3)
+    rewards = np.array([[rollout.reward for rollout in group.rollouts] for group in groups])
+    with running(make_config(tiny_model, reward=RewardSection(norm_mean="group", norm_std="batch"))) as trainer:
+        shaped = [row.reward for row in trainer._rows(groups, 0)]
+    expected = (rewards - rewards.mean(axis=1, keepdims=True)) / rewards.std(ddof=1)
+    np.testing.assert_allclose(shaped, expected.ravel(), rtol=1e-5)
+
+
+def test_kl_coefficient_and_reward_moments_go_on_after_a_restart(tiny_model: Path, tmp_path: Path) -> None:
+    config = make_config(
+        tiny_model,
+        learning_rate=1e-2,
+        loss={"objective": "gspo_token"},
+        kl=KlSection(reward_coef=0.1, estimator="k1", target=1e-3, horizon=100),
+        reward=RewardSection(norm_mean="running", norm_std="running"),
+    )
+    with running(config) as trainer:
+        first = trainer.train_batch(make_groups(3, seed=0))[0]
+        trainer.save_checkpoint(tmp_path / "step-00000001", b"")
+        second = trainer.train_batch(make_groups(3, seed=1))[0]
+        moments = trainer._adapted.rewards
+    assert first["kl/coefficient"] == 0.1
+    change = min(0.2, max(-0.2, first["kl/reward"] / 1e-3 - 1)) * 12 / 100
+    assert second["kl/coefficient"] == pytest.approx(0.1 * (1 + change))
+    assert abs(change) > 0
+    rewards = [rollout.reward for seed in range(2) for group in make_groups(3, seed=seed) for rollout in group.rollouts]
+    assert moments.count == len(rewards)
+    assert moments.mean == pytest.approx(np.mean(rewards))
+    with running(config) as trainer:
+        trainer.load_checkpoint(tmp_path / "step-00000001")
+        resumed = trainer.train_batch(make_groups(3, seed=1))[0]
+        assert resumed["kl/coefficient"] == second["kl/coefficient"]
+        assert resumed["loss/policy"] == second["loss/policy"]
+        assert trainer._adapted.rewards == moments
+
+
+def test_kl_coefficient_that_does_not_adapt_is_that_of_the_settings(tiny_model: Path, tmp_path: Path) -> None:
+    with running(make_config(tiny_model, kl=KlSection(loss_coef=0.1))) as trainer:
+        trainer.save_checkpoint(tmp_path / "step-00000000", b"")
+    with running(make_config(tiny_model, kl=KlSection(loss_coef=0.2))) as trainer:
+        trainer.load_checkpoint(tmp_path / "step-00000000")
+        assert trainer.train_batch(make_groups(3))[0]["kl/coefficient"] == 0.2
+
+
+@pytest.mark.parametrize("lora", [LoraSection(), LoraSection(rank=2)], ids=["copy", "without adapter"])
+def test_reference_is_the_initial_policy_whatever_was_trained_since(tiny_model: Path, lora: LoraSection) -> None:
+    config = make_config(tiny_model, learning_rate=1e-2, kl=KlSection(loss_coef=1e-3, estimator="k3"), lora=lora)
+    with running(config) as trainer:
+        assert (trainer._reference is None) == bool(lora.rank), "an adapter needs no second model"
+        divergences = [trainer.train_batch(make_groups(3))[0]["kl/reference"] for _ in range(3)]
+    assert divergences[0] == pytest.approx(0, abs=1e-9)
+    assert divergences[2] > divergences[1] > 1e-6
+
+
+def test_adapter_is_trained_and_its_merged_weights_are_sent(tiny_model: Path, policy: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = make_config(tiny_model, learning_rate=1e-2, lora=LoraSection(rank=2, target_modules=("q_proj", "down_proj")))
+    with running(config) as trainer:
+        assert [spec.name for spec in trainer.layout()] == [name for name, _ in policy.named_parameters()]
+        trainer.train_batch(make_groups(3))
+        weights = weights_of(trainer)
+        scored = trainer.score([5, 9, 6, 6, 40]).logprobs
+        trainer.save_model(tmp_path / "model")
+        trainer.save_checkpoint(tmp_path / "step-00000001", b"")
+    changed = {name for name, parameter in policy.named_parameters() if not torch.equal(weights[name], parameter)}
+    assert changed == {name for name in weights if name.split(".")[-2] in ("q_proj", "down_proj")}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    row = torch.tensor([[5, 9, 6, 6, 40]])
+    expected = model(input_ids=row).logits[0, :-1].log_softmax(-1).gather(-1, row[0, 1:, None]).squeeze(-1)
+    np.testing.assert_allclose(scored, expected.detach().numpy(), atol=1e-5)
+    other = make_config(tiny_model, lora=LoraSection(rank=2, alpha=1, target_modules=("q_proj", "down_proj")))
+    with running(other) as trainer, pytest.raises(ValueError, match="lora and critic"):
+        trainer.load_checkpoint(tmp_path / "step-00000001")
+
+
+def test_routing_of_a_mixture_of_experts_comes_with_the_score(tiny_moe_model: Path) -> None:
+    with running(make_config(tiny_moe_model)) as trainer:
+        routing = trainer.score([5, 9, 6, 6, 40]).routing
+        assert routing is not None
+        assert routing.experts.shape[0] == 4
+        assert routing.num_experts == 4

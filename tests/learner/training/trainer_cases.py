@@ -1,0 +1,92 @@
+"""Groups and settings that several trainer tests share, also with the rank processes they start."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from common.config import (
+    AdvantageSection,
+    Config,
+    KlSection,
+    LoraSection,
+    LossSection,
+    ModelSection,
+    RewardSection,
+    TrainSection,
+)
+from common.objectives import complete
+from learner.leases.groups import Group, Rollout
+from protocols.messages import Segment
+
+VOCABULARY = range(4, 44)
+"""Token ids of the tiny models' alphabet."""
+
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 1e9}}}
+"""`train.deepspeed` under which weights show gradients: Adam's first step is the gradient's sign, rounding noise included.
+The learning rate is `train.learning_rate` all the same."""
+
+
+def make_groups(num_groups: int, *, group_size: int = 4, seed: int = 0, policy_version: int = 0) -> list[Group]:
+    """Random groups: prompts of 2 to 8 tokens, completions of 1 to 12, behavior log-probs near the uniform policy's."""
+    random = np.random.default_rng(seed)
+    return [
+        Group(
+            lease_id=index,
+            prompt_id=index,
+            prompt_token_ids=_tokens(random, int(random.integers(2, 9))),
+            rollouts=tuple(_make_rollout(random, policy_version) for _ in range(group_size)),
+            actor="actor-0",
+            generate_s=0.1,
+        )
+        for index in range(num_groups)
+    ]
+
+
+def _make_rollout(random: np.random.Generator, policy_version: int) -> Rollout:
+    length = int(random.integers(1, 13))
+    return Rollout(
+        token_ids=_tokens(random, length),
+        behavior_logprobs=(-3.8 + 0.1 * random.standard_normal(length)).astype(np.float32),
+        reward=float(random.integers(0, 4)),
+        finish_reason="stop",
+        segments=(Segment(policy_version, 0),),
+    )
+
+
+def _tokens(random: np.random.Generator, length: int) -> np.ndarray:
+    return random.choice(np.array(VOCABULARY, dtype=np.int32), size=length)
+
+
+def make_config(
+    model: Path,
+    *,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    loss: dict[str, Any] | None = None,
+    reward: RewardSection | None = None,
+    advantage: AdvantageSection | None = None,
+    kl: KlSection | None = None,
+    lora: LoraSection | None = None,
+    **train: Any,
+) -> Config:
+    """A run on `model`, 3 groups a step, a clip band of 0.5 and small micro-batches unless overridden."""
+    settings: dict[str, Any] = {"groups_per_step": 3, "micro_batch_tokens": 64, "learning_rate": 0.1, **train}
+    return complete(
+        Config(
+            model=ModelSection(path=str(model), dtype=dtype),
+            loss=LossSection(**{"clip_low": 0.5, "clip_high": 0.5, **(loss or {})}),
+            reward=reward or RewardSection(),
+            advantage=advantage or AdvantageSection(),
+            kl=kl or KlSection(),
+            lora=lora or LoraSection(),
+            train=TrainSection(**settings),
+        )
+    )
+
+
+EXTRAS: dict[str, Any] = {
+    "loss": {"objective": "gspo_token", "anchor": "decoupled", "correction": "m2po", "correction_high": 1e-3},
+    "advantage": AdvantageSection(whiten=True, clip=1.5),
+    "kl": KlSection(loss_coef=0.1, reward_coef=0.01),
+}
+"""For `make_config`: whatever makes the ranks talk to each other before the loss."""
