@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.settings import SettingError
-from protocols.messages import EngineInfo, Sampling, Segment
+from offbeat.common.settings import SettingError
+from offbeat.protocols.messages import EngineInfo, Sampling, Segment
 
 
 class Completion(NamedTuple):

@@ -4,10 +4,10 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from actor.engine import Engine
-from common.environment import fast_imports
-from common.settings import SettingError
-from protocols.messages import ModelHashes
+from offbeat.actor.engine import Engine
+from offbeat.common.environment import fast_imports
+from offbeat.common.settings import SettingError
+from offbeat.protocols.messages import ModelHashes
 
 
 def make_engine(
@@ -35,9 +35,9 @@ def make_engine(
         )
     with fast_imports():
         if name == "vllm":
-            from actor.vllm_engine import VllmEngine as ChosenEngine
+            from offbeat.actor.vllm_engine import VllmEngine as ChosenEngine
         else:
-            from actor.transformers_engine import TransformersEngine as ChosenEngine
+            from offbeat.actor.transformers_engine import TransformersEngine as ChosenEngine
     return ChosenEngine(model_path, dtype=dtype, max_model_len=max_model_len, hashes=hashes, seed=seed, options=options)
 
 

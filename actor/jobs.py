@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from actor.engine import Completion
-from protocols.channels import Array
-from protocols.messages import CompletionMeta, GroupDone, Lease
+from offbeat.actor.engine import Completion
+from offbeat.protocols.channels import Array
+from offbeat.protocols.messages import CompletionMeta, GroupDone, Lease
 
 
 @dataclass

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from protocols.channels import Array
-from protocols.messages import ActorMessage
+from offbeat.protocols.channels import Array
+from offbeat.protocols.messages import ActorMessage
 
 
 @dataclass

@@ -18,15 +18,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
-from common.shutdown import die_with_parent
-from common.user_functions import load_function, one_line, shortened
+from offbeat.common.settings import SettingError
+from offbeat.common.shutdown import die_with_parent
+from offbeat.common.user_functions import load_function, one_line, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -135,9 +136,30 @@ class RewardError(Exception):
     """A reward function failed on a completion; the text says how, in one line."""
 
 
-def load_reward(path: str) -> RewardFunction:
-    """The function that `module:function` names; `SettingError` with what is wrong about `task.reward` otherwise."""
-    return load_function(path, setting="task.reward", parameters=("prompt", "completion", "row"))
+BUILT_IN: Mapping[str, RewardFunction] = {"exact_match": exact_match, "math_answer": math_answer}
+"""Rewards that `task.reward` names without a module."""
+_FORMER_MODULE = "actor.rewards:"
+"""Named the built-in rewards in run folders made before the package was `offbeat`."""
+
+
+def load_reward(name: str) -> RewardFunction:
+    """Return the built-in reward of this name, or the function that `module:function` names.
+
+    Raises `SettingError` that says what is wrong about `task.reward`.
+    """
+    if ":" not in name:
+        if name not in BUILT_IN:
+            cure = f"Take {' or '.join(BUILT_IN)}, or name your own as module:function."
+            raise SettingError("task.reward", name, f"there is no built-in reward {name!r}", cure)
+        return BUILT_IN[name]
+    try:
+        return load_function(name, setting="task.reward", parameters=("prompt", "completion", "row"))
+    except SettingError:
+        # The user's own module of that name comes first.
+        former = name.removeprefix(_FORMER_MODULE)
+        if former == name or former not in BUILT_IN:
+            raise
+        return BUILT_IN[former]
 
 
 class _WorkerProcesses:

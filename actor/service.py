@@ -19,18 +19,18 @@ from collections.abc import Callable
 import msgspec
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from actor.engine import Completion, Engine
-from actor.engine_choice import make_engine
-from actor.jobs import Job, parse_request_id
-from actor.outbox import Outbox
-from actor.rewards import Rewarded, RewardRunner
-from actor.weight_receiver import WeightReceiver
-from common.config import Config
-from common.hub_keys import keys_of_peer
-from common.models import hash_model, resolve_model
-from common.shutdown import ServiceError, StopRequest
-from protocols.channels import Link
-from protocols.messages import (
+from offbeat.actor.engine import Completion, Engine
+from offbeat.actor.engine_choice import make_engine
+from offbeat.actor.jobs import Job, parse_request_id
+from offbeat.actor.outbox import Outbox
+from offbeat.actor.rewards import Rewarded, RewardRunner
+from offbeat.actor.weight_receiver import WeightReceiver
+from offbeat.common.config import Config
+from offbeat.common.hub_keys import keys_of_peer
+from offbeat.common.models import hash_model, resolve_model
+from offbeat.common.shutdown import ServiceError, StopRequest
+from offbeat.protocols.channels import Link
+from offbeat.protocols.messages import (
     Ack,
     ActorHeartbeat,
     ActorStats,
@@ -53,7 +53,7 @@ from protocols.messages import (
     WeightUpdate,
     Welcome,
 )
-from protocols.wire import FromLearner, UnknownMessageError, VersionError, token_ids
+from offbeat.protocols.wire import FromLearner, UnknownMessageError, VersionError, token_ids
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 import torch
 
-from common.weights import WeightBuffer, buffer_bytes
-from protocols.messages import TensorSpec
+from offbeat.common.weights import WeightBuffer, buffer_bytes
+from offbeat.protocols.messages import TensorSpec
 
 
 class SharedWeights:

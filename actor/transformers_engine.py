@@ -18,10 +18,10 @@ from transformers import (
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from actor.engine import Completion, Score, check_options, check_prompt_length
-from common.routing import record_routing
-from common.weights import tensor_dtype
-from protocols.messages import EngineInfo, ModelHashes, Sampling, Segment
+from offbeat.actor.engine import Completion, Score, check_options, check_prompt_length
+from offbeat.common.routing import record_routing
+from offbeat.common.weights import tensor_dtype
+from offbeat.protocols.messages import EngineInfo, ModelHashes, Sampling, Segment
 
 GREEDY_TEMPERATURE = 1e-6
 """Stands for temperature 0: one engine samples all its completions, or none."""

@@ -17,11 +17,11 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 
-from actor.engine import Completion, Score, check_options, check_prompt_length
-from actor.shared_weights import SharedWeights
-from actor.vllm_worker import WeightLoading
-from common.weights import layout_of
-from protocols.messages import EngineInfo, ModelHashes, Sampling, Segment
+from offbeat.actor.engine import Completion, Score, check_options, check_prompt_length
+from offbeat.actor.shared_weights import SharedWeights
+from offbeat.actor.vllm_worker import WeightLoading
+from offbeat.common.weights import layout_of
+from offbeat.protocols.messages import EngineInfo, ModelHashes, Sampling, Segment
 
 CPU_KV_CACHE_BYTES = 256 << 20
 """KV cache on a CPU unless `kv_cache_memory_bytes` is among the options, or two completions of full length need more.

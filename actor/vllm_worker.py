@@ -11,8 +11,8 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.platforms import current_platform
 
-from actor.shared_weights import map_weights
-from protocols.messages import TensorSpec
+from offbeat.actor.shared_weights import map_weights
+from offbeat.protocols.messages import TensorSpec
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from common.weights import ALIGNMENT, checksum
-from protocols.channels import ChannelError, Link
-from protocols.messages import Chunk, ChunkGone, ChunkRequest, WeightPull
-from protocols.wire import Frame, WireError
+from offbeat.common.weights import ALIGNMENT, checksum
+from offbeat.protocols.channels import ChannelError, Link
+from offbeat.protocols.messages import Chunk, ChunkGone, ChunkRequest, WeightPull
+from offbeat.protocols.wire import Frame, WireError
 
 WINDOW = 4
 """Chunks asked for and not here yet."""

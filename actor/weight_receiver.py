@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from actor.weight_pull import PullError, pull_weights
-from common.collectives import CollectiveError, Rendezvous, WeightGroup, connect_store
-from common.weights import WRONG_CHECKSUM, WeightBuffer, checksum
-from protocols.channels import Link
-from protocols.messages import TensorSpec, WeightPull, WeightUpdate
+from offbeat.actor.weight_pull import PullError, pull_weights
+from offbeat.common.collectives import CollectiveError, Rendezvous, WeightGroup, connect_store
+from offbeat.common.weights import WRONG_CHECKSUM, WeightBuffer, checksum
+from offbeat.protocols.channels import Link
+from offbeat.protocols.messages import TensorSpec, WeightPull, WeightUpdate
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 ImportPath = Annotated[str, Meta(pattern=r"^[\w.]+:\w+$")]
+RewardName = Annotated[str, Meta(pattern=r"^(\w+|[\w.]+:\w+)$")]
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -65,8 +66,9 @@ class TaskSection(Section, frozen=True):
     """Longer prompts are an error or left out: see `long_prompts`."""
     long_prompts: Literal["error", "drop"] = "error"
     """What to do with a row whose prompt has more than `max_prompt_tokens` tokens."""
-    reward: ImportPath = "actor.rewards:exact_match"
-    """`module:function(prompt: str, completion: str, row: dict) -> float`, plain or async."""
+    reward: RewardName = "exact_match"
+    """A built-in reward (`exact_match`, `math_answer`), or your own as `module:function`: plain or async, called with
+    `(prompt: str, completion: str, row: dict)`, returns a number."""
     reward_timeout_s: PositiveFloat = 30.0
     """Time limit for the rewards of one group; past it the group counts as failed."""
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from common.config import HubSection
-from common.settings import SettingError
-from protocols.keys import AllowList, KeyFileError, KeyPair, PublicKey, Sender, read_key_pair, read_public_key
+from offbeat.common.config import HubSection
+from offbeat.common.settings import SettingError
+from offbeat.protocols.keys import AllowList, KeyFileError, KeyPair, PublicKey, Sender, read_key_pair, read_public_key
 
 LEARNER = "learner"
 """What `{name}` stands for at the learner."""

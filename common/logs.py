@@ -11,8 +11,8 @@ from rich.logging import RichHandler
 LEVEL_VARIABLE = "OFFBEAT_LOG_LEVEL"
 """Environment variable that sets the level where `configure_logs` is given none."""
 
-OWN_PACKAGES = ("protocols", "common", "actor", "learner", "deploy")
-"""Their loggers follow the level asked for; everyone else's show warnings and errors."""
+OWN_PACKAGE = "offbeat"
+"""Its loggers follow the level asked for; everyone else's show warnings and errors."""
 
 _LEVELS = ("debug", "info", "warning", "error")
 
@@ -40,8 +40,7 @@ def configure_logs(service: str, *, level: str = "") -> None:
         root.removeHandler(handler)
     root.addHandler(_terminal_handler(service) if console().is_interactive else _plain_handler(service))
     root.setLevel(logging.WARNING)
-    for package in OWN_PACKAGES:
-        logging.getLogger(package).setLevel(level.upper())
+    logging.getLogger(OWN_PACKAGE).setLevel(level.upper())
     _quiet_vllm()
     # Bars of loaders that take a moment; they would tear the log.
     os.environ.setdefault("TQDM_DISABLE", "1")

@@ -4,8 +4,8 @@ import hashlib
 import json
 from pathlib import Path
 
-from common.settings import SettingError
-from protocols.messages import ModelHashes
+from offbeat.common.settings import SettingError
+from offbeat.protocols.messages import ModelHashes
 
 
 def resolve_model(path: str) -> Path:

@@ -1,8 +1,8 @@
 """Settings of the objective that contradict each other, do nothing, or hardly mean what they say."""
 
-from common.config import Config, TrainSection
-from common.objectives import DEFAULTS, LOWER_BOUNDED
-from common.settings import SettingError
+from offbeat.common.config import Config, TrainSection
+from offbeat.common.objectives import DEFAULTS, LOWER_BOUNDED
+from offbeat.common.settings import SettingError
 
 NOISY_CLIP = 2e-3
 """A narrower band than this clips engine log-probs for their noise alone."""

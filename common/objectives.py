@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from common.config import AdvantageSection, Config, LossSection, RewardSection
+from offbeat.common.config import AdvantageSection, Config, LossSection, RewardSection
 
 
 class Band(NamedTuple):

@@ -4,11 +4,11 @@ import math
 import re
 from pathlib import Path
 
-from common.config import Config, HubSection, LogSection, TrainSection
-from common.metrics import ROWS_FILE
-from common.objective_checks import check_objective, objective_warnings
-from common.settings import SettingError, is_data_file
-from protocols.channels import is_loopback
+from offbeat.common.config import Config, HubSection, LogSection, TrainSection
+from offbeat.common.metrics import ROWS_FILE
+from offbeat.common.objective_checks import check_objective, objective_warnings
+from offbeat.common.settings import SettingError, is_data_file
+from offbeat.protocols.channels import is_loopback
 
 BYTES_PER_TOKEN = 8
 """On the wire: an int32 token id and a float32 log-prob."""

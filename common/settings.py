@@ -18,9 +18,9 @@ import msgspec
 import msgspec.inspect as types
 from msgspec.structs import FieldInfo
 
-from common import config as config_module
-from common.config import Config, Section
-from common.objectives import complete
+from offbeat.common import config as config_module
+from offbeat.common.config import Config, Section
+from offbeat.common.objectives import complete
 
 ALIASES = {"staleness.max_off_policy_steps": "max_staleness"}
 """Settings under the names that users of other systems know them by."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.settings import SettingError
+from offbeat.common.settings import SettingError
 
 
 def load_function(path: str, *, setting: str, parameters: Sequence[str]) -> Callable[..., Any]:

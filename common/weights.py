@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 import torch
 
-from protocols.messages import TensorSpec
+from offbeat.protocols.messages import TensorSpec
 
 ALIGNMENT = 64
 """Each tensor starts at a multiple of this many bytes, so that views of any dtype are aligned."""

@@ -20,24 +20,32 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from common.config import Config, StalenessSection
-from common.environment import prepare_environment
-from common.metrics import ROWS_FILE, read_rows
-from common.models import hash_model, resolve_model
-from common.objectives import DEFAULTS
-from common.settings import SettingError, load
-from common.shutdown import StopRequest
-from deploy.launch.launcher import Launcher, free_port
-from lab.terminal import stdout_console
-from learner.diagnostics.calibration import BandCheck, Calibration, engine_numerics, learner_numerics, save_calibration
-from learner.diagnostics.noise_floor import NOISE_CLIP_SHARE, ClipBand, Differences, NoiseFloor, describe, fit, recommend_band
-from learner.objectives.objective import engine_band
-from protocols.messages import EngineInfo
+from offbeat.common.config import Config, StalenessSection
+from offbeat.common.environment import prepare_environment
+from offbeat.common.metrics import ROWS_FILE, read_rows
+from offbeat.common.models import hash_model, resolve_model
+from offbeat.common.objectives import DEFAULTS
+from offbeat.common.settings import SettingError, load
+from offbeat.common.shutdown import StopRequest
+from offbeat.deploy.launch.launcher import Launcher, free_port
+from offbeat.lab.terminal import stdout_console
+from offbeat.learner.diagnostics.calibration import BandCheck, Calibration, engine_numerics, learner_numerics, save_calibration
+from offbeat.learner.diagnostics.noise_floor import (
+    NOISE_CLIP_SHARE,
+    ClipBand,
+    Differences,
+    NoiseFloor,
+    describe,
+    fit,
+    recommend_band,
+)
+from offbeat.learner.objectives.objective import engine_band
+from offbeat.protocols.messages import EngineInfo
 
 if TYPE_CHECKING:
     import torch
 
-    from learner.leases.groups import Group as PromptGroup
+    from offbeat.learner.leases.groups import Group as PromptGroup
 
 logger = logging.getLogger(__name__)
 
@@ -166,9 +174,9 @@ def load_groups(source: Path) -> "list[PromptGroup]":
     """The groups in a run's log that were sampled under version 0 alone, by lease."""
     from transformers import AutoTokenizer
 
-    from learner.leases.prompts import load_prompts
-    from learner.leases.recovery import recover
-    from learner.leases.rollout_log import Position, read_log, read_record
+    from offbeat.learner.leases.prompts import load_prompts
+    from offbeat.learner.leases.recovery import recover
+    from offbeat.learner.leases.rollout_log import Position, read_log, read_record
 
     config = load(source / "config.toml")
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(config.model.path))
@@ -327,7 +335,7 @@ def _score(rank: int, config: Config, source: Path, port: int, result: Path) -> 
     if launch.learner_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.learner_gpus))
     prepare_environment()
-    from learner.training.trainer import Trainer
+    from offbeat.learner.training.trainer import Trainer
 
     groups = load_groups(source)
     if len(groups) < 2:

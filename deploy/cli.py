@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-from common.config import Config
-from common.environment import fast_imports, prepare_environment
-from common.logs import configure_logs
-from common.setting_checks import check, check_files
-from common.settings import SettingError, explain, load, resolved_toml
-from common.shutdown import (
+from offbeat.common.config import Config
+from offbeat.common.environment import fast_imports, prepare_environment
+from offbeat.common.logs import configure_logs
+from offbeat.common.setting_checks import check, check_files
+from offbeat.common.settings import SettingError, explain, load, resolved_toml
+from offbeat.common.shutdown import (
     GAVE_UP_STATUS,
     PARENT_VARIABLE,
     USER_ERROR_STATUS,
@@ -22,8 +22,8 @@ from common.shutdown import (
     StopRequest,
     die_with_parent,
 )
-from deploy.quickstart.quickstart import PLACEHOLDER, expand
-from protocols.channels import ChannelError
+from offbeat.deploy.quickstart.quickstart import PLACEHOLDER, expand
+from offbeat.protocols.channels import ChannelError
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ app = typer.Typer(
 def train(arguments: Arguments = None) -> None:
     """Run learner and actors on this machine, and write the report. Without arguments: the quick start."""
     configure_logs("train")
-    from deploy.launch.launcher import Launcher
+    from offbeat.deploy.launch.launcher import Launcher
 
     config = expand(_read(arguments, default=QUICKSTART))
     check_files(config)
@@ -64,7 +64,7 @@ def learner(arguments: Arguments = None) -> None:
     stop = StopRequest().install()
     with fast_imports():
         prepare_environment()
-        from learner.service import run_learner
+        from offbeat.learner.service import run_learner
 
     run_learner(config, stop)
 
@@ -77,7 +77,7 @@ def actor(arguments: Arguments = None) -> None:
     stop = StopRequest().install()
     with fast_imports():
         prepare_environment()
-        from actor.service import run_actor
+        from offbeat.actor.service import run_actor
 
     run_actor(config, stop)
 
@@ -103,7 +103,7 @@ def check_config(
 @app.command()
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]) -> None:
     """Write RUN/report.html: one self-contained page about the run."""
-    from lab.report.run_report import write_report
+    from offbeat.lab.report.run_report import write_report
 
     try:
         typer.echo(write_report(run))
@@ -122,8 +122,8 @@ def status(
     operator: Annotated[str, typer.Option(help="Whose key to use, where the run has keys.")] = "operator",
 ) -> None:
     """Ask a running learner how the run is: members, ledger, buffer, and what it waits for. It answers in mid-step too."""
-    from deploy.live.link import open_link_to
-    from deploy.live.status import show_status, watch_status
+    from offbeat.deploy.live.link import open_link_to
+    from offbeat.deploy.live.status import show_status, watch_status
 
     hub = _read(_in_folder(arguments)).hub
     open_link = open_link_to(hub, operator)
@@ -136,7 +136,7 @@ def status(
 @app.command(name="audit")
 def audit_run(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]) -> None:
     """Follow every lease of a run through its log, and say what must not have happened; exit status 1 if anything did."""
-    from lab.audit import audit, show
+    from offbeat.lab.audit import audit, show
 
     config_file = run / "config.toml"
     if not config_file.exists():
@@ -155,7 +155,7 @@ def chaos(
     Exit status 1 when anything is wrong. As root it makes a network namespace and a small disk for itself.
     """
     configure_logs("chaos")
-    from deploy.chaos.chaos import run_chaos, show
+    from offbeat.deploy.chaos.chaos import run_chaos, show
 
     path, overrides = _split(arguments)
     is_quickstart, path = path is None, path or QUICKSTART
@@ -182,7 +182,7 @@ def calibrate(
     prepare_environment()
     from msgspec.structs import replace
 
-    from deploy.calibrate import calibrate, collect, show
+    from offbeat.deploy.calibrate import calibrate, collect, show
 
     config = expand(_read(arguments, default=QUICKSTART))
     folder = out or Path(f"runs/calibrate-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -202,7 +202,7 @@ def drift(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Show what staleness did to a run: the drift at each policy lag, and whether what was trained on is biased."""
-    from lab.drift import show_drift
+    from offbeat.lab.drift import show_drift
 
     show_drift(run, as_json=as_json)
 
@@ -227,8 +227,9 @@ def sweep(
     Exit status 1 when a run failed. What stopped goes on with the same command and --out.
     """
     configure_logs("sweep")
-    from deploy.sweep import alone_in, check_cells, make_cells, make_plan, prepare, read_plan, run_cells, show_commands
-    from lab.sweep.sweep_report import write_sweep_report
+    from offbeat.deploy.sweep import alone_in, check_cells, make_cells, prepare, run_cells, show_commands
+    from offbeat.lab.sweep.plan import make_plan, read_plan
+    from offbeat.lab.sweep.sweep_report import write_sweep_report
 
     if only_report:
         if out is None:
@@ -269,8 +270,8 @@ def set_live(
 
     They are recorded with your name, and hold after a restart too. Exit status 2 when the learner refuses.
     """
-    from deploy.live.link import open_link_to
-    from deploy.live.set import requested, tune
+    from offbeat.deploy.live.link import open_link_to
+    from offbeat.deploy.live.set import requested, tune
 
     wanted = requested(settings)
     hub = _read(_in_folder([run])).hub
@@ -301,7 +302,7 @@ def simulate_run(
 
     The learner's own staleness policy runs under a simulated clock. Without CONFIG: that of the first run of --fit.
     """
-    from lab.simulation.predict import Given, fitted_times, given_times, numbers, show, simulate
+    from offbeat.lab.simulation.predict import Given, fitted_times, given_times, numbers, show, simulate
 
     runs = list(fitted or [])
     config = _read(arguments, default=runs[0] / "config.toml" if runs else None)
@@ -334,7 +335,7 @@ def replay_run(
     Exit status 1 when the recorded settings do not give what was recorded.
     """
     configure_logs("replay")
-    from lab.replay.replay import Request, replay_run, show
+    from offbeat.lab.replay.replay import Request, replay_run, show
 
     lists = [tuple(filter(None, text.replace(" ", "").split(","))) for text in (staleness, policy, selection, loss)]
     if not all(bound.isdecimal() for bound in lists[0]):
@@ -354,7 +355,7 @@ def keygen(
     operators: Annotated[list[str] | None, typer.Option("--operator", metavar="NAME", help="One more operator.")] = None,
 ) -> None:
     """Make the keys by which the learner knows its actors, and they it: needed beyond one machine."""
-    from deploy.launch.keygen import instructions, make_keys
+    from offbeat.deploy.launch.keygen import instructions, make_keys
 
     typer.echo(instructions(folder, make_keys(folder, actors or [], operators or [])))
 
@@ -411,8 +412,8 @@ def _split(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
 
 def _check_functions(config: Config) -> None:
     """Refuse functions that cannot be imported before anything is started; on other machines actor and learner do it."""
-    from actor.rewards import load_reward
-    from learner.objectives.reward_shaping import load_length_penalty
+    from offbeat.actor.rewards import load_reward
+    from offbeat.learner.objectives.reward_shaping import load_length_penalty
 
     load_reward(config.task.reward)
     if config.reward.length_penalty:

@@ -10,88 +10,38 @@ The same command goes on where it stopped. A sweep may grow by values and seeds;
 
 import contextlib
 import fcntl
-import itertools
 import logging
-import re
 import shlex
 import shutil
 import time
 import tomllib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import IO, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
-from common.config import Config
-from common.metrics import ROWS_FILE, read_rows
-from common.setting_checks import check
-from common.settings import SettingError, full_name, load, resolved_toml
-from common.shutdown import StopRequest
-from lab.history import RunHistory, fold_rows
-from deploy.launch.launcher import LOOK_S, PROGRAM, Command, RestartBudget, Service
-from lab.report.page import duration
-from lab.sweep.measures import final_reward
-from learner.training import checkpoints
-from protocols.channels import is_loopback
+from offbeat.common.config import Config
+from offbeat.common.metrics import ROWS_FILE
+from offbeat.common.setting_checks import check
+from offbeat.common.settings import SettingError, load, resolved_toml
+from offbeat.common.shutdown import StopRequest
+from offbeat.deploy.launch.launcher import LOOK_S, PROGRAM, Command, RestartBudget, Service
+from offbeat.lab.history import RunHistory
+from offbeat.lab.report.page import duration
+from offbeat.lab.sweep.measures import final_reward
+from offbeat.lab.sweep.plan import CONFIG_FILE, PLAN_FILE, Plan, read_plan, read_run, state_of
+from offbeat.learner.training import checkpoints
+from offbeat.protocols.channels import is_loopback
 
 logger = logging.getLogger(__name__)
 
-PLAN_FILE = "plan.json"
-CONFIG_FILE = "run.toml"
-"""The settings of a cell, all of them, in its folder."""
 LOG_FILE = "train.log"
 """What the cell's run said."""
 
-_NOT_SWEPT = {
-    "run.seed": "Use --seeds, which counts up from run.seed.",
-    "run.dir": "Use --out: each run gets a folder in it.",
-    "run.resume": "What broke off is resumed by itself.",
-}
 _MAX_DIFFERENCES = 5
 """More are not shown."""
-
-
-class Planned(NamedTuple):
-    """One run of a plan."""
-
-    values: tuple[str, ...]
-    """Of the settings that are varied, in their order, as the user wrote them."""
-    seed: int
-    name: str
-    """Its folder, below the sweep's: `max_staleness=4/seed=1`."""
-
-
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is varied: `plan.json`."""
-
-    settings: dict[str, list[str]]
-    """The values of each setting (`section.key`), as the user wrote them."""
-    seeds: list[int]
-    """Values of `run.seed`."""
-
-    @property
-    def keys(self) -> list[str]:
-        """What the settings are called in names: the bare key where only one section has it."""
-        return [_short(setting) for setting in self.settings]
-
-    @property
-    def combinations(self) -> list[tuple[str, ...]]:
-        """The product of all values, the last setting's changing fastest."""
-        return list(itertools.product(*self.settings.values()))
-
-    @property
-    def cells(self) -> list[Planned]:
-        """All runs in their order: a seed of every combination before the next seed, so that a sweep that is not done yet
-        compares like with like, and what changes on the machine meanwhile falls on all of them."""
-        keys = self.keys
-        return [
-            Planned(values, seed, "/".join((*map(_folder_name, keys, values), f"seed={seed}")))
-            for seed in self.seeds
-            for values in self.combinations
-        ]
 
 
 class Cell(NamedTuple):
@@ -100,48 +50,6 @@ class Cell(NamedTuple):
     name: str
     folder: Path
     config: Config
-
-
-State = Literal["new", "broken off", "finished"]
-
-
-def make_plan(settings: Sequence[str], *, num_seeds: int, first_seed: int) -> Plan:
-    """The plan of `KEY=v1,v2,...` and seeds; raises `SettingError`."""
-    values: dict[str, list[str]] = {}
-    for text in settings:
-        key, equals, listed = text.partition("=")
-        setting = full_name(key.strip())
-        if setting in _NOT_SWEPT:
-            raise SettingError("--set", text, "a sweep sets this itself", _NOT_SWEPT[setting])
-        if setting in values:
-            raise SettingError("--set", text, f"{setting} is given twice", "Give all its values at once: KEY=v1,v2.")
-        values[setting] = split_values(listed)
-        if not equals or "" in values[setting]:
-            raise SettingError("--set", text, "a value is missing", "Write KEY=v1,v2, for example max_staleness=0,4.")
-    if not values:
-        raise SettingError("--set", "", "nothing is varied", "Write --set KEY=v1,v2, for example --set max_staleness=0,4.")
-    plan = Plan(values, list(range(first_seed, first_seed + num_seeds)))
-    names = Counter(cell.name for cell in plan.cells)
-    if twice := next((name for name, count in names.items() if count > 1), None):
-        raise SettingError("--set", list(settings), f"two of its runs are {twice}", "Give each value once.")
-    return plan
-
-
-def split_values(listed: str) -> list[str]:
-    """The parts between commas; those in brackets and quotes belong to a value: `[0.9,0.95],[0.8,0.9]` are two."""
-    parts, depth, quote = [""], 0, ""
-    for character in listed:
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "\"'":
-            quote = character
-        else:
-            depth += (character in "[{") - (character in "]}")
-        if character == "," and not depth and not quote:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts]
 
 
 def make_cells(plan: Plan, config_file: Path, overrides: Sequence[str], folder: Path) -> list[Cell]:
@@ -186,16 +94,6 @@ def prepare(plan: Plan, cells: Sequence[Cell], folder: Path) -> None:
     (folder / PLAN_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
 
 
-def read_plan(folder: Path) -> Plan:
-    """The plan of a sweep's folder; `SettingError` when it has none."""
-    try:
-        return msgspec.json.decode((folder / PLAN_FILE).read_bytes(), type=Plan)
-    except FileNotFoundError as error:
-        raise SettingError("--out", str(folder), f"it has no {PLAN_FILE}", "Name the folder of a sweep.") from error
-    except msgspec.DecodeError as error:
-        raise SettingError("--out", str(folder), f"its {PLAN_FILE} is damaged: {error}", "Name another folder.") from error
-
-
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """Keep other sweeps out of the folder meanwhile; `SettingError` when one is at work there."""
@@ -203,19 +101,6 @@ def alone_in(folder: Path) -> Iterator[None]:
     with (folder / ".lock").open("w") as file:
         _lock(file, folder)
         yield
-
-
-def read_run(folder: Path) -> RunHistory:
-    """What the rows of a run tell; empty before its first one."""
-    rows_file = folder / ROWS_FILE
-    return fold_rows(read_rows(rows_file)) if rows_file.exists() else RunHistory()
-
-
-def state_of(history: RunHistory) -> State:
-    """Whether a run is done, or begun."""
-    if history.final is not None and history.final.get("outcome") == "finished":
-        return "finished"
-    return "broken off" if history.num_rows else "new"
 
 
 def run_cells(
@@ -291,20 +176,6 @@ def _arguments(cell: Cell) -> list[str]:
     """What follows `offbeat` to begin the run, or to go on with it."""
     resume = ["run.resume=true"] if _can_resume(cell) else []
     return ["train", str(cell.folder / CONFIG_FILE), *resume]
-
-
-def _short(setting: str) -> str:
-    key = setting.partition(".")[2]
-    try:
-        return key if full_name(key) == setting else setting
-    except SettingError:
-        return setting
-
-
-def _folder_name(key: str, value: str) -> str:
-    """`key=value` without what has a meaning in paths and shells."""
-    plain = re.sub(r"[^\w.,:+-]+", "_", value)
-    return f"{key}={plain}"
 
 
 def _as_cell(config: Config, seed: int, folder: Path) -> Config:

@@ -14,12 +14,12 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from common.config import Config
-from common.metrics import ROWS_FILE, read_rows
-from common.settings import is_data_file
-from lab.terminal import stdout_console
-from learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
-from learner.leases.rollout_log import LogDamagedError, Position, read_log
+from offbeat.common.config import Config
+from offbeat.common.metrics import ROWS_FILE, read_rows
+from offbeat.common.settings import is_data_file
+from offbeat.lab.terminal import stdout_console
+from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
+from offbeat.learner.leases.rollout_log import LogDamagedError, Position, read_log
 
 CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 """Largest believable difference per token between engine and learner under the same weights, in nats."""

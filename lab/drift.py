@@ -11,11 +11,20 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from common.metrics import ROWS_FILE, read_rows
-from common.settings import SettingError
-from lab.history import LagDrift, Ledger, Row, RunHistory, fold_rows, number
-from lab.terminal import stdout_console
-from learner.diagnostics.length_bias import FORMATS, LABELS, BiasReport, Comparison, EndedLease, Part, Summary, bias_report
+from offbeat.common.metrics import ROWS_FILE, read_rows
+from offbeat.common.settings import SettingError
+from offbeat.lab.history import LagDrift, Ledger, Row, RunHistory, fold_rows, number
+from offbeat.lab.terminal import stdout_console
+from offbeat.learner.diagnostics.length_bias import (
+    FORMATS,
+    LABELS,
+    BiasReport,
+    Comparison,
+    EndedLease,
+    Part,
+    Summary,
+    bias_report,
+)
 
 _UNFINISHED_OUTCOMES = {"lease_expired": "expired", "lease_aborted": "dropped"}
 """Events of leases that ended without a group, and how they ended."""

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from common.logs import console as shared_console
+from offbeat.common.logs import console as shared_console
 
 logger = logging.getLogger(__name__)
 

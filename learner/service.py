@@ -20,32 +20,32 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from common.config import Config
-from common.hub_keys import keys_of_learner
-from common.metrics import MetricsWriter
-from common.models import hash_model, resolve_model
-from common.setting_checks import least_staleness
-from common.settings import SettingError, resolved_toml
-from common.shutdown import StopRequest
-from learner.training import checkpoints
-from learner.leases.auto_bound import AutoBound, Noise
-from learner.diagnostics.calibration import changes, engine_numerics, learner_numerics, load_calibration
-from learner.dispatch.contract import Contract
-from learner.dispatch.dispatcher import Dispatcher, RunFailedError
-from learner.leases.groups import Group
-from learner.dispatch.hub_thread import HubThread
-from learner.leases.ledger import needed_position
-from learner.progress import Progress
-from learner.leases.prompts import Prompt, load_prompts
-from learner.training.ranks import RankedTrainer
-from learner.leases.recovery import DispatcherState, Recovered, recover
-from learner.leases.rollout_log import LogFullError, Position, RolloutLog, read_log, read_record
-from learner.diagnostics.routing_history import RoutingHistory
-from learner.leases.staleness import StalenessPolicy
-from learner.training.trainer import Trainer
-from learner.dispatch.live_settings import Tuning
-from learner.weights.publisher import WeightPublisher
-from protocols.channels import Hub, host_of
+from offbeat.common.config import Config
+from offbeat.common.hub_keys import keys_of_learner
+from offbeat.common.metrics import MetricsWriter
+from offbeat.common.models import hash_model, resolve_model
+from offbeat.common.setting_checks import least_staleness
+from offbeat.common.settings import SettingError, resolved_toml
+from offbeat.common.shutdown import StopRequest
+from offbeat.learner.diagnostics.calibration import changes, engine_numerics, learner_numerics, load_calibration
+from offbeat.learner.diagnostics.routing_history import RoutingHistory
+from offbeat.learner.dispatch.contract import Contract
+from offbeat.learner.dispatch.dispatcher import Dispatcher, RunFailedError
+from offbeat.learner.dispatch.hub_thread import HubThread
+from offbeat.learner.dispatch.live_settings import Tuning
+from offbeat.learner.leases.auto_bound import AutoBound, Noise
+from offbeat.learner.leases.groups import Group
+from offbeat.learner.leases.ledger import needed_position
+from offbeat.learner.leases.prompts import Prompt, load_prompts
+from offbeat.learner.leases.recovery import DispatcherState, Recovered, recover
+from offbeat.learner.leases.rollout_log import LogFullError, Position, RolloutLog, read_log, read_record
+from offbeat.learner.leases.staleness import StalenessPolicy
+from offbeat.learner.progress import Progress
+from offbeat.learner.training import checkpoints
+from offbeat.learner.training.ranks import RankedTrainer
+from offbeat.learner.training.trainer import Trainer
+from offbeat.learner.weights.publisher import WeightPublisher
+from offbeat.protocols.channels import Hub, host_of
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
-from protocols.keys import NO_KEYS, AllowList, KeyPair, PublicKey, Sender
-from protocols.messages import Ack, ActorMessage, LearnerMessage, Refused
-from protocols.wire import (
+from offbeat.protocols.keys import NO_KEYS, AllowList, KeyPair, PublicKey, Sender
+from offbeat.protocols.messages import Ack, ActorMessage, LearnerMessage, Refused
+from offbeat.protocols.wire import (
     MAX_FRAMES,
     Array,
     Frame,

@@ -17,7 +17,7 @@ import msgspec.inspect as types
 import numpy as np
 from numpy.typing import NDArray
 
-from protocols.messages import (
+from offbeat.protocols.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     ActorMessage,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from common.environment import BROKEN_VARIABLE, prepare_environment
+from offbeat.common.environment import BROKEN_VARIABLE, prepare_environment
 
 # Before any test module imports transformers or vLLM.
 prepare_environment()
@@ -43,7 +43,7 @@ def tiny_moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_bpe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a dense Qwen3 with a byte-level BPE tokenizer and a chat template."""
-    from deploy.quickstart.tiny_models import make_tiny_bpe_model
+    from offbeat.deploy.quickstart.tiny_models import make_tiny_bpe_model
 
     folder = tmp_path_factory.mktemp("tiny_bpe_model")
     make_tiny_bpe_model(folder, ["What is 2 + 2?", "Natalia sold 48 clips in May. #### 72"], vocab_size=300)
@@ -52,7 +52,7 @@ def tiny_bpe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _make(folder: Path, *, moe: bool = False, tie_embeddings: bool = True) -> Path:
     # Imported here: most tests need no model, and transformers takes seconds to import.
-    from deploy.quickstart.tiny_models import make_tiny_model
+    from offbeat.deploy.quickstart.tiny_models import make_tiny_model
 
     make_tiny_model(folder, alphabet=ALPHABET, moe=moe, tie_embeddings=tie_embeddings)
     return folder

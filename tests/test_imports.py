@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source."""
+"""Which room may import which, read from the source."""
 
 import ast
 import sys
@@ -8,17 +8,47 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("protocols", "common", "actor", "learner", "deploy")
+PACKAGES = ("protocols", "common", "actor", "learner", "lab", "deploy")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 ALLOWED = {
-    "protocols": {"protocols"},
-    "common": {"common", "protocols"},
-    "actor": {"actor", "common", "protocols"},
-    "learner": {"learner", "common", "protocols"},
-    "deploy": {"deploy", "actor", "learner", "common", "protocols"},
+    "protocols": set(),
+    "common": {"protocols"},
+    "actor": {"common", "protocols"},
+    "learner/leases": {"common", "protocols"},
+    "learner/objectives": {"common"},
+    "learner/policy": {"common"},
+    "learner/diagnostics": {"learner/leases", "learner/objectives", "common", "protocols"},
+    "learner/weights": {"learner/diagnostics", "common", "protocols"},
+    "learner/training": {
+        "learner/leases",
+        "learner/objectives",
+        "learner/policy",
+        "learner/diagnostics",
+        "common",
+        "protocols",
+    },
+    "learner/dispatch": {"learner/leases", "learner/diagnostics", "common", "protocols"},
+    "learner": {"learner/*", "common", "protocols"},
+    "lab": {"learner/*", "common", "protocols"},
+    "lab/report": {"lab", "learner/*", "common", "protocols"},
+    "lab/simulation": {"lab", "learner/*", "common", "protocols"},
+    "lab/replay": {"lab", "learner/*", "common", "protocols"},
+    "lab/sweep": {"lab", "lab/report", "learner/*", "common", "protocols"},
+    "deploy/launch": {"deploy/live", "lab", "lab/report", "common", "protocols"},
+    "deploy/live": {"lab", "common", "protocols"},
+    "deploy/quickstart": {"learner/*", "common"},
+    "deploy/chaos": {"deploy/*", "lab", "learner/*", "common", "protocols"},
+    "deploy": {"deploy/*", "lab/*", "lab", "actor", "learner", "learner/*", "common", "protocols"},
 }
+"""What each room may import beside itself; `learner/*` is every room of the learner."""
+WITHOUT_TORCH = ("learner/leases", "learner/dispatch")
 ONLY_UNDER = {"vllm": "actor", "deepspeed": "learner", "zmq": "protocols"}
+
+
+def room_of(path: Path) -> str:
+    """The folder of a module: `learner/leases`, `common`."""
+    return str(path.parent.relative_to(ROOT))
 
 
 def name_of(path: Path) -> str:
@@ -26,33 +56,58 @@ def name_of(path: Path) -> str:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Top-level names of whatever a module imports, inside functions too."""
+    """Yield the dotted names that a module imports, inside functions too."""
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
             case ast.Import(names=names):
-                yield from (alias.name.split(".")[0] for alias in names)
-            case ast.ImportFrom(level=0, module=str(module)):
-                yield module.split(".")[0]
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(level=0, module=str(module), names=names):
+                yield from (f"{module}.{alias.name}" for alias in names)
             case ast.ImportFrom():
-                yield path.relative_to(ROOT).parts[0]
+                pytest.fail(f"{name_of(path)}:{node.lineno} is a relative import")
             case ast.Call(func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module"), args=args):
-                yield from (str(arg.value).split(".")[0] for arg in args if isinstance(arg, ast.Constant))
+                yield from (str(arg.value) for arg in args if isinstance(arg, ast.Constant))
 
 
-def test_there_are_modules_in_every_package() -> None:
-    assert {path.relative_to(ROOT).parts[0] for path in MODULES} == set(PACKAGES)
-    assert all((ROOT / package / "__init__.py").is_file() for package in PACKAGES)
+def rooms_imported(path: Path) -> set[str]:
+    """Return the rooms of this project that a module imports."""
+    rooms: set[str] = set()
+    for name in imported(path):
+        first, *parts = name.split(".")
+        assert first not in PACKAGES, f"{name_of(path)} imports {name}: say offbeat.{name}"
+        if first != "offbeat":
+            continue
+        folder = ROOT
+        for part in parts:
+            if not (folder / part).is_dir():
+                break
+            folder /= part
+        rooms.add(str(folder.relative_to(ROOT)))
+    return rooms
+
+
+def may_import(room: str, other: str) -> bool:
+    return other == room or other in ALLOWED[room] or (f"{other.split('/')[0]}/*" in ALLOWED[room] and "/" in other)
+
+
+def test_every_folder_is_a_room_with_rules() -> None:
+    assert {room_of(path) for path in MODULES} == set(ALLOWED)
+    assert all((ROOT / room / "__init__.py").is_file() for room in ALLOWED)
+
+
+def test_the_installed_package_is_made_of_the_folders_at_the_top() -> None:
+    links = {path.name: path.resolve() for path in (ROOT / "src/offbeat").iterdir() if path.is_symlink()}
+    assert links == {package: ROOT / package for package in PACKAGES}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_module_imports_only_the_packages_below_its_own(path: Path) -> None:
-    ours = {name for name in imported(path) if name in PACKAGES}
-    assert ours <= ALLOWED[path.relative_to(ROOT).parts[0]]
+def test_module_imports_only_rooms_that_its_own_may(path: Path) -> None:
+    assert {other for other in rooms_imported(path) if not may_import(room_of(path), other)} == set()
 
 
 @pytest.mark.parametrize("library", ONLY_UNDER)
 def test_heavy_library_is_imported_under_one_package_only(library: str) -> None:
-    importers = {path.relative_to(ROOT).parts[0] for path in MODULES if library in imported(path)}
+    importers = {room_of(path).split("/")[0] for path in MODULES if library in {name.split(".")[0] for name in imported(path)}}
     assert importers == {ONLY_UNDER[library]}
 
 

@@ -21,19 +21,19 @@ from typing import NamedTuple
 import msgspec
 from rich.table import Table
 
-from common.config import Config
-from common.settings import load, resolved_toml
-from common.shutdown import StopRequest
-from deploy.launch import processes
-from lab.audit import Check, add_claim, audit, check_learning, check_outcome
-from deploy.chaos.faults import Clock, open_disk
-from deploy.chaos.network import Network, open_network
-from deploy.chaos.round import LOCAL, REMOTE, Happened, StoppedError, run_round
-from deploy.chaos.schedule import KINDS, plan, round_seed
-from deploy.launch.keygen import ALLOWED_KEYS, make_keys
-from deploy.launch.launcher import free_port
-from deploy.quickstart.quickstart import expand
-from lab.terminal import stdout_console
+from offbeat.common.config import Config
+from offbeat.common.settings import load, resolved_toml
+from offbeat.common.shutdown import StopRequest
+from offbeat.deploy.chaos.faults import Clock, open_disk
+from offbeat.deploy.chaos.network import Network, open_network
+from offbeat.deploy.chaos.round import LOCAL, REMOTE, Happened, StoppedError, run_round
+from offbeat.deploy.chaos.schedule import KINDS, plan, round_seed
+from offbeat.deploy.launch import processes
+from offbeat.deploy.launch.keygen import ALLOWED_KEYS, make_keys
+from offbeat.deploy.launch.launcher import free_port
+from offbeat.deploy.quickstart.quickstart import expand
+from offbeat.lab.audit import Check, add_claim, audit, check_learning, check_outcome
+from offbeat.lab.terminal import stdout_console
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-from deploy.launch import processes
-from deploy.chaos.network import Network
-from deploy.chaos.schedule import Fault, Target
-from learner.leases.events import LeaseEvent
-from learner.leases.rollout_log import HEADER_BYTES, read_log
+from offbeat.deploy.chaos.network import Network
+from offbeat.deploy.chaos.schedule import Fault, Target
+from offbeat.deploy.launch import processes
+from offbeat.learner.leases.events import LeaseEvent
+from offbeat.learner.leases.rollout_log import HEADER_BYTES, read_log
 
 CHECKPOINT_WAIT_S = 30.0
 """How long to wait for a checkpoint that is being written."""

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from common.metrics import ROWS_FILE
-from common.shutdown import PARENT_VARIABLE, StopRequest
-from deploy.launch import processes
-from deploy.chaos.faults import Clock, Committed, Disk, Scene, commit
-from deploy.chaos.network import Network
-from deploy.chaos.schedule import Fault, Target
-from deploy.launch.launcher import PROGRAM
-from learner.leases.events import LeaseEvent
+from offbeat.common.metrics import ROWS_FILE
+from offbeat.common.shutdown import PARENT_VARIABLE, StopRequest
+from offbeat.deploy.chaos.faults import Clock, Committed, Disk, Scene, commit
+from offbeat.deploy.chaos.network import Network
+from offbeat.deploy.chaos.schedule import Fault, Target
+from offbeat.deploy.launch import processes
+from offbeat.deploy.launch.launcher import PROGRAM
+from offbeat.learner.leases.events import LeaseEvent
 
 logger = logging.getLogger(__name__)
 

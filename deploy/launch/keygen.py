@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from common.hub_keys import LEARNER, OPERATOR
-from common.settings import SettingError
-from protocols.keys import KeyPair, Role, make_key_pair, public_text, secret_text
+from offbeat.common.hub_keys import LEARNER, OPERATOR
+from offbeat.common.settings import SettingError
+from offbeat.protocols.keys import KeyPair, Role, make_key_pair, public_text, secret_text
 
 ALLOWED_KEYS = "allowed_keys"
 HEADER = """\

@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from common.config import Config
-from common.metrics import ROWS_FILE
-from common.settings import SettingError, resolved_toml
-from common.shutdown import GAVE_UP_STATUS, PARENT_VARIABLE, USER_ERROR_STATUS, ServiceError, StopRequest
-from lab.report.run_report import write_report
+from offbeat.common.config import Config
+from offbeat.common.metrics import ROWS_FILE
+from offbeat.common.settings import SettingError, resolved_toml
+from offbeat.common.shutdown import GAVE_UP_STATUS, PARENT_VARIABLE, USER_ERROR_STATUS, ServiceError, StopRequest
+from offbeat.lab.report.run_report import write_report
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ LONGEST_WAIT_S = 10.0
 RESTORING_S = 600.0
 """A service that works for so long has its restarts back."""
 
-PROGRAM = (sys.executable, "-m", "deploy.cli")
+PROGRAM = (sys.executable, "-m", "offbeat.deploy.cli")
 """`offbeat`, whatever is on the user's path."""
 PORTS = range(20_000, 32_000)
 """For port 0: below those from which kernels take source ports."""

@@ -5,12 +5,12 @@ import uuid
 from collections.abc import Callable
 from typing import TypeVar
 
-from common.config import HubSection
-from common.hub_keys import keys_of_peer
-from common.shutdown import ServiceError
-from protocols.channels import Link
-from protocols.messages import Refused, StatusReport, StatusRequest, TuneReport, TuneRequest
-from protocols.wire import WireError
+from offbeat.common.config import HubSection
+from offbeat.common.hub_keys import keys_of_peer
+from offbeat.common.shutdown import ServiceError
+from offbeat.protocols.channels import Link
+from offbeat.protocols.messages import Refused, StatusReport, StatusRequest, TuneReport, TuneRequest
+from offbeat.protocols.wire import WireError
 
 ANSWER_S = 5.0
 """How long to wait for the answer; the learner's hub has a thread of its own and answers in the middle of a step."""

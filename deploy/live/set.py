@@ -6,10 +6,10 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 
-from common.settings import SettingError, full_name
-from common.shutdown import ServiceError
-from deploy.live.link import OpenLink, ask
-from protocols.messages import TuneReport, TuneRequest
+from offbeat.common.settings import SettingError, full_name
+from offbeat.common.shutdown import ServiceError
+from offbeat.deploy.live.link import OpenLink, ask
+from offbeat.protocols.messages import TuneReport, TuneRequest
 
 
 def requested(arguments: Sequence[str]) -> dict[str, str]:

@@ -8,10 +8,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from common.shutdown import ServiceError, StopRequest
-from deploy.live.link import OpenLink, ask
-from lab.terminal import stdout_console
-from protocols.messages import MemberStatus, SettingChange, StatusReport, StatusRequest
+from offbeat.common.shutdown import ServiceError, StopRequest
+from offbeat.deploy.live.link import OpenLink, ask
+from offbeat.lab.terminal import stdout_console
+from offbeat.protocols.messages import MemberStatus, SettingChange, StatusReport, StatusRequest
 
 WATCH_INTERVAL_S = 1.0
 

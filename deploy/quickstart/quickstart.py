@@ -2,7 +2,8 @@
 
 A prompt is five different digits and `>`. A short supervised warm start teaches the model four answers (the digits
 reversed, copied, rotated left, rotated right) in equal parts, so that about one sampled answer in five is the reversal.
-Reinforcement learning then rewards the reversal alone. `python -m deploy.quickstart.quickstart` makes the folder and prints its path.
+Reinforcement learning then rewards the reversal alone. `python -m offbeat.deploy.quickstart.quickstart` makes the folder and
+prints its path.
 """
 
 import hashlib
@@ -19,8 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from common.config import Config
-from common.environment import prepare_environment
+from offbeat.common.config import Config
+from offbeat.common.environment import prepare_environment
 
 if TYPE_CHECKING:
     import torch
@@ -138,7 +139,7 @@ def _warm_start(folder: Path, recipe: Recipe, generator: random.Random) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
-    from deploy.quickstart.tiny_models import make_tiny_model
+    from offbeat.deploy.quickstart.tiny_models import make_tiny_model
 
     transformers_logging.disable_progress_bar()
     make_tiny_model(folder, alphabet=recipe.alphabet, seed=recipe.seed)

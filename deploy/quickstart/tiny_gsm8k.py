@@ -1,4 +1,6 @@
-"""A stand-in for GSM8K and Qwen3 where no hub can be reached: `python -m deploy.quickstart.tiny_gsm8k FOLDER`, then gsm8k_cpu.toml.
+"""A stand-in for GSM8K and Qwen3 where no hub can be reached.
+
+`python -m offbeat.deploy.quickstart.tiny_gsm8k FOLDER` makes it for gsm8k_cpu.toml.
 
 The rows have GSM8K's format and the model a chat template, so the whole path of a GSM8K run is exercised. The model is
 random and far too small to learn the task.
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from common.environment import prepare_environment
+from offbeat.common.environment import prepare_environment
 
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn")
 THINGS = ("apples", "books", "clips", "marbles", "stamps", "tickets")
@@ -18,7 +20,7 @@ THINGS = ("apples", "books", "clips", "marbles", "stamps", "tickets")
 
 def make(folder: Path, *, num_train: int = 512, num_eval: int = 64, seed: int = 0) -> None:
     """Write model/, train.jsonl and eval.jsonl."""
-    from deploy.quickstart.tiny_models import make_tiny_bpe_model
+    from offbeat.deploy.quickstart.tiny_models import make_tiny_bpe_model
 
     generator = random.Random(seed)
     rows = [_row(generator) for _ in range(num_train + num_eval)]

@@ -28,14 +28,14 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from common.config import Config
-from common.settings import replace_settings
-from learner.leases.groups import Group, Rollout, unpack
-from learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
-from learner.leases.ledger import Ledger
-from learner.leases.rollout_log import Record
-from learner.leases.staleness import InFlight, StalenessPolicy
-from protocols.messages import Segment
+from offbeat.common.config import Config
+from offbeat.common.settings import replace_settings
+from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
+from offbeat.learner.leases.groups import Group, Rollout, unpack
+from offbeat.learner.leases.ledger import Ledger
+from offbeat.learner.leases.rollout_log import Record
+from offbeat.learner.leases.staleness import InFlight, StalenessPolicy
+from offbeat.protocols.messages import Segment
 
 NEVER_GENERATED = "aborted when recorded"
 """Reason of a drop: the recorded run aborted the lease, so there is no group that this one could have waited for."""

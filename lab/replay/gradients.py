@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from common.config import Config
-from common.models import resolve_model
-from common.objective_checks import check_objective
-from common.objectives import DEFAULTS, complete
-from common.settings import SettingError
-from learner.leases.groups import Group, unpack
-from learner.leases.events import Accepted, Dropped, Granted
-from learner.leases.prompts import Prompt, load_prompts
-from learner.leases.rollout_log import Record
-from learner.diagnostics.group_metrics import Metrics
-from learner.training.trainer import Trainer
+from offbeat.common.config import Config
+from offbeat.common.models import resolve_model
+from offbeat.common.objective_checks import check_objective
+from offbeat.common.objectives import DEFAULTS, complete
+from offbeat.common.settings import SettingError
+from offbeat.learner.diagnostics.group_metrics import Metrics
+from offbeat.learner.leases.events import Accepted, Dropped, Granted
+from offbeat.learner.leases.groups import Group, unpack
+from offbeat.learner.leases.prompts import Prompt, load_prompts
+from offbeat.learner.leases.rollout_log import Record
+from offbeat.learner.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 

@@ -13,18 +13,18 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from common.config import Config
-from common.setting_checks import check
-from common.settings import SettingError, load, replace_settings
-from lab.audit import is_log_whole
-from lab.replay.counterfactual import Outcome, Recording, differences, read_recording, recorded_outcome, replay
-from lab.terminal import stdout_console
-from learner.training import checkpoints
-from learner.leases.events import Accepted, Tuned
-from learner.leases.rollout_log import read_log
+from offbeat.common.config import Config
+from offbeat.common.setting_checks import check
+from offbeat.common.settings import SettingError, load, replace_settings
+from offbeat.lab.audit import is_log_whole
+from offbeat.lab.replay.counterfactual import Outcome, Recording, differences, read_recording, recorded_outcome, replay
+from offbeat.lab.terminal import stdout_console
+from offbeat.learner.leases.events import Accepted, Tuned
+from offbeat.learner.leases.rollout_log import read_log
+from offbeat.learner.training import checkpoints
 
 if TYPE_CHECKING:
-    from lab.replay.gradients import GradientRow
+    from offbeat.lab.replay.gradients import GradientRow
 
 RECORDED = "recorded"
 """How tables call the replay with the recorded settings."""
@@ -232,10 +232,10 @@ def _variants(config: Config, request: Request) -> Iterator[dict[str, str]]:
 
 def _check_objectives(config: Config, objectives: Sequence[str]) -> None:
     """Before a log of gigabytes is read."""
-    from common.environment import prepare_environment
+    from offbeat.common.environment import prepare_environment
 
     prepare_environment()
-    from lab.replay.gradients import objective_config
+    from offbeat.lab.replay.gradients import objective_config
 
     for objective in objectives:
         objective_config(config, objective)
@@ -259,8 +259,8 @@ def _gradients(
             f"No gradients: the run kept no checkpoint (train.checkpoint_interval = {config.train.checkpoint_interval}). Set "
             "train.checkpoint_interval to the optimizer steps between two, and train.keep_checkpoints to how many are kept."
         ]
-    from lab.replay.gradients import compare, load_candidates
-    from learner.policy.zero import MAX_FULL_GRADIENTS, deepspeed_config
+    from offbeat.lab.replay.gradients import compare, load_candidates
+    from offbeat.learner.policy.zero import MAX_FULL_GRADIENTS, deepspeed_config
 
     trained_at = {group.lease_id: batch.policy_version for batch in recorded.batches for group in batch.groups}
     candidates = load_candidates(read_log(run / "log"), config, trained_at)

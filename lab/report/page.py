@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from lab.report.run_plots import DARK_COLORS, Plot
+from offbeat.lab.report.run_plots import DARK_COLORS, Plot
 
 
 class Figures:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lab.history import LagDrift, Row, RunHistory, number, rate_over_time
+from offbeat.lab.history import LagDrift, Row, RunHistory, number, rate_over_time
 
 # Each color of the light page, and what stands for it on the dark one.
 INK, MUTED, GRID, CARD = "#1d2127", "#6b7280", "#ebe8e1", "#ffffff"

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.metrics import ROWS_FILE, read_rows
-from lab.report import run_plots as report_plots
-from lab.drift import (
+from offbeat.common.metrics import ROWS_FILE, read_rows
+from offbeat.lab.drift import (
     COMPARISON_HEAD,
     DRIFT_HEAD,
     PART_HEAD,
@@ -22,9 +21,10 @@ from lab.drift import (
     drift_report,
     part_rows,
 )
-from lab.history import LagDrift, Ledger, RunHistory, fold_rows, number
-from lab.report.page import Figures, KeyFigure, duration, head, page_html, section, table_html, tiles, write_page
-from learner.diagnostics.length_bias import MAX_P, MIN_EFFECT, MIN_SHARE
+from offbeat.lab.history import LagDrift, Ledger, RunHistory, fold_rows, number
+from offbeat.lab.report import run_plots as report_plots
+from offbeat.lab.report.page import Figures, KeyFigure, duration, head, page_html, section, table_html, tiles, write_page
+from offbeat.learner.diagnostics.length_bias import MAX_P, MIN_EFFECT, MIN_SHARE
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from common.metrics import ROWS_FILE, read_rows
-from common.settings import SettingError
-from lab.history import RunHistory, fold_rows, number
-from lab.simulation.simulation import Timings
-from learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
-from learner.leases.rollout_log import read_log
+from offbeat.common.metrics import ROWS_FILE, read_rows
+from offbeat.common.settings import SettingError
+from offbeat.lab.history import RunHistory, fold_rows, number
+from offbeat.lab.simulation.simulation import Timings
+from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
+from offbeat.learner.leases.rollout_log import read_log
 
 Floats = NDArray[np.float64]
 

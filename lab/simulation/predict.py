@@ -14,15 +14,15 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from common.config import Config
-from common.metrics import ROWS_FILE, read_rows
-from common.setting_checks import check
-from common.settings import SettingError, load
-from lab.simulation.simulation import ASSUMPTIONS, Batch, Fleet, Simulation, Timings
-from lab.simulation.fit import fit
-from lab.terminal import stdout_console
-from learner.leases.evaluation import Evaluations
-from learner.leases.staleness import StalenessPolicy
+from offbeat.common.config import Config
+from offbeat.common.metrics import ROWS_FILE, read_rows
+from offbeat.common.setting_checks import check
+from offbeat.common.settings import SettingError, load
+from offbeat.lab.simulation.fit import fit
+from offbeat.lab.simulation.simulation import ASSUMPTIONS, Batch, Fleet, Simulation, Timings
+from offbeat.lab.terminal import stdout_console
+from offbeat.learner.leases.evaluation import Evaluations
+from offbeat.learner.leases.staleness import StalenessPolicy
 
 WARM_UP = 0.1
 """Share of a simulated run's batches that is left out, at least those that the bound allows to be generated ahead."""

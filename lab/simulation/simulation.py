@@ -25,9 +25,9 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.leases.evaluation import Evaluations
-from learner.leases.groups import LagOf
-from learner.leases.staleness import InFlight, StalenessPolicy
+from offbeat.learner.leases.evaluation import Evaluations
+from offbeat.learner.leases.groups import LagOf
+from offbeat.learner.leases.staleness import InFlight, StalenessPolicy
 
 ASSUMPTIONS = (
     "group times are independent draws; with n groups in flight an actor takes 1 + crowding * (n - 1) times as long for each",

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 
-from common.config import TrainSection
-from lab.drift import ended_leases
-from lab.history import Row, RunHistory, number
-from lab.sweep.estimates import Curve
-from learner.diagnostics.length_bias import Part, bias_report
+from offbeat.common.config import TrainSection
+from offbeat.lab.drift import ended_leases
+from offbeat.lab.history import Row, RunHistory, number
+from offbeat.lab.sweep.estimates import Curve
+from offbeat.learner.diagnostics.length_bias import Part, bias_report
 
 NUM_FINAL_STEPS = 10
 """A run's final reward is the mean over so many last steps."""
@@ -53,7 +53,7 @@ class RunMeasures:
     """Mean completion length of the generated groups, in tokens."""
     trained_length: float | None
     passed_over_share: float | None
-    """Trained groups that were ready when a batch with younger leases was taken without them (`learner.diagnostics.length_bias`)."""
+    """Trained groups that were ready when a batch with younger leases was taken without them (`length_bias`)."""
     bias_alarms: tuple[str, ...]
     """What of the training is biased, in sentences (`learner.diagnostics.length_bias`)."""
     dropped_share: float | None

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lab.report.run_plots import (
+from offbeat.lab.report.run_plots import (
     ACTOR_COLORS,
     BLUE,
     GOLD,
@@ -18,9 +18,9 @@ from lab.report.run_plots import (
     plot_layout,
     running_mean,
 )
-from lab.sweep.measures import RunCurves
-from lab.sweep.estimates import CONFIDENCE, Band, Curve, Estimate, average_curves
-from lab.sweep.summary import Run, Summary
+from offbeat.lab.sweep.estimates import CONFIDENCE, Band, Curve, Estimate, average_curves
+from offbeat.lab.sweep.measures import RunCurves
+from offbeat.lab.sweep.summary import Run, Summary
 
 NUM_SMOOTHED_STEPS = 5
 """A plotted reward is the mean over so many steps around it."""

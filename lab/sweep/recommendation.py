@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lab.sweep.estimates import CONFIDENCE, MAX_SEEDS, POWER, Comparison, compare, compare_ratio, seeds_needed
+from offbeat.lab.sweep.estimates import CONFIDENCE, MAX_SEEDS, POWER, Comparison, compare, compare_ratio, seeds_needed
 
 RULE = (
     "Of the values whose final reward is not told to be below the reference's, or by less than the margin over its whole "

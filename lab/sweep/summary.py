@@ -5,12 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common.config import Config
-from common.settings import load
-from deploy.sweep import CONFIG_FILE, Plan, State, read_run, state_of
-from lab.sweep.measures import NUM_FINAL_STEPS, RunCurves, RunMeasures, measure, numbers_of, reward_curves
-from lab.sweep.recommendation import Recommendation, ValueResult, recommend
-from lab.sweep.estimates import (
+from offbeat.common.config import Config
+from offbeat.common.settings import load
+from offbeat.lab.sweep.estimates import (
     Comparison,
     Curve,
     Estimate,
@@ -21,6 +18,9 @@ from lab.sweep.estimates import (
     seeds_needed,
     trailing_mean,
 )
+from offbeat.lab.sweep.measures import NUM_FINAL_STEPS, RunCurves, RunMeasures, measure, numbers_of, reward_curves
+from offbeat.lab.sweep.plan import CONFIG_FILE, Plan, State, read_run, state_of
+from offbeat.lab.sweep.recommendation import Recommendation, ValueResult, recommend
 
 STALENESS = "staleness.max_staleness"
 

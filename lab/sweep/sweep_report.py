@@ -7,16 +7,16 @@ from pathlib import Path
 
 import msgspec
 
-from common.config import Config
-from common.settings import resolved_toml
-from lab.sweep import plots as sweep_plots
-from lab.report.run_report import REPORT_FILE
-from lab.report.page import Figures, KeyFigure, duration, head, page_html, section, table_html, tiles, write_page
-from deploy.sweep import Plan
-from lab.sweep.measures import NUM_FINAL_STEPS
-from lab.sweep.recommendation import RULE
-from lab.sweep.estimates import CONFIDENCE, Comparison, Estimate
-from lab.sweep.summary import Gathered, Run, Summary, Value, gather
+from offbeat.common.config import Config
+from offbeat.common.settings import resolved_toml
+from offbeat.lab.report.page import Figures, KeyFigure, duration, head, page_html, section, table_html, tiles, write_page
+from offbeat.lab.report.run_report import REPORT_FILE
+from offbeat.lab.sweep import plots as sweep_plots
+from offbeat.lab.sweep.estimates import CONFIDENCE, Comparison, Estimate
+from offbeat.lab.sweep.measures import NUM_FINAL_STEPS
+from offbeat.lab.sweep.plan import Plan
+from offbeat.lab.sweep.recommendation import RULE
+from offbeat.lab.sweep.summary import Gathered, Run, Summary, Value, gather
 
 SUMMARY_FILE = "sweep.json"
 """Every number of the page, and more."""

@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 import torch
 
-from common.config import Config
-from common.settings import SettingError
-from learner.diagnostics.noise_floor import ClipBand, NoiseFloor, Summary
-from protocols.messages import EngineInfo, ModelHashes
+from offbeat.common.config import Config
+from offbeat.common.settings import SettingError
+from offbeat.learner.diagnostics.noise_floor import NoiseFloor, Summary
+from offbeat.learner.objectives.bands import ClipBand
+from offbeat.protocols.messages import EngineInfo, ModelHashes
 
 FILE = "calibration.json"
 """Its name in the folder of `offbeat calibrate`."""

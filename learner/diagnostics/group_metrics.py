@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from learner.diagnostics.loss_metrics import lag_bucket
-from learner.leases.groups import Group, Rollout
+from offbeat.learner.diagnostics.loss_metrics import lag_bucket
+from offbeat.learner.leases.groups import Group, Rollout
 
 Metrics = dict[str, float | dict[str, int]]
 """Numbers by `area/name`; only `lag/counts` is a mapping."""

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from learner.leases.groups import Group
+from offbeat.learner.leases.groups import Group
 
 MAX_P = 1e-3
 """An alarm's p-value is below."""

@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from learner.objectives.aggregation import Aggregation
-from learner.objectives.losses import LOG_RATIO_BOUND
-from learner.diagnostics.noise_floor import ClipBand, NoiseFloor
+from offbeat.learner.diagnostics.noise_floor import NoiseFloor
+from offbeat.learner.objectives.aggregation import Aggregation
+from offbeat.learner.objectives.bands import Band, ClipBand, Correction
+from offbeat.learner.objectives.losses import LOG_RATIO_BOUND
 
 SEQUENCE_WEIGHT_CAP = 8.0
 """Where `ess/sequence_truncated` cuts sequence weights off, as VCPO does: https://arxiv.org/abs/2602.17616."""
@@ -81,32 +82,12 @@ class Column(IntEnum):
     NUM_NEGATIVE = 24
 
 
-class Band(NamedTuple):
-    """The clip of an objective that has one."""
-
-    log_ratio: Tensor
-    """Log of the ratio that is clipped, `[rows, tokens]`: the token's own, or its row's `log s` in every token."""
-    clip_low: float
-    clip_high: float
-
-
 class Noise(NamedTuple):
     """What is known of the engine's numerics, and what of it the objective sees."""
 
     floor: NoiseFloor
     band: ClipBand | None
     """Of an objective that clips a ratio to engine log-probs."""
-
-
-class Correction(NamedTuple):
-    """What an off-policy correction did to a micro-batch."""
-
-    weights: Tensor
-    """What the losses were multiplied by, `[rows, tokens]`, 0 where masked."""
-    log_rho: Tensor
-    """Log of the token ratio that the weights were made of, before anything was cut off, `[rows, tokens]`."""
-    truncated_at: tuple[float, ...] = ()
-    """The values that weights beyond them were set to; empty for a mask."""
 
 
 def row_statistics(

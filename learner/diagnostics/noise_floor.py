@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 from scipy.special import expit
 
-from learner.objectives.losses import LOG_RATIO_BOUND
+from offbeat.learner.objectives.bands import ClipBand
+from offbeat.learner.objectives.losses import LOG_RATIO_BOUND
 
 Floats = NDArray[np.float64]
 
@@ -81,27 +82,6 @@ class Differences(NamedTuple):
     def _means(self, of_tokens: NDArray[np.generic]) -> Floats:
         starts = np.cumsum(self.lengths) - self.lengths
         return np.add.reduceat(of_tokens.astype(np.float64), starts) / self.lengths
-
-
-class ClipBand(NamedTuple):
-    """Where an objective clips, and what: see `learner.objectives.losses`."""
-
-    low: float
-    """Clipped below `1 - low`."""
-    high: float
-    """Clipped above `1 + high`."""
-    is_sequence_ratio: bool
-    """The ratio is that of a completion, else each token's own."""
-
-    @property
-    def log_low(self) -> float:
-        """`log(1 - low)`."""
-        return math.log1p(-self.low) if self.low < 1 else -math.inf
-
-    @property
-    def log_high(self) -> float:
-        """`log(1 + high)`."""
-        return math.log1p(self.high)
 
 
 class NoiseFloor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -6,9 +6,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.routing import Routing
-from learner.diagnostics.loss_metrics import lag_bucket
-from learner.diagnostics.routing_metrics import load_metrics, margin_metrics, routing_metrics
+from offbeat.common.routing import Routing
+from offbeat.learner.diagnostics.loss_metrics import lag_bucket
+from offbeat.learner.diagnostics.routing_metrics import load_metrics, margin_metrics, routing_metrics
 
 MAX_VERSIONS = 33
 """Versions kept: one of Qwen3-30B-A3B takes 200 KB."""

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from protocols.messages import Hello, ModelHashes, TensorSpec
+from offbeat.protocols.messages import Hello, ModelHashes, TensorSpec
 
 
 class Contract(NamedTuple):

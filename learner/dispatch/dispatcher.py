@@ -18,26 +18,26 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from common.config import Config, EvaluationSection, HubSection, RolloutSection
-from common.settings import SettingError
-from common.shutdown import ServiceError
-from learner.diagnostics.length_bias import BiasMonitor, ended_group
-from learner.dispatch.contract import Contract, differences, objection
-from learner.leases.evaluation import Evaluations
-from learner.leases.groups import Group, Limits, Rollout, flaw, make_group, unpack
-from learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
-from learner.leases.journal import LeaseJournal
-from learner.leases.ledger import Ledger, LedgerCounts
-from learner.dispatch.roster import Member, Members, Room
-from learner.leases.prompts import Prompt, PromptStream
-from learner.leases.recovery import DispatcherState
-from learner.dispatch.rejections import Rejections
-from learner.leases.rollout_log import LogFullError, Position, RolloutLog
-from learner.leases.staleness import InFlight, StalenessPolicy
-from learner.dispatch.live_settings import CONCURRENCY, Tuning
-from protocols.channels import Array
-from protocols.keys import NO_KEYS, Sender
-from protocols.messages import (
+from offbeat.common.config import Config, EvaluationSection, HubSection, RolloutSection
+from offbeat.common.settings import SettingError
+from offbeat.common.shutdown import ServiceError
+from offbeat.learner.diagnostics.length_bias import BiasMonitor, ended_group
+from offbeat.learner.dispatch.contract import Contract, differences, objection
+from offbeat.learner.dispatch.live_settings import CONCURRENCY, Tuning
+from offbeat.learner.dispatch.rejections import Rejections
+from offbeat.learner.dispatch.roster import Member, Members, Room
+from offbeat.learner.leases.evaluation import Evaluations
+from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
+from offbeat.learner.leases.groups import Group, Limits, Rollout, flaw, make_group, unpack
+from offbeat.learner.leases.journal import LeaseJournal
+from offbeat.learner.leases.ledger import Ledger, LedgerCounts
+from offbeat.learner.leases.prompts import Prompt, PromptStream
+from offbeat.learner.leases.recovery import DispatcherState
+from offbeat.learner.leases.rollout_log import LogFullError, Position, RolloutLog
+from offbeat.learner.leases.staleness import InFlight, StalenessPolicy
+from offbeat.protocols.channels import Array
+from offbeat.protocols.keys import NO_KEYS, Sender
+from offbeat.protocols.messages import (
     Ack,
     ActorHeartbeat,
     ActorMessage,
@@ -67,7 +67,7 @@ from protocols.messages import (
     WeightsStaged,
     Welcome,
 )
-from protocols.wire import Frame, WireError, logprobs, routed_experts
+from offbeat.protocols.wire import Frame, WireError, logprobs, routed_experts
 
 logger = logging.getLogger(__name__)
 

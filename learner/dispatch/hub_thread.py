@@ -4,9 +4,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from learner.dispatch.dispatcher import Dispatcher
-from protocols.channels import Hub
-from protocols.wire import UnknownMessageError, WireError
+from offbeat.learner.dispatch.dispatcher import Dispatcher
+from offbeat.protocols.channels import Hub
+from offbeat.protocols.wire import UnknownMessageError, WireError
 
 TICK_S = 0.05
 """Longest time between two looks at what time brings."""

@@ -10,11 +10,11 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from common.config import Config, StalenessSection
-from common.setting_checks import check
-from common.settings import SettingError, replace_settings, setting_text
-from learner.leases.events import Tuned
-from protocols.messages import SettingChange
+from offbeat.common.config import Config, StalenessSection
+from offbeat.common.setting_checks import check
+from offbeat.common.settings import SettingError, replace_settings, setting_text
+from offbeat.learner.leases.events import Tuned
+from offbeat.protocols.messages import SettingChange
 
 CONCURRENCY = "actor.max_inflight_groups"
 TUNABLE = (

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from protocols.messages import ActorStats, Hello, MemberStatus
+from offbeat.protocols.messages import ActorStats, Hello, MemberStatus
 
 MAX_REPLACED = 1000
 """How many replaced actor processes are remembered, to refuse them when they come back."""

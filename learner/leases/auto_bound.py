@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from common.config import StalenessSection
+from offbeat.common.config import StalenessSection
 
 MAX_KL_DRIFT = 0.02
 """Nats per token. M2PO stays stable 256 steps behind with the mean squared log-ratio held to 0.04, which is twice the KL where

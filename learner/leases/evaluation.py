@@ -5,7 +5,7 @@ from collections import deque
 
 import numpy as np
 
-from learner.leases.groups import Rollout
+from offbeat.learner.leases.groups import Rollout
 
 
 class Round:

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from protocols.messages import CompletionMeta
+from offbeat.protocols.messages import CompletionMeta
 
 
 class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):

@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.leases.events import Accepted
-from learner.leases.prompts import Prompt
-from protocols.messages import CompletionMeta, Segment
-from protocols.wire import Frame, logprobs, token_ids
+from offbeat.learner.leases.events import Accepted
+from offbeat.learner.leases.prompts import Prompt
+from offbeat.protocols.messages import CompletionMeta, Segment
+from offbeat.protocols.wire import Frame, logprobs, token_ids
 
 LagOf = Literal["oldest_token", "token_mean", "last_segment"]
 """What of a group its lag is measured on: `staleness.lag_of`."""

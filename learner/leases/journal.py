@@ -1,8 +1,8 @@
 """The rollout log as the dispatcher writes it: in the order in which things happened, though some wait for room on the disk."""
 
-from learner.leases.events import LeaseEvent
-from learner.leases.rollout_log import LogFullError, Position, RolloutLog
-from protocols.wire import Frame
+from offbeat.learner.leases.events import LeaseEvent
+from offbeat.learner.leases.rollout_log import LogFullError, Position, RolloutLog
+from offbeat.protocols.wire import Frame
 
 
 class LeaseJournal:

@@ -11,9 +11,9 @@ from typing import Literal
 
 import msgspec
 
-from learner.leases.groups import Group
-from learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
-from learner.leases.rollout_log import Position
+from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
+from offbeat.learner.leases.groups import Group
+from offbeat.learner.leases.rollout_log import Position
 
 Selection = Literal["oldest_lease", "first_finished"]
 """`staleness.selection`."""

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config import TaskSection
-from common.settings import SettingError, is_data_file
+from offbeat.common.config import TaskSection
+from offbeat.common.settings import SettingError, is_data_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

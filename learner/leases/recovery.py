@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from common.shutdown import ServiceError
-from learner.leases.groups import Group, make_group
-from learner.leases.events import Accepted, Dropped, Expired, Granted, Started, Trained, Tuned
-from learner.leases.ledger import Ledger, LedgerState
-from learner.leases.prompts import Prompt, PromptStream, StreamState
-from learner.leases.rollout_log import Position, Record
+from offbeat.common.shutdown import ServiceError
+from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, Started, Trained, Tuned
+from offbeat.learner.leases.groups import Group, make_group
+from offbeat.learner.leases.ledger import Ledger, LedgerState
+from offbeat.learner.leases.prompts import Prompt, PromptStream, StreamState
+from offbeat.learner.leases.rollout_log import Position, Record
 
 logger = logging.getLogger(__name__)
 

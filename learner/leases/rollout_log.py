@@ -33,9 +33,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from common.shutdown import ServiceError
-from learner.leases.events import Accepted, LeaseEvent
-from protocols.wire import ITEM_BYTES
+from offbeat.common.shutdown import ServiceError
+from offbeat.learner.leases.events import Accepted, LeaseEvent
+from offbeat.protocols.wire import ITEM_BYTES
 
 logger = logging.getLogger(__name__)
 

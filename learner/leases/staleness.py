@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from common.config import StalenessSection, TrainSection
-from learner.leases.groups import LagOf
+from offbeat.common.config import StalenessSection, TrainSection
+from offbeat.learner.leases.groups import LagOf
 
 
 class Aged(Protocol):

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from learner.objectives.losses import LOG_RATIO_BOUND, log_sequence_ratio
+from offbeat.learner.objectives.losses import LOG_RATIO_BOUND, log_sequence_ratio
 
 
 def token_tis(log_rho: Tensor, completion_mask: Tensor, *, low: float, high: float) -> Tensor:

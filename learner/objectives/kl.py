@@ -5,7 +5,7 @@ from typing import Literal, assert_never
 import torch
 from torch import Tensor
 
-from learner.objectives.losses import LOG_RATIO_BOUND
+from offbeat.learner.objectives.losses import LOG_RATIO_BOUND
 
 KlEstimator = Literal["k1", "k2", "k3"]
 """Schulman's names, http://joschu.net/blog/kl-approx.html."""

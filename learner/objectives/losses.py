@@ -3,7 +3,7 @@
 All tensors are `[rows, tokens]`, one row per completion, padded on the right: log-probs, advantages and values float32,
 `completion_mask` bool. Where the mask is False the others may be anything, -inf and nan included: loss and gradient are
 exactly 0 there. `A` is the advantage of a token, the same for all of a row unless a critic or a KL in the reward makes it
-vary. Gradients are those of `losses.sum()` with respect to the token's own `policy_logprobs`; `learner.objectives.aggregation` then
+vary. Gradients are those of `losses.sum()` with respect to the token's own `policy_logprobs`; `aggregation` then
 weighs the tokens, which multiplies both.
 """
 

@@ -1,17 +1,15 @@
-"""The configured objective: which of the functions in `learner.objectives.losses` and `learner.objectives.corrections` a run uses, and with what."""
+"""The configured objective: which of the functions in `losses` and `corrections` a run uses, and with what."""
 
 from typing import NamedTuple, assert_never
 
 import torch
 from torch import Tensor
 
-from common.config import LossSection
-from common.objectives import DEFAULTS
-from learner.objectives import corrections
-from learner.objectives import losses
-from learner.diagnostics.loss_metrics import Band, Correction
-from learner.objectives.losses import TokenLosses, log_sequence_ratio, log_token_ratio
-from learner.diagnostics.noise_floor import ClipBand
+from offbeat.common.config import LossSection
+from offbeat.common.objectives import DEFAULTS
+from offbeat.learner.objectives import corrections, losses
+from offbeat.learner.objectives.bands import Band, ClipBand, Correction
+from offbeat.learner.objectives.losses import TokenLosses, log_sequence_ratio, log_token_ratio
 
 
 class PolicyLogprobs(NamedTuple):

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from common.settings import SettingError
-from common.user_functions import load_function, located
+from offbeat.common.settings import SettingError
+from offbeat.common.user_functions import load_function, located
 
 LengthPenalty = Callable[[NDArray[np.int64], int], NDArray[np.float64]]
 """`(lengths [completions], max_new_tokens) -> what is added to their rewards [completions]`, usually not above 0."""

@@ -5,12 +5,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from common.config import Config, ModelSection
-from common.weights import tensor_dtype
-from learner.policy.logprobs import CompletionLogprobs
-from learner.policy.lora import add_adapter
-from learner.policy.packed_attention import check_packing, packed_logprobs
-from learner.policy.packing import pack
+from offbeat.common.config import Config, ModelSection
+from offbeat.common.weights import tensor_dtype
+from offbeat.learner.policy.logprobs import CompletionLogprobs
+from offbeat.learner.policy.lora import add_adapter
+from offbeat.learner.policy.packed_attention import check_packing, packed_logprobs
+from offbeat.learner.policy.packing import pack
 
 _MAX_HEAD_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.25}
 """In bfloat16 neighboring numbers near 10 are 0.06 apart, and the two paths may round differently."""

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from learner.policy.packed_attention import place_spans, use_packed_attention
-from learner.policy.packing import Span
+from offbeat.learner.policy.packed_attention import place_spans, use_packed_attention
+from offbeat.learner.policy.packing import Span
 
 MAX_CHUNK_LOGITS = 2**24
 """Logits alive at once, in float32 64 MiB: 8,192 tokens by 2,048 entries of the vocabulary."""

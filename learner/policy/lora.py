@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from learner.policy.zero import full_shape, gathered_parameters
+from offbeat.learner.policy.zero import full_shape, gathered_parameters
 
 _ADAPTER = "default"
 """What peft calls an adapter that is given no name."""

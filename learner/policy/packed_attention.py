@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
-from learner.policy.packing import Pack, Span, pack
+from offbeat.learner.policy.packing import Pack, Span, pack
 
 ATTENTION_NAME = "offbeat_packed"
 """What `packed_attention` is called in transformers' register of attention functions."""

@@ -10,9 +10,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from common.config import TrainSection
-from common.environment import fast_imports
-from learner.policy.logprobs import CompletionLogprobs
+from offbeat.common.config import TrainSection
+from offbeat.common.environment import fast_imports
+from offbeat.learner.policy.logprobs import CompletionLogprobs
 
 _logger = logging.getLogger(__name__)
 

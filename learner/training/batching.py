@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from learner.leases.groups import Group, Rollout
-from learner.policy.packing import Pack, num_inputs, pack
+from offbeat.learner.leases.groups import Group, Rollout
+from offbeat.learner.policy.packing import Pack, num_inputs, pack
 
 
 class Row(NamedTuple):

@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.config import AdvantageSection, KlSection
-from learner.objectives.advantages import (
+from offbeat.common.config import AdvantageSection, KlSection
+from offbeat.learner.objectives.advantages import (
     discounted_returns,
     generalized_advantages,
     group_advantages,
@@ -17,9 +17,9 @@ from learner.objectives.advantages import (
     rewards_by_token,
     whiten,
 )
-from learner.training.batching import MicroBatch
-from learner.objectives.kl import kl_estimate
-from learner.policy.process_group import gather_tensors
+from offbeat.learner.objectives.kl import kl_estimate
+from offbeat.learner.policy.process_group import gather_tensors
+from offbeat.learner.training.batching import MicroBatch
 
 _BASELINES: dict[str, Literal["mean", "leave_one_out", "none"]] = {
     "group": "mean",

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common.weights import WeightBuffer
-from learner.leases.groups import Group
-from protocols.messages import TensorSpec
+from offbeat.common.weights import WeightBuffer
+from offbeat.learner.leases.groups import Group
+from offbeat.protocols.messages import TensorSpec
 
 if TYPE_CHECKING:
-    from learner.training.trainer import Scored, Trainer
+    from offbeat.learner.training.trainer import Scored, Trainer
 
 COMMAND_TIMEOUT_S = 600.0
 """A rank that hears nothing for so long takes rank 0 for dead. Rank 0 says `Idle` while it waits for rollouts."""

@@ -20,33 +20,40 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from common.config import Config, LoraSection
-from common.routing import Routing, record_routing
-from common.weights import WeightBuffer, make_layout, tensor_dtype
-from learner.training import checkpoints
-from learner.objectives import objective
-from learner.objectives.aggregation import aggregate, denominator
-from learner.training.batching import MicroBatch, Row, assign_rows, collate, make_rows
-from learner.diagnostics.calibration import load_calibration
-from learner.objectives.corrections import m2po_candidates, m2po_cutoff
-from learner.diagnostics.loss_metrics import Noise, loss_metrics, row_statistics
-from learner.diagnostics.gradient_direction import GradientDirection
-from learner.leases.groups import Group
-from learner.objectives.kl import adapt_kl_coefficient, kl_estimate, unbiased_kl
-from learner.training.learning_rate import learning_rate
-from learner.policy.logprobs import CompletionLogprobs
-from learner.policy.lora import base_shapes, merged_parameters, without_adapter
-from learner.objectives.losses import value_loss
-from learner.diagnostics.noise_floor import Differences
-from learner.objectives.objective import PolicyLogprobs
-from learner.policy.packing import pack, unpack
-from learner.policy.loading import check_policy, load_policy, load_reference
-from learner.training.preparation import Frozen, Prepared, completion_advantages, prepare, scale_advantages, token_kl
-from learner.policy.process_group import gather_rows, gather_tensors, join_process_group
-from learner.objectives.reward_shaping import RunningMoments, load_length_penalty, shape_rewards
-from learner.diagnostics.group_metrics import Metrics, group_metrics
-from learner.policy.zero import deepspeed_config, discard_gradients, full_gradients, full_shape, make_engine, muted_prints
-from protocols.messages import TensorSpec
+from offbeat.common.config import Config, LoraSection
+from offbeat.common.routing import Routing, record_routing
+from offbeat.common.weights import WeightBuffer, make_layout, tensor_dtype
+from offbeat.learner.diagnostics.calibration import load_calibration
+from offbeat.learner.diagnostics.gradient_direction import GradientDirection
+from offbeat.learner.diagnostics.group_metrics import Metrics, group_metrics
+from offbeat.learner.diagnostics.loss_metrics import Noise, loss_metrics, row_statistics
+from offbeat.learner.diagnostics.noise_floor import Differences
+from offbeat.learner.leases.groups import Group
+from offbeat.learner.objectives import objective
+from offbeat.learner.objectives.aggregation import aggregate, denominator
+from offbeat.learner.objectives.corrections import m2po_candidates, m2po_cutoff
+from offbeat.learner.objectives.kl import adapt_kl_coefficient, kl_estimate, unbiased_kl
+from offbeat.learner.objectives.losses import value_loss
+from offbeat.learner.objectives.objective import PolicyLogprobs
+from offbeat.learner.objectives.reward_shaping import RunningMoments, load_length_penalty, shape_rewards
+from offbeat.learner.policy.loading import check_policy, load_policy, load_reference
+from offbeat.learner.policy.logprobs import CompletionLogprobs
+from offbeat.learner.policy.lora import base_shapes, merged_parameters, without_adapter
+from offbeat.learner.policy.packing import pack, unpack
+from offbeat.learner.policy.process_group import gather_rows, gather_tensors, join_process_group
+from offbeat.learner.policy.zero import (
+    deepspeed_config,
+    discard_gradients,
+    full_gradients,
+    full_shape,
+    make_engine,
+    muted_prints,
+)
+from offbeat.learner.training import checkpoints
+from offbeat.learner.training.batching import MicroBatch, Row, assign_rows, collate, make_rows
+from offbeat.learner.training.learning_rate import learning_rate
+from offbeat.learner.training.preparation import Frozen, Prepared, completion_advantages, prepare, scale_advantages, token_kl
+from offbeat.protocols.messages import TensorSpec
 
 _STATE_TAG = "state"
 """DeepSpeed's files in a checkpoint folder."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from common.weights import WeightBuffer, buffer_bytes, checksum
-from protocols.messages import TensorSpec
+from offbeat.common.weights import WeightBuffer, buffer_bytes, checksum
+from offbeat.protocols.messages import TensorSpec
 
 PATIENCE_S = 1.0
 """How long training waits for a transfer to end before it takes memory for a second buffer instead."""

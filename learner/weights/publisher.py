@@ -19,12 +19,12 @@ from typing import Literal, NamedTuple
 
 from torch._C._distributed_c10d import TCPStore
 
-from common.collectives import POLL_S, CollectiveError, Rendezvous, WeightGroup, serve_store
-from common.weights import WRONG_CHECKSUM, WeightBuffer
-from learner.weights.editions import Edition, Editions
-from learner.weights.server import WeightServer
-from protocols.channels import Hub
-from protocols.messages import LearnerMessage, TensorSpec, WeightPull, WeightsCommitted, WeightsStaged, WeightUpdate
+from offbeat.common.collectives import POLL_S, CollectiveError, Rendezvous, WeightGroup, serve_store
+from offbeat.common.weights import WRONG_CHECKSUM, WeightBuffer
+from offbeat.learner.weights.editions import Edition, Editions
+from offbeat.learner.weights.server import WeightServer
+from offbeat.protocols.channels import Hub
+from offbeat.protocols.messages import LearnerMessage, TensorSpec, WeightPull, WeightsCommitted, WeightsStaged, WeightUpdate
 
 logger = logging.getLogger(__name__)
 

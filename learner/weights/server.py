@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from common.weights import checksum
-from protocols.channels import Hub, Received
-from protocols.messages import Chunk, ChunkGone, ChunkRequest
-from protocols.wire import WireError
+from offbeat.common.weights import checksum
+from offbeat.protocols.channels import Hub, Received
+from offbeat.protocols.messages import Chunk, ChunkGone, ChunkRequest
+from offbeat.protocols.wire import WireError
 
 LOOK_S = 0.05
 BURST = 16

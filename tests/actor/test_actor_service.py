@@ -13,16 +13,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from actor.engine import Completion, Score
-from actor.rewards import Rewarded, RewardFailure, RewardRunner
-from actor.service import ActorService, RefusedError
-from actor.weight_receiver import Outcome
-from common.config import ActorSection, Config, HubSection, MetricsSection, RolloutSection, TaskSection
-from common.shutdown import StopRequest
-from common.weights import make_layout
-from learner.weights.publisher import WeightPublisher
-from protocols.channels import Hub, Link
-from protocols.messages import (
+from offbeat.actor.engine import Completion, Score
+from offbeat.actor.rewards import Rewarded, RewardFailure, RewardRunner
+from offbeat.actor.service import ActorService, RefusedError
+from offbeat.actor.weight_receiver import Outcome
+from offbeat.common.config import ActorSection, Config, HubSection, MetricsSection, RolloutSection, TaskSection
+from offbeat.common.shutdown import StopRequest
+from offbeat.common.weights import make_layout
+from offbeat.learner.weights.publisher import WeightPublisher
+from offbeat.protocols.channels import Hub, Link
+from offbeat.protocols.messages import (
     Ack,
     ActorHeartbeat,
     ActorMessage,
@@ -50,7 +50,7 @@ from protocols.messages import (
     WeightUpdate,
     Welcome,
 )
-from protocols.wire import FromActor, logprobs, routed_experts, token_ids
+from offbeat.protocols.wire import FromActor, logprobs, routed_experts, token_ids
 
 LIMIT = 1 << 20
 PATIENCE_S = 10.0
@@ -616,7 +616,7 @@ def test_experts_are_not_sent_where_there_are_none_or_nobody_measures_them(
 
 
 def test_idle_actor_commits_an_update_at_once(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actor.service.IDLE_WAIT_S", 2.0)
+    monkeypatch.setattr("offbeat.actor.service.IDLE_WAIT_S", 2.0)
     # Nothing but the update must end its waiting.
     with actor_of(learner, heartbeat_s=60.0) as actor, published(1, torch.ones(3, 2), learner) as update:
         learner.welcome()

@@ -10,14 +10,14 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from actor.engine import Completion, Engine
-from actor.engine_choice import make_engine
-from common.routing import record_routing
-from common.settings import SettingError
-from learner.policy.logprobs import CompletionLogprobs
-from learner.policy.packing import pack
-from learner.diagnostics.routing_metrics import routing_metrics
-from protocols.messages import ModelHashes, Sampling, Segment
+from offbeat.actor.engine import Completion, Engine
+from offbeat.actor.engine_choice import make_engine
+from offbeat.common.routing import record_routing
+from offbeat.common.settings import SettingError
+from offbeat.learner.diagnostics.routing_metrics import routing_metrics
+from offbeat.learner.policy.logprobs import CompletionLogprobs
+from offbeat.learner.policy.packing import pack
+from offbeat.protocols.messages import ModelHashes, Sampling, Segment
 
 pytestmark = pytest.mark.engine
 
@@ -299,7 +299,7 @@ def test_experts_that_the_engine_tells_are_those_of_the_learners_pass(tiny_moe_m
 def test_vllms_record_is_cut_to_the_canary_and_to_the_layers_that_have_experts():
     """Only the shapes: what is recorded it takes a GPU to see."""
     pytest.importorskip("vllm")
-    from actor.vllm_engine import _routed_experts
+    from offbeat.actor.vllm_engine import _routed_experts
 
     recorded = np.array([[[0, 0], [1, 0], [0, 2]], [[0, 0], [3, 1], [0, 1]], [[0, 0], [2, 3], [1, 0]]], np.uint8)
     experts = _routed_experts(recorded, num_tokens=2)

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actor.outbox import Outbox
-from protocols.messages import LeaseFailed
+from offbeat.actor.outbox import Outbox
+from offbeat.protocols.messages import LeaseFailed
 
 
 def failed(lease_id: int) -> LeaseFailed:

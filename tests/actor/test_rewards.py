@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from actor.rewards import Rewarded, RewardFailure, RewardRunner, exact_match, load_reward, math_answer
-from common.settings import SettingError
+from offbeat.actor.rewards import Rewarded, RewardFailure, RewardRunner, exact_match, load_reward, math_answer
+from offbeat.common.settings import SettingError
 
 USER_REWARDS = """
 import asyncio, os, re, sys, time
@@ -276,7 +276,7 @@ def test_workers_do_not_outlive_a_killed_actor(module, number):
     """Also those in the middle of a call that holds the interpreter."""
     script = textwrap.dedent("""
         import time
-        from actor.rewards import RewardRunner
+        from offbeat.actor.rewards import RewardRunner
         if __name__ == "__main__":
             runner = RewardRunner("user_rewards:stuck_in_c", num_workers=2, timeout_s=60)
             runner.submit(1, "p", ["slow"], {})
@@ -289,7 +289,10 @@ def test_workers_do_not_outlive_a_killed_actor(module, number):
     Path("actor_like.py").write_text(script)
     root = Path(__file__).parents[2]
     with subprocess.Popen(
-        [sys.executable, "actor_like.py"], env={**os.environ, "PYTHONPATH": str(root)}, stdout=subprocess.PIPE, text=True
+        [sys.executable, "actor_like.py"],
+        env={**os.environ, "PYTHONPATH": str(root / "src")},
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "busy\n"
@@ -335,7 +338,7 @@ def test_math_answers_are_compared_as_mathematics(completion, answer, reward):
 
 
 def test_math_answer_works_in_worker_processes_and_refuses_an_empty_answer():
-    runner = RewardRunner("actor.rewards:math_answer", num_workers=1, timeout_s=30)
+    runner = RewardRunner("math_answer", num_workers=1, timeout_s=30)
     try:
         runner.submit(1, "p", ["It is 72", "It is 7"], {"answer": "#### 72"})
         runner.submit(2, "p", ["It is 72"], {"answer": ""})
@@ -349,5 +352,25 @@ def test_math_answer_works_in_worker_processes_and_refuses_an_empty_answer():
     assert "KeyError: 'answer'" in str(errors[1])
 
 
-def test_the_configured_rewards_can_be_loaded():
+def test_built_in_rewards_are_loaded_by_name():
+    assert load_reward("exact_match") is exact_match
+    assert load_reward("math_answer") is math_answer
+    with pytest.raises(SettingError, match=r"no built-in reward 'exact'.*exact_match or math_answer"):
+        load_reward("exact")
+
+
+def test_rewards_of_old_run_folders_are_loaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert load_reward("actor.rewards:exact_match") is exact_match
+    assert load_reward("actor.rewards:math_answer") is math_answer
+    with pytest.raises(SettingError, match=r"there is no module 'actor'"):
+        load_reward("actor.rewards:exact")
+
+
+def test_a_users_own_module_comes_before_the_old_name_of_a_built_in_reward(tmp_path, monkeypatch):
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor" / "rewards.py").write_text("def exact_match(prompt, completion, row):\n    return 0.5\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_reward("actor.rewards:exact_match")("", "", {}) == 0.5
+    for name in ("actor.rewards", "actor"):
+        sys.modules.pop(name)

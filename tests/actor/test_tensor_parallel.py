@@ -13,14 +13,14 @@ import pytest
 
 SCRIPT = """
 import json, os, sys, time
-from common.environment import prepare_environment
+from offbeat.common.environment import prepare_environment
 prepare_environment()
 
 def main(folder):
     import torch
     from transformers import AutoModelForCausalLM
-    from actor.engine_choice import make_engine
-    from protocols.messages import ModelHashes, Sampling
+    from offbeat.actor.engine_choice import make_engine
+    from offbeat.protocols.messages import ModelHashes, Sampling
     engine = make_engine(
         "vllm",
         folder,
@@ -59,7 +59,7 @@ if __name__ == "__main__":
 def test_two_workers_sample_exactly_and_do_not_outlive_a_killed_actor(tiny_model, tmp_path):
     script = tmp_path / "actor_like.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     with subprocess.Popen(
         [sys.executable, str(script), str(tiny_model)], env=environment, stdout=subprocess.PIPE, text=True
     ) as process:

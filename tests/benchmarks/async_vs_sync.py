@@ -36,7 +36,7 @@ import msgspec
 import numpy as np
 import torch
 
-from common.config import (
+from offbeat.common.config import (
     ActorSection,
     Config,
     HubSection,
@@ -46,13 +46,13 @@ from common.config import (
     TaskSection,
     TrainSection,
 )
-from common.environment import prepare_environment
-from common.settings import resolved_toml
-from common.shutdown import StopRequest
-from common.weights import make_layout
-from learner.dispatch.dispatcher import Dispatcher
-from learner.dispatch.hub_thread import HubThread
-from protocols.channels import Hub, Link
+from offbeat.common.environment import prepare_environment
+from offbeat.common.settings import resolved_toml
+from offbeat.common.shutdown import StopRequest
+from offbeat.common.weights import make_layout
+from offbeat.learner.dispatch.dispatcher import Dispatcher
+from offbeat.learner.dispatch.hub_thread import HubThread
+from offbeat.protocols.channels import Hub, Link
 from tests.benchmarks.measuring import (
     NUM_ROUNDS,
     Cost,
@@ -161,8 +161,8 @@ def act(connection: Connection) -> None:
     """One actor after another in this process; each command is `(hub address, name, sigma)`, each result CPU seconds."""
     prepare_environment()
     # Imported here: they import transformers, which wants the environment prepared.
-    from actor.rewards import RewardRunner
-    from actor.service import ActorService
+    from offbeat.actor.rewards import RewardRunner
+    from offbeat.actor.service import ActorService
 
     torch.set_num_threads(1)
     connection.send("up")
@@ -432,7 +432,7 @@ def engine() -> None:
     """Measure and print."""
     from transformers.utils.logging import disable_progress_bar
 
-    from deploy.quickstart.tiny_models import make_tiny_model
+    from offbeat.deploy.quickstart.tiny_models import make_tiny_model
 
     disable_progress_bar()
     runs: dict[str, list[OffbeatRun]] = {mode: [] for mode in MAX_STALENESS}

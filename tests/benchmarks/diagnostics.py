@@ -23,17 +23,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from common.environment import prepare_environment
+from offbeat.common.environment import prepare_environment
 
 prepare_environment()
 
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-from learner.objectives.aggregation import aggregate  # noqa: E402
-from learner.objectives.corrections import token_tis  # noqa: E402
-from learner.diagnostics.loss_metrics import Band, Correction, loss_metrics, row_statistics  # noqa: E402
-from learner.diagnostics.gradient_direction import GradientDirection  # noqa: E402
-from learner.objectives.losses import gspo  # noqa: E402
+from offbeat.learner.diagnostics.gradient_direction import GradientDirection  # noqa: E402
+from offbeat.learner.diagnostics.loss_metrics import loss_metrics, row_statistics  # noqa: E402
+from offbeat.learner.objectives.aggregation import aggregate  # noqa: E402
+from offbeat.learner.objectives.bands import Band, Correction  # noqa: E402
+from offbeat.learner.objectives.corrections import token_tis  # noqa: E402
+from offbeat.learner.objectives.losses import gspo  # noqa: E402
 from tests.benchmarks.measuring import print_table, spread  # noqa: E402
 
 NUM_ROUNDS = 5

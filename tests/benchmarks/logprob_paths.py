@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from common.environment import prepare_environment
+from offbeat.common.environment import prepare_environment
 from tests.benchmarks.measuring import print_table, processes
 
 NUM_TOKENS = 8192
@@ -60,7 +60,7 @@ def measure(connection: Connection, variant: Variant, num_tokens: int) -> None:
     prepare_environment()
     import torch
 
-    from learner.policy.logprobs import token_logprobs
+    from offbeat.learner.policy.logprobs import token_logprobs
 
     torch.manual_seed(0)
     states = torch.randn(num_tokens, HIDDEN_SIZE, requires_grad=True)

@@ -15,8 +15,8 @@ from resource import RUSAGE_CHILDREN, getrusage
 from statistics import median
 from typing import Any, NamedTuple
 
-from common.metrics import ROWS_FILE, read_rows
-from common.shutdown import die_with_parent
+from offbeat.common.metrics import ROWS_FILE, read_rows
+from offbeat.common.shutdown import die_with_parent
 
 NUM_ROUNDS = 3
 """How often each variant is measured; the variants take turns within a round, so that other load hits all of them."""
@@ -93,7 +93,7 @@ def run_offbeat(*arguments: str, timeout_s: float) -> OffbeatRun:
     started, cpu_before = time.monotonic(), _children_cpu_s()
     with tempfile.TemporaryDirectory(prefix="offbeat-benchmark-") as folder:
         log = Path(folder) / "train.log"
-        command = [sys.executable, "-m", "deploy.cli", "train", *arguments, f'run.dir="{folder}/run"']
+        command = [sys.executable, "-m", "offbeat.deploy.cli", "train", *arguments, f'run.dir="{folder}/run"']
         with log.open("wb") as stream:
             process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, process_group=0)
         try:

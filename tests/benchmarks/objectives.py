@@ -35,24 +35,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actor.rewards import exact_match
-from common.config import Config, TaskSection
-from common.environment import prepare_environment
-from common.metrics import read_rows
-from common.setting_checks import check
-from common.settings import load
-from common.weights import WeightBuffer
-from deploy.quickstart.quickstart import expand
-from learner.leases.groups import Group, Rollout
-from learner.leases.prompts import Prompt, PromptStream, load_prompts
-from learner.diagnostics.group_metrics import Metrics
-from protocols.messages import Segment
+from offbeat.actor.rewards import exact_match
+from offbeat.common.config import Config, TaskSection
+from offbeat.common.environment import prepare_environment
+from offbeat.common.metrics import read_rows
+from offbeat.common.setting_checks import check
+from offbeat.common.settings import load
+from offbeat.common.weights import WeightBuffer
+from offbeat.deploy.quickstart.quickstart import expand
+from offbeat.learner.diagnostics.group_metrics import Metrics
+from offbeat.learner.leases.groups import Group, Rollout
+from offbeat.learner.leases.prompts import Prompt, PromptStream, load_prompts
+from offbeat.protocols.messages import Segment
 from tests.benchmarks.measuring import print_table, processes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from learner.training.trainer import Trainer
+    from offbeat.learner.training.trainer import Trainer
 
 QUICKSTART = Path(__file__).parents[2] / "deploy" / "configs" / "quickstart.toml"
 
@@ -183,7 +183,7 @@ class Task(NamedTuple):
 def train(run: Run) -> Result:
     """Take all steps of a run, or those until it diverges."""
     # Imported here: it imports transformers, which wants the environment prepared.
-    from learner.training.trainer import Trainer
+    from offbeat.learner.training.trainer import Trainer
 
     started = time.process_time()
     config = make_config(run)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from common.environment import prepare_environment
+from offbeat.common.environment import prepare_environment
 from tests.benchmarks.measuring import NUM_ROUNDS, print_table, spread
 
 NUM_GROUPS = 4
@@ -79,7 +79,7 @@ def padded(groups: Sequences) -> tuple[int, float]:
     """Inputs, and the sum of all log-probs."""
     import torch
 
-    from learner.policy.logprobs import token_logprobs
+    from offbeat.learner.policy.logprobs import token_logprobs
 
     policy = make_policy()
     rows = [(prompt, completion) for prompt, completions in groups for completion in completions]
@@ -115,8 +115,8 @@ def shared(groups: Sequences) -> tuple[int, float]:
 
 def run_packs(sequences: Sequences) -> tuple[int, float]:
     """Inputs, and the sum of all log-probs."""
-    from learner.policy.logprobs import CompletionLogprobs
-    from learner.policy.packing import pack
+    from offbeat.learner.policy.logprobs import CompletionLogprobs
+    from offbeat.learner.policy.packing import pack
 
     module = CompletionLogprobs(make_policy())
     num_inputs, checksum = 0, 0.0
@@ -131,7 +131,7 @@ def run_packs(sequences: Sequences) -> tuple[int, float]:
 
 def micro_batches(sequences: Sequences) -> list[Sequences]:
     """In the order given, at most `MICRO_BATCH_TOKENS` inputs each."""
-    from learner.policy.packing import num_inputs
+    from offbeat.learner.policy.packing import num_inputs
 
     result: list[Sequences] = []
     total = MICRO_BATCH_TOKENS

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-from common.config import LogSection
-from learner.leases.events import Accepted
-from learner.leases.rollout_log import Fsync, RolloutLog, encode_record, read_log
-from protocols.messages import CompletionMeta, Segment
+from offbeat.common.config import LogSection
+from offbeat.learner.leases.events import Accepted
+from offbeat.learner.leases.rollout_log import Fsync, RolloutLog, encode_record, read_log
+from offbeat.protocols.messages import CompletionMeta, Segment
 from tests.benchmarks.measuring import print_table, spread
 
 NUM_ROUNDS = 5

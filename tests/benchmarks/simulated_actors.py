@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 import zmq
 
-from common.config import RolloutSection, TaskSection
-from protocols.keys import KeyPair, PublicKey
-from protocols.messages import (
+from offbeat.common.config import RolloutSection, TaskSection
+from offbeat.protocols.keys import KeyPair, PublicKey
+from offbeat.protocols.messages import (
     Ack,
     ActorMessage,
     CompletionMeta,
@@ -27,7 +27,7 @@ from protocols.messages import (
     WeightsCommitted,
     Welcome,
 )
-from protocols.wire import Frame, encode
+from offbeat.protocols.wire import Frame, encode
 from tests.benchmarks.stand_ins import ENGINE, VOCABULARY_SIZE
 
 PATIENCE_S = 30.0

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from common.config import (
+from offbeat.common.config import (
     ActorSection,
     Config,
     LaunchSection,
@@ -45,15 +45,15 @@ from common.config import (
     TaskSection,
     TrainSection,
 )
-from common.environment import prepare_environment
-from common.metrics import ROWS_FILE, MetricsWriter, read_rows
-from common.settings import load, resolved_toml
-from common.shutdown import PARENT_VARIABLE
-from lab.simulation.predict import Source, fitted_times, simulate_batches
-from learner.dispatch.dispatcher import Dispatcher
-from learner.dispatch.hub_thread import HubThread
-from learner.leases.rollout_log import RolloutLog
-from protocols.channels import Hub
+from offbeat.common.environment import prepare_environment
+from offbeat.common.metrics import ROWS_FILE, MetricsWriter, read_rows
+from offbeat.common.settings import load, resolved_toml
+from offbeat.common.shutdown import PARENT_VARIABLE
+from offbeat.lab.simulation.predict import Source, fitted_times, simulate_batches
+from offbeat.learner.dispatch.dispatcher import Dispatcher
+from offbeat.learner.dispatch.hub_thread import HubThread
+from offbeat.learner.leases.rollout_log import RolloutLog
+from offbeat.protocols.channels import Hub
 from tests.benchmarks.async_vs_sync import (
     GROUP_SIZE,
     GROUPS_PER_ACTOR,
@@ -232,7 +232,7 @@ def make_quickstart_run(folder: Path, setting: Setting) -> None:
         f"staleness.max_staleness={setting.max_staleness}",
         f"actor.max_inflight_groups={setting.num_slots}",
     ]
-    command = [sys.executable, "-m", "deploy.cli", "train", *settings, f'run.dir="{folder}"']
+    command = [sys.executable, "-m", "offbeat.deploy.cli", "train", *settings, f'run.dir="{folder}"']
     log = folder.parent / "logs" / f"{folder.name}.log"
     log.parent.mkdir(exist_ok=True)
     # It ends with this process, and its services with it.

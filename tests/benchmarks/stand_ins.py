@@ -8,18 +8,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from actor.engine import Completion, Score
-from common.config import Config, EvaluationSection, HubSection, RolloutSection, StalenessSection, TaskSection, TrainSection
-from learner.dispatch.contract import Contract
-from learner.dispatch.dispatcher import Dispatcher, Record, WeightsMessage
-from learner.leases.ledger import Ledger
-from learner.leases.prompts import Prompt, PromptStream
-from learner.leases.rollout_log import RolloutLog
-from learner.leases.staleness import StalenessPolicy
-from learner.dispatch.live_settings import Tuning
-from learner.weights.publisher import WeightPublisher
-from protocols.channels import Hub
-from protocols.messages import EngineInfo, ModelHashes, Sampling, Segment, TensorSpec
+from offbeat.actor.engine import Completion, Score
+from offbeat.common.config import (
+    Config,
+    EvaluationSection,
+    HubSection,
+    RolloutSection,
+    StalenessSection,
+    TaskSection,
+    TrainSection,
+)
+from offbeat.learner.dispatch.contract import Contract
+from offbeat.learner.dispatch.dispatcher import Dispatcher, Record, WeightsMessage
+from offbeat.learner.dispatch.live_settings import Tuning
+from offbeat.learner.leases.ledger import Ledger
+from offbeat.learner.leases.prompts import Prompt, PromptStream
+from offbeat.learner.leases.rollout_log import RolloutLog
+from offbeat.learner.leases.staleness import StalenessPolicy
+from offbeat.learner.weights.publisher import WeightPublisher
+from offbeat.protocols.channels import Hub
+from offbeat.protocols.messages import EngineInfo, ModelHashes, Sampling, Segment, TensorSpec
 
 VOCABULARY_SIZE = 50_000
 MAX_LENGTH = 1 << 16

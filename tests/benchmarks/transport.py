@@ -31,14 +31,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import zmq
 
-from common.config import LogSection
-from learner.dispatch.dispatcher import Dispatcher
-from learner.dispatch.hub_thread import HubThread
-from learner.leases.rollout_log import RolloutLog
-from protocols.channels import RECEIVE_QUEUE_MESSAGES, SEND_QUEUE_MESSAGES, Hub
-from protocols.keys import AllowList, KeyPair, make_key_pair, public_text
-from protocols.messages import Ack, Lease, Sampling, Welcome
-from protocols.wire import MAGIC, Frame, encode
+from offbeat.common.config import LogSection
+from offbeat.learner.dispatch.dispatcher import Dispatcher
+from offbeat.learner.dispatch.hub_thread import HubThread
+from offbeat.learner.leases.rollout_log import RolloutLog
+from offbeat.protocols.channels import RECEIVE_QUEUE_MESSAGES, SEND_QUEUE_MESSAGES, Hub
+from offbeat.protocols.keys import AllowList, KeyPair, make_key_pair, public_text
+from offbeat.protocols.messages import Ack, Lease, Sampling, Welcome
+from offbeat.protocols.wire import MAGIC, Frame, encode
 from tests.benchmarks.measuring import print_table, processes, spread
 from tests.benchmarks.simulated_actors import PATIENCE_S, EncodedGroup, SimulatedActors, make_hello, open_dealer, send
 from tests.benchmarks.stand_ins import CANARY, MAX_LENGTH, make_dispatcher

@@ -30,13 +30,13 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroup, ProcessGroupGloo
 
-from actor.weight_receiver import Outcome, WeightReceiver
-from common.environment import prepare_environment
-from common.weights import checksum as checksum_of
-from common.weights import make_layout
-from learner.weights.publisher import Members, WeightPublisher
-from protocols.channels import Hub, Link
-from protocols.messages import LearnerMessage, WeightPull, WeightsCommitted, WeightsStaged, WeightUpdate
+from offbeat.actor.weight_receiver import Outcome, WeightReceiver
+from offbeat.common.environment import prepare_environment
+from offbeat.common.weights import checksum as checksum_of
+from offbeat.common.weights import make_layout
+from offbeat.learner.weights.publisher import Members, WeightPublisher
+from offbeat.protocols.channels import Hub, Link
+from offbeat.protocols.messages import LearnerMessage, WeightPull, WeightsCommitted, WeightsStaged, WeightUpdate
 from tests.benchmarks.measuring import (
     Cost,
     OffbeatRun,
@@ -376,7 +376,7 @@ def checksum() -> None:
     copy = torch.zeros_like(flat)
     ways: dict[str, Callable[[], object]] = {
         "memcpy": lambda: copy.copy_(flat),
-        "common.weights.checksum": lambda: checksum_of(flat),
+        "offbeat.common.weights.checksum": lambda: checksum_of(flat),
         "zlib.crc32": lambda: zlib.crc32(flat.numpy().data),
     }
     speeds: dict[str, list[float]] = {way: [] for way in ways}

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from common.environment import BROKEN_VARIABLE, fast_imports
+from offbeat.common.environment import BROKEN_VARIABLE, fast_imports
 
 ROOT = Path(__file__).parents[2]
 
 LOOK = """
 import importlib.util, sys
-from common.environment import prepare_environment
+from offbeat.common.environment import prepare_environment
 prepare_environment()
 print([name for name in ("torchvision", "torchaudio", "torchcodec") if importlib.util.find_spec(name) is not None])
 if len(sys.argv) > 1:
@@ -31,7 +31,7 @@ def test_broken_packages_look_absent_and_are_tried_by_the_first_process_alone(tm
     script = tmp_path / "look.py"
     script.write_text(LOOK)
     environment = {name: value for name, value in os.environ.items() if name != BROKEN_VARIABLE}
-    environment["PYTHONPATH"] = f"{tmp_path}:{ROOT}"
+    environment["PYTHONPATH"] = f"{tmp_path}:{ROOT / 'src'}"
     result = subprocess.run(
         [sys.executable, str(script), str(script)], env=environment, capture_output=True, text=True, check=True
     )

@@ -5,10 +5,10 @@ from typing import Literal
 
 import pytest
 
-from common.config import HubSection
-from common.hub_keys import HubKeys, LinkKeys, keys_of_learner, keys_of_peer
-from common.settings import SettingError
-from protocols.keys import KeyPair, make_key_pair, public_text, secret_text
+from offbeat.common.config import HubSection
+from offbeat.common.hub_keys import HubKeys, LinkKeys, keys_of_learner, keys_of_peer
+from offbeat.common.settings import SettingError
+from offbeat.protocols.keys import KeyPair, make_key_pair, public_text, secret_text
 
 
 def write(folder: Path, key: KeyPair) -> None:

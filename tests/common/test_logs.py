@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[2]
 
 SPEAK = """
 import logging
-logging.getLogger("learner.service").debug("own debug")
-logging.getLogger("learner.service").info("own info [1/2]")
+logging.getLogger("offbeat.learner.service").debug("own debug")
+logging.getLogger("offbeat.learner.service").info("own info [1/2]")
 logging.getLogger("httpx").info("foreign info")
 logging.getLogger("httpx").warning("foreign warning")
 """
@@ -22,7 +22,7 @@ logging.getLogger("httpx").warning("foreign warning")
 
 def run(code: str, stderr: int = subprocess.PIPE, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "OFFBEAT_LOG_LEVEL"} | variables
-    code = "from common.logs import configure_logs\n" + code
+    code = "from offbeat.common.logs import configure_logs\n" + code
     return subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True
     )

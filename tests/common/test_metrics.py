@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from common.metrics import MetricsWriter, read_rows
+from offbeat.common.metrics import MetricsWriter, read_rows
 
 
 def rows_of(folder: Path) -> list[dict]:

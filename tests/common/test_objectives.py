@@ -5,10 +5,10 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from common.config import LossSection
-from common.objectives import CORRECTION_BANDS, DEFAULTS, complete
-from common.setting_checks import check
-from common.settings import SettingError, load, resolved_toml
+from offbeat.common.config import LossSection
+from offbeat.common.objectives import CORRECTION_BANDS, DEFAULTS, complete
+from offbeat.common.setting_checks import check
+from offbeat.common.settings import SettingError, load, resolved_toml
 
 GOOD = ("model.path=some/model", "task.train_data=train.jsonl")
 

@@ -12,7 +12,7 @@ from transformers.models.mixtral import MixtralConfig, MixtralForCausalLM
 from transformers.models.olmoe import OlmoeConfig, OlmoeForCausalLM
 from transformers.utils.output_capturing import OutputRecorder
 
-from common.routing import Routing, record_routing
+from offbeat.common.routing import Routing, record_routing
 
 NUM_LAYERS = 3
 NUM_EXPERTS = 8

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from common.setting_checks import check, check_files
-from common.settings import SettingError, load
+from offbeat.common.setting_checks import check, check_files
+from offbeat.common.settings import SettingError, load
 
 KEYS = ("hub.key=keys/{name}.key", "hub.learner_key=keys/learner.pub", "hub.allowed_keys=keys/allowed_keys")
 GOOD = ("model.path=some/model", "task.train_data=train.jsonl")

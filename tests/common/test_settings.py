@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config import Config
-from common.objectives import complete
-from common.settings import (
+from offbeat.common.config import Config
+from offbeat.common.objectives import complete
+from offbeat.common.settings import (
     SettingError,
     explain,
     explanations,

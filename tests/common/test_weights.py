@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.weights import CHECKSUM_BLOCK_BYTES, CHECKSUM_PIECE_BYTES, WeightBuffer, buffer_bytes, checksum, make_layout
+from offbeat.common.weights import CHECKSUM_BLOCK_BYTES, CHECKSUM_PIECE_BYTES, WeightBuffer, buffer_bytes, checksum, make_layout
 
 SIZES = st.integers(1, 5 * CHECKSUM_BLOCK_BYTES // 8).map(lambda words: 8 * words)
 

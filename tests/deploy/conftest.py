@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.live import link as questions
+from offbeat.deploy.live import link as questions
 from tests.deploy.live.operator_desk import Desk
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from common.config import Config
-from common.settings import resolved_toml
+from offbeat.common.config import Config
+from offbeat.common.settings import resolved_toml
 
 REWARD_MODULE = '''
 import time
@@ -43,7 +43,7 @@ class Services:
         """Start `offbeat ARGUMENTS`; its output goes to the file `log`."""
         with (self.folder / f"{log or arguments[0]}.log").open("ab") as stream:
             process = subprocess.Popen(
-                [sys.executable, "-m", "deploy.cli", *arguments],
+                [sys.executable, "-m", "offbeat.deploy.cli", *arguments],
                 cwd=self.folder,
                 stdout=stream,
                 stderr=subprocess.STDOUT,

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from common.config import Config
-from common.setting_checks import check
-from common.settings import SettingError, load
-from deploy.calibrate import calibrate, check_band, collection_config, cross_fit, load_groups, show
-from learner.diagnostics.calibration import FILE, load_calibration
-from learner.diagnostics.noise_floor import ClipBand, Differences
+from offbeat.common.config import Config
+from offbeat.common.setting_checks import check
+from offbeat.common.settings import SettingError, load
+from offbeat.deploy.calibrate import calibrate, check_band, collection_config, cross_fit, load_groups, show
+from offbeat.learner.diagnostics.calibration import FILE, load_calibration
+from offbeat.learner.diagnostics.noise_floor import Differences
+from offbeat.learner.objectives.bands import ClipBand
 from tests.deploy.services import Services, services_in, write_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from common.config import Config
+from offbeat.common.config import Config
 from tests.deploy.services import free_port, services_in, write_config
 
 
 def offbeat(*arguments: str, folder: Path, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
     """Run a command that is expected to end by itself."""
-    command = [sys.executable, "-m", "deploy.cli", *arguments]
+    command = [sys.executable, "-m", "offbeat.deploy.cli", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 

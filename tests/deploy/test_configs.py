@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from common.setting_checks import check
-from common.settings import load
+from offbeat.common.setting_checks import check
+from offbeat.common.settings import load
 
 CONFIGS = sorted((Path(__file__).parents[2] / "deploy" / "configs").glob("*.toml"))
 

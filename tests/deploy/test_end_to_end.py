@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from common.settings import load
-from lab.audit import audit
-from learner.diagnostics.calibration import save_calibration
+from offbeat.common.settings import load
+from offbeat.lab.audit import audit
+from offbeat.learner.diagnostics.calibration import save_calibration
 from tests.deploy.services import SLOW_REWARD, Services, free_port, services_in, write_config
 from tests.learner.diagnostics.test_calibration import make_calibration
 

@@ -11,10 +11,10 @@ import msgspec
 import psutil
 import pytest
 
-from common.settings import load
-from lab.audit import audit
-from learner.leases.events import Granted
-from learner.leases.rollout_log import read_log
+from offbeat.common.settings import load
+from offbeat.lab.audit import audit
+from offbeat.learner.leases.events import Granted
+from offbeat.learner.leases.rollout_log import read_log
 from tests.deploy.services import SLOW_REWARD, Services, free_port, services_in, write_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]

@@ -14,21 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.settings import SettingError, load
-from common.shutdown import StopRequest
-from deploy.sweep import (
-    Cell,
-    Plan,
-    alone_in,
-    check_cells,
-    make_cells,
-    make_plan,
-    prepare,
-    read_plan,
-    run_cells,
-    show_commands,
-    split_values,
-)
+from offbeat.common.settings import SettingError, load
+from offbeat.common.shutdown import StopRequest
+from offbeat.deploy.sweep import Cell, alone_in, check_cells, make_cells, prepare, run_cells, show_commands
+from offbeat.lab.sweep.plan import Plan, make_plan, read_plan, split_values
 from tests.lab.sweep.sweep_runs import stand_in, starts
 
 CONFIG = """
@@ -341,7 +330,7 @@ def test_job_array_runs_one_command_in_each_task(sweep: Sweep) -> None:
 
 def test_command_prints_the_quick_starts_runs_and_reports_what_is_there(sweep: Sweep) -> None:
     def offbeat(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "deploy.cli", "sweep", *arguments, "--out", "sweep"]
+        command = [sys.executable, "-m", "offbeat.deploy.cli", "sweep", *arguments, "--out", "sweep"]
         return subprocess.run(command, cwd=sweep.home, capture_output=True, text=True, timeout=60, check=False)
 
     printed = offbeat("train.num_steps=5", "--set", "max_staleness=0,4", "--seeds", "1", "--print")

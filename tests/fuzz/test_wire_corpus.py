@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from protocols.messages import ActorMessage, LearnerMessage
+from offbeat.protocols.messages import ActorMessage, LearnerMessage
 from tests.fuzz.wire_claims import check_frames, pack, unpack
 
 CORPUS = sorted((Path(__file__).parent / "corpus/wire").iterdir())

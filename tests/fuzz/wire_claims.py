@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from protocols.messages import CanaryRouted, GroupDone
-from protocols.wire import (
+from offbeat.protocols.messages import CanaryRouted, GroupDone
+from offbeat.protocols.wire import (
     ARRAY_FRAMES,
     MAGIC,
     FromActor,

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.config import Config, RunSection, TaskSection
-from common.metrics import MetricsWriter
-from common.settings import load, resolved_toml
-from lab.audit import (
+from offbeat.common.config import Config, RunSection, TaskSection
+from offbeat.common.metrics import MetricsWriter
+from offbeat.common.settings import load, resolved_toml
+from offbeat.lab.audit import (
     NOTHING_LOST,
     Check,
     LogAudit,
@@ -25,9 +25,9 @@ from lab.audit import (
     check_outcome,
     check_prompts,
 )
-from learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
-from learner.leases.rollout_log import RolloutLog
-from protocols.messages import CompletionMeta, Segment
+from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
+from offbeat.learner.leases.rollout_log import RolloutLog
+from offbeat.protocols.messages import CompletionMeta, Segment
 
 SEED = 3
 NUM_PROMPTS = 4

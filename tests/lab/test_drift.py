@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from common.settings import SettingError
-from deploy.cli import app
-from lab.drift import drift_report, ended_leases, render, show_drift
-from lab.history import RunHistory, fold_rows
-from learner.diagnostics.length_bias import EndedLease
+from offbeat.common.settings import SettingError
+from offbeat.deploy.cli import app
+from offbeat.lab.drift import drift_report, ended_leases, render, show_drift
+from offbeat.lab.history import RunHistory, fold_rows
+from offbeat.learner.diagnostics.length_bias import EndedLease
 
 START = 1_700_000_000.0
 

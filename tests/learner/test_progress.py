@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from learner.progress import Progress, sparkline
+from offbeat.learner.progress import Progress, sparkline
 
 ROOT = Path(__file__).parents[2]
 
@@ -194,8 +194,8 @@ def test_sparkline_of_four_cells_spans_lowest_to_highest(values: list[float], li
 
 LIVE = """
 import logging, sys, time
-from common.logs import configure_logs
-from learner.progress import Progress
+from offbeat.common.logs import configure_logs
+from offbeat.learner.progress import Progress
 configure_logs("learner")
 with Progress(10) as progress:
     progress.show({"kind": "step", "time": time.time(), "policy_version": 4, "reward/mean": 0.5, "time/step_s": 1.0})

@@ -14,13 +14,13 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from actor.weight_receiver import Outcome, WeightReceiver
-from common import collectives
-from common.weights import checksum, make_layout
-from learner.weights import editions as weight_editions
-from learner.weights.publisher import WeightPublisher
-from protocols.channels import Hub, Link
-from protocols.messages import LearnerMessage, TensorSpec, WeightPull, WeightsCommitted, WeightsStaged, WeightUpdate
+from offbeat.actor.weight_receiver import Outcome, WeightReceiver
+from offbeat.common import collectives
+from offbeat.common.weights import checksum, make_layout
+from offbeat.learner.weights import editions as weight_editions
+from offbeat.learner.weights.publisher import WeightPublisher
+from offbeat.protocols.channels import Hub, Link
+from offbeat.protocols.messages import LearnerMessage, TensorSpec, WeightPull, WeightsCommitted, WeightsStaged, WeightUpdate
 
 SMALL = make_layout([("embed", (7, 3)), ("scale", ()), ("head", (5,))], torch.bfloat16)
 LARGE = make_layout([("embed", (4096, 4096))], torch.float32)
@@ -35,7 +35,7 @@ Mishap = Literal["", "SIGKILL", "SIGSTOP", "wrong byte"]
 
 context = multiprocessing.get_context("forkserver")
 # One process imports torch; receivers are forked from it.
-context.set_forkserver_preload(["actor.weight_receiver", "learner.training.ranks"])
+context.set_forkserver_preload(["offbeat.actor.weight_receiver", "offbeat.learner.training.ranks"])
 
 
 def open_hub() -> Hub:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from protocols.messages import (
+from offbeat.protocols.messages import (
     Ack,
     ActorHeartbeat,
     ActorMessage,
@@ -43,7 +43,7 @@ from protocols.messages import (
     WeightUpdate,
     Welcome,
 )
-from protocols.wire import Array
+from offbeat.protocols.wire import Array
 
 INTS = np.arange(-2, 5, dtype=np.int32)
 FLOATS = np.array([-0.0, -1.5, np.nan, -np.inf], dtype=np.float32)

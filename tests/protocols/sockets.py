@@ -12,10 +12,10 @@ from typing import TypeVar
 
 import zmq
 
-from protocols.channels import Hub, Link, Received
-from protocols.keys import KeyPair, PublicKey
-from protocols.messages import Credit
-from protocols.wire import MAGIC, encode
+from offbeat.protocols.channels import Hub, Link, Received
+from offbeat.protocols.keys import KeyPair, PublicKey
+from offbeat.protocols.messages import Credit
+from offbeat.protocols.wire import MAGIC, encode
 
 ANY_PORT = "tcp://127.0.0.1:0"
 LIMIT = 1 << 20

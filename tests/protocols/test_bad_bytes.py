@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from protocols import channels
-from protocols.channels import MAX_DROPS_AT_ONCE, MAX_MALFORMED, Hub, Link
-from protocols.keys import AllowList, make_key_pair
-from protocols.messages import Ack, CompletionMeta, Goodbye, GroupDone, Refused, Segment
-from protocols.wire import MAGIC, MAX_FRAMES, FromActor, UnknownMessageError, VersionError, WireError, encode
+from offbeat.protocols import channels
+from offbeat.protocols.channels import MAX_DROPS_AT_ONCE, MAX_MALFORMED, Hub, Link
+from offbeat.protocols.keys import AllowList, make_key_pair
+from offbeat.protocols.messages import Ack, CompletionMeta, Goodbye, GroupDone, Refused, Segment
+from offbeat.protocols.wire import MAGIC, MAX_FRAMES, FromActor, UnknownMessageError, VersionError, WireError, encode
 from tests.protocols.sockets import ANY_PORT, LIMIT, RawPeer, eventually, flood, flood_with_key, introduce, port_of, receive
 
 GOODBYE = [bytes(frame) for frame in encode(Goodbye(reason="x"))]

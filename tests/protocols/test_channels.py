@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from protocols.channels import ChannelError, Hub, Link, host_of, is_loopback
-from protocols.messages import Ack, CanaryScored, Credit, Goodbye, Lease, Sampling, Stop, Unknown
-from protocols.wire import FromActor, FromLearner, WireError, logprobs, token_ids
+from offbeat.protocols.channels import ChannelError, Hub, Link, host_of, is_loopback
+from offbeat.protocols.messages import Ack, CanaryScored, Credit, Goodbye, Lease, Sampling, Stop, Unknown
+from offbeat.protocols.wire import FromActor, FromLearner, WireError, logprobs, token_ids
 from tests.protocols.sockets import ANY_PORT, LIMIT, PATIENCE_S, eventually, free_port, introduce, receive
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from protocols import channels
-from protocols.channels import Hub, Link
-from protocols.keys import LOOK_INTERVAL_S, AllowList, KeyPair, Sender, make_key_pair
-from protocols.messages import Credit, Goodbye, Stop, Unknown
+from offbeat.protocols import channels
+from offbeat.protocols.channels import Hub, Link
+from offbeat.protocols.keys import LOOK_INTERVAL_S, AllowList, KeyPair, Sender, make_key_pair
+from offbeat.protocols.messages import Credit, Goodbye, Stop, Unknown
 from tests.protocols.sockets import ANY_PORT, LIMIT, PATIENCE_S, eventually, introduce, port_of, receive, replay, tapped
 
 LEARNER = make_key_pair("learner", "learner")

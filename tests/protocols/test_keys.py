@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocols.keys import (
+from offbeat.protocols.keys import (
     LOOK_INTERVAL_S,
     AllowList,
     KeyFileError,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocols import wire
-from protocols.messages import (
+from offbeat.protocols import wire
+from offbeat.protocols.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     ActorMessage,
@@ -28,7 +28,7 @@ from protocols.messages import (
     Unknown,
     Welcome,
 )
-from protocols.wire import (
+from offbeat.protocols.wire import (
     MAGIC,
     MAX_ACTOR_BODY_BYTES,
     MAX_FRAMES,

@@ -16,16 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.metrics import MetricsWriter
-from deploy.launch import processes
-from lab.audit import Check
-from deploy.chaos.chaos import ChaosReport, RoundReport, show
-from deploy.chaos.faults import DAMAGES, Clock, Disk, Scene, commit, corrupt_log, open_disk
-from deploy.chaos.network import Namespace, Network, Proxy, open_network
-from deploy.chaos.round import Happened, Watch
-from deploy.chaos.schedule import KINDS, Fault, Kind, Target, plan, round_seed
-from learner.leases.events import Expired
-from learner.leases.rollout_log import RolloutLog, read_log
+from offbeat.common.metrics import MetricsWriter
+from offbeat.deploy.chaos.chaos import ChaosReport, RoundReport, show
+from offbeat.deploy.chaos.faults import DAMAGES, Clock, Disk, Scene, commit, corrupt_log, open_disk
+from offbeat.deploy.chaos.network import Namespace, Network, Proxy, open_network
+from offbeat.deploy.chaos.round import Happened, Watch
+from offbeat.deploy.chaos.schedule import KINDS, Fault, Kind, Target, plan, round_seed
+from offbeat.deploy.launch import processes
+from offbeat.lab.audit import Check
+from offbeat.learner.leases.events import Expired
+from offbeat.learner.leases.rollout_log import RolloutLog, read_log
 from tests.deploy.services import services_in
 
 IS_ROOT = os.geteuid() == 0
@@ -396,7 +396,7 @@ def test_any_violation_makes_the_report_a_bad_one() -> None:
 @pytest.mark.timeout(500)
 def test_round_of_all_faults_on_real_services_has_no_violation(tmp_path: Path) -> None:
     """The two-minute version: each kind of fault once."""
-    command = [sys.executable, "-m", "deploy.cli", "chaos", "--seed", "1", "--minutes", "0"]
+    command = [sys.executable, "-m", "offbeat.deploy.cli", "chaos", "--seed", "1", "--minutes", "0"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=480, check=False)
     assert result.returncode == 0, result.stdout + result.stderr[-4000:]
     found = msgspec.json.decode(next(tmp_path.glob("runs/*/chaos.json")).read_bytes(), type=ChaosReport)

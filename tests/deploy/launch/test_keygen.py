@@ -8,14 +8,14 @@ from typing import Literal
 
 import pytest
 
-from common.hub_keys import keys_of_learner, keys_of_peer
-from common.settings import SettingError, load
-from deploy.launch.keygen import make_keys
-from protocols.keys import read_allowed_keys, read_key_pair, read_public_key
+from offbeat.common.hub_keys import keys_of_learner, keys_of_peer
+from offbeat.common.settings import SettingError, load
+from offbeat.deploy.launch.keygen import make_keys
+from offbeat.protocols.keys import read_allowed_keys, read_key_pair, read_public_key
 
 
 def keygen(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "deploy.cli", "keygen", *arguments]
+    command = [sys.executable, "-m", "offbeat.deploy.cli", "keygen", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
 
 

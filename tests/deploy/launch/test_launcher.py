@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from common.config import Config, HubSection, LaunchSection, RunSection
-from common.shutdown import StopRequest
-from deploy.launch import launcher
-from deploy.launch.launcher import Launcher, LaunchError, RestartBudget
+from offbeat.common.config import Config, HubSection, LaunchSection, RunSection
+from offbeat.common.shutdown import StopRequest
+from offbeat.deploy.launch import launcher
+from offbeat.deploy.launch.launcher import Launcher, LaunchError, RestartBudget
 
 SERVICES = '''
 """Stands for `offbeat`: notes its start in `starts`, then does what the file `NAME.START` (or `NAME`) says."""

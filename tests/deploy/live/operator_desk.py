@@ -3,11 +3,11 @@
 import threading
 from pathlib import Path
 
-from common.hub_keys import keys_of_learner, keys_of_peer
-from common.settings import load
-from deploy.launch.keygen import make_keys
-from protocols.channels import Hub, Link
-from protocols.messages import ActorMessage, Refused, StatusReport, TuneReport
+from offbeat.common.hub_keys import keys_of_learner, keys_of_peer
+from offbeat.common.settings import load
+from offbeat.deploy.launch.keygen import make_keys
+from offbeat.protocols.channels import Hub, Link
+from offbeat.protocols.messages import ActorMessage, Refused, StatusReport, TuneReport
 from tests.deploy.services import free_port
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from common.settings import SettingError
-from common.shutdown import ServiceError
-from deploy.live import link as questions
-from deploy.live.set import requested, tune
-from protocols.channels import Link
-from protocols.messages import Refused, SettingChange, TuneReport, TuneRequest
+from offbeat.common.settings import SettingError
+from offbeat.common.shutdown import ServiceError
+from offbeat.deploy.live import link as questions
+from offbeat.deploy.live.set import requested, tune
+from offbeat.protocols.channels import Link
+from offbeat.protocols.messages import Refused, SettingChange, TuneReport, TuneRequest
 from tests.deploy.live.operator_desk import Desk
 from tests.deploy.services import free_port, services_in, write_config
 from tests.deploy.test_cli import offbeat

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from common.shutdown import ServiceError
-from deploy.live import link as questions
-from deploy.live.status import render, show_status
-from protocols.channels import Link
-from protocols.messages import MemberStatus, Refused, SettingChange, StatusReport, StatusRequest
+from offbeat.common.shutdown import ServiceError
+from offbeat.deploy.live import link as questions
+from offbeat.deploy.live.status import render, show_status
+from offbeat.protocols.channels import Link
+from offbeat.protocols.messages import MemberStatus, Refused, SettingChange, StatusReport, StatusRequest
 from tests.deploy.live.operator_desk import Desk
 from tests.deploy.services import free_port
 

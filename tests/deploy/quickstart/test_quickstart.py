@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from common.settings import load
-from deploy.quickstart.quickstart import Recipe, answers, ensure, expand, quickstart_folder
+from offbeat.common.settings import load
+from offbeat.deploy.quickstart.quickstart import Recipe, answers, ensure, expand, quickstart_folder
 
 SMALL = Recipe(warm_start_steps=2, warm_start_rows=4, num_train=20, num_eval=5)
 
@@ -66,7 +66,7 @@ def test_failure_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("deploy.quickstart.quickstart._warm_start", fail)
+    monkeypatch.setattr("offbeat.deploy.quickstart.quickstart._warm_start", fail)
     with pytest.raises(OSError, match="disk full"):
         ensure(tmp_path / "folder", SMALL)
     assert list(tmp_path.iterdir()) == []

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.setting_checks import check, check_files
-from common.settings import load
-from deploy.quickstart.tiny_gsm8k import make
-from deploy.quickstart.tiny_models import make_tiny_model
+from offbeat.common.setting_checks import check, check_files
+from offbeat.common.settings import load
+from offbeat.deploy.quickstart.tiny_gsm8k import make
+from offbeat.deploy.quickstart.tiny_models import make_tiny_model
 
 
 def test_characters_are_encoded_one_by_one_with_nothing_added(tiny_model: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.config import Config, ModelSection, StalenessSection, TaskSection, TrainSection
-from lab.replay.counterfactual import (
+from offbeat.common.config import Config, ModelSection, StalenessSection, TaskSection, TrainSection
+from offbeat.lab.replay.counterfactual import (
     NEVER_GENERATED,
     Outcome,
     Recording,
@@ -23,11 +23,11 @@ from lab.replay.counterfactual import (
     recorded_outcome,
     replay,
 )
-from learner.leases.groups import Group
-from learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
-from learner.leases.recovery import DispatcherState, recover
-from learner.leases.rollout_log import LogFullError, Position, Record, read_log, read_record
-from protocols.messages import Cancel, CompletionMeta, GroupDone, Lease, LeaseFailed, Segment
+from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
+from offbeat.learner.leases.groups import Group
+from offbeat.learner.leases.recovery import DispatcherState, recover
+from offbeat.learner.leases.rollout_log import LogFullError, Position, Record, read_log, read_record
+from offbeat.protocols.messages import Cancel, CompletionMeta, GroupDone, Lease, LeaseFailed, Segment
 from tests.learner.dispatch.test_dispatcher import Actor, Desk, make_prompts
 from tests.learner.leases.test_recovery import open_log
 

@@ -13,15 +13,24 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from common.config import AdvantageSection, Config, LossSection, RewardSection, RolloutSection, RunSection
-from common.settings import SettingError, load, resolved_toml
-from deploy.cli import app
-from lab.replay.gradients import Candidates, choose, compare, cosine, eligible, load_candidates, objective_config, quantiles
-from lab.replay.replay import CANNOT_TELL, CANNOT_TELL_OF_GRADIENTS, Report, Request, render, replay_run
-from learner.leases.groups import Group
-from learner.leases.events import Accepted, Granted, Started, Trained, Tuned
-from learner.leases.rollout_log import RolloutLog, read_log
-from protocols.messages import CompletionMeta, Segment
+from offbeat.common.config import AdvantageSection, Config, LossSection, RewardSection, RolloutSection, RunSection
+from offbeat.common.settings import SettingError, load, resolved_toml
+from offbeat.deploy.cli import app
+from offbeat.lab.replay.gradients import (
+    Candidates,
+    choose,
+    compare,
+    cosine,
+    eligible,
+    load_candidates,
+    objective_config,
+    quantiles,
+)
+from offbeat.lab.replay.replay import CANNOT_TELL, CANNOT_TELL_OF_GRADIENTS, Report, Request, render, replay_run
+from offbeat.learner.leases.events import Accepted, Granted, Started, Trained, Tuned
+from offbeat.learner.leases.groups import Group
+from offbeat.learner.leases.rollout_log import RolloutLog, read_log
+from offbeat.protocols.messages import CompletionMeta, Segment
 from tests.learner.training.trainer_cases import make_config, make_groups
 
 GROUPS_PER_STEP = 2
@@ -32,7 +41,7 @@ NUM_LEASES = 12
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """Bound 1, two groups a step, all under the weights of the step before; four batches, and a checkpoint of version 2."""
-    from learner.training.trainer import Trainer
+    from offbeat.learner.training.trainer import Trainer
 
     folder = tmp_path_factory.mktemp("replay")
     (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": "1+1="}) + "\n" for _ in range(NUM_LEASES)))
@@ -210,7 +219,7 @@ def test_checkpoint_without_groups_to_compare_is_passed_over(
 
 def test_gradient_of_the_batch_that_was_trained_on_next_is_that_of_the_steps_metrics(run: Path) -> None:
     """What a replay measures is what the run's own next step saw."""
-    from learner.training.trainer import Trainer
+    from offbeat.learner.training.trainer import Trainer
 
     config = load(run / "config.toml")
     candidates = load_candidates(read_log(run / "log"), config, {})

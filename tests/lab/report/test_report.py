@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lab.history import Interval, fold_rows, rate_over_time
-from lab.report.run_report import write_report
-from lab.report.run_plots import MAX_POINTS
+from offbeat.lab.history import Interval, fold_rows, rate_over_time
+from offbeat.lab.report.run_plots import MAX_POINTS
+from offbeat.lab.report.run_report import write_report
 
 START = 1_700_000_000.0
 

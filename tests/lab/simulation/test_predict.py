@@ -8,10 +8,18 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from common.config import ActorSection, Config, ModelSection, RolloutSection, StalenessSection, TaskSection, TrainSection
-from common.settings import SettingError, resolved_toml
-from deploy.cli import app
-from lab.simulation.predict import (
+from offbeat.common.config import (
+    ActorSection,
+    Config,
+    ModelSection,
+    RolloutSection,
+    StalenessSection,
+    TaskSection,
+    TrainSection,
+)
+from offbeat.common.settings import SettingError, resolved_toml
+from offbeat.deploy.cli import app
+from offbeat.lab.simulation.predict import (
     Given,
     Source,
     fitted_times,
@@ -22,7 +30,7 @@ from lab.simulation.predict import (
     simulate_batches,
     steady_batches,
 )
-from lab.simulation.simulation import Batch, Timings, Totals
+from offbeat.lab.simulation.simulation import Batch, Timings, Totals
 
 CONFIG = Config(
     model=ModelSection(path="none"),

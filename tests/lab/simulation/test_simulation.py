@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.config import StalenessSection, TrainSection
-from lab.simulation.simulation import DRAWN_AT_ONCE, Batch, Fleet, Simulation, Slots, Timings, sampled_versions
-from learner.leases.evaluation import Evaluations
-from learner.dispatch.roster import Member, Members, Room
-from learner.leases.staleness import StalenessPolicy
-from protocols.messages import EngineInfo, Hello, ModelHashes
+from offbeat.common.config import StalenessSection, TrainSection
+from offbeat.lab.simulation.simulation import DRAWN_AT_ONCE, Batch, Fleet, Simulation, Slots, Timings, sampled_versions
+from offbeat.learner.dispatch.roster import Member, Members, Room
+from offbeat.learner.leases.evaluation import Evaluations
+from offbeat.learner.leases.staleness import StalenessPolicy
+from offbeat.protocols.messages import EngineInfo, Hello, ModelHashes
 
 NO_EVALUATION = (0, 1)
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.settings import SettingError
-from lab.history import fold_rows
-from lab.simulation.fit import (
+from offbeat.common.settings import SettingError
+from offbeat.lab.history import fold_rows
+from offbeat.lab.simulation.fit import (
     Generation,
     LearnerBatch,
     Recording,
@@ -19,8 +19,8 @@ from lab.simulation.fit import (
     fit_recordings,
     read_recording,
 )
-from learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
-from protocols.messages import CompletionMeta, Segment
+from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
+from offbeat.protocols.messages import CompletionMeta, Segment
 
 
 def granted(lease_id: int, at: float, actor: str = "a") -> Granted:

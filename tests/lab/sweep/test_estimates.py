@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from lab.sweep.estimates import (
+from offbeat.lab.sweep.estimates import (
     Curve,
     average_curves,
     compare,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.sweep.recommendation import Recommendation, ValueResult, recommend
+from offbeat.lab.sweep.recommendation import Recommendation, ValueResult, recommend
 
 
 def text_of(told: Recommendation) -> str:

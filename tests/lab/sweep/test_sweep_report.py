@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from common.config import TrainSection
-from lab.history import fold_rows
-from deploy.sweep import Plan, make_cells, make_plan, prepare
-from lab.sweep.measures import measure, reward_curves
-from lab.sweep.sweep_report import write_sweep_report
-from tests.lab.sweep.sweep_runs import START, rows_of_run, write_rows
+from offbeat.common.config import TrainSection
+from offbeat.deploy.sweep import make_cells, prepare
+from offbeat.lab.history import fold_rows
+from offbeat.lab.sweep.measures import measure, reward_curves
+from offbeat.lab.sweep.plan import Plan, make_plan
+from offbeat.lab.sweep.sweep_report import write_sweep_report
 from tests.lab.report.test_report import figure_titled, figures_in, text_of
+from tests.lab.sweep.sweep_runs import START, rows_of_run, write_rows
 
 CONFIG = """
 [model]

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 import torch
 
-from common.config import ActorSection, Config, LoraSection, ModelSection, RolloutSection, TrainSection
-from common.settings import SettingError
-from learner.diagnostics.calibration import (
+from offbeat.common.config import ActorSection, Config, LoraSection, ModelSection, RolloutSection, TrainSection
+from offbeat.common.settings import SettingError
+from offbeat.learner.diagnostics.calibration import (
     BandCheck,
     Calibration,
     EngineNumerics,
@@ -19,8 +19,9 @@ from learner.diagnostics.calibration import (
     load_calibration,
     save_calibration,
 )
-from learner.diagnostics.noise_floor import ClipBand, describe, fit
-from protocols.messages import EngineInfo, ModelHashes
+from offbeat.learner.diagnostics.noise_floor import describe, fit
+from offbeat.learner.objectives.bands import ClipBand
+from offbeat.protocols.messages import EngineInfo, ModelHashes
 from tests.learner.diagnostics.test_noise_floor import sample
 
 HASHES = ModelHashes("c0", "t0", "x0")

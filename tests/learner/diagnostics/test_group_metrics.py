@@ -3,9 +3,9 @@ import math
 import numpy as np
 import pytest
 
-from learner.leases.groups import Group, Rollout
-from learner.diagnostics.group_metrics import group_metrics
-from protocols.messages import Segment
+from offbeat.learner.diagnostics.group_metrics import group_metrics
+from offbeat.learner.leases.groups import Group, Rollout
+from offbeat.protocols.messages import Segment
 
 
 def make_group(rewards: list[float], length: int, oldest_version: int) -> Group:

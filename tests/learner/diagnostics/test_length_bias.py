@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.config import StalenessSection, TrainSection
-from learner.diagnostics.length_bias import (
+from offbeat.common.config import StalenessSection, TrainSection
+from offbeat.learner.diagnostics.length_bias import (
     MONITOR_INTERVAL,
     MONITOR_WINDOW,
     BiasMonitor,
@@ -22,10 +22,10 @@ from learner.diagnostics.length_bias import (
     ended_group,
     num_batches_passed,
 )
-from learner.leases.groups import Group, LagOf, Rollout
-from learner.leases.ledger import Selection
-from learner.leases.staleness import StalenessPolicy
-from protocols.messages import Segment
+from offbeat.learner.leases.groups import Group, LagOf, Rollout
+from offbeat.learner.leases.ledger import Selection
+from offbeat.learner.leases.staleness import StalenessPolicy
+from offbeat.protocols.messages import Segment
 
 NAN = math.nan
 

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 from torch import Tensor
 
-from learner.objectives.aggregation import Aggregation, aggregate
-from learner.objectives.corrections import geometric_mask, sequence_tis, token_tis
-from learner.diagnostics.loss_metrics import (
+from offbeat.learner.diagnostics.loss_metrics import (
     LAG_BUCKETS,
     SEQUENCE_WEIGHT_CAP,
     Band,
@@ -22,8 +20,10 @@ from learner.diagnostics.loss_metrics import (
     loss_metrics,
     row_statistics,
 )
-from learner.objectives.losses import gspo, ppo_clip
-from learner.diagnostics.noise_floor import ClipBand
+from offbeat.learner.objectives.aggregation import Aggregation, aggregate
+from offbeat.learner.objectives.bands import ClipBand
+from offbeat.learner.objectives.corrections import geometric_mask, sequence_tis, token_tis
+from offbeat.learner.objectives.losses import gspo, ppo_clip
 from tests.learner.diagnostics.test_noise_floor import normal_floor
 
 CLIP = {"clip_low": 0.1, "clip_high": 0.2}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from learner.diagnostics.noise_floor import (
+from offbeat.learner.diagnostics.noise_floor import (
     NOISE_CLIP_SHARE,
     PROBABILITIES,
     ClipBand,

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.routing import Routing
-from learner.diagnostics.routing_history import RoutingHistory
+from offbeat.common.routing import Routing
+from offbeat.learner.diagnostics.routing_history import RoutingHistory
 
 
 def routing(*experts: int) -> Routing:

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from common.routing import Routing, record_routing
-from learner.policy.logprobs import CompletionLogprobs
-from learner.policy.packing import pack
-from learner.diagnostics.routing_metrics import load_metrics, margin_metrics, routing_metrics
+from offbeat.common.routing import Routing, record_routing
+from offbeat.learner.diagnostics.routing_metrics import load_metrics, margin_metrics, routing_metrics
+from offbeat.learner.policy.logprobs import CompletionLogprobs
+from offbeat.learner.policy.packing import pack
 
 IDS = torch.tensor([[4 + (7 * index) % 40 for index in range(64)]])
 

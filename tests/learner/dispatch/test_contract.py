@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from learner.dispatch.contract import differences, objection
-from protocols.messages import EngineInfo, Hello, ModelHashes
+from offbeat.learner.dispatch.contract import differences, objection
+from offbeat.protocols.messages import EngineInfo, Hello, ModelHashes
 from tests.learner.dispatch.test_dispatcher import CONTRACT, ENGINE, HASHES, make_hello
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import pytest
 
-from common.config import (
+from offbeat.common.config import (
     Config,
     EvaluationSection,
     HubSection,
@@ -19,18 +19,18 @@ from common.config import (
     TaskSection,
     TrainSection,
 )
-from learner.dispatch.contract import Contract
-from learner.dispatch.dispatcher import Dispatcher, Outgoing, RunFailedError
-from learner.leases.groups import Group
-from learner.leases.events import Accepted, Expired, Granted, LeaseEvent, Started, Trained, Tuned
-from learner.leases.ledger import Ledger, needed_position
-from learner.dispatch.roster import MAX_REPLACED
-from learner.leases.prompts import Prompt, PromptStream, Turn
-from learner.leases.rollout_log import LogFullError, Position, RolloutLog, read_log
-from learner.leases.staleness import StalenessPolicy
-from learner.dispatch.live_settings import Tuning
-from protocols.keys import NO_KEYS, Sender
-from protocols.messages import (
+from offbeat.learner.dispatch.contract import Contract
+from offbeat.learner.dispatch.dispatcher import Dispatcher, Outgoing, RunFailedError
+from offbeat.learner.dispatch.live_settings import Tuning
+from offbeat.learner.dispatch.roster import MAX_REPLACED
+from offbeat.learner.leases.events import Accepted, Expired, Granted, LeaseEvent, Started, Trained, Tuned
+from offbeat.learner.leases.groups import Group
+from offbeat.learner.leases.ledger import Ledger, needed_position
+from offbeat.learner.leases.prompts import Prompt, PromptStream, Turn
+from offbeat.learner.leases.rollout_log import LogFullError, Position, RolloutLog, read_log
+from offbeat.learner.leases.staleness import StalenessPolicy
+from offbeat.protocols.keys import NO_KEYS, Sender
+from offbeat.protocols.messages import (
     Ack,
     ActorHeartbeat,
     ActorMessage,
@@ -64,7 +64,7 @@ from protocols.messages import (
     WeightsStaged,
     Welcome,
 )
-from protocols.wire import WireError, token_ids
+from offbeat.protocols.wire import WireError, token_ids
 
 GROUP_SIZE = 2
 MAX_NEW_TOKENS = 4

@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from learner.leases.prompts import PromptStream, Turn
-from learner.leases.recovery import DispatcherState
-from protocols.messages import CompletionMeta, Goodbye, GroupDone, Lease, LeaseFailed, Segment
+from offbeat.learner.leases.prompts import PromptStream, Turn
+from offbeat.learner.leases.recovery import DispatcherState
+from offbeat.protocols.messages import CompletionMeta, Goodbye, GroupDone, Lease, LeaseFailed, Segment
 from tests.learner.dispatch.test_dispatcher import DEAD_AFTER_S, LEASE_TIMEOUT_S, NUM_PROMPTS, Actor, Desk
 
 ACTORS = st.integers(0, 2)

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config import Config, LossSection, ModelSection, StalenessSection, TaskSection, TrainSection
-from common.objectives import complete
-from common.setting_checks import check
-from common.settings import SettingError, replace_settings, setting_text
-from learner.leases.events import Tuned
-from learner.dispatch.live_settings import TUNABLE, Tuning
-from protocols.messages import SettingChange
+from offbeat.common.config import Config, LossSection, ModelSection, StalenessSection, TaskSection, TrainSection
+from offbeat.common.objectives import complete
+from offbeat.common.setting_checks import check
+from offbeat.common.settings import SettingError, replace_settings, setting_text
+from offbeat.learner.dispatch.live_settings import TUNABLE, Tuning
+from offbeat.learner.leases.events import Tuned
+from offbeat.protocols.messages import SettingChange
 
 GIVEN = complete(Config(model=ModelSection(path="model"), task=TaskSection(train_data="data.jsonl")))
 

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.dispatch.roster import Member, Members, Room
-from protocols.messages import EngineInfo, Hello, ModelHashes
+from offbeat.learner.dispatch.roster import Member, Members, Room
+from offbeat.protocols.messages import EngineInfo, Hello, ModelHashes
 
 HELLO = Hello(
     actor="actor",

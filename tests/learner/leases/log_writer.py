@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from learner.leases.events import Accepted
-from learner.leases.rollout_log import RolloutLog
-from protocols.messages import CompletionMeta, Segment
+from offbeat.learner.leases.events import Accepted
+from offbeat.learner.leases.rollout_log import RolloutLog
+from offbeat.protocols.messages import CompletionMeta, Segment
 
 NUM_TOKENS = 20_000
 SEGMENT_BYTES = 1 << 21

@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config import StalenessSection
-from learner.leases.auto_bound import MAX_CLIP_DRIFT, MAX_KL_DRIFT, NOISE_MEMORY, WINDOW_STEPS, AutoBound, Decision, Noise
+from offbeat.common.config import StalenessSection
+from offbeat.learner.leases.auto_bound import (
+    MAX_CLIP_DRIFT,
+    MAX_KL_DRIFT,
+    NOISE_MEMORY,
+    WINDOW_STEPS,
+    AutoBound,
+    Decision,
+    Noise,
+)
 
 NOISE = Noise(kl=0.001, clip=0.1)
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.leases.groups import LARGEST_LOGPROB, Group, Limits, Rollout, flaw, unpack
-from protocols.messages import CompletionMeta, Segment
+from offbeat.learner.leases.groups import LARGEST_LOGPROB, Group, Limits, Rollout, flaw, unpack
+from offbeat.protocols.messages import CompletionMeta, Segment
 
 LIMITS = Limits(group_size=2, max_new_tokens=4, vocabulary_size=50, newest_version=3)
 

@@ -10,10 +10,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from learner.leases.groups import Group
-from learner.leases.events import Accepted, Dropped, Expired, Granted, Started, Trained
-from learner.leases.ledger import UNSEEN_LEASES, EpochAccount, Ledger, LedgerCounts, LedgerState, SavedLease, needed_position
-from learner.leases.rollout_log import Position
+from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, Started, Trained
+from offbeat.learner.leases.groups import Group
+from offbeat.learner.leases.ledger import (
+    UNSEEN_LEASES,
+    EpochAccount,
+    Ledger,
+    LedgerCounts,
+    LedgerState,
+    SavedLease,
+    needed_position,
+)
+from offbeat.learner.leases.rollout_log import Position
 
 
 def make_group(lease_id: int, prompt_id: int = 0) -> Group:

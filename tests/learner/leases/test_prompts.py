@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config import TaskSection
-from common.settings import SettingError
-from learner.leases.prompts import LoadedPrompts, Prompt, PromptStream, StreamState, Turn, load_prompts
+from offbeat.common.config import TaskSection
+from offbeat.common.settings import SettingError
+from offbeat.learner.leases.prompts import LoadedPrompts, Prompt, PromptStream, StreamState, Turn, load_prompts
 
 
 class CharacterTokenizer:

@@ -13,13 +13,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from common.settings import SettingError
-from learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
-from learner.leases.ledger import UNSEEN_LEASES, needed_position
-from learner.leases.prompts import PromptStream, Turn
-from learner.leases.recovery import DispatcherState, Recovered, RecoveryError, recover
-from learner.leases.rollout_log import HEADER_BYTES, LogFullError, Position, RolloutLog, read_log, read_record
-from protocols.messages import (
+from offbeat.common.settings import SettingError
+from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
+from offbeat.learner.leases.ledger import UNSEEN_LEASES, needed_position
+from offbeat.learner.leases.prompts import PromptStream, Turn
+from offbeat.learner.leases.recovery import DispatcherState, Recovered, RecoveryError, recover
+from offbeat.learner.leases.rollout_log import HEADER_BYTES, LogFullError, Position, RolloutLog, read_log, read_record
+from offbeat.protocols.messages import (
     Ack,
     ActorHeartbeat,
     ActorMessage,
@@ -39,7 +39,15 @@ from protocols.messages import (
     WeightsCommitted,
     Welcome,
 )
-from tests.learner.dispatch.test_dispatcher import DEAD_AFTER_S, LEASE_TIMEOUT_S, VOCABULARY_SIZE, Actor, Desk, make_hello, make_prompts
+from tests.learner.dispatch.test_dispatcher import (
+    DEAD_AFTER_S,
+    LEASE_TIMEOUT_S,
+    VOCABULARY_SIZE,
+    Actor,
+    Desk,
+    make_hello,
+    make_prompts,
+)
 
 NUM_PROMPTS = 7
 PROMPTS = make_prompts(NUM_PROMPTS, "train")

@@ -23,9 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from learner.leases import rollout_log
-from learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
-from learner.leases.rollout_log import (
+from offbeat.learner.leases import rollout_log
+from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
+from offbeat.learner.leases.rollout_log import (
     HEADER_BYTES,
     LogDamagedError,
     LogFormatError,
@@ -37,7 +37,7 @@ from learner.leases.rollout_log import (
     read_log,
     read_record,
 )
-from protocols.messages import CompletionMeta, Segment
+from offbeat.protocols.messages import CompletionMeta, Segment
 from tests.fuzz.rollout_log_claims import check_segment
 from tests.learner.leases.log_writer import accepted
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.config import Config, StalenessSection, TrainSection, WeightsSection
-from common.setting_checks import check
-from common.settings import SettingError
-from learner.leases.groups import Group, LagOf, Rollout
-from learner.leases.ledger import Selection
-from learner.leases.staleness import InFlight, StalenessPolicy
-from protocols.messages import Segment
+from offbeat.common.config import Config, StalenessSection, TrainSection, WeightsSection
+from offbeat.common.setting_checks import check
+from offbeat.common.settings import SettingError
+from offbeat.learner.leases.groups import Group, LagOf, Rollout
+from offbeat.learner.leases.ledger import Selection
+from offbeat.learner.leases.staleness import InFlight, StalenessPolicy
+from offbeat.protocols.messages import Segment
 
 LAGS: tuple[LagOf, ...] = ("oldest_token", "token_mean", "last_segment")
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
 
-from learner.objectives.advantages import (
+from offbeat.learner.objectives.advantages import (
     discounted_returns,
     generalized_advantages,
     group_advantages,

@@ -4,8 +4,8 @@ from typing import get_args
 import pytest
 import torch
 
-from learner.objectives.aggregation import Aggregation, aggregate, denominator
-from learner.objectives.losses import ppo_clip
+from offbeat.learner.objectives.aggregation import Aggregation, aggregate, denominator
+from offbeat.learner.objectives.losses import ppo_clip
 
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)
 every_mode = pytest.mark.parametrize("mode", MODES)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.objectives.corrections import (
+from offbeat.learner.objectives.corrections import (
     geometric_mask,
     icepop,
     m2po,
@@ -16,7 +16,7 @@ from learner.objectives.corrections import (
     sequence_tis,
     token_tis,
 )
-from learner.objectives.losses import LOG_RATIO_BOUND
+from offbeat.learner.objectives.losses import LOG_RATIO_BOUND
 
 MASK = torch.tensor([[True, True, True, False]])
 

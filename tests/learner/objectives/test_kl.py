@@ -4,8 +4,8 @@ from typing import get_args
 import pytest
 import torch
 
-from learner.objectives.kl import KlEstimator, adapt_kl_coefficient, kl_estimate, unbiased_kl
-from learner.objectives.losses import LOG_RATIO_BOUND
+from offbeat.learner.objectives.kl import KlEstimator, adapt_kl_coefficient, kl_estimate, unbiased_kl
+from offbeat.learner.objectives.losses import LOG_RATIO_BOUND
 
 ESTIMATORS: tuple[KlEstimator, ...] = get_args(KlEstimator)
 every_estimator = pytest.mark.parametrize("estimator", ESTIMATORS)

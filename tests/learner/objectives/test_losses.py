@@ -8,8 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.objectives.aggregation import aggregate, denominator
-from learner.objectives.losses import LOG_RATIO_BOUND, TokenLosses, cispo, gspo, gspo_token, ppo_clip, reinforce, sapo, value_loss
+from offbeat.learner.objectives.aggregation import aggregate, denominator
+from offbeat.learner.objectives.losses import (
+    LOG_RATIO_BOUND,
+    TokenLosses,
+    cispo,
+    gspo,
+    gspo_token,
+    ppo_clip,
+    reinforce,
+    sapo,
+    value_loss,
+)
 
 BAND = {"clip_low": 0.1, "clip_high": 0.2}
 TAU = {"tau_positive": 1.0, "tau_negative": 1.5}

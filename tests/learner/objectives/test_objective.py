@@ -5,13 +5,11 @@ import math
 import pytest
 import torch
 
-from common.config import LossSection
-from common.objectives import CORRECTION_BANDS, DEFAULTS
-from common.settings import load
-from learner.objectives import corrections
-from learner.objectives import losses
-from learner.objectives import objective
-from learner.objectives.objective import PolicyLogprobs
+from offbeat.common.config import LossSection
+from offbeat.common.objectives import CORRECTION_BANDS, DEFAULTS
+from offbeat.common.settings import load
+from offbeat.learner.objectives import corrections, losses, objective
+from offbeat.learner.objectives.objective import PolicyLogprobs
 
 generator = torch.Generator().manual_seed(0)
 POLICY, BEHAVIOR, PROXIMAL = (-torch.rand(3, 4, generator=generator) for _ in range(3))

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from common.settings import SettingError
-from learner.objectives.reward_shaping import (
+from offbeat.common.settings import SettingError
+from offbeat.learner.objectives.reward_shaping import (
     RunningMoments,
     clip_rewards,
     load_length_penalty,

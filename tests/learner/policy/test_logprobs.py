@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.policy.logprobs import CompletionLogprobs, token_logprobs
-from learner.policy.packing import Pack, pack
+from offbeat.learner.policy.logprobs import CompletionLogprobs, token_logprobs
+from offbeat.learner.policy.packing import Pack, pack
 
 SEQUENCES = [
     ([5, 6, 7, 8, 9], [[10, 11, 12, 13, 14, 15, 16], [17], [], [18, 19, 20]]),

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from learner.policy.logprobs import CompletionLogprobs
-from learner.policy.lora import add_adapter, base_shapes, merged_parameters, without_adapter
-from learner.policy.packing import pack
-from learner.policy.process_group import join_process_group
-from learner.policy.zero import deepspeed_config, make_engine
+from offbeat.learner.policy.logprobs import CompletionLogprobs
+from offbeat.learner.policy.lora import add_adapter, base_shapes, merged_parameters, without_adapter
+from offbeat.learner.policy.packing import pack
+from offbeat.learner.policy.process_group import join_process_group
+from offbeat.learner.policy.zero import deepspeed_config, make_engine
 from tests.learner.training.trainer_cases import SGD, make_config
 
 RANK, ALPHA = 4, 12.0

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learner.policy.packed_attention import ATTENTION_NAME, check_packing, packed_attention, place_spans
-from learner.policy.packing import Span, pack
+from offbeat.learner.policy.packed_attention import ATTENTION_NAME, check_packing, packed_attention, place_spans
+from offbeat.learner.policy.packing import Span, pack
 
 PROMPTS_AND_LENGTHS = (
     ((3, (5, 2, 1)),),
@@ -188,7 +188,7 @@ def test_a_policy_that_cannot_be_packed_is_refused_by_its_path(config_class, set
 
 def test_completions_that_do_not_see_their_prompts_are_noticed(monkeypatch):
     monkeypatch.setattr(
-        "learner.policy.packed_attention.place_spans",
+        "offbeat.learner.policy.packed_attention.place_spans",
         lambda spans, device: place_spans(tuple(Span(span.start, span.length) for span in spans), device),
     )
     with pytest.raises(ValueError, match="the log-probs of tokens differ by"):

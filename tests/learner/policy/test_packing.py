@@ -2,7 +2,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.policy.packing import Span, num_inputs, pack, unpack
+from offbeat.learner.policy.packing import Span, num_inputs, pack, unpack
 
 token_ids = st.integers(1, 99)
 groups = st.tuples(

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from learner.policy.process_group import gather_rows
+from offbeat.learner.policy.process_group import gather_rows
 
 PATIENCE_S = 60.0
 
 context = multiprocessing.get_context("forkserver")
 # One process imports torch; ranks are forked from it.
-context.set_forkserver_preload(["learner.policy.process_group"])
+context.set_forkserver_preload(["offbeat.learner.policy.process_group"])
 
 
 def run_rank(rank: int, store: str, num_rows: list[int], connection: Connection) -> None:

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.config import TrainSection
-from learner.policy.process_group import join_process_group
-from learner.policy.zero import MAX_FULL_GRADIENTS, deepspeed_config, full_gradients, gathered_parameters, make_engine
+from offbeat.common.config import TrainSection
+from offbeat.learner.policy.process_group import join_process_group
+from offbeat.learner.policy.zero import MAX_FULL_GRADIENTS, deepspeed_config, full_gradients, gathered_parameters, make_engine
 from tests.learner.training.trainer_cases import SGD
 
 
@@ -103,7 +103,7 @@ def test_full_gradients_are_those_of_all_micro_batches_before_clipping(zero_stag
 
 
 def test_few_parameters_are_all_read_and_huge_ones_never(monkeypatch):
-    monkeypatch.setattr("learner.policy.zero.GATHER_BUCKET_NUMEL", 20)
+    monkeypatch.setattr("offbeat.learner.policy.zero.GATHER_BUCKET_NUMEL", 20)
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 6), nn.Linear(6, 2))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

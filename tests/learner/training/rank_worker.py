@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from common.environment import prepare_environment
+from offbeat.common.environment import prepare_environment
 
 prepare_environment()
 
-from common.weights import WeightBuffer  # noqa: E402
-from learner.training.trainer import Trainer  # noqa: E402
+from offbeat.common.weights import WeightBuffer  # noqa: E402
+from offbeat.learner.training.trainer import Trainer  # noqa: E402
 from tests.learner.training.trainer_cases import EXTRAS, SGD, make_config, make_groups  # noqa: E402
 
 SETTINGS = {0: {}, 1: EXTRAS, 2: {}, 3: EXTRAS}

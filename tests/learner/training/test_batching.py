@@ -3,9 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.training.batching import Row, assign_rows, collate, make_rows
-from learner.leases.groups import Group, Rollout
-from protocols.messages import Segment
+from offbeat.learner.leases.groups import Group, Rollout
+from offbeat.learner.training.batching import Row, assign_rows, collate, make_rows
+from offbeat.protocols.messages import Segment
 
 
 def make_row(num_prompt_tokens: int, num_completion_tokens: int, *, group: int = 0, advantage: float = 1.0) -> Row:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.training import checkpoints
+from offbeat.learner.training import checkpoints
 
 
 def write(root: Path, policy_version: int, content: str = "") -> Path:

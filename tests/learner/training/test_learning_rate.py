@@ -1,6 +1,6 @@
 import pytest
 
-from learner.training.learning_rate import learning_rate
+from offbeat.learner.training.learning_rate import learning_rate
 
 
 def rates(schedule, *, warmup_steps=0, num_steps=4):

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from common.config import AdvantageSection, KlSection
-from learner.training.batching import MicroBatch, Row, collate
-from learner.leases.groups import Rollout
-from learner.training.preparation import Frozen, completion_advantages, prepare, scale_advantages
-from learner.policy.process_group import join_process_group
-from protocols.messages import Segment
+from offbeat.common.config import AdvantageSection, KlSection
+from offbeat.learner.leases.groups import Rollout
+from offbeat.learner.policy.process_group import join_process_group
+from offbeat.learner.training.batching import MicroBatch, Row, collate
+from offbeat.learner.training.preparation import Frozen, completion_advantages, prepare, scale_advantages
+from offbeat.protocols.messages import Segment
 
 REFERENCE = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, -2.0, 0.0]])
 

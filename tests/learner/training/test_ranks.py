@@ -16,20 +16,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import FileStore
 
-from common.weights import WeightBuffer
-from learner.training import ranks
-from learner.leases.groups import Group, Rollout
-from learner.training.ranks import Close, Idle, LoadCheckpoint, RankedTrainer, SaveCheckpoint, SaveModel, Score, Snapshot, Train, Tune
-from protocols.messages import Segment
+from offbeat.common.weights import WeightBuffer
+from offbeat.learner.leases.groups import Group, Rollout
+from offbeat.learner.training import ranks
+from offbeat.learner.training.ranks import (
+    Close,
+    Idle,
+    LoadCheckpoint,
+    RankedTrainer,
+    SaveCheckpoint,
+    SaveModel,
+    Score,
+    Snapshot,
+    Train,
+    Tune,
+)
+from offbeat.protocols.messages import Segment
 
 if TYPE_CHECKING:
-    from learner.training.trainer import Trainer
+    from offbeat.learner.training.trainer import Trainer
 
 PATIENCE_S = 60.0
 
 context = multiprocessing.get_context("forkserver")
 # One process imports torch; ranks are forked from it.
-context.set_forkserver_preload(["actor.weight_receiver", "learner.training.ranks"])
+context.set_forkserver_preload(["offbeat.actor.weight_receiver", "offbeat.learner.training.ranks"])
 
 
 def make_rollout(num_tokens: int, seed: int = 0) -> Rollout:

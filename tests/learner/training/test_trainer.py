@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.config import Config, KlSection, RewardSection
-from common.weights import WeightBuffer
-from learner.leases.groups import Group
+from offbeat.common.config import Config, KlSection, RewardSection
+from offbeat.common.weights import WeightBuffer
+from offbeat.learner.leases.groups import Group
 from tests.learner.training.trainer_cases import EXTRAS, SGD, make_config, make_groups
 
 pytestmark = pytest.mark.timeout(300)
@@ -26,7 +26,7 @@ NOT_RESUMED = {"time/train_s", "time/prepare_s", "loss/grad_cosine"}
 
 @contextmanager
 def running(config: Config) -> Iterator:
-    from learner.training.trainer import Trainer
+    from offbeat.learner.training.trainer import Trainer
 
     trainer = Trainer(config)
     try:

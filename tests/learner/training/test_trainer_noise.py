@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from learner.diagnostics.calibration import load_calibration, save_calibration
-from learner.diagnostics.noise_floor import ClipBand
+from offbeat.learner.diagnostics.calibration import load_calibration, save_calibration
+from offbeat.learner.objectives.bands import ClipBand
 from tests.learner.diagnostics.test_calibration import make_calibration
 from tests.learner.training.test_trainer import running, with_own_logprobs
 from tests.learner.training.test_trainer_objectives import completion_logits

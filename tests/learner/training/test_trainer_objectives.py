@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.config import AdvantageSection, KlSection, LoraSection, RewardSection
-from learner.leases.groups import Group
+from offbeat.common.config import AdvantageSection, KlSection, LoraSection, RewardSection
+from offbeat.learner.leases.groups import Group
 from tests.learner.training.test_trainer import running, weights_of
 from tests.learner.training.trainer_cases import SGD, make_config, make_groups
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from common.config import (
+from offbeat.common.config import (
     AdvantageSection,
     Config,
     KlSection,
@@ -15,9 +15,9 @@ from common.config import (
     RewardSection,
     TrainSection,
 )
-from common.objectives import complete
-from learner.leases.groups import Group, Rollout
-from protocols.messages import Segment
+from offbeat.common.objectives import complete
+from offbeat.learner.leases.groups import Group, Rollout
+from offbeat.protocols.messages import Segment
 
 VOCABULARY = range(4, 44)
 """Token ids of the tiny models' alphabet."""

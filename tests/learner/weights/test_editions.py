@@ -4,9 +4,9 @@ import threading
 
 import torch
 
-from common.weights import checksum, make_layout
-from learner.weights import editions as weight_editions
-from learner.weights.editions import Edition, Editions
+from offbeat.common.weights import checksum, make_layout
+from offbeat.learner.weights import editions as weight_editions
+from offbeat.learner.weights.editions import Edition, Editions
 
 LAYOUT = make_layout([("w", (4096,))], torch.float32)
 PATIENCE_S = 30.0

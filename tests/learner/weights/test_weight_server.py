@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from actor import weight_pull
-from actor.weight_pull import MAX_DAMAGED, WINDOW
-from actor.weight_receiver import Outcome, WeightReceiver
-from common.weights import checksum, make_layout
-from learner.weights.server import MAX_SERVINGS, WeightServer
-from protocols.channels import Hub, Link
-from protocols.messages import Chunk, ChunkGone, ChunkRequest, Credit, LearnerMessage, WeightPull
-from protocols.wire import Array
+from offbeat.actor import weight_pull
+from offbeat.actor.weight_pull import MAX_DAMAGED, WINDOW
+from offbeat.actor.weight_receiver import Outcome, WeightReceiver
+from offbeat.common.weights import checksum, make_layout
+from offbeat.learner.weights.server import MAX_SERVINGS, WeightServer
+from offbeat.protocols.channels import Hub, Link
+from offbeat.protocols.messages import Chunk, ChunkGone, ChunkRequest, Credit, LearnerMessage, WeightPull
+from offbeat.protocols.wire import Array
 
 LAYOUT = make_layout([("w", (1 << 18,))], torch.float32)
 CHUNK_BYTES = 1 << 15

@@ -1,0 +1,1 @@
+"""Asynchronous, off-policy reinforcement learning for language models."""
