@@ -359,6 +359,15 @@ def test_built_in_rewards_are_loaded_by_name():
         load_reward("exact")
 
 
+@pytest.fixture
+def no_actor_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget modules named `actor`: the folder of that name at the top of the repository is one where tests run."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "actor"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "actor").is_dir()])
+
+
+@pytest.mark.usefixtures("no_actor_imported")
 def test_rewards_of_old_run_folders_are_loaded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_reward("actor.rewards:exact_match") is exact_match
@@ -367,10 +376,11 @@ def test_rewards_of_old_run_folders_are_loaded(tmp_path, monkeypatch):
         load_reward("actor.rewards:exact")
 
 
+@pytest.mark.usefixtures("no_actor_imported")
 def test_a_users_own_module_comes_before_the_old_name_of_a_built_in_reward(tmp_path, monkeypatch):
     (tmp_path / "actor").mkdir()
     (tmp_path / "actor" / "rewards.py").write_text("def exact_match(prompt, completion, row):\n    return 0.5\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert load_reward("actor.rewards:exact_match")("", "", {}) == 0.5
     for name in ("actor.rewards", "actor"):
-        sys.modules.pop(name)
+        del sys.modules[name]
