@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from offbeat.common.weights import ALIGNMENT, checksum
-from offbeat.protocols.channels import ChannelError, Link
+from offbeat.protocols.addresses import ChannelError
+from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import Chunk, ChunkGone, ChunkRequest, WeightPull
 from offbeat.protocols.wire import Frame, WireError
 

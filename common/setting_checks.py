@@ -8,7 +8,7 @@ from offbeat.common.config import Config, HubSection, LogSection, TrainSection
 from offbeat.common.metrics import ROWS_FILE
 from offbeat.common.objective_checks import check_objective, objective_warnings
 from offbeat.common.settings import SettingError, is_data_file
-from offbeat.protocols.channels import is_loopback
+from offbeat.protocols.addresses import is_loopback
 
 BYTES_PER_TOKEN = 8
 """On the wire: an int32 token id and a float32 log-prob."""

@@ -23,7 +23,7 @@ from offbeat.common.shutdown import (
     die_with_parent,
 )
 from offbeat.deploy.quickstart.quickstart import PLACEHOLDER, expand
-from offbeat.protocols.channels import ChannelError
+from offbeat.protocols.addresses import ChannelError
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from offbeat.lab.report.page import duration
 from offbeat.lab.sweep.measures import final_reward
 from offbeat.lab.sweep.plan import CONFIG_FILE, PLAN_FILE, Plan, read_plan, read_run, state_of
 from offbeat.learner.training import checkpoints
-from offbeat.protocols.channels import is_loopback
+from offbeat.protocols.addresses import is_loopback
 
 logger = logging.getLogger(__name__)
 

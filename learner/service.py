@@ -45,7 +45,8 @@ from offbeat.learner.training import checkpoints
 from offbeat.learner.training.ranks import RankedTrainer
 from offbeat.learner.training.trainer import Trainer
 from offbeat.learner.weights.publisher import WeightPublisher
-from offbeat.protocols.channels import Hub, host_of
+from offbeat.protocols.addresses import host_of
+from offbeat.protocols.channels import Hub
 
 logger = logging.getLogger(__name__)
 

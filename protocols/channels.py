@@ -5,7 +5,6 @@ keys were of that connection only. Without keys a hub binds to loopback only.
 """
 
 import contextlib
-import ipaddress
 import logging
 import socket
 import time
@@ -18,6 +17,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
+from offbeat.protocols.addresses import ChannelError, is_loopback
 from offbeat.protocols.keys import NO_KEYS, AllowList, KeyPair, PublicKey, Sender
 from offbeat.protocols.messages import Ack, ActorMessage, LearnerMessage, Refused
 from offbeat.protocols.wire import (
@@ -60,27 +60,6 @@ ZAP_DOMAIN = "offbeat"
 
 _NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-
-
-class ChannelError(RuntimeError):
-    """The socket could not be opened; the text names the address and the cure."""
-
-
-def host_of(address: str) -> str:
-    """`tcp://host:port` -> `host`, without the brackets of an IPv6 address; `*` is every interface."""
-    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    return "0.0.0.0" if host == "*" else host
-
-
-def is_loopback(address: str) -> bool:
-    """Whether `tcp://host:port` can be reached from this machine only. A host name, but `localhost`, counts as reachable."""
-    host = host_of(address)
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class Received(NamedTuple):

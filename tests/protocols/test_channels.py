@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from offbeat.protocols.channels import ChannelError, Hub, Link, host_of, is_loopback
+from offbeat.protocols.addresses import ChannelError
+from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.messages import Ack, CanaryScored, Credit, Goodbye, Lease, Sampling, Stop, Unknown
 from offbeat.protocols.wire import FromActor, FromLearner, WireError, logprobs, token_ids
 from tests.protocols.sockets import ANY_PORT, LIMIT, PATIENCE_S, eventually, free_port, introduce, receive
@@ -24,38 +25,6 @@ def hub() -> Iterator[Hub]:
 def link(hub: Hub) -> Iterator[Link]:
     with Link(hub.address, identity=b"actor-0", max_message_bytes=LIMIT) as link:
         yield link
-
-
-@pytest.mark.parametrize(
-    ("address", "host"),
-    [
-        ("tcp://127.0.0.1:5700", "127.0.0.1"),
-        ("tcp://learner.example:5700", "learner.example"),
-        ("tcp://*:5700", "0.0.0.0"),
-        ("tcp://[::1]:5700", "::1"),
-    ],
-)
-def test_host_of_address(address: str, host: str) -> None:
-    assert host_of(address) == host
-
-
-@pytest.mark.parametrize(
-    ("address", "is_so"),
-    [
-        ("tcp://127.0.0.1:5700", True),
-        ("tcp://127.1.2.3:5700", True),
-        ("tcp://localhost:5700", True),
-        ("tcp://[::1]:5700", True),
-        ("tcp://*:5700", False),
-        ("tcp://0.0.0.0:5700", False),
-        ("tcp://[::]:5700", False),
-        ("tcp://lo:5700", False),
-        ("tcp://localhost.example.org:5700", False),
-        ("tcp://127.0.0.1.example.org:5700", False),
-    ],
-)
-def test_only_what_surely_is_loopback_is_taken_for_it(address: str, is_so: bool) -> None:
-    assert is_loopback(address) is is_so
 
 
 @pytest.mark.parametrize("address", ["tcp://*:0", "tcp://0.0.0.0:0", "tcp://lo:0"])
