@@ -37,16 +37,16 @@ from offbeat.protocols.messages import (
     CanaryRouted,
     CanaryScored,
     Cancel,
-    Concurrency,
     Credit,
+    CreditLimit,
     Goodbye,
     Hello,
     LearnerHeartbeat,
     Lease,
     LeaseFailed,
     Refused,
+    SayHello,
     Stop,
-    Unknown,
     WeightPull,
     WeightsCommitted,
     WeightsStaged,
@@ -288,7 +288,7 @@ class ActorService:
         match message:
             case Welcome():
                 self._enter(message, token_ids(arrays[0]).tolist())
-            case Unknown():
+            case SayHello():
                 self._lose_touch()
             case Lease():
                 self._waiting.append(Job(message, token_ids(arrays[0]).tolist()))
@@ -301,7 +301,7 @@ class ActorService:
                 self._forget(message.lease_ids)
                 for lease_id in message.lease_ids:
                     self._outbox.acknowledge(lease_id)
-            case Concurrency():
+            case CreditLimit():
                 self._take_concurrency(message.capacity)
             case WeightUpdate() | WeightPull():
                 if self._receiver is not None:

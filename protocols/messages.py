@@ -22,14 +22,19 @@ NaturalOrNone = Annotated[int, Meta(ge=-1, le=2**63 - 1)]
 """The same, or -1 for none."""
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e18)]
+Checksum = Annotated[int, Meta(ge=0)]
+"""`common.weights.checksum`; all 64 bits are used."""
 Name = Annotated[str, Meta(max_length=256)]
-Text = Annotated[str, Meta(max_length=1 << 16)]
-"""For people."""
+FreeText = Annotated[str, Meta(max_length=1 << 16)]
+"""A sentence for logs and operators; no code reads its content."""
 LeaseIds = Annotated[tuple[Natural, ...], Meta(max_length=1 << 18)]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):
-    """What every message is: immutable, strict, tagged with its own class name."""
+    """Base of all messages: immutable, strict, tagged on the wire with the class name.
+
+    A renamed class keeps its first name as its tag.
+    """
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,7 +122,7 @@ class Hello(Message, frozen=True):
     engine: EngineInfo
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
     """`rollout.temperature` of the actor's own config: it must be the learner's."""
-    reward: Text
+    reward: FreeText
     """`task.reward` of the actor's own config: the actor computes rewards, so it must be the learner's."""
     software: Name
     """Version of offbeat."""
@@ -148,7 +153,7 @@ class LeaseFailed(Message, frozen=True):
     lease_id: Natural
     reason: Name
     """A short word that the learner counts by: `reward_error`, `reward_timeout`, `returned`, ..."""
-    detail: Text = ""
+    detail: FreeText = ""
     """One line for the log."""
 
 
@@ -170,7 +175,7 @@ class WeightsStaged(Message, frozen=True):
     policy_version: Natural
     epoch: NaturalOrNone
     """The collective's membership epoch; -1 for a pull."""
-    error: Text = ""
+    error: FreeText = ""
 
 
 class WeightsCommitted(Message, frozen=True):
@@ -206,7 +211,7 @@ class CanaryRouted(Message, frozen=True):
 class Goodbye(Message, frozen=True):
     """The actor leaves; its leases may be given to others at once."""
 
-    reason: Text
+    reason: FreeText
 
 
 class ChunkRequest(Message, frozen=True):
@@ -220,7 +225,7 @@ class StatusRequest(Message, frozen=True):
     """An operator asks how the run is; no hello precedes it."""
 
 
-class TuneRequest(Message, frozen=True):
+class LiveSettingsRequest(Message, frozen=True, tag="TuneRequest"):
     """An operator asks to change settings of the running job, all of them or none; no hello precedes it.
 
     Since minor version 2, as all that goes with it: a learner before it does not answer.
@@ -245,7 +250,7 @@ ActorMessage = (
     | Goodbye
     | ChunkRequest
     | StatusRequest
-    | TuneRequest
+    | LiveSettingsRequest
 )
 
 # Learner to actor
@@ -255,13 +260,13 @@ class Welcome(Message, frozen=True):
     """The answer to `Hello`: the contract of this run. Frame 0: int32 canary token ids."""
 
     run_id: str
-    learner_incarnation: int
+    learner_incarnation: Natural
     """Random, another for each learner process: weights staged from an earlier one must not be committed."""
-    max_message_bytes: int
+    max_message_bytes: Natural
     """The hub drops the connection on a larger frame: the actor gives such a lease back instead."""
     layout: tuple[TensorSpec, ...]
     """The flat weight buffer, in order."""
-    policy_version: int
+    policy_version: Natural
 
 
 class Refused(Message, frozen=True):
@@ -270,8 +275,8 @@ class Refused(Message, frozen=True):
     reason: str
 
 
-class Unknown(Message, frozen=True):
-    """The learner does not know the sender (it restarted, or took the actor for dead): say `Hello` again."""
+class SayHello(Message, frozen=True, tag="Unknown"):
+    """The learner does not know the sender, because it restarted or took the actor for dead: send `Hello` again."""
 
 
 class Lease(Message, frozen=True):
@@ -306,7 +311,7 @@ class Cancel(Message, frozen=True):
     lease_ids: tuple[Natural, ...]
 
 
-class Concurrency(Message, frozen=True):
+class CreditLimit(Message, frozen=True, tag="Concurrency"):
     """An operator has changed how many groups actors work on at once: send `Credit` with this capacity.
 
     Since minor version 2: an actor before it keeps to its own config.
@@ -328,7 +333,7 @@ class WeightUpdate(Message, frozen=True):
     backend: Literal["gloo", "nccl"]
     bucket_bytes: Positive
     """Size of one broadcast: with another one at either end the transfer ends well, with the wrong bytes."""
-    checksum: int
+    checksum: Checksum
     """`common.weights.checksum` of the whole buffer; the actor commits nothing else."""
     timeout_s: Seconds
 
@@ -341,7 +346,7 @@ class WeightPull(Message, frozen=True):
     port: Natural
     num_bytes: Natural
     chunk_bytes: Positive
-    checksum: int
+    checksum: Checksum
     """As in `WeightUpdate`."""
     timeout_s: Seconds
     """Longest wait for the next chunk."""
@@ -352,7 +357,7 @@ class Chunk(Message, frozen=True):
 
     policy_version: Natural
     index: Natural
-    checksum: int
+    checksum: Checksum
     """`common.weights.checksum` of the bytes."""
 
 
@@ -382,9 +387,9 @@ class MemberStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     state: Literal["working", "new", "quarantined", "unreachable"]
     """`new`: it has no weights of this learner process yet."""
-    policy_version: int
-    num_leases: int
-    capacity: int
+    policy_version: NaturalOrNone
+    num_leases: Natural
+    capacity: Natural
     tokens_per_s: float
     """Over the last seconds between two heartbeats."""
     last_seen_s: float
@@ -402,7 +407,7 @@ class SettingChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     who: str
     at: float
     """Seconds since the epoch, by the learner's clock."""
-    policy_version: int
+    policy_version: Natural
     """The learner's, then."""
 
 
@@ -410,9 +415,9 @@ class StatusReport(Message, frozen=True):
     """The answer to `StatusRequest`."""
 
     run_id: str
-    policy_version: int
-    num_steps: int
-    published_version: int
+    policy_version: Natural
+    num_steps: Natural
+    published_version: NaturalOrNone
     doing: str
     """What the training loop does or waits for."""
     doing_s: float
@@ -423,27 +428,27 @@ class StatusReport(Message, frozen=True):
     members: tuple[MemberStatus, ...]
     ledger: dict[str, int]
     """Its sums; drops as `dropped/REASON`."""
-    num_ready: int
+    num_ready: Natural
     """Groups in the buffer."""
-    num_generating: int
-    epoch: int
+    num_generating: Natural
+    epoch: Natural
     """Pass over the data, from 0."""
     epoch_position: float
     """Share of this pass that was leased."""
-    log_bytes: int
+    log_bytes: Natural
     """Size of the rollout log."""
     problems: tuple[str, ...]
     """Whatever an operator should know: the log is full, weights excluded, ..."""
     rejected: dict[str, int]
     """Messages refused, by `actor: reason`."""
-    tuned: tuple[SettingChange, ...] = ()
+    changed_settings: tuple[SettingChange, ...] = msgspec.field(default=(), name="tuned")
     """Settings that are not the config file's any more; `before` is the file's value."""
 
 
-class TuneReport(Message, frozen=True):
-    """The answer to `TuneRequest`."""
+class LiveSettingsReport(Message, frozen=True, tag="TuneReport"):
+    """The answer to `LiveSettingsRequest`."""
 
-    policy_version: int
+    policy_version: Natural
     """The learner's, when it took the request."""
     error: str = ""
     """Why nothing was changed; empty when all was."""
@@ -456,11 +461,11 @@ class TuneReport(Message, frozen=True):
 LearnerMessage = (
     Welcome
     | Refused
-    | Unknown
+    | SayHello
     | Lease
     | Ack
     | Cancel
-    | Concurrency
+    | CreditLimit
     | WeightUpdate
     | WeightPull
     | Chunk
@@ -468,5 +473,5 @@ LearnerMessage = (
     | LearnerHeartbeat
     | Stop
     | StatusReport
-    | TuneReport
+    | LiveSettingsReport
 )

@@ -157,7 +157,9 @@ def _split(frames: Sequence[Frame]) -> tuple[int, Frame, tuple[Frame, ...]]:
 def _body_decoder(union: Any) -> Callable[[int, Frame], Any]:
     """A function of the sender's minor version and the body."""
     strict = msgspec.msgpack.Decoder(union)
-    kinds: dict[str, tuple[type, types.Type]] = {kind.__name__: (kind, types.type_info(kind)) for kind in get_args(union)}
+    kinds: dict[str, tuple[type, types.Type]] = {
+        kind.__struct_config__.tag: (kind, types.type_info(kind)) for kind in get_args(union)
+    }
 
     def decode(minor: int, body: Frame) -> Any:
         try:

@@ -9,7 +9,7 @@ from offbeat.common.config import HubSection
 from offbeat.common.hub_keys import keys_of_peer
 from offbeat.common.shutdown import ServiceError
 from offbeat.protocols.channels import Link
-from offbeat.protocols.messages import Refused, StatusReport, StatusRequest, TuneReport, TuneRequest
+from offbeat.protocols.messages import LiveSettingsReport, LiveSettingsRequest, Refused, StatusReport, StatusRequest
 from offbeat.protocols.wire import WireError
 
 ANSWER_S = 5.0
@@ -18,7 +18,7 @@ ANSWER_S = 5.0
 OpenLink = Callable[[], Link]
 """Opens a link to the hub as an operator."""
 
-Answer = TypeVar("Answer", StatusReport, TuneReport)
+Answer = TypeVar("Answer", StatusReport, LiveSettingsReport)
 
 
 def open_link_to(hub: HubSection, operator: str) -> OpenLink:
@@ -29,7 +29,7 @@ def open_link_to(hub: HubSection, operator: str) -> OpenLink:
     return lambda: Link(hub.address, identity=identity, max_message_bytes=limit, key=keys.key, learner_key=keys.learner_key)
 
 
-def ask(link: Link, address: str, question: StatusRequest | TuneRequest, kind: type[Answer]) -> Answer:
+def ask(link: Link, address: str, question: StatusRequest | LiveSettingsRequest, kind: type[Answer]) -> Answer:
     """One question, one answer of that kind; `ServiceError` when nobody answers, or the answer is a refusal.
 
     Waits for: the connection, then the learner, `ANSWER_S` in all.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from offbeat.common.settings import SettingError, full_name
 from offbeat.common.shutdown import ServiceError
 from offbeat.deploy.live.link import OpenLink, ask
-from offbeat.protocols.messages import TuneReport, TuneRequest
+from offbeat.protocols.messages import LiveSettingsReport, LiveSettingsRequest
 
 
 def requested(arguments: Sequence[str]) -> dict[str, str]:
@@ -33,7 +33,7 @@ def tune(open_link: OpenLink, address: str, settings: Mapping[str, str]) -> bool
     """
     with open_link() as link:
         try:
-            report = ask(link, address, TuneRequest(settings=dict(settings), who=_who()), TuneReport)
+            report = ask(link, address, LiveSettingsRequest(settings=dict(settings), who=_who()), LiveSettingsReport)
         except ServiceError as error:
             hint = "a learner that was asked and has not answered may make the change yet: `offbeat status` shows it"
             raise ServiceError(f"{error}; {hint}") from error

@@ -50,7 +50,7 @@ def render(report: StatusReport) -> RenderableType:
     head.append(f"   epoch {report.epoch} ({report.epoch_position:.0%})   log {report.log_bytes / 2**20:.1f} MB\n")
     head.append("ledger: " + "   ".join(f"{name} {number}" for name, number in report.ledger.items()))
     problems = [Text(f"! {problem}", style="yellow") for problem in report.problems]
-    tuned = [Text(_tuned(change), style="cyan") for change in report.tuned]
+    tuned = [Text(_tuned(change), style="cyan") for change in report.changed_settings]
     parts: list[RenderableType] = [head, *problems, *tuned, _members(report)]
     if report.rejected:
         parts.append(_rejected(report.rejected))

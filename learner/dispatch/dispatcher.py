@@ -45,8 +45,8 @@ from offbeat.protocols.messages import (
     CanaryScored,
     Cancel,
     ChunkRequest,
-    Concurrency,
     Credit,
+    CreditLimit,
     Goodbye,
     GroupDone,
     Hello,
@@ -54,15 +54,15 @@ from offbeat.protocols.messages import (
     LearnerMessage,
     Lease,
     LeaseFailed,
+    LiveSettingsReport,
+    LiveSettingsRequest,
     Refused,
     Sampling,
+    SayHello,
     SettingChange,
     StatusReport,
     StatusRequest,
     Stop,
-    TuneReport,
-    TuneRequest,
-    Unknown,
     WeightsCommitted,
     WeightsStaged,
     Welcome,
@@ -350,7 +350,7 @@ class Dispatcher:
     def handle(self, peer: bytes, message: ActorMessage, arrays: Sequence[Frame], now: float, sender: Sender = NO_KEYS) -> None:
         """Take one message of an actor (or an operator)."""
         with self._lock:
-            if isinstance(message, StatusRequest | TuneRequest):
+            if isinstance(message, StatusRequest | LiveSettingsRequest):
                 self._answer_operator(peer, message, sender, now)
                 return
             if sender.role == "operator":
@@ -368,7 +368,7 @@ class Dispatcher:
                 return
             if member is None:
                 if not isinstance(message, Goodbye):
-                    self._outgoing.append(Outgoing(peer, Unknown()))
+                    self._outgoing.append(Outgoing(peer, SayHello()))
                 return
             member.last_heard = now
             member.is_reachable = True
@@ -914,21 +914,21 @@ class Dispatcher:
 
     # Operators
 
-    def _answer_operator(self, peer: bytes, message: StatusRequest | TuneRequest, sender: Sender, now: float) -> None:
+    def _answer_operator(self, peer: bytes, message: StatusRequest | LiveSettingsRequest, sender: Sender, now: float) -> None:
         if sender.role == "actor":
             self._reject(peer, sender.name, "an actor's key, and an operator's message", "use a key of role operator")
             return
         answer = self._status(now) if isinstance(message, StatusRequest) else self._take_tuning(message, sender)
         self._outgoing.append(Outgoing(peer, answer))
 
-    def _take_tuning(self, request: TuneRequest, sender: Sender) -> TuneReport:
+    def _take_tuning(self, request: LiveSettingsRequest, sender: Sender) -> LiveSettingsReport:
         who = f"{request.who} (key {sender.name})" if sender.role else request.who
         try:
             warnings = self._tuning.propose(request.settings).warnings
             changed = self.tune(request.settings, who)
         except (SettingError, LogFullError) as error:
-            return TuneReport(policy_version=self._policy_version, error=str(error))
-        return TuneReport(policy_version=self._policy_version, changed=changed, warnings=tuple(warnings))
+            return LiveSettingsReport(policy_version=self._policy_version, error=str(error))
+        return LiveSettingsReport(policy_version=self._policy_version, changed=changed, warnings=tuple(warnings))
 
     def _status(self, now: float) -> StatusReport:
         doing, since = self._doing
@@ -955,7 +955,7 @@ class Dispatcher:
             log_bytes=self._journal.num_bytes,
             problems=tuple(problems),
             rejected=self._rejections.counts() | self._hub_rejections(),
-            tuned=self._tuning.in_force(),
+            changed_settings=self._tuning.in_force(),
         )
 
     # Rows
@@ -993,7 +993,7 @@ class Dispatcher:
         self._record("event", event=event, detail=detail, **fields)
 
     def _send_concurrency(self, member: Member) -> None:
-        self._send(member, Concurrency(capacity=self._tuning.config.actor.max_inflight_groups))
+        self._send(member, CreditLimit(capacity=self._tuning.config.actor.max_inflight_groups))
 
     def _send(self, member: Member, message: LearnerMessage, *arrays: Array) -> None:
         self._outgoing.append(Outgoing(member.peer, message, arrays))

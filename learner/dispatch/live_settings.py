@@ -3,7 +3,7 @@
 | settings | follow a change |
 |---|---|
 | `staleness.*` | the next lease, selection and eviction; the automatic bound; the publisher's limit for pulls |
-| `actor.max_inflight_groups` | every actor, also one that joins later, by a `Concurrency` message |
+| `actor.max_inflight_groups` | every actor, also one that joins later, by a `CreditLimit` message |
 | `loss.clip_low`, `loss.clip_high`, `train.learning_rate` | every rank's trainer, from the next batch on |
 """
 

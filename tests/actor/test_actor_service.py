@@ -29,8 +29,8 @@ from offbeat.protocols.messages import (
     CanaryRouted,
     CanaryScored,
     Cancel,
-    Concurrency,
     Credit,
+    CreditLimit,
     EngineInfo,
     Goodbye,
     GroupDone,
@@ -42,9 +42,9 @@ from offbeat.protocols.messages import (
     ModelHashes,
     Refused,
     Sampling,
+    SayHello,
     Segment,
     Stop,
-    Unknown,
     WeightsCommitted,
     WeightsStaged,
     WeightUpdate,
@@ -333,9 +333,9 @@ def test_hello_says_who_is_there_and_credit_follows_the_welcome(learner: Learner
 def test_concurrency_that_the_learner_asks_for_is_its_credit_from_then_on(learner: Learner) -> None:
     with actor_of(learner, max_inflight_groups=7):
         assert learner.welcome() == Credit(capacity=7)
-        learner.send(Concurrency(capacity=3))
+        learner.send(CreditLimit(capacity=3))
         assert learner.wait(Credit) == Credit(capacity=3)
-        learner.send(Unknown())
+        learner.send(SayHello())
         assert learner.welcome() == Credit(capacity=3)
 
 
@@ -347,7 +347,7 @@ def test_actor_that_leaves_takes_no_more_work_whatever_the_concurrency(learner: 
         eventually(lambda: actor.engine.num_unfinished > 0, learner)
         actor.terminate()
         assert learner.wait(Credit) == Credit(capacity=0)
-        learner.send(Concurrency(capacity=9))
+        learner.send(CreditLimit(capacity=9))
         assert learner.hears_no(Credit, 0.1)
         learner.send(learner.make_welcome(), CANARY)
         assert learner.wait(Credit) == Credit(capacity=0)
@@ -377,7 +377,7 @@ def test_heartbeats_count_each_group_once_although_it_is_sent_again(learner: Lea
         learner.lease(3)
         for _ in range(3):
             assert learner.wait(GroupDone).lease_id == 3
-        learner.send(Unknown())
+        learner.send(SayHello())
         learner.welcome()
         assert learner.wait(GroupDone).lease_id == 3
         learner.lease(4, prompt="bad")
@@ -412,7 +412,7 @@ def test_unacknowledged_groups_are_sent_again_when_the_hub_is_back(learner: Lear
         eventually(lambda: actor.engine.num_unfinished == 2, learner)
         learner.restart()
         learner.wait(ActorHeartbeat)
-        learner.send(Unknown())
+        learner.send(SayHello())
         learner.welcome()
         assert learner.wait(GroupDone).lease_id == 1
         # The same learner process: what is being generated goes on.
@@ -432,7 +432,7 @@ def test_work_goes_on_when_another_learner_process_of_the_run_takes_over(learner
         learner.restart()
         learner.incarnation = 2
         learner.wait(ActorHeartbeat)
-        learner.send(Unknown())
+        learner.send(SayHello())
         hello = learner.wait(Hello)
         assert hello.run_id == "r"
         assert sorted(hello.lease_ids) == [1, 2, 3]
@@ -475,7 +475,7 @@ def test_after_a_new_welcome_no_lease_counts_as_seen(learner: Learner) -> None:
         learner.welcome()
         learner.newest_lease_id = 6
         eventually(lambda: actor.service._seen_lease_id == 6, learner)
-        learner.send(Unknown())
+        learner.send(SayHello())
         learner.wait(Hello)
         learner.unread.clear()
         learner.send(learner.make_welcome(), CANARY)

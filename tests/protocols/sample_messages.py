@@ -14,8 +14,8 @@ from offbeat.protocols.messages import (
     ChunkGone,
     ChunkRequest,
     CompletionMeta,
-    Concurrency,
     Credit,
+    CreditLimit,
     EngineInfo,
     Goodbye,
     GroupDone,
@@ -24,19 +24,19 @@ from offbeat.protocols.messages import (
     LearnerMessage,
     Lease,
     LeaseFailed,
+    LiveSettingsReport,
+    LiveSettingsRequest,
     MemberStatus,
     ModelHashes,
     Refused,
     Sampling,
+    SayHello,
     Segment,
     SettingChange,
     StatusReport,
     StatusRequest,
     Stop,
     TensorSpec,
-    TuneReport,
-    TuneRequest,
-    Unknown,
     WeightPull,
     WeightsCommitted,
     WeightsStaged,
@@ -96,7 +96,7 @@ STATUS = StatusReport(
     log_bytes=1 << 40,
     problems=("the log is full",),
     rejected={"actor-0: too many frames": 1},
-    tuned=(CHANGE,),
+    changed_settings=(CHANGE,),
 )
 
 FROM_ACTOR: list[tuple[ActorMessage, tuple[Array, ...]]] = [
@@ -124,16 +124,16 @@ FROM_ACTOR: list[tuple[ActorMessage, tuple[Array, ...]]] = [
     (Goodbye(reason="SIGTERM"), ()),
     (ChunkRequest(policy_version=4, index=0), ()),
     (StatusRequest(), ()),
-    (TuneRequest(settings={"staleness.max_staleness": "8", "train.learning_rate": "1e-4"}, who="me@host"), ()),
+    (LiveSettingsRequest(settings={"staleness.max_staleness": "8", "train.learning_rate": "1e-4"}, who="me@host"), ()),
 ]
 FROM_LEARNER: list[tuple[LearnerMessage, tuple[Array, ...]]] = [
     (WELCOME, (INTS,)),
     (Refused(reason="another dtype"), ()),
-    (Unknown(), ()),
+    (SayHello(), ()),
     (LEASE, (INTS,)),
     (Ack(lease_id=3, outcome="duplicate"), ()),
     (Cancel(lease_ids=(1, 2)), ()),
-    (Concurrency(capacity=3), ()),
+    (CreditLimit(capacity=3), ()),
     (
         WeightUpdate(
             policy_version=4,
@@ -166,5 +166,5 @@ FROM_LEARNER: list[tuple[LearnerMessage, tuple[Array, ...]]] = [
     (LearnerHeartbeat(newest_lease_id=-1), ()),
     (Stop(reason="finished"), ()),
     (STATUS, ()),
-    (TuneReport(policy_version=3, error="no", changed=(CHANGE,), warnings=("narrow",)), ()),
+    (LiveSettingsReport(policy_version=3, error="no", changed=(CHANGE,), warnings=("narrow",)), ()),
 ]

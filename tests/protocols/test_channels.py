@@ -10,7 +10,7 @@ import pytest
 
 from offbeat.protocols.addresses import ChannelError
 from offbeat.protocols.channels import Hub, Link
-from offbeat.protocols.messages import Ack, CanaryScored, Credit, Goodbye, Lease, Sampling, Stop, Unknown
+from offbeat.protocols.messages import Ack, CanaryScored, Credit, Goodbye, Lease, Sampling, SayHello, Stop
 from offbeat.protocols.wire import FromActor, FromLearner, WireError, logprobs, token_ids
 from tests.protocols.sockets import ANY_PORT, LIMIT, PATIENCE_S, eventually, free_port, introduce, receive
 
@@ -91,14 +91,14 @@ def test_closed_hub_frees_its_port() -> None:
 
 
 def test_send_to_a_peer_that_never_was_is_false(hub: Hub) -> None:
-    assert not hub.send(b"nobody", Unknown())
+    assert not hub.send(b"nobody", SayHello())
 
 
 def test_send_to_a_vanished_peer_becomes_false(hub: Hub) -> None:
     with Link(hub.address, identity=b"actor-0", max_message_bytes=LIMIT) as link:
         introduce(hub, link)
-        assert hub.send(b"actor-0", Unknown())
-    eventually(lambda: not hub.send(b"actor-0", Unknown()))
+        assert hub.send(b"actor-0", SayHello())
+    eventually(lambda: not hub.send(b"actor-0", SayHello()))
 
 
 def test_actor_without_a_learner_cannot_send_and_is_not_blocked() -> None:
@@ -187,6 +187,6 @@ def test_newer_connection_of_the_same_identity_takes_over(hub: Hub) -> None:
     introduce(hub, first)
     with first, Link(hub.address, identity=b"actor-0", max_message_bytes=LIMIT) as second:
         introduce(hub, second)
-        assert hub.send(b"actor-0", Unknown())
+        assert hub.send(b"actor-0", SayHello())
         assert second.receive(PATIENCE_S) is not None
         assert first.receive(0.1) is None

@@ -8,7 +8,7 @@ import pytest
 from offbeat.protocols import channels
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.keys import LOOK_INTERVAL_S, AllowList, KeyPair, Sender, make_key_pair
-from offbeat.protocols.messages import Credit, Goodbye, Stop, Unknown
+from offbeat.protocols.messages import Credit, Goodbye, SayHello, Stop
 from tests.protocols.sockets import ANY_PORT, LIMIT, PATIENCE_S, eventually, introduce, port_of, receive, replay, tapped
 
 LEARNER = make_key_pair("learner", "learner")
@@ -149,9 +149,9 @@ def test_revoked_key_is_dropped_in_mid_connection_and_others_are_not(hub: Hub, a
         assert revoked.send(Goodbye(reason="still here"))
         eventually(lambda: hub.receive() is None and sum(hub.num_dropped.values()) > 0)
         assert list(hub.num_dropped) == [f"{ACTOR.owner.public.decode()}: its key was revoked"]
-        assert not hub.send(b"actor-0", Unknown())
+        assert not hub.send(b"actor-0", SayHello())
         introduce(hub, other)
-        assert hub.send(b"gpu-1", Unknown())
+        assert hub.send(b"gpu-1", SayHello())
         # Who finds the learner silent connects again, and learns why.
         revoked.reconnect()
         assert "does not know the key" in eventually(lambda: revoked.refusal() or None)

@@ -17,15 +17,16 @@ from offbeat.protocols.messages import (
     CanaryRouted,
     CanaryScored,
     CompletionMeta,
-    Concurrency,
     Credit,
+    CreditLimit,
     Goodbye,
     GroupDone,
     LearnerMessage,
     Lease,
+    LiveSettingsReport,
+    LiveSettingsRequest,
+    SayHello,
     Segment,
-    TuneRequest,
-    Unknown,
     Welcome,
 )
 from offbeat.protocols.wire import (
@@ -312,7 +313,7 @@ def test_foreign_first_frame_is_refused(first: bytes) -> None:
 
 def test_message_of_the_other_direction_is_refused() -> None:
     with pytest.raises(WireError, match="malformed"):
-        decode_from_actor(as_sent(encode(Unknown())))
+        decode_from_actor(as_sent(encode(SayHello())))
     with pytest.raises(WireError, match="malformed"):
         decode_from_learner(as_sent(encode(Credit(capacity=1))))
 
@@ -390,22 +391,22 @@ def test_actor_before_routed_experts_is_understood() -> None:
 
 def test_actor_before_live_tuning_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "PROTOCOL_MINOR", 1)
-    before = Union[tuple(kind for kind in get_args(LearnerMessage) if kind is not Concurrency)]  # noqa: UP007
+    before = Union[tuple(kind for kind in get_args(LearnerMessage) if kind is not CreditLimit)]  # noqa: UP007
     monkeypatch.setattr(wire, "_from_learner", wire._body_decoder(before))
     with pytest.raises(UnknownMessageError, match="Concurrency is a message of a newer offbeat"):
-        decode_from_learner(as_sent(encode(Concurrency(capacity=3))))
+        decode_from_learner(as_sent(encode(CreditLimit(capacity=3))))
 
 
 def test_report_of_a_learner_before_live_tuning_is_understood() -> None:
     body = msgspec.to_builtins(STATUS)
     del body["tuned"]
     report = decode_from_learner([MAGIC[:-1] + b"\1", msgspec.msgpack.encode(body)]).message
-    assert report == msgspec.structs.replace(STATUS, tuned=())
+    assert report == msgspec.structs.replace(STATUS, changed_settings=())
 
 
 @pytest.mark.parametrize("number", [0, 65])
 def test_request_to_change_nothing_or_too_much_is_refused(number: int) -> None:
-    request = TuneRequest(settings={f"train.setting_{index}": "1" for index in range(number)}, who="me")
+    request = LiveSettingsRequest(settings={f"train.setting_{index}": "1" for index in range(number)}, who="me")
     with pytest.raises(WireError, match="malformed"):
         decode_from_actor(as_sent(encode(request)))
 
@@ -529,3 +530,16 @@ def test_reward_that_is_no_number_reaches_the_learner_which_answers_by_lease(rew
     # Refused here, it could not be acknowledged, and its actor would send it for ever.
     completion = CompletionMeta(1, "stop", reward, (Segment(0, 0),))
     assert isinstance(decode_from_actor(group_frames(completion, num_ids=1, num_logprobs=1)).message, GroupDone)
+
+
+@pytest.mark.parametrize(
+    ("message", "tag"),
+    [
+        (SayHello(), "Unknown"),
+        (CreditLimit(capacity=3), "Concurrency"),
+        (LiveSettingsRequest(settings={"a.b": "1"}, who="me"), "TuneRequest"),
+        (LiveSettingsReport(policy_version=3), "TuneReport"),
+    ],
+)
+def test_renamed_class_keeps_its_tag_on_the_wire(message: ActorMessage | LearnerMessage, tag: str) -> None:
+    assert msgspec.msgpack.decode(encode(message)[1])["type"] == tag

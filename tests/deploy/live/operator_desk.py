@@ -7,14 +7,14 @@ from offbeat.common.hub_keys import keys_of_learner, keys_of_peer
 from offbeat.common.settings import load
 from offbeat.deploy.launch.keygen import make_keys
 from offbeat.protocols.channels import Hub, Link
-from offbeat.protocols.messages import ActorMessage, Refused, StatusReport, TuneReport
+from offbeat.protocols.messages import ActorMessage, LiveSettingsReport, Refused, StatusReport
 from tests.deploy.services import free_port
 
 
 class Desk:
     """A hub that answers every question with the same message, and remembers who asked what."""
 
-    def __init__(self, folder: Path, answer: StatusReport | TuneReport | Refused) -> None:
+    def __init__(self, folder: Path, answer: StatusReport | LiveSettingsReport | Refused) -> None:
         make_keys(folder, [], [])
         port = free_port()
         self.address = f"tcp://127.0.0.1:{port}"

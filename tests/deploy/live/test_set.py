@@ -11,7 +11,7 @@ from offbeat.common.shutdown import ServiceError
 from offbeat.deploy.live import link as questions
 from offbeat.deploy.live.set import requested, tune
 from offbeat.protocols.channels import Link
-from offbeat.protocols.messages import Refused, SettingChange, TuneReport, TuneRequest
+from offbeat.protocols.messages import LiveSettingsReport, LiveSettingsRequest, Refused, SettingChange
 from tests.deploy.live.operator_desk import Desk
 from tests.deploy.services import free_port, services_in, write_config
 from tests.deploy.test_cli import offbeat
@@ -46,10 +46,10 @@ def test_what_is_no_setting_is_not_asked_for(arguments: list[str], said: str) ->
 def test_learner_is_asked_under_the_operators_key_and_its_changes_are_printed(
     desks: list[Desk], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    desks.append(Desk(tmp_path / "keys", TuneReport(policy_version=12, changed=(CHANGE,), warnings=("a narrow band",))))
+    desks.append(Desk(tmp_path / "keys", LiveSettingsReport(policy_version=12, changed=(CHANGE,), warnings=("a narrow band",))))
     settings = {"staleness.max_staleness": "8"}
     assert tune(desks[0].open_link, desks[0].address, settings)
-    assert desks[0].asked == [TuneRequest(settings=settings, who=f"{getpass.getuser()}@{socket.gethostname()}")]
+    assert desks[0].asked == [LiveSettingsRequest(settings=settings, who=f"{getpass.getuser()}@{socket.gethostname()}")]
     printed = capsys.readouterr()
     assert printed.out == "staleness.max_staleness: 4 -> 8 at policy version 12\n"
     assert printed.err == "warning: a narrow band\n"
@@ -58,7 +58,7 @@ def test_learner_is_asked_under_the_operators_key_and_its_changes_are_printed(
 def test_values_that_the_run_has_already_are_said_to_be_so(
     desks: list[Desk], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    desks.append(Desk(tmp_path / "keys", TuneReport(policy_version=12)))
+    desks.append(Desk(tmp_path / "keys", LiveSettingsReport(policy_version=12)))
     assert tune(desks[0].open_link, desks[0].address, {"staleness.max_staleness": "8"})
     assert "nothing to change" in capsys.readouterr().out
 
@@ -66,7 +66,9 @@ def test_values_that_the_run_has_already_are_said_to_be_so(
 def test_refusal_is_printed_as_the_learner_says_it(
     desks: list[Desk], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    desks.append(Desk(tmp_path / "keys", TuneReport(policy_version=12, error="train.num_steps = 3: it cannot be changed")))
+    desks.append(
+        Desk(tmp_path / "keys", LiveSettingsReport(policy_version=12, error="train.num_steps = 3: it cannot be changed"))
+    )
     assert not tune(desks[0].open_link, desks[0].address, {"train.num_steps": "3"})
     assert capsys.readouterr().err == "error: train.num_steps = 3: it cannot be changed\n"
 

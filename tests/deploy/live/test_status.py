@@ -67,7 +67,7 @@ def test_report_shows_members_sums_and_what_the_run_waits_for() -> None:
 
 def test_report_shows_which_settings_are_not_the_configs_and_whose_they_are() -> None:
     change = SettingChange("staleness.max_staleness", "4", "8", "me@host (key ops)", 0.0, 12)
-    text = shown(msgspec.structs.replace(REPORT, tuned=(change,)))
+    text = shown(msgspec.structs.replace(REPORT, changed_settings=(change,)))
     assert "set: staleness.max_staleness = 8 (config: 4), by me@host (key ops) at version 12, 19" in text
 
 

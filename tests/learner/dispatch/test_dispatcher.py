@@ -40,8 +40,8 @@ from offbeat.protocols.messages import (
     Cancel,
     ChunkRequest,
     CompletionMeta,
-    Concurrency,
     Credit,
+    CreditLimit,
     EngineInfo,
     Goodbye,
     GroupDone,
@@ -50,16 +50,16 @@ from offbeat.protocols.messages import (
     LearnerMessage,
     Lease,
     LeaseFailed,
+    LiveSettingsReport,
+    LiveSettingsRequest,
     ModelHashes,
     Refused,
+    SayHello,
     Segment,
     StatusReport,
     StatusRequest,
     Stop,
     TensorSpec,
-    TuneReport,
-    TuneRequest,
-    Unknown,
     WeightsCommitted,
     WeightsStaged,
     Welcome,
@@ -305,13 +305,13 @@ class Desk:
         assert isinstance(report, StatusReport)
         return report
 
-    def tune(self, sender: Sender = NO_KEYS, **settings: str) -> TuneReport:
+    def tune(self, sender: Sender = NO_KEYS, **settings: str) -> LiveSettingsReport:
         """What an operator is told who asks for `section__key="value"`."""
         peer = b"operator"
         named = {name.replace("__", "."): value for name, value in settings.items()}
-        self.dispatcher.handle(peer, TuneRequest(settings=named, who="me@host"), (), self.now, sender)
-        (report,) = self.take(peer, TuneReport)
-        assert isinstance(report, TuneReport)
+        self.dispatcher.handle(peer, LiveSettingsRequest(settings=named, who="me@host"), (), self.now, sender)
+        (report,) = self.take(peer, LiveSettingsReport)
+        assert isinstance(report, LiveSettingsReport)
         return report
 
     def batch(self) -> list[Group] | None:
@@ -419,7 +419,7 @@ def test_strangers_are_told_so_and_change_nothing(message: ActorMessage) -> None
     desk = Desk()
     stranger = Actor(desk, "stranger")
     stranger.say(message)
-    assert stranger.heard(Unknown) == [Unknown()]
+    assert stranger.heard(SayHello) == [SayHello()]
     assert desk.dispatcher.members() == []
     assert desk.rows == []
 
@@ -440,7 +440,7 @@ def test_newer_incarnation_replaces_the_older_one_and_its_leases_go_on() -> None
     assert [lease.prompt_id for lease in after] == [lease.prompt_id for lease in before]
     assert {lease.lease_id for lease in after}.isdisjoint(lease.lease_id for lease in before)
     older.say(Credit(capacity=2))
-    assert older.heard(Unknown) == [Unknown()]
+    assert older.heard(SayHello) == [SayHello()]
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
@@ -707,7 +707,7 @@ def test_actor_taken_for_dead_comes_back_and_its_late_groups_are_duplicates() ->
     leases = actor.leases()
     desk.tick(DEAD_AFTER_S + 1)
     actor.say(Credit(capacity=2))
-    assert actor.heard(Unknown) == [Unknown()]
+    assert actor.heard(SayHello) == [SayHello()]
     actor.join(capacity=2, policy_version=-1)
     assert desk.joined == [actor.peer, actor.peer]
     assert actor.answer(leases[0].lease_id).outcome == "duplicate"
@@ -758,7 +758,7 @@ def test_heartbeat_that_could_not_be_sent_takes_no_lease_back() -> None:
     actor = Actor(desk, "a").join(capacity=2)
     actor.leases()
     desk.dispatcher.unreachable(Outgoing(actor.peer, LearnerHeartbeat(newest_lease_id=0)))
-    desk.dispatcher.unreachable(Outgoing(b"nobody", Unknown()))
+    desk.dispatcher.unreachable(Outgoing(b"nobody", SayHello()))
     assert desk.dispatcher.counts().in_flight == 2
 
 
@@ -1827,7 +1827,7 @@ def test_change_is_recorded_with_who_and_when_in_rows_log_and_checkpoint(log: Wi
     assert {(row["who"], row["policy_version"]) for row in rows} == {("me@host (key ops)", 5)}
     assert rows[0]["detail"] == "staleness.max_staleness = 8, was 4; by me@host (key ops)"
     assert desk.dispatcher.settings().train.learning_rate == 1e-3
-    assert [(change.setting, change.after, change.who) for change in desk.status(OPERATOR).tuned] == [
+    assert [(change.setting, change.after, change.who) for change in desk.status(OPERATOR).changed_settings] == [
         ("staleness.max_staleness", "8", "me@host (key ops)"),
         ("train.learning_rate", "0.001", "me@host (key ops)"),
     ]
@@ -1841,7 +1841,7 @@ def test_refused_change_changes_nothing_and_says_why(log: WillingLog) -> None:
     assert report.error.startswith("staleness.hard_max_staleness = 3: groups are admitted that may lag by")
     assert "These can:" in desk.tune(train__num_steps="5").error
     assert (desk.dispatcher.settings(), log.events(), desk.events("setting_changed")) == (before, [], [])
-    assert desk.tune(staleness__max_staleness="4") == TuneReport(policy_version=0)
+    assert desk.tune(staleness__max_staleness="4") == LiveSettingsReport(policy_version=0)
     assert log.events() == []
 
 
@@ -1858,7 +1858,7 @@ def test_actors_key_cannot_change_settings() -> None:
     desk = Desk()
     actor = Actor(desk, "a", sender=Sender("a", "actor"))
     actor.join(capacity=2)
-    actor.say(TuneRequest(settings={"staleness.max_staleness": "8"}, who="operator@host"))
+    actor.say(LiveSettingsRequest(settings={"staleness.max_staleness": "8"}, who="operator@host"))
     assert "role operator" in actor.heard(Refused)[0].reason
     assert desk.dispatcher.settings().staleness.max_staleness == 1
 
@@ -1867,14 +1867,14 @@ def test_concurrency_is_told_to_every_actor_also_to_one_that_comes_later() -> No
     desk = Desk()
     first = Actor(desk, "a").join(capacity=2)
     desk.tune(staleness__max_staleness="3")
-    assert first.heard(Concurrency) == []
+    assert first.heard(CreditLimit) == []
     desk.tune(actor__max_inflight_groups="5")
-    assert first.heard(Concurrency) == [Concurrency(capacity=5)]
+    assert first.heard(CreditLimit) == [CreditLimit(capacity=5)]
     late = Actor(desk, "b").join(capacity=2)
-    assert late.heard(Concurrency) == [Concurrency(capacity=5)]
+    assert late.heard(CreditLimit) == [CreditLimit(capacity=5)]
     # Back to the config's: an actor whose own config says another number is to know.
     desk.tune(actor__max_inflight_groups="16")
-    assert Actor(desk, "c").join(capacity=2).heard(Concurrency) == [Concurrency(capacity=16)]
+    assert Actor(desk, "c").join(capacity=2).heard(CreditLimit) == [CreditLimit(capacity=16)]
 
 
 def test_restarted_learner_leases_by_the_bound_that_was_set() -> None:

@@ -34,8 +34,8 @@ from offbeat.protocols.messages import (
     Lease,
     LeaseFailed,
     Refused,
+    SayHello,
     Segment,
-    Unknown,
     WeightsCommitted,
     Welcome,
 )
@@ -119,7 +119,7 @@ class Remote(Actor):
                 self.commit_newest()
                 for parcel in self.outbox.values():
                     self.send(parcel[0], *parcel[1])
-            case Unknown():
+            case SayHello():
                 self.send_hello()
             case Lease():
                 self.jobs[message.lease_id] = message
