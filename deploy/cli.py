@@ -64,7 +64,7 @@ def learner(arguments: Arguments = None) -> None:
     stop = StopRequest().install()
     with fast_imports():
         prepare_environment()
-        from offbeat.learner.service import run_learner
+        from offbeat.learner.wiring import run_learner
 
     run_learner(config, stop)
 

@@ -28,6 +28,10 @@ class HubThread:
         """Begin to serve."""
         self._thread.start()
 
+    def wake(self) -> None:
+        """Let the thread look at once for messages to send."""
+        self._hub.wake()
+
     def close(self) -> None:
         """Send what is queued and stop serving; the hub itself stays open."""
         self._is_closed = True

@@ -1,0 +1,161 @@
+"""A run's state on disk: checkpoints are written and read here, and a restarted learner picks up the rollout log.
+
+checkpoint (model, optimizer, ServiceState) + log records after it -> the run as it was when the last process ended
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from offbeat.common.config import LogSection
+from offbeat.common.settings import SettingError
+from offbeat.learner.dispatch.dispatcher import Dispatcher
+from offbeat.learner.dispatch.live_settings import Tuning
+from offbeat.learner.leases.auto_bound import AutoBound, Noise
+from offbeat.learner.leases.ledger import needed_position
+from offbeat.learner.leases.prompts import Prompt
+from offbeat.learner.leases.recovery import DispatcherState, Recovered, recover
+from offbeat.learner.leases.rollout_log import LogFullError, Position, RolloutLog, read_log, read_record
+from offbeat.learner.training import checkpoints
+from offbeat.learner.training.ranks import RankedTrainer
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINTS = "checkpoints"
+LOG = "log"
+CHECKPOINT_BYTES_PER_PARAMETER = 16
+"""Weights in two precisions at most, and AdamW's two moments."""
+
+
+class ServiceState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The part of a checkpoint beside model and optimizer."""
+
+    run_id: str
+    dispatcher: DispatcherState
+    noise: Noise | None = None
+    """The automatic bound's; None when it has measured none."""
+
+
+class Checkpoints:
+    """Writes the run's checkpoints, and shortens the log to what the oldest kept one needs."""
+
+    def __init__(
+        self,
+        run_folder: Path,
+        *,
+        trainer: RankedTrainer,
+        dispatcher: Dispatcher,
+        auto_bound: AutoBound,
+        run_id: str,
+        keep: int,
+        record: Callable[..., None],
+    ) -> None:
+        """Keep the `keep` newest checkpoints in the folder of the run."""
+        self._root = run_folder / CHECKPOINTS
+        self._trainer = trainer
+        self._dispatcher = dispatcher
+        self._auto_bound = auto_bound
+        self._run_id = run_id
+        self._keep = keep
+        self._record = record
+        self._num_bytes = CHECKPOINT_BYTES_PER_PARAMETER * sum(math.prod(spec.shape) for spec in trainer.layout())
+
+    def save(self) -> None:
+        """Write a checkpoint. A full disk costs this checkpoint, not the run: the log has what happened since the last one."""
+        self._dispatcher.doing("writing a checkpoint")
+        folder = checkpoints.checkpoint_folder(self._root, self._trainer.policy_version)
+        try:
+            checkpoints.require_room(self._root, self._num_bytes)
+            state = ServiceState(self._run_id, self._dispatcher.state(), self._auto_bound.noise)
+            self._trainer.save_checkpoint(folder, msgspec.msgpack.encode(state))
+        except (checkpoints.NoRoomError, LogFullError) as error:
+            detail = f"{folder}: {error}; the run goes on, and a restart would begin at the checkpoint before"
+            logger.warning(detail)
+            self._record("event", event="checkpoint_failed", detail=detail)
+            return
+        checkpoints.prune(self._root, keep=self._keep)
+        if state.dispatcher.log_end is not None:
+            self._dispatcher.prune_log(needed_by_oldest(self._root))
+        logger.info("checkpoint %s", folder)
+
+
+def needed_by_oldest(root: Path) -> Position:
+    """Return where the first log record begins that a restart from the oldest checkpoint in `root` reads."""
+    oldest = min(checkpoints.whole(root))
+    dispatcher = msgspec.msgpack.decode(checkpoints.read_extra(oldest), type=ServiceState).dispatcher
+    return needed_position(dispatcher.ledger.open, dispatcher.log_end or Position(0, 0))
+
+
+def load_checkpoint(run_folder: Path, trainer: RankedTrainer, *, has_log: bool) -> ServiceState | None:
+    """Bring the trainer to the newest checkpoint and return the state in it; None when there is a log, but no checkpoint.
+
+    Raise `SettingError` when the folder has neither; a run without `log.enabled` has no log, whatever lies there.
+    """
+    newest = checkpoints.newest(run_folder / CHECKPOINTS)
+    if newest is not None:
+        extra = trainer.load_checkpoint(newest)
+        logger.info("resumed from %s", newest)
+        return msgspec.msgpack.decode(extra, type=ServiceState)
+    if not (has_log and (run_folder / LOG).is_dir()):
+        raise SettingError(
+            "run.resume",
+            True,
+            f"there is neither a checkpoint in {run_folder / CHECKPOINTS} nor a rollout log",
+            "Start anew in another run.dir, and set train.checkpoint_interval to have checkpoints.",
+        )
+    logger.info("no checkpoint in %s: training begins again, with the rollout log's groups", run_folder / CHECKPOINTS)
+    return None
+
+
+def open_log(run_folder: Path, settings: LogSection, state: ServiceState | None) -> RolloutLog | None:
+    """Open the run's log to append to it; None when the run keeps none."""
+    if not settings.enabled:
+        return None
+    return RolloutLog(
+        run_folder / LOG,
+        fsync=settings.fsync,
+        segment_bytes=settings.segment_mb << 20,
+        retain_bytes=settings.retain_mb << 20,
+        min_free_bytes=settings.min_free_mb << 20,
+        after=state.dispatcher.log_end if state else None,
+    )
+
+
+def recover_run(run_folder: Path, state: ServiceState | None, prompts: list[Prompt], seed: int, *, has_log: bool) -> Recovered:
+    """Return the ledger, buffer and prompt order as they were when the process before this one ended."""
+    folder = run_folder / LOG
+    log_end = state.dispatcher.log_end if state else Position(0, 0)
+    return recover(
+        state.dispatcher if state else None,
+        read_log(folder, log_end) if has_log and log_end is not None else (),
+        lambda position: read_record(folder, position),
+        prompts,
+        seed,
+    )
+
+
+def tell_resumed(recovered: Recovered, policy_version: int, record: Callable[..., None]) -> None:
+    """Log and record where a resumed run stands."""
+    ledger = recovered.ledger
+    detail = (
+        f"at policy version {policy_version}; {recovered.num_records} log records applied, "
+        f"{ledger.num_ready} groups reused, {ledger.num_open - ledger.num_ready} leases in flight"
+    )
+    logger.info("resumed: %s", detail)
+    record("event", event="resumed", detail=detail, num_reused=ledger.num_ready)
+
+
+def tell_kept_settings(tuning: Tuning, run_folder: Path, record: Callable[..., None]) -> None:
+    """Warn of each setting that an operator changed before the restart: its value is not the config's any more."""
+    for change in tuning.in_force():
+        detail = (
+            f"{change.setting} = {change.after}, as {change.who} set it at policy version {change.policy_version} on "
+            f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(change.at))}, not {change.before} as in the config; to "
+            f"change it back: offbeat set {run_folder} {change.setting}={change.before}"
+        )
+        logger.warning(detail)
+        record("event", event="setting_kept", detail=detail, setting=change.setting, value=change.after)

@@ -1,0 +1,76 @@
+"""The metrics rows of optimizer steps: the trainer's numbers beside the loop's times, the buffer and the staleness bound."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from offbeat.common.config import TrainSection
+from offbeat.common.settings import SettingError
+from offbeat.learner.dispatch.dispatcher import Dispatcher
+from offbeat.learner.leases.auto_bound import AutoBound
+from offbeat.learner.leases.groups import Group
+from offbeat.learner.leases.rollout_log import LogFullError
+from offbeat.learner.leases.staleness import StalenessPolicy
+
+logger = logging.getLogger(__name__)
+
+
+class StepRows:
+    """Records the steps of each batch, then moves `max_staleness` where the automatic bound decides so."""
+
+    def __init__(self, train: TrainSection, dispatcher: Dispatcher, auto_bound: AutoBound, record: Callable[..., None]) -> None:
+        self._train = train
+        self._dispatcher = dispatcher
+        self._auto_bound = auto_bound
+        self._record = record
+
+    def record(
+        self, steps: Sequence[Mapping[str, Any]], groups: Sequence[Group], first_version: int, seconds: Mapping[str, float]
+    ) -> None:
+        """Record the `steps` made of a batch of `groups`, the first of them under weights `first_version`.
+
+        `seconds`, by metric name, are those of the whole batch; each step gets an equal share.
+        """
+        train = self._train
+        staleness = StalenessPolicy(self._dispatcher.settings().staleness, train)
+        ready, in_flight = self._dispatcher.buffer_sizes()
+        rows: list[dict[str, Any]] = []
+        for index, step in enumerate(steps):
+            start = index % train.steps_per_batch * train.groups_per_step
+            of_step = groups[start : start + train.groups_per_step]
+            row = {
+                **step,
+                **{name: value / len(steps) for name, value in seconds.items()},
+                "staleness/bound": staleness.bounds.max_staleness,
+                "staleness/over_bound": staleness.count_over_bound(of_step, first_version + index),
+                "buffer/ready": ready,
+                "buffer/in_flight": in_flight,
+            }
+            self._record("step", policy_version=first_version + index + 1, **row)
+            rows.append(row)
+        for row in rows:
+            self._move_bound(row)
+        if first_version == 0:
+            _log_first_ratio(steps[0])
+
+    def _move_bound(self, step: Mapping[str, Any]) -> None:
+        decision = self._auto_bound.observe(step, self._dispatcher.settings().staleness)
+        if decision is None:
+            return
+        change = {"staleness.max_staleness": str(decision.max_staleness)}
+        try:
+            self._dispatcher.tune(change, "auto", decision.reason)
+        except (SettingError, LogFullError) as error:
+            # An operator was faster, or the disk is full: the steps to come will tell again.
+            logger.info("the automatic bound stays where it is: %s", error)
+
+
+def _log_first_ratio(first: Mapping[str, Any]) -> None:
+    logger.info(
+        "FIRST RATIO of the run, where nothing is stale (lag up to %d): mean |s - 1| = %.2e, %.1f%% of completions "
+        "clipped, KL of engine and learner %.2e per token (k3)",
+        first["lag/max"],
+        first["ratio/first"],
+        100 * first["clip/fraction"],
+        first["kl/behavior_policy_k3"],
+    )

@@ -1,0 +1,246 @@
+"""The learner's wiring: every part is made here, in order, and handed what it uses."""
+
+import importlib.metadata
+import logging
+import os
+import random
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from offbeat.common.config import Config
+from offbeat.common.hub_keys import keys_of_learner
+from offbeat.common.metrics import MetricsWriter
+from offbeat.common.models import hash_model, resolve_model
+from offbeat.common.setting_checks import least_staleness
+from offbeat.common.settings import resolved_toml
+from offbeat.common.shutdown import StopRequest
+from offbeat.learner.calibration_watch import CalibrationWatch
+from offbeat.learner.diagnostics.calibration import learner_numerics, load_calibration
+from offbeat.learner.dispatch.contract import Contract
+from offbeat.learner.dispatch.dispatcher import Dispatcher
+from offbeat.learner.dispatch.hub_thread import HubThread
+from offbeat.learner.dispatch.live_settings import Tuning
+from offbeat.learner.leases.auto_bound import AutoBound
+from offbeat.learner.leases.prompts import Prompt, load_prompts
+from offbeat.learner.leases.staleness import StalenessPolicy
+from offbeat.learner.progress import Progress
+from offbeat.learner.resume import Checkpoints, load_checkpoint, open_log, recover_run, tell_kept_settings, tell_resumed
+from offbeat.learner.service import Learner, Outcome, TrainingLoop
+from offbeat.learner.step_rows import StepRows
+from offbeat.learner.training.ranks import RankedTrainer
+from offbeat.learner.training.trainer import Trainer
+from offbeat.learner.weights.canary import CANARY_TOKENS, Canary, canary_token_ids
+from offbeat.learner.weights.publisher import WeightPublisher
+from offbeat.protocols.addresses import host_of
+from offbeat.protocols.channels import Hub
+
+logger = logging.getLogger(__name__)
+
+CHUNK_REQUEST_BYTES = 4096
+"""No message to the weight server is longer."""
+
+
+def run_learner(config: Config, stop: StopRequest) -> Outcome:
+    """Train until `train.num_steps` or a signal; every rank of the learner calls this."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        RankedTrainer(Trainer(config)).follow()
+        return "finished"
+    with ExitStack() as stack:
+        folder = prepare_folder(config)
+        metrics = MetricsWriter(folder, tensorboard=config.metrics.tensorboard, wandb_project=config.metrics.wandb_project)
+        stack.enter_context(metrics)
+        bind = config.hub.bind or config.hub.address
+        keys = keys_of_learner(config.hub)
+
+        def open_weight_hub() -> Hub:
+            address = f"{bind.rpartition(':')[0]}:{config.weights.pull_port or '*'}"
+            return Hub(address, max_message_bytes=CHUNK_REQUEST_BYTES, key=keys.key, allowed=keys.allowed)
+
+        # Bound before the model is loaded: a port in use is reported at once.
+        hub = Hub(bind, max_message_bytes=config.hub.max_message_mb << 20, key=keys.key, allowed=keys.allowed)
+        stack.enter_context(hub)
+        progress = Progress(config.train.num_steps)
+
+        def record(kind: str, **row: Any) -> None:
+            progress.show(metrics.write_row({"kind": kind, **row}))
+
+        learner = open_learner(config, folder, hub, open_weight_hub, record)
+        with progress:
+            return learner.run(stop)
+
+
+def prepare_folder(config: Config) -> Path:
+    """Make the run's folder and write the resolved config there."""
+    folder = Path(config.run.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(resolved_toml(config))
+    return folder
+
+
+def open_learner(
+    config: Config,
+    folder: Path,
+    hub: Hub,
+    open_weight_hub: Callable[[], Hub],
+    record: Callable[..., None],
+) -> Learner:
+    """Make every part of rank 0: load the model, resume or begin the run, wire the services; nothing is running yet."""
+    started = time.monotonic()
+    task = config.task
+    model = resolve_model(config.model.path)
+    hashes = hash_model(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    calibration = load_calibration(config.loss.noise_floor) if config.loss.noise_floor else None
+    prompts = _load_prompts(config, task.train_data, task.train_split, "task.train_data", tokenizer)
+    eval_prompts = _load_prompts(config, task.eval_data, task.eval_split, "task.eval_data", tokenizer) if task.eval_data else []
+    trainer = RankedTrainer(Trainer(config))
+    has_log = config.log.enabled
+    state = load_checkpoint(folder, trainer, has_log=has_log) if config.run.resume else None
+    log = open_log(folder, config.log, state)
+    recovered = recover_run(folder, state, prompts, config.run.seed, has_log=has_log)
+    if config.run.resume:
+        tell_resumed(recovered, trainer.policy_version, record)
+    run_id = (state.run_id if state else recovered.run_id) or uuid.uuid4().hex[:12]
+    layout = trainer.layout()
+    tuning = Tuning(config, recovered.tuned)
+    tell_kept_settings(tuning, folder, record)
+    staleness = StalenessPolicy(tuning.config.staleness, config.train)
+    auto_bound = AutoBound(least_staleness(config), state.noise if state else None)
+    canary = Canary(
+        canary_token_ids([prompt.token_ids for prompt in prompts], min(CANARY_TOKENS, config.model.max_length - 1)),
+        dtype=config.model.dtype,
+        routing_interval=config.metrics.routing_interval,
+        publish_interval=config.weights.interval,
+        record=record,
+    )
+    calibration_watch = CalibrationWatch(calibration, record)
+
+    def welcome(peer: bytes) -> None:
+        publisher.joined(peer)
+        calibration_watch.joined(dispatcher.hello_of(peer))
+
+    def judge_canary(actor: str, policy_version: int, logprobs: np.ndarray) -> None:
+        verdict = canary.judge(actor, policy_version, logprobs)
+        if verdict is not None:
+            dispatcher.judge_canary(actor, policy_version, verdict.flaw or "")
+
+    def post(peer: bytes, message: Any) -> None:
+        dispatcher.post(peer, message)
+        hub.wake()
+
+    dispatcher = Dispatcher(
+        contract=Contract(
+            run_id=run_id,
+            learner_incarnation=random.SystemRandom().getrandbits(62),
+            layout=layout,
+            canary_token_ids=canary.token_ids,
+            dtype=config.model.dtype,
+            hashes=hashes,
+            max_length=task.max_prompt_tokens + config.rollout.max_new_tokens,
+            vocabulary_size=AutoConfig.from_pretrained(model).get_text_config().vocab_size,
+            temperature=config.rollout.temperature,
+            reward=task.reward,
+            software=importlib.metadata.version("offbeat"),
+            max_message_bytes=config.hub.max_message_mb << 20,
+        ),
+        rollout=config.rollout,
+        evaluation=config.evaluation,
+        hub=config.hub,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        stream=recovered.stream,
+        ledger=recovered.ledger,
+        log=log,
+        staleness=staleness,
+        tuning=tuning,
+        drop_zero_variance=config.loss.zero_variance == "drop",
+        drop_quarantined=config.weights.on_canary_mismatch == "drop",
+        max_failed_leases=config.train.max_failed_leases,
+        num_steps=config.train.num_steps,
+        policy_version=trainer.policy_version,
+        newest_version=recovered.newest_version,
+        record=record,
+        on_join=welcome,
+        on_weights=lambda actor, message: publisher.handle(actor, message),
+        on_canary=judge_canary,
+        on_routed=canary.compare_routing,
+        on_distrust=lambda peer, actor, why: publisher.distrust(peer, actor, why),
+        weight_problems=lambda: publisher.problems(),
+        hub_rejections=lambda: _hub_rejections(hub),
+    )
+    hub_thread = HubThread(hub, dispatcher)
+    publisher = WeightPublisher(
+        layout=layout,
+        members=dispatcher.members,
+        post=post,
+        record=record,
+        host=host_of(config.hub.address),
+        listen_on=host_of(config.hub.bind or config.hub.address),
+        port=config.weights.port,
+        backend=_backend(config, trainer.device),
+        timeout_s=config.weights.timeout_s,
+        bucket_bytes=config.weights.bucket_mb << 20,
+        open_hub=open_weight_hub,
+        chunk_bytes=config.weights.chunk_mb << 20,
+        max_pulls=config.weights.max_pulls,
+        max_pull_lag=lambda: staleness.bounds.max_staleness,
+        on_failure=dispatcher.fail,
+    )
+    loop = TrainingLoop(
+        config,
+        trainer=trainer,
+        dispatcher=dispatcher,
+        publisher=publisher,
+        canary=canary,
+        checkpoints=Checkpoints(
+            folder,
+            trainer=trainer,
+            dispatcher=dispatcher,
+            auto_bound=auto_bound,
+            run_id=run_id,
+            keep=config.train.keep_checkpoints,
+            record=record,
+        ),
+        step_rows=StepRows(config.train, dispatcher, auto_bound, record),
+        wake_hub=hub.wake,
+    )
+    calibration_watch.check_learner(learner_numerics(config, hashes, trainer.device))
+    logger.info("run %s in %s; hub at %s", run_id, folder, hub.address)
+    return Learner(
+        loop,
+        dispatcher=dispatcher,
+        hub_thread=hub_thread,
+        publisher=publisher,
+        log=log,
+        record=record,
+        # An actor that is cut off may be back before it counts as dead.
+        leave_timeout_s=config.hub.dead_after_s + config.hub.heartbeat_s,
+        started=started,
+    )
+
+
+def _load_prompts(config: Config, source: str, split: str, setting: str, tokenizer: Any) -> list[Prompt]:
+    loaded = load_prompts(source, split, config.task, tokenizer, setting=setting)
+    if loaded.num_dropped:
+        logger.info("%s: %d prompts left out as too long", setting, loaded.num_dropped)
+    return loaded.prompts
+
+
+def _hub_rejections(hub: Hub) -> dict[str, int]:
+    """Return how many peers and messages the hub turned away, by reason; for the hub's thread."""
+    refused = {"connections without an allowed key": hub.num_refused} if hub.num_refused else {}
+    return dict(hub.num_dropped) | refused
+
+
+def _backend(config: Config, device: torch.device) -> Literal["gloo", "nccl", "pull"]:
+    if config.weights.backend != "auto":
+        return config.weights.backend
+    return "nccl" if device.type == "cuda" else "gloo"
