@@ -156,4 +156,4 @@ def _script_json(value: Any) -> str:
 
 
 def _asset(name: str) -> str:
-    return resources.files("lab.report").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("offbeat.lab.report").joinpath(name).read_text(encoding="utf-8")
