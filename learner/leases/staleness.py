@@ -1,11 +1,11 @@
-"""How old a rollout may be: one object answers who is admitted, under which weights, and what is selected, evicted or aborted.
+"""The staleness bound: which leases it admits, under which weights, and which groups it selects, evicts or aborts.
 
-Groups are trained in the order of their leases: a batch of `groups_per_step * steps_per_batch` makes so many optimizer steps,
-once per epoch over it. So it is known in advance at which policy version the n-th lease from now on is trained for the last
-time (`StalenessPolicy.trained_at`), and a lease granted under weights of at least that version minus `max_staleness` is trained
-with a lag of at most `max_staleness`: that is admission, and all of the policy `gate`. A straggler that misses its turn is
-trained later than that, and counted; `drop` and `hard_max_staleness` drop it when its turn comes, `abort` while it is still
-being generated.
+Groups are trained in the order of their leases. A batch of `groups_per_step * steps_per_batch` groups makes `steps_per_batch`
+optimizer steps in each of its `epochs_per_batch` epochs. So the policy version at which the n-th lease from now on is trained
+for the last time is known in advance (`StalenessPolicy.trained_at`). A lease granted under weights of at least that version
+minus `max_staleness` is trained with a lag of at most `max_staleness`: that is admission, and all that the policy `gate` does.
+A straggler that misses its turn is trained later, and counted; `drop` and `hard_max_staleness` drop it when its turn comes,
+`abort` cancels it while it is being generated.
 """
 
 import itertools
@@ -17,28 +17,41 @@ from offbeat.learner.leases.groups import LagOf
 
 
 class Aged(Protocol):
-    """What the policy must know of a group."""
+    """A group, as far as the policy looks at it."""
 
     def lag_of(self, measured: LagOf, policy_version: int) -> float:
-        """Optimizer steps between `policy_version` and what is measured of the group, at least 0."""
+        """Return the group's lag at `policy_version`, in optimizer steps, at least 0."""
+        ...
+
+
+class Generating(Protocol):
+    """A lease whose group is being generated, as far as the policy looks at it."""
+
+    @property
+    def lease_id(self) -> int:
+        """The lease's id."""
+        ...
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version that a token of its group can have."""
         ...
 
 
 class InFlight(NamedTuple):
-    """A lease whose group is being generated."""
+    """A `Generating` lease as a plain record."""
 
     lease_id: int
     oldest_version: int
-    """No token of it is older."""
 
 
 G = TypeVar("G", bound=Aged)
 
 
 class StalenessPolicy:
-    """Admission, selection, eviction and abortion under `[staleness]`; without clock, sockets or memory of its own.
+    """Admission, selection, eviction and abortion under `[staleness]`; has no clock, no sockets and no memory.
 
-    Unless said otherwise `policy_version` is the learner's, at the start of a batch.
+    Unless a method says otherwise, `policy_version` is the learner's at the start of a batch.
     """
 
     def __init__(self, bounds: StalenessSection, train: TrainSection) -> None:
@@ -53,40 +66,38 @@ class StalenessPolicy:
         """Groups in one selection."""
 
     @property
-    def required_capacity(self) -> int:
-        """The most leases that are ever open at once: with fewer slots, the actors hold training back before the bound does."""
-        return self._num_admitted()
-
-    @property
     def largest_lag(self) -> int | None:
-        """No group is trained that lags by more; None: admission alone bounds it, and stragglers may exceed that."""
+        """The hard bound on a trained group's lag; None where admission alone bounds it and stragglers may exceed that."""
         if self.bounds.staleness_policy == "gate":
             return self.bounds.hard_max_staleness
         return self.bounds.max_staleness
 
     def trained_at(self, policy_version: int, index: int) -> int:
-        """The policy version at which the `index`-th group in line from now on is trained for the last time."""
+        """Return the policy version at which the `index`-th group in line is trained for the last time."""
         batch, place = divmod(index, self.batch_groups)
         first_epoch = policy_version + batch * self.batch_steps + place // self._groups_per_step
         return first_epoch + self.batch_steps - self._steps_per_epoch
 
     def admit(self, policy_version: int, num_open: int) -> int:
-        """How many more leases may be granted now.
+        """Return the number of leases that may be granted now.
 
         `num_open` leases are granted and neither trained nor dropped: generating, or buffered.
         """
         return max(0, min(self._num_admitted(), self.left_in_run(policy_version)) - num_open)
 
     def left_in_run(self, policy_version: int) -> int:
-        """Groups that the run still trains, those of open leases included."""
+        """Return the number of groups that the run still trains, those of open leases included."""
         return (self._num_batches - policy_version // self.batch_steps) * self.batch_groups
 
     def min_policy_version(self, policy_version: int, num_open: int) -> int:
-        """The oldest weights under which the next lease may be generated."""
+        """Return the oldest weights under which a lease that has `num_open` before it in line may be generated."""
         return max(0, self.trained_at(policy_version, num_open) - self.bounds.max_staleness)
 
     def evict(self, ready: Sequence[G], policy_version: int) -> list[G]:
-        """Those of the groups at hand, in the order they would be trained in, that are past the hard bound: to be dropped."""
+        """Return the groups to drop: those of the next batch past the hard bound, and of the groups that move up for them.
+
+        `ready` is in the order to train in.
+        """
         if self.largest_lag is None:
             return []
         evicted: list[G] = []
@@ -101,23 +112,23 @@ class StalenessPolicy:
         return evicted
 
     def select(self, ready: Sequence[G]) -> list[G]:
-        """The next batch from what `evict` has left, or nothing while it is not complete."""
+        """Return the next batch of the groups that `evict` has left, or nothing while it is not complete."""
         return list(itertools.islice(ready, self.batch_groups)) if len(ready) >= self.batch_groups else []
 
-    def abort(self, in_flight: Iterable[InFlight], policy_version: int) -> list[int]:
-        """Leases whose group, were it finished now, would be dropped: to be cancelled, and their prompts leased again."""
+    def abort(self, in_flight: Iterable[Generating], policy_version: int) -> list[int]:
+        """Return the leases whose group, finished now, would be dropped: cancel them and lease their prompts again."""
         if self.bounds.staleness_policy != "abort":
             return []
         oldest = self.trained_at(policy_version, 0) - self.bounds.max_staleness
         return [lease.lease_id for lease in in_flight if lease.oldest_version < oldest]
 
     def count_over_bound(self, groups: Iterable[G], policy_version: int) -> int:
-        """Those of the groups whose lag exceeds `max_staleness` in an optimizer step from `policy_version`."""
+        """Return how many of the groups lag by more than `max_staleness` in an optimizer step from `policy_version`."""
         return sum(self._lag(group, policy_version) > self.bounds.max_staleness for group in groups)
 
     def _num_admitted(self) -> int:
-        """Leases whose turn comes early enough for the bound, were they generated under the weights of now."""
-        # The groups of a batch's first step are trained for the last time so many steps after the batch begins.
+        """Return the number of leases whose turn comes within the bound, were they generated under the newest weights."""
+        # The groups of a batch's first step are trained for the last time `batch_steps - _steps_per_epoch` after it begins.
         slack = self.bounds.max_staleness - (self.batch_steps - self._steps_per_epoch)
         if slack < 0:
             return 0

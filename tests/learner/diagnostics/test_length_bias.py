@@ -50,7 +50,7 @@ def simulate(bounds: StalenessSection, *, load: float, seed: int, num_slots: int
     """
     draw = random.Random(seed)
     policy = StalenessPolicy(bounds, TrainSection(groups_per_step=8, num_steps=num_steps))
-    num_slots = num_slots or policy.required_capacity
+    num_slots = num_slots or policy.admit(0, 0)
     step_s = load * 8 * math.exp(0.5) / num_slots
     now, version, num_leased, num_open, done_at = 0.0, 0, 0, 0, math.inf
     generating: list[tuple[float, Simulated]] = []
