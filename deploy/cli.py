@@ -27,7 +27,7 @@ from offbeat.protocols.addresses import ChannelError
 
 logger = logging.getLogger(__name__)
 
-QUICKSTART = Path(__file__).parent / "configs" / "quickstart.toml"
+QUICKSTART = Path(__file__).parent / "quickstart" / "quickstart.toml"
 
 Arguments = Annotated[
     list[str] | None,

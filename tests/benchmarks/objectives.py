@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from offbeat.learner.training.trainer import Trainer
 
-QUICKSTART = Path(__file__).parents[2] / "deploy" / "configs" / "quickstart.toml"
+QUICKSTART = Path(__file__).parents[2] / "deploy" / "quickstart" / "quickstart.toml"
 
 OBJECTIVES: dict[str, tuple[str, ...]] = {
     "REINFORCE": ("loss.objective=reinforce",),

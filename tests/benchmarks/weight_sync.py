@@ -57,7 +57,7 @@ RUN_TIMEOUT_S = 170.0
 def run() -> None:
     """One quick-start run, and what its rows say about weights."""
     of_run = run_offbeat(
-        "deploy/configs/quickstart.toml", f"train.num_steps={RUN_STEPS}", "hub.heartbeat_s=0.2", timeout_s=RUN_TIMEOUT_S
+        "deploy/quickstart/quickstart.toml", f"train.num_steps={RUN_STEPS}", "hub.heartbeat_s=0.2", timeout_s=RUN_TIMEOUT_S
     )
     steps = of_run.of_kind("step")
     print_table(

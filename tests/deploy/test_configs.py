@@ -1,4 +1,4 @@
-"""The configs that come with the project are valid."""
+"""The configs that come with the project are valid, and each example says how to run it."""
 
 from pathlib import Path
 
@@ -7,13 +7,20 @@ import pytest
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import load
 
-CONFIGS = sorted((Path(__file__).parents[2] / "deploy" / "configs").glob("*.toml"))
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").iterdir())
+CONFIGS = [ROOT / "deploy/quickstart/quickstart.toml", *(folder / "run.toml" for folder in EXAMPLES)]
 
 
-def test_there_are_configs() -> None:
-    assert {path.stem for path in CONFIGS} >= {"quickstart", "gsm8k_1gpu", "gsm8k_8gpu", "gsm8k_cpu"}
+def test_there_are_examples() -> None:
+    assert {folder.name for folder in EXAMPLES} >= {"gsm8k_1gpu", "gsm8k_8gpu", "gsm8k_cpu", "gspo_roll"}
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.parent.name)
 def test_config_passes_every_check_without_a_warning(path: Path) -> None:
     assert check(load(path)) == []
+
+
+@pytest.mark.parametrize("folder", EXAMPLES, ids=lambda folder: folder.name)
+def test_example_tells_the_command_that_runs_it(folder: Path) -> None:
+    assert f"offbeat train examples/{folder.name}/run.toml" in (folder / "README.md").read_text()

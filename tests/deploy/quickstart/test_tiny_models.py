@@ -60,7 +60,7 @@ def test_bpe_tokenizer_encodes_any_text_and_has_a_chat_template(tiny_bpe_model: 
 
 
 def test_stand_in_for_gsm8k_has_its_format_and_fits_the_cpu_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config_file = Path("deploy/configs/gsm8k_cpu.toml").resolve()
+    config_file = Path("examples/gsm8k_cpu/run.toml").resolve()
     monkeypatch.chdir(tmp_path)
     make(Path("runs/tiny-gsm8k"), num_train=40, num_eval=4)
     config = load(config_file)
