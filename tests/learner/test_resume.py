@@ -1,0 +1,258 @@
+"""Checkpoints, and what a restarted learner makes of them and of the rollout log."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from offbeat.common.config import Config, LogSection, ModelSection, TaskSection
+from offbeat.common.settings import SettingError
+from offbeat.common.weights import make_layout
+from offbeat.learner import resume
+from offbeat.learner.dispatch.dispatcher import Dispatcher
+from offbeat.learner.dispatch.live_settings import Tuning
+from offbeat.learner.leases.auto_bound import AutoBound, Noise
+from offbeat.learner.leases.events import Tuned
+from offbeat.learner.leases.ledger import LedgerCounts, LedgerState, SavedLease
+from offbeat.learner.leases.prompts import Prompt, StreamState, Turn
+from offbeat.learner.leases.recovery import DispatcherState
+from offbeat.learner.leases.rollout_log import LogFullError, Position
+from offbeat.learner.resume import Checkpoints, ServiceState
+from offbeat.learner.training import checkpoints
+from offbeat.learner.training.ranks import RankedTrainer
+
+OLD_RUN = Path(__file__).parent / "run_of_1a700fc"
+"""A run's folder as commit 1a700fc wrote it, with 5 prompts. At the checkpoint of version 1, lease 0 is trained, 1 ready,
+2 expired and 3 generating; afterwards 4 is granted, 3 accepted and 1 trained."""
+PROMPTS = [Prompt(index, f"p{index}", np.array([index, index + 10], np.int32), "{}") for index in range(5)]
+NO_FSYNC = LogSection(fsync="off")
+
+
+def saved_lease(lease_id: int, offset: int | None) -> SavedLease:
+    position = None if offset is None else Position(1, offset)
+    return SavedLease(lease_id, lease_id, 0, "actor-0", position, is_ready=offset is not None, oldest_version=0, granted_at=0.0)
+
+
+def state_with(log_end: Position | None, *open_leases: SavedLease) -> DispatcherState:
+    counts = LedgerCounts(leased=len(open_leases), in_flight=len(open_leases))
+    ledger = LedgerState(counts, next_lease_id=len(open_leases), open=open_leases, epochs={})
+    return DispatcherState(StreamState(5, 3, len(open_leases), ()), ledger, log_end, newest_version=0)
+
+
+class FakeTrainer:
+    """Writes and reads the extra part of checkpoints, without a model."""
+
+    def __init__(self) -> None:
+        self.policy_version = 0
+
+    def layout(self) -> Any:
+        return make_layout([("w", (10, 10))], torch.float32)
+
+    def save_checkpoint(self, folder: Path, extra: bytes) -> None:
+        partial = checkpoints.partial_folder(folder)
+        partial.mkdir(parents=True)
+        checkpoints.write_extra(partial, extra)
+        checkpoints.publish(folder)
+
+    def load_checkpoint(self, folder: Path) -> bytes:
+        self.policy_version = int(folder.name.rpartition("-")[2])
+        return checkpoints.read_extra(folder)
+
+
+class FakeDispatcher:
+    """Gives the states it is told to give, and remembers where its log was pruned."""
+
+    def __init__(self) -> None:
+        self.next_state: DispatcherState | LogFullError = state_with(Position(1, 0))
+        self.pruned: list[Position] = []
+
+    def doing(self, what: str) -> None:
+        assert what == "writing a checkpoint"
+
+    def state(self) -> DispatcherState:
+        if isinstance(self.next_state, LogFullError):
+            raise self.next_state
+        return self.next_state
+
+    def prune_log(self, needed: Position) -> None:
+        self.pruned.append(needed)
+
+
+class Run:
+    """Checkpoints of a run in `folder`, the `keep` newest being kept."""
+
+    def __init__(self, folder: Path, *, keep: int, noise: Noise | None = None) -> None:
+        self.folder = folder
+        self.trainer, self.dispatcher = FakeTrainer(), FakeDispatcher()
+        self.rows: list[dict[str, Any]] = []
+        self.checkpoints = Checkpoints(
+            folder,
+            trainer=cast(RankedTrainer, self.trainer),
+            dispatcher=cast(Dispatcher, self.dispatcher),
+            auto_bound=AutoBound(0, noise),
+            run_id="run",
+            keep=keep,
+            record=lambda kind, **row: self.rows.append({"kind": kind, **row}),
+        )
+
+    def save(self, policy_version: int, state: DispatcherState) -> None:
+        self.trainer.policy_version = policy_version
+        self.dispatcher.next_state = state
+        self.checkpoints.save()
+
+    def names(self) -> list[str]:
+        return sorted(folder.name for folder in (self.folder / "checkpoints").iterdir())
+
+
+def test_log_keeps_what_the_oldest_kept_checkpoint_needs(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep=2)
+    run.save(1, state_with(Position(1, 500), saved_lease(0, 100), saved_lease(1, 300), saved_lease(2, None)))
+    run.save(2, state_with(Position(1, 900), saved_lease(3, 700)))
+    run.save(3, state_with(Position(2, 50)))
+    assert run.dispatcher.pruned == [Position(1, 100), Position(1, 100), Position(1, 700)]
+    assert run.names() == ["step-00000002", "step-00000003"]
+
+
+def test_run_without_a_log_prunes_none(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep=1)
+    run.save(1, state_with(None))
+    assert run.dispatcher.pruned == []
+    assert run.names() == ["step-00000001"]
+
+
+def test_checkpoint_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep=2, noise=Noise(0.25, 0.5))
+    run.save(1, state_with(Position(1, 0)))
+    newest = state_with(Position(1, 500), saved_lease(0, 100))
+    run.save(12, newest)
+    trainer = FakeTrainer()
+    state = resume.load_checkpoint(tmp_path, cast(RankedTrainer, trainer), has_log=True)
+    assert state == ServiceState("run", newest, Noise(0.25, 0.5))
+    assert trainer.policy_version == 12
+
+
+def too_full(root: Path, num_bytes: int) -> None:
+    assert num_bytes == 1600
+    raise checkpoints.NoRoomError("it takes about 1 MB")
+
+
+@pytest.mark.parametrize("cause", ["disk", "log"])
+def test_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
+    run = Run(tmp_path, keep=1)
+    run.save(1, state_with(Position(1, 0)))
+    if cause == "disk":
+        monkeypatch.setattr(checkpoints, "require_room", too_full)
+    else:
+        run.dispatcher.next_state = LogFullError("no space left")
+    run.trainer.policy_version = 2
+    run.checkpoints.save()
+    assert run.names() == ["step-00000001"]
+    assert run.dispatcher.pruned == [Position(1, 0)]
+    (row,) = run.rows
+    assert (row["kind"], row["event"]) == ("event", "checkpoint_failed")
+    assert "the run goes on" in row["detail"]
+
+
+def test_folder_without_checkpoint_and_log_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="neither a checkpoint"):
+        resume.load_checkpoint(tmp_path, cast(RankedTrainer, FakeTrainer()), has_log=True)
+
+
+def test_log_without_a_checkpoint_begins_training_again_unless_the_run_keeps_no_log(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    assert resume.load_checkpoint(tmp_path, cast(RankedTrainer, FakeTrainer()), has_log=True) is None
+    with pytest.raises(SettingError, match="neither a checkpoint"):
+        resume.load_checkpoint(tmp_path, cast(RankedTrainer, FakeTrainer()), has_log=False)
+
+
+@pytest.fixture
+def old_run(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(OLD_RUN, tmp_path / "run"))
+
+
+def test_checkpoint_of_an_older_program_is_read(old_run: Path) -> None:
+    trainer = FakeTrainer()
+    state = resume.load_checkpoint(old_run, cast(RankedTrainer, trainer), has_log=True)
+    assert trainer.policy_version == 1
+    tuned = Tuned(at=30.0, settings={"staleness.max_staleness": "3"}, who="operator", reason="", policy_version=0)
+    ready = SavedLease(1, 2, 0, "actor-0", Position(1, 608), is_ready=True, oldest_version=0, granted_at=3.0)
+    generating = SavedLease(3, 3, 0, "actor-0", None, is_ready=False, oldest_version=0, granted_at=5.0)
+    assert state is not None
+    assert (state.run_id, state.noise) == ("oldrun", Noise(0.25, 0.5))
+    assert state.dispatcher.stream == StreamState(5, 3, 4, (Turn(1, 0),))
+    assert state.dispatcher.ledger.counts == LedgerCounts(leased=4, trained=1, expired=1, in_flight=2)
+    assert state.dispatcher.ledger.open == (ready, generating)
+    assert (state.dispatcher.log_end, state.dispatcher.newest_version) == (Position(1, 1488), 1)
+    assert state.dispatcher.tuned == {"staleness.max_staleness": tuned}
+    assert resume.needed_by_oldest(old_run / "checkpoints") == Position(1, 608)
+
+
+def test_checkpoint_is_written_with_the_bytes_of_an_older_program(old_run: Path) -> None:
+    extra = checkpoints.read_extra(old_run / "checkpoints" / "step-00000001")
+    assert msgspec.msgpack.encode(msgspec.msgpack.decode(extra, type=ServiceState)) == extra
+
+
+def test_run_of_an_older_program_goes_on_where_it_was(old_run: Path) -> None:
+    state = resume.load_checkpoint(old_run, cast(RankedTrainer, FakeTrainer()), has_log=True)
+    log = resume.open_log(old_run, NO_FSYNC, state)
+    assert log is not None
+    log.close()
+    recovered = resume.recover_run(old_run, state, PROMPTS, 3, has_log=True)
+    assert (recovered.num_records, recovered.newest_version) == (3, 2)
+    first, second = recovered.ledger.ready_groups("oldest_lease")
+    # What was trained after the checkpoint is trained again.
+    assert (first.lease_id, first.prompt_id, second.lease_id, second.prompt_id) == (1, 2, 3, 3)
+    assert second.rollouts[1].token_ids.tolist() == [6, 7, 8]
+    assert second.rollouts[1].behavior_logprobs.tolist() == [-3.375, -3.5, -3.625]
+    assert [rollout.reward for rollout in second.rollouts] == [0.0, 1.0]
+    (generating,) = recovered.ledger.generating()
+    assert (generating.lease_id, generating.actor) == (4, "actor-0")
+    assert recovered.ledger.counts() == LedgerCounts(leased=5, trained=1, expired=1, in_flight=3)
+    assert recovered.tuned["staleness.max_staleness"].settings == {"staleness.max_staleness": "3"}
+
+
+def test_run_of_an_older_program_without_its_checkpoint_begins_again_with_its_groups(old_run: Path) -> None:
+    shutil.rmtree(old_run / "checkpoints")
+    recovered = resume.recover_run(old_run, None, PROMPTS, 3, has_log=True)
+    assert recovered.run_id == "oldrun"
+    assert [group.lease_id for group in recovered.ledger.ready_groups("oldest_lease")] == [0, 1, 3]
+    assert recovered.ledger.counts() == LedgerCounts(leased=5, expired=1, in_flight=4)
+
+
+def test_without_a_log_only_the_checkpoint_counts(old_run: Path) -> None:
+    state = resume.load_checkpoint(old_run, cast(RankedTrainer, FakeTrainer()), has_log=True)
+    recovered = resume.recover_run(old_run, state, PROMPTS, 3, has_log=False)
+    assert recovered.num_records == 0
+    assert resume.open_log(old_run, LogSection(enabled=False), state) is None
+
+
+def told(tell: Callable[..., None], *arguments: Any) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    tell(*arguments, lambda kind, **row: rows.append({"kind": kind, **row}))
+    return rows
+
+
+def test_resumed_run_says_what_it_reuses(old_run: Path) -> None:
+    state = resume.load_checkpoint(old_run, cast(RankedTrainer, FakeTrainer()), has_log=True)
+    recovered = resume.recover_run(old_run, state, PROMPTS, 3, has_log=True)
+    (row,) = told(resume.tell_resumed, recovered, 1)
+    assert row == {
+        "kind": "event",
+        "event": "resumed",
+        "detail": "at policy version 1; 3 log records applied, 2 groups reused, 1 leases in flight",
+        "num_reused": 2,
+    }
+
+
+def test_setting_that_an_operator_changed_before_the_restart_is_told(old_run: Path) -> None:
+    config = Config(model=ModelSection(path="model"), task=TaskSection(train_data="data.jsonl"))
+    event = Tuned(at=30.0, settings={"staleness.max_staleness": "3"}, who="operator", reason="", policy_version=9)
+    (row,) = told(resume.tell_kept_settings, Tuning(config, {"staleness.max_staleness": event}), old_run)
+    assert (row["event"], row["setting"], row["value"]) == ("setting_kept", "staleness.max_staleness", "3")
+    assert f"offbeat set {old_run} staleness.max_staleness={config.staleness.max_staleness}" in row["detail"]
+    assert told(resume.tell_kept_settings, Tuning(config, {}), old_run) == []

@@ -1,0 +1,463 @@
+"""The training loop and the service around it, with hand-written collaborators and a clock that only they move."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import msgspec
+import numpy as np
+import pytest
+
+from offbeat.common.config import Config, ModelSection, RolloutSection, RunSection, TaskSection, TrainSection, WeightsSection
+from offbeat.common.shutdown import StopRequest
+from offbeat.learner import service
+from offbeat.learner.dispatch.dispatcher import Dispatcher, RunFailedError
+from offbeat.learner.dispatch.hub_thread import HubThread
+from offbeat.learner.leases.groups import Group
+from offbeat.learner.leases.ledger import LedgerCounts
+from offbeat.learner.leases.rollout_log import RolloutLog
+from offbeat.learner.resume import Checkpoints
+from offbeat.learner.service import WAIT_S, Learner, TrainingLoop
+from offbeat.learner.step_rows import StepRows
+from offbeat.learner.training.ranks import RankedTrainer
+from offbeat.learner.weights.canary import Canary
+from offbeat.learner.weights.publisher import WeightPublisher
+
+TRAIN_S, SNAPSHOT_S, PUBLISH_WAIT_S, CHECKPOINT_S = 8.0, 2.0, 1.0, 4.0
+"""Seconds that the fakes take."""
+ACTOR = (b"a/1", "a", 0)
+
+
+class Clock:
+    """Stands in for the `time` module."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(service, "time", clock)
+    return clock
+
+
+class Score(NamedTuple):
+    logprobs: Any
+    routing: None
+
+
+class FakeTrainer:
+    """Makes `num_steps` steps of each batch."""
+
+    def __init__(self, clock: Clock, calls: list[str], num_steps: int) -> None:
+        self.policy_version = 0
+        self._clock, self._calls, self._num_steps = clock, calls, num_steps
+        self.failure: BaseException | None = None
+
+    def train_batch(self, groups: list[Group]) -> list[dict[str, Any]]:
+        assert isinstance(groups, list)
+        if self.failure:
+            raise self.failure
+        self._clock.now += TRAIN_S
+        self.policy_version += self._num_steps
+        self._calls.append(f"train to {self.policy_version}")
+        return [{} for _ in range(self._num_steps)]
+
+    def snapshot(self, buffer: object) -> None:
+        self._clock.now += SNAPSHOT_S
+        self._calls.append(f"snapshot {self.policy_version}")
+
+    def score(self, token_ids: list[int]) -> Score:
+        assert token_ids == [5, 6]
+        return Score(np.array([-float(self.policy_version)], np.float32), None)
+
+    def tune(self, **settings: Any) -> None:
+        self._calls.append(f"tune {settings}")
+
+    def idle(self) -> None:
+        self._calls.append("idle")
+
+    def save_model(self, folder: Path) -> None:
+        self._calls.append(f"save {folder}")
+
+    def close(self) -> None:
+        self._calls.append("close trainer")
+
+
+class FakeDispatcher:
+    """Has a batch after each of `waits` seconds, a whole number of `WAIT_S`; then none any more."""
+
+    def __init__(self, clock: Clock, calls: list[str], config: Config, waits: list[float], stop: StopRequest) -> None:
+        self._clock, self._calls, self._config, self._waits, self._stop = clock, calls, config, waits, stop
+        self.live = [ACTOR]
+        self.joins_at = float("inf")
+        """When an actor joins, for a moment."""
+        self.is_over = False
+        self.num_evaluation_waits = 0
+        """Waits until the last evaluation is finished."""
+        self.counted = LedgerCounts(leased=3, trained=3)
+        self.signal_at = float("inf")
+        """When the run is asked to stop."""
+        self.leave = True
+
+    def doing(self, what: str) -> None:
+        self.is_doing = what
+
+    def settings(self) -> Config:
+        return self._config
+
+    def members(self) -> list[tuple[bytes, str, int]]:
+        return [ACTOR] if self.joins_at <= self._clock.now < self.joins_at + WAIT_S else self.live
+
+    def take_batch(self, timeout_s: float) -> list[Any] | None:
+        if self._clock.now >= self.signal_at:
+            self._stop._on_signal(15, None)
+        if self._waits and self._waits[0] <= 0:
+            self._waits.pop(0)
+            return ["group"]
+        self._clock.now += timeout_s
+        if self._waits:
+            self._waits[0] -= timeout_s
+        return None
+
+    def finish_batch(self, groups: list[Any], policy_version: int) -> None:
+        self._calls.append(f"finish {policy_version}")
+
+    def publish(self, policy_version: int, *, last: bool = False) -> None:
+        self._calls.append(f"announce {policy_version}{' last' if last else ''}")
+
+    def is_log_over(self) -> bool:
+        return self.is_over
+
+    def take_held_back_s(self) -> float:
+        return 0.5
+
+    def wait_evaluations(self, timeout_s: float) -> bool:
+        if not self.num_evaluation_waits:
+            return True
+        if self._clock.now >= self.signal_at:
+            self._stop._on_signal(15, None)
+        self.num_evaluation_waits -= 1
+        self._clock.now += timeout_s
+        return False
+
+    def waiting_for(self) -> str:
+        return "nothing"
+
+    def begin(self) -> None:
+        self._calls.append("begin")
+
+    def stop(self, reason: str) -> None:
+        self._calls.append(f"stop: {reason}")
+
+    def wait_left(self, timeout_s: float) -> bool:
+        self._calls.append(f"wait {timeout_s:g} s for actors to leave")
+        return self.leave
+
+    def counts(self) -> LedgerCounts:
+        return self.counted
+
+
+class FakePublisher:
+    """Takes `PUBLISH_WAIT_S` to have a buffer free."""
+
+    def __init__(self, clock: Clock, calls: list[str], canary: Canary) -> None:
+        self._clock, self._calls, self._canary = clock, calls, canary
+
+    def start(self) -> None:
+        self._calls.append("start publisher")
+
+    @contextmanager
+    def writing(self) -> Iterator[object]:
+        self._clock.now += PUBLISH_WAIT_S
+        yield "buffer"
+
+    def publish(self, policy_version: int) -> None:
+        # Actors may answer from now on.
+        assert policy_version in self._canary._logprobs
+        self._calls.append(f"publish {policy_version}")
+
+    def close(self) -> None:
+        self._calls.append("close publisher")
+
+
+class FakeCheckpoints:
+    def __init__(self, clock: Clock, calls: list[str], trainer: FakeTrainer) -> None:
+        self._clock, self._calls, self._trainer = clock, calls, trainer
+
+    def save(self) -> None:
+        self._clock.now += CHECKPOINT_S
+        self._calls.append(f"checkpoint {self._trainer.policy_version}")
+
+
+class FakeStepRows:
+    """Remembers the seconds of each batch."""
+
+    def __init__(self) -> None:
+        self.recorded: list[tuple[int, int, dict[str, float]]] = []
+        """Of each batch: number of steps, version before them, seconds."""
+
+    def record(self, steps: list[Any], groups: list[Any], first_version: int, seconds: dict[str, float]) -> None:
+        self.recorded.append((len(steps), first_version, seconds))
+
+
+class FakeHubThread:
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def start(self) -> None:
+        self._calls.append("start hub")
+
+    def wake(self) -> None:
+        self._calls.append("wake")
+
+    def close(self) -> None:
+        self._calls.append("close hub")
+
+
+class FakeLog:
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def close(self) -> None:
+        self._calls.append("close log")
+
+
+class Bench:
+    """A learner made of fakes."""
+
+    def __init__(
+        self,
+        *,
+        num_steps: int = 2,
+        steps_per_batch: int = 1,
+        publish_interval: int = 1,
+        checkpoint_interval: int = 0,
+        no_actor_timeout_s: float = 0.0,
+        waits: list[float] | None = None,
+    ) -> None:
+        self.clock, self.calls, self.stop = cast(Clock, service.time), list[str](), StopRequest()
+        self.config = Config(
+            model=ModelSection(path="model"),
+            task=TaskSection(train_data="data.jsonl"),
+            run=RunSection(dir="run"),
+            rollout=RolloutSection(lease_timeout_s=10.0),
+            weights=WeightsSection(interval=publish_interval),
+            train=TrainSection(
+                num_steps=num_steps, checkpoint_interval=checkpoint_interval, no_actor_timeout_s=no_actor_timeout_s
+            ),
+        )
+        waits = waits if waits is not None else [0.0] * num_steps
+        self.trainer = FakeTrainer(self.clock, self.calls, steps_per_batch)
+        self.dispatcher = FakeDispatcher(self.clock, self.calls, self.config, waits, self.stop)
+        self.step_rows = FakeStepRows()
+        self.rows: list[dict[str, Any]] = []
+        canary = Canary(np.array([5, 6], np.int32), dtype="float32", routing_interval=0, publish_interval=1, record=self.record)
+        publisher = cast(WeightPublisher, FakePublisher(self.clock, self.calls, canary))
+        self.loop = TrainingLoop(
+            self.config,
+            trainer=cast(RankedTrainer, self.trainer),
+            dispatcher=cast(Dispatcher, self.dispatcher),
+            publisher=publisher,
+            canary=canary,
+            checkpoints=cast(Checkpoints, FakeCheckpoints(self.clock, self.calls, self.trainer)),
+            step_rows=cast(StepRows, self.step_rows),
+            wake_hub=lambda: None,
+        )
+        self.learner = Learner(
+            self.loop,
+            dispatcher=cast(Dispatcher, self.dispatcher),
+            hub_thread=cast(HubThread, FakeHubThread(self.calls)),
+            publisher=publisher,
+            log=cast(RolloutLog, FakeLog(self.calls)),
+            record=self.record,
+            leave_timeout_s=7.0,
+            started=self.clock.now - 100.0,
+        )
+
+    def record(self, kind: str, **row: Any) -> None:
+        self.rows.append({"kind": kind, **row})
+
+    def calls_of(self, verb: str) -> list[str]:
+        return [call.removeprefix(f"{verb} ") for call in self.calls if call.startswith(f"{verb} ")]
+
+
+def test_weights_are_published_before_the_first_wait_and_after_each_step() -> None:
+    bench = Bench(num_steps=2)
+    assert bench.loop.run(bench.stop) == "finished"
+    assert bench.calls == [
+        *("snapshot 0", "publish 0", "announce 0"),
+        *("train to 1", "finish 1", "snapshot 1", "publish 1", "announce 1"),
+        *("train to 2", "finish 2", "snapshot 2", "publish 2", "announce 2 last"),
+        "save run/model",
+    ]
+
+
+def test_weights_are_published_once_per_interval_and_at_the_end() -> None:
+    bench = Bench(num_steps=5, publish_interval=2)
+    bench.loop.run(bench.stop)
+    assert bench.calls_of("announce") == ["0", "2", "4", "5 last"]
+
+
+def test_batch_that_steps_over_several_intervals_is_published_once() -> None:
+    bench = Bench(num_steps=9, steps_per_batch=3, publish_interval=2, waits=[0.0] * 3)
+    bench.loop.run(bench.stop)
+    assert bench.calls_of("announce") == ["0", "3", "6", "9 last"]
+    bench = Bench(num_steps=9, steps_per_batch=3, publish_interval=6, waits=[0.0] * 3)
+    bench.loop.run(bench.stop)
+    assert bench.calls_of("announce") == ["0", "6", "9 last"]
+
+
+@pytest.mark.parametrize(("interval", "saved"), [(0, []), (1, ["2", "4", "6"]), (3, ["4", "6"]), (4, ["4"])])
+def test_checkpoint_is_written_when_a_batch_reaches_a_multiple_of_the_interval(interval: int, saved: list[str]) -> None:
+    bench = Bench(num_steps=6, steps_per_batch=2, checkpoint_interval=interval, waits=[0.0] * 3)
+    bench.loop.run(bench.stop)
+    assert bench.calls_of("checkpoint") == saved
+
+
+def test_log_that_has_outgrown_its_setting_has_a_checkpoint_written() -> None:
+    bench = Bench(num_steps=2)
+    bench.dispatcher.is_over = True
+    bench.loop.run(bench.stop)
+    assert bench.calls_of("checkpoint") == ["1", "2"]
+
+
+@pytest.mark.parametrize(("interval", "saved"), [(0, []), (100, ["1"])])
+def test_run_that_is_asked_to_stop_saves_a_checkpoint_and_no_model(interval: int, saved: list[str]) -> None:
+    bench = Bench(num_steps=3, checkpoint_interval=interval, waits=[0.0])
+    bench.dispatcher.signal_at = bench.clock.now + 30.0
+    assert bench.loop.run(bench.stop) == "stopped"
+    assert bench.calls_of("checkpoint") == saved
+    assert bench.calls_of("save") == []
+
+
+def test_other_ranks_hear_of_the_learner_while_it_waits() -> None:
+    bench = Bench(num_steps=1, waits=[3 * WAIT_S])
+    bench.loop.run(bench.stop)
+    assert bench.calls.count("idle") == 3
+
+
+def test_run_without_actors_fails_when_the_time_for_one_is_over() -> None:
+    bench = Bench(no_actor_timeout_s=20.0, waits=[])
+    bench.dispatcher.live = []
+    began = bench.clock.now
+    with pytest.raises(RunFailedError, match=r"no actor for 21 s \(train.no_actor_timeout_s = 20\): start one with"):
+        bench.loop.run(bench.stop)
+    # The first look comes after one wait, which does not count yet.
+    assert bench.clock.now - began == pytest.approx(PUBLISH_WAIT_S + SNAPSHOT_S + 22.0)
+
+
+def test_actor_that_comes_for_a_moment_gives_others_the_whole_time_again() -> None:
+    bench = Bench(no_actor_timeout_s=20.0, waits=[])
+    bench.dispatcher.live = []
+    began = bench.clock.now
+    bench.dispatcher.joins_at = began + 15.0
+    with pytest.raises(RunFailedError, match="no actor for 21 s"):
+        bench.loop.run(bench.stop)
+    assert bench.clock.now - began == pytest.approx(16.0 + 21.0)
+
+
+@pytest.mark.parametrize(("has_actor", "timeout_s"), [(True, 20.0), (False, 0.0)])
+def test_run_waits_for_rollouts_as_long_as_there_is_an_actor_or_no_limit(has_actor: bool, timeout_s: float) -> None:
+    bench = Bench(num_steps=1, no_actor_timeout_s=timeout_s, waits=[500.0])
+    bench.dispatcher.live = [ACTOR] if has_actor else []
+    assert bench.loop.run(bench.stop) == "finished"
+
+
+def test_times_of_a_batch_are_told_apart() -> None:
+    bench = Bench(num_steps=4, steps_per_batch=2, checkpoint_interval=4, publish_interval=4, waits=[3.0, 5.0])
+    bench.loop.run(bench.stop)
+    no_publish = {"time/publish_wait_s": 0.0, "time/snapshot_s": 0.0, "time/held_back_s": 0.5}
+    publish = {"time/publish_wait_s": PUBLISH_WAIT_S, "time/snapshot_s": SNAPSHOT_S, "time/held_back_s": 0.5}
+    assert bench.step_rows.recorded == [
+        (2, 0, {"time/step_s": 3.0 + TRAIN_S, "time/wait_rollouts_s": 3.0, **no_publish}),
+        (2, 2, {"time/step_s": 5.0 + 8.0 + 1.0 + 2.0 + CHECKPOINT_S, "time/wait_rollouts_s": 5.0, **publish}),
+    ]
+
+
+def test_trainer_is_tuned_once_when_its_settings_change() -> None:
+    bench = Bench(num_steps=4)
+    config = bench.config
+    loss = msgspec.structs.replace(config.loss, clip_low=0.1, clip_high=0.2)
+    changed = msgspec.structs.replace(config, loss=loss, train=msgspec.structs.replace(config.train, learning_rate=0.5))
+    settings = iter([config, changed, changed, msgspec.structs.replace(changed, rollout=RolloutSection(group_size=2))])
+    bench.dispatcher.settings = lambda: next(settings)
+    bench.loop.run(bench.stop)
+    assert bench.calls_of("tune") == ["{'clip_low': 0.1, 'clip_high': 0.2, 'learning_rate': 0.5}"]
+    assert bench.calls.index("train to 1") < bench.calls.index("tune " + bench.calls_of("tune")[0])
+
+
+def test_model_is_written_after_the_last_evaluation() -> None:
+    bench = Bench(num_steps=1)
+    bench.dispatcher.num_evaluation_waits = 5
+    assert bench.loop.run(bench.stop) == "finished"
+    assert bench.dispatcher.num_evaluation_waits == 0
+    assert bench.calls[-6:] == ["idle"] * 5 + ["save run/model"]
+
+
+@pytest.mark.parametrize(("signal_after_s", "waits"), [(3.0, 4), (1e9, 11)])
+def test_last_evaluation_is_given_up_on_a_signal_and_after_a_leases_time(signal_after_s: float, waits: int) -> None:
+    bench = Bench(num_steps=1)
+    bench.dispatcher.num_evaluation_waits = 1000
+    bench.dispatcher.signal_at = bench.clock.now + 2 * (PUBLISH_WAIT_S + SNAPSHOT_S) + TRAIN_S + signal_after_s
+    assert bench.loop.run(bench.stop) == "finished"
+    assert 1000 - bench.dispatcher.num_evaluation_waits == waits
+    assert bench.calls[-1] == "save run/model"
+
+
+ENDING = ["close publisher", "stop: {}", "wake", "wait 7 s for actors to leave", "close hub", "close log", "close trainer"]
+
+
+def ending(reason: str) -> list[str]:
+    return [call.format(reason) for call in ENDING]
+
+
+def test_service_starts_its_threads_before_the_loop_and_ends_them_after_it() -> None:
+    bench = Bench(num_steps=1)
+    assert bench.learner.run(bench.stop) == "finished"
+    assert bench.calls[:4] == ["begin", "start hub", "start publisher", "snapshot 0"]
+    assert bench.calls[-7:] == ending("finished")
+    started, final = bench.rows
+    assert (started["kind"], started["event"]) == ("event", "run_started")
+    assert "torch" in started["detail"]
+    assert final == {
+        "kind": "final",
+        "policy_version": 1,
+        "wall_s": 100.0 + 2 * (PUBLISH_WAIT_S + SNAPSHOT_S) + TRAIN_S,
+        "ledger": {"leased": 3, "trained": 3, "dropped": {}, "expired": 0, "in_flight": 0},
+        "outcome": "finished",
+        "detail": "",
+    }
+
+
+def test_service_that_is_stopped_tells_by_which_signal() -> None:
+    bench = Bench(num_steps=1, waits=[])
+    bench.dispatcher.signal_at = bench.clock.now
+    bench.dispatcher.leave = False
+    assert bench.learner.run(bench.stop) == "stopped"
+    assert bench.calls[-7:] == ending("stopped SIGTERM")
+    assert (bench.rows[-1]["outcome"], bench.rows[-1]["detail"]) == ("stopped", "SIGTERM")
+
+
+@pytest.mark.parametrize(
+    ("error", "detail"), [(RunFailedError("no actor"), "no actor"), (ValueError("a bug"), "ValueError: a bug")]
+)
+def test_service_that_fails_tells_everyone_and_raises(error: Exception, detail: str) -> None:
+    bench = Bench(num_steps=1)
+    bench.trainer.failure = error
+    with pytest.raises(type(error), match=str(error)):
+        bench.learner.run(bench.stop)
+    assert bench.calls[-7:] == ending(f"failed {detail}")
+    assert (bench.rows[-1]["outcome"], bench.rows[-1]["detail"]) == ("failed", detail)
+
+
+def test_ledger_that_does_not_add_up_is_an_error() -> None:
+    bench = Bench(num_steps=1)
+    bench.dispatcher.counted = LedgerCounts(leased=4, trained=3)
+    with pytest.raises(AssertionError, match="does not add up"):
+        bench.learner.run(bench.stop)

@@ -1,0 +1,117 @@
+"""The rows of optimizer steps, and the automatic bound that moves by them."""
+
+from typing import Any, cast
+
+import pytest
+
+from offbeat.common.config import Config, ModelSection, StalenessSection, TaskSection, TrainSection
+from offbeat.common.settings import SettingError
+from offbeat.learner.dispatch.dispatcher import Dispatcher
+from offbeat.learner.leases.auto_bound import AutoBound, Decision
+from offbeat.learner.leases.groups import Group, LagOf
+from offbeat.learner.leases.rollout_log import LogFullError
+from offbeat.learner.step_rows import StepRows
+
+FIRST = {"lag/max": 0.0, "ratio/first": 1e-3, "clip/fraction": 0.25, "kl/behavior_policy_k3": 2e-4}
+
+
+class Aged:
+    """A group sampled under one version."""
+
+    def __init__(self, version: int) -> None:
+        self._version = version
+
+    def lag_of(self, measured: LagOf, policy_version: int) -> float:
+        return policy_version - self._version
+
+
+class FakeDispatcher:
+    def __init__(self, train: TrainSection, max_staleness: int) -> None:
+        self._config = Config(
+            model=ModelSection(path="model"),
+            task=TaskSection(train_data="data.jsonl"),
+            staleness=StalenessSection(max_staleness=max_staleness),
+            train=train,
+        )
+        self.changes: list[tuple[dict[str, str], str, str]] = []
+        self.refusal: Exception | None = None
+
+    def settings(self) -> Config:
+        return self._config
+
+    def buffer_sizes(self) -> tuple[int, int]:
+        return 5, 7
+
+    def tune(self, settings: dict[str, str], who: str, reason: str) -> None:
+        if self.refusal:
+            raise self.refusal
+        self.changes.append((settings, who, reason))
+
+
+class FakeBound:
+    """Decides to move the bound at the second step that it sees."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def observe(self, step: Any, bounds: StalenessSection) -> Decision | None:
+        self.seen.append(step)
+        return Decision(6, "too stale") if len(self.seen) == 2 else None
+
+
+class Bench:
+    def __init__(self, max_staleness: int = 1, **train: int) -> None:
+        section = TrainSection(**train)  # pyright: ignore[reportArgumentType]
+        self.dispatcher, self.bound = FakeDispatcher(section, max_staleness), FakeBound()
+        self.rows: list[dict[str, Any]] = []
+        self.step_rows = StepRows(
+            section,
+            cast(Dispatcher, self.dispatcher),
+            cast(AutoBound, self.bound),
+            lambda kind, **row: self.rows.append({"kind": kind, **row}),
+        )
+
+    def record(self, steps: list[dict[str, Any]], versions: list[int], first_version: int, **seconds: float) -> None:
+        self.step_rows.record(steps, cast(list[Group], [Aged(version) for version in versions]), first_version, seconds)
+
+
+def test_each_step_has_an_equal_share_of_the_batchs_times() -> None:
+    bench = Bench(groups_per_step=1, steps_per_batch=4)
+    bench.record([{"loss/policy": index} for index in range(4)], [10] * 4, 10, wait=2.0, train=8.0)
+    assert [row["policy_version"] for row in bench.rows] == [11, 12, 13, 14]
+    assert [row["loss/policy"] for row in bench.rows] == [0, 1, 2, 3]
+    for row in bench.rows:
+        assert (row["kind"], row["wait"], row["train"]) == ("step", 0.5, 2.0)
+        assert (row["staleness/bound"], row["buffer/ready"], row["buffer/in_flight"]) == (1, 5, 7)
+
+
+def test_groups_over_the_bound_are_counted_at_the_step_that_trains_on_them() -> None:
+    # Two passes over two steps of two groups each; the groups' versions are theirs at sampling.
+    bench = Bench(groups_per_step=2, steps_per_batch=2, epochs_per_batch=2)
+    bench.record([{}] * 4, [10, 9, 10, 8], 10)
+    # Lags: step 10: 0, 1; step 11: 1, 3; step 12: 2, 3; step 13: 3, 5. The bound is 1.
+    assert [row["staleness/over_bound"] for row in bench.rows] == [0, 1, 2, 2]
+
+
+def test_automatic_bound_sees_every_step_and_its_decision_becomes_the_setting() -> None:
+    bench = Bench(groups_per_step=1, steps_per_batch=3)
+    bench.record([{"n": 0}, {"n": 1}, {"n": 2}], [1] * 3, 1)
+    assert [step["n"] for step in bench.bound.seen] == [0, 1, 2]
+    assert bench.dispatcher.changes == [({"staleness.max_staleness": "6"}, "auto", "too stale")]
+
+
+@pytest.mark.parametrize("refusal", [SettingError("staleness.max_staleness", 6, "no", "Do not."), LogFullError("full")])
+def test_refused_move_of_the_bound_does_not_end_the_run(refusal: Exception) -> None:
+    bench = Bench(groups_per_step=1, steps_per_batch=2)
+    bench.dispatcher.refusal = refusal
+    bench.record([{}, {}], [1] * 2, 1)
+    assert len(bench.rows) == 2
+
+
+def test_ratio_of_the_runs_first_step_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(groups_per_step=1)
+    with caplog.at_level("INFO", logger="offbeat.learner.step_rows"):
+        bench.record([FIRST], [0], 0)
+        bench.record([FIRST], [1], 1)
+    (message,) = caplog.messages
+    assert message.startswith("FIRST RATIO of the run, where nothing is stale (lag up to 0): mean |s - 1| = 1.00e-03, 25.0% of")
