@@ -39,7 +39,8 @@ ALLOWED = {
     "deploy/live": {"lab", "common", "protocols"},
     "deploy/quickstart": {"learner/*", "common"},
     "deploy/chaos": {"deploy/*", "lab", "learner/*", "common", "protocols"},
-    "deploy": {"deploy/*", "lab/*", "lab", "actor", "learner", "learner/*", "common", "protocols"},
+    "deploy/commands": {"deploy", "deploy/*", "lab", "lab/*", "actor", "learner", "learner/*", "common", "protocols"},
+    "deploy": {"deploy/*", "lab/*", "lab", "learner/*", "common", "protocols"},
 }
 """What each room may import beside itself; `learner/*` is every room of the learner."""
 WITHOUT_TORCH = ("learner/leases", "learner/dispatch")

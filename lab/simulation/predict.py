@@ -225,17 +225,6 @@ def _is_on_cpu(run: Path) -> bool:
     return any("on cpu" in str(row.get("detail")) for row in joined)
 
 
-def numbers(option: str, text: str, *, at_least: int) -> list[int]:
-    """`4,8,16` as numbers; `SettingError` for anything else."""
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise SettingError(option, text, "these are not whole numbers with commas between them", "Say 4,8,16.") from error
-    if min(found) < at_least:
-        raise SettingError(option, text, f"{min(found)} is below {at_least}", "Say 4,8,16.")
-    return found
-
-
 # Output
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from offbeat.common.settings import SettingError
-from offbeat.deploy.cli import app
+from offbeat.deploy.cli import make_app
 from offbeat.lab.drift import drift_report, ended_leases, render, show_drift
 from offbeat.lab.history import RunHistory, fold_rows
 from offbeat.learner.diagnostics.length_bias import EndedLease
@@ -187,10 +187,10 @@ def test_command_prints_tables_and_json(tmp_path: Path):
     metrics = {"count": 4, "ratio_log_mean": 0.01, "ratio_log_std": 0.02, "ess_sequence": 0.5, "clip_fraction": 0.25}
     rows = [step(1, lag0=metrics | {"reward_mean": 0.5, "length_mean": 12.0}), *first_finished()]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = CliRunner().invoke(app, ["drift", str(tmp_path)]).output
+    text = CliRunner().invoke(make_app(), ["drift", str(tmp_path)]).output
     assert "+1.00e-02" in text
     assert "ALARM" in text
-    told = json.loads(CliRunner().invoke(app, ["drift", str(tmp_path), "--json"]).output)
+    told = json.loads(CliRunner().invoke(make_app(), ["drift", str(tmp_path), "--json"]).output)
     assert told["by_lag"][0]["clip_fraction"] == 0.25
     assert told["by_lag"][0]["masked"] is None
     assert told["bias"]["alarms"]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from offbeat.common.config import AdvantageSection, Config, LossSection, RewardSection, RolloutSection, RunSection
 from offbeat.common.settings import SettingError, load, resolved_toml
-from offbeat.deploy.cli import app
+from offbeat.deploy.cli import make_app
 from offbeat.lab.replay.gradients import (
     Candidates,
     choose,
@@ -125,7 +125,7 @@ def text_of(report: Report) -> str:
 
 
 def offbeat(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["replay", *arguments])
+    result = CliRunner().invoke(make_app(), ["replay", *arguments])
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -263,7 +263,7 @@ def test_settings_that_do_not_give_what_was_recorded_are_an_error(run: Path, tmp
     config = load(run / "config.toml", ["staleness.max_staleness=0"])
     (tmp_path / "config.toml").write_text(resolved_toml(config))
     (tmp_path / "log").symlink_to(run / "log")
-    result = CliRunner().invoke(app, ["replay", str(tmp_path)])
+    result = CliRunner().invoke(make_app(), ["replay", str(tmp_path)])
     assert result.exit_code == 1
     assert "NOT as recorded" in result.stdout
     assert "admitted: number 2 is 2 in the log, and" in result.stdout

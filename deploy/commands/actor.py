@@ -1,0 +1,20 @@
+"""`offbeat actor`: one actor service."""
+
+from offbeat.common.environment import fast_imports, prepare_environment
+from offbeat.common.logs import configure_logs
+from offbeat.common.shutdown import StopRequest
+from offbeat.deploy.commands.arguments import Arguments, read_config
+from offbeat.deploy.quickstart.quickstart import expand
+
+
+def command(arguments: Arguments = None) -> None:
+    """Run one actor; it may be started and stopped at any time while the learner runs."""
+    config = expand(read_config(arguments))
+    configure_logs(config.actor.name or "actor")
+    stop = StopRequest().install()
+    # Imported last: the engine takes seconds, reads the prepared environment, and a mistake in the config is reported before.
+    with fast_imports():
+        prepare_environment()
+        from offbeat.actor.service import run_actor
+
+    run_actor(config, stop)

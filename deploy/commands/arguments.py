@@ -1,0 +1,85 @@
+"""The arguments that several commands share: a config file, settings that override it, a run's folder, lists of numbers."""
+
+import logging
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from msgspec.structs import replace
+
+from offbeat.common.config import Config
+from offbeat.common.setting_checks import check
+from offbeat.common.settings import SettingError, load
+
+logger = logging.getLogger(__name__)
+
+QUICKSTART = Path(__file__).parent.parent / "quickstart" / "quickstart.toml"
+"""The config of commands that are given none."""
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[CONFIG] [SECTION.KEY=VALUE]...", help="A TOML file, and settings that replace its own."),
+]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
+Operator = Annotated[str, typer.Option(help="Whose key to use, where the run has keys.")]
+
+
+def read_config(arguments: list[str] | None, default: Path | None = None) -> Config:
+    """Return the checked config that a command line names, or the one in `default`; log the warnings about it.
+
+    Raises `SettingError` when no file is named and there is no default, and for settings that are invalid or contradictory.
+    """
+    path, overrides = split_arguments(arguments)
+    path = path or default
+    if path is None:
+        raise SettingError("CONFIG", "", "no config file is given", "Name a TOML file, for example: offbeat learner run.toml")
+    config = load(path, overrides)
+    config = replace(config, run=replace(config.run, dir=config.run.dir.replace("{time}", start_time())))
+    for warning in check(config):
+        logger.warning(warning)
+    return config
+
+
+def read_config_of_run(arguments: list[str] | None) -> Config:
+    """Return the config that a command line names by its file or by the run's folder, with overrides applied."""
+    arguments = list(arguments or [])
+    if arguments and Path(arguments[0]).is_dir():
+        arguments[0] = str(Path(arguments[0]) / "config.toml")
+    return read_config(arguments)
+
+
+def split_arguments(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
+    """Split a command line into its config file, None when it begins with a setting, and the settings that follow."""
+    arguments = list(arguments or [])
+    # A path may contain "=": the folders of a sweep's runs do.
+    if arguments and ("=" not in arguments[0] or Path(arguments[0]).is_file()):
+        return Path(arguments[0]), arguments[1:]
+    return None, arguments
+
+
+def split_list(text: str) -> list[str]:
+    """Return the parts of `a, b,c` without blanks; an empty text has none."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def split_numbers(option: str, text: str, *, at_least: int) -> list[int]:
+    """Return the whole numbers of `0,2,8`, none for an empty text.
+
+    Raises `SettingError` for anything else and for numbers below `at_least`.
+    """
+    parts = split_list(text)
+    try:
+        numbers = [int(part) for part in parts]
+    except ValueError as error:
+        raise SettingError(option, text, "these are not all whole numbers", f"Write for example {option} 4,8,16.") from error
+    if text and not numbers:
+        raise SettingError(option, text, "it holds no number", f"Write for example {option} 4,8,16.")
+    if numbers and min(numbers) < at_least:
+        raise SettingError(option, text, f"{min(numbers)} is below {at_least}", f"Give numbers of at least {at_least}.")
+    return numbers
+
+
+def start_time() -> str:
+    """Return the time of day as names of folders contain it: `20261122-031500`."""
+    return time.strftime("%Y%m%d-%H%M%S")

@@ -1,0 +1,42 @@
+"""`offbeat calibrate`: the noise between engine and learner, and a clip band above it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from msgspec.structs import replace
+
+from offbeat.common.environment import prepare_environment
+from offbeat.common.logs import configure_logs
+from offbeat.common.setting_checks import check_files
+from offbeat.common.shutdown import StopRequest
+from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, read_config, start_time
+from offbeat.deploy.commands.user_functions import check_functions
+from offbeat.deploy.quickstart.quickstart import expand
+
+
+def command(
+    arguments: Arguments = None,
+    groups: Annotated[int, typer.Option(min=2, help="Groups to sample.")] = 128,
+    out: Annotated[Path | None, typer.Option(help="Where it goes. [default: runs/calibrate-TIME]")] = None,
+    reuse: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Sample nothing: score what this run sampled under its initial weights.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the calibration as JSON.")] = False,
+) -> None:
+    """Measure the noise between this config's engine and learner at lag 0, and recommend a clip band above it."""
+    configure_logs("calibrate")
+    prepare_environment()
+    config = expand(read_config(arguments, default=QUICKSTART))
+    folder = out or Path(f"runs/calibrate-{start_time()}")
+    config = replace(config, run=replace(config.run, dir=str(folder), resume=False))
+    check_files(config)
+    check_functions(config)
+    # Imported last: torch takes seconds, and a mistake in the config is reported before.
+    from offbeat.deploy.calibrate import calibrate, collect, show
+
+    if reuse is None:
+        status = collect(config, groups, StopRequest().install())
+        if status:
+            raise typer.Exit(status)
+    show(calibrate(config, reuse or folder), folder, as_json=as_json)

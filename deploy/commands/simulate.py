@@ -1,0 +1,47 @@
+"""`offbeat simulate`: throughput and staleness, predicted."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offbeat.deploy.commands.arguments import Arguments, read_config, split_numbers
+from offbeat.lab.simulation.predict import Given, fitted_times, given_times, show, simulate
+
+
+def command(
+    arguments: Arguments = None,
+    actors: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of actors; else launch.num_actors.")] = "",
+    staleness: Annotated[str, typer.Option(metavar="N,N,...", help="Bounds; else staleness.max_staleness.")] = "",
+    fitted: Annotated[
+        list[Path] | None, typer.Option("--fit", metavar="RUN", help="Take the times from this run; two unlike ones tell more.")
+    ] = None,
+    completion_s: Annotated[float | None, typer.Option(help="Without --fit: mean seconds of a completion.")] = None,
+    sigma: Annotated[float, typer.Option(help="Without --fit: standard deviation of its logarithm.")] = 0.5,
+    train_s: Annotated[float | None, typer.Option(help="Without --fit: seconds of an optimizer step.")] = None,
+    sync_s: Annotated[float, typer.Option(help="Without --fit: seconds from a step to its weights at the actors.")] = 0.0,
+    cores: Annotated[
+        int | None,
+        typer.Option(help="That all services share; 0: each has its own. Else this machine's if the run of --fit was on CPUs."),
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="Simulated time, unless train.num_steps are done before.")] = 60.0,
+    seed: Annotated[int, typer.Option(help="Decides what is drawn.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Predict throughput, idle time and staleness for numbers of actors and bounds, without computing anything.
+
+    The learner's own staleness policy runs under a simulated clock. Without CONFIG: that of the first run of --fit.
+    """
+    runs = list(fitted or [])
+    config = read_config(arguments, default=runs[0] / "config.toml" if runs else None)
+    given = Given(completion_s, sigma, train_s, sync_s)
+    source = fitted_times(config, runs, cores) if runs else given_times(config, given, cores)
+    predictions = simulate(
+        config,
+        source,
+        actors=split_numbers("--actors", actors, at_least=1) or [config.launch.num_actors],
+        staleness=split_numbers("--staleness", staleness, at_least=0) or [config.staleness.max_staleness],
+        seconds=60 * minutes,
+        seed=seed,
+    )
+    show(predictions, source, config, as_json=as_json)

@@ -1,0 +1,66 @@
+"""`offbeat sweep`: runs at several settings and seeds, compared."""
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offbeat.common.logs import configure_logs
+from offbeat.common.setting_checks import check_files
+from offbeat.common.settings import SettingError, load
+from offbeat.common.shutdown import StopRequest
+from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, split_arguments, start_time
+from offbeat.deploy.commands.user_functions import check_functions
+from offbeat.deploy.quickstart.quickstart import expand
+from offbeat.deploy.sweep import alone_in, check_cells, make_cells, prepare, run_cells, show_commands
+from offbeat.lab.sweep.plan import make_plan, read_plan
+from offbeat.lab.sweep.sweep_report import write_sweep_report
+
+logger = logging.getLogger(__name__)
+
+
+def command(
+    arguments: Arguments = None,
+    varied: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=V1,V2,...", help="Values to try; again for their product.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each value, with run.seed counting up.")] = 3,
+    out: Annotated[
+        Path | None, typer.Option(help="The sweep's folder; one that is there is gone on with. [default: runs/sweep-TIME]")
+    ] = None,
+    difference: Annotated[float, typer.Option(min=0, help="The loss of final reward that does not matter.")] = 0.02,
+    as_commands: Annotated[bool, typer.Option("--print", help="Run nothing; print the command of each run.")] = False,
+    as_job: Annotated[bool, typer.Option("--slurm", help="Run nothing; print a job array for sbatch.")] = False,
+    only_report: Annotated[bool, typer.Option("--report", help="Run nothing; write the report of --out.")] = False,
+) -> None:
+    """Run the quick start, or CONFIG, at several settings and seeds, one after another; one report compares them.
+
+    Exit status 1 when a run failed. What stopped goes on with the same command and --out.
+    """
+    configure_logs("sweep")
+    if only_report:
+        if out is None:
+            raise SettingError("--out", "", "it is not known which sweep", "Name its folder: --out FOLDER.")
+        typer.echo(write_sweep_report(out, read_plan(out), difference))
+        return
+    path, overrides = split_arguments(arguments)
+    path = path or QUICKSTART
+    plan = make_plan(varied or [], num_seeds=seeds, first_seed=load(path, overrides).run.seed)
+    folder = out or Path(f"runs/sweep-{start_time()}")
+    cells = make_cells(plan, path, overrides, folder)
+    if as_commands or as_job:
+        prepare(plan, cells, folder)
+        typer.echo(show_commands(cells, folder, as_job=as_job))
+        return
+    check_cells(cells, lambda config: check_files(expand(config)))
+    check_cells(cells, check_functions)
+    with alone_in(folder):
+        prepare(plan, cells, folder)
+        status = run_cells(
+            cells, StopRequest().install(), say=typer.echo, after_each=lambda: write_sweep_report(folder, plan, difference)
+        )
+        logger.info("report: %s", write_sweep_report(folder, plan, difference))
+    if status:
+        logger.info("the same command goes on with what is not finished, with --out %s", folder)
+    raise typer.Exit(status)

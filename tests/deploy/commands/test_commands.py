@@ -1,0 +1,49 @@
+"""Claims about the commands as `offbeat` lists and loads them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import offbeat.deploy.commands
+from offbeat.deploy.cli import COMMANDS, make_app
+
+LIGHT_HELP = """
+import sys
+from typer.testing import CliRunner
+from offbeat.deploy.cli import make_app
+
+assert CliRunner().invoke(make_app(), ["--help"]).exit_code == 0
+heavy = {"torch", "numpy", "scipy", "zmq", "plotly", "vllm"} & set(sys.modules)
+assert not heavy, heavy
+loaded = [name for name in sys.modules if name.startswith(("offbeat.deploy.commands", "offbeat.lab", "offbeat.learner"))]
+assert not loaded, loaded
+"""
+
+
+def test_every_module_with_a_command_is_listed() -> None:
+    folder = Path(str(offbeat.deploy.commands.__file__)).parent
+    modules = {file.stem for file in folder.glob("*.py") if "\ndef command(" in file.read_text()}
+    assert set(COMMANDS) == modules
+
+
+def test_help_imports_no_command_and_no_heavy_library() -> None:
+    result = subprocess.run([sys.executable, "-c", LIGHT_HELP], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("name", ["check", "set", "keygen"])
+def test_list_says_of_a_command_what_its_own_help_says(name: str) -> None:
+    runner = CliRunner(env={"COLUMNS": "500", "TERMINAL_WIDTH": "500"})
+    listed = next(line for line in runner.invoke(make_app(), ["--help"]).output.splitlines() if f"│ {name} " in line)
+    summary = listed.strip("│ ").removeprefix(name).strip()
+    assert summary
+    assert summary in runner.invoke(make_app(), [name, "--help"]).output
+
+
+def test_misspelled_command_is_refused_with_the_one_that_was_meant() -> None:
+    result = CliRunner().invoke(make_app(), ["trian"])
+    assert result.exit_code == 2
+    assert "'train'" in result.output
