@@ -30,7 +30,9 @@ class FakeHello:
     actor = "a"
 
     def __init__(self, device: str) -> None:
-        self.engine = EngineInfo(name="vllm", version="0.15", dtype="bfloat16", device=device, max_model_len=64)
+        self.engine = EngineInfo(
+            name="vllm", version="0.15", dtype="bfloat16", device=device, max_model_len=64, hashes=LEARNER.model
+        )
 
 
 def watch(is_calibrated: bool = True) -> tuple[CalibrationWatch, list[dict[str, Any]]]:
