@@ -1,25 +1,24 @@
 """The sockets: one ROUTER in the learner (`Hub`), one DEALER in each actor (`Link`).
 
-With keys both ends are authenticated and the traffic is encrypted (CURVE), and a recorded byte stream is worth nothing: its
-keys were of that connection only. Without keys a hub binds to loopback only.
+With keys both ends are authenticated and the traffic is encrypted (CURVE) with session keys, so a recorded byte stream cannot
+be replayed. Without keys a hub binds to loopback only.
 """
 
 import contextlib
-import logging
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
 from types import TracebackType
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from offbeat.protocols.addresses import ChannelError, is_loopback
+from offbeat.protocols.flood_guard import FloodGuard
+from offbeat.protocols.key_check import KeyCheck
 from offbeat.protocols.keys import NO_KEYS, AllowList, KeyPair, PublicKey, Sender
-from offbeat.protocols.messages import Ack, ActorMessage, LearnerMessage, Refused
+from offbeat.protocols.messages import ActorMessage, LearnerMessage
 from offbeat.protocols.wire import (
     MAX_FRAMES,
     Array,
@@ -35,89 +34,62 @@ from offbeat.protocols.wire import (
     refusal_for,
 )
 
-logger = logging.getLogger(__name__)
-
 # Copying is cheaper than zero-copy bookkeeping below this size.
 COPY_THRESHOLD_BYTES = 65536
 SEND_QUEUE_MESSAGES = 10_000
 RECEIVE_QUEUE_MESSAGES = 32
-"""Of each connection at the hub: as the size of messages is bounded, so is what one that floods can make it hold."""
+"""Messages queued for each connection of the hub. With the bound on their size it bounds the memory that a flood takes."""
 HANDSHAKE_S = 10.0
-"""A connection that has not said who it is after so long is closed."""
+"""Seconds after which a connection without a finished handshake is closed."""
 RETRY_S = 1.0
 """Seconds before a link that was turned away tries again."""
-MAX_MALFORMED = 100
-"""Who sends so many malformed messages in a row is not listened to for `MUTE_S`."""
-MAX_REFUSED = 1000
-"""Nor is who gets so many answers in a row that refuse what it sent."""
-MUTE_S = 60.0
-MAX_REMEMBERED = 16_384
-"""Peers that the hub remembers anything about; the one longest unheard of is forgotten first."""
 MAX_DROPS_AT_ONCE = 1000
-"""Messages that one `receive` drops: a flood must not keep its caller from everything else."""
-MAX_DROP_KINDS = 1000
-ZAP_DOMAIN = "offbeat"
+"""Messages that one `receive` drops: a flood must not keep its caller from other work."""
 
 _NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class Received(NamedTuple):
-    """One message at the hub, or the reason why it was none."""
+    """A message at the hub; its packet is the error when it could not be decoded."""
 
     peer: bytes
+    """Identity of the connection; `Hub.send` takes it."""
     packet: FromActor | WireError
     sender: Sender = NO_KEYS
 
 
 class Hub:
-    """The learner's end. `wake` may be called from any thread; all else from one. `allowed` goes with `key`."""
+    """The learner's socket. `wake` may be called from any thread, everything else from one."""
 
     def __init__(
         self, bind: str, *, max_message_bytes: int, key: KeyPair | None = None, allowed: AllowList | None = None
     ) -> None:
+        """Bind the socket; raise `ChannelError` when that fails. With `key` only the keys that are `allowed` may connect."""
         assert (key is None) == (allowed is None), "keys without an allow-list, or the reverse"
-        self.num_dropped: Counter[str] = Counter()
-        """Messages that were not even decoded, by `name: reason`; the names of peers beyond a bound are `others`."""
+        self._guard = FloodGuard()
         self._num_refused = 0
-        self._allowed = allowed
-        self._keys_of: dict[bytes, bytes] = {}
-        # By key, or by peer where there are no keys.
-        self._num_malformed: dict[bytes, int] = {}
-        self._num_refusals: dict[bytes, int] = {}
-        """Refusals since the last group of this sender that was accepted."""
-        self._muted_until: dict[bytes, float] = {}
         self._context = zmq.Context()
-        self._authenticator: ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
         self._socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_MESSAGES)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000))
-        # A peer that went away must raise, not swallow messages.
+        # Sending to a peer that went away must raise; by default the message would vanish.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._key_check: KeyCheck | None = None
         if key is not None and allowed is not None:
-            self._demand_keys(key, allowed)
-        self._monitor = _watch(self._socket, _HANDSHAKE_FAILED)
+            self._key_check = KeyCheck(self._socket, key, allowed, self._guard.is_muted)
+        self._monitor = _monitor(self._socket, _HANDSHAKE_FAILED)
         try:
-            if not (is_loopback(bind) or key is not None or not bind.startswith("tcp://")):
-                raise ChannelError(
-                    f"hub.bind: {bind} can be reached from other machines, and without keys whoever reaches it can send "
-                    "rollouts. Make keys with `offbeat keygen`, or bind tcp://127.0.0.1:PORT."
-                )
-            self._socket.bind(bind)
-        except (ChannelError, zmq.ZMQError) as error:
+            self._bind(bind)
+        except ChannelError:
             self._close(linger_ms=0)
-            if isinstance(error, ChannelError):
-                raise
-            raise ChannelError(
-                f"hub.bind: cannot bind {bind}: {error.strerror}. Stop the process that uses it, or set hub.address "
-                "(and hub.bind) to another port."
-            ) from error
+            raise
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        """The address really bound, with its port."""
+        """The address that was bound, with its port."""
         self._waker, self._wakened = socket.socketpair()
         self._waker.setblocking(False)
         self._wakened.setblocking(False)
@@ -127,19 +99,24 @@ class Hub:
         self._poller.register(self._monitor, zmq.POLLIN)
 
     @property
+    def num_dropped(self) -> Counter[str]:
+        """Messages dropped unread, by `name: reason`; names beyond `MAX_DROP_KINDS` are counted as `others`."""
+        return self._guard.num_dropped
+
+    @property
     def num_refused(self) -> int:
-        """Connections that were turned away: without a key, with one that is not allowed, or not offbeat's at all."""
+        """Connections that were turned away: without a key, with a key that is not allowed, or with another protocol."""
         self._count_refused()
         return self._num_refused
 
     def wake(self) -> None:
-        """End a `receive` that waits."""
-        # A full buffer means that it is already awake.
+        """End a `wait` on another thread."""
+        # A full buffer means that the waiting thread is already being woken.
         with contextlib.suppress(BlockingIOError):
             self._waker.send(b"!")
 
     def wait(self, timeout_s: float) -> None:
-        """Until a message arrives, `wake` is called or the time is over."""
+        """Wait until a message arrives, `wake` is called, or the timeout."""
         ready = dict(self._poller.poll(round(timeout_s * 1000)))
         if self._wakened.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
@@ -149,40 +126,43 @@ class Hub:
             self._count_refused()
 
     def receive(self) -> Received | None:
-        """The next message, or None when there is none now. What need not be decoded to be wrong is counted and dropped."""
+        """Return the next message, or None when there is none now.
+
+        Messages under a revoked key and those of muted senders are counted and dropped.
+        """
         for _ in range(MAX_DROPS_AT_ONCE):
             try:
-                head = self._socket.recv(zmq.NOBLOCK, copy=False)
+                first_frame = self._socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return None
-            frames = self._rest(head)
-            peer = who = head.bytes
-            sender = NO_KEYS
-            if self._allowed is not None:
-                who = cast(str, head.get("User-Id")).encode()
-                _remember(self._keys_of, peer, who)
-                # The handshake looked at the list as it was then.
-                allowed = self._allowed.sender(who)
-                if allowed is None:
-                    self._drop(who.decode(), "its key was revoked")
-                    continue
-                sender = allowed
-            if self._muted_until and self._is_muted(who):
-                self._drop(sender.name if sender.role else _printable(peer), "not listened to after a flood of bad messages")
-                continue
-            return Received(peer, self._decode(peer, who, frames), sender)
+            frames = self._receive_rest(first_frame)
+            peer = first_frame.bytes
+            source, sender = (peer, NO_KEYS) if self._key_check is None else self._key_check.identify(first_frame)
+            if sender is None:
+                self._guard.count_dropped(source.decode(), "its key was revoked")
+            elif self._guard.is_muted(source):
+                name = _printable(peer) if sender.role is None else sender.name
+                self._guard.count_dropped(name, "not listened to after a flood of bad messages")
+            else:
+                return Received(peer, self._decode(peer, source, frames), sender)
         return None
 
     def send(self, peer: bytes, message: LearnerMessage, *arrays: Array) -> bool:
-        """Queue a message; False when the peer is gone, its queue is full, or its key is not allowed any more."""
-        if self._allowed is not None and self._allowed.sender(self._keys_of.get(peer, b"")) is None:
+        """Queue a message. Return False when the peer is gone, its queue is full, or its key is no longer allowed."""
+        if self._key_check is not None and not self._key_check.is_allowed(peer):
             return False
-        if isinstance(message, Ack | Refused):
-            self._judge(self._keys_of.get(peer, peer), is_refusal=isinstance(message, Refused) or message.outcome != "accepted")
         return self._send([peer, *encode(message, *arrays)])
 
+    def note_rejected(self, peer: bytes) -> None:
+        """Count a message whose content the learner rejected. After `MAX_REJECTED` in a row its sender is muted."""
+        self._guard.note_rejected(self._source(peer))
+
+    def note_accepted(self, peer: bytes) -> None:
+        """Forget the rejected messages of this sender: the learner accepted one."""
+        self._guard.note_accepted(self._source(peer))
+
     def close(self) -> None:
-        """Send what is queued (half a second at most) and free the port."""
+        """Send queued messages for half a second at most, and free the port."""
         self._waker.close()
         self._wakened.close()
         self._close(linger_ms=500)
@@ -193,23 +173,24 @@ class Hub:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _demand_keys(self, key: KeyPair, allowed: AllowList) -> None:
-        self._authenticator = ThreadAuthenticator(self._context, log=logging.getLogger("zmq.auth"))
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback(
-            domain=ZAP_DOMAIN, credentials_provider=_Doorkeeper(allowed, self._is_muted)
-        )
-        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, key.owner.public)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
-        self._socket.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-        # If ever nobody answers for the domain, handshakes fail; otherwise whoever knows the public key would be let in.
-        self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    def _bind(self, address: str) -> None:
+        if not (is_loopback(address) or self._key_check is not None or not address.startswith("tcp://")):
+            raise ChannelError(
+                f"hub.bind: {address} can be reached from other machines, and without keys whoever reaches it can send "
+                "rollouts. Make keys with `offbeat keygen`, or bind tcp://127.0.0.1:PORT."
+            )
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ChannelError(
+                f"hub.bind: cannot bind {address}: {error.strerror}. Stop the process that uses it, or set hub.address "
+                "(and hub.bind) to another port."
+            ) from error
 
-    def _rest(self, head: zmq.Frame) -> list[zmq.Frame]:
-        """The frames behind the first; of a message that is too long, enough to see that."""
+    def _receive_rest(self, first_frame: zmq.Frame) -> list[zmq.Frame]:
+        """Return the frames after the first. Of a message with too many, keep only enough to see that."""
         frames: list[zmq.Frame] = []
-        more = head.more
+        more = first_frame.more
         while more:
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
             more = frame.more
@@ -217,40 +198,26 @@ class Hub:
                 frames.append(frame)
         return frames
 
-    def _decode(self, peer: bytes, who: bytes, frames: list[zmq.Frame]) -> FromActor | WireError:
+    def _decode(self, peer: bytes, source: bytes, frames: list[zmq.Frame]) -> FromActor | WireError:
         try:
             packet = decode_from_actor([frame.buffer for frame in frames])
         except UnknownMessageError as error:
             return error
         except WireError as error:
-            self._count_bad(who, self._num_malformed, MAX_MALFORMED)
+            self._guard.note_malformed(source)
             if isinstance(error, VersionError):
                 self._send([peer, *refusal_for(error)])
             return error
-        if self._num_malformed:
-            self._num_malformed.pop(who, None)
+        self._guard.note_well_formed(source)
         return packet
 
-    def _judge(self, who: bytes, *, is_refusal: bool) -> None:
-        if is_refusal:
-            self._count_bad(who, self._num_refusals, MAX_REFUSED)
-        elif self._num_refusals:
-            self._num_refusals.pop(who, None)
-
-    def _count_bad(self, who: bytes, numbers: dict[bytes, int], limit: int) -> None:
-        number = numbers.pop(who, 0) + 1
-        if number < limit:
-            _remember(numbers, who, number)
-        else:
-            _remember(self._muted_until, who, time.monotonic() + MUTE_S)
-
-    def _is_muted(self, who: bytes) -> bool:
-        """Also called in mid-handshake: who is cut off for rubbish does not get back in with more of it."""
-        return time.monotonic() < self._muted_until.get(who, 0.0)
+    def _source(self, peer: bytes) -> bytes:
+        """Return the name that the flood guard knows a connection by: its key, where keys are in use."""
+        return peer if self._key_check is None else self._key_check.key_of(peer) or peer
 
     def _send(self, frames: list[Frame]) -> bool:
         try:
-            # What `send_multipart` does, at half its price: it computes with enums for each frame.
+            # Equivalent to `send_multipart` at half its cost, which is enum arithmetic for each frame.
             for frame in frames[:-1]:
                 self._socket.send(frame, _NOBLOCK_MORE)
             self._socket.send(frames[-1], zmq.NOBLOCK)
@@ -259,11 +226,6 @@ class Hub:
                 return False
             raise
         return True
-
-    def _drop(self, name: str, reason: str) -> None:
-        kind = f"{name}: {reason}"
-        is_counted = kind in self.num_dropped or len(self.num_dropped) < MAX_DROP_KINDS
-        self.num_dropped[kind if is_counted else f"others: {reason}"] += 1
 
     def _count_refused(self) -> None:
         with contextlib.suppress(zmq.Again):
@@ -274,13 +236,13 @@ class Hub:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=linger_ms)
-        if self._authenticator is not None:
-            self._authenticator.stop()
+        if self._key_check is not None:
+            self._key_check.close()
         self._context.term()
 
 
 class Link:
-    """The end of an actor or an operator; one thread. `learner_key` (its public key) goes with `key`."""
+    """The socket of an actor or an operator; for one thread."""
 
     def __init__(
         self,
@@ -291,10 +253,11 @@ class Link:
         key: KeyPair | None = None,
         learner_key: PublicKey | None = None,
     ) -> None:
+        """Start to connect; raise `ChannelError` for an address that is none. With `key` the learner must own `learner_key`."""
         assert (key is None) == (learner_key is None), "a key without the learner's, or the reverse"
         self._address = address
         self._owner = None if key is None else key.owner
-        self._refusal = ""
+        self._refusal: str | None = None
         self._is_given_up = False
         self._connected_at = time.monotonic()
         self._context = zmq.Context()
@@ -306,13 +269,13 @@ class Link:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000))
-        # Without a connection a send fails at once: what is unacknowledged waits in the outbox, not in the socket.
+        # Without a connection a send fails at once: unacknowledged messages wait in the outbox, not in the socket.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         if key is not None and learner_key is not None:
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, learner_key.public)
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, key.owner.public)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
-        self._monitor = _watch(self._socket, _HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._monitor = _monitor(self._socket, _HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
@@ -322,39 +285,39 @@ class Link:
             ) from error
 
     def send(self, message: ActorMessage, *arrays: Array) -> bool:
-        """Queue a message; False when there is no connection now (`refusal` may know why)."""
+        """Queue a message. Return False when there is no connection now; `refusal` may know why."""
         frames = encode(message, *arrays)
         large = sum(len(frame) for frame in frames) > COPY_THRESHOLD_BYTES
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=not large)
         except zmq.Again:
-            self._look()
+            self._read_events()
             return False
         return True
 
     def receive(self, timeout_s: float = 0.0) -> FromLearner | None:
-        """The next message, or None when none came in time; `WireError` for a learner of another version."""
+        """Return the next message, or None at the timeout. Raise `WireError` for a message that cannot be decoded."""
         if not self._socket.poll(round(timeout_s * 1000), zmq.POLLIN):
             return None
         return decode_from_learner(self._socket.recv_multipart(zmq.NOBLOCK))
 
-    def refusal(self) -> str:
-        """Why the learner turns this end away, and what to do; empty while it does not, or nobody answers.
+    def refusal(self) -> str | None:
+        """Return why the learner turns this end away, and what to do; None while it does not, or nobody answers.
 
-        The link goes on trying as long as `send` or this is called: what is mended at the learner needs no restart here.
+        The link goes on trying as long as `send` or `refusal` is called, so a fix at the learner needs no restart here.
         """
-        self._look()
+        self._read_events()
         return self._refusal
 
     def reconnect(self) -> None:
-        """Give up the connection for a new one. What was sent or received through it and is not read yet may be lost."""
+        """Replace the connection by a new one. Messages under way on the old one may be lost."""
         self._is_given_up = False
         self._connected_at = time.monotonic()
         self._socket.disconnect(self._address)
         self._socket.connect(self._address)
 
     def close(self) -> None:
-        """Send what is queued (a second at most) and disconnect."""
+        """Send queued messages for a second at most, and disconnect."""
         self._close(linger_ms=1000)
 
     def __enter__(self) -> "Link":
@@ -363,22 +326,23 @@ class Link:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _look(self) -> None:
-        """See what became of the last handshakes."""
+    def _read_events(self) -> None:
+        """Learn how the last handshakes ended, and start the next one when it is due."""
         with contextlib.suppress(zmq.Again):
             while True:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
                 self._refusal = self._explain(int(event["event"]), int(event["value"]))
-                # The library tries again by itself only when it was not told why.
-                self._is_given_up = bool(self._refusal) and event["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+                # The library tries again by itself only when the learner gave no reason.
+                self._is_given_up = self._refusal is not None and event["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         if self._is_given_up and time.monotonic() - self._connected_at >= RETRY_S:
             self.reconnect()
 
-    def _explain(self, event: int, value: int) -> str:
+    def _explain(self, event: int, value: int) -> str | None:
+        """Return the reason and the cure for the end of a handshake; None when it succeeded."""
         learner = f"the learner at {self._address}"
         wants_keys = "set hub.key, hub.learner_key and hub.allowed_keys (`offbeat keygen` makes the files)"
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            return ""
+            return None
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and self._owner is not None:
             line = self._owner.line()
             return f"{learner} does not know the key of this {self._owner.role}: add the line `{line}` to its hub.allowed_keys"
@@ -400,42 +364,15 @@ class Link:
         self._context.term()
 
 
-class _Doorkeeper:
-    """What the library asks in mid-handshake, on a thread of its own."""
-
-    def __init__(self, allowed: AllowList, is_muted: Callable[[bytes], bool]) -> None:
-        self._allowed = allowed
-        self._is_muted = is_muted
-        self._told: set[bytes] = set()
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether the owner of this public key may connect."""
-        if self._allowed.sender(key) is not None:
-            return not self._is_muted(key)
-        # Each key once, and not for ever: who knocks chooses the keys.
-        if key not in self._told and len(self._told) < MAX_DROP_KINDS:
-            self._told.add(key)
-            logger.warning("turned away the unknown key %s: %s does not have it", key.decode(), self._allowed.path)
-        return False
-
-
-def _watch(watched: zmq.Socket, events: int) -> zmq.Socket:
-    """A socket that tells what happens to the connections of another one."""
+def _monitor(watched: zmq.Socket, events: int) -> zmq.Socket:
+    """Return a socket that reports these events of the connections of `watched`."""
     address = f"inproc://events-{id(watched)}"
     watched.monitor(address, events)
     monitor = watched.context.socket(zmq.PAIR)
-    # Unbounded: otherwise the watched socket's own thread would wait for the reader. Who reads does it many times a second.
+    # Unbounded: with a bound the I/O thread of `watched` would wait for a slow reader. It is read many times a second.
     monitor.setsockopt(zmq.RCVHWM, 0)
     monitor.connect(address)
     return monitor
-
-
-def _remember(table: dict, peer: bytes, value: object) -> None:
-    """Keep a value as the newest; the oldest goes when there are too many."""
-    table.pop(peer, None)
-    table[peer] = value
-    if len(table) > MAX_REMEMBERED:
-        del table[next(iter(table))]
 
 
 def _printable(peer: bytes) -> str:

@@ -65,8 +65,8 @@ class Sender(NamedTuple):
 
     name: str = "*"
     """The actor's name, or a pattern for a fleet that shares a key: `fnmatch` decides."""
-    role: Literal["", "actor", "operator"] = ""
-    """Empty where no keys are in use, and everybody may do everything."""
+    role: Literal["actor", "operator"] | None = None
+    """None where no keys are in use, and everybody may do everything."""
 
     def may_be(self, name: str) -> bool:
         """Whether the key is one for the service of that name."""

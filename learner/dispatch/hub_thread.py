@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.protocols.channels import Hub
+from offbeat.protocols.messages import Ack, LearnerMessage, Refused
 from offbeat.protocols.wire import UnknownMessageError, WireError
 
 TICK_S = 0.05
@@ -68,5 +69,14 @@ class HubThread:
 
     def _send(self) -> None:
         for outgoing in self._dispatcher.take_outgoing():
+            self._note_verdict(outgoing.peer, outgoing.message)
             if not self._hub.send(outgoing.peer, outgoing.message, *outgoing.arrays):
                 self._dispatcher.unreachable(outgoing)
+
+    def _note_verdict(self, peer: bytes, message: LearnerMessage) -> None:
+        """Let the hub mute a peer whose messages are all rejected."""
+        match message:
+            case Ack(outcome="accepted"):
+                self._hub.note_accepted(peer)
+            case Ack() | Refused():
+                self._hub.note_rejected(peer)

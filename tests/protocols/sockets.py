@@ -1,4 +1,4 @@
-"""What tests of the sockets share: patience, a peer that speaks ZMTP byte by byte, a proxy that records."""
+"""Shared by tests of the sockets: waiting, a peer that speaks ZMTP byte by byte, a proxy that records."""
 
 import contextlib
 import itertools
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def eventually(attempt: Callable[[], T | None]) -> T:
-    """The first result that is neither None nor False, within `PATIENCE_S`."""
+    """Return the first result that is neither None nor False; fail after `PATIENCE_S`."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         result = attempt()
@@ -37,7 +37,7 @@ def eventually(attempt: Callable[[], T | None]) -> T:
 
 
 def receive(hub: Hub) -> Received:
-    """The next message that is no left-over of `introduce`."""
+    """Return the next message that is no left-over of `introduce`."""
 
     def attempt() -> Received | None:
         hub.wait(0.05)
@@ -48,10 +48,10 @@ def receive(hub: Hub) -> Received:
 
 
 def introduce(hub: Hub, link: Link) -> Received:
-    """Let the hub learn of the link's address: a ROUTER can send to those only that it knows."""
+    """Let the hub hear the link: a ROUTER can send only to peers that it has heard."""
 
     def attempt() -> Received | None:
-        # Again and again: what was sent into a connection that just broke is lost.
+        # Repeated, because a message sent into a connection that just broke is lost.
         link.send(INTRODUCTION)
         hub.wait(0.1)
         return hub.receive()
@@ -71,7 +71,7 @@ def free_port() -> int:
 
 
 class RawPeer:
-    """A DEALER without keys, made of a TCP socket: it sends what the library would not."""
+    """A DEALER without keys, made of a TCP socket: it can send bytes that the library would not."""
 
     def __init__(self, port: int, identity: bytes) -> None:
         self._stream = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
@@ -82,15 +82,15 @@ class RawPeer:
         assert self._read_frame()[1].startswith(b"\x05READY")
 
     def send(self, *frames: bytes) -> None:
-        """One message."""
+        """Send one message."""
         self.send_bytes(as_zmtp(frames))
 
     def send_bytes(self, data: bytes) -> None:
-        """Anything."""
+        """Send any bytes."""
         self._stream.sendall(data)
 
     def receive(self) -> list[bytes]:
-        """The frames of the next message."""
+        """Return the frames of the next message."""
         frames: list[bytes] = []
         more = True
         while more:
@@ -100,7 +100,7 @@ class RawPeer:
         return frames
 
     def is_cut_off(self) -> bool:
-        """Whether the other end closed the connection; waits for it."""
+        """Wait for the other end to close the connection; return False when it sends something instead."""
         with contextlib.suppress(ConnectionResetError):
             return not self._stream.recv(1)
         return True
@@ -129,13 +129,13 @@ class RawPeer:
 
 
 def as_zmtp(frames: Sequence[bytes]) -> bytes:
-    """A message as it goes over TCP without keys."""
+    """Return the bytes of a message on a TCP connection without keys."""
     last = len(frames) - 1
     return b"".join(bytes([2 | (index < last)]) + struct.pack(">Q", len(frame)) + frame for index, frame in enumerate(frames))
 
 
 def replay(port: int, recorded: bytes) -> bytes:
-    """Send what a tap recorded to a hub again, in the pace of a real peer; what the hub answered."""
+    """Send recorded bytes to a hub again, at the pace of a real peer, and return the hub's answers."""
     greeting, rest = recorded[:64], recorded[64:]
     parts = [greeting]
     while rest:
@@ -157,7 +157,7 @@ def _property(name: bytes, value: bytes) -> bytes:
 
 
 def rubbish(seed: int) -> Iterator[list[bytes]]:
-    """Malformed messages, for ever."""
+    """Yield malformed messages without end."""
     random_ = random.Random(seed)
     kinds: list[list[bytes]] = [
         [b"rubbish"],
@@ -171,26 +171,31 @@ def rubbish(seed: int) -> Iterator[list[bytes]]:
 
 
 def flood(port: int) -> None:
-    """Send rubbish, as fast as it goes, until the process is killed."""
+    """Send rubbish as fast as possible until the process is killed."""
     with RawPeer(port, b"flood") as raw:
         for frames in rubbish(0):
             raw.send(*frames)
 
 
 def flood_with_key(address: str, key: KeyPair, learner_key: PublicKey) -> None:
-    """The same with a key that is allowed, and on one connection after another."""
-    for number in itertools.count():
-        link = Link(address, identity=b"flood-%d" % number, max_message_bytes=LIMIT, key=key, learner_key=learner_key)
-        with link:
-            # Only a raw socket of the library can send what `encode` would not.
-            link._socket.setsockopt(zmq.LINGER, 0)
-            for frames in itertools.islice(rubbish(number), 200):
-                if link._socket.poll(1000, zmq.POLLOUT):
-                    link._socket.send_multipart(frames)
+    """Send rubbish under a key that is allowed, on one connection after another, until the process is killed."""
+    with zmq.Context() as context:
+        for number in itertools.count():
+            with context.socket(zmq.DEALER) as dealer:
+                dealer.setsockopt(zmq.IDENTITY, b"flood-%d" % number)
+                dealer.setsockopt(zmq.LINGER, 0)
+                dealer.setsockopt(zmq.CURVE_SERVERKEY, learner_key.public)
+                dealer.setsockopt(zmq.CURVE_PUBLICKEY, key.owner.public)
+                dealer.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
+                dealer.setsockopt(zmq.IMMEDIATE, 1)
+                dealer.connect(address)
+                for frames in itertools.islice(rubbish(number), 200):
+                    if dealer.poll(1000, zmq.POLLOUT):
+                        dealer.send_multipart(frames)
 
 
 class Tap:
-    """Between one link and its hub: keeps what the link sends."""
+    """A proxy between one link and its hub that records what the link sends."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -230,7 +235,7 @@ class Tap:
 
 @contextlib.contextmanager
 def tapped(hub: Hub) -> Iterator[Tap]:
-    """A tap on the hub's port."""
+    """Yield a tap on the hub's port."""
     tap = Tap(port_of(hub))
     try:
         yield tap

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offbeat.protocols import channels
-from offbeat.protocols.channels import MAX_DROPS_AT_ONCE, MAX_MALFORMED, Hub, Link
+from offbeat.protocols import channels, flood_guard
+from offbeat.protocols.channels import MAX_DROPS_AT_ONCE, Hub, Link
+from offbeat.protocols.flood_guard import MAX_MALFORMED
 from offbeat.protocols.keys import AllowList, make_key_pair
-from offbeat.protocols.messages import Ack, CompletionMeta, Goodbye, GroupDone, Refused, Segment
+from offbeat.protocols.messages import CompletionMeta, Goodbye, GroupDone, Segment
 from offbeat.protocols.wire import MAGIC, MAX_FRAMES, FromActor, UnknownMessageError, VersionError, WireError, encode
 from tests.protocols.sockets import ANY_PORT, LIMIT, RawPeer, eventually, flood, flood_with_key, introduce, port_of, receive
 
@@ -90,7 +91,7 @@ def test_frame_at_the_limit_is_read(hub: Hub, raw: RawPeer) -> None:
 def test_peer_that_only_sends_rubbish_is_not_decoded_for_a_while_and_counted(
     hub: Hub, honest: Link, raw: RawPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channels, "MUTE_S", 1.0)
+    monkeypatch.setattr(flood_guard, "MUTE_S", 1.0)
     for _ in range(MAX_MALFORMED):
         raw.send(b"rubbish")
     for _ in range(MAX_MALFORMED):
@@ -120,33 +121,8 @@ def test_peer_that_sends_rubbish_now_and_then_is_listened_to(hub: Hub, raw: RawP
     assert not hub.num_dropped
 
 
-REFUSALS = [Ack(lease_id=1, outcome="unknown"), Ack(lease_id=1, outcome="rejected"), Refused(reason="x")]
-
-
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: str(refusal)[:40])
-def test_peer_whose_messages_are_all_refused_is_not_listened_to(
-    hub: Hub, honest: Link, raw: RawPeer, refusal: Ack | Refused, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(channels, "MAX_REFUSED", 10)
-    for _ in range(10):
-        raw.send(*GOODBYE)
-        hub.send(receive(hub).peer, refusal)
-    raw.send(*GOODBYE)
-    eventually(lambda: hub.receive() is None and sum(hub.num_dropped.values()) == 1)
-    introduce(hub, honest)
-
-
-def test_accepted_group_makes_good_for_refused_ones(hub: Hub, raw: RawPeer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "MAX_REFUSED", 10)
-    for _ in range(3):
-        for answer in [*REFUSALS * 3, Ack(lease_id=1, outcome="accepted")]:
-            raw.send(*GOODBYE)
-            hub.send(receive(hub).peer, answer)
-    assert not hub.num_dropped
-
-
 def test_receive_comes_back_in_mid_flood(hub: Hub, raw: RawPeer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "MAX_MALFORMED", 1)
+    monkeypatch.setattr(flood_guard, "MAX_MALFORMED", 1)
     monkeypatch.setattr(channels, "MAX_DROPS_AT_ONCE", 5)
     for _ in range(13):
         raw.send(b"rubbish")
@@ -178,30 +154,18 @@ def test_peer_of_another_major_version_is_refused_in_its_own(hub: Hub, raw: RawP
     )
 
 
-def test_floods_of_fresh_names_do_not_grow_what_the_hub_remembers(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "MAX_MALFORMED", 1)
-    monkeypatch.setattr(channels, "MAX_REMEMBERED", 10)
-    monkeypatch.setattr(channels, "MAX_DROP_KINDS", 5)
+def test_floods_under_fresh_names_grow_no_table_of_drops(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flood_guard, "MAX_MALFORMED", 1)
+    monkeypatch.setattr(flood_guard, "MAX_DROP_KINDS", 5)
     for number in range(30):
         with RawPeer(port_of(hub), b"\xff%d" % number + b"x" * 200) as raw:
             raw.send(b"rubbish")
             raw.send(b"rubbish")
             assert isinstance(receive(hub).packet, WireError)
             eventually(lambda: hub.receive() is None and sum(hub.num_dropped.values()) == number + 1)  # noqa: B023
-    assert len(hub._muted_until) == 10
-    assert not hub._num_malformed
     assert len(hub.num_dropped) == 6
     assert hub.num_dropped["others: not listened to after a flood of bad messages"] == 25
     assert max(map(len, hub.num_dropped)) < 120
-
-
-def test_floods_below_the_limit_are_forgotten_too(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "MAX_REMEMBERED", 10)
-    for number in range(20):
-        with RawPeer(port_of(hub), b"flood-%d" % number) as raw:
-            raw.send(b"rubbish")
-            assert isinstance(receive(hub).packet, WireError)
-    assert len(hub._num_malformed) == 10
 
 
 def test_every_honest_group_arrives_through_a_flood(hub: Hub, honest: Link) -> None:

@@ -1,11 +1,14 @@
 """Sockets with keys: the right ones meet, everybody else gets nothing and is told why."""
 
+import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
-from offbeat.protocols import channels
+from offbeat.protocols import flood_guard, key_check
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.keys import LOOK_INTERVAL_S, AllowList, KeyPair, Sender, make_key_pair
 from offbeat.protocols.messages import Credit, Goodbye, SayHello, Stop
@@ -43,7 +46,7 @@ def link_to(address: str, key: KeyPair | None = ACTOR, learner: KeyPair | None =
 def refusal_of(link: Link) -> str:
     """What the link says, in bounded time, without any message having been sent."""
     assert not link.send(Credit(capacity=1))
-    return eventually(lambda: link.refusal() or None)
+    return eventually(link.refusal)
 
 
 def assert_nothing_arrives(hub: Hub) -> None:
@@ -64,14 +67,14 @@ def test_hub_knows_whose_key_a_message_came_under(hub: Hub, key: KeyPair, sender
         received = link.receive(PATIENCE_S)
         assert received is not None
         assert received.message == Stop(reason="x")
-        assert link.refusal() == ""
+        assert link.refusal() is None
     assert hub.num_refused == 0
 
 
 def test_without_keys_everybody_may_be_anybody() -> None:
     with Hub(ANY_PORT, max_message_bytes=LIMIT) as hub, link_to(hub.address, None, None) as link:
         sender = introduce(hub, link).sender
-    assert sender.role == ""
+    assert sender.role is None
     assert sender.may_be("anybody")
 
 
@@ -96,7 +99,7 @@ def test_key_that_is_allowed_later_is_let_in_without_a_restart(hub: Hub, allowed
         refusal_of(link)
         write_list(allowed.path, ACTOR, STRANGER)
         assert introduce(hub, link).sender == Sender("actor-0", "actor")
-        assert link.refusal() == ""
+        assert link.refusal() is None
 
 
 def test_wrong_key_of_the_learner_is_suspected_by_its_setting(hub: Hub) -> None:
@@ -129,13 +132,27 @@ def test_refused_peer_goes_on_trying_until_another_learner_takes_it(allowed: All
         refusal_of(link)
     with Hub(address, max_message_bytes=LIMIT, key=LEARNER, allowed=allowed) as hub, link:
         introduce(hub, link)
-        assert link.refusal() == ""
+        assert link.refusal() is None
 
 
-def test_nobody_is_let_in_when_nobody_answers_for_the_allow_list(hub: Hub) -> None:
-    assert hub._authenticator is not None
-    hub._authenticator.stop()
-    with link_to(hub.address) as link:
+def test_nobody_is_let_in_when_nobody_answers_for_the_allow_list(allowed: AllowList, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Absent:
+        """Takes the place of the authenticator and answers no handshake."""
+
+        def __init__(self, context: zmq.Context, log: logging.Logger) -> None:
+            pass
+
+        def start(self) -> None:
+            pass
+
+        def configure_curve_callback(self, domain: str, credentials_provider: object) -> None:
+            pass
+
+        def stop(self) -> None:
+            pass
+
+    monkeypatch.setattr(key_check, "ThreadAuthenticator", Absent)
+    with Hub(ANY_PORT, max_message_bytes=LIMIT, key=LEARNER, allowed=allowed) as hub, link_to(hub.address) as link:
         eventually(lambda: hub.num_refused > 0)
         assert not link.send(Credit(capacity=1))
 
@@ -154,7 +171,7 @@ def test_revoked_key_is_dropped_in_mid_connection_and_others_are_not(hub: Hub, a
         assert hub.send(b"gpu-1", SayHello())
         # Who finds the learner silent connects again, and learns why.
         revoked.reconnect()
-        assert "does not know the key" in eventually(lambda: revoked.refusal() or None)
+        assert "does not know the key" in eventually(revoked.refusal)
 
 
 def test_link_with_keys_finds_the_hub_again_after_its_restart(allowed: AllowList) -> None:
@@ -202,13 +219,30 @@ def test_recorded_bytes_without_keys_would_have_been_taken() -> None:
         assert receive(hub).packet == (Goodbye(reason="again"), ())
 
 
-def test_keys_of_peers_are_forgotten_oldest_first(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "MAX_REMEMBERED", 3)
-    for number in range(6):
-        with link_to(hub.address, identity=f"actor-{number}".encode()) as link:
+def test_all_connections_of_a_muted_key_are_muted_and_other_keys_are_not(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flood_guard, "MAX_REJECTED", 1)
+    with (
+        link_to(hub.address, OTHER, identity=b"gpu-1") as first,
+        link_to(hub.address, OTHER, identity=b"gpu-2") as second,
+        link_to(hub.address) as honest,
+    ):
+        for link in (first, second, honest):
             introduce(hub, link)
-    assert len(hub._keys_of) == 3
-    assert b"actor-5" in hub._keys_of
+        hub.note_rejected(b"gpu-1")
+        assert second.send(Goodbye(reason="x"))
+        eventually(lambda: hub.receive() is None and sum(hub.num_dropped.values()) > 0)
+        assert list(hub.num_dropped) == ["gpu-*: not listened to after a flood of bad messages"]
+        introduce(hub, honest)
+
+
+def test_keys_of_peers_are_forgotten_oldest_first(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flood_guard, "MAX_REMEMBERED", 3)
+    peers = [f"actor-{number}".encode() for number in range(6)]
+    with contextlib.ExitStack() as links:
+        for peer in peers:
+            introduce(hub, links.enter_context(link_to(hub.address, identity=peer)))
+        # All are connected, and nothing is sent to a connection whose key is not known any more.
+        assert [hub.send(peer, SayHello()) for peer in peers] == [False] * 3 + [True] * 3
 
 
 def test_look_interval_is_what_the_documentation_says() -> None:

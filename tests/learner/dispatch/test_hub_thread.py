@@ -1,0 +1,89 @@
+"""The hub's thread over real sockets, with a dispatcher that gives one answer to everything."""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from offbeat.learner.dispatch.dispatcher import Dispatcher, Outgoing
+from offbeat.learner.dispatch.hub_thread import HubThread
+from offbeat.protocols import flood_guard
+from offbeat.protocols.channels import Hub, Link
+from offbeat.protocols.messages import Ack, Goodbye, LearnerMessage, Refused
+from tests.protocols.sockets import ANY_PORT, LIMIT, PATIENCE_S, eventually
+
+ACCEPTED = Ack(lease_id=1, outcome="accepted")
+REJECTIONS = [
+    Ack(lease_id=1, outcome="unknown"),
+    Ack(lease_id=1, outcome="rejected"),
+    Ack(lease_id=1, outcome="duplicate"),
+    Refused(reason="x"),
+]
+MUTED = "actor-0: not listened to after a flood of bad messages"
+
+
+class FakeDispatcher:
+    """Answers every message with the next of `answers`, over and over."""
+
+    def __init__(self, answers: list[LearnerMessage]) -> None:
+        self.num_handled = 0
+        self._answers = answers
+        self._outgoing: list[Outgoing] = []
+
+    def handle(self, peer: bytes, message: object, arrays: object, **_: Any) -> None:
+        self._outgoing.append(Outgoing(peer, self._answers[self.num_handled % len(self._answers)]))
+        self.num_handled += 1
+
+    def take_outgoing(self) -> list[Outgoing]:
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
+
+    def tick(self, now: float) -> None:
+        pass
+
+    def fail(self, error: BaseException) -> None:
+        raise error
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setattr(flood_guard, "MAX_REJECTED", 10)
+    with Hub(ANY_PORT, max_message_bytes=LIMIT) as hub:
+        yield hub
+
+
+def ask(link: Link) -> bool:
+    """Send a message and wait for its answer; False when there is none for a while."""
+    eventually(lambda: link.send(Goodbye(reason="x")))
+    return link.receive(0.5) is not None
+
+
+@pytest.mark.parametrize("rejection", REJECTIONS, ids=lambda rejection: str(rejection)[:40])
+def test_peer_whose_messages_are_all_rejected_is_muted_and_others_are_not(hub: Hub, rejection: LearnerMessage) -> None:
+    dispatcher = FakeDispatcher([rejection])
+    thread = HubThread(hub, cast(Dispatcher, dispatcher))
+    thread.start()
+    with (
+        Link(hub.address, identity=b"actor-0", max_message_bytes=LIMIT) as link,
+        Link(hub.address, identity=b"actor-1", max_message_bytes=LIMIT) as other,
+    ):
+        for _ in range(10):
+            eventually(lambda: link.send(Goodbye(reason="x")))
+            assert link.receive(PATIENCE_S) is not None
+        assert not ask(link)
+        assert ask(other)
+        thread.close()
+    assert dict(hub.num_dropped) == {MUTED: 1}
+    assert dispatcher.num_handled == 11
+
+
+def test_accepted_group_makes_good_for_rejected_messages(hub: Hub) -> None:
+    dispatcher = FakeDispatcher([*REJECTIONS * 2, ACCEPTED])
+    thread = HubThread(hub, cast(Dispatcher, dispatcher))
+    thread.start()
+    with Link(hub.address, identity=b"actor-0", max_message_bytes=LIMIT) as link:
+        for _ in range(30):
+            eventually(lambda: link.send(Goodbye(reason="x")))
+            assert link.receive(PATIENCE_S) is not None
+        thread.close()
+    assert not hub.num_dropped
