@@ -1,6 +1,7 @@
 """The settings of a run: one frozen struct per section of the TOML file, the same file for every service.
 
-Reading and explaining them is `common.settings`; which of them contradict each other, `common.setting_checks`.
+The text below each setting is what `offbeat check --explain` prints. `common.settings` reads and explains the settings;
+`common.setting_checks` refuses contradictions between them.
 """
 
 from typing import Annotated, Any, Literal
@@ -18,163 +19,181 @@ RewardName = Annotated[str, Meta(pattern=r"^(\w+|[\w.]+:\w+)$")]
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What every section is: immutable, and strict about unknown settings."""
+    """The base of every section: immutable, and strict about unknown settings."""
 
 
 class RunSection(Section, frozen=True):
-    """Where the run's files go."""
+    """The run's folder and seed."""
 
     dir: str = "runs/{time}"
-    """Folder for metrics, checkpoints, report and model. `{time}` becomes the start time."""
+    """Folder for the run's metrics, checkpoints, report and model. `{time}` is replaced by the start time."""
     resume: bool = False
-    """Continue from the newest checkpoint in `run.dir`."""
+    """Continue the run in `run.dir` from its newest checkpoint and its rollout log."""
     seed: NonNegativeInt = 0
-    """Seeds the order of prompts and the learner's random state."""
+    """Seed for the order of prompts and for the learner's random numbers."""
 
 
 class ModelSection(Section, frozen=True):
-    """The policy."""
+    """The policy model."""
 
     path: str = ""
-    """Folder in the Hugging Face layout (config, weights, tokenizer), or a hub name where a hub can be reached."""
+    """Model folder in the Hugging Face layout (config, weights, tokenizer), or a Hugging Face Hub name. Required."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Compute type of learner and engine, and of the weights sent. Log-probs are float32 always."""
+    """Data type of the computation in learner and engine, and of the weights sent to actors. Log-probs are always float32."""
     max_length: PositiveInt = 4096
-    """Longest prompt plus completion, in tokens."""
+    """Maximum length of a prompt plus its completion, in tokens."""
 
 
 class TaskSection(Section, frozen=True):
-    """Prompts and how completions are rewarded."""
+    """The prompts, and the reward for completions."""
 
     train_data: str = ""
-    """A JSONL file, or the name of a Hugging Face dataset (`owner/name`, `owner/name/config`)."""
+    """Training prompts: a JSONL file, or the name of a Hugging Face dataset (`owner/name` or `owner/name/config`). Required."""
     train_split: str = "train"
-    """Split of a Hugging Face dataset; ignored for a file."""
+    """Split of the Hugging Face training dataset. Ignored for a file."""
     eval_data: str = ""
-    """Held-out prompts, as `train_data`. Empty: no evaluation."""
+    """Held-out prompts for evaluation, given as for `task.train_data`. Empty: the run has no evaluation."""
     eval_split: str = "test"
-    """Split of the evaluation dataset; ignored for a file."""
+    """Split of the Hugging Face evaluation dataset. Ignored for a file."""
     prompt_field: str = "prompt"
-    """Field of a row that holds the prompt."""
+    """Name of the field that holds the prompt in each row."""
     weight_field: str = ""
-    """Field of a row that weighs its groups in the loss, a number of at least 0; empty: all weigh 1."""
+    """Name of the field that holds the weight of a row's groups in the loss, a number of at least 0. Empty: every group weighs
+    1."""
     system_prompt: str = ""
-    """Put before the prompt when the chat template is used."""
+    """System message placed before each prompt. It needs `task.chat_template`. Empty: no system message."""
     chat_template: bool = False
-    """Wrap each prompt with the tokenizer's chat template."""
+    """Format each prompt with the tokenizer's chat template."""
     max_prompt_tokens: PositiveInt = 1024
-    """Longer prompts are an error or left out: see `long_prompts`."""
+    """Maximum length of a prompt, in tokens. `task.long_prompts` decides what happens to longer ones."""
     long_prompts: Literal["error", "drop"] = "error"
-    """What to do with a row whose prompt has more than `max_prompt_tokens` tokens."""
+    """Treatment of rows whose prompt exceeds `task.max_prompt_tokens`. error: the learner refuses to start. drop: the rows are
+    left out."""
     reward: RewardName = "exact_match"
-    """A built-in reward (`exact_match`, `math_answer`), or your own as `module:function`: plain or async, called with
-    `(prompt: str, completion: str, row: dict)`, returns a number."""
+    """Reward function: a built-in one (`exact_match`, `math_answer`), or your own as `module:function`. It may be plain or
+    async, is called with `(prompt: str, completion: str, row: dict)`, and returns a number."""
     reward_timeout_s: PositiveFloat = 30.0
-    """Time limit for the rewards of one group; past it the group counts as failed."""
+    """Time limit for computing the rewards of one group, in seconds. A group that exceeds it counts as failed."""
 
 
 class RolloutSection(Section, frozen=True):
-    """How groups are sampled."""
+    """Sampling of completions, and the leases under which actors sample them."""
 
     group_size: PositiveInt = 8
-    """Completions per prompt; the group is the baseline of its own advantages."""
+    """Number of completions sampled per prompt. They form one group, whose mean reward is the default baseline."""
     max_new_tokens: PositiveInt = 1024
-    """Longest completion, in tokens."""
+    """Maximum length of a completion, in tokens."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature; the learner divides its logits by the same number."""
+    """Sampling temperature. The learner divides its logits by the same number."""
     top_p: float = 1.0
-    """Must stay 1: a truncated distribution makes the behavior log-probs those of another policy."""
+    """Cannot be changed: every value but 1 is refused. A truncated distribution is not the policy that is trained, so its
+    behavior log-probs would bias every importance ratio."""
     top_k: int = -1
-    """Must stay -1 (all tokens), for the same reason."""
+    """Cannot be changed: every value but -1 (all tokens) is refused, for the reason given at `rollout.top_p`."""
     min_p: float = 0.0
-    """Must stay 0, for the same reason."""
+    """Cannot be changed: every value but 0 is refused, for the reason given at `rollout.top_p`."""
     lease_timeout_s: PositiveFloat = 600.0
-    """A lease not answered by then expires and its prompt is leased again."""
+    """Time an actor has to return the group of a lease, in seconds. After it the lease expires and its prompt is leased
+    again."""
     max_lease_attempts: PositiveInt = 3
-    """A prompt whose leases failed (reward errors) this often is dropped; lost actors do not count."""
+    """Number of failed leases (reward errors) after which a prompt is dropped. Leases lost with an actor do not count."""
 
 
 class StalenessSection(Section, frozen=True):
-    """How old a rollout may be when it is trained on, in optimizer steps."""
+    """Bounds on the policy lag: the number of optimizer steps between sampling a group and training on it."""
 
     max_staleness: NonNegativeInt = 4
-    """Admission bound: no lease is granted that, trained in its turn, would lag by more. 0 is exactly synchronous training.
-    Also understood as `max_off_policy_steps`."""
+    """Maximum policy lag for which work is admitted, in optimizer steps: the learner grants no lease whose group, trained in
+    its turn, would exceed it. 0: synchronous, on-policy training. `max_off_policy_steps` is another name for this setting."""
     staleness_policy: Literal["gate", "drop", "abort"] = "gate"
-    """What becomes of a group that is late and lags by more than `max_staleness` all the same. gate: it is trained on, and
-    counted. drop: it is dropped when its turn comes, and its prompt leased again. abort: that, and generation past the bound is
-    cancelled."""
+    """Treatment of a group that exceeds `staleness.max_staleness` although it was admitted. gate: train on it and count it.
+    drop: drop it when its turn comes and lease its prompt again. abort: like drop, and also cancel generation that is past the
+    bound."""
     hard_max_staleness: NonNegativeInt | None = None
-    """Under gate: a group that lags by more when its turn comes is dropped and its prompt leased again. None: never drop."""
+    """Second bound, for `staleness.staleness_policy = "gate"`, in optimizer steps: a group whose lag exceeds it when its turn
+    comes is dropped and its prompt leased again. none: no group is dropped."""
     lag_of: Literal["oldest_token", "token_mean", "last_segment"] = "oldest_token"
-    """What the lag that `drop`, `hard_max_staleness` and the count of stragglers go by is taken of, where weights changed in
-    mid-completion: the group's oldest token, the mean over its tokens, or the newest weights in its stalest completion."""
+    """Policy version that counts as a group's version when weights changed during a completion. oldest_token: that of the
+    group's oldest token. token_mean: the mean over all tokens. last_segment: the version each completion ended with, the oldest
+    of them. The lag from it is compared with `staleness.hard_max_staleness`, and with `staleness.max_staleness` to drop or
+    count late groups."""
     selection: Literal["oldest_lease", "first_finished"] = "oldest_lease"
-    """Which of the finished groups are trained next. first_finished favors short completions: a negative control."""
+    """Order in which finished groups are trained on. first_finished favors short completions and so biases training; it exists
+    as a negative control."""
     auto: bool = False
-    """Under gate: move `max_staleness` while the run goes on, by the measured drift over the noise floor: down where it is
-    large, and up to `hard_max_staleness` where it is small and the bound keeps actors from work that the learner waits for."""
+    """Adapt `staleness.max_staleness` during the run, for `staleness.staleness_policy = "gate"`. The bound falls while the
+    measured drift is large against the noise floor. It rises, up to `staleness.hard_max_staleness`, while the drift is small
+    and the bound keeps actors from work that the learner waits for."""
 
 
 class RewardSection(Section, frozen=True):
-    """What becomes of the rewards before advantages are taken: penalties, then normalization, then the clip."""
+    """Changes to rewards before advantages are computed: penalties, then normalization, then clipping."""
 
     overlong_buffer: NonNegativeInt | None = None
-    """Completions that end within so many tokens of `rollout.max_new_tokens` are punished, linearly more the longer they are
-    (DAPO's soft overlong punishment). None: the objective's own, 0 but for dapo."""
+    """Length of the zone before `rollout.max_new_tokens`, in tokens, in which a completion's reward falls linearly with its
+    length (DAPO's soft overlong punishment). 0: no penalty. none: the objective's default, 20% of `rollout.max_new_tokens` for
+    dapo and 0 for the others."""
     overlong_penalty: PositiveFloat = 1.0
-    """What a completion of `rollout.max_new_tokens` loses."""
+    """Penalty subtracted from the reward of a completion of `rollout.max_new_tokens` tokens."""
     length_penalty: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
-    """`module:function(lengths, max_new_tokens) -> penalties`, arrays `[completions]`; they are added to the rewards."""
+    """Your own penalty, as `module:function`. It is called with `(lengths, max_new_tokens)` and returns the numbers to add to
+    the rewards; both arrays have the shape `[completions]`. Empty: no such penalty."""
     norm_mean: Literal["none", "group", "batch", "running"] = "none"
-    """Whose mean is subtracted: that of a reward's group, of the optimizer step's batch, or of all rewards so far."""
+    """Mean subtracted from each reward: over its group, over the optimizer step's batch, or over all rewards so far."""
     norm_std: Literal["none", "group", "batch", "running"] = "none"
-    """Whose standard deviation the rewards are then divided by; it need not be of those that the mean is of."""
+    """Standard deviation by which each reward is then divided: over its group, over the optimizer step's batch, or over all
+    rewards so far. It may differ from `reward.norm_mean`."""
     clip: PositiveFloat | None = None
-    """Rewards are clipped to plus or minus this, after normalization. None: not at all."""
+    """Bound on the absolute value of a reward after normalization. none: rewards are not clipped."""
 
 
 class AdvantageSection(Section, frozen=True):
-    """How rewards become advantages."""
+    """Computation of advantages from rewards."""
 
     baseline: Literal["group", "leave_one_out", "critic", "zero"] | None = None
-    """What is subtracted from a reward: its group's mean, the mean of the others in its group, a learned value (with GAE), or
-    nothing. None: the objective's own, group but for ppo."""
+    """Number subtracted from a reward. group: the mean of its group. leave_one_out: the mean of the other completions in its
+    group. critic: a learned value, with generalized advantage estimation (GAE). zero: nothing. none: the objective's default,
+    critic for ppo and group for the others."""
     divide_by_std: bool | None = None
-    """Divide by the group's standard deviation (GRPO, GSPO). None: the objective's own, and false without a group's mean."""
+    """Divide by the standard deviation of the group's rewards, as GRPO and GSPO do. none: the objective's default with the
+    group baseline (false for dr_grpo and ppo, true for the others), and false with any other baseline."""
     std_epsilon: PositiveFloat = 1e-6
-    """Added to the standard deviation; the papers have none."""
+    """Number added to the standard deviation to avoid division by zero."""
     std_unbiased: bool = True
-    """Divide the squares by n - 1."""
+    """Divide by n - 1 instead of n in the group's variance."""
     whiten: bool = False
-    """Shift and scale the advantages of the step's tokens to mean 0 and variance 1, over all ranks."""
+    """Shift and scale the advantages of all tokens of an optimizer step, over all ranks, to mean 0 and variance 1."""
     clip: PositiveFloat | None = None
-    """Advantages are clipped to plus or minus this, last of all. None: not at all."""
+    """Bound on the absolute value of an advantage, applied last. none: advantages are not clipped."""
     gamma: Fraction = 1.0
-    """Discount per token of what the critic's GAE and a KL in the reward sum up."""
+    """Discount per token, from 0 to 1, in the critic's GAE and in the sum of `kl.reward_coef` terms."""
     gae_lambda: Fraction = 0.95
-    """GAE's trade between the critic's bias and the rewards' variance; for `baseline = "critic"`."""
+    """Lambda of GAE, from 0 (relies on the critic) to 1 (relies on the rewards). Used by `advantage.baseline = "critic"`."""
 
 
 class LossSection(Section, frozen=True):
-    """The objective: which one, against which log-probs, and how its tokens are averaged."""
+    """The objective, its importance ratio, and the average over tokens."""
 
     objective: Literal["gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "sapo", "cispo", "reinforce", "ppo"] = "gspo"
-    """See the README's table; settings left out (None) below take the objective's own values."""
+    """Training objective; docs/objectives.md describes each. It decides the default of every setting below that is none."""
     anchor: Literal["behavior", "proximal", "decoupled"] = "behavior"
-    """Denominator of the importance ratio: the stored engine log-probs; the learner's own, recomputed before the update; or
-    those, with `correction` for what lies between the two."""
+    """Denominator of the importance ratio. behavior: the log-probs that the engine sampled with. proximal: the learner's own
+    log-probs, recomputed before the update. decoupled: the proximal ones, with `loss.correction` for what separates them from
+    the behavior ones."""
     clip_low: PositiveFloat | None = None
-    """The ratio is clipped below `1 - clip_low`. GSPO's own is 0.05 against engine log-probs, where the paper's 3e-4 clips
-    about 40% of all completions for numerical noise, and 3e-4 against recomputed ones."""
+    """Distance below 1 at which the importance ratio is clipped, at `1 - clip_low`. none: the objective's default. For gspo it
+    is 0.05 against behavior log-probs, because the paper's 3e-4 would clip about 40% of all completions for numerical noise
+    alone, and 3e-4 against recomputed log-probs."""
     clip_high: PositiveFloat | None = None
-    """The ratio is clipped above `1 + clip_high`; GSPO's own is 0.05, or 4e-4 against recomputed log-probs."""
+    """Distance above 1 at which the importance ratio is clipped, at `1 + clip_high`. none: the objective's default. For gspo it
+    is 0.05 against behavior log-probs and 4e-4 against recomputed ones."""
     noise_floor: str = ""
-    """The file that `offbeat calibrate` wrote, for every learner process to read: clip fractions and divergences are then split
-    into what the engine's numerics cause and what staleness does. Empty: they are not."""
+    """Path of the calibration file that `offbeat calibrate` wrote; every learner process reads it. Clip fractions and
+    divergences are then split into the share of the engine's numerical noise and the share of staleness. Empty: they are not
+    split."""
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
-    """Not for sapo, cispo and reinforce: the loss of a negative advantage is capped at this many times it, where the ratio that
-    the objective clips, a token's or a sequence's, is larger. None: not at all."""
+    """Cap on the loss where the advantage is negative, as a multiple of the advantage's absolute value. It acts where the ratio
+    that the objective clips is larger. Not available for sapo, cispo and reinforce. none: no cap."""
     tau_positive: PositiveFloat = 1.0
     """SAPO's temperature for positive advantages."""
     tau_negative: PositiveFloat = 1.05
@@ -182,230 +201,242 @@ class LossSection(Section, frozen=True):
     correction: Literal["none", "token_tis", "sequence_tis", "icepop", "sequence_mask", "geometric_mask", "opsm", "m2po"] = (
         "none"
     )
-    """Weight or mask for what the ratio leaves out: `pi_old / mu` with the decoupled anchor, otherwise `pi / mu`."""
+    """Weight or mask applied to the loss for the mismatch that the importance ratio does not cover: `pi_old / mu` with the
+    decoupled anchor, `pi / mu` otherwise."""
     correction_low: NonNegativeFloat | None = None
-    """Lower bound of the correction's ratio. None: the correction's own."""
+    """Lower bound of the correction's ratio. none: the correction's default."""
     correction_high: PositiveFloat | None = None
-    """Upper bound of the correction's ratio; of the mean log-ratio for opsm, of the second moment for m2po. None: its own."""
+    """Upper bound of the correction's ratio; for opsm of the mean log-ratio, for m2po of the second moment. none: the
+    correction's default."""
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] | None = None
-    """How token losses become one number. None: the objective's own."""
+    """Average that turns token losses into one number. none: the objective's default."""
     aggregation_length: PositiveInt | None = None
-    """The constant that seq-mean-token-sum-norm divides by. None: `rollout.max_new_tokens`."""
+    """Constant by which seq-mean-token-sum-norm divides, in tokens. none: `rollout.max_new_tokens`."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Bonus for the policy's entropy, averaged as the loss is."""
+    """Weight of the entropy bonus, averaged over tokens as the loss is. 0: no bonus."""
     zero_variance: Literal["count", "drop"] | None = None
-    """Groups whose rewards are all equal: train on them with zero advantages and count them, or drop them and lease on
-    (dynamic sampling). None: the objective's own, count but for dapo."""
+    """Treatment of groups whose rewards are all equal. count: train on them, with zero advantages, and count them. drop: drop
+    them and lease further prompts (dynamic sampling). none: the objective's default, drop for dapo and count for the others."""
 
 
 class KlSection(Section, frozen=True):
-    """Divergence from a frozen reference policy: off unless one of the coefficients is set, and free then."""
+    """Divergence from a frozen reference policy. While both coefficients are 0 it is not computed and costs nothing."""
 
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Per-token estimate: `log pi/ref`, half its square, or `ref/pi - 1 - log ref/pi`."""
+    """Estimate of the KL divergence per token. k1: `log pi/ref`. k2: half of its square. k3: `ref/pi - 1 - log ref/pi`."""
     loss_coef: NonNegativeFloat = 0.0
-    """Weight of the KL in the loss."""
+    """Weight of the KL divergence in the loss. 0: off."""
     unbiased: bool = False
-    """Multiply the KL in the loss by `pi / mu`, so that its gradient is right for stale rollouts too."""
+    """Multiply the KL divergence in the loss by `pi / mu`, which makes its gradient correct for stale rollouts too."""
     reward_coef: NonNegativeFloat = 0.0
-    """Weight of the KL taken from every token's reward."""
+    """Weight of the KL divergence that is subtracted from the reward of each token. 0: off."""
     target: PositiveFloat | None = None
-    """The coefficient that is set adapts until the measured KL per token is this. None: it stays."""
+    """KL divergence per token toward which the coefficient in use is adapted. none: the coefficient stays constant."""
     horizon: PositiveInt = 10_000
-    """How slowly it adapts, in completions."""
+    """Time scale of that adaptation, in completions: larger is slower."""
     reference: str = ""
-    """Model folder or hub name of the reference; empty: the initial policy."""
+    """Model folder or Hugging Face Hub name of the reference policy. Empty: the initial policy."""
 
 
 class CriticSection(Section, frozen=True):
-    """The value head, for `advantage.baseline = "critic"`."""
+    """The value head, used by `advantage.baseline = "critic"`."""
 
     loss_coef: PositiveFloat = 0.5
     """Weight of the value loss."""
     value_clip: PositiveFloat | None = 0.2
-    """Values are clipped to plus or minus this around those before the update."""
+    """Maximum distance of a value from its value before the update; beyond it the value is clipped. none: values are not
+    clipped."""
 
 
 class LoraSection(Section, frozen=True):
-    """Train a low-rank adapter instead of all weights; actors get the merged weights."""
+    """Training of a low-rank adapter instead of all weights. Actors receive the merged weights."""
 
     rank: NonNegativeInt = 0
-    """Rank of the adapter; 0: train all weights."""
+    """Rank of the adapter. 0: no adapter, all weights are trained."""
     alpha: PositiveFloat = 32.0
-    """The adapter's output is scaled by `alpha / rank`."""
+    """Scale of the adapter: its output is multiplied by `alpha / rank`."""
     target_modules: tuple[str, ...] = ()
-    """Names of the linear layers that get one; empty: all but the output head."""
+    """Names of the linear layers that get an adapter. Empty: all linear layers but the output head."""
 
 
 class TrainSection(Section, frozen=True):
-    """The learner's optimization."""
+    """The learner's optimization and checkpoints."""
 
     num_steps: PositiveInt = 1000
-    """Optimizer steps in the run."""
+    """Number of optimizer steps in the run."""
     groups_per_step: PositiveInt = 32
-    """Groups in one optimizer step, over all ranks and micro-batches."""
+    """Number of groups in one optimizer step, over all ranks and micro-batches."""
     steps_per_batch: PositiveInt = 1
-    """Optimizer steps that the groups of one selection are split into."""
+    """Number of optimizer steps that the groups of one selection are split into."""
     epochs_per_batch: PositiveInt = 1
-    """Passes over the groups of one selection, each of `steps_per_batch` steps. A group's lag is that of its last pass."""
+    """Number of passes over the groups of one selection, each of `train.steps_per_batch` steps. A group's lag is the one at its
+    last pass."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: hold, or decay to zero at `num_steps`."""
+    """Learning rate after the warm-up: constant, or a linear or cosine decay to 0 at `train.num_steps`."""
     warmup_steps: NonNegativeInt = 0
-    """Steps of linear warm-up from zero."""
+    """Number of optimizer steps over which the learning rate rises linearly from 0. 0: no warm-up."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay of AdamW."""
     adam_betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """AdamW's moment decays."""
+    """Decay rates of AdamW's first and second moments, each at least 0 and below 1."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this global norm."""
+    """Maximum global gradient norm; larger gradients are scaled down to it."""
     micro_batch_tokens: PositiveInt = 16384
-    """Most tokens in one forward/backward pass, each prompt counted once; a longer completion gets a pass of its own."""
+    """Maximum number of tokens in one forward and backward pass, each prompt counted once. A completion that exceeds it is
+    passed alone."""
     fp32_head: bool = False
-    """Compute the output head's logits from float32 copies of states and weights, whatever `model.dtype` is."""
+    """Compute the logits in float32, from float32 copies of the output head's input and weights, whatever `model.dtype` is."""
     zero_stage: Annotated[int, Meta(ge=0, le=3)] = 0
-    """DeepSpeed ZeRO stage."""
+    """DeepSpeed ZeRO stage, from 0 to 3."""
     activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    """Recompute activations in the backward pass: less memory for about a third more computation."""
     deepspeed: dict[str, Any] = {}
-    """Merged over the DeepSpeed config that these settings make."""
+    """DeepSpeed options that replace those derived from the settings above."""
     checkpoint_interval: NonNegativeInt = 0
-    """Optimizer steps between checkpoints; 0 saves none but the final model (and what `log.retain_mb` asks for): a learner that
-    dies then trains from the first step again, on the groups in its log."""
+    """Number of optimizer steps between checkpoints. 0: only the final model is saved, and checkpoints that `log.retain_mb`
+    needs; a learner that dies then trains again from the first step, on the groups in its log."""
     keep_checkpoints: PositiveInt = 2
-    """Older checkpoints are deleted."""
+    """Number of checkpoints to keep; older ones are deleted."""
     max_failed_leases: PositiveInt = 200
-    """The run stops with an error after this many failed leases (reward errors) in a row."""
+    """Number of failed leases (reward errors) in a row after which the run stops with an error."""
     no_actor_timeout_s: NonNegativeFloat = 0.0
-    """Stop with an error after so long without any live actor; 0 waits for ever, saying so every 30 s."""
+    """Time without any live actor after which the run stops with an error, in seconds. 0: wait forever, with a message every 30
+    s."""
 
 
 class HubSection(Section, frozen=True):
-    """Where the services meet."""
+    """The connection between the learner and its actors and operators."""
 
     address: str = "tcp://127.0.0.1:5700"
-    """The learner's address as actors reach it. Port 0 with `offbeat train`: any free port."""
+    """Address at which actors reach the learner, as `tcp://HOST:PORT`. `offbeat train` replaces port 0 with a free port."""
     bind: str = ""
-    """Address the learner binds; empty: `address`."""
+    """Address that the learner binds. Empty: `hub.address`."""
     key: str = ""
-    """This service's secret key file (`offbeat keygen`). Without keys the hub binds to loopback only."""
+    """This service's secret key file, made by `offbeat keygen`; `{name}` is replaced by the service's name. Empty: no keys, and
+    the hub binds to loopback only."""
     learner_key: str = ""
-    """The learner's public key file: by it actors and operators know the learner."""
+    """The learner's public key file, by which actors and operators recognize the learner. Required with `hub.key`."""
     allowed_keys: str = ""
-    """File of the public keys that may connect to the learner; it is read again when it changes."""
+    """File with the public keys that may connect to the learner. The learner reads it again when it changes. Required with
+    `hub.key`."""
     max_actors: PositiveInt = 1024
-    """More are refused."""
+    """Maximum number of connected actors; further ones are refused."""
     heartbeat_s: PositiveFloat = 1.0
-    """Seconds between an actor's heartbeats."""
+    """Time between two heartbeats of an actor, in seconds."""
     dead_after_s: PositiveFloat = 15.0
-    """A peer not heard of for so long is taken for dead; its leases go to others."""
+    """Silence after which a peer counts as dead, in seconds. A dead actor's leases go to others."""
     max_message_mb: PositiveInt = 256
-    """Larger messages are not received."""
+    """Maximum size of a message, in MB; larger messages are not received."""
 
 
 class LogSection(Section, frozen=True):
-    """The rollout log: what happened to every lease, and every accepted group, in `run.dir/log`."""
+    """The rollout log in `run.dir/log`: the events of every lease, and every accepted group."""
 
     enabled: bool = True
-    """Without it a restarted learner has its rollouts generated again."""
+    """Write the log. Without it, a restarted learner has its rollouts generated again."""
     fsync: Literal["off", "second", "ack"] = "off"
-    """When records are forced to disk: never (they survive the death of every process, not a power failure), at most once a
-    second, or before every acknowledgement."""
+    """Time at which records are forced to disk. off: never; records survive the death of every process, but not a power
+    failure. second: at most once a second. ack: before every acknowledgement."""
     segment_mb: PositiveInt = 64
-    """A segment file is closed at this size; whole segments are deleted."""
+    """Size at which a segment file is closed, in MB. Segments are deleted as a whole."""
     retain_mb: PositiveInt = 1024
-    """Older segments are deleted beyond this size, unless the oldest kept checkpoint needs them; where it does, the learner
-    writes a checkpoint."""
+    """Size above which the oldest segments are deleted, in MB. Segments that the oldest kept checkpoint needs stay, and the
+    learner then writes a checkpoint early."""
     min_free_mb: PositiveInt = 64
-    """With less free space on the disk no lease is granted until there is room again."""
+    """Free disk space below which no lease is granted, in MB."""
 
 
 class WeightsSection(Section, frozen=True):
-    """How weights travel from learner to actors."""
+    """Transport of weights from the learner to the actors."""
 
     backend: Literal["auto", "gloo", "nccl", "pull"] = "auto"
-    """Collective: gloo for CPU tensors, nccl for GPU tensors; auto takes nccl when the learner trains on a GPU. pull: none,
-    every actor fetches each version over the hub's (encrypted) transport."""
+    """Transport. gloo: collective broadcast of CPU tensors. nccl: collective broadcast of GPU tensors. pull: each actor fetches
+    each version from the learner, encrypted where the hub is. auto: nccl when the learner trains on a GPU, else gloo."""
     port: NonNegativeInt = 0
-    """Port of the collective's rendezvous store on the learner's host; 0: any."""
+    """Port of the collective's rendezvous store on the learner's host. 0: any free port."""
     pull_port: NonNegativeInt = 0
-    """Port of the weight server on the learner's host, from which actors pull; 0: any."""
+    """Port of the weight server on the learner's host. 0: any free port."""
     max_pulls: PositiveInt = 2
-    """Actors that may pull at once."""
+    """Maximum number of actors that pull at the same time."""
     chunk_mb: PositiveInt = 8
-    """Size of one pulled chunk."""
+    """Size of one pulled chunk, in MB."""
     on_canary_mismatch: Literal["drop", "flag"] = "drop"
-    """What becomes of the buffered groups that a quarantined actor sampled after its last good version."""
+    """Treatment of buffered groups that a quarantined actor sampled after its last good version. drop: drop them. flag: keep
+    them, and list them in an event of `metrics.jsonl`."""
     bucket_mb: PositiveInt = 8
-    """Size of one broadcast. On a CPU (gloo) 8 to 64 MB are within noise of each other; 64 and more suit NCCL."""
+    """Size of one broadcast, in MB. 8 to 64 are equally fast with gloo; 64 and more suit nccl."""
     timeout_s: PositiveFloat = 60.0
-    """Deadline for each phase of an update; an actor that misses it is left out of the update, by name."""
+    """Time limit for each phase of an update, in seconds. An actor that exceeds it is left out of the update."""
     interval: PositiveInt = 1
-    """Optimizer steps between updates."""
+    """Number of optimizer steps between updates."""
 
 
 class ActorSection(Section, frozen=True):
-    """What every actor does."""
+    """The actors and their engine."""
 
     name: str = ""
-    """Unique among live actors; empty: host name and process id."""
+    """Name of the actor, unique among live actors. Empty: the host name and the process id."""
     engine: Literal["auto", "vllm", "transformers"] = "auto"
-    """auto: vLLM where it is installed."""
+    """Inference engine. auto: vLLM where it is installed, else transformers."""
     engine_options: dict[str, Any] = {}
-    """Passed to the engine as they are (vLLM: `EngineArgs`; transformers: `ContinuousBatchingConfig`)."""
+    """Options passed to the engine unchanged (vLLM: `EngineArgs`; transformers: `ContinuousBatchingConfig`)."""
     max_inflight_groups: Annotated[int, Meta(ge=1, le=1 << 18)] = 16
-    """Groups an actor works on at once: its credit."""
+    """Maximum number of groups an actor works on at the same time, which is its credit; at most 262144."""
     on_update: Literal["keep_kv", "recompute_kv"] = "keep_kv"
-    """What becomes of running completions' KV cache at a weight update. Keeping is faster; the later tokens then attend to
-    keys of the older weights, and the recorded behavior log-probs are still what was sampled from."""
+    """Treatment of the KV cache of running completions at a weight update. keep_kv is faster: later tokens attend to keys of
+    the older weights, and the recorded behavior log-probs are still those that were sampled from. recompute_kv computes the
+    cache again."""
     reward_workers: PositiveInt = 1
-    """Processes that run a plain (not async) reward function."""
+    """Number of processes that run a plain (not async) reward function."""
     connect_timeout_s: NonNegativeFloat = 0.0
-    """Give up when the learner has not answered for so long; 0 waits for ever, saying so every 30 s."""
+    """Time without an answer from the learner after which the actor gives up, in seconds. 0: wait forever, with a message every
+    30 s."""
 
 
 class EvaluationSection(Section, frozen=True):
-    """Held-out prompts, generated by the same actors while training goes on."""
+    """Evaluation on held-out prompts, generated by the same actors while training goes on."""
 
     interval: NonNegativeInt = 0
-    """Optimizer steps between evaluations; 0: never."""
+    """Number of optimizer steps between evaluations. 0: no evaluation."""
     num_prompts: PositiveInt = 64
-    """The first so many rows of `task.eval_data`."""
+    """Number of prompts, taken from the start of `task.eval_data`."""
     group_size: PositiveInt = 1
-    """Completions per prompt."""
+    """Number of completions per prompt."""
     temperature: NonNegativeFloat = 0.0
-    """0: greedy."""
+    """Sampling temperature. 0: greedy decoding."""
 
 
 class MetricsSection(Section, frozen=True):
-    """Where numbers go besides `metrics.jsonl`."""
+    """Metrics beside `metrics.jsonl`."""
 
     tensorboard: bool = True
     """Write TensorBoard events to `run.dir/tensorboard`."""
     wandb_project: str = ""
-    """Weights & Biases project (needs the `wandb` extra); empty: off."""
+    """Weights & Biases project; needs the `wandb` extra. Empty: off."""
     routing_interval: NonNegativeInt = 10
-    """Optimizer steps between measurements of a mixture-of-experts model's routing; 0: never."""
+    """Number of optimizer steps between measurements of a mixture-of-experts model's routing. 0: never."""
 
 
 class LaunchSection(Section, frozen=True):
-    """What `offbeat train` starts on this machine."""
+    """The processes that `offbeat train` starts on this machine."""
 
     num_actors: PositiveInt = 1
-    """Actor processes."""
+    """Number of actor processes."""
     learner_processes: PositiveInt = 1
-    """Learner ranks."""
+    """Number of learner processes (ranks)."""
     learner_gpus: tuple[int, ...] = ()
-    """GPU of each learner rank; empty: all that are visible, or the CPU."""
+    """GPU index of each learner process. Empty: every process sees all GPUs, or uses the CPU."""
     actor_gpus: tuple[tuple[int, ...], ...] = ()
-    """GPUs of each actor, one list per actor; empty: all that are visible, or the CPU."""
+    """GPU indices of each actor, one list per actor. Empty: every actor sees all GPUs, or uses the CPU."""
     max_restarts: NonNegativeInt = 3
-    """How often a service that died is started again before the run is stopped; ten minutes of work restore the budget."""
+    """Number of times a service that died is started again before the run is stopped. Ten minutes of work restore the full
+    number. 0: never restart."""
 
 
 class Config(Section, frozen=True):
-    """A whole run."""
+    """All settings of a run."""
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()

@@ -1,4 +1,4 @@
-"""Settings that cannot be together: refused before anything starts, with the reason and the cure."""
+"""Checks of settings against each other: contradictions are refused before anything starts, with the reason and the cure."""
 
 import math
 import re
@@ -11,11 +11,11 @@ from offbeat.common.settings import SettingError, is_data_file
 from offbeat.protocols.addresses import is_loopback
 
 BYTES_PER_TOKEN = 8
-"""On the wire: an int32 token id and a float32 log-prob."""
+"""Size of a token on the wire: an int32 token id and a float32 log-prob."""
 
 
 def check(config: Config) -> list[str]:
-    """Raise `SettingError` for the first contradiction; return warnings about what is allowed and probably not meant."""
+    """Raise `SettingError` for the first contradiction; return warnings about valid settings that are probably not meant."""
     _check_sampling(config)
     _check_lengths(config)
     check_objective(config)
@@ -29,7 +29,10 @@ def check(config: Config) -> list[str]:
 
 
 def check_files(config: Config) -> None:
-    """Raise `SettingError` for a model folder, data file or run folder that is not there. For the learner's machine."""
+    """Raise `SettingError` for a missing model folder or data file, and for a run folder that cannot be used.
+
+    Only the learner's machine has these files.
+    """
     _check_model_folder(config.model.path)
     for key in ("train_data", "eval_data"):
         source = getattr(config.task, key)
@@ -39,7 +42,7 @@ def check_files(config: Config) -> None:
         raise SettingError(
             "run.dir",
             config.run.dir,
-            "the folder holds a run already",
+            "the folder already holds a run",
             "Set run.resume=true to continue it, or another run.dir.",
         )
     if config.run.resume and not Path(config.run.dir).is_dir():
@@ -49,7 +52,7 @@ def check_files(config: Config) -> None:
 
 
 def least_staleness(config: Config) -> int:
-    """The smallest `staleness.max_staleness` under which the run does not wait for ever."""
+    """Return the smallest `staleness.max_staleness` with which the run does not wait forever."""
     batch_steps = config.train.steps_per_batch * config.train.epochs_per_batch
     return batch_steps - 1 + _steps_behind(config)
 
@@ -61,9 +64,9 @@ def _check_sampling(config: Config) -> None:
             raise SettingError(
                 f"rollout.{key}",
                 value,
-                "it cuts tokens off the distribution, so the behavior log-probs would be those of another policy than the "
-                "one trained and every importance ratio would be biased",
-                f"Leave it at {neutral}; use rollout.temperature for less random completions.",
+                "it truncates the sampling distribution, so the behavior log-probs would not be those of the trained policy "
+                "and every importance ratio would be biased",
+                f"Leave it at {neutral}; lower rollout.temperature for less random completions.",
             )
 
 
@@ -74,7 +77,8 @@ def _check_lengths(config: Config) -> None:
         raise SettingError(
             "model.max_length",
             model.max_length,
-            f"task.max_prompt_tokens + rollout.max_new_tokens = {task.max_prompt_tokens} + {rollout.max_new_tokens} = {total}",
+            "it is too small for a prompt and its completion: task.max_prompt_tokens + rollout.max_new_tokens = "
+            f"{task.max_prompt_tokens} + {rollout.max_new_tokens} = {total}",
             f"Lower one of the two, or set model.max_length={total}.",
         )
     group_mb = math.ceil(rollout.group_size * total * BYTES_PER_TOKEN / 2**20)
@@ -88,24 +92,24 @@ def _check_lengths(config: Config) -> None:
 
 
 def _steps_behind(config: Config) -> int:
-    """How old the newest weights may be when a batch starts, in optimizer steps."""
-    # They are sent after whole batches of k steps, at least `weights.interval` steps apart.
+    """Return the greatest age of the newest weights at the start of a batch, in optimizer steps."""
+    # Weights are sent after whole batches, at least `weights.interval` steps apart.
     batch_steps = config.train.steps_per_batch * config.train.epochs_per_batch
     return (math.ceil(config.weights.interval / batch_steps) - 1) * batch_steps
 
 
 def _check_staleness(config: Config) -> None:
     staleness, train, interval = config.staleness, config.train, config.weights.interval
-    # The last groups of a batch of k steps are trained k - 1 steps after it starts.
+    # The last groups of a batch of k steps are trained on k - 1 steps after it starts.
     behind, least = _steps_behind(config), least_staleness(config)
     batch_steps = train.steps_per_batch * train.epochs_per_batch
     if staleness.max_staleness < least:
         raise SettingError(
             "staleness.max_staleness",
             staleness.max_staleness,
-            f"the run would wait for ever: with {_steps_of_batch(train)} the last step on the groups of a batch is taken "
-            f"{batch_steps - 1} steps after it starts, and with weights.interval = {interval} they may be generated under "
-            f"weights {behind} steps old, so a lag of {batch_steps - 1} + {behind} = {least} is the least there can be",
+            f"the run would wait forever. With {_steps_of_batch(train)}, the last step on the groups of a batch is taken "
+            f"{batch_steps - 1} steps after its start, and with weights.interval = {interval} the groups may be generated "
+            f"under weights {behind} steps old, so the smallest possible bound is {batch_steps - 1} + {behind} = {least}",
             f"Set staleness.max_staleness={least} or more, or lower those settings.",
         )
     hard = staleness.hard_max_staleness
@@ -113,7 +117,7 @@ def _check_staleness(config: Config) -> None:
         raise SettingError(
             "staleness.hard_max_staleness",
             hard,
-            f"groups are admitted that may lag by staleness.max_staleness = {staleness.max_staleness}, and would be generated "
+            f"it is below staleness.max_staleness = {staleness.max_staleness}: groups between the two would be generated "
             "only to be dropped",
             f"Set it to {staleness.max_staleness} or more, or leave it out to drop nothing.",
         )
@@ -121,7 +125,7 @@ def _check_staleness(config: Config) -> None:
         raise SettingError(
             "staleness.hard_max_staleness",
             hard,
-            f"staleness.staleness_policy = {staleness.staleness_policy!r} drops whatever lags by more than max_staleness = "
+            f"staleness.staleness_policy = {staleness.staleness_policy!r} drops every group that exceeds max_staleness = "
             f"{staleness.max_staleness} already",
             'Remove it, or set staleness.staleness_policy="gate".',
         )
@@ -129,15 +133,15 @@ def _check_staleness(config: Config) -> None:
         raise SettingError(
             "staleness.auto",
             True,
-            "nothing says how far the bound may go",
-            'Set staleness.hard_max_staleness, which takes staleness.staleness_policy="gate".',
+            "no setting says how far the bound may rise",
+            'Set staleness.hard_max_staleness, which needs staleness.staleness_policy="gate".',
         )
     if staleness.staleness_policy == "abort" and staleness.lag_of != "oldest_token":
         raise SettingError(
             "staleness.lag_of",
             staleness.lag_of,
-            "what is being generated goes on under new weights, and grows younger by that measure with each token: nothing "
-            "could be aborted for it",
+            "by that measure a group grows younger with each token it generates under new weights, so the policy abort would "
+            "never abort one",
             'Set staleness.staleness_policy="drop", or staleness.lag_of="oldest_token".',
         )
 
@@ -149,22 +153,24 @@ def _check_steps(config: Config) -> None:
         raise SettingError(
             "train.num_steps",
             train.num_steps,
-            f"it is not a multiple of {_steps_of_batch(train)}, and the last batch would stay unfilled",
+            f"it is not a multiple of {_steps_of_batch(train)}, so the last batch would not be complete",
             f"Set it to {train.num_steps - train.num_steps % batch_steps + batch_steps}.",
         )
     if train.warmup_steps > train.num_steps:
         raise SettingError(
             "train.warmup_steps",
             train.warmup_steps,
-            f"the run ends after train.num_steps = {train.num_steps}, before the warm-up does",
-            "Lower it.",
+            f"the warm-up is longer than the run, train.num_steps = {train.num_steps}",
+            f"Set it to {train.num_steps} or less.",
         )
     if 1.0 in train.adam_betas:
-        raise SettingError("train.adam_betas", train.adam_betas, "a decay of 1 never moves", "Give numbers below 1.")
+        raise SettingError(
+            "train.adam_betas", train.adam_betas, "an average with decay 1 never changes", "Give two numbers below 1."
+        )
 
 
 def _steps_of_batch(train: TrainSection) -> str:
-    """The optimizer steps on one selection, as arithmetic."""
+    """Return the number of optimizer steps on one selection as a product of settings."""
     steps = f"train.steps_per_batch = {train.steps_per_batch}"
     epochs = train.epochs_per_batch
     return steps if epochs == 1 else f"{steps} times train.epochs_per_batch = {epochs}"
@@ -180,7 +186,7 @@ def _check_task(config: Config) -> None:
         raise SettingError(
             "evaluation.interval",
             config.evaluation.interval,
-            "there is nothing to evaluate on",
+            "there are no prompts to evaluate on",
             "Set task.eval_data, or evaluation.interval=0.",
         )
     if task.system_prompt and not task.chat_template:
@@ -197,17 +203,18 @@ def _check_hub(hub: HubSection) -> None:
         raise SettingError(
             "hub.dead_after_s",
             hub.dead_after_s,
-            f"every peer would be taken for dead between two heartbeats, hub.heartbeat_s = {hub.heartbeat_s}",
+            f"it is not above hub.heartbeat_s = {hub.heartbeat_s}, so every peer would count as dead between two heartbeats",
             f"Set it to several heartbeats: {5 * hub.heartbeat_s} or more.",
         )
     keys = {"key": hub.key, "learner_key": hub.learner_key, "allowed_keys": hub.allowed_keys}
     for name, path in keys.items():
         if not path and any(keys.values()):
-            given = ", ".join(f"hub.{other}" for other in keys if keys[other])
+            given = [f"hub.{other}" for other in keys if keys[other]]
+            are_set = f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} set"
             raise SettingError(
                 f"hub.{name}",
                 "",
-                f"{given} is set, and the learner and its actors share this file: it takes all three or none",
+                f"{are_set}, and encryption needs hub.key, hub.learner_key and hub.allowed_keys together",
                 "Set it too (`offbeat keygen` says how), or remove the others.",
             )
     for name, address in (("address", hub.address), ("bind", hub.bind)):
@@ -223,7 +230,9 @@ def _check_hub(hub: HubSection) -> None:
 def _is_loopback(setting: str, address: str) -> bool:
     match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5})", address)
     if match is None or int(match[2]) > 65535:
-        raise SettingError(setting, address, "is not an address", "Write tcp://HOST:PORT, for example tcp://127.0.0.1:5700.")
+        raise SettingError(
+            setting, address, "this is not an address", "Write tcp://HOST:PORT, for example tcp://127.0.0.1:5700."
+        )
     return is_loopback(address)
 
 
@@ -232,7 +241,7 @@ def _check_log(log: LogSection) -> None:
         raise SettingError(
             "log.retain_mb",
             log.retain_mb,
-            f"only whole segments are deleted, and one has log.segment_mb = {log.segment_mb}",
+            f"only whole segments are deleted, so it must hold two of log.segment_mb = {log.segment_mb}",
             f"Set it to {2 * log.segment_mb} or more, or lower log.segment_mb.",
         )
 
@@ -244,14 +253,14 @@ def _check_launch(config: Config) -> None:
             "launch.actor_gpus",
             launch.actor_gpus,
             f"it has {len(launch.actor_gpus)} entries for launch.num_actors = {launch.num_actors}",
-            "Give one list of GPUs for each actor, or leave it empty.",
+            "Give one list of GPUs per actor, or leave it empty.",
         )
     if launch.learner_gpus and len(launch.learner_gpus) != launch.learner_processes:
         raise SettingError(
             "launch.learner_gpus",
             launch.learner_gpus,
             f"it has {len(launch.learner_gpus)} entries for launch.learner_processes = {launch.learner_processes}",
-            "Give one GPU for each learner process, or leave it empty.",
+            "Give one GPU per learner process, or leave it empty.",
         )
 
 
@@ -261,7 +270,7 @@ def _check_model_folder(path: str) -> None:
         if not (folder / "config.json").is_file():
             raise SettingError("model.path", path, "the folder has no config.json", "Give a folder in the Hugging Face layout.")
         return
-    # `owner/name` may be on a hub; anything that looks like a path is not.
+    # `owner/name` may be on the Hugging Face Hub; a text that looks like a path cannot be.
     is_hub_name = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) is not None
     if not is_hub_name:
         raise SettingError("model.path", path, "there is no such folder", "Give a model folder or a hub name (owner/name).")
@@ -272,7 +281,7 @@ def _warnings(config: Config) -> list[str]:
     evaluation = config.evaluation
     if evaluation.interval and evaluation.temperature == 0 and evaluation.group_size > 1:
         warnings.append(
-            f"evaluation.group_size = {evaluation.group_size}: greedy completions of one prompt are all the same; set "
-            "evaluation.temperature, or evaluation.group_size=1."
+            f"evaluation.group_size = {evaluation.group_size}: greedy completions of one prompt are all equal; set "
+            "evaluation.temperature above 0, or evaluation.group_size=1."
         )
     return warnings

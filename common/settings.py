@@ -1,6 +1,6 @@
 """A run's settings as text: read from TOML and the command line, written back as TOML, explained one by one.
 
-What each setting is stands in `common.config`; which of them contradict each other, in `common.setting_checks`.
+`common.config` declares the settings; `common.setting_checks` refuses contradictions between them.
 """
 
 import ast
@@ -23,11 +23,11 @@ from offbeat.common.config import Config, Section
 from offbeat.common.objectives import complete
 
 ALIASES = {"staleness.max_off_policy_steps": "max_staleness"}
-"""Settings under the names that users of other systems know them by."""
+"""Names from other systems, as `section.key`, with the key of the setting they stand for."""
 
 
 class SettingError(Exception):
-    """A mistake of the user's: the text names the setting, its value, what is wrong and what to do."""
+    """A mistake of the user; the text names the setting, its value, the problem and the cure."""
 
     def __init__(self, setting: str, value: object, problem: str, cure: str) -> None:
         super().__init__(f"{setting} = {_shown(value)}: {problem}. {cure}")
@@ -40,19 +40,19 @@ class Explanation(NamedTuple):
     setting: str
     """`section.key`."""
     type: str
-    """The values it takes, in words."""
+    """The accepted values, in words."""
     default: str
-    """As TOML."""
+    """The default value, as TOML."""
     text: str
-    """Its docstring."""
+    """The docstring of the setting."""
 
 
 def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The settings of a TOML file, or the defaults without one, with `section.key=value` overrides applied in order.
+    """Return the settings of a TOML file, or the defaults without one, with `section.key=value` overrides applied in order.
 
-    What the objective decides where it is left open is filled in (`common.objectives`).
-    The value of an override is read as TOML; what is not TOML is taken as text, so quotes are rarely needed. Raises
-    `SettingError` for a file that cannot be read, an unknown setting and a value of the wrong type or out of range.
+    Fills in the objective's defaults (`common.objectives`). The value of an override is parsed as TOML; text that is not TOML
+    is taken as a string, so quotes are rarely needed. Raises `SettingError` for a file that cannot be read, an unknown setting
+    and a value of the wrong type or out of range.
     """
     data: dict[str, Any] = {} if path is None else _read_toml(path)
     _replace_aliases(data)
@@ -62,7 +62,7 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
 
 
 def resolved_toml(config: Config) -> str:
-    """Every setting as TOML that `load` reads back as the same config; settings that are None by default are left out."""
+    """Return all settings as TOML that `load` reads back as the same config; leave out those that are None by default."""
     lines: list[str] = []
     for section_name in Config.__struct_fields__:
         section: Section = getattr(config, section_name)
@@ -77,26 +77,26 @@ def resolved_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
-def explain(name: str = "") -> str:
-    """What `explanations` gives, as text for a terminal."""
+def explain(name: str | None = None) -> str:
+    """Return the result of `explanations(name)` as text for a terminal."""
     return "\n\n".join(f"{row.setting} = {row.default}   ({row.type})\n    {row.text}" for row in explanations(name))
 
 
-def explanations(name: str = "") -> list[Explanation]:
-    """The setting `section.key`, or those of a section, or all; `SettingError` when there is none of that name."""
+def explanations(name: str | None = None) -> list[Explanation]:
+    """Describe the setting `section.key`, or those of a section, or all settings; raise `SettingError` for an unknown name."""
     every = [row for section_name in _sections() for row in _explain_section(section_name)]
-    wanted = [row for row in every if name in ("", row.setting, row.setting.split(".")[0])]
-    if not wanted:
+    wanted = [row for row in every if name in (None, row.setting, row.setting.split(".")[0])]
+    if name is not None and not wanted:
         names = [*_sections(), *(row.setting for row in every)]
-        raise SettingError("setting", name, "there is none of that name", _did_you_mean(name, names))
+        raise SettingError("setting", name, "no setting or section has this name", _did_you_mean(name, names))
     return wanted
 
 
 def full_name(key: str) -> str:
-    """The `section.key` of a setting that is named so, or by a key that only one section has, or by an alias.
+    """Return the `section.key` of a setting given by that name, by a key that only one section has, or by an alias.
 
-    A path into a setting that is a table stays: `actor.engine_options.max_num_seqs`. `SettingError` when there is none of
-    that name, or several.
+    A path into a setting that is a table is returned as it is: `actor.engine_options.max_num_seqs`. Raises `SettingError`
+    for an unknown name and for a key that several sections have.
     """
     section_name, dot, name = key.partition(".")
     if key in ALIASES:
@@ -110,14 +110,14 @@ def full_name(key: str) -> str:
         close = difflib.get_close_matches(key, [setting.partition(".")[2] for setting in every], n=1, cutoff=0.5)
         meant = [setting for setting in every if setting.partition(".")[2] in close]
         cure = f"Did you mean {' or '.join(meant)}?" if meant else "`offbeat check --explain` describes all settings."
-        raise SettingError("setting", key, "there is none of that name", cure)
+        raise SettingError("setting", key, "no setting has this name", cure)
     if len(found) > 1:
-        raise SettingError("setting", key, f"there are {len(found)} of that name", f"Write {' or '.join(found)}.")
+        raise SettingError("setting", key, f"{len(found)} sections have a setting of this name", f"Write {' or '.join(found)}.")
     return full_name(found[0])
 
 
 def replace_settings(config: Config, values: Mapping[str, str]) -> Config:
-    """The config with these settings (`section.key`) at other values, each given as text that is read as an override's is.
+    """Return the config with these settings (`section.key`) replaced; values are texts, parsed like those of overrides.
 
     Raises `SettingError` for an unknown setting and a value of the wrong type or out of range.
     """
@@ -132,13 +132,13 @@ def replace_settings(config: Config, values: Mapping[str, str]) -> Config:
 
 
 def setting_text(config: Config, setting: str) -> str:
-    """The value of `section.key` as text that `replace_settings` reads back."""
+    """Return the value of `section.key` as text that `replace_settings` reads back."""
     section_name, _, key = setting.partition(".")
     return _shown(getattr(getattr(config, section_name), key))
 
 
 def is_data_file(source: str) -> bool:
-    """Whether a data setting names a JSONL file rather than a Hugging Face dataset."""
+    """Return True when a data setting names a JSONL file rather than a Hugging Face dataset."""
     path = Path(source).expanduser()
     return path.suffix in (".jsonl", ".json", ".ndjson") or path.is_file()
 
@@ -155,10 +155,10 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        problem = f"cannot be read ({error.strerror})"
+        problem = f"the file cannot be read ({error.strerror})"
         raise SettingError("config file", str(path), problem, "Give the path of a TOML file.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingError("config file", str(path), f"is not TOML: {error}", "Correct the file there.") from error
+        raise SettingError("config file", str(path), f"the file is not valid TOML: {error}", "Correct that line.") from error
 
 
 def _replace_aliases(data: dict[str, Any]) -> None:
@@ -169,29 +169,29 @@ def _replace_aliases(data: dict[str, Any]) -> None:
             continue
         if key in table:
             raise SettingError(
-                alias, table[name], f"it is another name of {section_name}.{key}, which is set too", "Remove one."
+                alias, table[name], f"this is another name of {section_name}.{key}, which is also set", "Remove one of the two."
             )
         table[key] = table.pop(name)
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:
-    """Set one value in the nested tables of a config file; a path may go on into a setting that is a table itself."""
+    """Set one value in the nested tables of a config file; the path may lead into a setting that is itself a table."""
     setting, equals, raw = override.partition("=")
     setting = setting.strip()
     if not equals:
-        raise SettingError("override", override, "has no value", "Write section.key=value.")
+        raise SettingError("override", override, "it has no value", "Write section.key=value.")
     section_name, *path = setting.split(".")
     if setting in ALIASES:
         path = [ALIASES[setting]]
     field = _find_field(section_name, path[0] if path else "")
     value = _parse_value(raw, field)
     if len(path) > 1 and not isinstance(types.type_info(field.type), types.DictType):
-        raise SettingError(setting, value, f"{section_name}.{path[0]} has no parts", "Give the setting one value.")
+        raise SettingError(setting, value, f"{section_name}.{path[0]} is not a table", f"Write {section_name}.{path[0]}=VALUE.")
     table = data
     for key in (section_name, *path[:-1]):
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
-            raise SettingError(setting, value, f"{key} is not a table in the config file", "Correct the file.")
+            raise SettingError(setting, value, f"{key} is not a table in the config file", "Make it a table there.")
     table[path[-1]] = value
 
 
@@ -200,7 +200,7 @@ def _parse_value(raw: str, field: FieldInfo) -> Any:
         parsed = tomllib.loads(f"value = {raw}")
     except tomllib.TOMLDecodeError:
         return raw
-    # More keys than one: the text held a line break, so it was no value.
+    # Text with a line break parses as several keys; then it is a string, not a value.
     value = parsed["value"] if len(parsed) == 1 else raw
     return raw if field.type is str and not isinstance(value, str) else value
 
@@ -208,26 +208,26 @@ def _parse_value(raw: str, field: FieldInfo) -> Any:
 def _find_field(section_name: str, key: str) -> FieldInfo:
     sections = _sections()
     if section_name not in sections:
-        raise SettingError("section", section_name, "there is none of that name", _did_you_mean(section_name, sections))
+        raise SettingError("section", section_name, "no section has this name", _did_you_mean(section_name, sections))
     fields = _fields(section_name)
     if key not in fields:
         elsewhere = [f"{name}.{key}" for name in sections if key in _fields(name)]
         cure = f"Did you mean {elsewhere[0]}?" if elsewhere else _did_you_mean(key, fields, f"{section_name}.")
-        raise SettingError("setting", f"{section_name}.{key}", "there is none of that name", cure)
+        raise SettingError("setting", f"{section_name}.{key}", "no setting has this name", cure)
     return fields[key]
 
 
 def _did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"Did you mean {prefix}{close[0]}?" if close else f"There are: {', '.join(known)}."
+    return f"Did you mean {prefix}{close[0]}?" if close else f"The known names are: {', '.join(known)}."
 
 
 def _convert(data: dict[str, Any]) -> Config:
     sections: dict[str, Section] = {}
     for section_name, table in data.items():
         if not isinstance(table, dict):
-            raise SettingError(section_name, table, "stands outside of any section", "Put it under its [section].")
+            raise SettingError(section_name, table, "it is outside of any section", "Put it under its [section].")
         if section_name not in _sections():
             _find_field(section_name, "")
         values = {key: _convert_value(section_name, _find_field(section_name, key), table[key]) for key in table}
@@ -240,17 +240,17 @@ def _convert_value(section_name: str, field: FieldInfo, value: Any) -> Any:
     if value == "none" and isinstance(accepted, types.UnionType) and accepted.includes_none:
         return None
     setting, cure = f"{section_name}.{field.name}", f"Give {_describe(accepted)}."
-    # TOML has both; nan would pass every comparison with a bound.
+    # TOML has nan and inf; nan would pass every comparison with a bound.
     if isinstance(value, float) and not math.isfinite(value):
-        raise SettingError(setting, value, "is not a finite number", cure)
+        raise SettingError(setting, value, "the number is not finite", cure)
     try:
         return msgspec.convert(value, field.type)
     except msgspec.ValidationError as error:
-        raise SettingError(setting, value, "is not a value that it takes", cure) from error
+        raise SettingError(setting, value, "the value is not accepted", cure) from error
 
 
 def _describe(accepted: types.Type) -> str:
-    """The values that a type takes, in words: "a whole number, at least 1"."""
+    """Return the accepted values in words: "a whole number, at least 1"."""
     match accepted:
         case types.BoolType():
             return "true or false"
@@ -263,9 +263,9 @@ def _describe(accepted: types.Type) -> str:
         case types.LiteralType(values=values):
             return "one of " + ", ".join(_to_toml(value) for value in values)
         case types.VarTupleType(item_type=item) | types.ListType(item_type=item):
-            return f"a list, each of it {_describe(item)}"
+            return f"a list, each entry {_describe(item)}"
         case types.TupleType(item_types=items):
-            return f"a list of {len(items)}, each of it {_describe(items[0])}"
+            return f"a list of {len(items)}, each entry {_describe(items[0])}"
         case types.DictType():
             return "a table"
         case types.UnionType(types=alternatives):
@@ -292,7 +292,7 @@ def _explain_section(section_name: str) -> list[Explanation]:
 
 
 def _docstrings(class_name: str) -> dict[str, str]:
-    """The text below each attribute of a class in `common.config`, its lines joined."""
+    """Return the docstring of each attribute of a class in `common.config`, as one line."""
     tree = ast.parse(inspect.getsource(config_module))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
     docstrings: dict[str, str] = {}
@@ -312,7 +312,7 @@ def _to_toml(value: object) -> str:
         case bool():
             return "true" if value else "false"
         case str():
-            # JSON escapes what TOML must, but for DEL.
+            # JSON escapes all that TOML requires, except DEL.
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
         case int() | float():
             return repr(value)
@@ -321,5 +321,5 @@ def _to_toml(value: object) -> str:
         case dict():
             items = (f"{_to_toml(str(key))} = {_to_toml(item)}" for key, item in value.items())
             return f"{{{', '.join(items)}}}"
-    # What is left of TOML's types: dates and times.
+    # The remaining TOML types: dates and times.
     return str(value)

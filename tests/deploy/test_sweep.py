@@ -126,7 +126,7 @@ def test_what_cannot_be_swept_is_refused_with_the_cure() -> None:
 
 def test_impossible_value_is_refused_before_anything_is_written_and_names_the_run(sweep: Sweep) -> None:
     plan = make_plan(["max_staleness=0,4"], num_seeds=1, first_seed=0)
-    with pytest.raises(SettingError, match=r'run of the sweep = "max_staleness=0/seed=0": .*would wait for ever'):
+    with pytest.raises(SettingError, match=r'run of the sweep = "max_staleness=0/seed=0": .*would wait forever'):
         make_cells(plan, sweep.home / "run.toml", ["weights.interval=2"], sweep.folder)
     assert not sweep.folder.exists()
 

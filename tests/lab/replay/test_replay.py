@@ -286,7 +286,7 @@ def test_request_that_cannot_be_is_refused(run: Path, request_: Request, said: s
 def test_bound_under_which_the_run_would_wait_for_ever_is_refused(run: Path, tmp_path: Path) -> None:
     config = load(run / "config.toml", ["train.steps_per_batch=2"])
     (tmp_path / "config.toml").write_text(resolved_toml(config))
-    with pytest.raises(SettingError, match="the run would wait for ever"):
+    with pytest.raises(SettingError, match="the run would wait forever"):
         replay_run(tmp_path, Request((1, 0)))
 
 
