@@ -1,40 +1,48 @@
-"""What each objective is where its settings are left open: the papers' values, in one table."""
+"""The objectives' own settings: the papers' values in one table, and how they fill settings that are left open."""
 
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from offbeat.common.config import AdvantageSection, Config, LossSection, RewardSection
 
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+"""The mean that token losses are put into."""
+Baseline = Literal["group", "leave_one_out", "critic", "zero"]
+"""The quantity subtracted from a reward."""
 
-class Band(NamedTuple):
-    """A clip band around a ratio of 1."""
+
+class Bounds(NamedTuple):
+    """Bounds of a ratio."""
 
     low: float
+    """Distance below 1 for a clip; the lower bound itself for a correction."""
     high: float
+    """Distance above 1 for a clip; the upper bound itself for a correction."""
 
 
 class Defaults(NamedTuple):
-    """One objective's own settings."""
+    """The settings that one objective's paper gives it."""
 
-    aggregation: str
+    aggregation: Aggregation
     is_sequence_ratio: bool = False
-    band: Band | None = None
-    """Clip band; None: the objective has none."""
-    recomputed_band: Band | None = None
-    """The band against recomputed log-probs, where it is another one."""
+    """The importance ratio is that of a completion; False: each token's own."""
+    band: Bounds | None = None
+    """Clip band; None for an objective that does not clip."""
+    recomputed_band: Bounds | None = None
+    """Clip band against recomputed log-probs; None where `band` serves for both."""
     dual_clip: bool = False
-    """Whether `loss.dual_clip` applies."""
-    baseline: str = "group"
+    """`loss.dual_clip` applies."""
+    baseline: Baseline = "group"
     divide_by_std: bool = True
-    zero_variance: str = "count"
+    zero_variance: Literal["count", "drop"] = "count"
     overlong_share: float = 0.0
     """Share of `rollout.max_new_tokens` that overlong shaping punishes."""
 
 
-_ENGINE_BAND = Band(0.05, 0.05)
+_ENGINE_BAND = Bounds(0.05, 0.05)
 """Far above the numerical noise between engine and learner."""
-_GSPO_BAND = Band(3e-4, 4e-4)
+_GSPO_BAND = Bounds(3e-4, 4e-4)
 """GSPO's paper, section 5.1."""
 
 DEFAULTS: dict[str, Defaults] = {
@@ -44,73 +52,104 @@ DEFAULTS: dict[str, Defaults] = {
     "gspo_token": Defaults(
         "seq-mean-token-mean", is_sequence_ratio=True, band=_ENGINE_BAND, recomputed_band=_GSPO_BAND, dual_clip=True
     ),
-    "grpo": Defaults("seq-mean-token-mean", band=Band(0.2, 0.2), dual_clip=True),
-    "dr_grpo": Defaults("seq-mean-token-sum-norm", band=Band(0.2, 0.2), dual_clip=True, divide_by_std=False),
-    "dapo": Defaults("token-mean", band=Band(0.2, 0.28), dual_clip=True, zero_variance="drop", overlong_share=0.2),
+    "grpo": Defaults("seq-mean-token-mean", band=Bounds(0.2, 0.2), dual_clip=True),
+    "dr_grpo": Defaults("seq-mean-token-sum-norm", band=Bounds(0.2, 0.2), dual_clip=True, divide_by_std=False),
+    "dapo": Defaults("token-mean", band=Bounds(0.2, 0.28), dual_clip=True, zero_variance="drop", overlong_share=0.2),
     "sapo": Defaults("seq-mean-token-mean"),
-    # No lower bound, as in the paper; its upper one is not disclosed: ScaleRL finds caps of 4, 5 and 8 equivalent.
-    "cispo": Defaults("token-mean", band=Band(1.0, 4.0)),
+    # No lower bound, as in the paper, which does not disclose the upper one: ScaleRL finds caps of 4, 5 and 8 equivalent.
+    "cispo": Defaults("token-mean", band=Bounds(1.0, 4.0)),
     "reinforce": Defaults("seq-mean-token-mean"),
-    "ppo": Defaults("token-mean", band=Band(0.2, 0.2), dual_clip=True, baseline="critic", divide_by_std=False),
+    "ppo": Defaults("token-mean", band=Bounds(0.2, 0.2), dual_clip=True, baseline="critic", divide_by_std=False),
 }
-"""By `loss.objective`. Dr. GRPO and DAPO are GRPO's clip with other values, PPO the same clip with a critic."""
+"""By `loss.objective`. Dr. GRPO and DAPO are GRPO's clip with other values; PPO is the same clip with a critic."""
 
-CORRECTION_BANDS: dict[str, Band] = {
-    "token_tis": Band(0.0, 2.0),
-    "sequence_tis": Band(0.0, 2.0),
-    "icepop": Band(0.5, 5.0),
-    "sequence_mask": Band(0.0, 3.0),
-    "geometric_mask": Band(0.999, 1.001),
-    "opsm": Band(0.0, 1e-4),
-    "m2po": Band(0.0, 0.04),
+CORRECTION_BANDS: dict[str, Bounds] = {
+    "token_tis": Bounds(0.0, 2.0),
+    "sequence_tis": Bounds(0.0, 2.0),
+    "icepop": Bounds(0.5, 5.0),
+    "sequence_mask": Bounds(0.0, 3.0),
+    "geometric_mask": Bounds(0.999, 1.001),
+    "opsm": Bounds(0.0, 1e-4),
+    "m2po": Bounds(0.0, 0.04),
 }
-"""By `loss.correction`: bounds of its ratio; for opsm and m2po only the threshold, in `high`."""
+"""By `loss.correction`: bounds of its ratio. opsm and m2po have a threshold instead, in `high`."""
 LOWER_BOUNDED = ("token_tis", "icepop", "sequence_mask", "geometric_mask")
 """Corrections that have a lower bound."""
 
 
 def complete(config: Config) -> Config:
-    """The config with what `loss`, `advantage` and `reward` left open filled in from the tables."""
-    defaults = DEFAULTS[config.loss.objective]
+    """Return the config with every setting that the objective decides and the user left open filled in."""
+    max_new_tokens, objective = config.rollout.max_new_tokens, config.loss.objective
     return msgspec.structs.replace(
         config,
-        loss=_complete_loss(config.loss, defaults, config.rollout.max_new_tokens),
-        advantage=_complete_advantage(config.advantage, defaults),
-        reward=_complete_reward(config.reward, defaults, config.rollout.max_new_tokens),
+        loss=_complete_loss(config.loss, max_new_tokens),
+        advantage=msgspec.structs.replace(
+            config.advantage,
+            baseline=resolve_baseline(config.advantage, objective),
+            divide_by_std=resolve_divide_by_std(config.advantage, objective),
+        ),
+        reward=msgspec.structs.replace(
+            config.reward, overlong_buffer=resolve_overlong_buffer(config.reward, objective, max_new_tokens)
+        ),
     )
 
 
-def _complete_loss(loss: LossSection, defaults: Defaults, max_new_tokens: int) -> LossSection:
-    band = defaults.band
+def resolve_clip(loss: LossSection) -> Bounds | None:
+    """Return the band that the objective clips its ratio to; None for an objective that does not clip."""
+    defaults = DEFAULTS[loss.objective]
+    own = defaults.band
     if defaults.recomputed_band is not None and loss.anchor != "behavior":
-        band = defaults.recomputed_band
-    correction = CORRECTION_BANDS.get(loss.correction)
-    aggregation = loss.aggregation or defaults.aggregation
-    values: dict[str, Any] = {
-        "clip_low": band.low if band is not None and loss.clip_low is None else loss.clip_low,
-        "clip_high": band.high if band is not None and loss.clip_high is None else loss.clip_high,
-        "aggregation": aggregation,
-        "zero_variance": loss.zero_variance or defaults.zero_variance,
-    }
+        own = defaults.recomputed_band
+    return None if own is None else _filled(loss.clip_low, loss.clip_high, own)
+
+
+def resolve_correction(loss: LossSection) -> Bounds | None:
+    """Return the bounds of the correction's ratio, a lower bound of 0 for none; None without a correction."""
+    if loss.correction == "none":
+        return None
+    return _filled(loss.correction_low, loss.correction_high, CORRECTION_BANDS[loss.correction])
+
+
+def resolve_aggregation(loss: LossSection) -> Aggregation:
+    """Return the mean that token losses are put into."""
+    return loss.aggregation or DEFAULTS[loss.objective].aggregation
+
+
+def resolve_baseline(advantage: AdvantageSection, objective: str) -> Baseline:
+    """Return the quantity that is subtracted from rewards."""
+    return advantage.baseline or DEFAULTS[objective].baseline
+
+
+def resolve_divide_by_std(advantage: AdvantageSection, objective: str) -> bool:
+    """Tell if advantages are divided by the group's standard deviation; left open, only with the group's mean as baseline."""
+    if advantage.divide_by_std is not None:
+        return advantage.divide_by_std
+    return resolve_baseline(advantage, objective) == "group" and DEFAULTS[objective].divide_by_std
+
+
+def resolve_overlong_buffer(reward: RewardSection, objective: str, max_new_tokens: int) -> int:
+    """Return the number of tokens before `max_new_tokens` in which a completion is punished for its length."""
+    if reward.overlong_buffer is not None:
+        return reward.overlong_buffer
+    return round(DEFAULTS[objective].overlong_share * max_new_tokens)
+
+
+def _complete_loss(loss: LossSection, max_new_tokens: int) -> LossSection:
+    clip, correction, aggregation = resolve_clip(loss), resolve_correction(loss), resolve_aggregation(loss)
+    # A setting that does not apply to the objective stays as the user wrote it: `check_objective` refuses it.
+    completed = msgspec.structs.replace(
+        loss, aggregation=aggregation, zero_variance=loss.zero_variance or DEFAULTS[loss.objective].zero_variance
+    )
+    if clip is not None:
+        completed = msgspec.structs.replace(completed, clip_low=clip.low, clip_high=clip.high)
+    if correction is not None:
+        completed = msgspec.structs.replace(completed, correction_high=correction.high)
+    if correction is not None and loss.correction in LOWER_BOUNDED:
+        completed = msgspec.structs.replace(completed, correction_low=correction.low)
     if aggregation == "seq-mean-token-sum-norm" and loss.aggregation_length is None:
-        values["aggregation_length"] = max_new_tokens
-    if correction is not None and loss.correction_high is None:
-        values["correction_high"] = correction.high
-    if loss.correction in LOWER_BOUNDED and loss.correction_low is None:
-        values["correction_low"] = CORRECTION_BANDS[loss.correction].low
-    return msgspec.structs.replace(loss, **values)
+        completed = msgspec.structs.replace(completed, aggregation_length=max_new_tokens)
+    return completed
 
 
-def _complete_advantage(advantage: AdvantageSection, defaults: Defaults) -> AdvantageSection:
-    baseline: Any = advantage.baseline or defaults.baseline
-    divide_by_std = advantage.divide_by_std
-    if divide_by_std is None:
-        divide_by_std = baseline == "group" and defaults.divide_by_std
-    return msgspec.structs.replace(advantage, baseline=baseline, divide_by_std=divide_by_std)
-
-
-def _complete_reward(reward: RewardSection, defaults: Defaults, max_new_tokens: int) -> RewardSection:
-    buffer = reward.overlong_buffer
-    if buffer is None:
-        buffer = round(defaults.overlong_share * max_new_tokens)
-    return msgspec.structs.replace(reward, overlong_buffer=buffer)
+def _filled(low: float | None, high: float | None, own: Bounds) -> Bounds:
+    return Bounds(own.low if low is None else low, own.high if high is None else high)

@@ -39,7 +39,7 @@ from offbeat.learner.diagnostics.noise_floor import (
     fit,
     recommend_band,
 )
-from offbeat.learner.objectives.objective import engine_band
+from offbeat.learner.objectives.objective import resolve_objective
 from offbeat.protocols.messages import EngineInfo
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ def calibrate(config: Config, source: Path) -> Calibration:
     every = Differences.join(measured.halves)
     floor = fit(every)
     loss = replace(config.loss, anchor="behavior")
-    band, own = engine_band(loss), DEFAULTS[loss.objective].recomputed_band or DEFAULTS[loss.objective].band
+    band = resolve_objective(loss, max_new_tokens=config.rollout.max_new_tokens).engine_band
+    own = DEFAULTS[loss.objective].recomputed_band or DEFAULTS[loss.objective].band
     checks: list[BandCheck] = []
     recommended: ClipBand | None = None
     if band is not None and own is not None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from offbeat.learner.diagnostics.loss_metrics import lag_bucket
+from offbeat.learner.diagnostics.lag_buckets import lag_bucket
 from offbeat.learner.leases.groups import Group, Rollout
 
 Metrics = dict[str, float | dict[str, int]]

@@ -1,4 +1,4 @@
-"""Bands that objectives clip ratios to, and the weights of corrections."""
+"""The band that an objective clips its ratio to, and the results of a clip and of a correction."""
 
 import math
 from typing import NamedTuple
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 class ClipBand(NamedTuple):
-    """Where an objective clips, and what: see `losses`."""
+    """The bounds of a clipped importance ratio."""
 
     low: float
-    """Clipped below `1 - low`."""
+    """The ratio is clipped below `1 - low`."""
     high: float
-    """Clipped above `1 + high`."""
+    """The ratio is clipped above `1 + high`."""
     is_sequence_ratio: bool
-    """The ratio is that of a completion, else each token's own."""
+    """The ratio is that of a completion; False: each token's own."""
 
     @property
     def log_low(self) -> float:
@@ -27,21 +27,21 @@ class ClipBand(NamedTuple):
         return math.log1p(self.high)
 
 
-class Band(NamedTuple):
-    """The clip of an objective that has one."""
+class ClippedRatio(NamedTuple):
+    """The ratio that an objective clips on a micro-batch, and its bounds."""
 
     log_ratio: Tensor
-    """Log of the ratio that is clipped, `[rows, tokens]`: the token's own, or its row's `log s` in every token."""
+    """Logarithm of the ratio, `[rows, tokens]`: the token's own, or its row's `log s` in every token."""
     clip_low: float
     clip_high: float
 
 
 class Correction(NamedTuple):
-    """What an off-policy correction did to a micro-batch."""
+    """The weights of an off-policy correction on a micro-batch."""
 
     weights: Tensor
-    """What the losses were multiplied by, `[rows, tokens]`, 0 where masked."""
+    """Factors of the token losses, `[rows, tokens]`, 0 where masked."""
     log_rho: Tensor
-    """Log of the token ratio that the weights were made of, before anything was cut off, `[rows, tokens]`."""
+    """Logarithm of the token ratio that the weights are made of, before truncation and masking, `[rows, tokens]`."""
     truncated_at: tuple[float, ...] = ()
-    """The values that weights beyond them were set to; empty for a mask."""
+    """The bounds that weights are truncated to; empty for a mask."""

@@ -1,11 +1,11 @@
-"""Off-policy corrections: constant weights and masks for what lies between the sampling policy and the ratio's anchor.
+"""Off-policy corrections: constant weights and masks for the distance between the sampling policy and the ratio's anchor.
 
-All take `log_rho = numerator - behavior_logprobs`, `[rows, tokens]`, where the numerator is pi_old if the anchor is decoupled
-and pi_theta if not, and `completion_mask`, bool; where that is False `log_rho` may be anything. They return weights
-`[rows, tokens]` float32 that multiply the token losses: detached, 0 outside the mask, always finite (a weight is at most
-e^`LOG_RATIO_BOUND`, whatever `high` is). `rho` is the ratio of a token, `low` and `high` bound it, both included; masks compare
-logarithms, which do not overflow. A token or row of weight 0 has no gradient but still counts in the aggregation's
-denominator: what is left of a batch does not grow louder because the rest was dropped.
+All functions take `log_rho = numerator - behavior_logprobs`, `[rows, tokens]`, where the numerator is pi_old if the anchor is
+decoupled and pi_theta if not, and `completion_mask`, bool; `log_rho` may hold any value where the mask is False. They return
+weights `[rows, tokens]` float32 that multiply the token losses: detached, 0 outside the mask, always finite (a weight is at
+most e^`LOG_RATIO_BOUND`, even if `high` is larger). `rho` is the ratio of a token; `low` and `high` bound it, both included.
+Masks compare logarithms, which do not overflow. A token or row of weight 0 has no gradient but still counts in the
+aggregation's denominator, so dropping a part of a batch does not amplify the rest.
 """
 
 import math
@@ -50,8 +50,7 @@ def sequence_mask(log_rho: Tensor, completion_mask: Tensor, *, low: float, high:
 def geometric_mask(log_rho: Tensor, completion_mask: Tensor, *, low: float, high: float) -> Tensor:
     """1 if `low <= exp(mean_t log rho_t) <= high`, else 0, for all tokens of a row.
 
-    The mean does not grow with the length as the product of `sequence_mask` does, so that long rows are not dropped for
-    being long.
+    Unlike the product of `sequence_mask`, the mean does not grow with the length: long rows are not dropped for their length.
     """
     log_mean = log_sequence_ratio(_masked(log_rho, completion_mask), completion_mask)
     return (completion_mask & _within(log_mean, low, high)).float()
@@ -61,7 +60,7 @@ def opsm(log_rho: Tensor, completion_mask: Tensor, advantages: Tensor, *, thresh
     """0 where the advantage is negative and `mean_t(-log rho_t) > threshold` in the row, else 1.
 
     Off-policy sequence masking of DeepSeek-V3.2, https://arxiv.org/abs/2512.02556: bad completions that the policy has already
-    moved away from teach it nothing. `advantages`: `[rows, tokens]`, anything outside the mask.
+    moved away from teach it nothing. `advantages`: `[rows, tokens]`, any value outside the mask.
     """
     distance = -log_sequence_ratio(_masked(log_rho, completion_mask), completion_mask)
     dropped = (advantages < 0) & (distance > threshold)
@@ -69,20 +68,20 @@ def opsm(log_rho: Tensor, completion_mask: Tensor, advantages: Tensor, *, thresh
 
 
 def m2po_candidates(log_rho: Tensor, completion_mask: Tensor, advantages: Tensor) -> Tensor:
-    """`(log rho)^2` of the tokens that `m2po` may drop, 1-D: those with A > 0 and rho > 1, or A < 0 and rho < 1.
+    """Return `(log rho)^2` of the tokens that `m2po` may drop, 1-D: those with A > 0 and rho > 1, or A < 0 and rho < 1.
 
-    They are the tokens that a clip could act on, which go further in the direction that their advantage pushes to. The
-    caller concatenates them over the global batch for `m2po_cutoff`.
+    A clip could act on these tokens: their ratio is already beyond 1 on the side that their advantage pushes it to. The caller
+    concatenates the result over the global batch for `m2po_cutoff`.
     """
     return log_rho.detach()[_may_drop(log_rho, completion_mask, advantages)].square()
 
 
 def m2po_cutoff(squared_log_rho: Tensor, *, threshold: float) -> float:
-    """The smallest `(log rho)^2` that must go for the mean of the smaller ones to be at most `threshold`; inf if none must.
+    """Return the smallest `(log rho)^2` to drop so that the mean of the kept ones is at most `threshold`; inf to drop none.
 
-    M2PO, https://arxiv.org/abs/2510.01161: the second moment of the log-ratios of a batch is held under a threshold (0.04
-    there) by dropping its largest. `squared_log_rho`: 1-D, the candidates of the whole global batch. The mean is that of the
-    kept candidates; the authors' code clips at the bound it finds instead of dropping, and AReaL counts all tokens.
+    M2PO, https://arxiv.org/abs/2510.01161: dropping the largest log-ratios of a batch holds their second moment under a
+    threshold (0.04 there). `squared_log_rho`: 1-D, the candidates of the whole global batch. The mean is over the kept
+    candidates; the authors' code clips at the bound it finds instead of dropping, and AReaL averages over all tokens.
     """
     ascending = squared_log_rho.double().sort().values
     running_mean = ascending.cumsum(dim=0) / torch.arange(1, len(ascending) + 1, device=ascending.device)
@@ -94,7 +93,7 @@ def m2po_cutoff(squared_log_rho: Tensor, *, threshold: float) -> float:
 def m2po(log_rho: Tensor, completion_mask: Tensor, advantages: Tensor, *, cutoff: float) -> Tensor:
     """0 for the candidates whose `(log rho)^2` is at least `cutoff` (see `m2po_cutoff`), else 1, per token.
 
-    Equal candidates go together, so what is kept never exceeds the threshold. `advantages`: `[rows, tokens]`.
+    Equal candidates are dropped together, so the kept ones never exceed the threshold. `advantages`: `[rows, tokens]`.
     """
     log_rho = _masked(log_rho, completion_mask)
     dropped = _may_drop(log_rho, completion_mask, advantages) & (log_rho.square() >= cutoff)

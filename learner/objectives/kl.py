@@ -1,4 +1,4 @@
-"""Divergence of the policy from a reference: estimates per token, as a loss or in the reward, and its coefficient."""
+"""The KL divergence of the policy from a reference: estimates per token, for the loss or the reward, and its coefficient."""
 
 from typing import Literal, assert_never
 
@@ -14,18 +14,18 @@ KlEstimator = Literal["k1", "k2", "k3"]
 def kl_estimate(
     policy_logprobs: Tensor, reference_logprobs: Tensor, completion_mask: Tensor, *, estimator: KlEstimator
 ) -> Tensor:
-    """An estimate of KL(policy || reference) from each sampled token, `[rows, tokens]`; exactly 0 outside the mask.
+    """Estimate KL(policy || reference) from each sampled token, `[rows, tokens]`; exactly 0 outside the mask.
 
-    With `x = policy_logprobs - reference_logprobs`, the value, its gradient with respect to `policy_logprobs`, and what that
-    is in expectation when the policy itself has sampled:
+    With `x = policy_logprobs - reference_logprobs`, each estimator's value, its gradient with respect to `policy_logprobs`,
+    and the gradient's expectation when the policy itself has sampled:
 
-    - k1: `x`; 1. The value is unbiased, but the gradient has the expectation 0: as a loss k1 is noise. Use it in the reward.
-    - k2: `x^2 / 2`; `x`. The value is biased, the gradient is that of KL(policy || reference).
-    - k3: `exp(-x) - 1 + x`; `1 - exp(-x)`. The value is unbiased and never negative, the gradient is that of
+    - k1: `x`; 1. The value is unbiased, but the gradient has expectation 0: as a loss k1 is noise. Use it in the reward.
+    - k2: `x^2 / 2`; `x`. The value is biased; the gradient is that of KL(policy || reference).
+    - k3: `exp(-x) - 1 + x`; `1 - exp(-x)`. The value is unbiased and never negative; the gradient is that of
       KL(reference || policy). The loss of GRPO, https://arxiv.org/abs/2402.03300, eq. 4.
 
-    All inputs `[rows, tokens]`; log-probs float32, anything outside `completion_mask`. For k3, `x` is clamped from below to
-    `-LOG_RATIO_BOUND`, beyond which there is no gradient.
+    All inputs are `[rows, tokens]`; log-probs float32, any value outside `completion_mask`. For k3, `x` is clamped from below
+    to `-LOG_RATIO_BOUND`, beyond which there is no gradient.
     """
     log_ratio = torch.where(completion_mask, policy_logprobs - reference_logprobs, 0.0)
     match estimator:
@@ -34,7 +34,7 @@ def kl_estimate(
         case "k2":
             return 0.5 * log_ratio.square()
         case "k3":
-            # Both terms, not the exponent alone: the gradient left would be that of the other one, with the wrong sign.
+            # Clamp both terms: with the exponent alone clamped, the gradient of the other would remain, with the wrong sign.
             log_ratio = log_ratio.clamp(min=-LOG_RATIO_BOUND)
             return (-log_ratio).expm1() + log_ratio
         case _:
@@ -51,14 +51,15 @@ def unbiased_kl(
 ) -> Tensor:
     """`rho k` with `rho = exp(policy_logprobs - behavior_logprobs)` and `k` from `kl_estimate`: a KL loss for stale tokens.
 
-    The gradient goes through both: with respect to `policy_logprobs` it is `rho (k + dk/dx)`. Since `E_mu[rho k] = E_pi[k]`,
-    its expectation over tokens that mu sampled is the gradient of `E_pi[k]`, which for k1 and k3 is KL(policy || reference)
-    itself. For k2, `E_pi[k]` is another quantity, near the KL only where the policies are near. The form with k3 is that of
-    DeepSeek-V3.2, https://arxiv.org/abs/2512.02556; some code stops the gradient of rho, which leaves the expectations listed
-    in `kl_estimate`, the wrong ones of k1 and k3 included.
+    The gradient flows through both factors: with respect to `policy_logprobs` it is `rho (k + dk/dx)`. Since
+    `E_mu[rho k] = E_pi[k]`, its expectation over tokens that mu sampled is the gradient of `E_pi[k]`, which for k1 and k3 is
+    KL(policy || reference) itself. For k2, `E_pi[k]` is near the KL only where the policies are near. The form with k3 is that
+    of DeepSeek-V3.2, https://arxiv.org/abs/2512.02556. Some implementations stop the gradient of rho, which leaves the
+    expectations listed in `kl_estimate`, the wrong ones of k1 and k3 included.
 
-    All of this is for a token given those before it: that mu sampled these as well is not corrected. rho is not truncated,
-    which would bring the bias back, but for `LOG_RATIO_BOUND`, beyond which it has no gradient. Shapes as in `kl_estimate`.
+    The correction is for a token given the tokens before it; that mu sampled those as well is not corrected. rho is not
+    truncated, which would bring the bias back, except at `LOG_RATIO_BOUND`, beyond which it has no gradient. Shapes as in
+    `kl_estimate`.
     """
     log_rho = torch.where(completion_mask, policy_logprobs - behavior_logprobs, 0.0)
     token_ratio = log_rho.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
@@ -68,9 +69,9 @@ def unbiased_kl(
 def adapt_kl_coefficient(coefficient: float, measured_kl: float, *, target: float, num_steps: int, horizon: int) -> float:
     """`coefficient (1 + clip(measured_kl / target - 1, -0.2, 0.2) num_steps / horizon)`.
 
-    The proportional controller of https://arxiv.org/abs/1909.08593 with the gain `num_steps / horizon` for its 0.1.
-    `num_steps` counts what was done since the last call in the unit of `horizon`, commonly completions: it takes
-    about `horizon / 0.2` of them to change the coefficient e-fold.
+    The proportional controller of https://arxiv.org/abs/1909.08593 with the gain `num_steps / horizon` in place of its 0.1.
+    `num_steps` and `horizon` have one unit, commonly completions: it takes about `horizon / 0.2` of them to change the
+    coefficient e-fold.
     """
     error = min(0.2, max(-0.2, measured_kl / target - 1))
     return coefficient * (1 + error * num_steps / horizon)

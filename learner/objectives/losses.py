@@ -1,10 +1,10 @@
-"""The objectives: log-probs and advantages in, one loss per token out.
+"""Loss functions of the objectives: log-probs and advantages in, one loss per token out.
 
 All tensors are `[rows, tokens]`, one row per completion, padded on the right: log-probs, advantages and values float32,
-`completion_mask` bool. Where the mask is False the others may be anything, -inf and nan included: loss and gradient are
-exactly 0 there. `A` is the advantage of a token, the same for all of a row unless a critic or a KL in the reward makes it
-vary. Gradients are those of `losses.sum()` with respect to the token's own `policy_logprobs`; `aggregation` then
-weighs the tokens, which multiplies both.
+`completion_mask` bool. Where the mask is False the others may hold any value, -inf and nan included: loss and gradient are
+exactly 0 there. `A` is the advantage of a token. It is the same for all tokens of a row unless a critic or a KL in the reward
+makes it vary. Gradients below are those of `losses.sum()` with respect to the token's own `policy_logprobs`; `aggregation`
+then multiplies losses and gradients by the tokens' weights.
 """
 
 from typing import NamedTuple
@@ -13,18 +13,20 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to plus or minus this before `exp`, which would overflow float32 at 88 (and its square at 44, in
-the gradient norm). Beyond it the ratio stands at e^20 = 4.9e8 or e^-20 and has no gradient: two policies that are so far
-apart on a token that one of them sampled are broken numerics, and one such token would be the whole step."""
+"""Log-ratios are clamped to plus or minus this before `exp`, which overflows float32 at 88 (and its square at 44, in the
+gradient norm). Beyond the bound the ratio is e^20 = 4.9e8 or e^-20 and has no gradient: policies that differ this much on a
+sampled token have broken numerics, and one such token would dominate the step."""
 
 
 class TokenLosses(NamedTuple):
-    """What an objective makes of a micro-batch, each `[rows, tokens]`."""
+    """The losses of a micro-batch's tokens, each tensor `[rows, tokens]`."""
 
     losses: Tensor
     """Differentiable with respect to `policy_logprobs`; exactly 0 outside `completion_mask`."""
     clipped: Tensor
-    """Bool, detached: the tokens with an advantage whose gradient a clip (or `LOG_RATIO_BOUND`) made exactly 0."""
+    """Bool, detached: tokens with an advantage whose gradient a clip (or `LOG_RATIO_BOUND`) made exactly 0."""
+    log_ratio: Tensor | None
+    """Logarithm of the ratio that the band applies to, detached, finite; None for a loss without a band."""
 
 
 def gspo(
@@ -40,16 +42,16 @@ def gspo(
     """`l_it = -min(s_i A_it, clip(s_i, 1 - clip_low, 1 + clip_high) A_it)` with `s_i = exp(mean_t log r_it)`.
 
     `log r_it = policy_logprobs - anchor_logprobs`; the mean runs over the loss tokens of row i: the sequence ratio of GSPO,
-    https://arxiv.org/abs/2507.18071, eq. 5 and 7. It is the same in every token of the row, so that the paper's objective
-    is the mode `seq-mean-token-mean`, under which the gradient with respect to a loss token's log-prob is
-    `-s_i A_i / (N |y_i|)`. It is exactly 0 where the row is clipped, which it is only on the side that its advantage would
-    push it further out to: (A > 0, s > 1 + clip_high) or (A < 0, s < 1 - clip_low).
+    https://arxiv.org/abs/2507.18071, eq. 5 and 7. All tokens of a row have the same ratio, so the paper's objective is the
+    aggregation `seq-mean-token-mean`, under which the gradient with respect to a loss token's log-prob is
+    `-s_i A_i / (N |y_i|)`. The gradient is exactly 0 where the row is clipped: (A > 0, s > 1 + clip_high) or
+    (A < 0, s < 1 - clip_low), the sides that the advantage pushes the ratio to.
 
     With `dual_clip` c > 1 the loss of a negative advantage is also at most `c |A|`, where s > c, and the row has no gradient
-    there: `ppo_clip`'s bound, of the sequence ratio.
+    there: the bound of `ppo_clip`, on the sequence ratio.
 
-    The ratio carries the gradient of its whole row: of what varies within it, advantages or a correction's weights, every
-    token gets the row's mean. Use `gspo_token` where each token must have its own.
+    The ratio carries the gradient of its whole row. Where advantages or a correction's weights vary within a row, every
+    token gets the row's mean; use `gspo_token` where each token must have its own.
     """
     log_of_tokens = log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)
     log_ratio = log_sequence_ratio(log_of_tokens, completion_mask).expand_as(policy_logprobs)
@@ -70,9 +72,9 @@ def gspo_token(
 
     `sg` stops the gradient, so `s_it` has the value of the sequence ratio `s_i` of `gspo` and the gradient `s_i` with
     respect to the token's own log-prob: GSPO-token, https://arxiv.org/abs/2507.18071, eq. 13 to 17. The gradient of a loss
-    token is `-s_i A_it`, 0 where clipped by the sign of its own advantage. With equal advantages in a row, loss, gradient
-    and clipping are those of `gspo` under every aggregation that weighs the tokens of a row alike. `dual_clip` is that of
-    `gspo`, by the sign of the token's own advantage.
+    token is `-s_i A_it`, and 0 where the sign of the token's own advantage clips it. With equal advantages in a row, loss,
+    gradient and clipping equal those of `gspo` under every aggregation that weighs the tokens of a row alike. `dual_clip`
+    works as in `gspo`, by the sign of the token's own advantage.
     """
     log_of_tokens = log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)
     # The difference is exactly 0; adding log s to it last keeps 3e-4 from being rounded beside log-probs of size 10.
@@ -93,11 +95,11 @@ def ppo_clip(
     """`l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` per token, `r = exp(policy_logprobs - anchor_logprobs)`.
 
     The clipped surrogate of PPO, https://arxiv.org/abs/1707.06347, eq. 7. GRPO (https://arxiv.org/abs/2402.03300), DAPO
-    (https://arxiv.org/abs/2503.14476) and Dr. GRPO (https://arxiv.org/abs/2503.20783) are this with other bounds, advantages
-    and aggregations. Gradient: `-r A`, and exactly 0 where (A > 0, r > 1 + clip_high) or (A < 0, r < 1 - clip_low).
+    (https://arxiv.org/abs/2503.14476) and Dr. GRPO (https://arxiv.org/abs/2503.20783) use this loss with other bounds,
+    advantages and aggregations. Gradient: `-r A`, and exactly 0 where (A > 0, r > 1 + clip_high) or (A < 0, r < 1 - clip_low).
 
     With `dual_clip` c > 1 the loss of a negative advantage is also at most `c |A|`, where r > c, and has no gradient there:
-    https://arxiv.org/abs/1912.09729. Other code of that name caps r for both signs, or has c = 1 + 2 `clip_high`.
+    https://arxiv.org/abs/1912.09729. Other implementations cap r for both signs, or set c = 1 + 2 `clip_high`.
     """
     log_ratio = log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)
     return _clipped_losses(log_ratio, completion_mask, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
@@ -114,15 +116,16 @@ def sapo(
 ) -> TokenLosses:
     """`l = -(4 / tau) sigmoid(tau (r - 1)) A`, `r = exp(policy_logprobs - anchor_logprobs)`, tau by the sign of A.
 
-    SAPO, https://arxiv.org/abs/2511.20347. Gradient: `-w r A` with `w = sech^2(tau (r - 1) / 2)`: on-policy that of
-    `ppo_clip`, then smoothly to 0. Only the gradient is normalized so: the value at r = 1 is `-2 A / tau`. There is no clip,
-    `clipped` is all False. (Popular pseudo-code multiplies the gate by r once more, which doubles the ratio.)
+    SAPO, https://arxiv.org/abs/2511.20347. Gradient: `-w r A` with `w = sech^2(tau (r - 1) / 2)`: on-policy it equals that of
+    `ppo_clip`, and it falls smoothly to 0. Only the gradient is normalized this way: the value at r = 1 is `-2 A / tau`.
+    Nothing is clipped: `clipped` is all False. (Popular pseudo-code multiplies the gate by r again, which doubles the ratio.)
     """
     # expm1 keeps the distance of a ratio near 1 from 1, which exp() - 1 rounds.
     distance = _bounded(log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)).expm1()
     tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
     gate = (4 / tau) * torch.sigmoid(tau * distance)
-    return _unclipped(-gate * torch.where(completion_mask, advantages, 0.0))
+    token_losses = -gate * torch.where(completion_mask, advantages, 0.0)
+    return TokenLosses(token_losses, _nowhere(token_losses), None)
 
 
 def cispo(
@@ -136,53 +139,54 @@ def cispo(
 ) -> TokenLosses:
     """`l = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A policy_logprobs`, `r = exp(policy_logprobs - anchor_logprobs)`.
 
-    CISPO, https://arxiv.org/abs/2506.13585, eq. 4 and 5: the clip bounds a weight, `sg` stops its gradient. Gradient:
+    CISPO, https://arxiv.org/abs/2506.13585, eq. 4 and 5: the clip bounds a weight, and `sg` stops its gradient. Gradient:
     `-clip(r) A` in every token, so `clipped` is all False. `clip_low` = 1 means no lower bound, as in the paper's experiments.
-    Some code takes `clip_high` for the bound itself; here the bound is `1 + clip_high`. The value is weighted log-likelihood,
-    not to be compared with another objective's.
+    Some implementations use `clip_high` as the bound itself; here the bound is `1 + clip_high`. The value is a weighted
+    log-likelihood, not comparable with another objective's.
     """
     log_ratio = log_token_ratio(policy_logprobs.detach(), anchor_logprobs, completion_mask)
     weight = _bounded(log_ratio).exp().clamp(1 - clip_low, 1 + clip_high)
-    return _unclipped(weight * reinforce(policy_logprobs, completion_mask, advantages).losses)
+    token_losses = weight * reinforce(policy_logprobs, completion_mask, advantages).losses
+    return TokenLosses(token_losses, _nowhere(token_losses), log_ratio)
 
 
 def reinforce(policy_logprobs: Tensor, completion_mask: Tensor, advantages: Tensor) -> TokenLosses:
     """`l = -A policy_logprobs`: the policy gradient as if the policy itself had sampled; gradient `-A` in every token.
 
-    Williams 1992, without any ratio: what an objective gains from its ratio is what it gains over this one.
+    Williams 1992, without an importance ratio: the baseline that shows the gain of an objective's ratio.
     """
     logprobs = torch.where(completion_mask, policy_logprobs, 0.0)
-    return _unclipped(-torch.where(completion_mask, advantages, 0.0) * logprobs)
+    token_losses = -torch.where(completion_mask, advantages, 0.0) * logprobs
+    return TokenLosses(token_losses, _nowhere(token_losses), None)
 
 
 def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, completion_mask: Tensor, *, value_clip: float | None
+    values: Tensor, frozen_values: Tensor, returns: Tensor, completion_mask: Tensor, *, value_clip: float | None
 ) -> Tensor:
-    """`1/2 max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2)` per token, `[rows, tokens]`.
+    """`1/2 max((V - R)^2, (clip(V, V_0 - value_clip, V_0 + value_clip) - R)^2)` per token, `[rows, tokens]`.
 
-    `values` V are the critic's, `old_values` V_old those before the update, `returns` R what they should be; `value_clip`
-    None leaves the second square out. Gradient with respect to V: `V - R`, and exactly 0 where the clipped square is the
-    larger. Exactly 0 outside `completion_mask`. The clip is in the code of PPO, not in its paper
-    (https://arxiv.org/abs/1707.06347, eq. 9).
+    `values` are the critic's V, `frozen_values` V_0 the critic's before the update, `returns` the targets R. `value_clip` None
+    leaves the second square out. Gradient with respect to V: `V - R`, and exactly 0 where the clipped square is the larger.
+    Exactly 0 outside `completion_mask`. The clip is in PPO's code, not in its paper (https://arxiv.org/abs/1707.06347, eq. 9).
     """
     values = torch.where(completion_mask, values, 0.0)
     returns = torch.where(completion_mask, returns, 0.0)
     error = values - returns
     if value_clip is not None:
-        old_values = torch.where(completion_mask, old_values, 0.0)
-        clipped_error = values.detach().clamp(old_values - value_clip, old_values + value_clip) - returns
+        frozen_values = torch.where(completion_mask, frozen_values, 0.0)
+        clipped_error = values.detach().clamp(frozen_values - value_clip, frozen_values + value_clip) - returns
         error = torch.where(clipped_error.abs() > error.detach().abs(), clipped_error, error)
     return 0.5 * error.square()
 
 
 def log_token_ratio(policy_logprobs: Tensor, anchor_logprobs: Tensor, completion_mask: Tensor) -> Tensor:
-    """`log r_it`, `[rows, tokens]`; 0 outside the mask."""
+    """Return `log r_it`, `[rows, tokens]`; 0 outside the mask."""
     # Neutralize padding before exp(): masking only afterwards leaves 0 * nan in the backward pass.
     return torch.where(completion_mask, policy_logprobs - anchor_logprobs, 0.0)
 
 
 def log_sequence_ratio(log_of_tokens: Tensor, completion_mask: Tensor) -> Tensor:
-    """`log s_i`: the mean of `log_token_ratio` over the loss tokens, `[rows, 1]`; 0 for a row without any."""
+    """Return `log s_i`, the mean of `log_token_ratio` over the loss tokens, `[rows, 1]`; 0 for a row without loss tokens."""
     return log_of_tokens.sum(dim=-1, keepdim=True) / completion_mask.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
@@ -199,21 +203,21 @@ def _clipped_losses(
     clip_high: float,
     dual_clip: float | None,
 ) -> TokenLosses:
-    """`-min(ratio A, clip(ratio) A)`, whatever the ratio is of; `log_ratio` finite everywhere."""
+    """`-min(ratio A, clip(ratio) A)` for the ratio of a token or of a row; `log_ratio` is finite everywhere."""
     advantages = torch.where(completion_mask, advantages, 0.0)
     positive, negative = advantages > 0, advantages < 0
     ratio = _bounded(log_ratio).exp()
-    # The bound that a clipped ratio stands at. min() spelled out: torch.minimum() splits the gradient where both are equal.
+    # The value of a clipped ratio. min() spelled out: torch.minimum() splits the gradient where both are equal.
     limit = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
     clipped = (positive & (ratio > limit)) | (negative & (ratio < limit))
     if dual_clip is not None:
         above = negative & (ratio > dual_clip)
         limit = torch.where(above, dual_clip, limit)
         clipped = clipped | above
-    losses = -torch.where(clipped, limit, ratio) * advantages
+    token_losses = -torch.where(clipped, limit, ratio) * advantages
     out_of_bounds = (positive | negative) & (log_ratio.abs() > LOG_RATIO_BOUND)
-    return TokenLosses(losses, clipped | out_of_bounds)
+    return TokenLosses(token_losses, clipped | out_of_bounds, log_ratio.detach())
 
 
-def _unclipped(losses: Tensor) -> TokenLosses:
-    return TokenLosses(losses, torch.zeros_like(losses, dtype=torch.bool))
+def _nowhere(token_losses: Tensor) -> Tensor:
+    return torch.zeros_like(token_losses, dtype=torch.bool)

@@ -1,26 +1,29 @@
-"""The configured objective: which of the functions in `losses` and `corrections` a run uses, and with what."""
+"""The configured objective: its loss function, correction and aggregation, with every value decided."""
 
-from typing import NamedTuple, assert_never
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, assert_never
 
 import torch
 from torch import Tensor
 
 from offbeat.common.config import LossSection
-from offbeat.common.objectives import DEFAULTS
+from offbeat.common.objectives import DEFAULTS, Aggregation, resolve_aggregation, resolve_clip, resolve_correction
 from offbeat.learner.objectives import corrections, losses
-from offbeat.learner.objectives.bands import Band, ClipBand, Correction
-from offbeat.learner.objectives.losses import TokenLosses, log_sequence_ratio, log_token_ratio
+from offbeat.learner.objectives.aggregation import denominator
+from offbeat.learner.objectives.bands import ClipBand, ClippedRatio, Correction
+from offbeat.learner.objectives.losses import TokenLosses
 
 
 class PolicyLogprobs(NamedTuple):
-    """What the policies of one micro-batch say of its tokens, each `[rows, tokens]` float32."""
+    """Log-probs of a micro-batch's tokens under each policy, each `[rows, tokens]` float32."""
 
     policy: Tensor
-    """pi_theta: the one with a gradient."""
+    """Under pi_theta; the only one with a gradient."""
     behavior: Tensor
-    """mu."""
+    """Under mu."""
     proximal: Tensor | None
-    """pi_old, where the anchor is one."""
+    """Under pi_old; None with the anchor `behavior`."""
 
     @property
     def anchor(self) -> Tensor:
@@ -29,85 +32,217 @@ class PolicyLogprobs(NamedTuple):
 
     @property
     def log_rho(self) -> Tensor:
-        """What a correction is for: `log pi_old/mu`, or `log pi_theta/mu` without pi_old. Detached."""
+        """The ratio that a correction bounds: `log pi_old/mu`, or `log pi_theta/mu` without pi_old. Detached."""
         numerator = self.policy if self.proximal is None else self.proximal
         return numerator.detach() - self.behavior
 
 
-def token_losses(loss: LossSection, logprobs: PolicyLogprobs, completion_mask: Tensor, advantages: Tensor) -> TokenLosses:
-    """The losses of `loss.objective`, before any correction; `advantages`: `[rows, tokens]`."""
-    inputs = (logprobs.policy, logprobs.anchor, completion_mask, advantages)
+class ClippedLoss(Protocol):
+    """A loss function with a clip band: `losses.gspo`, `losses.gspo_token` or `losses.ppo_clip`."""
+
+    def __call__(
+        self,
+        policy_logprobs: Tensor,
+        anchor_logprobs: Tensor,
+        completion_mask: Tensor,
+        advantages: Tensor,
+        *,
+        clip_low: float,
+        clip_high: float,
+        dual_clip: float | None,
+    ) -> TokenLosses: ...
+
+
+@dataclass(frozen=True)
+class ClippedSurrogate:
+    """A loss whose clip takes the gradient of tokens or rows beyond the band."""
+
+    function: ClippedLoss
+    band: ClipBand
+    dual_clip: float | None
+    """Bound of the ratio where the advantage is negative; None for no bound."""
+
+
+@dataclass(frozen=True)
+class Cispo:
+    """`losses.cispo`, whose band bounds a weight: no token loses its gradient."""
+
+    band: ClipBand
+
+
+@dataclass(frozen=True)
+class Sapo:
+    """`losses.sapo`, which has no band."""
+
+    tau_positive: float
+    tau_negative: float
+
+
+@dataclass(frozen=True)
+class Reinforce:
+    """`losses.reinforce`, which has no ratio."""
+
+
+TokenLoss = ClippedSurrogate | Cispo | Sapo | Reinforce
+"""A loss function with its parameters."""
+
+
+@dataclass(frozen=True)
+class CorrectionRule:
+    """A correction with its bounds."""
+
+    name: Literal["token_tis", "sequence_tis", "icepop", "sequence_mask", "geometric_mask", "opsm", "m2po"]
+    """The function of `corrections`."""
+    low: float
+    """Lower bound of the ratio; 0 where the correction has none."""
+    high: float
+    """Upper bound of the ratio; the threshold of opsm and m2po."""
+
+
+class Evaluation(NamedTuple):
+    """The objective on a micro-batch."""
+
+    losses: Tensor
+    """Token losses times the correction's weights, `[rows, tokens]`, with a gradient; 0 outside the mask."""
+    clipped: Tensor
+    """`TokenLosses.clipped`."""
+    clipped_ratio: ClippedRatio | None
+    """None for an objective that does not clip."""
+    correction: Correction | None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A run's objective. Its settings are those of `[loss]`, with the objective's own values where they are left open."""
+
+    token_loss: TokenLoss
+    anchor: Literal["behavior", "proximal", "decoupled"]
+    """The policy in the denominator of the importance ratio."""
+    correction: CorrectionRule | None
+    aggregation: Aggregation
+    aggregation_length: int
+    """The constant L that `seq-mean-token-sum-norm` divides by; other aggregations ignore it."""
+    entropy_coef: float
+    """Factor of the entropy bonus; 0 for none."""
+
+    @property
+    def needs_proximal(self) -> bool:
+        """The policy's log-probs before the update enter the loss."""
+        return self.anchor != "behavior"
+
+    @property
+    def band(self) -> ClipBand | None:
+        """The band that the ratio is clipped to; None for an objective that does not clip."""
+        return self.token_loss.band if isinstance(self.token_loss, ClippedSurrogate | Cispo) else None
+
+    @property
+    def engine_band(self) -> ClipBand | None:
+        """The band beyond which tokens lose their gradient for the noise of engine log-probs.
+
+        None where the ratio's denominator is recomputed, and where the clip takes no gradient.
+        """
+        if isinstance(self.token_loss, ClippedSurrogate) and self.anchor == "behavior":
+            return self.token_loss.band
+        return None
+
+    def evaluate(
+        self, logprobs: PolicyLogprobs, completion_mask: Tensor, advantages: Tensor, *, m2po_cutoff: float = math.inf
+    ) -> Evaluation:
+        """Return the corrected token losses of a micro-batch, and what the clip and the correction did to them.
+
+        `completion_mask` and `advantages`: `[rows, tokens]`. `m2po_cutoff` is that of the whole optimizer step
+        (`corrections.m2po_cutoff`); other corrections ignore it.
+        """
+        token_losses, clipped, log_ratio = self._token_losses(logprobs, completion_mask, advantages)
+        correction = self._correct(logprobs, completion_mask, advantages, m2po_cutoff)
+        if correction is not None:
+            token_losses = token_losses * correction.weights
+        clipped_ratio = None
+        if self.band is not None and log_ratio is not None:
+            clipped_ratio = ClippedRatio(log_ratio, self.band.low, self.band.high)
+        return Evaluation(token_losses, clipped, clipped_ratio, correction)
+
+    def denominator(self, *, num_rows: int, num_tokens: int) -> float:
+        """Return the divisor of an optimizer step's summed loss: see `aggregation.denominator`."""
+        return denominator(self.aggregation, num_rows=num_rows, num_tokens=num_tokens, length=self.aggregation_length)
+
+    def _token_losses(self, logprobs: PolicyLogprobs, completion_mask: Tensor, advantages: Tensor) -> TokenLosses:
+        inputs = (logprobs.policy, logprobs.anchor, completion_mask, advantages)
+        match self.token_loss:
+            case ClippedSurrogate(function, band, dual_clip):
+                return function(*inputs, clip_low=band.low, clip_high=band.high, dual_clip=dual_clip)
+            case Cispo(band):
+                return losses.cispo(*inputs, clip_low=band.low, clip_high=band.high)
+            case Sapo(tau_positive, tau_negative):
+                return losses.sapo(*inputs, tau_positive=tau_positive, tau_negative=tau_negative)
+            case Reinforce():
+                return losses.reinforce(logprobs.policy, completion_mask, advantages)
+            case _:
+                assert_never(self.token_loss)
+
+    def _correct(
+        self, logprobs: PolicyLogprobs, completion_mask: Tensor, advantages: Tensor, m2po_cutoff: float
+    ) -> Correction | None:
+        if self.correction is None:
+            return None
+        log_rho = torch.where(completion_mask, logprobs.log_rho, 0.0)
+        low, high = self.correction.low, self.correction.high
+        truncated_at: tuple[float, ...] = ()
+        match self.correction.name:
+            case "token_tis":
+                weights, truncated_at = corrections.token_tis(log_rho, completion_mask, low=low, high=high), (low, high)
+            case "sequence_tis":
+                weights, truncated_at = corrections.sequence_tis(log_rho, completion_mask, high=high), (high,)
+            case "icepop":
+                weights = corrections.icepop(log_rho, completion_mask, low=low, high=high)
+            case "sequence_mask":
+                weights = corrections.sequence_mask(log_rho, completion_mask, low=low, high=high)
+            case "geometric_mask":
+                weights = corrections.geometric_mask(log_rho, completion_mask, low=low, high=high)
+            case "opsm":
+                weights = corrections.opsm(log_rho, completion_mask, advantages, threshold=high)
+            case "m2po":
+                weights = corrections.m2po(log_rho, completion_mask, advantages, cutoff=m2po_cutoff)
+            case _:
+                assert_never(self.correction.name)
+        return Correction(weights, log_rho, truncated_at)
+
+
+def resolve_objective(loss: LossSection, *, max_new_tokens: int) -> Objective:
+    """Return the objective of these settings; those left open take the objective's own values (`common.objectives`)."""
+    bounds = resolve_correction(loss)
+    correction = None
+    if loss.correction != "none" and bounds is not None:
+        correction = CorrectionRule(loss.correction, bounds.low, bounds.high)
+    return Objective(
+        token_loss=_resolve_token_loss(loss),
+        anchor=loss.anchor,
+        correction=correction,
+        aggregation=resolve_aggregation(loss),
+        aggregation_length=loss.aggregation_length or max_new_tokens,
+        entropy_coef=loss.entropy_coef,
+    )
+
+
+def _resolve_token_loss(loss: LossSection) -> TokenLoss:
     match loss.objective:
         case "gspo":
-            return losses.gspo(*inputs, **_clip(loss), dual_clip=loss.dual_clip)
+            return ClippedSurrogate(losses.gspo, _resolve_band(loss), loss.dual_clip)
         case "gspo_token":
-            return losses.gspo_token(*inputs, **_clip(loss), dual_clip=loss.dual_clip)
+            return ClippedSurrogate(losses.gspo_token, _resolve_band(loss), loss.dual_clip)
         case "grpo" | "dr_grpo" | "dapo" | "ppo":
-            return losses.ppo_clip(*inputs, **_clip(loss), dual_clip=loss.dual_clip)
+            return ClippedSurrogate(losses.ppo_clip, _resolve_band(loss), loss.dual_clip)
         case "sapo":
-            return losses.sapo(*inputs, tau_positive=loss.tau_positive, tau_negative=loss.tau_negative)
+            return Sapo(loss.tau_positive, loss.tau_negative)
         case "cispo":
-            return losses.cispo(*inputs, **_clip(loss))
+            return Cispo(_resolve_band(loss))
         case "reinforce":
-            return losses.reinforce(logprobs.policy, completion_mask, advantages)
+            return Reinforce()
         case _:
             assert_never(loss.objective)
 
 
-def band(loss: LossSection, logprobs: PolicyLogprobs, completion_mask: Tensor) -> Band | None:
-    """The ratio that the objective clips, and where; None if it does not."""
-    if DEFAULTS[loss.objective].band is None:
-        return None
-    log_ratio = log_token_ratio(logprobs.policy.detach(), logprobs.anchor, completion_mask)
-    if DEFAULTS[loss.objective].is_sequence_ratio:
-        log_ratio = log_sequence_ratio(log_ratio, completion_mask).expand_as(log_ratio)
-    return Band(log_ratio, **_clip(loss))
-
-
-def engine_band(loss: LossSection) -> ClipBand | None:
-    """Where the objective clips a ratio to engine log-probs, so that their noise is clipped too; None where it does not."""
-    defaults = DEFAULTS[loss.objective]
-    # CISPO's band bounds a weight: nothing loses its gradient.
-    if defaults.band is None or loss.objective == "cispo" or loss.anchor != "behavior":
-        return None
-    assert loss.clip_low is not None and loss.clip_high is not None, "the config is not complete (common.objectives)"
-    return ClipBand(loss.clip_low, loss.clip_high, defaults.is_sequence_ratio)
-
-
-def correction(
-    loss: LossSection, logprobs: PolicyLogprobs, completion_mask: Tensor, advantages: Tensor, *, m2po_cutoff: float
-) -> Correction | None:
-    """The weights of `loss.correction`; None for none. `m2po_cutoff` is over the whole step: `corrections.m2po_cutoff`."""
-    if loss.correction == "none":
-        return None
-    log_rho = torch.where(completion_mask, logprobs.log_rho, 0.0)
-    low, high = loss.correction_low, loss.correction_high
-    assert high is not None, "the config is not complete (common.objectives)"
-    truncated_at: tuple[float, ...] = ()
-    match loss.correction:
-        case "token_tis":
-            assert low is not None
-            weights, truncated_at = corrections.token_tis(log_rho, completion_mask, low=low, high=high), (low, high)
-        case "sequence_tis":
-            weights, truncated_at = corrections.sequence_tis(log_rho, completion_mask, high=high), (high,)
-        case "icepop":
-            assert low is not None
-            weights = corrections.icepop(log_rho, completion_mask, low=low, high=high)
-        case "sequence_mask":
-            assert low is not None
-            weights = corrections.sequence_mask(log_rho, completion_mask, low=low, high=high)
-        case "geometric_mask":
-            assert low is not None
-            weights = corrections.geometric_mask(log_rho, completion_mask, low=low, high=high)
-        case "opsm":
-            weights = corrections.opsm(log_rho, completion_mask, advantages, threshold=high)
-        case "m2po":
-            weights = corrections.m2po(log_rho, completion_mask, advantages, cutoff=m2po_cutoff)
-        case _:
-            assert_never(loss.correction)
-    return Correction(weights, log_rho, truncated_at)
-
-
-def _clip(loss: LossSection) -> dict[str, float]:
-    assert loss.clip_low is not None and loss.clip_high is not None, "the config is not complete (common.objectives)"
-    return {"clip_low": loss.clip_low, "clip_high": loss.clip_high}
+def _resolve_band(loss: LossSection) -> ClipBand:
+    bounds = resolve_clip(loss)
+    assert bounds is not None, f"common.objectives.DEFAULTS has no clip band for {loss.objective}"
+    return ClipBand(bounds.low, bounds.high, DEFAULTS[loss.objective].is_sequence_ratio)

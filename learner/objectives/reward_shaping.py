@@ -1,4 +1,4 @@
-"""Rewards as the advantages see them: punished for length, normalized, clipped.
+"""Reward shaping: the task's rewards become those that advantages are made of: punished for length, normalized, clipped.
 
 All arrays of rewards are float64 `[num_groups, group_size]`, one row per prompt.
 """
@@ -10,28 +10,30 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.common.config import RewardSection
+from offbeat.common.objectives import resolve_overlong_buffer
 from offbeat.common.settings import SettingError
 from offbeat.common.user_functions import load_function, located
 
 LengthPenalty = Callable[[NDArray[np.int64], int], NDArray[np.float64]]
-"""`(lengths [completions], max_new_tokens) -> what is added to their rewards [completions]`, usually not above 0."""
+"""`(lengths [completions], max_new_tokens) -> numbers to add to the rewards [completions]`, usually not above 0."""
 
 Population = Literal["none", "group", "batch", "running"]
-"""The rewards that a moment is of: those of one prompt, of the optimizer step, or of the run so far."""
+"""The rewards that a mean or a standard deviation is taken over: of one prompt, of the optimizer step, or of the run so far."""
 
 
 class RunningMoments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Mean and spread of all rewards of a run so far; part of its checkpoint."""
+    """Mean and spread of a run's rewards so far; part of its checkpoint."""
 
     count: int = 0
-    """Rewards seen."""
+    """Number of rewards."""
     mean: float = 0.0
-    """Their mean; 0 before the first."""
+    """Mean reward; 0 before the first."""
     squares: float = 0.0
-    """The sum of their squared distances from the mean."""
+    """Sum of the rewards' squared distances from the mean."""
 
-    def updated(self, values: NDArray[np.float64]) -> "RunningMoments":
-        """The moments after these too, whatever their shape: Chan, Golub and LeVeque's formula for two sets of numbers."""
+    def add(self, values: NDArray[np.float64]) -> "RunningMoments":
+        """Return the moments with these values of any shape added: the formula of Chan, Golub and LeVeque for two sets."""
         if not values.size:
             return self
         mean, squares = (moment.item() for moment in _moments(values.reshape(1, -1)))
@@ -49,8 +51,24 @@ class RunningMoments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (self.squares / max(1, self.count - 1)) ** 0.5
 
 
+class RewardShaping(NamedTuple):
+    """How the rewards of a run are shaped."""
+
+    max_new_tokens: int
+    """Longest completion."""
+    overlong_buffer: int
+    """Tokens before `max_new_tokens` in which completions are punished; 0 for no punishment."""
+    overlong_penalty: float
+    """Punishment of a completion of `max_new_tokens`."""
+    length_penalty: LengthPenalty | None
+    norm_mean: Population
+    norm_std: Population
+    clip: float | None
+    """Largest absolute reward; None for no bound."""
+
+
 class ShapedRewards(NamedTuple):
-    """What `shape_rewards` makes of the rewards of one optimizer step."""
+    """The shaped rewards of one optimizer step."""
 
     rewards: NDArray[np.float64]
     """`[num_groups, group_size]`."""
@@ -58,51 +76,59 @@ class ShapedRewards(NamedTuple):
     """The moments to continue with."""
 
 
-def shape_rewards(
-    rewards: NDArray[np.float64],
-    lengths: NDArray[np.int64],
-    *,
-    max_new_tokens: int,
-    overlong_buffer: int,
-    overlong_penalty: float,
-    length_penalty: LengthPenalty | None,
-    norm_mean: Population,
-    norm_std: Population,
-    clip: float | None,
-    running: RunningMoments,
-) -> ShapedRewards:
-    """The task's rewards, plus penalties, normalized, clipped: in this order.
+def resolve_reward_shaping(reward: RewardSection, *, objective: str, max_new_tokens: int) -> RewardShaping:
+    """Return the shaping of these settings; those left open take the objective's own values.
 
-    Penalties come first, because they are part of what the task rewards and are stated in its units: normalized rewards
-    would make one and the same penalty weigh more in an easy batch than in a hard one. The clip comes last, because it
-    bounds what the advantages are made of, whatever the normalization made of an outlier.
+    Loads the user's length penalty. Raises `SettingError` if there is no such function.
+    """
+    return RewardShaping(
+        max_new_tokens=max_new_tokens,
+        overlong_buffer=resolve_overlong_buffer(reward, objective, max_new_tokens),
+        overlong_penalty=reward.overlong_penalty,
+        length_penalty=load_length_penalty(reward.length_penalty) if reward.length_penalty else None,
+        norm_mean=reward.norm_mean,
+        norm_std=reward.norm_std,
+        clip=reward.clip,
+    )
+
+
+def shape_rewards(
+    rewards: NDArray[np.float64], lengths: NDArray[np.int64], shaping: RewardShaping, *, running: RunningMoments
+) -> ShapedRewards:
+    """Add penalties to the task's rewards, normalize them and clip them, in this order.
+
+    Penalties come first because they are part of the task and are stated in its units: after normalization the same penalty
+    would weigh more in an easy batch than in a hard one. The clip comes last because it bounds the rewards that advantages
+    are made of, even an outlier that the normalization made larger.
 
     `rewards`, `lengths`: `[num_groups, group_size]`, all completions of one optimizer step, of all ranks; `lengths` in
-    completion tokens. An `overlong_buffer` of 0, no `length_penalty` and no `clip` mean none of it. Where `norm_mean` or
-    `norm_std` is "running" the moments are updated before they are used, so that the first step's rewards are normalized too;
-    otherwise `running` is handed back as it was.
+    completion tokens. Where `norm_mean` or `norm_std` is "running" the moments are updated before they are used, so the first
+    step's rewards are normalized too; otherwise `running` is returned unchanged.
     """
     rewards = rewards + overlong_punishment(
-        lengths, max_new_tokens=max_new_tokens, buffer_tokens=overlong_buffer, penalty=overlong_penalty
+        lengths,
+        max_new_tokens=shaping.max_new_tokens,
+        buffer_tokens=shaping.overlong_buffer,
+        penalty=shaping.overlong_penalty,
     )
-    if length_penalty is not None:
-        rewards = rewards + length_penalty(lengths.reshape(-1), max_new_tokens).reshape(lengths.shape)
-    if "running" in (norm_mean, norm_std):
-        running = running.updated(rewards)
-    rewards = normalize_rewards(rewards, mean_of=norm_mean, std_of=norm_std, running=running)
-    if clip is not None:
-        rewards = clip_rewards(rewards, limit=clip)
+    if shaping.length_penalty is not None:
+        rewards = rewards + shaping.length_penalty(lengths.reshape(-1), shaping.max_new_tokens).reshape(lengths.shape)
+    if "running" in (shaping.norm_mean, shaping.norm_std):
+        running = running.add(rewards)
+    rewards = normalize_rewards(rewards, mean_of=shaping.norm_mean, std_of=shaping.norm_std, running=running)
+    if shaping.clip is not None:
+        rewards = clip_rewards(rewards, limit=shaping.clip)
     return ShapedRewards(rewards, running)
 
 
 def overlong_punishment(
     lengths: NDArray[np.int64], *, max_new_tokens: int, buffer_tokens: int, penalty: float
 ) -> NDArray[np.float64]:
-    """What completions of these lengths lose, in the shape of `lengths`, between `-penalty` and 0.
+    """`penalty * clip((max_new_tokens - buffer_tokens - length) / buffer_tokens, -1, 0)`, in the shape of `lengths`.
 
-    `penalty * clip((max_new_tokens - buffer_tokens - length) / buffer_tokens, -1, 0)`: DAPO's soft overlong punishment,
-    https://arxiv.org/abs/2503.14476, eq. 13, whose penalty is 1. It begins where the buffer does and is whole at
-    `max_new_tokens`, whether the completion was cut off there or ended by itself. A buffer of 0 punishes nothing.
+    DAPO's soft overlong punishment, https://arxiv.org/abs/2503.14476, eq. 13, whose penalty is 1. The punishment starts at the
+    first token of the buffer and reaches `-penalty` at `max_new_tokens`, for completions that were cut off there and for those
+    that ended there. A buffer of 0 punishes nothing.
     """
     tokens_to_buffer = max_new_tokens - buffer_tokens - lengths
     return penalty * np.clip(tokens_to_buffer / max(1, buffer_tokens), -1.0, 0.0)
@@ -118,11 +144,11 @@ def normalize_rewards(
 ) -> NDArray[np.float64]:
     """`(R - mean) / (std + epsilon)`, the mean of one population and the unbiased standard deviation of the same or another.
 
-    A population is each `group` by itself, the whole `batch` that `rewards` are, or `running`, which the caller has updated
-    with these rewards. `none` subtracts nothing, or divides by nothing.
+    A population is each `group` by itself, the whole `batch` in `rewards`, or `running`, which the caller has updated with
+    these rewards. `none` subtracts nothing, or divides by nothing.
 
-    Where all rewards that the standard deviation is of are equal there is nothing to scale by, and nothing is divided: shifted
-    by their own mean they are exactly 0. No paper defines this step; popular code divides by epsilon there.
+    A standard deviation of 0 divides nothing: equal rewards shifted by their own mean are exactly 0. No paper defines this
+    step; popular code divides by epsilon there.
     """
     mean, _ = _mean_and_std(rewards, mean_of, running)
     _, std = _mean_and_std(rewards, std_of, running)
@@ -130,21 +156,21 @@ def normalize_rewards(
 
 
 def clip_rewards(rewards: NDArray[np.float64], *, limit: float) -> NDArray[np.float64]:
-    """The rewards, none further from 0 than `limit`."""
+    """Clip rewards to plus or minus `limit`."""
     return np.clip(rewards, -limit, limit)
 
 
 def load_length_penalty(path: str) -> LengthPenalty:
-    """The user's function that `module:function` names; the current folder is on the import path.
+    """Return the user's function `module:function`, with its results checked; the current folder is on the import path.
 
-    Raises `SettingError` about `reward.length_penalty` if there is no such function, and so does what it returns when it
-    is called and the user's function fails, or returns anything but one finite number per completion.
+    Raises `SettingError` about `reward.length_penalty` if there is no such function. The returned function raises the same
+    error when the user's function fails, or returns anything but one finite number per completion.
     """
     function = load_function(path, setting="reward.length_penalty", parameters=("lengths", "max_new_tokens"))
 
     def length_penalty(lengths: NDArray[np.int64], max_new_tokens: int) -> NDArray[np.float64]:
         try:
-            # A copy: the user's function may change what it is given.
+            # A copy: the user's function may write to its argument.
             penalties = np.asarray(function(lengths.copy(), max_new_tokens), dtype=np.float64)
         except Exception as error:  # the user's code
             raise _setting_error(path, f"it raised {located(error)}", "Correct the function.") from error
@@ -167,7 +193,7 @@ def _setting_error(path: str, problem: str, cure: str) -> SettingError:
 def _mean_and_std(
     rewards: NDArray[np.float64], population: Population, running: RunningMoments
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Of each reward's population, both in a shape that goes with `rewards`; 0 for none."""
+    """Return mean and standard deviation of each reward's population, both broadcastable to `rewards`; 0 for `none`."""
     match population:
         case "none":
             return np.zeros(()), np.zeros(())
@@ -182,8 +208,8 @@ def _mean_and_std(
 
 
 def _moments(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Mean and summed squared distances from it of each row, both `[rows, 1]`."""
-    # Relative to the first of a row: the mean of equal numbers is not always that number, but that of zeros is 0.
+    """Return each row's mean and sum of squared distances from it, both `[rows, 1]`."""
+    # Relative to the row's first value: the mean of equal numbers is not always that number, but the mean of zeros is 0.
     first = values[:, :1]
     mean = first + (values - first).mean(axis=1, keepdims=True)
     return mean, np.square(values - mean).sum(axis=1, keepdims=True)

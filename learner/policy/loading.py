@@ -6,6 +6,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from offbeat.common.config import Config, ModelSection
+from offbeat.common.objectives import resolve_baseline
 from offbeat.common.weights import tensor_dtype
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.lora import add_adapter
@@ -35,7 +36,7 @@ def load_policy(config: Config) -> CompletionLogprobs:
         policy,
         fp32_head=config.train.fp32_head,
         with_entropy=config.loss.entropy_coef > 0,
-        value_head=config.advantage.baseline == "critic",
+        value_head=resolve_baseline(config.advantage, config.loss.objective) == "critic",
     )
 
 

@@ -1,13 +1,14 @@
-"""What is settled about a batch before its first optimizer step: rewards, the frozen policies' log-probs, advantages."""
+"""Preparation of a batch before its first optimizer step: the frozen networks' outputs, and advantages per token."""
 
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
-from offbeat.common.config import AdvantageSection, KlSection
+from offbeat.common.config import AdvantageSection
+from offbeat.common.objectives import Baseline, resolve_baseline, resolve_divide_by_std
 from offbeat.learner.objectives.advantages import (
     discounted_returns,
     generalized_advantages,
@@ -17,97 +18,152 @@ from offbeat.learner.objectives.advantages import (
     rewards_by_token,
     whiten,
 )
-from offbeat.learner.objectives.kl import kl_estimate
+from offbeat.learner.objectives.kl import KlEstimator, kl_estimate
+from offbeat.learner.policy.packing import unpack
 from offbeat.learner.policy.process_group import gather_tensors
 from offbeat.learner.training.batching import MicroBatch
 
-_BASELINES: dict[str, Literal["mean", "leave_one_out", "none"]] = {
+_GROUP_BASELINES: dict[Baseline, Literal["mean", "leave_one_out", "none"]] = {
     "group": "mean",
     "leave_one_out": "leave_one_out",
     "critic": "none",
     "zero": "none",
 }
-"""What `advantage.baseline` is to `group_advantages`."""
+"""The baseline of `group_advantages` for each `advantage.baseline`."""
 
 
-class Frozen(NamedTuple):
-    """What the policies that do not move during the update say of a micro-batch, `[rows, tokens]` float32; None: not asked."""
+class AdvantageRule(NamedTuple):
+    """How rewards become advantages: the settings of `[advantage]`, every value decided."""
+
+    baseline: Baseline
+    divide_by_std: bool
+    std_epsilon: float
+    std_unbiased: bool
+    whiten: bool
+    clip: float | None
+    """Largest absolute advantage; None for no bound."""
+    gamma: float
+    gae_lambda: float
+
+
+class Outputs(NamedTuple):
+    """A network's outputs on a micro-batch, each `[rows, tokens]` float32, 0 on padding."""
+
+    logprobs: Tensor
+    entropies: Tensor | None
+    """None unless the run has an entropy bonus."""
+    values: Tensor | None
+    """None without a critic."""
+
+
+class FrozenOutputs(NamedTuple):
+    """The outputs of the networks that stay fixed during an update, `[rows, tokens]` float32; None where the run needs none."""
 
     proximal_logprobs: Tensor | None = None
-    """The policy's own, before the update."""
+    """Under the policy before the update."""
     reference_logprobs: Tensor | None = None
-    """Of the KL's reference."""
+    """Under the reference of the KL."""
     values: Tensor | None = None
-    """The critic's, before the update."""
+    """The critic's before the update."""
 
 
-class Prepared(NamedTuple):
+class PreparedMicroBatch(NamedTuple):
     """A micro-batch, ready to be trained on."""
 
     micro_batch: MicroBatch
-    frozen: Frozen
+    frozen: FrozenOutputs
     advantages: Tensor
     """`[rows, tokens]` float32, 0 outside the mask."""
     returns: Tensor | None
-    """`[rows, tokens]`: what the critic should have said; None without one."""
+    """Targets of the critic, `[rows, tokens]`; None without a critic."""
 
 
-def completion_advantages(rewards: NDArray[np.float64], advantage: AdvantageSection) -> NDArray[np.float64]:
-    """One advantage for each completion, `[num_groups, group_size]` as `rewards`; under a critic it is not looked at."""
-    assert advantage.baseline is not None, "the config is not complete (common.objectives)"
-    return group_advantages(
-        torch.from_numpy(rewards),
-        baseline=_BASELINES[advantage.baseline],
-        divide_by_std=bool(advantage.divide_by_std),
-        epsilon=advantage.std_epsilon,
-        unbiased=advantage.std_unbiased,
-    ).numpy()
-
-
-def token_kl(micro_batch: MicroBatch, frozen: Frozen, kl: KlSection) -> Tensor:
-    """The KL from the reference that is taken out of the rewards, `[rows, tokens]`.
-
-    Of the behavior policy: it has sampled the tokens, so the estimate is unbiased however stale they are.
-    """
-    assert frozen.reference_logprobs is not None
-    return kl_estimate(
-        micro_batch.behavior_logprobs, frozen.reference_logprobs, micro_batch.completion_mask, estimator=kl.estimator
+def resolve_advantage(advantage: AdvantageSection, *, objective: str) -> AdvantageRule:
+    """Return the rule of these settings; those left open take the objective's own values."""
+    return AdvantageRule(
+        baseline=resolve_baseline(advantage, objective),
+        divide_by_std=resolve_divide_by_std(advantage, objective),
+        std_epsilon=advantage.std_epsilon,
+        std_unbiased=advantage.std_unbiased,
+        whiten=advantage.whiten,
+        clip=advantage.clip,
+        gamma=advantage.gamma,
+        gae_lambda=advantage.gae_lambda,
     )
 
 
-def prepare(
-    micro_batch: MicroBatch, frozen: Frozen, *, advantage: AdvantageSection, kl: KlSection, kl_coefficient: float
-) -> Prepared:
-    """Advantages for every token, before they are whitened and clipped.
+def run_network(network: nn.Module, micro_batch: MicroBatch, *, temperature: float) -> Outputs:
+    """Return the outputs of a `CompletionLogprobs`, or of the DeepSpeed engine around one."""
+    packed = micro_batch.pack
+    logprobs, entropies, values = network(*packed.inputs, temperature)
+    return Outputs(
+        unpack(logprobs, packed.lengths),
+        None if entropies is None else unpack(entropies, packed.lengths),
+        None if values is None else unpack(values, packed.lengths),
+    )
 
-    `kl_coefficient`: of the KL in the reward, which is spread over the tokens (`rewards_by_token`); 0: there is none.
+
+def completion_advantages(rewards: NDArray[np.float64], rule: AdvantageRule) -> NDArray[np.float64]:
+    """Return one advantage per completion, `[num_groups, group_size]` as `rewards`; a critic's advantages ignore it."""
+    return group_advantages(
+        torch.from_numpy(rewards),
+        baseline=_GROUP_BASELINES[rule.baseline],
+        divide_by_std=rule.divide_by_std,
+        epsilon=rule.std_epsilon,
+        unbiased=rule.std_unbiased,
+    ).numpy()
+
+
+def reward_kl(micro_batch: MicroBatch, reference_logprobs: Tensor, *, estimator: KlEstimator) -> Tensor:
+    """Return the KL from the reference that the rewards are charged with, `[rows, tokens]`.
+
+    The KL of the behavior policy, not the current one: mu sampled the tokens, so the estimate is unbiased at any staleness.
+    """
+    return kl_estimate(micro_batch.behavior_logprobs, reference_logprobs, micro_batch.completion_mask, estimator=estimator)
+
+
+def prepare_micro_batch(
+    micro_batch: MicroBatch, frozen: FrozenOutputs, rule: AdvantageRule, *, estimator: KlEstimator, kl_coefficient: float
+) -> PreparedMicroBatch:
+    """Give every token its advantage, before whitening and clipping.
+
+    `kl_coefficient`: of the KL in the reward, which is spread over the tokens (`rewards_by_token`); 0 for none.
     """
     mask = micro_batch.completion_mask
-    penalty = token_kl(micro_batch, frozen, kl) if kl_coefficient else torch.zeros_like(micro_batch.behavior_logprobs)
+    penalty = torch.zeros_like(micro_batch.behavior_logprobs)
+    if kl_coefficient:
+        assert frozen.reference_logprobs is not None, "a KL in the reward needs the reference's log-probs"
+        penalty = reward_kl(micro_batch, frozen.reference_logprobs, estimator=estimator)
     if frozen.values is not None:
         token_rewards = rewards_by_token(micro_batch.rewards, penalty, mask, kl_coefficient=kl_coefficient)
         advantages, returns = generalized_advantages(
-            token_rewards, frozen.values, mask, gamma=advantage.gamma, gae_lambda=advantage.gae_lambda
+            token_rewards, frozen.values, mask, gamma=rule.gamma, gae_lambda=rule.gae_lambda
         )
-        return Prepared(micro_batch, frozen, advantages, returns)
+        return PreparedMicroBatch(micro_batch, frozen, advantages, returns)
     advantages = torch.where(mask, micro_batch.advantages[:, None], 0.0)
     if kl_coefficient:
-        nothing = torch.zeros_like(micro_batch.rewards)
-        token_rewards = rewards_by_token(nothing, penalty, mask, kl_coefficient=kl_coefficient)
-        advantages = advantages + discounted_returns(token_rewards, mask, gamma=advantage.gamma)
-    return Prepared(micro_batch, frozen, advantages, None)
+        no_rewards = torch.zeros_like(micro_batch.rewards)
+        token_rewards = rewards_by_token(no_rewards, penalty, mask, kl_coefficient=kl_coefficient)
+        advantages = advantages + discounted_returns(token_rewards, mask, gamma=rule.gamma)
+    return PreparedMicroBatch(micro_batch, frozen, advantages, None)
 
 
-def scale_advantages(batch: list[Prepared], advantage: AdvantageSection) -> list[Prepared]:
-    """Whitened over all ranks' tokens and clipped, as far as the settings ask for it; a collective if they whiten."""
-    if advantage.whiten:
+def scale_advantages(batch: list[PreparedMicroBatch], rule: AdvantageRule) -> list[PreparedMicroBatch]:
+    """Whiten advantages over the tokens of all ranks, then clip them, each only if set; a collective if it whitens."""
+    if rule.whiten:
         of_micro_batches = [moments(prepared.advantages, prepared.micro_batch.completion_mask) for prepared in batch]
         merged = merge_moments(gather_tensors(merge_moments(torch.stack(of_micro_batches))))
         batch = [
             prepared._replace(advantages=whiten(prepared.advantages, prepared.micro_batch.completion_mask, merged))
             for prepared in batch
         ]
-    if advantage.clip is not None:
-        limit = advantage.clip
+    if rule.clip is not None:
+        limit = rule.clip
         batch = [prepared._replace(advantages=prepared.advantages.clamp(-limit, limit)) for prepared in batch]
     return batch
+
+
+def add_lag(prepared: PreparedMicroBatch, num_steps: int) -> PreparedMicroBatch:
+    """Return the micro-batch as it is after `num_steps` more optimizer steps: its completions lag by that many more."""
+    micro_batch = prepared.micro_batch
+    return prepared._replace(micro_batch=micro_batch._replace(policy_lags=micro_batch.policy_lags + num_steps))

@@ -1,12 +1,11 @@
 """The trainer: groups in, optimizer steps on the policy, weights and checkpoints out.
 
-groups -> shaped rewards -> rows -> micro-batches -> frozen log-probs -> advantages     (once, before the first step)
+groups -> shaped rewards -> rows -> micro-batches -> frozen outputs -> advantages       (once, before the first step)
        -> policy log-probs -> token losses -> correction -> aggregate -> backward       (each step, each micro-batch)
 """
 
 import contextlib
 import math
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,126 +17,95 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoTokenizer
 
-from offbeat.common.config import Config, LoraSection
+from offbeat.common.config import Config
 from offbeat.common.routing import Routing, record_routing
 from offbeat.common.weights import WeightBuffer, make_layout, tensor_dtype
 from offbeat.learner.diagnostics.calibration import load_calibration
 from offbeat.learner.diagnostics.gradient_direction import GradientDirection
 from offbeat.learner.diagnostics.group_metrics import Metrics, group_metrics
-from offbeat.learner.diagnostics.loss_metrics import Noise, loss_metrics, row_statistics
+from offbeat.learner.diagnostics.loss_metrics import EngineNoise, loss_metrics
 from offbeat.learner.diagnostics.noise_floor import Differences
 from offbeat.learner.leases.groups import Group
-from offbeat.learner.objectives import objective
-from offbeat.learner.objectives.aggregation import aggregate, denominator
 from offbeat.learner.objectives.corrections import m2po_candidates, m2po_cutoff
-from offbeat.learner.objectives.kl import adapt_kl_coefficient, kl_estimate, unbiased_kl
-from offbeat.learner.objectives.losses import value_loss
-from offbeat.learner.objectives.objective import PolicyLogprobs
-from offbeat.learner.objectives.reward_shaping import RunningMoments, load_length_penalty, shape_rewards
+from offbeat.learner.objectives.kl import adapt_kl_coefficient
+from offbeat.learner.objectives.objective import resolve_objective
+from offbeat.learner.objectives.reward_shaping import RunningMoments, resolve_reward_shaping, shape_rewards
 from offbeat.learner.policy.loading import check_policy, load_policy, load_reference
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.lora import base_shapes, merged_parameters, without_adapter
-from offbeat.learner.policy.packing import pack, unpack
+from offbeat.learner.policy.packing import pack
 from offbeat.learner.policy.process_group import gather_rows, gather_tensors, join_process_group
-from offbeat.learner.policy.zero import (
-    deepspeed_config,
-    discard_gradients,
-    full_gradients,
-    full_shape,
-    make_engine,
-    muted_prints,
-)
-from offbeat.learner.training import checkpoints
+from offbeat.learner.policy.saving import save_policy
+from offbeat.learner.policy.zero import deepspeed_config, discard_gradients, full_gradients, full_shape, make_engine
 from offbeat.learner.training.batching import MicroBatch, Row, assign_rows, collate, make_rows
 from offbeat.learner.training.learning_rate import learning_rate
-from offbeat.learner.training.preparation import Frozen, Prepared, completion_advantages, prepare, scale_advantages, token_kl
+from offbeat.learner.training.micro_batch_loss import TermSums, compute_loss
+from offbeat.learner.training.preparation import (
+    FrozenOutputs,
+    Outputs,
+    PreparedMicroBatch,
+    add_lag,
+    completion_advantages,
+    prepare_micro_batch,
+    resolve_advantage,
+    run_network,
+    scale_advantages,
+)
+from offbeat.learner.training.trainer_state import AdaptiveState, CheckpointMeta, load_state, save_state
 from offbeat.protocols.messages import TensorSpec
-
-_STATE_TAG = "state"
-"""DeepSpeed's files in a checkpoint folder."""
-_META_FILE = "trainer.json"
-_ADAPTED_FILE = "adapted.json"
-
-
-class CheckpointMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint must agree on with the trainer that loads it."""
-
-    policy_version: int
-    world_size: int
-    zero_stage: int
-    dtype: str
-    lora: LoraSection
-    has_critic: bool
-
-
-class Adapted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a run learns beside the weights; part of its checkpoints."""
-
-    kl_coefficient: float
-    """Of the KL in the loss or in the reward."""
-    rewards: RunningMoments = RunningMoments()
-    """Of all rewards so far, where `reward.norm_mean` or `reward.norm_std` is "running"."""
 
 
 class Scored(NamedTuple):
-    """What the policy makes of given tokens."""
+    """The policy's scores of given tokens."""
 
     logprobs: NDArray[np.float32]
-    """`[num_tokens - 1]`, of tokens 1.. given those before them, at temperature 1."""
+    """Log-probs of tokens 1.. given those before them, at temperature 1, `[num_tokens - 1]`."""
     routing: Routing | None
-    """Of tokens 0.. but the last; None for a dense model."""
+    """Routing of all tokens but the last; None for a dense model."""
 
 
-class Sums(NamedTuple):
-    """Sums over the tokens of a micro-batch or step of what a run may have besides the objective; 0 where it has not."""
+class TrainingStep(NamedTuple):
+    """The inputs of one optimizer step."""
 
-    reference_kl: Tensor
-    """Of the policy from the reference."""
-    reward_kl: Tensor
-    """Of the behavior policy from the reference, as taken from the rewards."""
-    entropy: Tensor
-    value_loss: Tensor
+    groups: Sequence[Group]
+    rows: Sequence[Row]
+    """All completions of the groups."""
+    micro_batches: Sequence[PreparedMicroBatch]
+    """This rank's share of the rows."""
 
-
-class StepTotals(NamedTuple):
-    """The size of an optimizer step, over all micro-batches and ranks."""
-
-    num_rows: int
-    num_tokens: int
-    denominator: float
-    """What sums of `aggregate` are divided by."""
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens of all rows, those of other ranks included."""
+        return sum(len(row.rollout.token_ids) for row in self.rows)
 
 
 class Trainer:
     """The policy under DeepSpeed, on this rank. Unless said otherwise every rank calls every method, in the same order."""
 
     def __init__(self, config: Config) -> None:
-        """Raises ValueError for a model that cannot be trained; `config` is complete (`common.objectives.complete`)."""
+        """Load the models of the run. Raises ValueError for a model that cannot be trained."""
+        objective, max_new_tokens = config.loss.objective, config.rollout.max_new_tokens
         self._config = config
-        self._loss = config.loss
         self._train = config.train
-        self._model = config.model
-        self._temperature = config.rollout.temperature
+        self._objective = resolve_objective(config.loss, max_new_tokens=max_new_tokens)
+        self._advantage = resolve_advantage(config.advantage, objective=objective)
+        self._shaping = resolve_reward_shaping(config.reward, objective=objective, max_new_tokens=max_new_tokens)
         self.rank, self.world_size, self.device = join_process_group()
         self.policy_version = 0
-        """Optimizer steps taken, those before a loaded checkpoint included."""
+        """Optimizer steps taken, including those before a loaded checkpoint."""
         torch.manual_seed(config.run.seed)
         self._module = load_policy(config)
-        self._policy = self._module.policy
         deepspeed = deepspeed_config(config.train, config.model.dtype)
-        self._zero_stage = deepspeed["zero_optimization"]["stage"]
+        self._zero_stage: int = deepspeed["zero_optimization"]["stage"]
         self._engine = make_engine(self._module, deepspeed, config.train)
         check_policy(self._module, config.model, self.device)
         kl = config.kl
         self._reference: CompletionLogprobs | None = None
-        # Under an adapter the initial policy is there already: the policy without it.
+        # An adapted policy needs no second model: without its adapter it is the initial policy.
         if (kl.loss_coef or kl.reward_coef) and (kl.reference or not config.lora.rank):
             self._reference = load_reference(config, self.device)
-        path = config.reward.length_penalty
-        self._length_penalty = load_length_penalty(path) if path else None
-        self._adapted = Adapted(kl_coefficient=kl.loss_coef or kl.reward_coef)
+        self._adaptive = AdaptiveState(kl_coefficient=kl.loss_coef or kl.reward_coef)
         self._direction = GradientDirection()
         path = config.loss.noise_floor
         self._noise_floor = load_calibration(path).floor if path else None
@@ -145,7 +113,7 @@ class Trainer:
     def train_batch(self, groups: Sequence[Group]) -> list[Metrics]:
         """Take `train.steps_per_batch` optimizer steps, each on the next `train.groups_per_step` of `groups`.
 
-        That is one epoch; the same steps are taken `train.epochs_per_batch` times, against the same frozen log-probs and with
+        These steps are one epoch. It is repeated `train.epochs_per_batch` times, against the same frozen log-probs and with
         the same advantages. Every rank passes the same groups and takes its own share of their rows. Returns the metrics of
         each step, the same on every rank; times are this rank's.
         """
@@ -154,73 +122,78 @@ class Trainer:
             raise ValueError(
                 f"train_batch got {len(groups)} groups; train.groups_per_step * train.steps_per_batch = {per_step * num_steps}"
             )
-        steps = [groups[start : start + per_step] for start in range(0, len(groups), per_step)]
-        rows = [self._rows(of_step, self.policy_version + index) for index, of_step in enumerate(steps)]
+        by_step = [groups[start : start + per_step] for start in range(0, len(groups), per_step)]
+        rows: list[list[Row]] = []
+        for index, of_step in enumerate(by_step):
+            of_rows, running = self._make_rows(of_step, self.policy_version + index, self._adaptive.rewards)
+            rows.append(of_rows)
+            self._adaptive = msgspec.structs.replace(self._adaptive, rewards=running)
         start = time.perf_counter()
-        # Before the first step: the proximal policy is the one that the whole batch starts from.
-        prepared = [self._prepare(of_step) for of_step in rows]
+        # Before the first step: the proximal policy is the policy that the whole batch starts from.
+        steps = [TrainingStep(*of_step, self._prepare(of_step[1])) for of_step in zip(by_step, rows, strict=True)]
         prepare_s = time.perf_counter() - start
-        metrics: list[Metrics] = []
-        for epoch in range(self._train.epochs_per_batch):
-            for of_step in zip(steps, rows, prepared, strict=True):
-                metrics.append(self._step(*of_step, num_steps_before=epoch * num_steps))
+        metrics = [
+            self._take_step(step, num_steps_before=epoch * num_steps)
+            for epoch in range(self._train.epochs_per_batch)
+            for step in steps
+        ]
         for index, of_step in enumerate(metrics):
             of_step["time/prepare_s"] = prepare_s if index == 0 else 0.0
         return metrics
 
     def tune(self, *, clip_low: float | None, clip_high: float | None, learning_rate: float) -> None:
         """Train with these settings from the next batch on; None for an objective that does not clip."""
-        self._loss = msgspec.structs.replace(self._loss, clip_low=clip_low, clip_high=clip_high)
+        loss = msgspec.structs.replace(self._config.loss, clip_low=clip_low, clip_high=clip_high)
+        self._objective = resolve_objective(loss, max_new_tokens=self._config.rollout.max_new_tokens)
         self._train = msgspec.structs.replace(self._train, learning_rate=learning_rate)
 
     def gradient(self, groups: Sequence[Group]) -> tuple[Metrics, Tensor]:
-        """What a step on these `train.groups_per_step` groups would see, but not taken: its metrics, and its gradient.
+        """Compute the metrics and the gradient of a step on `train.groups_per_step` groups without taking the step.
 
-        The gradient is before clipping, one float32 vector in the CPU's memory; what it holds says `full_gradients`. Weights,
-        optimizer and whatever else a step changes stay as they are.
+        The gradient is before clipping, one float32 vector in CPU memory, made of the parameters that `full_gradients` lists.
+        Weights, optimizer and adaptive state stay as they are.
         """
         if len(groups) != self._train.groups_per_step:
             raise ValueError(f"gradient got {len(groups)} groups; train.groups_per_step = {self._train.groups_per_step}")
-        adapted = self._adapted
-        rows = self._rows(groups, self.policy_version)
-        metrics = self._see_batch(groups, rows, self._prepare(rows))
+        rows, _ = self._make_rows(groups, self.policy_version, self._adaptive.rewards)
+        metrics, _ = self._compute_gradient(TrainingStep(groups, rows, self._prepare(rows)))
         parameters = dict(self._module.named_parameters())
         gradients = [
             torch.zeros(full_shape(parameters[name])) if gradient is None else gradient.to("cpu", torch.float32, copy=True)
             for name, gradient in full_gradients(parameters.items(), zero_stage=self._zero_stage)
         ]
         discard_gradients(self._engine)
-        self._adapted = adapted
         return metrics, torch.cat([gradient.flatten() for gradient in gradients])
 
     def layout(self) -> tuple[TensorSpec, ...]:
-        """The weights that `snapshot` copies: Hugging Face names in the model's order, tied weights once. Any rank may ask."""
-        return make_layout(base_shapes(self._policy), tensor_dtype(self._model.dtype))
+        """List the weights that `snapshot` copies: Hugging Face names, the model's order, tied weights once. No collective."""
+        return make_layout(base_shapes(self._module.policy), tensor_dtype(self._config.model.dtype))
 
     def snapshot(self, buffer: WeightBuffer | None) -> None:
         """Copy the current weights into rank 0's buffer; the other ranks pass None."""
         views = dict(buffer.views()) if buffer is not None else {}
-        for name, weight in merged_parameters(self._policy):
+        for name, weight in merged_parameters(self._module.policy):
             if buffer is not None:
                 views[name].copy_(weight)
 
     def score(self, token_ids: Sequence[int]) -> Scored:
-        """What the policy makes of given tokens, of which there are at least two."""
+        """Score at least two given tokens."""
         packed = pack([(token_ids[:1], [token_ids[1:]])]).to(self.device)
-        with torch.no_grad(), record_routing(self._policy) as record:
+        with torch.no_grad(), record_routing(self._module.policy) as record:
             logprobs, _, _ = self._module(*packed.inputs, 1.0)
         return Scored(logprobs.cpu().numpy(), record.routing())
 
     @torch.no_grad()
     def compare(self, groups: Sequence[Group]) -> Differences:
-        """What the policy makes of what engines have sampled, computed as in training; completions in any order.
+        """Compare the policy's log-probs with those of the engines that sampled the groups, computed as in training.
 
-        The same on every rank.
+        Completions are in any order, the same on every rank.
         """
         tokens: list[Tensor] = []
         lengths: list[Tensor] = []
-        for micro_batch, _, advantages, _ in self._prepare(self._rows(groups, self.policy_version)):
-            logprobs, _, _ = self._outputs(self._module, micro_batch)
+        rows, _ = self._make_rows(groups, self.policy_version, self._adaptive.rewards)
+        for micro_batch, _, advantages, _ in self._prepare(rows):
+            logprobs = self._run(self._module, micro_batch).logprobs
             log_ratios = logprobs.double() - micro_batch.behavior_logprobs.double()
             tokens.append(torch.stack([log_ratios, advantages.double()], dim=-1)[micro_batch.completion_mask])
             lengths.append(micro_batch.completion_mask.sum(dim=-1))
@@ -228,135 +201,88 @@ class Trainer:
         return Differences(gather_rows(torch.cat(lengths)).numpy(), log_ratios.numpy(), advantages.numpy())
 
     def save_checkpoint(self, folder: Path, extra: bytes) -> None:
-        """Write all that continues this run: weights, optimizer, random state, and the caller's own `extra` (rank 0's).
-
-        `folder` appears at the end and whole: see `learner.training.checkpoints`. Raises its `NoRoomError` on a full disk.
-        """
-        partial = checkpoints.partial_folder(folder)
-        if self.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        # DeepSpeed makes the folder and has the other ranks wait for that.
-        with muted_prints():
-            self._engine.save_checkpoint(str(partial), tag=_STATE_TAG, save_latest=False)
-        torch.save(_random_state(), partial / _random_file(self.rank))
-        dist.barrier()
-        if self.rank == 0:
-            checkpoints.write_extra(partial, extra)
-            (partial / _META_FILE).write_bytes(msgspec.json.encode(self._meta()))
-            (partial / _ADAPTED_FILE).write_bytes(msgspec.json.encode(self._adapted))
-            checkpoints.publish(folder)
-        dist.barrier()
+        """Write everything that continues this run, and rank 0's `extra`. Raises `checkpoints.NoRoomError` on a full disk."""
+        save_state(folder, self._engine, self._describe_checkpoint(), self._adaptive, extra, rank=self.rank)
 
     def load_checkpoint(self, folder: Path) -> bytes:
-        """Continue where `folder` was saved; returns the `extra` saved with it."""
-        meta = msgspec.json.decode((folder / _META_FILE).read_bytes(), type=CheckpointMeta)
-        expected = msgspec.structs.replace(self._meta(), policy_version=meta.policy_version)
-        if meta != expected:
-            raise ValueError(
-                f"checkpoint {folder} was saved with {meta}, this run has {expected}: resume with the same number of "
-                "learner processes (launch.learner_processes), train.zero_stage, model.dtype, lora and critic"
-            )
-        with muted_prints():
-            loaded, _ = self._engine.load_checkpoint(str(folder), tag=_STATE_TAG)
-        if loaded is None:
-            raise FileNotFoundError(f"checkpoint {folder} holds no DeepSpeed state")
-        _set_random_state(torch.load(folder / _random_file(self.rank), weights_only=True))
-        adapted = msgspec.json.decode((folder / _ADAPTED_FILE).read_bytes(), type=Adapted)
-        # A coefficient that does not adapt is a setting, which may have been changed since.
+        """Continue from the checkpoint in `folder`; return the `extra` saved with it."""
+        loaded = load_state(folder, self._engine, self._describe_checkpoint(), rank=self.rank)
+        # A coefficient that does not adapt is a setting, which may have changed since.
         adapts = self._config.kl.target is not None
-        kl_coefficient = adapted.kl_coefficient if adapts else self._adapted.kl_coefficient
-        self._adapted = msgspec.structs.replace(adapted, kl_coefficient=kl_coefficient)
-        self.policy_version = meta.policy_version
-        return checkpoints.read_extra(folder)
+        kl_coefficient = loaded.adaptive.kl_coefficient if adapts else self._adaptive.kl_coefficient
+        self._adaptive = msgspec.structs.replace(loaded.adaptive, kl_coefficient=kl_coefficient)
+        self.policy_version = loaded.policy_version
+        return loaded.extra
 
     def save_model(self, folder: Path) -> None:
-        """Write weights, config and tokenizer as transformers reads them; rank 0 holds the whole model for it."""
-        state: dict[str, Tensor] = {}
-        for name, weight in merged_parameters(self._policy):
-            if self.rank == 0:
-                # Copied one by one: ZeRO's parameters are views into one storage, which would be saved whole for each.
-                state[name] = weight.to("cpu", copy=True)
-        if self.rank == 0:
-            persistent = self._policy.state_dict().keys()
-            state |= {name: buffer.cpu() for name, buffer in self._policy.named_buffers() if name in persistent}
-            self._policy.save_pretrained(folder, state_dict=state)
-            AutoTokenizer.from_pretrained(self._model.path).save_pretrained(folder)
+        """Write weights, config and tokenizer as transformers reads them; rank 0 holds the whole model meanwhile."""
+        save_policy(self._module.policy, folder, tokenizer=self._config.model.path, is_writer=self.rank == 0)
         dist.barrier()
 
     def close(self) -> None:
-        """Free the engine. The process group stays: it lives as long as the process."""
+        """Free the engine. The process group lives as long as the process."""
         self._engine.destroy()
 
     # Before the first step
 
-    def _rows(self, groups: Sequence[Group], policy_version: int) -> list[Row]:
-        reward = self._config.reward
-        assert reward.overlong_buffer is not None, "the config is not complete (common.objectives)"
+    def _make_rows(
+        self, groups: Sequence[Group], policy_version: int, running: RunningMoments
+    ) -> tuple[list[Row], RunningMoments]:
+        """Return the completions of one optimizer step with shaped rewards, and the reward moments to continue with."""
         shaped = shape_rewards(
             np.array([[rollout.reward for rollout in group.rollouts] for group in groups]),
             np.array([[len(rollout.token_ids) for rollout in group.rollouts] for group in groups]),
-            max_new_tokens=self._config.rollout.max_new_tokens,
-            overlong_buffer=reward.overlong_buffer,
-            overlong_penalty=reward.overlong_penalty,
-            length_penalty=self._length_penalty,
-            norm_mean=reward.norm_mean,
-            norm_std=reward.norm_std,
-            clip=reward.clip,
-            running=self._adapted.rewards,
+            self._shaping,
+            running=running,
         )
-        self._adapted = msgspec.structs.replace(self._adapted, rewards=shaped.running)
-        advantages = completion_advantages(shaped.rewards, self._config.advantage)
-        return make_rows(groups, shaped.rewards, advantages, policy_version=policy_version)
+        advantages = completion_advantages(shaped.rewards, self._advantage)
+        return make_rows(groups, shaped.rewards, advantages, policy_version=policy_version), shaped.running
 
-    def _prepare(self, rows: Sequence[Row]) -> list[Prepared]:
-        """This rank's micro-batches of one optimizer step."""
+    def _prepare(self, rows: Sequence[Row]) -> list[PreparedMicroBatch]:
+        """Return this rank's micro-batches of one optimizer step."""
         assigned = assign_rows(rows, micro_batch_tokens=self._train.micro_batch_tokens, world_size=self.world_size)
-        micro_batches = [collate(of_micro_batch).to(self.device) for of_micro_batch in assigned[self.rank]]
-        advantage, kl = self._config.advantage, self._config.kl
-        kl_coefficient = self._adapted.kl_coefficient if kl.reward_coef else 0.0
-        prepared = [
-            prepare(micro_batch, self._frozen(micro_batch), advantage=advantage, kl=kl, kl_coefficient=kl_coefficient)
-            for micro_batch in micro_batches
-        ]
-        return scale_advantages(prepared, advantage)
+        kl = self._config.kl
+        kl_coefficient = self._adaptive.kl_coefficient if kl.reward_coef else 0.0
+        prepared: list[PreparedMicroBatch] = []
+        for micro_batch in [collate(of_micro_batch).to(self.device) for of_micro_batch in assigned[self.rank]]:
+            frozen = self._run_frozen(micro_batch)
+            prepared.append(
+                prepare_micro_batch(micro_batch, frozen, self._advantage, estimator=kl.estimator, kl_coefficient=kl_coefficient)
+            )
+        return scale_advantages(prepared, self._advantage)
 
     @torch.no_grad()
-    def _frozen(self, micro_batch: MicroBatch) -> Frozen:
-        frozen = Frozen()
-        if self._loss.anchor != "behavior" or self._module.value_head is not None:
-            logprobs, _, values = self._outputs(self._module, micro_batch)
-            frozen = frozen._replace(proximal_logprobs=logprobs if self._loss.anchor != "behavior" else None, values=values)
+    def _run_frozen(self, micro_batch: MicroBatch) -> FrozenOutputs:
+        """Run the networks that stay fixed during the update, as far as the run needs them."""
+        frozen = FrozenOutputs()
+        needs_proximal = self._objective.needs_proximal
+        if needs_proximal or self._module.value_head is not None:
+            outputs = self._run(self._module, micro_batch)
+            frozen = frozen._replace(proximal_logprobs=outputs.logprobs if needs_proximal else None, values=outputs.values)
         if self._config.kl.loss_coef or self._config.kl.reward_coef:
-            without = contextlib.nullcontext() if self._reference is not None else without_adapter(self._policy)
-            with without:
-                logprobs, _, _ = self._outputs(self._reference or self._module, micro_batch)
-            frozen = frozen._replace(reference_logprobs=logprobs)
+            has_model = self._reference is not None
+            with contextlib.nullcontext() if has_model else without_adapter(self._module.policy):
+                outputs = self._run(self._reference or self._module, micro_batch)
+            frozen = frozen._replace(reference_logprobs=outputs.logprobs)
         return frozen
 
-    def _outputs(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Log-probs, entropies and values `[rows, tokens]`; the last two None unless the run asks for them."""
-        packed = micro_batch.pack
-        logprobs, entropies, values = module(*packed.inputs, self._temperature)
-        return (
-            unpack(logprobs, packed.lengths),
-            None if entropies is None else unpack(entropies, packed.lengths),
-            None if values is None else unpack(values, packed.lengths),
-        )
+    def _run(self, network: nn.Module, micro_batch: MicroBatch) -> Outputs:
+        return run_network(network, micro_batch, temperature=self._config.rollout.temperature)
 
     # A step
 
-    def _step(
-        self, groups: Sequence[Group], rows: Sequence[Row], batch: Sequence[Prepared], *, num_steps_before: int
-    ) -> Metrics:
-        """One optimizer step; its rows have made so many in earlier epochs, and are by that much staler."""
+    def _take_step(self, step: TrainingStep, *, num_steps_before: int) -> Metrics:
+        """Take one optimizer step; `num_steps_before` steps of earlier epochs make its completions staler by as many."""
         start = time.perf_counter()
-        metrics = self._see_batch(groups, rows, [_aged(prepared, num_steps_before) for prepared in batch])
-        rate = self._learning_rate()
+        aged = step._replace(micro_batches=[add_lag(prepared, num_steps_before) for prepared in step.micro_batches])
+        metrics, means = self._compute_gradient(aged)
+        self._adapt_kl_coefficient(means, num_rows=len(step.rows))
+        rate = self._compute_learning_rate()
         cosine = self._direction.compare(full_gradients(self._module.named_parameters(), zero_stage=self._zero_stage))
         if cosine is not None:
             metrics["loss/grad_cosine"] = cosine
         grad_norm = self._apply_gradients(rate)
-        # DeepSpeed skips the step and tells -1 under some stages.
+        # Under some ZeRO stages DeepSpeed skips the step and reports a norm of -1.
         if not 0 <= grad_norm < math.inf:
             raise FloatingPointError(
                 f"the gradient norm of optimizer step {self.policy_version} is {grad_norm} (loss {metrics['loss/policy']}, "
@@ -370,130 +296,81 @@ class Trainer:
         }
         return metrics
 
-    def _see_batch(self, groups: Sequence[Group], rows: Sequence[Row], batch: Sequence[Prepared]) -> Metrics:
-        """Everything of a step but the step: gradients, accumulated, and the metrics."""
-        num_tokens = sum(len(row.rollout.token_ids) for row in rows)
-        assert self._loss.aggregation is not None, "the config is not complete (common.objectives)"
-        totals = StepTotals(
-            len(rows),
-            num_tokens,
-            denominator(
-                self._loss.aggregation,
-                num_rows=len(rows),
-                num_tokens=num_tokens,
-                length=self._loss.aggregation_length or 1,
-            ),
-        )
-        table, sums = self._accumulate_gradients(batch, totals)
-        metrics: Metrics = {**group_metrics(groups, self.policy_version)}
+    def _compute_gradient(self, step: TrainingStep) -> tuple[Metrics, TermSums]:
+        """Accumulate the gradient of a step's loss; return the step's metrics and the mean of each `TermSums` per token."""
+        num_tokens = step.num_tokens
+        denominator = self._objective.denominator(num_rows=len(step.rows), num_tokens=num_tokens)
+        table, sums = self._accumulate_gradients(step.micro_batches, denominator)
+        means = TermSums(*(sums / max(1, num_tokens)))
+        metrics: Metrics = {**group_metrics(step.groups, self.policy_version)}
         metrics |= loss_metrics(
             gather_rows(table),
-            aggregation=self._loss.aggregation,
-            denominator=totals.denominator,
-            noise=None if self._noise_floor is None else Noise(self._noise_floor, objective.engine_band(self._loss)),
+            aggregation=self._objective.aggregation,
+            denominator=denominator,
+            noise=None if self._noise_floor is None else EngineNoise(self._noise_floor, self._objective.engine_band),
         )
         if self.policy_version > 0:
             del metrics["ratio/first"]
-        return metrics | self._sum_metrics(sums, totals)
+        return metrics | self._term_metrics(means), means
 
-    def _accumulate_gradients(self, batch: Sequence[Prepared], totals: StepTotals) -> tuple[Tensor, Tensor]:
-        """Gradient of the step's loss on all ranks; returns this rank's table (`row_statistics`) and `Sums`."""
-        cutoff = self._m2po_cutoff(batch)
+    def _accumulate_gradients(self, micro_batches: Sequence[PreparedMicroBatch], denominator: float) -> tuple[Tensor, Tensor]:
+        """Accumulate gradients over all ranks; return this rank's table (`row_statistics`) and all ranks' `TermSums`."""
+        cutoff = self._find_m2po_cutoff(micro_batches)
         tables: list[Tensor] = []
-        sums = torch.zeros(len(Sums._fields), dtype=torch.float64, device=self.device)
-        for index, prepared in enumerate(batch):
-            self._engine.set_gradient_accumulation_boundary(index == len(batch) - 1)
-            loss_sum, table, of_micro_batch = self._loss_sum(prepared, cutoff)
+        sums = torch.zeros(len(TermSums._fields), dtype=torch.float64, device=self.device)
+        for index, prepared in enumerate(micro_batches):
+            self._engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+            loss = compute_loss(
+                prepared,
+                self._run(self._engine, prepared.micro_batch),
+                self._objective,
+                kl=self._config.kl,
+                kl_coefficient=self._adaptive.kl_coefficient,
+                critic=self._config.critic,
+                m2po_cutoff=cutoff,
+            )
             # DeepSpeed averages gradients over ranks; the loss is a sum over all of them.
-            self._engine.backward(loss_sum * (self.world_size / totals.denominator))
-            tables.append(table)
-            sums += torch.stack([value.detach().double() for value in of_micro_batch])
+            self._engine.backward(loss.total * (self.world_size / denominator))
+            tables.append(loss.table)
+            sums += torch.stack([value.double() for value in loss.sums])
         return torch.cat(tables), gather_tensors(sums).sum(dim=0)
 
-    def _loss_sum(self, prepared: Prepared, cutoff: float) -> tuple[Tensor, Tensor, "Sums"]:
-        """One micro-batch through the policy: its loss, to be divided by `StepTotals.denominator`, and its statistics."""
-        micro_batch, frozen, advantages = prepared.micro_batch, prepared.frozen, prepared.advantages
-        mask, loss, kl, mode = micro_batch.completion_mask, self._loss, self._config.kl, self._loss.aggregation
-        assert mode is not None
-        policy_logprobs, entropies, values = self._outputs(self._engine, micro_batch)
-        logprobs = PolicyLogprobs(policy_logprobs, micro_batch.behavior_logprobs, frozen.proximal_logprobs)
-        losses, clipped = objective.token_losses(loss, logprobs, mask, advantages)
-        correction = objective.correction(loss, logprobs, mask, advantages, m2po_cutoff=cutoff)
-        if correction is not None:
-            losses = losses * correction.weights
-        sums = Sums(*[losses.new_zeros(())] * len(Sums._fields))
-        total = losses
-        if frozen.reference_logprobs is not None:
-            divergence = kl_estimate(policy_logprobs, frozen.reference_logprobs, mask, estimator=kl.estimator)
-            sums = sums._replace(reference_kl=divergence.sum())
-            if kl.reward_coef:
-                sums = sums._replace(reward_kl=token_kl(micro_batch, frozen, kl).sum())
-            if kl.unbiased:
-                divergence = unbiased_kl(
-                    policy_logprobs, frozen.reference_logprobs, logprobs.behavior, mask, estimator=kl.estimator
-                )
-            if kl.loss_coef:
-                total = total + self._adapted.kl_coefficient * divergence
-        if entropies is not None:
-            total = total - loss.entropy_coef * entropies
-            sums = sums._replace(entropy=entropies.sum())
-        if values is not None:
-            assert frozen.values is not None and prepared.returns is not None
-            critic = self._config.critic
-            error = value_loss(values, frozen.values, prepared.returns, mask, value_clip=critic.value_clip)
-            total = total + critic.loss_coef * error
-            sums = sums._replace(value_loss=error.sum())
-        table = row_statistics(
-            policy_logprobs=policy_logprobs,
-            anchor_logprobs=logprobs.anchor,
-            behavior_logprobs=logprobs.behavior,
-            proximal_logprobs=frozen.proximal_logprobs,
-            completion_mask=mask,
-            advantages=advantages,
-            token_losses=losses,
-            clipped=clipped,
-            row_weights=micro_batch.weights,
-            policy_lags=micro_batch.policy_lags,
-            band=objective.band(loss, logprobs, mask),
-            correction=correction,
-        )
-        return aggregate(total, mask, micro_batch.weights, mode=mode), table, sums
-
-    def _m2po_cutoff(self, batch: Sequence[Prepared]) -> float:
-        """Over the tokens of all ranks; inf when the run has no such correction."""
-        if self._loss.correction != "m2po":
+    def _find_m2po_cutoff(self, batch: Sequence[PreparedMicroBatch]) -> float:
+        """Return the cutoff of M2PO over the tokens of all ranks; inf for other corrections."""
+        rule = self._objective.correction
+        if rule is None or rule.name != "m2po":
             return math.inf
         candidates: list[Tensor] = []
         for micro_batch, frozen, advantages, _ in batch:
-            assert frozen.proximal_logprobs is not None
+            assert frozen.proximal_logprobs is not None, "m2po takes a decoupled anchor"
             log_rho = frozen.proximal_logprobs - micro_batch.behavior_logprobs
             candidates.append(m2po_candidates(log_rho, micro_batch.completion_mask, advantages))
-        assert self._loss.correction_high is not None
-        return m2po_cutoff(gather_rows(torch.cat(candidates)), threshold=self._loss.correction_high)
+        return m2po_cutoff(gather_rows(torch.cat(candidates)), threshold=rule.high)
 
-    def _sum_metrics(self, sums: Tensor, totals: StepTotals) -> dict[str, float]:
-        """Means per token of what the run has besides the objective; adapts the KL's coefficient."""
+    def _term_metrics(self, means: TermSums) -> dict[str, float]:
+        """Name the means of the loss terms that the run has."""
         kl = self._config.kl
-        means = Sums(*(sums / max(1, totals.num_tokens)).tolist())
         metrics: dict[str, float] = {}
         if kl.loss_coef or kl.reward_coef:
-            metrics |= {"kl/reference": float(means.reference_kl), "kl/coefficient": self._adapted.kl_coefficient}
+            metrics |= {"kl/reference": means.reference_kl.item(), "kl/coefficient": self._adaptive.kl_coefficient}
         if kl.reward_coef:
-            metrics["kl/reward"] = float(means.reward_kl)
-        if self._loss.entropy_coef:
-            metrics["entropy/mean"] = float(means.entropy)
+            metrics["kl/reward"] = means.reward_kl.item()
+        if self._objective.entropy_coef:
+            metrics["entropy/mean"] = means.entropy.item()
         if self._module.value_head is not None:
-            metrics["loss/value"] = float(means.value_loss)
-        if kl.target is not None:
-            coefficient = adapt_kl_coefficient(
-                self._adapted.kl_coefficient,
-                float(means.reward_kl if kl.reward_coef else means.reference_kl),
-                target=kl.target,
-                num_steps=totals.num_rows,
-                horizon=kl.horizon,
-            )
-            self._adapted = msgspec.structs.replace(self._adapted, kl_coefficient=coefficient)
+            metrics["loss/value"] = means.value_loss.item()
         return metrics
+
+    def _adapt_kl_coefficient(self, means: TermSums, *, num_rows: int) -> None:
+        """Move the KL's coefficient after a step of `num_rows` completions, if `kl.target` is set."""
+        kl = self._config.kl
+        if kl.target is None:
+            return
+        measured = means.reward_kl if kl.reward_coef else means.reference_kl
+        coefficient = adapt_kl_coefficient(
+            self._adaptive.kl_coefficient, measured.item(), target=kl.target, num_steps=num_rows, horizon=kl.horizon
+        )
+        self._adaptive = msgspec.structs.replace(self._adaptive, kl_coefficient=coefficient)
 
     def _apply_gradients(self, rate: float) -> float:
         """Clip, take the optimizer step at this learning rate, return the gradient norm before clipping."""
@@ -501,13 +378,13 @@ class Trainer:
             param_group["lr"] = rate
         norm = None
         if self._zero_stage == 0:
-            # Without ZeRO DeepSpeed clips by the norm, but does not tell it.
+            # Without ZeRO DeepSpeed clips by the norm but does not report it.
             gradients = [parameter.grad for parameter in self._module.parameters() if parameter.grad is not None]
             norm = nn.utils.get_total_norm(gradients)
         self._engine.step()
         return float(norm if norm is not None else self._engine.get_global_grad_norm())
 
-    def _learning_rate(self) -> float:
+    def _compute_learning_rate(self) -> float:
         return learning_rate(
             self.policy_version,
             peak=self._train.learning_rate,
@@ -516,35 +393,12 @@ class Trainer:
             num_steps=self._train.num_steps,
         )
 
-    def _meta(self) -> CheckpointMeta:
+    def _describe_checkpoint(self) -> CheckpointMeta:
         return CheckpointMeta(
             self.policy_version,
             self.world_size,
             self._zero_stage,
-            self._model.dtype,
+            self._config.model.dtype,
             self._config.lora,
             self._module.value_head is not None,
         )
-
-
-def _aged(prepared: Prepared, num_steps: int) -> Prepared:
-    """The same micro-batch, so many optimizer steps later."""
-    micro_batch = prepared.micro_batch
-    return prepared._replace(micro_batch=micro_batch._replace(policy_lags=micro_batch.policy_lags + num_steps))
-
-
-def _random_file(rank: int) -> str:
-    return f"random-{rank}.pt"
-
-
-def _random_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_random_state(state: dict[str, Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from offbeat.common.config import LossSection
 from offbeat.common.environment import prepare_environment
 
 prepare_environment()
@@ -30,16 +31,17 @@ prepare_environment()
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from offbeat.learner.diagnostics.gradient_direction import GradientDirection  # noqa: E402
-from offbeat.learner.diagnostics.loss_metrics import loss_metrics, row_statistics  # noqa: E402
+from offbeat.learner.diagnostics.loss_metrics import loss_metrics  # noqa: E402
+from offbeat.learner.diagnostics.row_statistics import row_statistics  # noqa: E402
 from offbeat.learner.objectives.aggregation import aggregate  # noqa: E402
-from offbeat.learner.objectives.bands import Band, Correction  # noqa: E402
-from offbeat.learner.objectives.corrections import token_tis  # noqa: E402
-from offbeat.learner.objectives.losses import gspo  # noqa: E402
+from offbeat.learner.objectives.objective import PolicyLogprobs, resolve_objective  # noqa: E402
 from tests.benchmarks.measuring import print_table, spread  # noqa: E402
 
 NUM_ROUNDS = 5
 NUM_ROWS, NUM_TOKENS, MICRO_BATCH_ROWS = 64, 512, 8
-CLIP = {"clip_low": 3e-4, "clip_high": 4e-4}
+OBJECTIVE = resolve_objective(
+    LossSection(anchor="decoupled", correction="token_tis", correction_high=1.01), max_new_tokens=NUM_TOKENS
+)
 PARTS = ("rows", "metrics", "direction")
 
 
@@ -126,31 +128,22 @@ def run_step(model: nn.Module, micro_batches: list[MicroBatch], direction: Gradi
     for token_ids, behavior, proximal, mask, advantages in micro_batches:
         with clock.on("step"):
             policy = logprobs_of(model, token_ids)
-            losses, clipped = gspo(policy, proximal, mask, advantages, **CLIP)
-            weights = token_tis(proximal - behavior, mask, low=0.0, high=1.01)
-            losses = losses * weights
-            (aggregate(losses, mask, row_weights, mode="seq-mean-token-mean") / NUM_ROWS).backward()
+            logprobs = PolicyLogprobs(policy, behavior, proximal)
+            evaluation = OBJECTIVE.evaluate(logprobs, mask, advantages)
+            (aggregate(evaluation.losses, mask, row_weights, mode=OBJECTIVE.aggregation) / NUM_ROWS).backward()
         with clock.on("rows"):
-            log_token_ratio = torch.where(mask, policy.detach() - proximal, 0.0)
-            log_ratio = log_token_ratio.sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True)
             tables.append(
                 row_statistics(
-                    policy_logprobs=policy,
-                    anchor_logprobs=proximal,
-                    behavior_logprobs=behavior,
-                    proximal_logprobs=proximal,
+                    logprobs,
+                    evaluation,
                     completion_mask=mask,
                     advantages=advantages,
-                    token_losses=losses,
-                    clipped=clipped,
                     row_weights=row_weights,
                     policy_lags=policy_lags,
-                    band=Band(log_ratio.expand_as(mask), **CLIP),
-                    correction=Correction(weights, proximal - behavior, (0.0, 1.01)),
                 )
             )
     with clock.on("metrics"):
-        loss_metrics(torch.cat(tables), aggregation="seq-mean-token-mean", denominator=NUM_ROWS)
+        loss_metrics(torch.cat(tables), aggregation=OBJECTIVE.aggregation, denominator=NUM_ROWS)
     with clock.on("direction"):
         direction.compare((name, parameter.grad) for name, parameter in model.named_parameters())
     return clock.seconds

@@ -10,26 +10,20 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 from torch import Tensor
 
-from offbeat.learner.diagnostics.loss_metrics import (
-    LAG_BUCKETS,
-    SEQUENCE_WEIGHT_CAP,
-    Band,
-    Column,
-    Correction,
-    Noise,
-    loss_metrics,
-    row_statistics,
-)
-from offbeat.learner.objectives.aggregation import Aggregation, aggregate
-from offbeat.learner.objectives.bands import ClipBand
+from offbeat.common.objectives import Aggregation
+from offbeat.learner.diagnostics.lag_buckets import LAG_BUCKETS
+from offbeat.learner.diagnostics.loss_metrics import SEQUENCE_WEIGHT_CAP, EngineNoise, loss_metrics
+from offbeat.learner.diagnostics.row_statistics import Column, row_statistics
+from offbeat.learner.objectives.aggregation import aggregate
+from offbeat.learner.objectives.bands import ClipBand, ClippedRatio, Correction
 from offbeat.learner.objectives.corrections import geometric_mask, sequence_tis, token_tis
 from offbeat.learner.objectives.losses import gspo, ppo_clip
+from offbeat.learner.objectives.objective import Evaluation, PolicyLogprobs
 from tests.learner.diagnostics.test_noise_floor import normal_floor
 
 CLIP = {"clip_low": 0.1, "clip_high": 0.2}
 PER_TOKEN = (
     "policy_logprobs",
-    "anchor_logprobs",
     "behavior_logprobs",
     "proximal_logprobs",
     "advantages",
@@ -38,7 +32,7 @@ PER_TOKEN = (
 
 
 def make_inputs(lengths: list[int], *, width: int | None = None, seed: int = 0, spread: float = 0.3) -> dict[str, Any]:
-    """Random arguments of `row_statistics`, a token ratio against the behavior policy clipped, corrected by `token_tis`."""
+    """Random arguments of `statistics_of`: a clipped token ratio against the proximal policy, corrected by `token_tis`."""
     generator = torch.Generator().manual_seed(seed)
     shape = (len(lengths), width or max(1, *lengths))
     normal = {name: torch.randn(shape, generator=generator) for name in PER_TOKEN}
@@ -48,10 +42,9 @@ def make_inputs(lengths: list[int], *, width: int | None = None, seed: int = 0, 
     policy = proximal + spread * normal["policy_logprobs"]
     advantages = normal["advantages"].clamp(min=-0.5).where(normal["advantages"] > -1, 0.0)
     weights = token_tis(proximal - behavior, mask, low=0.7, high=1.1)
-    losses, clipped = ppo_clip(policy, behavior, mask, advantages, **CLIP)
+    losses, clipped, _ = ppo_clip(policy, proximal, mask, advantages, **CLIP)
     return {
         "policy_logprobs": policy,
-        "anchor_logprobs": behavior,
         "behavior_logprobs": behavior,
         "proximal_logprobs": proximal,
         "completion_mask": mask,
@@ -60,7 +53,7 @@ def make_inputs(lengths: list[int], *, width: int | None = None, seed: int = 0, 
         "clipped": clipped,
         "row_weights": torch.rand(len(lengths), generator=generator) + 0.5,
         "policy_lags": torch.randint(0, 12, (len(lengths),), generator=generator),
-        "band": Band(policy - behavior, **CLIP),
+        "band": ClippedRatio(policy - proximal, **CLIP),
         "correction": Correction(weights, proximal - behavior, (0.7, 1.1)),
     }
 
@@ -73,7 +66,6 @@ def plain_inputs(log_ratios: list[list[float]], advantages: list[float], **chang
     behavior = torch.full_like(log_ratio, -1.0)
     return {
         "policy_logprobs": behavior + log_ratio,
-        "anchor_logprobs": behavior,
         "behavior_logprobs": behavior,
         "proximal_logprobs": None,
         "completion_mask": mask,
@@ -86,6 +78,20 @@ def plain_inputs(log_ratios: list[list[float]], advantages: list[float], **chang
         "correction": None,
         **changes,
     }
+
+
+def anchor_of(inputs: dict[str, Any]) -> Tensor:
+    """The denominator of the ratio."""
+    return inputs["behavior_logprobs"] if inputs["proximal_logprobs"] is None else inputs["proximal_logprobs"]
+
+
+def statistics_of(inputs: dict[str, Any]) -> Tensor:
+    """`row_statistics` of arguments by name."""
+    return row_statistics(
+        PolicyLogprobs(inputs["policy_logprobs"], inputs["behavior_logprobs"], inputs["proximal_logprobs"]),
+        Evaluation(inputs["token_losses"], inputs["clipped"], inputs["band"], inputs["correction"]),
+        **{name: inputs[name] for name in ("completion_mask", "advantages", "row_weights", "policy_lags")},
+    )
 
 
 def metrics_of(*tables: Tensor, aggregation: Aggregation = "seq-mean-token-mean", denominator: float = 1.0) -> dict[str, float]:
@@ -111,9 +117,9 @@ def test_ratios_clips_and_sizes_of_two_rows_worked_by_hand():
         row_weights=torch.tensor([2.0, 1.0]),
         clipped=torch.tensor([[True, True], [False, True]]),
         policy_lags=torch.tensor([0, 4]),
-        band=Band(log_sequence_ratio, **CLIP),
+        band=ClippedRatio(log_sequence_ratio, **CLIP),
     )
-    metrics = metrics_of(row_statistics(**inputs), denominator=2.0)
+    metrics = metrics_of(statistics_of(inputs), denominator=2.0)
     assert metrics == pytest.approx(
         {
             "loss/policy": (2 * -1.5 + 4) / 2,
@@ -169,7 +175,8 @@ def test_ratios_clips_and_sizes_of_two_rows_worked_by_hand():
 
 def expected_metrics(inputs: dict[str, Any], denominator: float) -> dict[str, float]:
     """All but the quantiles and the buckets, token by token in Python floats, from likelihood ratios."""
-    policy, anchor, behavior, proximal, advantages, losses = (inputs[name].tolist() for name in PER_TOKEN)
+    policy, behavior, proximal, advantages, losses = (inputs[name].tolist() for name in PER_TOKEN)
+    anchor = anchor_of(inputs).tolist()
     clipped, correction = inputs["clipped"].tolist(), inputs["correction"]
     lengths = inputs["completion_mask"].sum(dim=-1).tolist()
     tokens = [(i, t) for i, length in enumerate(lengths) for t in range(length)]
@@ -237,7 +244,7 @@ def expected_metrics(inputs: dict[str, Any], denominator: float) -> dict[str, fl
 def test_every_metric_equals_loops_over_tokens_in_float64(spread):
     inputs = make_inputs([5, 1, 0, 12, 7, 9, 3, 0, 8, 11, 6, 2], seed=1, spread=spread)
     inputs["correction"].weights[3, 2:6] = 0.0
-    metrics = metrics_of(row_statistics(**inputs), denominator=12.0)
+    metrics = metrics_of(statistics_of(inputs), denominator=12.0)
     expected = expected_metrics(inputs, 12.0)
     of_step = {name for name in metrics if not name.startswith("by_lag/")}
     assert of_step == expected.keys() | {"ratio/log_p05", "ratio/log_p50", "ratio/log_p95"}
@@ -249,7 +256,7 @@ def test_every_metric_equals_loops_over_tokens_in_float64(spread):
 @pytest.mark.parametrize("padding", [-math.inf, math.inf, math.nan])
 def test_padding_of_any_value_and_width_changes_nothing(padding):
     inputs = make_inputs([4, 0, 2, 7])
-    expected = row_statistics(**inputs)
+    expected = statistics_of(inputs)
 
     def padded(values: Tensor, fill: Any) -> Tensor:
         filled = values.where(inputs["completion_mask"], fill)
@@ -261,15 +268,15 @@ def test_padding_of_any_value_and_width_changes_nothing(padding):
     wide["correction"] = inputs["correction"]._replace(
         weights=padded(inputs["correction"].weights, 0.0), log_rho=padded(inputs["correction"].log_rho, padding)
     )
-    torch.testing.assert_close(row_statistics(**{**inputs, **wide}), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(statistics_of({**inputs, **wide}), expected, rtol=1e-12, atol=1e-12)
 
 
 @given(st.permutations(range(6)), st.integers(1, 5))
 @settings(max_examples=20)
 def test_micro_batches_ranks_and_order_of_rows_change_nothing(order, cut):
     inputs = make_inputs([4, 0, 2, 7, 1, 5])
-    expected = metrics_of(row_statistics(**inputs), denominator=6.0)
-    parts = [row_statistics(**rows_of(inputs, part)) for part in (order[:cut], [], order[cut:])]
+    expected = metrics_of(statistics_of(inputs), denominator=6.0)
+    parts = [statistics_of(rows_of(inputs, part)) for part in (order[:cut], [], order[cut:])]
     assert metrics_of(*parts, denominator=6.0) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
@@ -277,25 +284,23 @@ def test_micro_batches_ranks_and_order_of_rows_change_nothing(order, cut):
 def test_the_loss_is_the_aggregate_over_the_denominator(mode):
     inputs = make_inputs([4, 0, 2, 7])
     expected = aggregate(inputs["token_losses"], inputs["completion_mask"], inputs["row_weights"], mode=mode) / 7.0
-    metrics = metrics_of(row_statistics(**inputs), aggregation=mode, denominator=7.0)
+    metrics = metrics_of(statistics_of(inputs), aggregation=mode, denominator=7.0)
     assert metrics["loss/policy"] == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("objective", [gspo, ppo_clip])
 def test_the_clipped_sides_of_the_band_are_what_the_objective_clipped(objective):
-    inputs = make_inputs([6, 3, 9, 1, 5, 8, 2, 7], seed=3)
+    inputs: dict[str, Any] = make_inputs([6, 3, 9, 1, 5, 8, 2, 7], seed=3) | {"proximal_logprobs": None}
     # A band with an end at a ratio that occurs: a row's or a token's, which is then not beyond it.
-    log_ratio = inputs["policy_logprobs"] - inputs["anchor_logprobs"]
+    log_ratio = inputs["policy_logprobs"] - anchor_of(inputs)
     if objective is gspo:
         lengths = inputs["completion_mask"].sum(dim=-1, keepdim=True)
         log_ratio = (log_ratio.where(inputs["completion_mask"], 0.0).sum(dim=-1, keepdim=True) / lengths).expand_as(log_ratio)
     ratios = log_ratio.exp()[inputs["completion_mask"]].tolist()
     band = {"clip_low": 1 - min(r for r in ratios if 0.5 < r < 0.99), "clip_high": max(r for r in ratios if r < 1.15) - 1}
-    result = objective(
-        inputs["policy_logprobs"], inputs["anchor_logprobs"], inputs["completion_mask"], inputs["advantages"], **band
-    )
-    inputs |= {"clipped": result.clipped, "band": Band(log_ratio, **band)}
-    metrics = metrics_of(row_statistics(**inputs))
+    result = objective(inputs["policy_logprobs"], anchor_of(inputs), inputs["completion_mask"], inputs["advantages"], **band)
+    inputs |= {"clipped": result.clipped, "band": ClippedRatio(log_ratio, **band)}
+    metrics = metrics_of(statistics_of(inputs))
     assert metrics["clip_tokens/fraction"] > 0
     for area in ("clip", "clip_tokens"):
         clipped = metrics[f"{area}/positive_above"] + metrics[f"{area}/negative_below"]
@@ -309,9 +314,9 @@ def test_what_dual_clip_capped_is_in_the_fraction_beside_the_sides_that_the_band
     rows = [[math.log(ratio)] * length for ratio, length in zip(ratios, (3, 1, 1, 1), strict=True)]
     inputs = plain_inputs(rows, advantages)
     log_ratio = torch.tensor(ratios).log()[:, None].expand(4, 3)
-    names = ("policy_logprobs", "anchor_logprobs", "completion_mask", "advantages")
+    names = ("policy_logprobs", "behavior_logprobs", "completion_mask", "advantages")
     result = objective(*(inputs[name] for name in names), **CLIP, dual_clip=1.4)
-    metrics = metrics_of(row_statistics(**inputs | {"clipped": result.clipped, "band": Band(log_ratio, **CLIP)}))
+    metrics = metrics_of(statistics_of(inputs | {"clipped": result.clipped, "band": ClippedRatio(log_ratio, **CLIP)}))
     found = {name: metrics[name] for name in metrics if name.startswith("clip")}
     assert found == {
         "clip/fraction": 0.75,
@@ -333,23 +338,23 @@ def test_a_tenth_of_a_thousandth_keeps_its_digits_beside_large_logprobs():
     behavior = policy - 1e-4
     inputs = plain_inputs([[0.0, 0.0]], [0.0], policy_logprobs=policy, behavior_logprobs=behavior)
     exact = (policy.double() - behavior.double())[0, 0].item()
-    metrics = metrics_of(row_statistics(**inputs))
+    metrics = metrics_of(statistics_of(inputs))
     assert metrics["kl/behavior_policy_k3"] == pytest.approx(exact**2 / 2 + exact**3 / 6 + exact**4 / 24, rel=1e-10, abs=0)
     assert metrics["kl/behavior_policy_k1"] == pytest.approx(-exact, rel=1e-12)
 
 
 def test_sizes_are_one_on_policy_and_one_row_of_many_at_worst():
-    on_policy = metrics_of(row_statistics(**plain_inputs([[0.0] * 3] * 5, [1.0] * 5)))
+    on_policy = metrics_of(statistics_of(plain_inputs([[0.0] * 3] * 5, [1.0] * 5)))
     assert (on_policy["ess/sequence"], on_policy["ess/sequence_truncated"], on_policy["ess/token"]) == (1.0, 1.0, 1.0)
     # Rows that all moved alike weigh alike, however far they moved; float64 would underflow at e^-746.
-    all_alike = metrics_of(row_statistics(**plain_inputs([[-500.0, -500.0]] * 5, [1.0] * 5)))
+    all_alike = metrics_of(statistics_of(plain_inputs([[-500.0, -500.0]] * 5, [1.0] * 5)))
     assert (all_alike["ess/sequence"], all_alike["ess/sequence_truncated"]) == (1.0, 1.0)
-    one_outweighs = metrics_of(row_statistics(**plain_inputs([[500.0, 500.0], *[[0.0, 0.0]] * 4], [1.0] * 5)))
+    one_outweighs = metrics_of(statistics_of(plain_inputs([[500.0, 500.0], *[[0.0, 0.0]] * 4], [1.0] * 5)))
     assert one_outweighs["ess/sequence"] == pytest.approx(0.2)
     # Weights 8, 1, 1, 1, 1.
     assert one_outweighs["ess/sequence_truncated"] == pytest.approx(12**2 / (5 * 68))
     # The geometric mean that GSPO clips would hide it: log s is 0.5 at most.
-    long_row = metrics_of(row_statistics(**plain_inputs([[0.05] * 400, *[[0.0]] * 4], [1.0] * 5)))
+    long_row = metrics_of(statistics_of(plain_inputs([[0.05] * 400, *[[0.0]] * 4], [1.0] * 5)))
     assert long_row["ess/sequence"] == pytest.approx(0.2, abs=1e-6)
     assert long_row["ratio/log_max"] == pytest.approx(0.05)
 
@@ -365,10 +370,10 @@ def test_metrics_of_any_finite_logprobs_are_finite_and_sizes_are_shares(log_rati
     shape = inputs["policy_logprobs"].shape
     inputs |= {
         "proximal_logprobs": torch.tensor(proximal[: shape.numel()]).reshape(shape),
-        "band": Band(inputs["policy_logprobs"].float() + 1, **CLIP),
+        "band": ClippedRatio(inputs["policy_logprobs"].float() + 1, **CLIP),
         "policy_lags": torch.arange(len(lengths)),
     }
-    metrics = metrics_of(row_statistics(**inputs))
+    metrics = metrics_of(statistics_of(inputs))
     for name, value in metrics.items():
         assert math.isfinite(value), name
     for name in ("ess/sequence", "ess/sequence_truncated", "ess/token"):
@@ -380,18 +385,18 @@ def test_metrics_of_any_finite_logprobs_are_finite_and_sizes_are_shares(log_rati
 
 
 def test_empty_completions_are_in_the_clip_denominator_and_not_in_the_ratios():
-    alone = plain_inputs([[0.5]], [1.0], clipped=torch.tensor([[True]]), band=Band(torch.tensor([[0.5]]), **CLIP))
+    alone = plain_inputs([[0.5]], [1.0], clipped=torch.tensor([[True]]), band=ClippedRatio(torch.tensor([[0.5]]), **CLIP))
     beside = plain_inputs(
-        [[0.5], []], [1.0, 1.0], clipped=torch.tensor([[True], [True]]), band=Band(torch.tensor([[0.5], [0.5]]), **CLIP)
+        [[0.5], []], [1.0, 1.0], clipped=torch.tensor([[True], [True]]), band=ClippedRatio(torch.tensor([[0.5], [0.5]]), **CLIP)
     )
-    of_one, of_two = metrics_of(row_statistics(**alone)), metrics_of(row_statistics(**beside))
+    of_one, of_two = metrics_of(statistics_of(alone)), metrics_of(statistics_of(beside))
     halved = {"clip/fraction", "clip/positive_above", "by_lag/0/clip_fraction"}
     assert of_two.pop("by_lag/0/count") == 2 * of_one.pop("by_lag/0/count")
     assert of_two == pytest.approx({name: value / 2 if name in halved else value for name, value in of_one.items()})
 
 
 def test_a_step_of_empty_completions_has_ratio_one_and_finite_metrics():
-    metrics = metrics_of(row_statistics(**plain_inputs([[], []], [1.0, 1.0])))
+    metrics = metrics_of(statistics_of(plain_inputs([[], []], [1.0, 1.0])))
     assert metrics["ratio/first"] == metrics["ratio/log_std"] == metrics["loss/policy"] == 0.0
     assert metrics["ess/sequence"] == metrics["ess/token"] == 1.0
     assert all(map(math.isfinite, metrics.values()))
@@ -399,7 +404,7 @@ def test_a_step_of_empty_completions_has_ratio_one_and_finite_metrics():
 
 def test_completions_are_in_the_bucket_of_their_lag():
     lags = [0, 0, 1, 2, 3, 4, 5, 8, 9, 100]
-    table = row_statistics(**plain_inputs([[0.1 * lag] for lag in lags], [1.0] * 10, policy_lags=torch.tensor(lags)))
+    table = statistics_of(plain_inputs([[0.1 * lag] for lag in lags], [1.0] * 10, policy_lags=torch.tensor(lags)))
     metrics = metrics_of(table)
     counts = {bucket: metrics[f"by_lag/{bucket}/count"] for bucket in LAG_BUCKETS}
     assert counts == {"0": 2, "1": 1, "2": 1, "3-4": 2, "5-8": 2, "9+": 2}
@@ -412,7 +417,7 @@ def test_completions_are_in_the_bucket_of_their_lag():
 
 def test_what_the_objective_does_not_have_is_absent():
     def areas(**changes: Any) -> set[str]:
-        return set(metrics_of(row_statistics(**{**make_inputs([3, 0, 5]), **changes})))
+        return set(metrics_of(statistics_of({**make_inputs([3, 0, 5]), **changes})))
 
     everything = areas()
     assert not any("_above" in name or "_below" in name for name in areas(band=None))
@@ -429,7 +434,7 @@ def test_truncated_weights_are_those_at_a_bound_and_raw_ratios_are_from_before()
 
     def corrected(weights: Tensor, *bounds: float) -> dict[str, float]:
         correction = Correction(weights, log_rho, bounds)
-        return metrics_of(row_statistics(**{**inputs, "correction": correction}))
+        return metrics_of(statistics_of({**inputs, "correction": correction}))
 
     by_token = corrected(token_tis(log_rho, mask, low=0.3, high=1.1), 0.3, 1.1)
     assert (by_token["correction/masked"], by_token["correction/truncated"]) == (0.0, 0.5)
@@ -451,11 +456,11 @@ def test_a_table_is_detached_and_made_without_reading_a_value_back():
     inputs["policy_logprobs"].requires_grad_()
     inputs["token_losses"] = inputs["policy_logprobs"] * 2
     inputs["band"] = inputs["band"]._replace(log_ratio=inputs["policy_logprobs"] * 2)
-    assert not row_statistics(**inputs).requires_grad
+    assert not statistics_of(inputs).requires_grad
     on_meta: dict[str, Any] = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in inputs.items()}
     on_meta["band"] = inputs["band"]._replace(log_ratio=inputs["band"].log_ratio.to("meta"))
     on_meta["correction"] = Correction(*(value.to("meta") for value in inputs["correction"][:2]), truncated_at=(0.7, 1.1))
-    table = row_statistics(**on_meta)
+    table = statistics_of(on_meta)
     assert (table.shape, table.dtype) == ((3, len(Column)), torch.float64)
 
 
@@ -468,9 +473,9 @@ def test_noise_is_taken_out_of_clips_and_divergence_by_length_and_sign_of_advant
         clipped=torch.tensor([[True, False], [False, False], [False, False], [False, False]]),
         policy_lags=torch.tensor([0, 3, 3, 3]),
     )
-    table = row_statistics(**inputs)
+    table = statistics_of(inputs)
     band = ClipBand(0.1, 0.2, is_sequence_ratio=True)
-    metrics = loss_metrics(table, aggregation="token-mean", denominator=1.0, noise=Noise(floor, band))
+    metrics = loss_metrics(table, aggregation="token-mean", denominator=1.0, noise=EngineNoise(floor, band))
     above, below = norm.sf(math.log(1.2), scale=0.1), norm.cdf(math.log(0.9), scale=math.sqrt(0.00875))
     assert metrics["clip/noise"] == pytest.approx((above + below) / 4, abs=1e-3)
     assert metrics["clip/drift"] == pytest.approx(1 / 4 - (above + below) / 4, abs=1e-3)
@@ -478,6 +483,6 @@ def test_noise_is_taken_out_of_clips_and_divergence_by_length_and_sign_of_advant
     assert metrics["by_lag/0/clip_drift"] == pytest.approx(1 - above, abs=1e-3)
     assert metrics["by_lag/3-4/clip_noise"] == pytest.approx(below / 3, abs=1e-3)
     assert metrics["kl/drift"] == pytest.approx((math.exp(0.3) - 1.3 + 2 * (math.exp(-0.1) - 0.9)) / 4 - 0.005)
-    without_band = loss_metrics(table, aggregation="token-mean", denominator=1.0, noise=Noise(floor, None))
+    without_band = loss_metrics(table, aggregation="token-mean", denominator=1.0, noise=EngineNoise(floor, None))
     assert without_band["kl/noise"] == 0.005
     assert "clip/noise" not in without_band

@@ -142,7 +142,7 @@ def random_batch(seed: int, *, vary_advantages: bool = False, spread: float = 0.
 def run(objective: Objective, batch: Batch, cotangent: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Losses, clipped, and the gradient of the losses' sum (weighted by `cotangent`)."""
     policy_logprobs = batch.policy_logprobs.clone().requires_grad_()
-    losses, clipped = objective(policy_logprobs, *batch[1:])
+    losses, clipped, _ = objective(policy_logprobs, *batch[1:])
     (gradient,) = torch.autograd.grad((losses if cotangent is None else losses * cotangent).sum(), policy_logprobs)
     return losses.detach(), clipped, gradient
 
@@ -327,7 +327,7 @@ def test_gspo_tells_a_ratio_inside_the_papers_band_from_one_outside_in_float32()
         anchor = torch.full((1, 1000), -10.0)
         mask = torch.ones(1, 1000, dtype=torch.bool)
         for objective in (gspo, gspo_token):
-            _, clipped = objective(anchor + log_ratio, anchor, mask, torch.ones(1, 1000), clip_low=3e-4, clip_high=4e-4)
+            _, clipped, _ = objective(anchor + log_ratio, anchor, mask, torch.ones(1, 1000), clip_low=3e-4, clip_high=4e-4)
             assert clipped.all() == clipped.any() == is_clipped
 
 
@@ -432,8 +432,8 @@ def test_row_order_and_padding_width_change_nothing(name, seed, padding):
 )
 def test_value_loss_is_half_the_larger_square(value, old_value, value_clip, return_, loss, gradient):
     values = torch.tensor([[value]], dtype=torch.float64, requires_grad=True)
-    old_values, returns = torch.tensor([[[old_value]], [[return_]]], dtype=torch.float64)
-    losses = value_loss(values, old_values, returns, torch.tensor([[True]]), value_clip=value_clip)
+    frozen_values, returns = torch.tensor([[[old_value]], [[return_]]], dtype=torch.float64)
+    losses = value_loss(values, frozen_values, returns, torch.tensor([[True]]), value_clip=value_clip)
     losses.sum().backward()
     assert losses.item() == pytest.approx(loss)
     assert values.grad is not None
@@ -442,12 +442,12 @@ def test_value_loss_is_half_the_larger_square(value, old_value, value_clip, retu
 
 @pytest.mark.parametrize("value_clip", [None, 0.2])
 def test_value_loss_equals_the_printed_formula_and_is_exactly_zero_outside_the_mask(value_clip):
-    old_values, values, mask, returns = random_batch(3, vary_advantages=True)
+    frozen_values, values, mask, returns = random_batch(3, vary_advantages=True)
     values = values.clone().requires_grad_()
-    losses = value_loss(values, old_values, returns, mask, value_clip=value_clip)
+    losses = value_loss(values, frozen_values, returns, mask, value_clip=value_clip)
     (gradient,) = torch.autograd.grad(losses.sum(), values)
 
-    kept, old, target = values[mask], old_values[mask], returns[mask]
+    kept, old, target = values[mask], frozen_values[mask], returns[mask]
     squares = (kept - target) ** 2
     if value_clip is not None:
         clipped = torch.max(torch.min(kept, old + value_clip), old - value_clip)

@@ -1,6 +1,6 @@
 """Each setting chooses the function of that name, against the right policies."""
 
-import math
+from typing import Any, cast
 
 import pytest
 import torch
@@ -8,8 +8,9 @@ import torch
 from offbeat.common.config import LossSection
 from offbeat.common.objectives import CORRECTION_BANDS, DEFAULTS
 from offbeat.common.settings import load
-from offbeat.learner.objectives import corrections, losses, objective
-from offbeat.learner.objectives.objective import PolicyLogprobs
+from offbeat.learner.objectives import corrections, losses
+from offbeat.learner.objectives.bands import ClipBand
+from offbeat.learner.objectives.objective import Objective, PolicyLogprobs, resolve_objective
 
 generator = torch.Generator().manual_seed(0)
 POLICY, BEHAVIOR, PROXIMAL = (-torch.rand(3, 4, generator=generator) for _ in range(3))
@@ -17,8 +18,10 @@ ADVANTAGES = torch.tensor([[1.0], [-1.0], [0.5]]).expand(3, 4)
 MASK = torch.tensor([[True] * 4, [True, True, False, False], [True, False, True, True]])
 
 
-def section(*overrides: str) -> LossSection:
-    return load(None, [f"loss.{override}" for override in overrides]).loss
+def make_objective(*overrides: str) -> Objective:
+    """The objective of these settings of the loss, left as open as a user leaves them."""
+    config = load(None, ["rollout.max_new_tokens=100", *(f"loss.{override}" for override in overrides)])
+    return resolve_objective(config.loss, max_new_tokens=100)
 
 
 EXPECTED = {
@@ -37,9 +40,8 @@ EXPECTED = {
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_objective_is_the_function_of_its_name_against_the_anchor(name: str, proximal: torch.Tensor | None) -> None:
     clip = ["clip_low=0.1", "clip_high=0.2"] if DEFAULTS[name].band else []
-    found = objective.token_losses(
-        section(f"objective={name}", *clip), PolicyLogprobs(POLICY, BEHAVIOR, proximal), MASK, ADVANTAGES
-    )
+    logprobs = PolicyLogprobs(POLICY, BEHAVIOR, proximal)
+    found = make_objective(f"objective={name}", *clip).evaluate(logprobs, MASK, ADVANTAGES)
     expected = EXPECTED[name](BEHAVIOR if proximal is None else proximal)
     assert torch.equal(found.losses, expected.losses)
     assert torch.equal(found.clipped, expected.clipped)
@@ -55,10 +57,10 @@ def test_objectives_are_told_apart() -> None:
 def test_dual_clip_caps_the_objectives_that_have_it(name: str) -> None:
     # Every ratio is at least 1, so that without the cap the losses of the negative row would be up to e times as large.
     logprobs = PolicyLogprobs(POLICY, POLICY - torch.linspace(0, 1, 12).view(3, 4), None)
-    found = objective.token_losses(section(f"objective={name}", "dual_clip=1.01"), logprobs, MASK, ADVANTAGES)
+    found = make_objective(f"objective={name}", "dual_clip=1.01").evaluate(logprobs, MASK, ADVANTAGES)
     assert found.losses[1, :2].tolist() == pytest.approx([1.01, 1.01])
     assert found.clipped[1].tolist() == [True, True, False, False]
-    without = objective.token_losses(section(f"objective={name}"), logprobs, MASK, ADVANTAGES)
+    without = make_objective(f"objective={name}").evaluate(logprobs, MASK, ADVANTAGES)
     assert torch.equal(found.losses[[0, 2]], without.losses[[0, 2]])
     assert without.losses[1, :2].min() > 1.01
 
@@ -67,9 +69,9 @@ def test_dual_clip_caps_the_objectives_that_have_it(name: str) -> None:
 @pytest.mark.parametrize("name", CORRECTION_BANDS)
 def test_correction_is_the_function_of_its_name_for_what_lies_outside_the_ratio(name: str, proximal) -> None:
     bounds = ["correction_high=1.1"] + (["correction_low=0.9"] if name not in ("sequence_tis", "opsm", "m2po") else [])
-    found = objective.correction(
-        section(f"correction={name}", *bounds), PolicyLogprobs(POLICY, BEHAVIOR, proximal), MASK, ADVANTAGES, m2po_cutoff=0.01
-    )
+    logprobs = PolicyLogprobs(POLICY, BEHAVIOR, proximal)
+    evaluation = make_objective(f"correction={name}", *bounds).evaluate(logprobs, MASK, ADVANTAGES, m2po_cutoff=0.01)
+    found = evaluation.correction
     log_rho = torch.where(MASK, (POLICY if proximal is None else proximal) - BEHAVIOR, 0.0)
     expected = {
         "token_tis": lambda: corrections.token_tis(log_rho, MASK, low=0.9, high=1.1),
@@ -83,19 +85,60 @@ def test_correction_is_the_function_of_its_name_for_what_lies_outside_the_ratio(
     assert found is not None
     assert torch.equal(found.weights, expected)
     assert torch.equal(found.log_rho, log_rho)
+    uncorrected = make_objective().evaluate(logprobs, MASK, ADVANTAGES)
+    assert torch.equal(evaluation.losses, uncorrected.losses * expected)
+    assert torch.equal(evaluation.clipped, uncorrected.clipped)
 
 
 def test_without_a_correction_there_are_no_weights() -> None:
     logprobs = PolicyLogprobs(POLICY, BEHAVIOR, None)
-    assert objective.correction(section(), logprobs, MASK, ADVANTAGES, m2po_cutoff=math.inf) is None
+    assert make_objective().evaluate(logprobs, MASK, ADVANTAGES).correction is None
 
 
-def test_band_is_around_the_ratio_that_is_clipped() -> None:
-    logprobs = PolicyLogprobs(POLICY, BEHAVIOR, None)
-    of_tokens = objective.band(section("objective=grpo"), logprobs, MASK)
-    of_rows = objective.band(section("objective=gspo"), logprobs, MASK)
-    assert of_tokens is not None and of_rows is not None
-    assert torch.equal(of_tokens.log_ratio, torch.where(MASK, POLICY - BEHAVIOR, 0.0))
-    means = [row[mask].mean().item() for row, mask in zip(POLICY - BEHAVIOR, MASK, strict=True)]
-    torch.testing.assert_close(of_rows.log_ratio, torch.tensor(means)[:, None].expand(3, 4))
-    assert objective.band(section("objective=sapo"), logprobs, MASK) is None
+@pytest.mark.parametrize("proximal", [None, PROXIMAL], ids=["behavior", "proximal"])
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_clipped_ratio_is_the_one_to_the_anchor_that_the_objective_clips(name: str, proximal: torch.Tensor | None) -> None:
+    # With a gradient, as in training: the ratio that is reported has none.
+    logprobs = PolicyLogprobs(POLICY.clone().requires_grad_(), BEHAVIOR, proximal)
+    found = make_objective(f"objective={name}").evaluate(logprobs, MASK, ADVANTAGES).clipped_ratio
+    if name in ("sapo", "reinforce"):
+        assert found is None
+        return
+    assert found is not None and not found.log_ratio.requires_grad
+    log_ratio = POLICY - (BEHAVIOR if proximal is None else proximal)
+    if name in ("gspo", "gspo_token"):
+        means = [row[mask].mean().item() for row, mask in zip(log_ratio, MASK, strict=True)]
+        torch.testing.assert_close(found.log_ratio, torch.tensor(means)[:, None].expand(3, 4))
+    else:
+        assert torch.equal(found.log_ratio, torch.where(MASK, log_ratio, 0.0))
+    own = DEFAULTS[name].band
+    assert own is not None
+    assert (found.clip_low, found.clip_high) == (own.low, own.high)
+
+
+def test_settings_left_open_are_the_objectives_own() -> None:
+    """The objective of a section that nobody completed is that of the completed one."""
+    for name in DEFAULTS:
+        for anchor in ("behavior", "proximal"):
+            overrides = [f"loss.objective={name}", f"loss.anchor={anchor}", "rollout.max_new_tokens=100"]
+            completed = resolve_objective(load(None, overrides).loss, max_new_tokens=100)
+            left_open = LossSection(objective=cast(Any, name), anchor=cast(Any, anchor))
+            assert resolve_objective(left_open, max_new_tokens=100) == completed
+    for correction, own in CORRECTION_BANDS.items():
+        rule = resolve_objective(LossSection(correction=cast(Any, correction)), max_new_tokens=100).correction
+        assert rule is not None
+        assert (rule.name, rule.low, rule.high) == (correction, own.low, own.high)
+
+
+def test_noise_of_the_engine_is_clipped_where_a_clip_takes_gradient_against_its_logprobs() -> None:
+    assert make_objective("clip_low=0.1", "clip_high=0.2").engine_band == ClipBand(0.1, 0.2, is_sequence_ratio=True)
+    assert make_objective("objective=dapo").engine_band == ClipBand(0.2, 0.28, is_sequence_ratio=False)
+    for without in (["objective=cispo"], ["objective=sapo"], ["objective=reinforce"], ["anchor=proximal"]):
+        assert make_objective(*without).engine_band is None
+
+
+def test_denominator_counts_the_constant_length_of_the_settings() -> None:
+    open_length, own_length = make_objective("objective=dr_grpo"), make_objective("objective=dr_grpo", "aggregation_length=7")
+    assert open_length.denominator(num_rows=3, num_tokens=50) == 300.0
+    assert own_length.denominator(num_rows=3, num_tokens=50) == 21.0
+    assert make_objective("objective=dapo").denominator(num_rows=3, num_tokens=50) == 50.0

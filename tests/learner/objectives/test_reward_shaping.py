@@ -13,6 +13,7 @@ from hypothesis.extra import numpy as st_numpy
 
 from offbeat.common.settings import SettingError
 from offbeat.learner.objectives.reward_shaping import (
+    RewardShaping,
     RunningMoments,
     clip_rewards,
     load_length_penalty,
@@ -83,9 +84,7 @@ def shaped(
     clip=None,
     running=None,
 ):
-    return shape_rewards(
-        rewards,
-        LENGTHS,
+    shaping = RewardShaping(
         max_new_tokens=10,
         overlong_buffer=overlong_buffer,
         overlong_penalty=2.0,
@@ -93,8 +92,8 @@ def shaped(
         norm_mean=norm_mean,
         norm_std=norm_std,
         clip=clip,
-        running=running or RunningMoments(),
     )
+    return shape_rewards(rewards, LENGTHS, shaping, running=running or RunningMoments())
 
 
 # Normalization.
@@ -169,7 +168,7 @@ def test_without_normalization_rewards_are_as_they_were():
 def test_equal_rewards_are_shifted_to_exactly_zero_and_never_scaled(mean_of, std_of, shape):
     # Neither three nor seven times 0.1 has a mean of 0.1.
     rewards = np.full(shape, 0.1)
-    running = RunningMoments().updated(rewards).updated(rewards)
+    running = RunningMoments().add(rewards).add(rewards)
     assert not normalized(rewards, mean_of, std_of, 1e-6, running).any()
     assert normalized(rewards, "none", std_of, 1e-6, running).tolist() == rewards.tolist()
 
@@ -202,7 +201,7 @@ def test_running_moments_of_numbers_one_by_one():
     # 1, then 2, then 6: mean 3, squares 4 + 1 + 9 = 14, std sqrt(14 / 2).
     running = RunningMoments()
     for value in (1.0, 2.0, 6.0):
-        running = running.updated(np.array([value]))
+        running = running.add(np.array([value]))
     assert (running.count, running.mean, running.squares) == pytest.approx((3, 3.0, 14.0))
     assert running.std == pytest.approx(np.sqrt(7))
 
@@ -217,7 +216,7 @@ def test_moments_after_several_updates_equal_those_of_everything_at_once(values,
     everything = np.array(values, dtype=np.float64) + far
     running = RunningMoments()
     for part in np.split(everything, sorted(cuts)):
-        running = running.updated(part)
+        running = running.add(part)
     assert running.count == len(values)
     assert running.mean == pytest.approx(everything.mean() if values else 0.0, rel=1e-12, abs=1e-12)
     assert running.std == pytest.approx(everything.std(ddof=1) if len(values) > 1 else 0.0, rel=1e-6, abs=1e-6)
@@ -225,11 +224,11 @@ def test_moments_after_several_updates_equal_those_of_everything_at_once(values,
 
 def test_fewer_than_two_rewards_have_no_spread():
     assert RunningMoments().std == 0.0
-    assert RunningMoments().updated(np.array([5.0])) == RunningMoments(count=1, mean=5.0, squares=0.0)
+    assert RunningMoments().add(np.array([5.0])) == RunningMoments(count=1, mean=5.0, squares=0.0)
 
 
 def test_running_moments_survive_a_checkpoint():
-    running = RunningMoments().updated(REWARDS)
+    running = RunningMoments().add(REWARDS)
     assert msgspec.json.decode(msgspec.json.encode(running), type=RunningMoments) == running
 
 
@@ -291,7 +290,7 @@ def test_running_moments_are_updated_for_either_of_the_two_and_else_left_alone()
     for_mean, for_std = shaped(norm_mean="running", norm_std="group"), shaped(norm_mean="group", norm_std="running")
     np.testing.assert_allclose(for_mean.rewards, (REWARDS - 3.5) / np.sqrt([[7.0], [3.0]]), rtol=1e-5)
     np.testing.assert_allclose(for_std.rewards, np.array([[-2, -1, 3], [-1, -1, 2]]) / np.sqrt(4.3), rtol=1e-5)
-    assert for_mean.running == for_std.running == RunningMoments().updated(REWARDS)
+    assert for_mean.running == for_std.running == RunningMoments().add(REWARDS)
     before = RunningMoments(count=3, mean=1.0, squares=8.0)
     assert shaped(norm_mean="group", norm_std="batch", running=before).running == before
 

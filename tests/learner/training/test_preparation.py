@@ -6,11 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.common.config import AdvantageSection, KlSection
+from offbeat.common.config import AdvantageSection
 from offbeat.learner.leases.groups import Rollout
 from offbeat.learner.policy.process_group import join_process_group
 from offbeat.learner.training.batching import MicroBatch, Row, collate
-from offbeat.learner.training.preparation import Frozen, completion_advantages, prepare, scale_advantages
+from offbeat.learner.training.preparation import (
+    AdvantageRule,
+    FrozenOutputs,
+    completion_advantages,
+    prepare_micro_batch,
+    resolve_advantage,
+    scale_advantages,
+)
 from offbeat.protocols.messages import Segment
 
 REFERENCE = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, -2.0, 0.0]])
@@ -27,14 +34,13 @@ def micro_batch() -> MicroBatch:
     return collate([row(3, 4.0, 1.0), row(2, -2.0, -1.0)])
 
 
-def advantages_of(frozen: Frozen, *, kl_coefficient: float = 0.0, **settings: Any) -> list[list[float]]:
-    prepared = prepare(
-        micro_batch(),
-        frozen,
-        advantage=AdvantageSection(**settings),
-        kl=KlSection(estimator="k1"),
-        kl_coefficient=kl_coefficient,
-    )
+def rule(**settings: Any) -> AdvantageRule:
+    """The rule of these settings under GSPO."""
+    return resolve_advantage(AdvantageSection(**settings), objective="gspo")
+
+
+def advantages_of(frozen: FrozenOutputs, *, kl_coefficient: float = 0.0, **settings: Any) -> list[list[float]]:
+    prepared = prepare_micro_batch(micro_batch(), frozen, rule(**settings), estimator="k1", kl_coefficient=kl_coefficient)
     return prepared.advantages.tolist()
 
 
@@ -49,22 +55,31 @@ def advantages_of(frozen: Frozen, *, kl_coefficient: float = 0.0, **settings: An
     ],
 )
 def test_baseline_is_taken_from_the_rewards_of_the_group(baseline: Any, divide_by_std: bool, expected: list[float]) -> None:
-    settings = AdvantageSection(baseline=baseline, divide_by_std=divide_by_std)
+    settings = rule(baseline=baseline, divide_by_std=divide_by_std)
     np.testing.assert_allclose(completion_advantages(np.array([[1.0, 3.0, 5.0]]), settings), [expected], atol=1e-5)
+
+
+def test_baseline_left_open_is_the_objectives_own() -> None:
+    section = AdvantageSection()
+    of_group, of_critic = (resolve_advantage(section, objective=name) for name in ("gspo", "ppo"))
+    assert (of_group.baseline, of_group.divide_by_std) == ("group", True)
+    assert (of_critic.baseline, of_critic.divide_by_std) == ("critic", False)
+    others = resolve_advantage(AdvantageSection(baseline="leave_one_out"), objective="gspo")
+    assert (others.baseline, others.divide_by_std) == ("leave_one_out", False)
 
 
 def test_std_epsilon_and_bias_are_settings() -> None:
     rewards = np.array([[1.0, 3.0]])
-    biased = AdvantageSection(baseline="group", divide_by_std=True, std_unbiased=False, std_epsilon=1.0)
+    biased = rule(baseline="group", divide_by_std=True, std_unbiased=False, std_epsilon=1.0)
     np.testing.assert_allclose(completion_advantages(rewards, biased), [[-0.5, 0.5]])
 
 
 def test_every_token_has_its_completions_advantage_and_padding_none() -> None:
-    assert advantages_of(Frozen(), baseline="group") == [[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]]
+    assert advantages_of(FrozenOutputs(), baseline="group") == [[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]]
 
 
 def test_kl_in_the_reward_is_charged_to_the_tokens_before_it() -> None:
-    frozen = Frozen(reference_logprobs=REFERENCE)
+    frozen = FrozenOutputs(reference_logprobs=REFERENCE)
     # k1 = behavior - reference: -0.5 for each token of the first row, +0.5 for each of the second.
     found = advantages_of(frozen, kl_coefficient=2.0, baseline="group")
     assert found == [[1.0 + 3.0, 1.0 + 2.0, 1.0 + 1.0], [-1.0 - 2.0, -1.0 - 1.0, 0.0]]
@@ -74,13 +89,8 @@ def test_kl_in_the_reward_is_charged_to_the_tokens_before_it() -> None:
 
 def test_critic_turns_rewards_and_values_into_advantages_and_returns() -> None:
     values = torch.tensor([[1.0, 2.0, 3.0], [0.0, -1.0, 9.0]])
-    prepared = prepare(
-        micro_batch(),
-        Frozen(values=values),
-        advantage=AdvantageSection(baseline="critic", gae_lambda=0.0),
-        kl=KlSection(),
-        kl_coefficient=0.0,
-    )
+    critic = rule(baseline="critic", gae_lambda=0.0)
+    prepared = prepare_micro_batch(micro_batch(), FrozenOutputs(values=values), critic, estimator="k3", kl_coefficient=0.0)
     # lambda = 0: the next value minus this one, the reward at the last token.
     assert prepared.advantages.tolist() == [[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]]
     assert prepared.returns is not None
@@ -89,16 +99,16 @@ def test_critic_turns_rewards_and_values_into_advantages_and_returns() -> None:
 
 def test_whitening_is_over_all_micro_batches_and_the_clip_comes_last() -> None:
     join_process_group()
-    prepared = prepare(micro_batch(), Frozen(), advantage=AdvantageSection(baseline="group"), kl=KlSection(), kl_coefficient=0)
+    prepared = prepare_micro_batch(micro_batch(), FrozenOutputs(), rule(baseline="group"), estimator="k3", kl_coefficient=0)
     shifted = prepared._replace(advantages=prepared.advantages + 10)
-    settings = AdvantageSection(baseline="group", whiten=True)
+    settings = rule(baseline="group", whiten=True)
     first, second = scale_advantages([prepared, shifted], settings)
     mask = prepared.micro_batch.completion_mask
     tokens = torch.cat([first.advantages[mask], second.advantages[mask]])
     assert tokens.mean().item() == pytest.approx(0, abs=1e-6)
     assert tokens.std().item() == pytest.approx(1, abs=1e-5)
     assert (first.advantages[~mask] == 0).all()
-    clipped = scale_advantages([prepared, shifted], AdvantageSection(baseline="group", whiten=True, clip=0.5))
+    clipped = scale_advantages([prepared, shifted], rule(baseline="group", whiten=True, clip=0.5))
     assert torch.equal(clipped[1].advantages, second.advantages.clamp(-0.5, 0.5))
-    unscaled = scale_advantages([prepared], AdvantageSection(baseline="group"))
+    unscaled = scale_advantages([prepared], rule(baseline="group"))
     assert torch.equal(unscaled[0].advantages, prepared.advantages)

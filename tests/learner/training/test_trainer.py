@@ -142,10 +142,10 @@ def test_a_gradient_that_is_only_looked_at_is_the_steps_and_changes_nothing(tiny
     config = make_config(tiny_model, dtype=dtype, kl=kl, reward=RewardSection(norm_std="running"), **settings)
     groups = make_groups(3)
     with running(config) as trainer:
-        before, adapted = weights_of(trainer), trainer._adapted
+        before, adapted = weights_of(trainer), trainer._adaptive
         metrics, gradient = trainer.gradient(groups)
         assert trainer.policy_version == 0
-        assert trainer._adapted == adapted
+        assert trainer._adaptive == adapted
         assert all(torch.equal(weight, before[name]) for name, weight in weights_of(trainer).items())
         other_metrics, other = trainer.gradient(make_groups(3, seed=1))
         again_metrics, again = trainer.gradient(groups)
@@ -334,16 +334,15 @@ def test_a_checkpoint_of_other_settings_is_refused_with_what_to_do(tiny_model, t
         trainer.load_checkpoint(tmp_path / "step-00000000")
 
 
-def test_a_saved_model_is_one_that_transformers_loads(trainer, tmp_path):
+def test_a_saved_model_is_one_that_transformers_loads(trainer, tiny_model, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     trainer.save_model(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     weights = weights_of(trainer)
     assert all(torch.equal(weights[name], parameter) for name, parameter in model.named_parameters())
-    assert AutoTokenizer.from_pretrained(tmp_path).encode("7+8") == AutoTokenizer.from_pretrained(trainer._model.path).encode(
-        "7+8"
-    )
+    tokenizer, saved = (AutoTokenizer.from_pretrained(folder) for folder in (tiny_model, tmp_path))
+    assert saved.encode("7+8") == tokenizer.encode("7+8")
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

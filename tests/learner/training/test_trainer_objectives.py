@@ -9,6 +9,7 @@ import torch
 
 from offbeat.common.config import AdvantageSection, KlSection, LoraSection, RewardSection
 from offbeat.learner.leases.groups import Group
+from offbeat.learner.objectives.reward_shaping import RunningMoments
 from tests.learner.training.test_trainer import running, weights_of
 from tests.learner.training.trainer_cases import SGD, make_config, make_groups
 
@@ -105,7 +106,8 @@ def test_rewards_are_normalized_by_the_mean_and_the_standard_deviation_of_the_se
     groups = make_groups(3)
     rewards = np.array([[rollout.reward for rollout in group.rollouts] for group in groups])
     with running(make_config(tiny_model, reward=RewardSection(norm_mean="group", norm_std="batch"))) as trainer:
-        shaped = [row.reward for row in trainer._rows(groups, 0)]
+        rows, _ = trainer._make_rows(groups, 0, RunningMoments())
+    shaped = [row.reward for row in rows]
     expected = (rewards - rewards.mean(axis=1, keepdims=True)) / rewards.std(ddof=1)
     np.testing.assert_allclose(shaped, expected.ravel(), rtol=1e-5)
 
@@ -122,7 +124,7 @@ def test_kl_coefficient_and_reward_moments_go_on_after_a_restart(tiny_model: Pat
         first = trainer.train_batch(make_groups(3, seed=0))[0]
         trainer.save_checkpoint(tmp_path / "step-00000001", b"")
         second = trainer.train_batch(make_groups(3, seed=1))[0]
-        moments = trainer._adapted.rewards
+        moments = trainer._adaptive.rewards
     assert first["kl/coefficient"] == 0.1
     change = min(0.2, max(-0.2, first["kl/reward"] / 1e-3 - 1)) * 12 / 100
     assert second["kl/coefficient"] == pytest.approx(0.1 * (1 + change))
@@ -135,7 +137,7 @@ def test_kl_coefficient_and_reward_moments_go_on_after_a_restart(tiny_model: Pat
         resumed = trainer.train_batch(make_groups(3, seed=1))[0]
         assert resumed["kl/coefficient"] == second["kl/coefficient"]
         assert resumed["loss/policy"] == second["loss/policy"]
-        assert trainer._adapted.rewards == moments
+        assert trainer._adaptive.rewards == moments
 
 
 def test_kl_coefficient_that_does_not_adapt_is_that_of_the_settings(tiny_model: Path, tmp_path: Path) -> None:
