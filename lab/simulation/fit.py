@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from offbeat.common.metrics import ROWS_FILE, read_rows
 from offbeat.common.settings import SettingError
 from offbeat.lab.history import RunHistory, fold_rows, number
-from offbeat.lab.simulation.simulation import Timings
+from offbeat.lab.simulation.timings import Timings
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
 from offbeat.learner.leases.rollout_log import read_log
 

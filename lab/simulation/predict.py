@@ -19,7 +19,8 @@ from offbeat.common.metrics import ROWS_FILE, read_rows
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load
 from offbeat.lab.simulation.fit import fit
-from offbeat.lab.simulation.simulation import ASSUMPTIONS, Batch, Fleet, Simulation, Timings
+from offbeat.lab.simulation.simulation import ASSUMPTIONS, Batch, Simulation
+from offbeat.lab.simulation.timings import Fleet, Timings
 from offbeat.lab.terminal import stdout_console
 from offbeat.learner.leases.evaluation import Evaluations
 from offbeat.learner.leases.staleness import StalenessPolicy

@@ -101,7 +101,7 @@ class RolloutScheduler(Generic[G]):
         Calls `drop` first with every group that is past the hard bound (`evict`); `grant` may then admit new leases. Must not
         be called while a batch is being trained on.
         """
-        if not self._has_batch():
+        if self._books.num_ready < self._policy.batch_groups:
             return []
         self.evict(policy_version, drop)
         return self._policy.select(self._ready())
@@ -111,13 +111,10 @@ class RolloutScheduler(Generic[G]):
 
         Without a whole batch at hand nothing is dropped: a group's lag counts only when its turn has come.
         """
-        if not self._has_batch():
+        if self._books.num_ready < self._policy.batch_groups:
             return
         for group in self._policy.evict(self._ready(), policy_version):
             drop(group)
-
-    def _has_batch(self) -> bool:
-        return self._books.num_ready >= self._policy.batch_groups
 
     def _ready(self) -> Sequence[G]:
         return self._books.ready_groups(self._policy.bounds.selection)

@@ -1,6 +1,7 @@
 """`offbeat simulate`: figures from simulated batches, times from options, and what it says."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -19,17 +20,21 @@ from offbeat.common.config import (
 )
 from offbeat.common.settings import SettingError, resolved_toml
 from offbeat.deploy.cli import make_app
+from offbeat.lab.simulation.account import Totals
 from offbeat.lab.simulation.predict import (
     Given,
+    Prediction,
     Source,
     fitted_times,
     given_times,
     predict,
+    show,
     simulate,
     simulate_batches,
     steady_batches,
 )
-from offbeat.lab.simulation.simulation import Batch, Timings, Totals
+from offbeat.lab.simulation.simulation import Batch
+from offbeat.lab.simulation.timings import Timings
 
 CONFIG = Config(
     model=ModelSection(path="none"),
@@ -98,6 +103,14 @@ def test_every_number_of_actors_is_simulated_with_every_bound() -> None:
     assert seconds[2:] == pytest.approx([6.0, 3.0], rel=0.1)
 
 
+def test_shares_of_a_synchronous_step_are_those_of_its_parts() -> None:
+    five_each = replace(CONFIG, train=replace(CONFIG.train, num_steps=8))
+    (found,) = simulate(five_each, ALIKE, actors=[2], staleness=[0], seconds=1e6, seed=0)
+    # 0.5 s for the weights, 3 to generate on all slots, 2 to train.
+    shares = (found.learner_waits, found.actors_wait_leases, found.actors_wait_weights, found.slots_used, found.law_lag)
+    assert shares == pytest.approx((3.5 / 5.5, 2 / 5.5, 0.5 / 5.5, 3 / 5.5, 3 / 5.5))
+
+
 def test_bound_that_the_config_cannot_have_is_refused() -> None:
     two_steps = replace(CONFIG, train=replace(CONFIG.train, steps_per_batch=2))
     with pytest.raises(SettingError, match="max_staleness"):
@@ -158,3 +171,62 @@ def test_command_says_what_it_predicts_and_what_it_assumes(tmp_path: Path) -> No
     # 3600 / 8.5 steps an hour, and 3600 / 5.5.
     assert "424" in shown
     assert "655" in shown
+
+
+def test_each_figure_stands_under_its_heading(capsys: pytest.CaptureFixture[str]) -> None:
+    made_up = Prediction(
+        num_actors=3,
+        max_staleness=4,
+        num_steps=50,
+        simulated_s=100.0,
+        groups_per_s=5.5,
+        tokens_per_s=6006.0,
+        steps_per_h=707.0,
+        learner_waits=0.08,
+        actors_wait_leases=0.09,
+        actors_wait_weights=0.10,
+        slots_used=0.11,
+        mean_lag=1.25,
+        law_lag=1.75,
+        p99_lag=13,
+        max_lag=14,
+        lags={1: 1},
+        over_bound=0.15,
+        dropped=0.16,
+        aborted=0.17,
+        wasted=0.18,
+    )
+    dropping = replace(CONFIG, staleness=StalenessSection(max_staleness=4, staleness_policy="drop"))
+    show([made_up], ALIKE, dropping, as_json=False)
+    assert columns_of(capsys.readouterr().out) == {
+        "actors": "3",
+        "max_ staleness": "4",
+        "groups/s": "5.5",
+        "tokens/s": "6,006",
+        "steps/h": "707",
+        "learner waits": "8%",
+        "wait for leases": "9%",
+        "wait for weights": "10%",
+        "slots used": "11%",
+        "mean lag": "1.25",
+        "L/B": "1.75",
+        "p99": "13",
+        "max": "14",
+        "over bound": "15.0%",
+        "dropped": "16.0%",
+        "aborted": "17.0%",
+        "wasted": "18.0%",
+    }
+
+
+def columns_of(printed: str) -> dict[str, str]:
+    """Return the last row of a right-aligned table by heading; a heading may have two lines."""
+    lines = printed.splitlines()
+    rule = next(index for index, line in enumerate(lines) if set(line.strip()) == {"─"})
+    columns: dict[str, str] = {}
+    start = 0
+    for value in re.finditer(r"\S+", lines[rule + 1]):
+        heading = " ".join(line[start : value.end()].strip() for line in lines[rule - 2 : rule]).strip()
+        columns[heading] = value.group()
+        start = value.end()
+    return columns

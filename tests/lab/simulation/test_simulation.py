@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.common.config import StalenessSection, TrainSection
-from offbeat.lab.simulation.simulation import DRAWN_AT_ONCE, Batch, Fleet, Simulation, Slots, Timings, sampled_versions
+from offbeat.lab.simulation.account import Totals
+from offbeat.lab.simulation.actors import Slots, sampled_versions
+from offbeat.lab.simulation.simulation import Batch, Simulation
+from offbeat.lab.simulation.timings import DRAWN_AT_ONCE, Fleet, Timings
 from offbeat.learner.dispatch.roster import Member, Members, Room
 from offbeat.learner.leases.evaluation import Evaluations
 from offbeat.learner.leases.staleness import StalenessPolicy
@@ -89,6 +92,32 @@ def test_synchronous_step_is_sync_then_generation_then_training() -> None:
     assert ends(batches) == [5.5, 11.0, 16.5]
     assert [batch.lags for batch in batches] == [{0: 2}] * 3
     assert [batch.waited_s for batch in batches] == [3.5, 3.5, 3.5]
+
+
+def test_totals_of_a_synchronous_run_count_each_second_once() -> None:
+    timings = make_timings([[3.0]], train_s=2.0, sync_s=0.5)
+    totals = run(timings, Fleet(2, 1), bounds=bound(0), groups_per_step=2, num_steps=2)[-1].totals
+    # Twice: both actors wait 0.5 for weights, generate for 3, and wait 2 for leases while the learner trains. The weights of
+    # the second step are not there yet when it ends.
+    assert totals == Totals(
+        leased=4,
+        trained=4,
+        dropped=0,
+        aborted=0,
+        in_flight=0,
+        generated_s=2 * 2 * 3.0,
+        wasted_s=0.0,
+        wait_leases_s=2 * 2 * 2.0,
+        wait_weights_s=2 * 2 * 0.5,
+        slots_s=2 * 2 * 3.0,
+        open_s=2 * 2 * 3.0,
+    )
+
+
+def test_idle_actors_wait_for_leases_where_the_bound_admits_too_few_for_all() -> None:
+    # One group a step for three actors: two never have a lease, and no newer weights would give them one.
+    batches = run(make_timings([[3.0]], train_s=2.0, sync_s=0.5), Fleet(3, 1), bounds=bound(0), groups_per_step=1, num_steps=1)
+    assert (batches[0].totals.wait_leases_s, batches[0].totals.wait_weights_s) == (2 * 3.0 + 3 * 2.0, 3 * 0.5)
 
 
 def test_one_step_of_staleness_lets_generation_and_training_overlap() -> None:
@@ -277,6 +306,12 @@ def test_policy_object_decides_what_is_dropped() -> None:
     assert ends(batches) == [8.0, 11.0]
     assert batches[0].totals.dropped == 1
     assert batches[0].totals.wasted_s == 3.0
+
+
+def test_group_that_is_dropped_makes_room_for_a_lease_at_once() -> None:
+    # The bound admits one group at a time: with the first dropped at 3 nothing else would ever happen.
+    batches = run(make_timings([[3.0]]), Fleet(1, 1), bounds=bound(0), groups_per_step=1, num_steps=1, policy=FirstIsDropped)
+    assert ends(batches) == [8.0]
 
 
 @given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 5), st.integers(1, 4))

@@ -1,0 +1,139 @@
+"""The account of a simulated run: its open leases, the counts of those that ended, and integrals over time."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from offbeat.lab.simulation.actors import SimulatedGroup
+from offbeat.learner.leases.ledger import Selection
+
+
+class Totals(NamedTuple):
+    """Sums from the start of the run."""
+
+    leased: int
+    trained: int
+    dropped: int
+    """Evicted: too old when their turn came."""
+    aborted: int
+    """Cancelled while they were generated."""
+    in_flight: int
+    """Leases being generated, buffered or trained on, now."""
+    generated_s: float
+    """Generation of all groups, evaluation included, of the cancelled ones until they were cancelled."""
+    wasted_s: float
+    """The part that went into groups never trained on."""
+    wait_leases_s: float
+    """Actor seconds without a group in flight, while the policy admits no lease, or too few for all actors."""
+    wait_weights_s: float
+    """Actor seconds without a group in flight, while the next lease waits for newer weights."""
+    slots_s: float
+    """Integral over time of leases that actors hold, those for evaluation left out."""
+    open_s: float
+    """Integral over time of groups begun and not yet trained on: its mean is the L of Little's law."""
+
+
+class Account:
+    """The `learner.leases.scheduler.Books` of a simulation, with its sums."""
+
+    def __init__(self) -> None:
+        self._in_flight: dict[int, SimulatedGroup] = {}
+        """Groups to train on that actors hold, by lease id, oldest first."""
+        self._ready: dict[int, SimulatedGroup] = {}
+        """By lease id, in the order they were finished."""
+        self._training: list[SimulatedGroup] = []
+        self.num_open = 0
+        """Leases being generated, buffered or trained on."""
+        self.num_dropped = 0
+        """Groups evicted."""
+        self._num_leased = self._num_trained = self._num_aborted = 0
+        self._generated_s = self._wasted_s = 0.0
+        self._wait_leases_s = self._wait_weights_s = self._slots_s = self._open_s = 0.0
+
+    @property
+    def num_ready(self) -> int:
+        """Groups that a batch can be selected from."""
+        return len(self._ready)
+
+    def ready_groups(self, order: Selection) -> Sequence[SimulatedGroup]:
+        """Return the groups that a batch can be selected from, in this order."""
+        ready = list(self._ready.values())
+        if order == "oldest_lease":
+            ready.sort(key=lambda group: group.lease_id)
+        return ready
+
+    def generating(self) -> Iterable[SimulatedGroup]:
+        """Return the groups that actors hold, oldest lease first."""
+        return self._in_flight.values()
+
+    def grant(self, group: SimulatedGroup) -> None:
+        """Enter a new lease."""
+        self._in_flight[group.lease_id] = group
+        self.num_open += 1
+        self._num_leased += 1
+
+    def accept(self, group: SimulatedGroup) -> None:
+        """Move a group into the buffer."""
+        self._ready[group.lease_id] = self._in_flight.pop(group.lease_id)
+
+    def drop(self, group: SimulatedGroup) -> None:
+        """Remove a group from the buffer: it is never trained on."""
+        del self._ready[group.lease_id]
+        self._wasted_s += group.generate_s
+        self.num_dropped += 1
+        self.num_open -= 1
+
+    def abort(self, lease_id: int) -> SimulatedGroup:
+        """Remove a lease that an actor holds and return its group; its generation is for the caller to add."""
+        self._num_aborted += 1
+        self.num_open -= 1
+        return self._in_flight.pop(lease_id)
+
+    def begin_batch(self, groups: list[SimulatedGroup]) -> None:
+        """Move groups from the buffer into training."""
+        for group in groups:
+            del self._ready[group.lease_id]
+        self._training = groups
+
+    def end_batch(self) -> list[SimulatedGroup]:
+        """Count the groups in training as trained and return them."""
+        groups, self._training = self._training, []
+        self._num_trained += len(groups)
+        self.num_open -= len(groups)
+        return groups
+
+    def add_generated(self, seconds: float) -> None:
+        """Add generation of any group."""
+        self._generated_s += seconds
+
+    def add_wasted(self, seconds: float) -> None:
+        """Add generation that was counted by `add_generated` and turned out to be in vain."""
+        self._wasted_s += seconds
+
+    def pass_time(self, seconds: float, num_idle: int, *, needs_weights: bool) -> None:
+        """Integrate over this time, in which `num_idle` actors had no lease.
+
+        `needs_weights`: the bound admits a lease, and no actor has weights new enough for it.
+        """
+        num_in_flight = len(self._in_flight)
+        self._slots_s += num_in_flight * seconds
+        self._open_s += (num_in_flight + len(self._ready)) * seconds
+        if needs_weights:
+            self._wait_weights_s += num_idle * seconds
+        else:
+            self._wait_leases_s += num_idle * seconds
+
+    def totals(self) -> Totals:
+        """Return the sums until now."""
+        return Totals(
+            leased=self._num_leased,
+            trained=self._num_trained,
+            dropped=self.num_dropped,
+            aborted=self._num_aborted,
+            in_flight=self.num_open,
+            generated_s=self._generated_s,
+            wasted_s=self._wasted_s,
+            wait_leases_s=self._wait_leases_s,
+            wait_weights_s=self._wait_weights_s,
+            slots_s=self._slots_s,
+            open_s=self._open_s,
+        )
