@@ -1,20 +1,21 @@
 """Real services for end-to-end tests: `offbeat` commands as processes that no test leaves behind."""
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
 from offbeat.common.config import Config
 from offbeat.common.settings import resolved_toml
+from tests.deploy.warm import PROGRAM, ForkedProcess, WarmProcess, service_environment
 
 REWARD_MODULE = '''
 import time
@@ -31,68 +32,112 @@ def slow_digits(prompt, completion, row):
 SLOW_REWARD = {"reward": "my_reward:slow_digits"}
 
 
-class Services:
-    """Commands started in one working folder, and what they wrote."""
+QUIET_S = 300.0
+"""How long a run may write no log line and no metrics row but heartbeats before its test fails.
 
-    def __init__(self, folder: Path) -> None:
+A start is ten seconds of CPU time without a line: on a machine with ten times more to do than cores, minutes.
+"""
+CAP_S = 1800.0
+"""How long any wait may take. A service that logs forever and gets nowhere fails its test only then."""
+SERVICES_S = 2 * CAP_S
+"""pytest's limit for a test that waits for services."""
+LOOK_S = 0.1
+
+Process = subprocess.Popen | ForkedProcess
+
+
+class Services:
+    """`offbeat` commands that run in one working folder, and their output."""
+
+    def __init__(self, folder: Path, warm: WarmProcess) -> None:
         self.folder = folder
-        self._processes: list[subprocess.Popen] = []
+        self._warm = warm
+        self._processes: list[Process] = []
         (folder / "my_reward.py").write_text(REWARD_MODULE)
 
-    def start(self, *arguments: str, log: str = "", environment: Mapping[str, str] | None = None) -> subprocess.Popen:
-        """Start `offbeat ARGUMENTS`; its output goes to the file `log`."""
+    def start(self, *arguments: str, log: str = "", is_real: bool = False) -> Process:
+        """Start `offbeat ARGUMENTS` with its output going to the file `log`.
+
+        Forks a process that has imported everything (`tests/deploy/warm.py`); `is_real` starts a new interpreter instead.
+        """
         with (self.folder / f"{log or arguments[0]}.log").open("ab") as stream:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "offbeat.deploy.cli", *arguments],
-                cwd=self.folder,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                process_group=0,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-            )
-        self._processes.append(process)
-        return process
+            return self._start(arguments, stream, stream, is_real=is_real)
+
+    def run(self, *arguments: str, is_real: bool = False) -> subprocess.CompletedProcess[str]:
+        """Run `offbeat ARGUMENTS` to its end. Return its exit status and output."""
+        stdout, stderr = self.folder / "stdout", self.folder / "stderr"
+        with stdout.open("wb") as output, stderr.open("wb") as errors:
+            process = self._start(arguments, output, errors, is_real=is_real)
+            self.wait_for(lambda: process.poll() is not None, f"the end of {arguments}")
+        return subprocess.CompletedProcess(arguments, process.poll() or 0, stdout.read_text(), stderr.read_text())
 
     def output(self, log: str) -> str:
-        """What a command has written so far."""
+        """Return what a command has written so far."""
         return (self.folder / f"{log}.log").read_text(errors="replace")
 
     def rows(self, run: str, kind: str = "") -> list[dict[str, Any]]:
-        """The metrics rows of a run, of one kind if asked."""
+        """Return the metrics rows of a run, of one kind if asked."""
         file = self.folder / run / "metrics.jsonl"
         lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
         rows = [msgspec.json.decode(line) for line in lines if line.endswith(b"\n")]
         return [row for row in rows if not kind or row["kind"] == kind]
 
-    def wait(self, process: subprocess.Popen, log: str, timeout_s: float) -> int:
-        """The exit status; a process that does not end in time fails the test with its output."""
-        try:
-            return process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"{log} did not end within {timeout_s:g} s:\n{self.output(log)[-4000:]}") from None
+    def wait(self, process: Process, log: str) -> int:
+        """Return the exit status. Fail the test with the output when nothing in the folder makes progress any more."""
+        self.wait_for(lambda: process.poll() is not None, f"the end of {log}")
+        status = process.poll()
+        assert status is not None
+        return status
 
-    def wait_for(self, claim: Callable[[], bool], what: str, timeout_s: float) -> None:
-        """Until the claim holds."""
-        deadline = time.monotonic() + timeout_s
+    def wait_for(self, claim: Callable[[], bool], what: str) -> None:
+        """Return when the claim holds. Fail the test when nothing in the folder makes progress any more."""
+        started = moved = time.monotonic()
+        progress = self._progress()
         while not claim():
-            logs = {file.stem: file.read_text(errors="replace")[-1500:] for file in self.folder.glob("*.log")}
-            assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s; {logs}"
-            time.sleep(0.1)
+            time.sleep(LOOK_S)
+            now = time.monotonic()
+            if (newer := self._progress()) != progress:
+                moved, progress = now, newer
+            assert now - moved < QUIET_S, f"{what}: no progress for {QUIET_S:g} s\n{self._ends_of_logs()}"
+            assert now - started < CAP_S, f"{what}: not within {CAP_S:g} s\n{self._ends_of_logs()}"
 
     def kill_all(self) -> None:
-        """Whatever is left."""
+        """Kill what still runs, each process with its group."""
         for process in self._processes:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
             process.wait()
+
+    def _start(self, arguments: Sequence[str], output: IO[bytes], errors: IO[bytes], *, is_real: bool) -> Process:
+        if is_real:
+            process = subprocess.Popen(
+                [*PROGRAM, *arguments],
+                cwd=self.folder,
+                stdout=output,
+                stderr=errors,
+                process_group=0,
+                env=service_environment(),
+            )
+        else:
+            process = self._warm.start(arguments, self.folder, output.fileno(), errors.fileno())
+        self._processes.append(process)
+        return process
+
+    def _progress(self) -> tuple[int, int]:
+        """Return the bytes in all logs and the number of rows in all runs; an actor's heartbeat is no progress."""
+        rows = [file.read_bytes() for file in self.folder.glob("*/metrics.jsonl")]
+        num_rows = sum(text.count(b"\n") - text.count(b'"kind":"actor"') for text in rows)
+        logs = [*self.folder.glob("*.log"), *self.folder.glob("*/logs/*.log")]
+        return sum(file.stat().st_size for file in logs), num_rows
+
+    def _ends_of_logs(self) -> str:
+        return "\n".join(f"{file.stem}: {file.read_text(errors='replace')[-1500:]}" for file in self.folder.glob("*.log"))
 
 
 @contextmanager
-def services_in(folder: Path) -> Iterator[Services]:
-    """Services that end with the context."""
-    services = Services(folder)
+def services_in(folder: Path, warm: WarmProcess) -> Iterator[Services]:
+    """Yield services that end with the context."""
+    services = Services(folder, warm)
     try:
         yield services
     finally:
@@ -100,13 +145,13 @@ def services_in(folder: Path) -> Iterator[Services]:
 
 
 def free_port() -> int:
-    """A port on loopback that is free now."""
+    """Return a port on loopback that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
 def write_config(folder: Path, model_path: Path, **sections: dict[str, Any]) -> str:
-    """A small run on a tiny model, as a file; keyword arguments are sections that are merged over it. Returns its path."""
+    """Write the config of a small run on a tiny model, with `sections` merged over it. Return its path."""
     (folder / "train.jsonl").write_text(
         "".join(f'{{"prompt": "{index:03d}+{index % 7}>", "answer": "{index}"}}\n' for index in range(64))
     )

@@ -16,9 +16,10 @@ from offbeat.deploy.calibrate import calibrate, check_band, collection_config, c
 from offbeat.learner.diagnostics.calibration import FILE, load_calibration
 from offbeat.learner.diagnostics.noise_floor import Differences
 from offbeat.learner.objectives.bands import ClipBand
-from tests.deploy.services import Services, services_in, write_config
+from tests.deploy.services import SERVICES_S, Services, services_in, write_config
+from tests.deploy.warm import WarmProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(SERVICES_S)]
 
 NUM_GROUPS = 128
 GROUP_SIZE = 16
@@ -63,7 +64,7 @@ def test_collecting_run_of_any_config_is_a_legal_one_of_a_single_step_that_drops
 
 
 @pytest.fixture(scope="module")
-def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Sampled]:
+def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, warm: WarmProcess) -> Iterator[Sampled]:
     """`offbeat calibrate` in float32 on both sides."""
     folder = tmp_path_factory.mktemp("calibrate")
     config = write_config(
@@ -77,10 +78,10 @@ def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
         loss={"clip_low": 3e-4, "clip_high": 4e-4},
         actor={"engine": "vllm", "max_inflight_groups": 64},
     )
-    with services_in(folder) as services:
+    with services_in(folder, warm) as services:
         arguments = ("--groups", str(NUM_GROUPS), "--out", "calibration", "--json")
         process = services.start("calibrate", config, *arguments)
-        assert services.wait(process, "calibrate", 150) == 0, services.output("calibrate")
+        assert services.wait(process, "calibrate") == 0, services.output("calibrate")
         text = services.output("calibrate")
         yield Sampled(services, config, folder / "calibration", json.loads(text[text.index("\n{\n") :]))
 

@@ -1,20 +1,12 @@
 """The command line as its user meets it: what is wrong is one line that names the setting, the value and the cure."""
 
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from offbeat.common.config import Config
-from tests.deploy.services import free_port, services_in, write_config
-
-
-def offbeat(*arguments: str, folder: Path, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-    """Run a command that is expected to end by itself."""
-    command = [sys.executable, "-m", "offbeat.deploy.cli", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False)
+from tests.deploy.services import SERVICES_S, Services, free_port, write_config
 
 
 @pytest.mark.parametrize(
@@ -34,11 +26,10 @@ def offbeat(*arguments: str, folder: Path, timeout_s: float = 60) -> subprocess.
     ],
 )
 def test_impossible_setting_is_refused_with_its_path_and_value(
-    tmp_path: Path, tiny_model: Path, override: str, said: list[str]
+    services: Services, tmp_path: Path, tiny_model: Path, override: str, said: list[str]
 ) -> None:
-    with services_in(tmp_path):
-        config = write_config(tmp_path, tiny_model)
-    result = offbeat("check", config, override, folder=tmp_path)
+    config = write_config(tmp_path, tiny_model)
+    result = services.run("check", config, override)
     assert result.returncode == 2
     last_line = result.stderr.strip().splitlines()[-1]
     assert last_line.startswith("error: ")
@@ -46,29 +37,29 @@ def test_impossible_setting_is_refused_with_its_path_and_value(
     assert "Traceback" not in result.stderr
 
 
-def test_check_prints_a_config_that_check_accepts_again(tmp_path: Path, tiny_model: Path) -> None:
-    with services_in(tmp_path):
-        config = write_config(tmp_path, tiny_model)
-    first = offbeat("check", config, "train.num_steps=7", folder=tmp_path)
+def test_check_prints_a_config_that_check_accepts_again(services: Services, tmp_path: Path, tiny_model: Path) -> None:
+    config = write_config(tmp_path, tiny_model)
+    first = services.run("check", config, "train.num_steps=7", is_real=True)
     (tmp_path / "again.toml").write_text(first.stdout)
-    second = offbeat("check", "again.toml", folder=tmp_path)
+    second = services.run("check", "again.toml")
     assert "num_steps = 7" in second.stdout
     assert second.stdout == first.stdout
 
 
-def test_config_may_lie_in_a_folder_whose_name_looks_like_a_setting(tmp_path: Path, tiny_model: Path) -> None:
-    with services_in(tmp_path):
-        config = Path(write_config(tmp_path, tiny_model))
+def test_config_may_lie_in_a_folder_whose_name_looks_like_a_setting(
+    services: Services, tmp_path: Path, tiny_model: Path
+) -> None:
+    config = Path(write_config(tmp_path, tiny_model))
     folder = tmp_path / "max_staleness=4"
     folder.mkdir()
     (tmp_path / config).rename(folder / "run.toml")
-    result = offbeat("check", "max_staleness=4/run.toml", "train.num_steps=7", folder=tmp_path)
+    result = services.run("check", "max_staleness=4/run.toml", "train.num_steps=7")
     assert result.returncode == 0, result.stderr
     assert "num_steps = 7" in result.stdout
 
 
-def test_every_setting_is_explained(tmp_path: Path) -> None:
-    text = offbeat("check", "--explain", folder=tmp_path).stdout
+def test_every_setting_is_explained(services: Services, tmp_path: Path) -> None:
+    text = services.run("check", "--explain").stdout
     settings = [
         f"{section}.{key}" for section in Config.__struct_fields__ for key in getattr(Config(), section).__struct_fields__
     ]
@@ -76,74 +67,71 @@ def test_every_setting_is_explained(tmp_path: Path) -> None:
     assert [setting for setting in settings if f"{setting} = " not in text] == []
 
 
-def test_prompt_longer_than_the_limit_names_the_row(tmp_path: Path, tiny_model: Path) -> None:
-    with services_in(tmp_path):
-        config = write_config(tmp_path, tiny_model)
-    result = offbeat("learner", config, "task.max_prompt_tokens=3", folder=tmp_path)
+def test_prompt_longer_than_the_limit_names_the_row(services: Services, tmp_path: Path, tiny_model: Path) -> None:
+    config = write_config(tmp_path, tiny_model)
+    result = services.run("learner", config, "task.max_prompt_tokens=3")
     assert result.returncode == 2
     assert "train.jsonl:1" in result.stderr.splitlines()[-1]
     assert "task.max_prompt_tokens" in result.stderr.splitlines()[-1]
 
 
-def test_port_in_use_is_said_before_the_model_is_loaded(tmp_path: Path, tiny_model: Path) -> None:
-    with services_in(tmp_path), socket.create_server(("127.0.0.1", 0)) as server:
+def test_port_in_use_is_said_before_the_model_is_loaded(services: Services, tmp_path: Path, tiny_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
         config = write_config(tmp_path, tiny_model)
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        result = offbeat("learner", config, f"hub.address={address}", folder=tmp_path)
+        result = services.run("learner", config, f"hub.address={address}")
     assert result.returncode == 2
     assert address in result.stderr.splitlines()[-1]
     assert not (tmp_path / "run" / "model").exists()
 
 
-def test_folder_that_holds_a_run_is_not_written_over(tmp_path: Path, tiny_model: Path) -> None:
-    with services_in(tmp_path):
-        config = write_config(tmp_path, tiny_model)
+def test_folder_that_holds_a_run_is_not_written_over(services: Services, tmp_path: Path, tiny_model: Path) -> None:
+    config = write_config(tmp_path, tiny_model)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"kind": "event"}\n')
-    result = offbeat("train", config, folder=tmp_path)
+    result = services.run("train", config)
     assert result.returncode == 2
     assert "run.dir" in result.stderr.splitlines()[-1]
     assert "run.resume" in result.stderr.splitlines()[-1]
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"kind": "event"}\n'
 
 
-def test_learner_without_actors_says_so_and_stops_by_a_setting(tmp_path: Path, tiny_model: Path) -> None:
-    with services_in(tmp_path):
-        config = write_config(tmp_path, tiny_model)
-    result = offbeat("learner", config, "train.no_actor_timeout_s=2", folder=tmp_path)
+def test_learner_without_actors_says_so_and_stops_by_a_setting(services: Services, tmp_path: Path, tiny_model: Path) -> None:
+    config = write_config(tmp_path, tiny_model)
+    result = services.run("learner", config, "train.no_actor_timeout_s=2")
     assert result.returncode == 3
     assert "no actor for" in result.stderr.splitlines()[-1]
     assert "train.no_actor_timeout_s" in result.stderr.splitlines()[-1]
 
 
 @pytest.mark.engine
-def test_actor_without_a_learner_says_so_and_stops_by_a_setting(tmp_path: Path, tiny_model: Path) -> None:
-    with services_in(tmp_path):
-        config = write_config(tmp_path, tiny_model, actor={"engine": "transformers", "engine_options": {}})
+def test_actor_without_a_learner_says_so_and_stops_by_a_setting(services: Services, tmp_path: Path, tiny_model: Path) -> None:
+    config = write_config(tmp_path, tiny_model, actor={"engine": "transformers", "engine_options": {}})
     address = f"hub.address=tcp://127.0.0.1:{free_port()}"
-    result = offbeat("actor", config, address, "actor.connect_timeout_s=2", folder=tmp_path)
+    result = services.run("actor", config, address, "actor.connect_timeout_s=2")
     assert result.returncode == 3
     assert "no learner answered" in result.stderr.splitlines()[-1]
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(180)
-def test_reward_that_always_raises_ends_the_run_with_the_line_that_raised(tmp_path: Path, tiny_model: Path) -> None:
-    with services_in(tmp_path) as services:
-        config = write_config(
-            tmp_path,
-            tiny_model,
-            task={"reward": "broken_reward:reward"},
-            actor={"engine": "transformers", "engine_options": {}},
-            train={"max_failed_leases": 5},
-        )
-        (tmp_path / "broken_reward.py").write_text("def reward(prompt, completion, row):\n    return row['no such field']\n")
-        train = services.start("train", config)
-        assert services.wait(train, "train", 120) == 3
-        errors = [line for line in services.output("train").splitlines() if line.startswith("error: ")]
-        assert "reward_error" in errors[0]
-        assert "broken_reward.py:2" in errors[0]
-        final = services.rows("run", "final")[-1]
+@pytest.mark.timeout(SERVICES_S)
+def test_reward_that_always_raises_ends_the_run_with_the_line_that_raised(
+    services: Services, tmp_path: Path, tiny_model: Path
+) -> None:
+    config = write_config(
+        tmp_path,
+        tiny_model,
+        task={"reward": "broken_reward:reward"},
+        actor={"engine": "transformers", "engine_options": {}},
+        train={"max_failed_leases": 5},
+    )
+    (tmp_path / "broken_reward.py").write_text("def reward(prompt, completion, row):\n    return row['no such field']\n")
+    train = services.start("train", config)
+    assert services.wait(train, "train") == 3
+    errors = [line for line in services.output("train").splitlines() if line.startswith("error: ")]
+    assert "reward_error" in errors[0]
+    assert "broken_reward.py:2" in errors[0]
+    final = services.rows("run", "final")[-1]
     assert final["outcome"] == "failed"
     ledger = final["ledger"]
     assert ledger["trained"] == 0

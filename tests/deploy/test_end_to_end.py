@@ -10,15 +10,15 @@ import pytest
 from offbeat.common.settings import load
 from offbeat.lab.audit import audit
 from offbeat.learner.diagnostics.calibration import save_calibration
-from tests.deploy.services import SLOW_REWARD, Services, free_port, services_in, write_config
+from tests.deploy.services import SERVICES_S, SLOW_REWARD, Services, free_port, write_config
 from tests.learner.diagnostics.test_calibration import make_calibration
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
-
-RUN_S = 150.0
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(SERVICES_S)]
 
 
-def test_synchronous_run_never_trains_on_lag_and_leaves_nothing_behind(tmp_path: Path, tiny_model: Path) -> None:
+def test_synchronous_run_never_trains_on_lag_and_leaves_nothing_behind(
+    services: Services, tmp_path: Path, tiny_model: Path
+) -> None:
     # Of a learner in bfloat16, and another version of vLLM.
     noise_floor = str(save_calibration(make_calibration(), tmp_path))
     config = write_config(
@@ -28,35 +28,34 @@ def test_synchronous_run_never_trains_on_lag_and_leaves_nothing_behind(tmp_path:
         launch={"num_actors": 2},
         loss={"noise_floor": noise_floor, "clip_low": 3e-3, "clip_high": 3e-3},
     )
-    with services_in(tmp_path) as services:
-        train = services.start("train", config)
-        assert services.wait(train, "train", RUN_S) == 0, services.output("train")
-        groups = services.rows("run", "group")
-        assert [group["policy_lag"] for group in groups] == [0] * 24
-        assert {group["num_segments"] for group in groups} == {1}
-        assert_books_balance(services, leased=24, trained=24)
-        first = services.rows("run", "step")[0]
-        # On-policy, float32 on both sides: the ratio of the run's first step is 1.
-        assert first["ratio/first"] < 1e-5
-        assert first["clip/fraction"] == 0
-        assert first["clip/noise"] > 0.1, "in bfloat16 it would not be 0"
-        assert first["clip/drift"] == -first["clip/noise"]
-        events = services.rows("run", "event")
-        joined = [row["actor"] for row in events if row["event"] == "actor_joined"]
-        changed = {row.get("actor"): row["detail"] for row in events if row["event"] == "calibration_mismatch"}
-        assert changed.keys() == {None, *joined}
-        assert "dtype was bfloat16, and is float32" in changed[None]
-        assert all("version was 1.0, and is " in changed[actor] for actor in joined)
-        diffs = [row["max_abs_diff"] for row in services.rows("run", "canary")]
-        assert len(diffs) >= 6
-        assert max(diffs) < 1e-4
-        assert not processes_that_mention(str(tmp_path))
+    train = services.start("train", config, is_real=True)
+    assert services.wait(train, "train") == 0, services.output("train")
+    groups = services.rows("run", "group")
+    assert [group["policy_lag"] for group in groups] == [0] * 24
+    assert {group["num_segments"] for group in groups} == {1}
+    assert_books_balance(services, leased=24, trained=24)
+    first = services.rows("run", "step")[0]
+    # On-policy, float32 on both sides: the ratio of the run's first step is 1.
+    assert first["ratio/first"] < 1e-5
+    assert first["clip/fraction"] == 0
+    assert first["clip/noise"] > 0.1, "in bfloat16 it would not be 0"
+    assert first["clip/drift"] == -first["clip/noise"]
+    events = services.rows("run", "event")
+    joined = [row["actor"] for row in events if row["event"] == "actor_joined"]
+    changed = {row.get("actor"): row["detail"] for row in events if row["event"] == "calibration_mismatch"}
+    assert changed.keys() == {None, *joined}
+    assert "dtype was bfloat16, and is float32" in changed[None]
+    assert all("version was 1.0, and is " in changed[actor] for actor in joined)
+    diffs = [row["max_abs_diff"] for row in services.rows("run", "canary")]
+    assert len(diffs) >= 6
+    assert max(diffs) < 1e-4
+    assert not processes_that_mention(str(tmp_path))
     assert (tmp_path / "run" / "report.html").stat().st_size > 100_000
     assert list((tmp_path / "run" / "tensorboard").iterdir())
     assert_loads_in_transformers(tmp_path / "run" / "model")
 
 
-def test_actors_may_come_first_late_or_die_and_the_ledger_adds_up(tmp_path: Path, tiny_model: Path) -> None:
+def test_actors_may_come_first_late_or_die_and_the_ledger_adds_up(services: Services, tmp_path: Path, tiny_model: Path) -> None:
     config = write_config(
         tmp_path,
         tiny_model,
@@ -66,28 +65,27 @@ def test_actors_may_come_first_late_or_die_and_the_ledger_adds_up(tmp_path: Path
         hub={"address": "tcp://127.0.0.1:0", "dead_after_s": 5.0},
     )
     address = f"hub.address=tcp://127.0.0.1:{free_port()}"
-    with services_in(tmp_path) as services:
-        early = services.start("actor", config, address, "actor.name=early", log="early")
-        doomed = services.start("actor", config, address, "actor.name=doomed", log="doomed")
-        learner = services.start("learner", config, address)
-        services.wait_for(lambda: "doomed" in {row["actor"] for row in services.rows("run", "group")}, "its groups", RUN_S)
-        os.killpg(doomed.pid, signal.SIGKILL)
-        late = services.start("actor", config, address, "actor.name=late", log="late")
-        assert services.wait(learner, "learner", RUN_S) == 0, services.output("learner")
-        assert services.wait(early, "early", 30) == 0
-        assert services.wait(late, "late", 30) == 0, services.output("late")
-        events = {(row["event"], row.get("actor")) for row in services.rows("run", "event")}
-        assert {("actor_joined", "early"), ("actor_joined", "doomed"), ("actor_joined", "late")} <= events
-        assert ("actor_lost", "doomed") in events
-        assert {group["actor"] for group in services.rows("run", "group")} >= {"early", "late"}
-        assert len(services.rows("run", "step")) == 40
-        final = services.rows("run", "final")[-1]["ledger"]
-        assert final["trained"] == 160
-        assert final["leased"] == final["trained"] + sum(final["dropped"].values()) + final["expired"] + final["in_flight"]
+    early = services.start("actor", config, address, "actor.name=early", log="early")
+    doomed = services.start("actor", config, address, "actor.name=doomed", log="doomed")
+    learner = services.start("learner", config, address)
+    services.wait_for(lambda: "doomed" in {row["actor"] for row in services.rows("run", "group")}, "its groups")
+    os.killpg(doomed.pid, signal.SIGKILL)
+    late = services.start("actor", config, address, "actor.name=late", log="late")
+    assert services.wait(learner, "learner") == 0, services.output("learner")
+    assert services.wait(early, "early") == 0
+    assert services.wait(late, "late") == 0, services.output("late")
+    events = {(row["event"], row.get("actor")) for row in services.rows("run", "event")}
+    assert {("actor_joined", "early"), ("actor_joined", "doomed"), ("actor_joined", "late")} <= events
+    assert ("actor_lost", "doomed") in events
+    assert {group["actor"] for group in services.rows("run", "group")} >= {"early", "late"}
+    assert len(services.rows("run", "step")) == 40
+    final = services.rows("run", "final")[-1]["ledger"]
+    assert final["trained"] == 160
+    assert final["leased"] == final["trained"] + sum(final["dropped"].values()) + final["expired"] + final["in_flight"]
 
 
 def test_completions_that_live_through_updates_carry_their_segments_and_those_past_the_bound_are_cancelled(
-    tmp_path: Path, tiny_model: Path
+    services: Services, tmp_path: Path, tiny_model: Path
 ) -> None:
     config = write_config(
         tmp_path,
@@ -98,20 +96,19 @@ def test_completions_that_live_through_updates_carry_their_segments_and_those_pa
         staleness={"max_staleness": 2, "staleness_policy": "abort"},
         launch={"num_actors": 1},
     )
-    with services_in(tmp_path) as services:
-        train = services.start("train", config)
-        assert services.wait(train, "train", RUN_S) == 0, services.output("train")
-        trained = [group for group in services.rows("run", "group") if group["outcome"] == "trained"]
-        assert max(group["policy_lag"] for group in trained) <= 2
-        assert max(group["num_segments"] for group in trained) > 1
-        final = services.rows("run", "final")[-1]["ledger"]
-        assert final["dropped"].get("aborted", 0) > 0
-        assert final["leased"] == final["trained"] + sum(final["dropped"].values()) + final["expired"]
+    train = services.start("train", config)
+    assert services.wait(train, "train") == 0, services.output("train")
+    trained = [group for group in services.rows("run", "group") if group["outcome"] == "trained"]
+    assert max(group["policy_lag"] for group in trained) <= 2
+    assert max(group["num_segments"] for group in trained) > 1
+    final = services.rows("run", "final")[-1]["ledger"]
+    assert final["dropped"].get("aborted", 0) > 0
+    assert final["leased"] == final["trained"] + sum(final["dropped"].values()) + final["expired"]
     run = tmp_path / "run"
     assert not [check.violations for check in audit(run, load(run / "config.toml")) if check.violations]
 
 
-def test_stopped_run_of_an_adapter_resumes_where_it_was(tmp_path: Path, tiny_model: Path) -> None:
+def test_stopped_run_of_an_adapter_resumes_where_it_was(services: Services, tmp_path: Path, tiny_model: Path) -> None:
     config = write_config(
         tmp_path,
         tiny_model,
@@ -121,26 +118,27 @@ def test_stopped_run_of_an_adapter_resumes_where_it_was(tmp_path: Path, tiny_mod
         kl={"loss_coef": 0.01},
         lora={"rank": 2},
     )
-    with services_in(tmp_path) as services:
-        train = services.start("train", config)
-        services.wait_for(lambda: len(services.rows("run", "step")) >= 3, "three steps", RUN_S)
-        train.send_signal(signal.SIGINT)
-        assert services.wait(train, "train", 60) == 130, services.output("train")
-        reached = services.rows("run", "final")[-1]
-        assert reached["outcome"] == "stopped"
-        assert reached["policy_version"] < 40
-        resumed = services.start("train", config, "run.resume=true", log="resumed")
-        assert services.wait(resumed, "resumed", RUN_S) == 0, services.output("resumed")
-        steps = services.rows("run", "step")
-        assert [row["policy_version"] for row in steps] == list(range(1, 41))
-        assert steps[-1]["kl/reference"] > 0, "the adapter has moved the policy away from the one below it"
-        assert max(row["max_abs_diff"] for row in services.rows("run", "canary")) < 1e-4, "engines have the merged weights"
-        final = services.rows("run", "final")[-1]["ledger"]
-        assert final["trained"] == 160
-        assert final["leased"] == final["trained"] + sum(final["dropped"].values()) + final["expired"] + final["in_flight"]
+    train = services.start("train", config)
+    services.wait_for(lambda: len(services.rows("run", "step")) >= 3, "three steps")
+    train.send_signal(signal.SIGINT)
+    assert services.wait(train, "train") == 130, services.output("train")
+    reached = services.rows("run", "final")[-1]
+    assert reached["outcome"] == "stopped"
+    assert reached["policy_version"] < 40
+    resumed = services.start("train", config, "run.resume=true", log="resumed")
+    assert services.wait(resumed, "resumed") == 0, services.output("resumed")
+    steps = services.rows("run", "step")
+    assert [row["policy_version"] for row in steps] == list(range(1, 41))
+    assert steps[-1]["kl/reference"] > 0, "the adapter has moved the policy away from the one below it"
+    assert max(row["max_abs_diff"] for row in services.rows("run", "canary")) < 1e-4, "engines have the merged weights"
+    final = services.rows("run", "final")[-1]["ledger"]
+    assert final["trained"] == 160
+    assert final["leased"] == final["trained"] + sum(final["dropped"].values()) + final["expired"] + final["in_flight"]
 
 
-def test_two_learner_ranks_train_a_mixture_of_experts_with_a_critic(tmp_path: Path, tiny_moe_model: Path) -> None:
+def test_two_learner_ranks_train_a_mixture_of_experts_with_a_critic(
+    services: Services, tmp_path: Path, tiny_moe_model: Path
+) -> None:
     config = write_config(
         tmp_path,
         tiny_moe_model,
@@ -149,16 +147,15 @@ def test_two_learner_ranks_train_a_mixture_of_experts_with_a_critic(tmp_path: Pa
         loss={"objective": "ppo"},
         metrics={"routing_interval": 1},
     )
-    with services_in(tmp_path) as services:
-        train = services.start("train", config)
-        assert services.wait(train, "train", RUN_S) == 0, services.output("train")
-        assert_books_balance(services, leased=12, trained=12)
-        assert all(row["loss/value"] > 0 for row in services.rows("run", "step"))
-        routings = services.rows("run", "routing")
-        assert [row["policy_version"] for row in routings] == [0, 1, 2, 3]
-        assert all(row["routing/load_entropy"] > 0 for row in routings)
-        assert all(0 < row["routing/update_overlap"] <= 1 for row in routings[1:])
-        assert max(row["max_abs_diff"] for row in services.rows("run", "canary")) < 1e-4
+    train = services.start("train", config)
+    assert services.wait(train, "train") == 0, services.output("train")
+    assert_books_balance(services, leased=12, trained=12)
+    assert all(row["loss/value"] > 0 for row in services.rows("run", "step"))
+    routings = services.rows("run", "routing")
+    assert [row["policy_version"] for row in routings] == [0, 1, 2, 3]
+    assert all(row["routing/load_entropy"] > 0 for row in routings)
+    assert all(0 < row["routing/update_overlap"] <= 1 for row in routings[1:])
+    assert max(row["max_abs_diff"] for row in services.rows("run", "canary")) < 1e-4
     assert_loads_in_transformers(tmp_path / "run" / "model")
 
 

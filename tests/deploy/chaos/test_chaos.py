@@ -26,7 +26,7 @@ from offbeat.deploy.launch import processes
 from offbeat.lab.audit import Check
 from offbeat.learner.leases.events import Expired
 from offbeat.learner.leases.rollout_log import RolloutLog, read_log
-from tests.deploy.services import services_in
+from tests.deploy.services import SERVICES_S, Services
 
 IS_ROOT = os.geteuid() == 0
 needs_root = pytest.mark.skipif(not IS_ROOT, reason="needs root")
@@ -393,27 +393,25 @@ def test_any_violation_makes_the_report_a_bad_one() -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(500)
-def test_round_of_all_faults_on_real_services_has_no_violation(tmp_path: Path) -> None:
+@pytest.mark.timeout(SERVICES_S)
+def test_round_of_all_faults_on_real_services_has_no_violation(services: Services, tmp_path: Path) -> None:
     """The two-minute version: each kind of fault once."""
-    command = [sys.executable, "-m", "offbeat.deploy.cli", "chaos", "--seed", "1", "--minutes", "0"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=480, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr[-4000:]
+    chaos = services.start("chaos", "--seed", "1", "--minutes", "0", is_real=True)
+    assert services.wait(chaos, "chaos") == 0, services.output("chaos")
     found = msgspec.json.decode(next(tmp_path.glob("runs/*/chaos.json")).read_bytes(), type=ChaosReport)
     committed = {happened.fault.kind for happened in found.rounds[0].happened if happened.detail}
     assert {"kill learner", "kill actor", "stop learner", "stop actor", "cut connection", "corrupt log"} <= committed
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(200)
-def test_interrupted_chaos_takes_everything_down(tmp_path: Path) -> None:
-    with services_in(tmp_path) as services:
-        chaos = services.start("chaos", "--minutes", "9")
-        services.wait_for(lambda: is_learner_there(chaos.pid), "a learner", 120)
-        started = processes.descendants(chaos.pid)
-        (work,) = {Path(word).parents[1] for pid in started for word in processes.arguments(pid) if word.endswith("/run.toml")}
-        chaos.send_signal(signal.SIGINT)
-        assert services.wait(chaos, "chaos", 60) == 130, services.output("chaos")
+@pytest.mark.timeout(SERVICES_S)
+def test_interrupted_chaos_takes_everything_down(services: Services, tmp_path: Path) -> None:
+    chaos = services.start("chaos", "--minutes", "9", is_real=True)
+    services.wait_for(lambda: is_learner_there(chaos.pid), "a learner")
+    started = processes.descendants(chaos.pid)
+    (work,) = {Path(word).parents[1] for pid in started for word in processes.arguments(pid) if word.endswith("/run.toml")}
+    chaos.send_signal(signal.SIGINT)
+    assert services.wait(chaos, "chaos") == 130, services.output("chaos")
     assert all(processes.has_ended(pid) for pid in started)
     assert not work.exists()
     assert str(work) not in Path("/proc/mounts").read_text()

@@ -15,6 +15,8 @@ from offbeat.common.config import Config, HubSection, LaunchSection, RunSection
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.launch import launcher
 from offbeat.deploy.launch.launcher import Launcher, LaunchError, RestartBudget
+from tests.deploy.services import SERVICES_S, services_in, write_config
+from tests.deploy.warm import WarmProcess
 
 SERVICES = '''
 """Stands for `offbeat`: notes its start in `starts`, then does what the file `NAME.START` (or `NAME`) says."""
@@ -179,15 +181,15 @@ def test_signal_asks_the_learner_to_stop_and_leaves_nothing_behind(services: Ser
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(240)
-def test_kill_of_the_launcher_leaves_no_service_and_no_child_of_one(tmp_path: Path, tiny_model: Path) -> None:
+@pytest.mark.timeout(SERVICES_S)
+def test_kill_of_the_launcher_leaves_no_service_and_no_child_of_one(
+    tmp_path: Path, tiny_model: Path, warm: WarmProcess
+) -> None:
     """With the real command line: an actor that has reward workers, and a learner."""
-    from tests.deploy.services import services_in, write_config
-
-    with services_in(tmp_path) as services:
+    with services_in(tmp_path, warm) as services:
         config = write_config(tmp_path, tiny_model, actor={"engine": "transformers", "engine_options": {}})
-        train = services.start("train", config)
-        services.wait_for(lambda: len(descendants(train.pid)) >= 4, "learner, actor, and the actor's reward worker", 150)
+        train = services.start("train", config, is_real=True)
+        services.wait_for(lambda: len(descendants(train.pid)) >= 4, "learner, actor, and the actor's reward worker")
         left = descendants(train.pid)
         train.kill()
         wait_for(lambda: not any(map(is_alive, left)))

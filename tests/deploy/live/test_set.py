@@ -13,8 +13,7 @@ from offbeat.deploy.live.set import requested, tune
 from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import LiveSettingsReport, LiveSettingsRequest, Refused, SettingChange
 from tests.deploy.live.operator_desk import Desk
-from tests.deploy.services import free_port, services_in, write_config
-from tests.deploy.test_cli import offbeat
+from tests.deploy.services import Services, free_port, write_config
 
 CHANGE = SettingChange("staleness.max_staleness", "4", "8", "me@host", 0.0, 12)
 
@@ -90,9 +89,10 @@ def test_nobody_there_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
         tune(open_link, address, {"staleness.max_staleness": "8"})
 
 
-def test_command_refuses_an_unknown_setting_before_it_looks_for_the_learner(tmp_path: Path, tiny_model: Path) -> None:
-    with services_in(tmp_path):
-        config = write_config(tmp_path, tiny_model)
-    result = offbeat("set", config, "max_stalenes=8", folder=tmp_path)
+def test_command_refuses_an_unknown_setting_before_it_looks_for_the_learner(
+    services: Services, tmp_path: Path, tiny_model: Path
+) -> None:
+    config = write_config(tmp_path, tiny_model)
+    result = services.run("set", config, "max_stalenes=8")
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith("error: setting = ")
