@@ -3,6 +3,7 @@
 import errno
 import io
 import logging
+import math
 import os
 import socket
 import threading
@@ -15,13 +16,12 @@ from typing import Any, Self
 
 import msgspec
 
+from offbeat.common.rows import EvalRow, EventRow, OtherRow, Row, StepRow, decode_row, encode_row, row_fields
+
 logger = logging.getLogger(__name__)
 
 ROWS_FILE = "metrics.jsonl"
 """Name of the rows file in a run's folder."""
-
-SCALAR_KINDS = ("step", "eval")
-"""Kinds of row whose numbers also go to TensorBoard and W&B, over `policy_version`."""
 
 # A used-up quota is the full disk of a shared cluster.
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -51,7 +51,7 @@ class MetricsWriter:
             tensorboard: Also write TensorBoard events to `folder/tensorboard`.
             wandb_project: Also log to this Weights & Biases project; empty: do not.
             run_name: How W&B shows the run; empty: the folder's name.
-            clock: Seconds since the epoch, for rows that bring no `time`.
+            clock: Seconds since the epoch.
         """
         folder.mkdir(parents=True, exist_ok=True)
         # First what the user can get wrong, so that a refused run leaves no files.
@@ -65,20 +65,17 @@ class MetricsWriter:
         self.num_lost_rows = 0
         """Rows that a full disk has cost this process."""
 
-    def write(self, kind: str, **fields: object) -> dict[str, object]:
-        """Append a row of this kind and return it as written; fields whose names hold a `/` go through `write_row`."""
-        return self.write_row({"kind": kind, **fields})
+    def write(self, row: Row) -> Row:
+        """Append a row, stamped with the current time unless it has one; return the stamped row.
 
-    def write_row(self, row: Mapping[str, object]) -> dict[str, object]:
-        """Append a row, which must have a `kind`; it gets the current `time` if it has none. Returns it as written.
-
-        Non-finite floats become null. `TypeError` for values that JSON cannot hold, numpy scalars included.
+        The numbers of step and evaluation rows also go to TensorBoard and W&B, over `policy_version`. Numbers that are not
+        finite become null in the file. `TypeError` for values that JSON cannot hold, numpy scalars included.
         """
-        kind = row["kind"]
         with self._lock:
-            row = {"kind": kind, "time": self._clock(), **row}
+            if math.isnan(row.time):
+                row = msgspec.structs.replace(row, time=self._clock())
             self._append_row(row)
-            if kind in SCALAR_KINDS:
+            if isinstance(row, StepRow | EvalRow):
                 self._copy_scalars(row)
         return row
 
@@ -100,14 +97,14 @@ class MetricsWriter:
     ) -> None:
         self.close()
 
-    def _append_row(self, row: Mapping[str, object]) -> None:
-        lines = msgspec.json.encode(row) + b"\n"
+    def _append_row(self, row: Row) -> None:
+        lines = encode_row(row)
         loss = ""
         if self._num_lost_in_a_row:
             loss = f"{self._num_lost_in_a_row} metrics rows were lost while the disk was full"
-            event = {"kind": "event", "time": self._clock(), "event": "metrics_rows_lost", "detail": loss}
+            event = EventRow(time=self._clock(), event="metrics_rows_lost", detail=loss)
             # Both or neither: the short event fits long before a row does, and each try would tell of a recovery.
-            lines = msgspec.json.encode(event) + b"\n" + lines
+            lines = encode_row(event) + lines
         try:
             self._rows.append(lines)
         except OSError as error:
@@ -122,42 +119,34 @@ class MetricsWriter:
             self._num_lost_in_a_row = 0
             logger.warning("metrics are written again; %s", loss)
 
-    def _copy_scalars(self, row: Mapping[str, Any]) -> None:
+    def _copy_scalars(self, row: StepRow | EvalRow) -> None:
         scalars = _scalars_of(row)
         if self._events is not None:
-            self._events.append(int(row["policy_version"]), float(row["time"]), scalars)
+            self._events.append(row.policy_version, row.time, scalars)
         if self._wandb is not None:
             # Without `step=`: W&B drops what arrives behind its newest step, and an evaluation always does.
-            self._wandb.log({"policy_version": row["policy_version"], **scalars})
+            self._wandb.log({"policy_version": row.policy_version, **scalars})
 
 
-def read_rows(path: Path, broken_lines: list[int] | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of a metrics file in order; a line that is no JSON object is skipped.
+def read_rows(path: Path, broken_lines: list[int] | None = None) -> Iterator[Row | OtherRow]:
+    """Yield the rows of a metrics file in order, without the lines that are no JSON objects.
 
-    A running or killed writer may leave the last line torn. The numbers (from 1) of all skipped lines are appended
-    to `broken_lines`.
+    A running or killed writer may leave the last line torn. The numbers (from 1) of all lines left out are appended to
+    `broken_lines`.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            row = _decode_row(line)
+            row = decode_row(line)
             if row is not None:
                 yield row
             elif line.strip() and broken_lines is not None:
                 broken_lines.append(number)
 
 
-def _decode_row(line: bytes) -> dict[str, Any] | None:
-    try:
-        return msgspec.json.decode(line, type=dict[str, Any])
-    # UnicodeDecodeError: a string that was torn inside a character.
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-
-
-def _scalars_of(row: Mapping[str, object]) -> dict[str, float]:
-    """The row's numbers by the name they are charted under: a step's as they are, an evaluation's below `eval/`."""
-    prefix = "" if row["kind"] == "step" else f"{row['kind']}/"
-    numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+def _scalars_of(row: StepRow | EvalRow) -> dict[str, float]:
+    """Return the row's numbers by the name they are charted under: a step's as they are, an evaluation's below `eval/`."""
+    prefix = "" if isinstance(row, StepRow) else "eval/"
+    numbers = {name: value for name, value in row_fields(row).items() if isinstance(value, int | float)}
     return {f"{prefix}{name}": number for name, number in numbers.items() if name not in ("time", "policy_version")}
 
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
 import numpy as np
 from msgspec.structs import replace
 from rich.console import Group, RenderableType
@@ -25,6 +24,7 @@ from offbeat.common.environment import prepare_environment
 from offbeat.common.metrics import ROWS_FILE, read_rows
 from offbeat.common.models import hash_model, resolve_model
 from offbeat.common.objectives import DEFAULTS
+from offbeat.common.rows import EngineRow
 from offbeat.common.settings import SettingError, load
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.launch.launcher import Launcher, free_port
@@ -281,7 +281,7 @@ def _advice(calibration: Calibration) -> str:
 
 def _engine_of(source: Path) -> EngineInfo:
     rows = list(read_rows(source / ROWS_FILE)) if (source / ROWS_FILE).is_file() else []
-    engines = [msgspec.convert(row["engine"], EngineInfo) for row in rows if row["kind"] == "engine"]
+    engines = [row.engine for row in rows if isinstance(row, EngineRow)]
     kinds = {engine_numerics(engine) for engine in engines}
     if len(kinds) != 1:
         found = ", ".join(f"{kind.name} {kind.version} {kind.dtype} {kind.device}" for kind in kinds) or "none"

@@ -289,7 +289,7 @@ def _outcome(cell: Cell, history: RunHistory, status: int) -> str:
     if state_of(history) == "finished":
         return "finished"
     if status == 130:
-        return f"stopped at step {history.steps[-1]['policy_version'] if history.steps else 0}"
+        return f"stopped at step {history.steps[-1].policy_version if history.steps else 0}"
     lines = (cell.folder / LOG_FILE).read_text(errors="replace").splitlines()
     said = next((line for line in reversed(lines) if line.strip()), "it said nothing")
     return f"FAILED with exit status {status} ({said.strip()}; see {cell.folder / LOG_FILE})"

@@ -3,11 +3,12 @@
 It does the books a second time and in another way than `learner.leases.ledger`, which it does not use.
 """
 
+import math
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ from rich.table import Table
 
 from offbeat.common.config import Config
 from offbeat.common.metrics import ROWS_FILE, read_rows
+from offbeat.common.rows import CanaryRow, EvalRow, EventRow, FinalRow, LedgerSums, Row, StepRow
 from offbeat.common.settings import is_data_file
 from offbeat.lab.terminal import stdout_console
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
@@ -23,6 +25,9 @@ from offbeat.learner.leases.rollout_log import LogDamagedError, Position, read_l
 
 CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 """Largest believable difference per token between engine and learner under the same weights, in nats."""
+
+
+Kind = TypeVar("Kind", bound=Row)
 
 
 class Check(NamedTuple):
@@ -229,7 +234,7 @@ def audit(run: Path, config: Config, lost_events: Sequence[LeaseEvent] = ()) -> 
         checks += audit_log(run / "log", config, _final(run), lost)
     return [
         *checks,
-        check_canaries(_rows(run, "canary"), CANARY_TOLERANCE[config.model.dtype]),
+        check_canaries(_rows(run, CanaryRow), CANARY_TOLERANCE[config.model.dtype]),
         check_checkpoints(run / "checkpoints"),
     ]
 
@@ -251,7 +256,7 @@ def add_claim(table: Table, claim: str, violations: Sequence[str], seen: str) ->
     table.add_row(claim, "[red]VIOLATION[/red]" if violations else "[green]OK[/green]", escape("\n".join(shown) or seen))
 
 
-def audit_log(folder: Path, config: Config, final: dict[str, Any] | None, lost: Lost) -> list[Check]:
+def audit_log(folder: Path, config: Config, final: FinalRow | None, lost: Lost) -> list[Check]:
     """The checks of the rollout log, read from disk; `final` is the run's last metrics row."""
     is_whole = is_log_whole(folder)
     log = LogAudit(is_whole=is_whole, lost=lost)
@@ -272,12 +277,12 @@ def audit_log(folder: Path, config: Config, final: dict[str, Any] | None, lost: 
         Check("every lease ends once", log.lease_flaws, f"{len(log.leases)} leases"),
         Check("no group is trained twice, each was accepted", log.training_flaws, num_batches),
         Check("accepted groups are whole", group_flaws, f"{num_accepted} groups"),
-        check_conservation(log, final["ledger"] if final else None, is_whole=is_whole, lost=lost),
+        check_conservation(log, final.ledger if final else None, is_whole=is_whole, lost=lost),
         check_prompts(log, config.run.seed, _num_prompts(config) if is_whole else None, lost),
     ]
 
 
-def check_conservation(log: LogAudit, reported: dict[str, Any] | None, *, is_whole: bool, lost: Lost) -> Check:
+def check_conservation(log: LogAudit, reported: LedgerSums | None, *, is_whole: bool, lost: Lost) -> Check:
     """The log's sums are the learner's own."""
     claim = "leased = trained + dropped + expired + in flight, as the learner says"
     ends = Counter(life.end.partition("/")[0] or "in_flight" for life in log.leases.values())
@@ -285,13 +290,13 @@ def check_conservation(log: LogAudit, reported: dict[str, Any] | None, *, is_who
     seen = ", ".join(f"{name} {number}" for name, number in sums.items())
     if reported is None or not is_whole:
         return Check(claim, [], f"{seen}; not compared: {'the log is not whole' if reported else 'the run has not ended'}")
-    said = {**reported, "dropped": sum(reported["dropped"].values())}
+    said = {**msgspec.structs.asdict(reported), "dropped": sum(reported.dropped.values())}
     violations = [
         f"{name}: the log has {number}, the learner said {said[name]}"
         for name, number in sums.items()
         if abs(number - said[name]) > len(lost.lease_ids)
     ]
-    if said["leased"] != said["trained"] + said["dropped"] + said["expired"] + said["in_flight"]:
+    if reported.leased != reported.num_accounted:
         violations.append(f"the learner's own sums do not add up: {reported}")
     return Check(claim, violations, seen)
 
@@ -320,14 +325,14 @@ def check_prompts(log: LogAudit, seed: int, num_prompts: int | None, lost: Lost)
     return Check("prompts keep to the seed's order, none is lost", violations, f"{seen} of {num_prompts} prompts")
 
 
-def check_canaries(rows: Sequence[dict[str, Any]], tolerance: float) -> Check:
+def check_canaries(rows: Sequence[CanaryRow], tolerance: float) -> Check:
     """Weights announced were weights applied."""
     violations = [
-        f"{row['actor']} at version {row['policy_version']}: {row['max_abs_diff']}"
+        f"{row.actor} at version {row.policy_version}: {row.max_abs_diff}"
         for row in rows
-        if row["max_abs_diff"] is None or not row["max_abs_diff"] <= tolerance
+        if row.max_abs_diff is None or not row.max_abs_diff <= tolerance
     ]
-    largest = max((row["max_abs_diff"] or 0.0 for row in rows), default=0.0)
+    largest = max((row.max_abs_diff or 0.0 for row in rows), default=0.0)
     return Check("actors sampled with the weights they said", violations, f"{len(rows)} canaries, largest {largest:.1e}")
 
 
@@ -346,8 +351,8 @@ def check_checkpoints(root: Path) -> Check:
 
 def check_outcome(run: Path, num_steps: int) -> Check:
     """The run came to its end."""
-    final = _final(run) or {}
-    outcome, version = final.get("outcome", "none"), final.get("policy_version", 0)
+    final = _final(run)
+    outcome, version = (final.outcome, final.policy_version) if final else ("none", 0)
     violations = [] if (outcome, version) == ("finished", num_steps) else [f"{outcome} at step {version} of {num_steps}"]
     if not list((run / "model").glob("*.safetensors")):
         violations.append("there is no trained model")
@@ -356,12 +361,13 @@ def check_outcome(run: Path, num_steps: int) -> Check:
 
 def check_learning(run: Path, least: float) -> Check:
     """It learned what it should: reward of the last ten steps, and of the last held-out evaluation."""
-    steps = {row["policy_version"]: row for row in _rows(run, "step")}
-    last = [steps[version]["reward/mean"] for version in sorted(steps)[-10:]]
-    evaluations = _rows(run, "eval")
+    steps = {row.policy_version: row for row in _rows(run, StepRow)}
+    last = [steps[version].measured("reward/mean") for version in sorted(steps)[-10:]]
+    evaluations = _rows(run, EvalRow)
+    held_out = evaluations[-1].reward if evaluations else 0.0
     rewards = {
         "last 10 steps": float(np.mean(last)) if last else 0.0,
-        "held out": evaluations[-1]["reward"] if evaluations else 0.0,
+        "held out": math.nan if held_out is None else held_out,
     }
     violations = [f"{name}: {reward:.3f}" for name, reward in rewards.items() if not reward >= least]
     seen = ", ".join(f"{name} {reward:.3f}" for name, reward in rewards.items())
@@ -414,15 +420,17 @@ def _num_prompts(config: Config) -> int | None:
     return sum(bool(line.strip()) for line in file.read_bytes().splitlines())
 
 
-def _final(run: Path) -> dict[str, Any] | None:
+def _final(run: Path) -> FinalRow | None:
     """The row that ends the run; None while no learner has ended it for good."""
     final = None
-    for row in _rows(run, "event", "final"):
-        if row["kind"] == "final" or row["event"] == "run_started":
-            final = row if row["kind"] == "final" else None
+    for row in _rows(run, EventRow, FinalRow):
+        if isinstance(row, FinalRow):
+            final = row
+        elif row.event == "run_started":
+            final = None
     return final
 
 
-def _rows(run: Path, *kinds: str) -> list[dict[str, Any]]:
+def _rows(run: Path, *kinds: type[Kind]) -> list[Kind]:
     file = run / ROWS_FILE
-    return [row for row in read_rows(file) if row["kind"] in kinds] if file.exists() else []
+    return [row for row in read_rows(file) if isinstance(row, kinds)] if file.exists() else []

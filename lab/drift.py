@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.common.metrics import ROWS_FILE, read_rows
+from offbeat.common.rows import EventRow, LedgerSums
 from offbeat.common.settings import SettingError
-from offbeat.lab.history import LagDrift, Ledger, Row, RunHistory, fold_rows, number
+from offbeat.lab.history import LagDrift, RunHistory, fold_rows
 from offbeat.lab.terminal import stdout_console
 from offbeat.learner.diagnostics.length_bias import (
     FORMATS,
@@ -37,7 +38,7 @@ class DriftReport(msgspec.Struct, frozen=True):
     bias: BiasReport
     verdict: list[str]
     """The bias report in sentences: `verdict`."""
-    books: Ledger | None
+    books: LedgerSums | None
     """The learner's own count of the leases; None until the run has ended."""
 
 
@@ -81,21 +82,20 @@ def ended_leases(history: RunHistory) -> list[EndedLease]:
         for lease_id, group in history.groups.items()
     ]
     ended += [
-        (row["time"], lease) for row in history.events if (lease := _unfinished(row)) and lease.lease_id not in history.groups
+        (row.time, lease) for row in history.events if (lease := _unfinished(row)) and lease.lease_id not in history.groups
     ]
     return [lease for _, lease in sorted(ended, key=lambda item: item[0])]
 
 
-def _unfinished(row: Row) -> EndedLease | None:
-    event, lease_id = str(row.get("event")), row.get("lease_id")
-    if event not in _UNFINISHED_OUTCOMES or not isinstance(lease_id, int):
+def _unfinished(row: EventRow) -> EndedLease | None:
+    if row.event not in _UNFINISHED_OUTCOMES or row.lease_id is None:
         return None
-    reason = "aborted" if event == "lease_aborted" else str(row.get("detail") or "")
-    after_s = number(row, "after_s")
-    return EndedLease(lease_id, _UNFINISHED_OUTCOMES[event], reason, duration_s=math.nan if after_s is None else after_s)
+    reason = "aborted" if row.event == "lease_aborted" else row.detail
+    duration_s = math.nan if row.after_s is None else row.after_s
+    return EndedLease(row.lease_id, _UNFINISHED_OUTCOMES[row.event], reason, duration_s=duration_s)
 
 
-def verdict(report: BiasReport, books: Ledger | None) -> list[str]:
+def verdict(report: BiasReport, books: LedgerSums | None) -> list[str]:
     """The bias report in sentences: the alarms, or that there is no sign of bias and why; then what else should be known."""
     trained = next(part.count for part in report.parts if part.name == "trained")
     if not trained:
@@ -128,7 +128,7 @@ def _why_silent(report: BiasReport, what: str) -> str:
     )
 
 
-def _unknown(report: BiasReport, books: Ledger | None) -> str:
+def _unknown(report: BiasReport, books: LedgerSums | None) -> str:
     if books is None:
         return "Leases that are still in flight are not in this comparison, and long ones are more often among them."
     told_of = sum(part.count for part in report.parts if part.name != "generated")
@@ -162,7 +162,7 @@ def drift_cells(line: LagDrift) -> tuple[str, ...]:
     )
 
 
-def part_rows(report: BiasReport, books: Ledger | None) -> list[tuple[str, ...]]:
+def part_rows(report: BiasReport, books: LedgerSums | None) -> list[tuple[str, ...]]:
     """The bias report's parts as text under `PART_HEAD`, and what the books alone know of."""
     rows = [_part_cells(part) for part in report.parts]
     if books is None:

@@ -3,14 +3,30 @@
 import math
 import re
 from array import array
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, assert_never
 
 import msgspec
 
-Row = Mapping[str, Any]
+from offbeat.common.rows import (
+    ActorRow,
+    CanaryRow,
+    CommitRow,
+    EngineRow,
+    EpochRow,
+    EvalRow,
+    EventRow,
+    FinalRow,
+    GroupRow,
+    LedgerSums,
+    OtherRow,
+    RoutingRow,
+    Row,
+    StepRow,
+    WeightsRow,
+)
 
 _END_OF_TIME = 4.1e9
 """The year 2099: a larger time is damage, which dates and plots could not show."""
@@ -71,22 +87,6 @@ class LagDrift(msgspec.Struct, frozen=True):
     """Mean tokens."""
 
 
-class Ledger(msgspec.Struct, frozen=True):
-    """Leases by how they ended."""
-
-    leased: int
-    trained: int
-    dropped: dict[str, int]
-    """By reason."""
-    expired: int
-    in_flight: int
-
-    @property
-    def num_accounted(self) -> int:
-        """The right side of `leased = trained + dropped + expired + in flight`."""
-        return self.trained + sum(self.dropped.values()) + self.expired + self.in_flight
-
-
 @dataclass
 class ActorHistory:
     """One actor, over all its restarts under the same name."""
@@ -96,24 +96,25 @@ class ActorHistory:
     """The newest one it reported."""
     num_groups_sent: int = 0
     num_generated_tokens: int = 0
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Main-loop seconds by what they went to."""
     times: "array[float]" = field(default_factory=lambda: array("d"))
     """When it reported, seconds since the epoch."""
     tokens: "array[float]" = field(default_factory=lambda: array("d"))
     """`num_generated_tokens` at those times, restarts added up."""
-    _last: Row = field(default_factory=dict)
+    _last: ActorRow | None = None
 
-    def take(self, row: Row) -> None:
+    def take(self, row: ActorRow) -> None:
         """Add one report; its counters only grow until the actor is started again."""
-        restarted = (number(row, "num_generated_tokens") or 0) < (number(self._last, "num_generated_tokens") or 0)
-        before = {} if restarted else self._last
-        self.num_generated_tokens += _increase(before, row, "num_generated_tokens")
-        self.num_groups_sent += _increase(before, row, "num_groups_sent")
-        for work in _mapping(row, "seconds"):
-            self.seconds[work] += _increase(_mapping(before, "seconds"), _mapping(row, "seconds"), work)
-        self.policy_version = int(number(row, "policy_version") or 0)
-        self.times.append(row["time"])
+        before = self._last
+        if before is not None and row.num_generated_tokens < before.num_generated_tokens:
+            before = None
+        self.num_generated_tokens += row.num_generated_tokens - (before.num_generated_tokens if before else 0)
+        self.num_groups_sent += max(0, row.num_groups_sent - (before.num_groups_sent if before else 0))
+        for work, seconds in row.seconds.items():
+            self.seconds[work] += max(0, seconds - (before.seconds.get(work, 0) if before else 0))
+        self.policy_version = row.policy_version
+        self.times.append(row.time)
         self.tokens.append(self.num_generated_tokens)
         self._last = row
 
@@ -138,35 +139,30 @@ class RunHistory:
     num_rows: int = 0
     first_time: float | None = None
     last_time: float | None = None
-    steps: list[Row] = field(default_factory=list)
+    steps: list[StepRow] = field(default_factory=list)
     """One row for each optimizer step; steps repeated after a resume are in it once, as last done."""
-    evaluations: dict[int, Row] = field(default_factory=dict)
+    evaluations: dict[int, EvalRow] = field(default_factory=dict)
     """By policy version."""
-    publishes: list[Row] = field(default_factory=list)
-    commits: list[Row] = field(default_factory=list)
-    canaries: list[Row] = field(default_factory=list)
-    events: list[Row] = field(default_factory=list)
+    publishes: list[WeightsRow] = field(default_factory=list)
+    commits: list[CommitRow] = field(default_factory=list)
+    canaries: list[CanaryRow] = field(default_factory=list)
+    events: list[EventRow] = field(default_factory=list)
     actors: dict[str, ActorHistory] = field(default_factory=dict)
     groups: dict[int, GroupFate] = field(default_factory=dict)
     """By lease id; a group trained on again after a resume is in it once."""
-    final: Row | None = None
+    final: FinalRow | None = None
     """None while the run goes on, and for a run that was killed."""
 
     @property
-    def ledger(self) -> Ledger | None:
+    def ledger(self) -> LedgerSums | None:
         """The learner's own books, which only a run that came to its end has written."""
-        books = _mapping(self.final, "ledger") if self.final else {}
-        if not books:
-            return None
-        counts = {name: int(number(books, name) or 0) for name in ("leased", "trained", "expired", "in_flight")}
-        return Ledger(dropped=_counts(books, "dropped"), **counts)
+        return self.final.ledger if self.final else None
 
     @property
     def wall_s(self) -> float:
         """Duration of the run, so far if it has not ended."""
-        told = number(self.final, "wall_s") if self.final else None
-        if told is not None:
-            return told
+        if self.final is not None:
+            return self.final.wall_s
         return 0.0 if self.first_time is None or self.last_time is None else self.last_time - self.first_time
 
     @property
@@ -174,14 +170,13 @@ class RunHistory:
         """Trained groups by policy lag."""
         counts: Counter[int] = Counter()
         for row in self.steps:
-            for lag, count in _counts(row, "lag/counts").items():
-                counts[int(lag)] += count
+            counts.update(row.groups_by_lag)
         return dict(sorted(counts.items()))
 
     @property
     def drift_by_lag(self) -> list[LagDrift]:
         """The drift ledger: one line for each bucket of lags that occurred, by rising lag."""
-        names = {name for row in self.steps for name in row if name.startswith("by_lag/")}
+        names = {name for row in self.steps for name in row.metrics if name.startswith("by_lag/")}
         buckets = [match[1] for name in names if (match := _LAG_COUNT.fullmatch(name))]
         return [_drift(bucket, self.steps) for bucket in sorted(buckets, key=lambda bucket: int(re.split("[-+]", bucket)[0]))]
 
@@ -202,46 +197,37 @@ class RunHistory:
 
     def learner_seconds(self) -> dict[str, float]:
         """The learner's seconds by what they went to; `other` is what no row accounts for."""
-        seconds = dict.fromkeys(("wait_rollouts", "train", "proximal", "snapshot", "publish_wait"), 0.0)
+        seconds = dict.fromkeys(("wait_rollouts", "train", "prepare", "snapshot", "publish_wait"), 0.0)
         total = 0.0
         for row in self.steps:
-            total += number(row, "time/step_s") or 0.0
+            total += row.number("time/step_s") or 0.0
             for name in seconds:
-                seconds[name] += number(row, f"time/{name}_s") or 0.0
+                seconds[name] += row.number(f"time/{name}_s") or 0.0
         return seconds | {"other": max(0.0, total - sum(seconds.values()))}
 
     def training_intervals(self) -> list[Interval]:
         """The tokens trained on in each step."""
         return [
-            Interval(row["time"] - (number(row, "time/step_s") or 0.0), row["time"], number(row, "tokens/trained") or 0)
+            Interval(row.time - (row.number("time/step_s") or 0.0), row.time, row.number("tokens/trained") or 0)
             for row in self.steps
         ]
 
 
-def fold_rows(rows: Iterable[Row]) -> RunHistory:
+def fold_rows(rows: Iterable[Row | OtherRow]) -> RunHistory:
     """Read a run's rows, in the order they were written.
 
     A row that lacks what its kind needs (another version wrote it, or it is damaged) is left out.
     """
     history = RunHistory()
     for row in rows:
-        written = number(row, "time")
-        if written is None or not 0 <= written < _END_OF_TIME:
+        if not 0 <= row.time < _END_OF_TIME:
             continue
         history.num_rows += 1
         # Not simply the first and the last row: threads write slightly out of order, and clocks are set.
-        history.first_time = written if history.first_time is None else min(written, history.first_time)
-        history.last_time = written if history.last_time is None else max(written, history.last_time)
+        history.first_time = row.time if history.first_time is None else min(row.time, history.first_time)
+        history.last_time = row.time if history.last_time is None else max(row.time, history.last_time)
         _take(history, row)
     return history
-
-
-def number(row: Row, name: str) -> float | None:
-    """The finite number of this name, or None."""
-    value = row.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return value
 
 
 def rate_over_time(intervals: Iterable[Interval], edges: list[float]) -> list[float]:
@@ -260,48 +246,47 @@ def rate_over_time(intervals: Iterable[Interval], edges: list[float]) -> list[fl
     return [count / width for count in tokens]
 
 
-def _take(history: RunHistory, row: Row) -> None:
-    has_version = number(row, "policy_version") is not None
-    match row.get("kind"):
-        case "step" if has_version:
+def _take(history: RunHistory, row: Row | OtherRow) -> None:
+    match row:
+        case StepRow():
             # A run resumed from a checkpoint does the steps after it again.
-            while history.steps and history.steps[-1]["policy_version"] >= row["policy_version"]:
+            while history.steps and history.steps[-1].policy_version >= row.policy_version:
                 history.steps.pop()
             history.steps.append(row)
             history.final = None
-        case "eval" if has_version:
-            history.evaluations[row["policy_version"]] = row
-        case "group" if isinstance(row.get("lease_id"), int):
-            history.groups[row["lease_id"]] = _fate(row)
-        case "actor" if row.get("actor"):
-            name = str(row["actor"])
-            history.actors.setdefault(name, ActorHistory(name)).take(row)
-        case "weights" if has_version:
+        case EvalRow():
+            history.evaluations[row.policy_version] = row
+        case GroupRow():
+            history.groups[row.lease_id] = _fate(row)
+        case ActorRow():
+            history.actors.setdefault(row.actor, ActorHistory(row.actor)).take(row)
+        case WeightsRow():
             history.publishes.append(row)
-        case "commit" if has_version and row.get("actor"):
+        case CommitRow():
             history.commits.append(row)
-        case "canary" if has_version and row.get("actor"):
+        case CanaryRow():
             history.canaries.append(row)
-        case "event":
+        case EventRow():
             history.events.append(row)
-        case "final":
+        case FinalRow():
             history.final = row
+        case EngineRow() | EpochRow() | RoutingRow() | OtherRow():
+            pass
+        case _:
+            assert_never(row)
 
 
-def _fate(row: Row) -> GroupFate:
-    lengths = row.get("lengths")
-    whole = [length for length in lengths if isinstance(length, int)] if isinstance(lengths, list) else []
-    rewards = row.get("rewards")
-    known = [reward for reward in rewards if isinstance(reward, int | float)] if isinstance(rewards, list) else []
+def _fate(row: GroupRow) -> GroupFate:
+    rewards = [reward for reward in row.rewards if reward is not None]
     return GroupFate(
-        outcome=str(row.get("outcome")),
-        reason=str(row.get("reason") or ""),
-        lengths=array("i", whole),
-        ended_at=row["time"],
-        reward=sum(known) / len(known) if known else math.nan,
-        generate_s=_or_nan(number(row, "generate_s")),
-        ready_at=_or_nan(number(row, "ready_at")),
-        taken_at=_or_nan(number(row, "taken_at")),
+        outcome=row.outcome,
+        reason=row.reason,
+        lengths=array("i", row.lengths),
+        ended_at=row.time,
+        reward=sum(rewards) / len(rewards) if rewards else math.nan,
+        generate_s=row.generate_s,
+        ready_at=_or_nan(row.ready_at),
+        taken_at=_or_nan(row.taken_at),
     )
 
 
@@ -316,16 +301,16 @@ class _Weighted(NamedTuple):
     weight: float
 
 
-def _drift(bucket: str, steps: Iterable[Row]) -> LagDrift:
+def _drift(bucket: str, steps: Iterable[StepRow]) -> LagDrift:
     prefix = f"by_lag/{bucket}/"
-    counts = [(row, number(row, f"{prefix}count") or 0) for row in steps]
+    counts = [(row, row.number(f"{prefix}count") or 0) for row in steps]
     rows = [(row, count) for row, count in counts if 0 < count < _MOST_COMPLETIONS]
 
     def weighted(name: str, *, per_token: bool = False) -> list[_Weighted]:
         values: list[_Weighted] = []
         for row, count in rows:
-            value = number(row, prefix + name)
-            length = number(row, f"{prefix}length_mean") if per_token else 1.0
+            value = row.number(prefix + name)
+            length = row.number(f"{prefix}length_mean") if per_token else 1.0
             if value is not None and length is not None:
                 values.append(_Weighted(value, count * length))
         return values
@@ -352,17 +337,3 @@ def _drift(bucket: str, steps: Iterable[Row]) -> LagDrift:
 def _mean(values: Sequence[_Weighted]) -> float | None:
     total = sum(weight for _, weight in values)
     return sum(value * weight for value, weight in values) / total if total else None
-
-
-def _increase(before: Row, after: Row, name: str) -> Any:
-    return max(0, (number(after, name) or 0) - (number(before, name) or 0))
-
-
-def _mapping(row: Row, name: str) -> Row:
-    value = row.get(name)
-    return value if isinstance(value, dict) else {}
-
-
-def _counts(row: Row, name: str) -> dict[str, int]:
-    counts = _mapping(row, name)
-    return {key: int(count) for key in counts if (count := number(counts, key)) is not None}

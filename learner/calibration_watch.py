@@ -1,10 +1,8 @@
 """Warnings that a run's noise may not be the one that was calibrated: the learner, or an engine, is another."""
 
 import logging
-from collections.abc import Callable
 
-import msgspec
-
+from offbeat.common.rows import EngineRow, EventRow, Recorder
 from offbeat.learner.diagnostics.calibration import (
     Calibration,
     EngineNumerics,
@@ -20,7 +18,7 @@ logger = logging.getLogger(__name__)
 class CalibrationWatch:
     """Warns when the learner or an engine is not the one that `loss.noise_floor` was measured on."""
 
-    def __init__(self, calibration: Calibration | None, record: Callable[..., None]) -> None:
+    def __init__(self, calibration: Calibration | None, record: Recorder) -> None:
         self._calibration = calibration
         self._record = record
 
@@ -31,7 +29,7 @@ class CalibrationWatch:
 
     def joined(self, hello: Hello) -> None:
         """Record an actor's engine, and compare it with the one that was calibrated."""
-        self._record("engine", actor=hello.actor, engine=msgspec.to_builtins(hello.engine))
+        self._record(EngineRow(actor=hello.actor, engine=hello.engine))
         if self._calibration is not None:
             self._tell(hello.actor, self._calibration.engine, engine_numerics(hello.engine))
 
@@ -44,4 +42,4 @@ class CalibrationWatch:
         detail = f"{actor or 'the learner'} is not what loss.noise_floor was measured on, and its noise may be another: "
         detail += "; ".join(changed) + ". Run `offbeat calibrate` again."
         logger.warning(detail)
-        self._record("event", event="calibration_mismatch", detail=detail, **({"actor": actor} if actor else {}))
+        self._record(EventRow(event="calibration_mismatch", detail=detail, actor=actor))

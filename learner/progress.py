@@ -2,13 +2,12 @@
 
 import itertools
 import logging
-import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -17,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.common.logs import console as shared_console
+from offbeat.common.rows import ActorRow, CommitRow, EvalRow, EventRow, FinalRow, Row, StepRow
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +68,10 @@ class Progress:
         self._clock = clock
         self._lock = threading.Lock()
         self._started = clock()
-        self._steps: deque[Mapping[str, Any]] = deque(maxlen=NUM_RECENT_STEPS)
+        self._steps: deque[StepRow] = deque(maxlen=NUM_RECENT_STEPS)
         self._rewards: list[float] = []
-        self._evaluation: Mapping[str, Any] | None = None
-        self._final: Mapping[str, Any] | None = None
+        self._evaluation: EvalRow | None = None
+        self._final: FinalRow | None = None
         self._actors: dict[str, _ActorLine] = {}
         self._last_plain_line = float("-inf")
         self._live: Live | None = None
@@ -91,7 +91,7 @@ class Progress:
             self._live.stop()
         logger.info("%s", self._end_line(exc_type))
 
-    def show(self, row: Mapping[str, Any]) -> None:
+    def show(self, row: Row) -> None:
         """Take in one metrics row; kinds that are not displayed do nothing."""
         with self._lock:
             line = self._take(row)
@@ -103,34 +103,36 @@ class Progress:
         with self._lock:
             return Group(self._steps_bar(), self._figures(), self._actor_table())
 
-    def _take(self, row: Mapping[str, Any]) -> str:
+    def _take(self, row: Row) -> str:
         """Update the state; returns the plain line that is due, or nothing."""
-        match row["kind"]:
-            case "step":
+        match row:
+            case StepRow():
                 return self._take_step(row)
-            case "eval":
+            case EvalRow():
                 self._evaluation = row
-                return f"evaluation at version {row['policy_version']}: reward {_number(row.get('reward'))}"
-            case "actor":
-                self._actor(row["actor"]).take_stats(row)
-            case "commit":
-                self._actor(row["actor"]).take_commit(row)
-            case "event" if row.get("actor") and row["event"] in _ACTOR_EVENTS:
-                self._actor(row["actor"]).status = _ACTOR_EVENTS[row["event"]]
-            case "final":
+                return f"evaluation at version {row.policy_version}: reward {_number(row.reward)}"
+            case ActorRow():
+                self._actor(row.actor).take_stats(row)
+            case CommitRow():
+                self._actor(row.actor).take_commit(row)
+            case EventRow(actor=str(name)) if row.event in _ACTOR_EVENTS:
+                self._actor(name).status = _ACTOR_EVENTS[row.event]
+            case FinalRow():
                 self._final = row
+            case _:
+                pass
         return ""
 
-    def _take_step(self, row: Mapping[str, Any]) -> str:
+    def _take_step(self, row: StepRow) -> str:
         self._steps.append(row)
-        reward = row.get("reward/mean")
-        if reward is not None and math.isfinite(reward):
+        reward = row.number("reward/mean")
+        if reward is not None:
             self._rewards.append(reward)
-        due = self._clock() - self._last_plain_line >= PLAIN_INTERVAL_S or row["policy_version"] == self._num_steps
+        due = self._clock() - self._last_plain_line >= PLAIN_INTERVAL_S or row.policy_version == self._num_steps
         if not due:
             return ""
         self._last_plain_line = self._clock()
-        return f"step {row['policy_version']}/{self._num_steps}  reward {_number(row.get('reward/mean'))}  " + "  ".join(
+        return f"step {row.policy_version}/{self._num_steps}  reward {_number(reward)}  " + "  ".join(
             (self._drift_text(), self._rates_text(), self._learner_text())
         )
 
@@ -143,53 +145,56 @@ class Progress:
         if not self._steps:
             return "–"
         row = self._steps[-1]
-        lag = f"lag {_number(row.get('lag/mean'), '.1f')} (max {_number(row.get('lag/max'), '.0f')})"
-        return (
-            f"{lag}  clipped {_number(row.get('clip/fraction'), '.1%')}  grad norm {_number(row.get('loss/grad_norm'), '.3g')}"
-        )
+        lag = f"lag {_number(row.number('lag/mean'), '.1f')} (max {_number(row.number('lag/max'), '.0f')})"
+        clipped, norm = _number(row.number("clip/fraction"), ".1%"), _number(row.number("loss/grad_norm"), ".3g")
+        return f"{lag}  clipped {clipped}  grad norm {norm}"
 
     def _rates_text(self) -> str:
         generated = sum(actor.tokens_per_s() for actor in self._actors.values() if actor.is_present)
-        tokens, seconds = (sum(row.get(name) or 0 for row in self._steps) for name in ("tokens/trained", "time/step_s"))
+        tokens, seconds = (self._sum(name) for name in ("tokens/trained", "time/step_s"))
         trained = tokens / seconds if seconds else 0.0
         return f"{generated:,.0f} tok/s generated, {trained:,.0f} trained"
 
     def _buffer_text(self) -> str:
-        row = self._steps[-1] if self._steps else {}
-        ready, in_flight = (_number(row.get(name), ".0f") for name in ("buffer/ready", "buffer/in_flight"))
+        row = self._steps[-1] if self._steps else None
+        ready, in_flight = (_number(row and row.number(name), ".0f") for name in ("buffer/ready", "buffer/in_flight"))
         return f"{ready} groups ready, {in_flight} in flight"
 
     def _learner_text(self) -> str:
         """Where the learner's time went in the recent steps, and for how long it has made none."""
         if not self._steps:
             return f"waits for the first rollouts, {_duration(self._clock() - self._started)}"
-        total = sum(row.get("time/step_s") or 0.0 for row in self._steps)
-        spent = {words: sum(row.get(name) or 0.0 for row in self._steps) for name, words in _LEARNER_WORK.items()}
+        total = self._sum("time/step_s")
+        spent = {words: self._sum(name) for name, words in _LEARNER_WORK.items()}
         shares = [
             f"{words} {seconds / total:.0%}"
             for words, seconds in sorted(spent.items(), key=lambda item: -item[1])
             if total and seconds / total >= 0.01
         ]
-        quiet_s = self._clock() - self._steps[-1]["time"]
+        quiet_s = self._clock() - self._steps[-1].time
         if quiet_s > max(5.0, 3 * total / len(self._steps)):
             shares.append(f"no step for {_duration(quiet_s)}")
         return ", ".join(shares)
 
+    def _sum(self, name: str) -> float:
+        """Return the sum of a metric over the recent steps."""
+        return sum(row.number(name) or 0 for row in self._steps)
+
     def _end_line(self, exc_type: type[BaseException] | None) -> str:
-        version = self._steps[-1]["policy_version"] if self._steps else 0
+        version = self._steps[-1].policy_version if self._steps else 0
         reward = _number(self._rewards[-1] if self._rewards else None)
         wall_s, outcome = self._clock() - self._started, f"failed ({exc_type.__name__})" if exc_type else "ended"
         if self._final is not None:
-            wall_s, outcome = self._final["wall_s"], self._final["outcome"]
-            version = self._final["policy_version"]
+            wall_s, outcome = self._final.wall_s, self._final.outcome
+            version = self._final.policy_version
         return f"{outcome}: step {version}/{self._num_steps}, reward {reward}, {_duration(wall_s)}"
 
     # The live display
 
     def _steps_bar(self) -> Table:
-        version = self._steps[-1]["policy_version"] if self._steps else 0
+        version = self._steps[-1].policy_version if self._steps else 0
         elapsed_s = self._clock() - self._started
-        recent = [row.get("time/step_s") or 0.0 for row in self._steps]
+        recent = [row.number("time/step_s") or 0.0 for row in self._steps]
         remaining = f", {_duration(sum(recent) / len(recent) * (self._num_steps - version))} left" if recent else ""
         bar = Table.grid(padding=(0, 2), expand=True)
         bar.add_column()
@@ -207,8 +212,8 @@ class Progress:
         reward = Text(_number(self._rewards[-1] if self._rewards else None), style="bold green")
         reward.append(f"  {sparkline(self._rewards, SPARKLINE_CELLS)}", style="green")
         if self._evaluation is not None:
-            held_out = f"  held-out {_number(self._evaluation.get('reward'))}"
-            reward.append(f"{held_out} at {self._evaluation['policy_version']}", style="cyan")
+            held_out = f"  held-out {_number(self._evaluation.reward)}"
+            reward.append(f"{held_out} at {self._evaluation.policy_version}", style="cyan")
         figures.add_row(Text("reward", style="dim"), reward)
         figures.add_row(Text("drift", style="dim"), Text(self._drift_text()))
         figures.add_row(Text("tokens", style="dim"), Text(self._rates_text()))
@@ -237,26 +242,26 @@ class _ActorLine:
         self.status = ""
         """`joined`, `lost`, `left`, `excluded`, or nothing while all is well."""
         self.policy_version = -1
-        self._stats: deque[Mapping[str, Any]] = deque()
+        self._stats: deque[ActorRow] = deque()
         """Actor rows of the last `RATE_WINDOW_S`, two at least once there were two."""
 
     @property
     def is_present(self) -> bool:
         return self.status not in ("lost", "left")
 
-    def take_stats(self, row: Mapping[str, Any]) -> None:
-        self.policy_version = row["policy_version"]
+    def take_stats(self, row: ActorRow) -> None:
+        self.policy_version = row.policy_version
         if self.status == "joined":
             self.status = ""
-        if self._stats and row["num_generated_tokens"] < self._stats[-1]["num_generated_tokens"]:
+        if self._stats and row.num_generated_tokens < self._stats[-1].num_generated_tokens:
             # The counters of a restarted actor begin again.
             self._stats.clear()
         self._stats.append(row)
-        while len(self._stats) > 2 and row["time"] - self._stats[1]["time"] >= RATE_WINDOW_S:
+        while len(self._stats) > 2 and row.time - self._stats[1].time >= RATE_WINDOW_S:
             self._stats.popleft()
 
-    def take_commit(self, row: Mapping[str, Any]) -> None:
-        self.policy_version = row["policy_version"]
+    def take_commit(self, row: CommitRow) -> None:
+        self.policy_version = row.policy_version
         if self.status == "excluded":
             self.status = ""
 
@@ -264,8 +269,8 @@ class _ActorLine:
         if len(self._stats) < 2:
             return 0.0
         first, last = self._stats[0], self._stats[-1]
-        seconds = last["time"] - first["time"]
-        return (last["num_generated_tokens"] - first["num_generated_tokens"]) / seconds if seconds > 0 else 0.0
+        seconds = last.time - first.time
+        return (last.num_generated_tokens - first.num_generated_tokens) / seconds if seconds > 0 else 0.0
 
     def state(self, now: float) -> tuple[str, str]:
         """What it does now, in words, and the style to show that in."""
@@ -273,12 +278,12 @@ class _ActorLine:
             return "joined", "dim"
         if self.status:
             return self.status, "dim" if self.status == "left" else "bold red"
-        quiet_s = now - self._stats[-1]["time"] if self._stats else 0.0
+        quiet_s = now - self._stats[-1].time if self._stats else 0.0
         if quiet_s > 5.0:
             return f"silent for {_duration(quiet_s)}", "yellow"
         if len(self._stats) < 2:
             return "starts", "dim"
-        before, after = self._stats[-2]["seconds"], self._stats[-1]["seconds"]
+        before, after = self._stats[-2].seconds, self._stats[-1].seconds
         spent = {work: seconds - before.get(work, 0.0) for work, seconds in after.items()}
         work = max(spent, key=spent.__getitem__, default="")
         return _ACTOR_WORK.get(work, work), "green" if work == "generate" else "dim"

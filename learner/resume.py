@@ -6,12 +6,12 @@ checkpoint (model, optimizer, ServiceState) + log records after it -> the run as
 import logging
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from offbeat.common.config import LogSection
+from offbeat.common.rows import EventRow, Recorder
 from offbeat.common.settings import SettingError
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.live_settings import Tuning
@@ -52,7 +52,7 @@ class Checkpoints:
         auto_bound: AutoBound,
         run_id: str,
         keep: int,
-        record: Callable[..., None],
+        record: Recorder,
     ) -> None:
         """Keep the `keep` newest checkpoints in the folder of the run."""
         self._root = run_folder / CHECKPOINTS
@@ -75,7 +75,7 @@ class Checkpoints:
         except (checkpoints.NoRoomError, LogFullError) as error:
             detail = f"{folder}: {error}; the run goes on, and a restart would begin at the checkpoint before"
             logger.warning(detail)
-            self._record("event", event="checkpoint_failed", detail=detail)
+            self._record(EventRow(event="checkpoint_failed", detail=detail))
             return
         checkpoints.prune(self._root, keep=self._keep)
         if state.dispatcher.log_end is not None:
@@ -138,7 +138,7 @@ def recover_run(run_folder: Path, state: ServiceState | None, prompts: list[Prom
     )
 
 
-def tell_resumed(recovered: Recovered, policy_version: int, record: Callable[..., None]) -> None:
+def tell_resumed(recovered: Recovered, policy_version: int, record: Recorder) -> None:
     """Log and record where a resumed run stands."""
     ledger = recovered.ledger
     detail = (
@@ -146,10 +146,10 @@ def tell_resumed(recovered: Recovered, policy_version: int, record: Callable[...
         f"{ledger.num_ready} groups reused, {ledger.num_open - ledger.num_ready} leases in flight"
     )
     logger.info("resumed: %s", detail)
-    record("event", event="resumed", detail=detail, num_reused=ledger.num_ready)
+    record(EventRow(event="resumed", detail=detail, num_reused=ledger.num_ready))
 
 
-def tell_kept_settings(tuning: Tuning, run_folder: Path, record: Callable[..., None]) -> None:
+def tell_kept_settings(tuning: Tuning, run_folder: Path, record: Recorder) -> None:
     """Warn of each setting that an operator changed before the restart: its value is not the config's any more."""
     for change in tuning.in_force():
         detail = (
@@ -158,4 +158,4 @@ def tell_kept_settings(tuning: Tuning, run_folder: Path, record: Callable[..., N
             f"change it back: offbeat set {run_folder} {change.setting}={change.before}"
         )
         logger.warning(detail)
-        record("event", event="setting_kept", detail=detail, setting=change.setting, value=change.after)
+        record(EventRow(event="setting_kept", detail=detail, setting=change.setting, value=change.after))

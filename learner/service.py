@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from offbeat.common.config import Config
+from offbeat.common.rows import EventRow, FinalRow, LedgerSums, Recorder
 from offbeat.common.shutdown import StopRequest
 from offbeat.learner.dispatch.dispatcher import Dispatcher, RunFailedError
 from offbeat.learner.dispatch.hub_thread import HubThread
@@ -199,7 +200,7 @@ class Learner:
         hub_thread: HubThread,
         publisher: WeightPublisher,
         log: RolloutLog | None,
-        record: Callable[..., None],
+        record: Recorder,
         leave_timeout_s: float,
         started: float,
     ) -> None:
@@ -220,7 +221,7 @@ class Learner:
     def run(self, stop: StopRequest) -> Outcome:
         """Run to the end; raises what ended the run early, after writing the final row."""
         try:
-            self._record("event", event="run_started", detail=_software())
+            self._record(EventRow(event="run_started", detail=_software()))
             self._dispatcher.begin()
             self._hub_thread.start()
             self._publisher.start()
@@ -243,14 +244,14 @@ class Learner:
             logger.warning("actors that did not leave within %g s: %s", self._leave_timeout_s, names)
         self._hub_thread.close()
         counts = self._dispatcher.counts()
-        self._record(
-            "final",
+        final = FinalRow(
             policy_version=self._loop.policy_version,
             wall_s=time.monotonic() - self._started,
-            ledger=msgspec.structs.asdict(counts),
+            ledger=LedgerSums(**msgspec.structs.asdict(counts)),
             outcome=outcome,
             detail=detail,
         )
+        self._record(final)
         assert counts.adds_up, f"the ledger does not add up: {counts}"
         if self._log is not None:
             self._log.close()

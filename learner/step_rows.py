@@ -1,10 +1,10 @@
 """The metrics rows of optimizer steps: the trainer's numbers beside the loop's times, the buffer and the staleness bound."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from offbeat.common.config import TrainSection
+from offbeat.common.rows import MetricValue, Recorder, StepRow
 from offbeat.common.settings import SettingError
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.leases.auto_bound import AutoBound
@@ -18,14 +18,18 @@ logger = logging.getLogger(__name__)
 class StepRows:
     """Records the steps of each batch, then moves `max_staleness` where the automatic bound decides so."""
 
-    def __init__(self, train: TrainSection, dispatcher: Dispatcher, auto_bound: AutoBound, record: Callable[..., None]) -> None:
+    def __init__(self, train: TrainSection, dispatcher: Dispatcher, auto_bound: AutoBound, record: Recorder) -> None:
         self._train = train
         self._dispatcher = dispatcher
         self._auto_bound = auto_bound
         self._record = record
 
     def record(
-        self, steps: Sequence[Mapping[str, Any]], groups: Sequence[Group], first_version: int, seconds: Mapping[str, float]
+        self,
+        steps: Sequence[Mapping[str, MetricValue]],
+        groups: Sequence[Group],
+        first_version: int,
+        seconds: Mapping[str, float],
     ) -> None:
         """Record the `steps` made of a batch of `groups`, the first of them under weights `first_version`.
 
@@ -34,11 +38,11 @@ class StepRows:
         train = self._train
         staleness = StalenessPolicy(self._dispatcher.settings().staleness, train)
         ready, in_flight = self._dispatcher.buffer_sizes()
-        rows: list[dict[str, Any]] = []
+        rows: list[StepRow] = []
         for index, step in enumerate(steps):
             start = index % train.steps_per_batch * train.groups_per_step
             of_step = groups[start : start + train.groups_per_step]
-            row = {
+            metrics = {
                 **step,
                 **{name: value / len(steps) for name, value in seconds.items()},
                 "staleness/bound": staleness.bounds.max_staleness,
@@ -46,14 +50,14 @@ class StepRows:
                 "buffer/ready": ready,
                 "buffer/in_flight": in_flight,
             }
-            self._record("step", policy_version=first_version + index + 1, **row)
-            rows.append(row)
+            rows.append(StepRow(policy_version=first_version + index + 1, metrics=metrics))
+            self._record(rows[-1])
         for row in rows:
             self._move_bound(row)
         if first_version == 0:
-            _log_first_ratio(steps[0])
+            _log_first_ratio(rows[0])
 
-    def _move_bound(self, step: Mapping[str, Any]) -> None:
+    def _move_bound(self, step: StepRow) -> None:
         decision = self._auto_bound.observe(step, self._dispatcher.settings().staleness)
         if decision is None:
             return
@@ -65,12 +69,12 @@ class StepRows:
             logger.info("the automatic bound stays where it is: %s", error)
 
 
-def _log_first_ratio(first: Mapping[str, Any]) -> None:
+def _log_first_ratio(first: StepRow) -> None:
     logger.info(
         "FIRST RATIO of the run, where nothing is stale (lag up to %d): mean |s - 1| = %.2e, %.1f%% of completions "
         "clipped, KL of engine and learner %.2e per token (k3)",
-        first["lag/max"],
-        first["ratio/first"],
-        100 * first["clip/fraction"],
-        first["kl/behavior_policy_k3"],
+        first.measured("lag/max"),
+        first.measured("ratio/first"),
+        100 * first.measured("clip/fraction"),
+        first.measured("kl/behavior_policy_k3"),
     )

@@ -19,6 +19,7 @@ from offbeat.common.config import Config
 from offbeat.common.hub_keys import keys_of_learner
 from offbeat.common.metrics import MetricsWriter
 from offbeat.common.models import hash_model, resolve_model
+from offbeat.common.rows import Recorder, Row
 from offbeat.common.setting_checks import least_staleness
 from offbeat.common.settings import resolved_toml
 from offbeat.common.shutdown import StopRequest
@@ -69,8 +70,8 @@ def run_learner(config: Config, stop: StopRequest) -> Outcome:
         stack.enter_context(hub)
         progress = Progress(config.train.num_steps)
 
-        def record(kind: str, **row: Any) -> None:
-            progress.show(metrics.write_row({"kind": kind, **row}))
+        def record(row: Row) -> None:
+            progress.show(metrics.write(row))
 
         learner = open_learner(config, folder, hub, open_weight_hub, record)
         with progress:
@@ -90,7 +91,7 @@ def open_learner(
     folder: Path,
     hub: Hub,
     open_weight_hub: Callable[[], Hub],
-    record: Callable[..., None],
+    record: Recorder,
 ) -> Learner:
     """Make every part of rank 0: load the model, resume or begin the run, wire the services; nothing is running yet."""
     started = time.monotonic()

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from offbeat.lab.history import LagDrift, Row, RunHistory, number, rate_over_time
+from offbeat.common.rows import CanaryRow, CommitRow, EvalRow, StepRow
+from offbeat.lab.history import LagDrift, RunHistory, rate_over_time
 
 # Each color of the light page, and what stands for it on the dark one.
 INK, MUTED, GRID, CARD = "#1d2127", "#6b7280", "#ebe8e1", "#ffffff"
@@ -48,7 +49,7 @@ ACTOR_COLORS = (BLUE, ORANGE, GREEN, PURPLE, GOLD, RED, GRAY)
 
 LEARNER_WORK = {
     "train": ("train", BLUE),
-    "proximal": ("recompute log-probs", PURPLE),
+    "prepare": ("prepare batches", PURPLE),
     "snapshot": ("copy weights", GOLD),
     "publish_wait": ("wait for the last publish", ORANGE),
     "wait_rollouts": ("wait for rollouts", GRAY),
@@ -82,7 +83,7 @@ def reward_by_step(history: RunHistory) -> Plot:
         "Mean reward of the completions each step trained on (thin) and its running mean (bold); "
         "orange are the held-out prompts."
     )
-    traces = _reward_traces(history, lambda row: row["policy_version"])
+    traces = _reward_traces(history, lambda row: row.policy_version)
     if not traces:
         return Plot("Reward by step", caption, None, _NO_REWARD)
     layout = _step_layout("optimizer step", traces[0]["x"], "reward")
@@ -94,7 +95,7 @@ def reward_by_time(history: RunHistory) -> Plot:
     unit, scale = time_unit(history)
     start = history.first_time or 0.0
     caption = "The same rewards against the clock: what two runs of different staleness should be compared by."
-    traces = _reward_traces(history, lambda row: (row["time"] - start) / scale)
+    traces = _reward_traces(history, lambda row: (row.time - start) / scale)
     if not traces:
         return Plot("Reward by wall time", caption, None, _NO_REWARD)
     return Plot("Reward by wall time", caption, {"data": traces, "layout": plot_layout(f"wall time ({unit})", "reward")})
@@ -413,8 +414,8 @@ def weight_sync(history: RunHistory) -> Plot:
         "Seconds from the start of a publish to its end, which training does not wait for, "
         "and seconds each actor's engine stood still to take it (log scale)."
     )
-    publish = _points([(row["policy_version"], number(row, "publish_s")) for row in history.publishes], "publish", INK)
-    data = [trace for trace in (publish, *_by_actor(history.commits, "stall_s", "stall, ")) if trace["x"]]
+    publish = _points([(row.policy_version, row.publish_s) for row in history.publishes], "publish", INK)
+    data = [trace for trace in (publish, *_by_actor([(row, row.stall_s) for row in history.commits], "stall, ")) if trace["x"]]
     if not data:
         return Plot(title, caption, None, "No weights have been published.")
     return Plot(title, caption, {"data": data, "layout": _log_layout(data, "seconds", "~g")})
@@ -427,7 +428,7 @@ def canary(history: RunHistory) -> Plot:
         "Largest difference of one token's log-prob on a fixed prompt after each update (log scale): "
         "a jump means that an engine does not hold the learner's weights."
     )
-    data = [trace for trace in _by_actor(history.canaries, "max_abs_diff", "") if trace["x"]]
+    data = [trace for trace in _by_actor([(row, row.max_abs_diff) for row in history.canaries], "") if trace["x"]]
     if not data:
         return Plot(title, caption, None, "No canary has been scored.")
     return Plot(title, caption, {"data": data, "layout": _log_layout(data, "max |Δ log-prob|", ".0e")})
@@ -445,22 +446,22 @@ _NO_DRIFT = "No step has recorded its drift by policy lag."
 _NO_REWARD = "No step has been made: there is no reward to show."
 
 
-def _reward_traces(history: RunHistory, x_of: Callable[[Row], float]) -> list[dict[str, Any]]:
+def _reward_traces(history: RunHistory, x_of: Callable[[StepRow | EvalRow], float]) -> list[dict[str, Any]]:
     """Rewards of steps, their running mean, and those of evaluations if there are any; nothing without steps."""
-    rows = [row for row in history.steps if number(row, "reward/mean") is not None]
-    if not rows:
+    rewards = [(row, reward) for row in history.steps if (reward := row.number("reward/mean")) is not None]
+    if not rewards:
         return []
-    xs, means = _bucket([x_of(row) for row in rows]), _bucket([row["reward/mean"] for row in rows])
+    xs, means = _bucket([x_of(row) for row, _ in rewards]), _bucket([reward for _, reward in rewards])
     thin = line_trace(xs, means, "per step", PALE_BLUE)
     thin["line"]["width"] = 1.5
     smooth = line_trace(xs, running_mean(means, max(1, len(means) // 10)), "running mean", BLUE) | {"mode": "lines"}
-    evaluations = [row for row in history.evaluations.values() if number(row, "reward") is not None]
+    evaluations = [row for row in history.evaluations.values() if row.reward is not None]
     held_out = {
         "type": "scatter",
         "mode": "markers" if len(evaluations) <= 40 else "lines",
         "name": "held-out",
         "x": [x_of(row) for row in evaluations],
-        "y": [row["reward"] for row in evaluations],
+        "y": [row.reward for row in evaluations],
         "marker": {"symbol": "diamond", "size": 9, "color": ORANGE, "line": {"width": 1.5, "color": CARD}},
         "line": {"color": ORANGE, "width": 1.5},
         "hovertemplate": "%{y:.3f}",
@@ -499,12 +500,12 @@ def _stacked_bars(bars: Mapping[str, Mapping[str, tuple[str, str, float]]]) -> l
     return [anchor | {"showlegend": False, "hoverinfo": "skip"}, *data]
 
 
-def _by_actor(rows: Sequence[Row], name: str, prefix: str) -> list[dict[str, Any]]:
+def _by_actor(measured: Sequence[tuple[CommitRow | CanaryRow, float | None]], prefix: str) -> list[dict[str, Any]]:
     """Points of each actor; of more actors than there are colors, the middle and the highest one of each version."""
     values: dict[str, dict[int, float]] = {}
-    for row in rows:
-        if (value := number(row, name)) is not None:
-            values.setdefault(str(row["actor"]), {})[row["policy_version"]] = value
+    for row, value in measured:
+        if value is not None:
+            values.setdefault(row.actor, {})[row.policy_version] = value
     if len(values) > len(ACTOR_COLORS):
         by_version: dict[int, list[float]] = {}
         for version, value in (item for series in values.values() for item in series.items()):
@@ -538,10 +539,10 @@ def _log_layout(traces: Sequence[Mapping[str, Any]], y_title: str, tick_format: 
 
 
 def _series(
-    rows: Sequence[Row], name: str, how: Callable[[list[float]], float] = statistics.fmean
+    rows: Sequence[StepRow], name: str, how: Callable[[list[float]], float] = statistics.fmean
 ) -> tuple[list[float], list[float]]:
     """Policy versions and values of the rows that have this number."""
-    pairs = [(row["policy_version"], value) for row in rows if (value := number(row, name)) is not None]
+    pairs = [(row.policy_version, value) for row in rows if (value := row.number(name)) is not None]
     return _bucket([version for version, _ in pairs]), _bucket([value for _, value in pairs], how)
 
 

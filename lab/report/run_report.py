@@ -2,6 +2,7 @@
 
 import html
 import logging
+import math
 import statistics
 import time
 import tomllib
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offbeat.common.metrics import ROWS_FILE, read_rows
+from offbeat.common.rows import LedgerSums
 from offbeat.lab.drift import (
     COMPARISON_HEAD,
     DRIFT_HEAD,
@@ -21,7 +23,7 @@ from offbeat.lab.drift import (
     drift_report,
     part_rows,
 )
-from offbeat.lab.history import LagDrift, Ledger, RunHistory, fold_rows, number
+from offbeat.lab.history import LagDrift, RunHistory, fold_rows
 from offbeat.lab.report import run_plots as report_plots
 from offbeat.lab.report.page import Figures, KeyFigure, duration, head, page_html, section, table_html, tiles, write_page
 from offbeat.learner.diagnostics.length_bias import MAX_P, MIN_EFFECT, MIN_SHARE
@@ -90,7 +92,8 @@ class _Config(NamedTuple):
 
     def number(self, section: str, name: str) -> float | None:
         """The setting's value if it is a number."""
-        return number({"value": self.setting(section, name)}, "value")
+        value = self.setting(section, name)
+        return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
 
 
 def _read_config(run_folder: Path) -> _Config:
@@ -140,7 +143,7 @@ def _head(name: str, history: RunHistory, config: _Config, now: float) -> str:
 def _outcome(history: RunHistory, now: float) -> tuple[str, str]:
     """A word for the outcome, and a sentence."""
     if history.final is not None:
-        return str(history.final.get("outcome")), str(history.final.get("detail") or "")
+        return history.final.outcome, history.final.detail
     if history.last_time is None:
         return "empty", "The run has written no rows."
     quiet_s = now - history.last_time
@@ -165,12 +168,12 @@ def _facts(history: RunHistory, config: _Config) -> dict[str, str]:
         "Started": "never" if started is None else time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(started)),
         "Wall time": duration(history.wall_s),
     }
-    software = [str(event.get("detail")) for event in history.events if event.get("event") == "run_started"]
+    software = [event.detail for event in history.events if event.event == "run_started"]
     return facts | ({"Software": software[-1]} if software else {})
 
 
 def _last_version(history: RunHistory) -> int:
-    return int(history.steps[-1]["policy_version"]) if history.steps else 0
+    return history.steps[-1].policy_version if history.steps else 0
 
 
 def _key_figures(history: RunHistory) -> str:
@@ -200,7 +203,7 @@ def _reward_figure(history: RunHistory) -> KeyFigure:
 
 
 def _held_out_figure(history: RunHistory) -> KeyFigure:
-    rewards = {v: row["reward"] for v, row in history.evaluations.items() if number(row, "reward") is not None}
+    rewards = {v: row.reward for v, row in history.evaluations.items() if row.reward is not None}
     if not rewards:
         return KeyFigure("Held-out reward", "–", "", "no evaluation")
     last, best = max(rewards), max(rewards, key=rewards.__getitem__)
@@ -259,7 +262,7 @@ def _dropped_figure(history: RunHistory) -> KeyFigure:
 
 
 def _numbers(history: RunHistory, name: str) -> list[float]:
-    return [value for row in history.steps if (value := number(row, name)) is not None]
+    return [value for row in history.steps if (value := row.number(name)) is not None]
 
 
 # Plots
@@ -363,7 +366,7 @@ def _ledger(history: RunHistory) -> str:
     return section("Ledger", lead, f'<div class="card">{_law(books)}</div>')
 
 
-def _law(books: Ledger) -> str:
+def _law(books: LedgerSums) -> str:
     num_dropped = sum(books.dropped.values())
     parts = (
         ("trained", books.trained, "calm"),
@@ -425,7 +428,7 @@ def _events(history: RunHistory) -> str:
     lead = "Joins, losses, exclusions, and whatever else was out of the ordinary."
     if not history.events:
         return section("Events", lead, '<div class="card"><div class="missing">Nothing happened.</div></div>')
-    counts = Counter(str(event.get("event")) for event in history.events)
+    counts = Counter(event.event for event in history.events)
     chips = "".join(f"<li>{html.escape(name)} <b>{count:,}</b></li>" for name, count in counts.most_common())
     shown, note = history.events, ""
     if len(shown) > MAX_EVENT_ROWS:
@@ -434,11 +437,10 @@ def _events(history: RunHistory) -> str:
     start = history.first_time or 0.0
     rows = [
         (
-            duration(event["time"] - start),
-            f'<span class="mark {_EVENT_TONES.get(str(event.get("event")), "calm")}">'
-            f"{html.escape(str(event.get('event')))}</span>",
-            html.escape(str(event.get("actor") or "")),
-            html.escape(str(event.get("detail") or "")),
+            duration(event.time - start),
+            f'<span class="mark {_EVENT_TONES.get(event.event, "calm")}">{html.escape(event.event)}</span>',
+            html.escape(event.actor or ""),
+            html.escape(event.detail),
         )
         for event in shown
     ]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from offbeat.common.metrics import ROWS_FILE, read_rows
 from offbeat.common.settings import SettingError
-from offbeat.lab.history import RunHistory, fold_rows, number
+from offbeat.lab.history import RunHistory, fold_rows
 from offbeat.lab.simulation.timings import Timings
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
 from offbeat.learner.leases.rollout_log import read_log
@@ -166,24 +166,24 @@ def read_recording(history: RunHistory, events: Iterable[LeaseEvent]) -> Recordi
             case Trained():
                 trained[event.policy_version + event.num_steps] = event
     for row in history.steps:
-        version = int(row["policy_version"])
+        version = row.policy_version
         if version in trained:
             event = trained[version]
-            busy_s = (number(row, "time/step_s") or 0.0) - (number(row, "time/wait_rollouts_s") or 0.0)
-            selected_at = row["time"] - busy_s * event.num_steps
-            recording.batches.append(LearnerBatch(version, event.num_steps, selected_at, event.at, row["time"]))
-    num_commits = Counter(str(row["actor"]) for row in history.commits)
+            busy_s = (row.number("time/step_s") or 0.0) - (row.number("time/wait_rollouts_s") or 0.0)
+            selected_at = row.time - busy_s * event.num_steps
+            recording.batches.append(LearnerBatch(version, event.num_steps, selected_at, event.at, row.time))
+    num_commits = Counter(row.actor for row in history.commits)
     for row in history.commits:
-        name, committed_at = str(row["actor"]), row["time"]
-        arrived_at = committed_at - (number(row, "stall_s") or 0.0)
-        recording.arrivals.setdefault(int(row["policy_version"]), []).append(arrived_at)
+        name, committed_at = row.actor, row.time
+        arrived_at = committed_at - row.stall_s
+        recording.arrivals.setdefault(row.policy_version, []).append(arrived_at)
         # Of the check it is only known what it takes with the swap, on average.
         stall_s = history.actors[name].seconds["commit_weights"] / num_commits[name] if name in history.actors else 0.0
         stall = Stall(arrived_at, committed_at, max(committed_at, arrived_at + stall_s))
         recording.stalls.setdefault(name, []).append(stall)
     for version, row in history.evaluations.items():
         if version in recording.arrivals:
-            recording.evaluations.append((min(recording.arrivals[version]), row["time"]))
+            recording.evaluations.append((min(recording.arrivals[version]), row.time))
     return recording
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from offbeat.common.config import Config
 from offbeat.common.metrics import ROWS_FILE, read_rows
+from offbeat.common.rows import EventRow
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load
 from offbeat.lab.simulation.fit import fit
@@ -222,8 +223,8 @@ def _is_on_cpu(run: Path) -> bool:
     """Whether an actor said so when it joined."""
     if not (run / ROWS_FILE).exists():
         return False
-    joined = (row for row in read_rows(run / ROWS_FILE) if row.get("event") == "actor_joined")
-    return any("on cpu" in str(row.get("detail")) for row in joined)
+    events = (row for row in read_rows(run / ROWS_FILE) if isinstance(row, EventRow))
+    return any(event.event == "actor_joined" and "on cpu" in event.detail for event in events)
 
 
 # Output

@@ -5,14 +5,15 @@ to start is the machine's, and would be the larger part of a short run.
 """
 
 import statistics
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 
 from offbeat.common.config import TrainSection
+from offbeat.common.rows import StepRow
 from offbeat.lab.drift import ended_leases
-from offbeat.lab.history import Row, RunHistory, number
+from offbeat.lab.history import RunHistory
 from offbeat.lab.sweep.estimates import Curve
 from offbeat.learner.diagnostics.length_bias import Part, bias_report
 
@@ -80,9 +81,9 @@ def final_reward(history: RunHistory) -> float | None:
 def measure(history: RunHistory, train: TrainSection) -> RunMeasures:
     """The numbers of a run, finished or not."""
     train_s, num_groups = sum(_seconds(history, train)), sum(_groups(history, train))
-    num_tokens = sum(number(row, "tokens/trained") or 0 for row in history.steps) / train.epochs_per_batch
+    num_tokens = sum(row.number("tokens/trained") or 0 for row in history.steps) / train.epochs_per_batch
     waited_s = sum(_wait_s(row) for row, is_first in _steps(history, train) if not is_first)
-    actor_s = sum((actor.seconds for actor in history.actors.values()), Counter[str]())
+    actor_s = _actor_seconds(history)
     lags = history.groups_by_lag
     bias = bias_report(ended_leases(history))
     parts = {part.name: part for part in bias.parts}
@@ -97,7 +98,7 @@ def measure(history: RunHistory, train: TrainSection) -> RunMeasures:
         tokens_per_s=num_tokens / train_s if train_s else None,
         groups_per_s=num_groups / train_s if train_s else None,
         learner_idle_share=waited_s / train_s if train_s else None,
-        actor_shares={work: seconds / actor_s.total() for work, seconds in actor_s.items() if seconds > 0},
+        actor_shares={work: seconds / sum(actor_s.values()) for work, seconds in actor_s.items() if seconds > 0},
         lag_mean=sum(lag * count for lag, count in lags.items()) / sum(lags.values()) if lags else None,
         lag_max=max(lags, default=None),
         kl_behavior_policy=_mean(history, "kl/behavior_policy_k3"),
@@ -118,7 +119,7 @@ def reward_curves(history: RunHistory, train: TrainSection) -> RunCurves:
     known = [
         (groups[index], seconds[index], reward)
         for index, row in enumerate(history.steps)
-        if (reward := number(row, "reward/mean")) is not None
+        if (reward := row.number("reward/mean")) is not None
     ]
     rewards = [reward for _, _, reward in known]
     return RunCurves(Curve([count for count, _, _ in known], rewards), Curve([second for _, second, _ in known], rewards))
@@ -130,13 +131,22 @@ def numbers_of(measures: RunMeasures) -> dict[str, float]:
     return every | {f"actor_{work}_share": share for work, share in measures.actor_shares.items()}
 
 
-def _steps(history: RunHistory, train: TrainSection) -> Iterator[tuple[Row, bool]]:
+def _actor_seconds(history: RunHistory) -> dict[str, float]:
+    """Return the main-loop seconds of all actors together, by what they went to."""
+    seconds: dict[str, float] = defaultdict(float)
+    for actor in history.actors.values():
+        for work, spent in actor.seconds.items():
+            seconds[work] += spent
+    return seconds
+
+
+def _steps(history: RunHistory, train: TrainSection) -> Iterator[tuple[StepRow, bool]]:
     """Each step's row, and whether it is of the first batch that a process trained: its wait is for services to start."""
-    starts = [event["time"] for event in history.events if event.get("event") == "run_started"]
+    starts = [event.time for event in history.events if event.event == "run_started"]
     batch_steps = train.steps_per_batch * train.epochs_per_batch
     process, num_of_process = -1, 0
     for row in history.steps:
-        current = sum(start <= row["time"] for start in starts)
+        current = sum(start <= row.time for start in starts)
         process, num_of_process = (current, num_of_process + 1) if current == process else (current, 1)
         yield row, num_of_process <= batch_steps
 
@@ -144,30 +154,28 @@ def _steps(history: RunHistory, train: TrainSection) -> Iterator[tuple[Row, bool
 def _seconds(history: RunHistory, train: TrainSection) -> Iterator[float]:
     """What each step took on the run's clock."""
     for row, is_first in _steps(history, train):
-        step_s = number(row, "time/step_s") or 0.0
+        step_s = row.number("time/step_s") or 0.0
         yield max(0.0, step_s - _wait_s(row) if is_first else step_s)
 
 
-def _wait_s(row: Row) -> float:
-    return number(row, "time/wait_rollouts_s") or 0.0
+def _wait_s(row: StepRow) -> float:
+    return row.number("time/wait_rollouts_s") or 0.0
 
 
 def _groups(history: RunHistory, train: TrainSection) -> Iterator[float]:
     """Groups that each step trained on; a pass over a batch counts for its share of it."""
     for row in history.steps:
-        counts = row.get("lag/counts")
-        values = counts.values() if isinstance(counts, dict) else ()
-        yield sum(count for count in values if isinstance(count, int)) / train.epochs_per_batch
+        yield sum(row.groups_by_lag.values()) / train.epochs_per_batch
 
 
 def _mean(history: RunHistory, name: str, num_last: int = 0) -> float | None:
     """Mean of a metric over the last steps, or all; None where no step has it."""
-    values = [value for row in history.steps[-num_last:] if (value := number(row, name)) is not None]
+    values = [value for row in history.steps[-num_last:] if (value := row.number(name)) is not None]
     return statistics.fmean(values) if values else None
 
 
 def _held_out(history: RunHistory) -> float | None:
-    rewards = {version: reward for version, row in history.evaluations.items() if (reward := number(row, "reward")) is not None}
+    rewards = {version: row.reward for version, row in history.evaluations.items() if row.reward is not None}
     return rewards[max(rewards)] if rewards else None
 
 

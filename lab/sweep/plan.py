@@ -122,7 +122,7 @@ def read_run(folder: Path) -> RunHistory:
 
 def state_of(history: RunHistory) -> State:
     """Whether a run is done, or begun."""
-    if history.final is not None and history.final.get("outcome") == "finished":
+    if history.final is not None and history.final.outcome == "finished":
         return "finished"
     return "broken off" if history.num_rows else "new"
 

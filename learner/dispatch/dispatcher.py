@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from offbeat.common.config import Config, EvaluationSection, HubSection, RolloutSection
+from offbeat.common.rows import ActorRow, CommitRow, EpochRow, EventRow, GroupRow, Recorder
 from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import ServiceError
 from offbeat.learner.diagnostics.length_bias import BiasMonitor, ended_group
@@ -71,8 +72,6 @@ from offbeat.protocols.wire import Frame, WireError, logprobs, routed_experts
 
 logger = logging.getLogger(__name__)
 
-Record = Callable[..., None]
-"""`record(kind, **row)`: one row of metrics.jsonl."""
 WeightsMessage = WeightsStaged | WeightsCommitted
 
 
@@ -111,7 +110,7 @@ class Dispatcher:
         num_steps: int,
         policy_version: int,
         newest_version: int,
-        record: Record,
+        record: Recorder,
         on_join: Callable[[bytes], None],
         on_weights: Callable[[str, WeightsMessage], None],
         on_canary: Callable[[str, int, np.ndarray], None],
@@ -557,9 +556,8 @@ class Dispatcher:
             tokens = heartbeat.stats.num_generated_tokens - member.stats.num_generated_tokens
             member.tokens_per_s = tokens / seconds if math.isfinite(seconds) else 0.0
             member.stats, member.stats_at = heartbeat.stats, now
-            self._record(
-                "actor", actor=member.name, policy_version=heartbeat.policy_version, **msgspec.structs.asdict(heartbeat.stats)
-            )
+            stats = msgspec.structs.asdict(heartbeat.stats)
+            self._record(ActorRow(actor=member.name, policy_version=heartbeat.policy_version, **stats))
         self._reconcile(member, heartbeat.lease_ids, heartbeat.seen_lease_id)
         self._send(member, LearnerHeartbeat(newest_lease_id=member.newest_lease_id))
 
@@ -581,7 +579,7 @@ class Dispatcher:
             self._on_distrust(member.peer, member.name, why)
             return
         member.policy_version = commit.policy_version
-        self._record("commit", actor=member.name, policy_version=commit.policy_version, stall_s=commit.stall_s)
+        self._record(CommitRow(actor=member.name, policy_version=commit.policy_version, stall_s=commit.stall_s))
         self._on_weights(member.name, commit)
 
     def _quarantine(self, member: Member, detail: str) -> None:
@@ -868,7 +866,7 @@ class Dispatcher:
         if not current.is_finished:
             return
         self._evaluations.end()
-        self._record("eval", policy_version=current.policy_version, **current.metrics())
+        self._record(current.row())
         self._progress.notify_all()
 
     def _select(self) -> list[Group] | None:
@@ -910,7 +908,7 @@ class Dispatcher:
     def _end_epochs(self) -> None:
         while (ended := self._ledger.end_epoch(len(self._prompts))) is not None:
             epoch, account = ended
-            self._record("epoch", epoch=epoch, num_trained=account.num_trained, dropped=account.dropped)
+            self._record(EpochRow(epoch=epoch, num_trained=account.num_trained, dropped=account.dropped))
 
     # Operators
 
@@ -961,8 +959,7 @@ class Dispatcher:
     # Rows
 
     def _record_group(self, group: Group, outcome: str, reason: str, trained_at: int, taken_at: float) -> None:
-        self._record(
-            "group",
+        row = GroupRow(
             lease_id=group.lease_id,
             prompt_id=group.prompt_id,
             actor=group.actor,
@@ -977,6 +974,7 @@ class Dispatcher:
             ready_at=group.ready_at,
             taken_at=taken_at,
         )
+        self._record(row)
         alarm = self._bias.take(ended_group(group, outcome=outcome, reason=reason, taken_at=taken_at))
         if alarm:
             self._event("bias_alarm", alarm)
@@ -984,13 +982,13 @@ class Dispatcher:
     def _record_change(self, change: SettingChange, reason: str) -> None:
         detail = f"{change.setting} = {change.after}, was {change.before}; by {change.who}{f': {reason}' if reason else ''}"
         logger.info("setting changed at policy version %d: %s", change.policy_version, detail)
-        self._record("event", event="setting_changed", detail=detail, reason=reason, **msgspec.structs.asdict(change))
+        self._record(EventRow(event="setting_changed", detail=detail, reason=reason, **msgspec.structs.asdict(change)))
 
     def _event(self, event: str, detail: str, **fields: Any) -> None:
         # A lost actor, or a new version, brings one such event for each of its leases.
         level = logging.DEBUG if event in ("lease_expired", "lease_aborted") else logging.INFO
         logger.log(level, "%s: %s", " ".join([event, *(str(value) for value in fields.values())]), detail)
-        self._record("event", event=event, detail=detail, **fields)
+        self._record(EventRow(event=event, detail=detail, **fields))
 
     def _send_concurrency(self, member: Member) -> None:
         self._send(member, CreditLimit(capacity=self._tuning.config.actor.max_inflight_groups))

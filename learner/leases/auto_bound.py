@@ -17,12 +17,12 @@ widening does not lead above the limit. Only steps count whose groups were all l
 
 import math
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from offbeat.common.config import StalenessSection
+from offbeat.common.rows import StepRow
 
 MAX_KL_DRIFT = 0.02
 """Nats per token. M2PO stays stable 256 steps behind with the mean squared log-ratio held to 0.04, which is twice the KL where
@@ -84,7 +84,7 @@ class AutoBound:
         self._has_widened = False
         """The last move was a widening."""
 
-    def observe(self, step: Mapping[str, Any], bounds: StalenessSection) -> Decision | None:
+    def observe(self, step: StepRow, bounds: StalenessSection) -> Decision | None:
         """Take in a step's row of metrics; where the bound goes now, within `least` and `hard_max_staleness`, or None."""
         self._learn_noise(step)
         measured = self._measure(step)
@@ -144,20 +144,22 @@ class AutoBound:
             f"for {mean.lost:.0%} of the time the learner waited for what the bound kept actors from generating",
         )
 
-    def _learn_noise(self, step: Mapping[str, Any]) -> None:
-        if "by_lag/0/count" not in step:
+    def _learn_noise(self, step: StepRow) -> None:
+        if "by_lag/0/count" not in step.metrics:
             return
-        kl, clip = step["by_lag/0/kl_behavior_policy_k3"], step["by_lag/0/clip_fraction"]
+        kl, clip = step.measured("by_lag/0/kl_behavior_policy_k3"), step.measured("by_lag/0/clip_fraction")
         known = self.noise or Noise(kl, clip)
         self.noise = Noise(known.kl + (kl - known.kl) / NOISE_MEMORY, known.clip + (clip - known.clip) / NOISE_MEMORY)
 
-    def _measure(self, step: Mapping[str, Any]) -> Measured | None:
-        if "kl/drift" in step:
+    def _measure(self, step: StepRow) -> Measured | None:
+        if "kl/drift" in step.metrics:
             # Where an objective clips no ratio to engine log-probs, no clip is noise.
-            kl, clip = step["kl/drift"], step["clip/drift"] if "clip/drift" in step else step["clip/fraction"]
+            kl = step.measured("kl/drift")
+            clip = step.measured("clip/drift" if "clip/drift" in step.metrics else "clip/fraction")
         elif self.noise is not None:
-            kl, clip = step["kl/behavior_policy_k3"] - self.noise.kl, step["clip/fraction"] - self.noise.clip
+            kl = step.measured("kl/behavior_policy_k3") - self.noise.kl
+            clip = step.measured("clip/fraction") - self.noise.clip
         else:
             return None
-        lost_s = min(step["time/wait_rollouts_s"], step["time/held_back_s"])
-        return Measured(step["lag/max"], kl, clip, lost_s / step["time/step_s"])
+        lost_s = min(step.measured("time/wait_rollouts_s"), step.measured("time/held_back_s"))
+        return Measured(step.measured("lag/max"), kl, clip, lost_s / step.measured("time/step_s"))

@@ -5,6 +5,7 @@ from collections import deque
 
 import numpy as np
 
+from offbeat.common.rows import EvalRow
 from offbeat.learner.leases.groups import Rollout
 
 
@@ -52,15 +53,16 @@ class Round:
         else:
             self.num_failed += 1
 
-    def metrics(self) -> dict[str, float]:
-        """Of a finished round; means are nan where every prompt failed."""
+    def row(self) -> EvalRow:
+        """Return the metrics row of a finished round."""
         num_completions = len(self.rewards)
-        return {
-            "reward": float(np.mean(self.rewards)) if num_completions else math.nan,
-            "length": float(np.mean(self.lengths)) if num_completions else math.nan,
-            "num_completions": num_completions,
-            "num_failed": self.num_failed,
-        }
+        return EvalRow(
+            policy_version=self.policy_version,
+            reward=float(np.mean(self.rewards)) if num_completions else math.nan,
+            length=float(np.mean(self.lengths)) if num_completions else math.nan,
+            num_completions=num_completions,
+            num_failed=self.num_failed,
+        )
 
 
 class Evaluations:

@@ -4,13 +4,14 @@ training thread: add(version, the learner's log-probs)
 hub's thread:    judge(version, an actor's log-probs) -> Verdict
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.common.routing import Routing
+from offbeat.common.rows import CanaryRow, Recorder, RoutingRow
 from offbeat.learner.diagnostics.routing_history import RoutingHistory
 
 CANARY_TOKENS = 64
@@ -39,7 +40,7 @@ class Canary:
         dtype: str,
         routing_interval: int,
         publish_interval: int,
-        record: Callable[..., None],
+        record: Recorder,
     ) -> None:
         """
         Args:
@@ -68,7 +69,7 @@ class Canary:
         if routing is not None and self._routing_interval:
             self._routings.add(policy_version, routing)
             if self._is_routing_due(policy_version):
-                self._record("routing", policy_version=policy_version, **self._routings.metrics())
+                self._record(RoutingRow(policy_version=policy_version, metrics=self._routings.metrics()))
 
     def judge(self, actor: str, policy_version: int, logprobs: NDArray[np.float32]) -> Verdict | None:
         """Compare an actor's log-probs with the learner's; None when those of this version are not kept."""
@@ -79,7 +80,7 @@ class Canary:
             flaw = f"it scored {len(logprobs)} tokens of the canary, not {len(expected)}, at version {policy_version}"
             return Verdict(flaw, None)
         max_abs_diff = float(np.abs(expected - logprobs).max())
-        self._record("canary", actor=actor, policy_version=policy_version, max_abs_diff=max_abs_diff)
+        self._record(CanaryRow(actor=actor, policy_version=policy_version, max_abs_diff=max_abs_diff))
         # Not `>`: a NaN must not pass.
         if not max_abs_diff <= self._tolerance:
             flaw = f"its log-probs of the canary differ by {max_abs_diff:.2g} at version {policy_version}"
@@ -92,7 +93,7 @@ class Canary:
             return
         metrics = self._routings.engine_metrics(policy_version, experts)
         if metrics:
-            self._record("routing", actor=actor, policy_version=policy_version, **metrics)
+            self._record(RoutingRow(actor=actor, policy_version=policy_version, metrics=metrics))
 
     def _is_routing_due(self, policy_version: int) -> bool:
         """Return whether this is the first version published in its interval."""

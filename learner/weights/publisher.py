@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 from torch._C._distributed_c10d import TCPStore
 
 from offbeat.common.collectives import POLL_S, CollectiveError, Rendezvous, WeightGroup, serve_store
+from offbeat.common.rows import EventRow, Recorder, WeightsRow
 from offbeat.common.weights import WRONG_CHECKSUM, WeightBuffer
 from offbeat.learner.weights.editions import Edition, Editions
 from offbeat.learner.weights.server import WeightServer
@@ -86,7 +87,7 @@ class WeightPublisher:
         layout: tuple[TensorSpec, ...],
         members: Members,
         post: Callable[[bytes, LearnerMessage], None],
-        record: Callable[..., None],
+        record: Recorder,
         host: str,
         listen_on: str,
         port: int,
@@ -307,7 +308,7 @@ class WeightPublisher:
             news, self._news = self._news, []
         for name, detail in news:
             logger.warning(detail)
-            self._record("event", event="actor_excluded", actor=name, detail=detail)
+            self._record(EventRow(event="actor_excluded", actor=name, detail=detail))
 
     # The server's thread
 
@@ -437,13 +438,13 @@ class WeightPublisher:
                 standing = self._standings.setdefault(peer, Standing())
                 standing.sent_version, standing.sent_at = edition.policy_version, now
             num_excluded = sum(standing.excluded_until > now for standing in self._standings.values())
-        self._record(
-            "weights",
+        row = WeightsRow(
             policy_version=edition.policy_version,
             publish_s=now - started,
             num_members=len(behind),
             num_excluded=num_excluded,
         )
+        self._record(row)
 
     def _send(self, behind: Peers, edition: Edition, store: TCPStore) -> bool:
         """One collective; whether it took place."""

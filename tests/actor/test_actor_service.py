@@ -548,7 +548,7 @@ def published(policy_version: int, weights: torch.Tensor, learner: Learner) -> I
         layout=LAYOUT,
         members=lambda: [(PEER, "actor-0", -1)],
         post=lambda peer, message: posted.append(message),
-        record=lambda kind, **row: None,
+        record=lambda row: None,
         host="127.0.0.1",
         listen_on="127.0.0.1",
         port=0,

@@ -47,6 +47,7 @@ from offbeat.common.config import (
     TrainSection,
 )
 from offbeat.common.environment import prepare_environment
+from offbeat.common.rows import GroupRow, Row, StepRow, WeightsRow
 from offbeat.common.settings import resolved_toml
 from offbeat.common.shutdown import StopRequest
 from offbeat.common.weights import make_layout
@@ -57,7 +58,6 @@ from tests.benchmarks.measuring import (
     NUM_ROUNDS,
     Cost,
     OffbeatRun,
-    Row,
     actor_shares,
     learner_shares,
     print_table,
@@ -250,17 +250,17 @@ class SleepLearner:
         self._leave()
         steady = slice(STEPS_LEFT_OUT, NUM_STEPS - STEPS_LEFT_OUT)
         steady_s = ends[steady.stop] - ends[steady.start]
-        groups = [row for row in self._rows if row["kind"] == "group"]
+        groups = [row for row in self._rows if isinstance(row, GroupRow)]
         assert len(groups) == GROUPS_PER_STEP * NUM_STEPS
         return Trial(
             cost=cost,
             step_s=steady_s / (steady.stop - steady.start),
             train_s=mean(trains),
             wait_share=sum(waits[steady]) / steady_s,
-            group_s=[row["generate_s"] for row in groups],
-            lags=[row["policy_lag"] for row in groups if steady.start <= row["policy_version"] < steady.stop],
+            group_s=[row.generate_s for row in groups],
+            lags=[row.policy_lag for row in groups if steady.start <= row.policy_version < steady.stop],
             num_open=mean(num_open for at, num_open in self._samples if ends[steady.start] <= at < ends[steady.stop]),
-            publish_s=mean(row["publish_s"] for row in self._rows if row["kind"] == "weights"),
+            publish_s=mean(row.publish_s for row in self._rows if isinstance(row, WeightsRow)),
         )
 
     def _step(self, policy_version: int) -> tuple[float, float]:
@@ -308,8 +308,8 @@ class SleepLearner:
         self._dispatcher.post(peer, message)
         self._hub.wake()
 
-    def _record(self, kind: str, **row: Any) -> None:
-        self._rows.append({"kind": kind, **row})
+    def _record(self, row: Row) -> None:
+        self._rows.append(row)
 
 
 def measure_sleep(connections: list[Connection], workload: Workload, max_staleness: int) -> Trial:
@@ -479,12 +479,12 @@ def _engine_config(folder: Path) -> Config:
 
 
 def _between_steps_s(run: OffbeatRun) -> float:
-    steps = run.of_kind("step")
-    return steps[-1]["time"] - steps[0]["time"]
+    steps = run.of_kind(StepRow)
+    return steps[-1].time - steps[0].time
 
 
-def _tokens(run: OffbeatRun) -> int:
-    return sum(step["tokens/trained"] for step in run.of_kind("step")[1:])
+def _tokens(run: OffbeatRun) -> float:
+    return sum(step.measured("tokens/trained") for step in run.of_kind(StepRow)[1:])
 
 
 def _busy_s(run: OffbeatRun) -> tuple[float, float]:
@@ -495,7 +495,7 @@ def _busy_s(run: OffbeatRun) -> tuple[float, float]:
 
 
 def _engine_row(mode: str, runs: list[OffbeatRun]) -> list[str]:
-    lags = [[row["policy_lag"] for row in run.of_kind("group") if row["policy_version"] > 0] for run in runs]
+    lags = [[row.policy_lag for row in run.of_kind(GroupRow) if row.policy_version > 0] for run in runs]
     return [
         mode,
         spread([_between_steps_s(run) for run in runs]),

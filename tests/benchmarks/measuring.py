@@ -13,16 +13,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from offbeat.common.metrics import ROWS_FILE, read_rows
+from offbeat.common.rows import ActorRow, OtherRow, Row, StepRow
 from offbeat.common.shutdown import die_with_parent
 
 NUM_ROUNDS = 3
 """How often each variant is measured; the variants take turns within a round, so that other load hits all of them."""
 
-Row = dict[str, Any]
-"""One row of metrics.jsonl."""
+Kind = TypeVar("Kind", bound=Row)
 
 context = multiprocessing.get_context("spawn")
 
@@ -38,13 +38,13 @@ class Cost(NamedTuple):
 class OffbeatRun(NamedTuple):
     """A run of `offbeat train` that ended well."""
 
-    rows: list[Row]
+    rows: list[Row | OtherRow]
     cost: Cost
     """Start-up and report included."""
 
-    def of_kind(self, kind: str) -> list[Row]:
-        """The rows of one kind, in order."""
-        return [row for row in self.rows if row["kind"] == kind]
+    def of_kind(self, kind: type[Kind]) -> list[Kind]:
+        """Return the rows of one kind, in order."""
+        return [row for row in self.rows if isinstance(row, kind)]
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
@@ -121,14 +121,14 @@ def actor_shares(run: OffbeatRun) -> dict[str, list[float]]:
 
     `other` is what no account names: messages, and the loop itself.
     """
-    steps = run.of_kind("step")
-    first_time, last_time = steps[0]["time"], steps[-1]["time"]
+    steps = run.of_kind(StepRow)
+    first_time, last_time = steps[0].time, steps[-1].time
     shares: dict[str, list[float]] = {}
-    for name in {row["actor"] for row in run.of_kind("actor")}:
-        beats = [row for row in run.of_kind("actor") if row["actor"] == name and first_time <= row["time"] <= last_time]
-        wall_s = beats[-1]["time"] - beats[0]["time"]
-        for account, seconds in beats[-1]["seconds"].items():
-            shares.setdefault(account, []).append((seconds - beats[0]["seconds"][account]) / wall_s)
+    for name in {row.actor for row in run.of_kind(ActorRow)}:
+        beats = [row for row in run.of_kind(ActorRow) if row.actor == name and first_time <= row.time <= last_time]
+        wall_s = beats[-1].time - beats[0].time
+        for account, seconds in beats[-1].seconds.items():
+            shares.setdefault(account, []).append((seconds - beats[0].seconds[account]) / wall_s)
         named = sum(of_actors[-1] for account, of_actors in shares.items() if account != "other")
         shares.setdefault("other", []).append(1 - named)
     return shares
@@ -136,8 +136,8 @@ def actor_shares(run: OffbeatRun) -> dict[str, list[float]]:
 
 def learner_shares(run: OffbeatRun) -> dict[str, float]:
     """What the training loop's time went to, as shares, between first and last step."""
-    steps = run.of_kind("step")[1:]
-    wall_s = sum(step["time/step_s"] for step in steps)
+    steps = run.of_kind(StepRow)[1:]
+    wall_s = sum(step.measured("time/step_s") for step in steps)
     names = ("wait_rollouts", "train", "snapshot", "publish_wait")
-    shares = {name: sum(step[f"time/{name}_s"] for step in steps) / wall_s for name in names}
+    shares = {name: sum(step.measured(f"time/{name}_s") for step in steps) / wall_s for name in names}
     return {**shares, "other": 1 - sum(shares.values())}

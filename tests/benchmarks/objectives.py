@@ -38,7 +38,6 @@ from torch import Tensor
 from offbeat.actor.rewards import exact_match
 from offbeat.common.config import Config, TaskSection
 from offbeat.common.environment import prepare_environment
-from offbeat.common.metrics import read_rows
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import load
 from offbeat.common.weights import WeightBuffer
@@ -310,7 +309,12 @@ def run_all(runs: Sequence[Run], out: Path, num_jobs: int) -> list[Result]:
 
 
 def _read(out: Path) -> list[Result]:
-    return [msgspec.convert(row, Result) for row in read_rows(out)] if out.exists() else []
+    """Return the results in the file, but for a last line that a killed benchmark left unfinished."""
+    results: list[Result] = []
+    for line in out.read_bytes().splitlines() if out.exists() else ():
+        with contextlib.suppress(msgspec.DecodeError):
+            results.append(msgspec.json.decode(line, type=Result))
+    return results
 
 
 def _line(result: Result) -> str:

@@ -47,6 +47,7 @@ from offbeat.common.config import (
 )
 from offbeat.common.environment import prepare_environment
 from offbeat.common.metrics import ROWS_FILE, MetricsWriter, read_rows
+from offbeat.common.rows import FinalRow, GroupRow, LedgerSums, Row, StepRow
 from offbeat.common.settings import load, resolved_toml
 from offbeat.common.shutdown import PARENT_VARIABLE
 from offbeat.lab.simulation.predict import Source, fitted_times, simulate_batches
@@ -157,7 +158,10 @@ class SocketLearner:
         self._dispatcher.wait_left(PATIENCE_S)
         self._hub_thread.close()
         self._log.close()
-        self._metrics.write("final", outcome="finished", policy_version=SOCKET_STEPS)
+        ledger = LedgerSums(**msgspec.structs.asdict(self._dispatcher.counts()))
+        self._metrics.write(
+            FinalRow(policy_version=SOCKET_STEPS, wall_s=0.0, ledger=ledger, outcome="finished", detail="no model was trained")
+        )
 
     def _step(self, policy_version: int) -> None:
         started = time.monotonic()
@@ -169,8 +173,8 @@ class SocketLearner:
         self._hub.wake()
         self._publish(policy_version)
         step_s = time.monotonic() - started
-        row = {"policy_version": policy_version, "time/step_s": step_s, "time/wait_rollouts_s": waited_s}
-        self._metrics.write_row({"kind": "step", **row})
+        times = {"time/step_s": step_s, "time/wait_rollouts_s": waited_s}
+        self._record(StepRow(policy_version=policy_version, metrics=times))
 
     def _publish(self, policy_version: int) -> None:
         with self._publisher.writing() as buffer:
@@ -179,8 +183,8 @@ class SocketLearner:
             self._dispatcher.publish(policy_version)
         self._hub.wake()
 
-    def _record(self, kind: str, **row: Any) -> None:
-        self._metrics.write(kind, **row)
+    def _record(self, row: Row) -> None:
+        self._metrics.write(row)
 
     def _post(self, peer: bytes, message: Any) -> None:
         self._dispatcher.post(peer, message)
@@ -283,11 +287,11 @@ class Comparison(NamedTuple):
 def measure(run: Path) -> Outcome:
     """From a run's rows."""
     rows = list(read_rows(run / ROWS_FILE))
-    steps = [row for row in rows if row["kind"] == "step"]
-    seconds = steps[-1]["time"] - steps[STEPS_LEFT_OUT - 1]["time"]
-    groups = [row for row in rows if row["kind"] == "group" and row["outcome"] == "trained"]
-    lags = [row["policy_lag"] for row in groups if row["policy_version"] >= STEPS_LEFT_OUT]
-    waited_s = sum(row["time/wait_rollouts_s"] for row in steps[STEPS_LEFT_OUT:])
+    steps = [row for row in rows if isinstance(row, StepRow)]
+    seconds = steps[-1].time - steps[STEPS_LEFT_OUT - 1].time
+    groups = [row for row in rows if isinstance(row, GroupRow) and row.outcome == "trained"]
+    lags = [row.policy_lag for row in groups if row.policy_version >= STEPS_LEFT_OUT]
+    waited_s = sum(row.measured("time/wait_rollouts_s") for row in steps[STEPS_LEFT_OUT:])
     return Outcome(len(lags) / seconds, mean(lags), waited_s / seconds)
 
 
@@ -400,7 +404,7 @@ def make_runs(part: str, out: Path, num_rounds: int) -> None:
 def _is_finished(run: Path) -> bool:
     if not (run / ROWS_FILE).exists():
         return False
-    return any(row["kind"] == "final" and row["outcome"] == "finished" for row in read_rows(run / ROWS_FILE))
+    return any(isinstance(row, FinalRow) and row.outcome == "finished" for row in read_rows(run / ROWS_FILE))
 
 
 def main() -> None:

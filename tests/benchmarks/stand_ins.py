@@ -18,8 +18,9 @@ from offbeat.common.config import (
     TaskSection,
     TrainSection,
 )
+from offbeat.common.rows import Recorder
 from offbeat.learner.dispatch.contract import Contract
-from offbeat.learner.dispatch.dispatcher import Dispatcher, Record, WeightsMessage
+from offbeat.learner.dispatch.dispatcher import Dispatcher, WeightsMessage
 from offbeat.learner.dispatch.live_settings import Tuning
 from offbeat.learner.leases.ledger import Ledger
 from offbeat.learner.leases.prompts import Prompt, PromptStream
@@ -126,7 +127,7 @@ def make_dispatcher(
     max_staleness: int,
     layout: tuple[TensorSpec, ...],
     log: RolloutLog | None = None,
-    record: Record,
+    record: Recorder,
     on_join: Callable[[bytes], None],
     on_weights: Callable[[str, WeightsMessage], None],
 ) -> Dispatcher:
@@ -182,7 +183,7 @@ def make_publisher(
     *,
     num_actors: int,
     max_staleness: int,
-    record: Record,
+    record: Recorder,
     post: Callable[[bytes, Any], None],
 ) -> WeightPublisher:
     """The learner's own weight publisher, over gloo and loopback."""

@@ -238,7 +238,7 @@ def open_dispatcher(num_steps: int, log: RolloutLog | None) -> Dispatcher:
         max_staleness=num_steps,
         layout=(),
         log=log,
-        record=lambda kind, **row: None,
+        record=lambda row: None,
         on_join=lambda peer: None,
         on_weights=lambda actor, message: None,
     )

@@ -32,6 +32,7 @@ from torch.distributed import BroadcastOptions, ProcessGroup, ProcessGroupGloo
 
 from offbeat.actor.weight_receiver import Outcome, WeightReceiver
 from offbeat.common.environment import prepare_environment
+from offbeat.common.rows import ActorRow, CommitRow, StepRow, WeightsRow
 from offbeat.common.weights import checksum as checksum_of
 from offbeat.common.weights import make_layout
 from offbeat.learner.weights.publisher import Members, WeightPublisher
@@ -59,16 +60,19 @@ def run() -> None:
     of_run = run_offbeat(
         "deploy/quickstart/quickstart.toml", f"train.num_steps={RUN_STEPS}", "hub.heartbeat_s=0.2", timeout_s=RUN_TIMEOUT_S
     )
-    steps = of_run.of_kind("step")
+    steps = of_run.of_kind(StepRow)
     print_table(
         f"Quick start, {RUN_STEPS} steps, a weight update after each: median (min–max)",
         ("milliseconds", ""),
         [
-            ["step", _milliseconds([step["time/step_s"] for step in steps[1:]])],
-            ["generation stalled for an update (commit)", _milliseconds([row["stall_s"] for row in of_run.of_kind("commit")])],
-            ["update, announced to received (publish)", _milliseconds([row["publish_s"] for row in of_run.of_kind("weights")])],
-            ["learner copies its weights and scores the canary", _milliseconds([step["time/snapshot_s"] for step in steps])],
-            ["learner waits for the update before", _milliseconds([step["time/publish_wait_s"] for step in steps])],
+            ["step", _milliseconds([step.measured("time/step_s") for step in steps[1:]])],
+            ["generation stalled for an update (commit)", _milliseconds([row.stall_s for row in of_run.of_kind(CommitRow)])],
+            ["update, announced to received (publish)", _milliseconds([row.publish_s for row in of_run.of_kind(WeightsRow)])],
+            [
+                "learner copies its weights and scores the canary",
+                _milliseconds([step.measured("time/snapshot_s") for step in steps]),
+            ],
+            ["learner waits for the update before", _milliseconds([step.measured("time/publish_wait_s") for step in steps])],
             ["an actor's sampling in a step (baseline)", _milliseconds(_generate_s_per_step(of_run))],
         ],
     )
@@ -91,27 +95,27 @@ def _percent(shares: list[float]) -> str:
 
 def _generating_s(of_run: OffbeatRun) -> float:
     """Of all actors, over the whole run."""
-    last_beats = {row["actor"]: row["seconds"]["generate"] for row in of_run.of_kind("actor")}
+    last_beats = {row.actor: row.seconds["generate"] for row in of_run.of_kind(ActorRow)}
     return sum(last_beats.values())
 
 
 def _stalled_s(of_run: OffbeatRun) -> float:
-    return sum(row["stall_s"] for row in of_run.of_kind("commit"))
+    return sum(row.stall_s for row in of_run.of_kind(CommitRow))
 
 
 def _stall_share(of_run: OffbeatRun) -> float:
     """Of the time of all actors between first and last step."""
-    steps = of_run.of_kind("step")
-    first_time, last_time = steps[0]["time"], steps[-1]["time"]
-    stalled_s = sum(row["stall_s"] for row in of_run.of_kind("commit") if first_time < row["time"] <= last_time)
-    num_actors = len({row["actor"] for row in of_run.of_kind("actor")})
+    steps = of_run.of_kind(StepRow)
+    first_time, last_time = steps[0].time, steps[-1].time
+    stalled_s = sum(row.stall_s for row in of_run.of_kind(CommitRow) if first_time < row.time <= last_time)
+    num_actors = len({row.actor for row in of_run.of_kind(ActorRow)})
     return stalled_s / (last_time - first_time) / num_actors
 
 
 def _generate_s_per_step(of_run: OffbeatRun) -> list[float]:
     """For every actor, its sampling time between first and last step, per step."""
-    steps = of_run.of_kind("step")
-    step_s = (steps[-1]["time"] - steps[0]["time"]) / (len(steps) - 1)
+    steps = of_run.of_kind(StepRow)
+    step_s = (steps[-1].time - steps[0].time) / (len(steps) - 1)
     return [share * step_s for share in actor_shares(of_run)["generate"]]
 
 
@@ -148,7 +152,7 @@ def publisher_to(
         layout=LAYOUT,
         members=members,
         post=post,
-        record=lambda kind, **row: None,
+        record=lambda row: None,
         host="127.0.0.1",
         listen_on="127.0.0.1",
         port=0,

@@ -13,10 +13,30 @@ import msgspec
 import pytest
 
 from offbeat.common.metrics import MetricsWriter, read_rows
+from offbeat.common.rows import ActorRow, EvalRow, EventRow, OtherRow, Row, StepRow
 
 
-def rows_of(folder: Path) -> list[dict]:
+def rows_of(folder: Path) -> list[Row | OtherRow]:
     return list(read_rows(folder / "metrics.jsonl"))
+
+
+def event(name: str, detail: str = "") -> EventRow:
+    return EventRow(event=name, detail=detail)
+
+
+def actor(name: str, index: int, padding: str = "") -> ActorRow:
+    return ActorRow(
+        actor=name,
+        policy_version=index,
+        num_generated_tokens=7,
+        num_groups_sent=1,
+        num_running_completions=1,
+        seconds={f"generate{padding}": 0.5},
+    )
+
+
+def step(version: int, **metrics: float | dict[str, int] | None) -> StepRow:
+    return StepRow(policy_version=version, metrics={name.replace("__", "/"): value for name, value in metrics.items()})
 
 
 def tensorboard_points(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -31,31 +51,32 @@ def tensorboard_points(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_row_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path):
     with MetricsWriter(tmp_path, clock=lambda: 12.5) as metrics:
-        returned = metrics.write("event", event="actor_joined", actor="a0")
-        assert rows_of(tmp_path) == [{"kind": "event", "time": 12.5, "event": "actor_joined", "actor": "a0"}]
-        assert returned == rows_of(tmp_path)[0]
+        returned = metrics.write(EventRow(event="actor_joined", detail="vllm", actor="a0"))
+        line = b'{"kind":"event","time":12.5,"event":"actor_joined","detail":"vllm","actor":"a0"}\n'
+        assert (tmp_path / "metrics.jsonl").read_bytes() == line
+        assert rows_of(tmp_path) == [returned]
 
 
 def test_row_keeps_the_time_it_brings(tmp_path: Path):
     with MetricsWriter(tmp_path) as metrics:
-        metrics.write_row({"kind": "actor", "time": 3.0})
-    assert rows_of(tmp_path) == [{"kind": "actor", "time": 3.0}]
+        metrics.write(EventRow(time=3.0, event="resumed", detail=""))
+    assert [row.time for row in rows_of(tmp_path)] == [3.0]
 
 
 def test_non_finite_numbers_become_null(tmp_path: Path):
     with MetricsWriter(tmp_path) as metrics:
-        metrics.write_row({"kind": "step", "time": 0.0, "policy_version": 1, "loss/policy": float("nan")})
-    assert rows_of(tmp_path)[0]["loss/policy"] is None
+        metrics.write(step(1, loss__policy=float("nan")))
+    assert msgspec.json.decode((tmp_path / "metrics.jsonl").read_bytes())["loss/policy"] is None
 
 
 def test_rows_of_many_threads_do_not_mix(tmp_path: Path):
     with MetricsWriter(tmp_path) as metrics:
 
-        def write_many(actor: int) -> None:
+        def write_many(number: int) -> None:
             for index in range(200):
-                metrics.write("actor", actor=actor, index=index, padding="x" * 500)
+                metrics.write(actor(f"a{number}", index, padding="x" * 500))
 
-        threads = [threading.Thread(target=write_many, args=(actor,)) for actor in range(4)]
+        threads = [threading.Thread(target=write_many, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -63,56 +84,51 @@ def test_rows_of_many_threads_do_not_mix(tmp_path: Path):
     broken: list[int] = []
     rows = list(read_rows(tmp_path / "metrics.jsonl", broken))
     assert not broken
-    for actor in range(4):
-        assert [row["index"] for row in rows if row["actor"] == actor] == list(range(200))
+    for number in range(4):
+        own = [row.policy_version for row in rows if isinstance(row, ActorRow) and row.actor == f"a{number}"]
+        assert own == list(range(200))
 
 
 def test_resumed_run_appends_after_a_torn_line(tmp_path: Path):
     with MetricsWriter(tmp_path) as metrics:
-        metrics.write("event", event="first")
+        metrics.write(event("first"))
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"kind":"event","eve')
     with MetricsWriter(tmp_path) as metrics:
-        metrics.write("event", event="second")
+        metrics.write(event("second"))
     broken: list[int] = []
-    assert [row["event"] for row in read_rows(tmp_path / "metrics.jsonl", broken)] == ["first", "second"]
+    events = [row.event for row in read_rows(tmp_path / "metrics.jsonl", broken) if isinstance(row, EventRow)]
+    assert events == ["first", "second"]
     assert broken == [2]
 
 
 @pytest.mark.parametrize("torn", [b'{"kind":"st', b'{"a":"\xc3', b"[1, 2]", b"null", b"\x00\x00", b"nonsense"])
 def test_torn_last_line_is_not_a_row(tmp_path: Path, torn: bytes):
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"kind":"event"}\n' + torn)
+    path.write_bytes(b'{"kind":"event","time":1.0,"event":"resumed","detail":""}\n' + torn)
     broken: list[int] = []
-    assert list(read_rows(path, broken)) == [{"kind": "event"}]
+    assert list(read_rows(path, broken)) == [EventRow(time=1.0, event="resumed", detail="")]
     assert broken == [2]
 
 
 def test_scalars_of_steps_and_evaluations_reach_tensorboard(tmp_path: Path):
     with MetricsWriter(tmp_path, tensorboard=True) as metrics:
         for version in (1, 2):
-            metrics.write_row(
-                {
-                    "kind": "step",
-                    "policy_version": version,
-                    "reward/mean": version / 4,
-                    "lag/counts": {"0": 3},
-                    "loss/policy": None,
-                }
-            )
-        metrics.write("eval", policy_version=1, reward=0.75, num_completions=8)
-        metrics.write("actor", policy_version=1, num_generated_tokens=7)
+            metrics.write(step(version, reward__mean=version / 4, lag__counts={"0": 3}, loss__policy=None))
+        metrics.write(EvalRow(policy_version=1, reward=0.75, length=None, num_completions=8, num_failed=0))
+        metrics.write(actor("a0", 1))
     assert tensorboard_points(tmp_path) == {
         "reward/mean": [(1, 0.25), (2, 0.5)],
         "eval/reward": [(1, 0.75)],
         "eval/num_completions": [(1, 8.0)],
+        "eval/num_failed": [(1, 0.0)],
     }
 
 
 def test_tensorboard_of_a_resumed_run_holds_both_parts(tmp_path: Path):
     for version in (1, 2):
         with MetricsWriter(tmp_path, tensorboard=True, clock=lambda at=float(version): at) as metrics:
-            metrics.write_row({"kind": "step", "policy_version": version, "reward/mean": 0.5})
+            metrics.write(step(version, reward__mean=0.5))
     assert tensorboard_points(tmp_path)["reward/mean"] == [(1, 0.5), (2, 0.5)]
 
 
@@ -128,7 +144,7 @@ def test_write_after_close_is_an_error(tmp_path: Path):
     metrics.close()
     metrics.close()
     with pytest.raises(ValueError, match="is closed"):
-        metrics.write("event", event="late")
+        metrics.write(event("late"))
 
 
 @pytest.fixture
@@ -156,7 +172,7 @@ def test_full_disk_costs_rows_but_does_not_stop_the_run(small_disk: Path, caplog
     with MetricsWriter(small_disk, tensorboard=True) as metrics, caplog.at_level(logging.WARNING):
 
         def write_step(version: int) -> None:
-            metrics.write_row({"kind": "step", "policy_version": version, "reward/mean": 0.5, "padding": "x" * 3000})
+            metrics.write(step(version, reward__mean=0.5, **{f"time/{index}/{'x' * 100}": index for index in range(30)}))
 
         write_step(1)
         ballast = fill(small_disk)
@@ -172,10 +188,10 @@ def test_full_disk_costs_rows_but_does_not_stop_the_run(small_disk: Path, caplog
     broken: list[int] = []
     rows = list(read_rows(small_disk / "metrics.jsonl", broken))
     assert not broken, "a row that did not fit whole is taken back"
-    kept = [row["policy_version"] for row in rows if row["kind"] == "step"]
+    kept = [row.policy_version for row in rows if isinstance(row, StepRow)]
     assert kept == [*range(1, 12 - num_lost), 12, 13]
-    events = [row for row in rows if row["kind"] == "event"]
-    assert [(row["event"], row["detail"]) for row in events] == [
+    events = [row for row in rows if isinstance(row, EventRow)]
+    assert [(row.event, row.detail) for row in events] == [
         ("metrics_rows_lost", f"{num_lost} metrics rows were lost while the disk was full")
     ]
     assert sum("metrics are written again" in record.message for record in caplog.records) == 1
@@ -189,7 +205,7 @@ def test_device_without_space_costs_rows_but_does_not_stop_the_run(tmp_path: Pat
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with MetricsWriter(tmp_path) as metrics:
         for _ in range(3):
-            metrics.write("event", event="unwritable")
+            metrics.write(event("unwritable"))
         assert metrics.num_lost_rows == 3
 
 
@@ -200,11 +216,11 @@ def test_other_errors_of_the_disk_propagate(tmp_path: Path, monkeypatch: pytest.
     with MetricsWriter(tmp_path) as metrics:
         monkeypatch.setattr(os, "write", fail)
         with pytest.raises(OSError, match="broken disk"):
-            metrics.write("event", event="unwritable")
+            metrics.write(event("unwritable"))
 
 
 def test_rows_are_plain_json_lines(tmp_path: Path):
     with MetricsWriter(tmp_path) as metrics:
-        metrics.write("event", event="line\nbreak")
+        metrics.write(event("line\nbreak"))
     lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
     assert [msgspec.json.decode(line)["event"] for line in lines] == ["line\nbreak"]

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from offbeat.common.config import Config, RunSection, TaskSection
 from offbeat.common.metrics import MetricsWriter
+from offbeat.common.rows import CanaryRow, EvalRow, EventRow, FinalRow, LedgerSums, Row, StepRow
 from offbeat.common.settings import load, resolved_toml
 from offbeat.lab.audit import (
     NOTHING_LOST,
@@ -165,10 +167,11 @@ def test_log_whose_beginning_was_deleted_is_followed_from_where_it_begins() -> N
 
 def test_sums_that_differ_from_the_learners_or_do_not_add_up_are_seen() -> None:
     log = followed(*GOOD)
-    said = {"leased": 8, "trained": 4, "dropped": {"stale": 1}, "expired": 1, "in_flight": 2}
+    said = LedgerSums(leased=8, trained=4, dropped={"stale": 1}, expired=1, in_flight=2)
 
     def violations(**changes: Any) -> list[str]:
-        return check_conservation(log, {**said, **changes}, is_whole=True, lost=NOTHING_LOST).violations
+        reported = msgspec.structs.replace(said, **changes)
+        return check_conservation(log, reported, is_whole=True, lost=NOTHING_LOST).violations
 
     assert violations() == []
     assert violations(leased=9, expired=2) == [
@@ -181,7 +184,7 @@ def test_sums_that_differ_from_the_learners_or_do_not_add_up_are_seen() -> None:
 
 def test_canary_that_differs_or_is_no_number_is_seen() -> None:
     def violations(*diffs: float | None) -> list[str]:
-        rows = [{"actor": "a", "policy_version": 1, "max_abs_diff": diff} for diff in diffs]
+        rows = [CanaryRow(actor="a", policy_version=1, max_abs_diff=diff) for diff in diffs]
         return check_canaries(rows, 1e-3).violations
 
     assert violations(1e-6, 1e-4) == []
@@ -215,32 +218,36 @@ def test_checkpoint_that_is_half_written_or_damaged_is_seen(tmp_path: Path) -> N
     assert check_checkpoints(tmp_path).violations == ["step-00000010/state.pt is damaged"]
 
 
-def rows(folder: Path, *written: dict[str, Any]) -> Path:
+def rows(folder: Path, *written: Row) -> Path:
     with MetricsWriter(folder) as metrics:
         for row in written:
-            metrics.write_row(row)
+            metrics.write(row)
     return folder
 
 
+def final_row(policy_version: int, ledger: LedgerSums) -> FinalRow:
+    return FinalRow(policy_version=policy_version, wall_s=1.0, ledger=ledger, outcome="finished", detail="")
+
+
 def test_run_that_did_not_finish_is_seen(tmp_path: Path) -> None:
-    final = {"kind": "final", "outcome": "finished", "policy_version": 10}
+    final = final_row(10, LedgerSums(0, 0, {}, 0, 0))
     (tmp_path / "model").mkdir()
     assert check_outcome(tmp_path, 10).violations == ["none at step 0 of 10", "there is no trained model"]
     (tmp_path / "model" / "model.safetensors").touch()
     assert check_outcome(rows(tmp_path, final), 10).violations == []
     assert check_outcome(tmp_path, 11).violations == ["finished at step 10 of 11"]
     # A learner that was started again has not said how it ended.
-    rows(tmp_path, {"kind": "event", "event": "run_started"})
+    rows(tmp_path, EventRow(event="run_started", detail=""))
     assert check_outcome(tmp_path, 10).violations == ["none at step 0 of 10"]
 
 
 def test_run_that_did_not_learn_is_seen(tmp_path: Path) -> None:
-    steps = [{"kind": "step", "policy_version": version, "reward/mean": 0.5 + version / 20} for version in range(11)]
-    evaluation = {"kind": "eval", "policy_version": 10, "reward": 0.95}
+    steps = [StepRow(policy_version=version, metrics={"reward/mean": 0.5 + version / 20}) for version in range(11)]
+    evaluation = EvalRow(policy_version=10, reward=0.95, length=1.0, num_completions=1, num_failed=0)
     assert check_learning(rows(tmp_path, *steps, evaluation), 0.7).violations == []
     assert check_learning(tmp_path, 0.9).violations == ["last 10 steps: 0.775"]
     # A step that was done again after a restart counts as last done.
-    rows(tmp_path, {**steps[10], "reward/mean": 0.0}, {**evaluation, "reward": 0.2})
+    rows(tmp_path, StepRow(policy_version=10, metrics={"reward/mean": 0.0}), msgspec.structs.replace(evaluation, reward=0.2))
     assert check_learning(tmp_path, 0.7).violations == ["last 10 steps: 0.675", "held out: 0.200"]
 
 
@@ -272,8 +279,7 @@ def find(checks: Sequence[Check], claim: str) -> Check:
 
 
 def write_run(folder: Path, data: Path, events: Sequence[LeaseEvent]) -> Path:
-    sums = {"leased": 8, "trained": 4, "dropped": {"stale": 1}, "expired": 1, "in_flight": 2}
-    rows(folder, {"kind": "final", "outcome": "finished", "policy_version": 2, "ledger": sums})
+    rows(folder, final_row(2, LedgerSums(leased=8, trained=4, dropped={"stale": 1}, expired=1, in_flight=2)))
     config = Config(run=RunSection(dir=str(folder), seed=SEED), task=TaskSection(train_data=str(data)))
     (folder / "config.toml").write_text(resolved_toml(config))
     log = RolloutLog(folder / "log", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)

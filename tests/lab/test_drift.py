@@ -19,6 +19,7 @@ from offbeat.deploy.cli import make_app
 from offbeat.lab.drift import drift_report, ended_leases, render, show_drift
 from offbeat.lab.history import RunHistory, fold_rows
 from offbeat.learner.diagnostics.length_bias import EndedLease
+from tests.common.row_lines import rows_from
 
 START = 1_700_000_000.0
 
@@ -34,6 +35,7 @@ def step(version: int, **by_lag: dict[str, float]) -> dict[str, Any]:
 
 def group(lease_id: int, length: int, *, ready_at: float, taken_at: float, outcome: str = "trained") -> dict[str, Any]:
     row = {"kind": "group", "time": START + taken_at, "lease_id": lease_id, "outcome": outcome, "lengths": [length, length]}
+    row |= {"prompt_id": 0, "actor": "a0", "policy_version": 1, "policy_lag": 1, "num_segments": 1}
     row |= {"reason": "" if outcome == "trained" else "stale", "rewards": [0.0, 1.0], "generate_s": length / 10}
     return row | {"ready_at": START + ready_at, "taken_at": START + taken_at}
 
@@ -44,7 +46,9 @@ def event(name: str, lease_id: int, detail: str = "", **fields: float) -> dict[s
 
 def final(**books: Any) -> dict[str, Any]:
     ledger = {"leased": 0, "trained": 0, "dropped": {}, "expired": 0, "in_flight": 0} | books
-    return {"kind": "final", "time": START + 9, "policy_version": 1, "wall_s": 9.0, "ledger": ledger, "outcome": "finished"}
+    return {"kind": "final", "time": START + 9, "policy_version": 1, "wall_s": 9.0, "ledger": ledger, "outcome": "finished"} | {
+        "detail": ""
+    }
 
 
 def first_finished() -> list[dict[str, Any]]:
@@ -61,6 +65,10 @@ def in_order() -> list[dict[str, Any]]:
     return [group(index, 90 if index % 4 == 0 else 10, ready_at=0.0, taken_at=index // 4) for index in range(400)]
 
 
+def history_of(rows: list[dict[str, Any]]) -> RunHistory:
+    return fold_rows(rows_from(rows))
+
+
 def shown(history: RunHistory) -> str:
     console = Console(file=io.StringIO(), width=150)
     console.print(render(drift_report(history)))
@@ -73,7 +81,7 @@ def test_drift_of_two_steps_is_pooled_by_hand():
     first |= {"correction_masked": 0.5, "reward_mean": 1.0, "length_mean": 10.0}
     second = {"count": 12, "ratio_log_mean": 0.5, "ratio_log_std": 0.1, "ess_sequence": 0.9, "clip_fraction": 0.75}
     second |= {"correction_masked": 0.1, "reward_mean": 0.0, "length_mean": 30.0}
-    (line,) = fold_rows([step(1, lag3_4=first), step(2, lag3_4=second)]).drift_by_lag
+    (line,) = history_of([step(1, lag3_4=first), step(2, lag3_4=second)]).drift_by_lag
     assert (line.bucket, line.count) == ("3-4", 16)
     assert line.log_ratio_mean == pytest.approx(0.4)
     # Mean of the variances (4 * 0.09 + 12 * 0.01) / 16 = 0.03, variance of the means (4 * 0.09 + 12 * 0.01) / 16 = 0.03.
@@ -92,7 +100,7 @@ def test_pooled_spread_is_that_of_all_completions(log_ratios: list[list[float]])
         step(version, lag2={"count": len(values), "ratio_log_mean": fmean(values), "ratio_log_std": pstdev(values)})
         for version, values in enumerate(log_ratios)
     ]
-    (line,) = fold_rows(rows).drift_by_lag
+    (line,) = history_of(rows).drift_by_lag
     together = [value for values in log_ratios for value in values]
     assert line.log_ratio_mean == pytest.approx(fmean(together), abs=1e-9)
     assert line.log_ratio_std == pytest.approx(pstdev(together), abs=1e-7)
@@ -101,7 +109,7 @@ def test_pooled_spread_is_that_of_all_completions(log_ratios: list[list[float]])
 def test_buckets_are_in_the_order_of_their_lags_and_steps_without_one_do_not_count():
     one = {"count": 1, "reward_mean": 1.0}
     rows = [step(1, lag9_up=one, lag0=one), step(2, lag5_8=one, lag0={"count": 3, "reward_mean": 5.0}), step(3, lag3_4=one)]
-    lines = fold_rows(rows).drift_by_lag
+    lines = history_of(rows).drift_by_lag
     assert [(line.bucket, line.count, line.reward) for line in lines] == [
         ("0", 4, 4.0),
         ("3-4", 1, 1.0),
@@ -121,7 +129,7 @@ def test_leases_end_in_the_order_of_time_those_without_a_group_included():
         event("actor_joined", 5),
         group(0, 20, ready_at=0.0, taken_at=0.5, outcome="dropped"),
     ]
-    ended = ended_leases(fold_rows(rows))
+    ended = ended_leases(history_of(rows))
     assert [(lease.lease_id, lease.outcome, lease.reason) for lease in ended] == [
         (0, "dropped", "stale"),
         (1, "expired", "no group within 60 s"),
@@ -133,7 +141,7 @@ def test_leases_end_in_the_order_of_time_those_without_a_group_included():
 
 
 def test_long_groups_that_were_passed_over_are_an_alarm():
-    history = fold_rows(first_finished())
+    history = history_of(first_finished())
     (alarm, late, unknown) = drift_report(history).verdict
     assert alarm.startswith("ALARM: 25.0% were passed over, and differ from the others: mean tokens 90.0 against ")
     assert "with length +0." in late
@@ -143,16 +151,16 @@ def test_long_groups_that_were_passed_over_are_an_alarm():
 
 def test_groups_trained_in_their_order_are_no_sign_of_bias():
     rows = [*in_order(), final(leased=400, trained=400)]
-    assert drift_report(fold_rows(rows)).verdict == [
+    assert drift_report(history_of(rows)).verdict == [
         "No sign of bias: no lease with signal was dropped, and no ready group was passed over for a younger one.",
         "All 400 leases are in this comparison.",
     ]
-    assert "Tests of bias" not in shown(fold_rows(rows)), "with nothing to compare"
+    assert "Tests of bias" not in shown(history_of(rows)), "with nothing to compare"
 
 
 def test_what_nothing_is_known_of_is_said():
     rows = [*in_order(), final(leased=410, trained=400, dropped={"reward_error": 3}, in_flight=7)]
-    history = fold_rows(rows)
+    history = history_of(rows)
     sentence = "Of 410 leases 7 were in flight at the end and 3 ended without a group: nothing is known of these."
     assert drift_report(history).verdict[-1] == sentence
     text = shown(history)
@@ -162,20 +170,20 @@ def test_what_nothing_is_known_of_is_said():
 def test_few_drops_are_named_and_no_alarm():
     rows = in_order()
     rows[8] |= {"outcome": "dropped", "reason": "stale"}
-    (first, _) = drift_report(fold_rows(rows)).verdict
+    (first, _) = drift_report(history_of(rows)).verdict
     assert first.startswith("No sign of bias: the 1 (0.2%) that were dropped are too few or too like the others to matter (")
 
 
 def test_rows_without_times_say_what_is_not_recorded():
     rows = [{name: value for name, value in row.items() if name not in ("ready_at", "taken_at")} for row in in_order()]
-    (first, _) = drift_report(fold_rows(rows)).verdict
+    (first, _) = drift_report(history_of(rows)).verdict
     assert first.endswith("and whether groups were passed over is not recorded.")
 
 
 def test_run_without_groups_has_nothing_to_compare():
-    report = drift_report(fold_rows([]))
+    report = drift_report(history_of([]))
     assert report.verdict == ["No group has been trained on: there is nothing to compare."]
-    assert "No step has recorded its drift" in shown(fold_rows([]))
+    assert "No step has recorded its drift" in shown(history_of([]))
 
 
 def test_folder_without_metrics_is_refused(tmp_path: Path):

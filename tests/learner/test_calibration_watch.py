@@ -4,6 +4,7 @@ from typing import Any, cast
 
 import msgspec
 
+from offbeat.common.rows import row_fields
 from offbeat.learner.calibration_watch import CalibrationWatch
 from offbeat.learner.diagnostics.calibration import Calibration, EngineNumerics, LearnerNumerics
 from offbeat.protocols.messages import EngineInfo, Hello, ModelHashes
@@ -38,7 +39,7 @@ class FakeHello:
 def watch(is_calibrated: bool = True) -> tuple[CalibrationWatch, list[dict[str, Any]]]:
     rows: list[dict[str, Any]] = []
     calibration = cast(Calibration, FakeCalibration()) if is_calibrated else None
-    return CalibrationWatch(calibration, lambda kind, **row: rows.append({"kind": kind, **row})), rows
+    return CalibrationWatch(calibration, lambda row: rows.append(row_fields(row))), rows
 
 
 def hello(device: str) -> Hello:

@@ -9,11 +9,11 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
+from offbeat.common.rows import ActorRow, CommitRow, EpochRow, EventRow, FinalRow, LedgerSums, StepRow
 from offbeat.learner.progress import Progress, sparkline
 
 ROOT = Path(__file__).parents[2]
@@ -27,18 +27,29 @@ class FakeClock:
         return self.now
 
 
-def step_row(version: int, time: float, **numbers: Any) -> dict[str, Any]:
-    row = {"kind": "step", "time": time, "policy_version": version, "reward/mean": version / 10, "lag/mean": 1.25}
-    row |= {"lag/max": 3, "clip/fraction": 0.021, "loss/grad_norm": 0.5, "tokens/trained": 3000, "time/step_s": 2.0}
-    return row | {"time/wait_rollouts_s": 0.5, "time/train_s": 1.4, "time/prepare_s": 0.0} | numbers
+def step_row(version: int, time: float, **numbers: float) -> StepRow:
+    metrics = {"reward/mean": version / 10, "lag/mean": 1.25, "lag/max": 3, "clip/fraction": 0.021, "loss/grad_norm": 0.5}
+    metrics |= {"tokens/trained": 3000, "time/step_s": 2.0, "time/wait_rollouts_s": 0.5, "time/train_s": 1.4}
+    return StepRow(time=time, policy_version=version, metrics=metrics | {"time/prepare_s": 0.0} | numbers)
 
 
-def actor_row(name: str, time: float, tokens: int, **seconds: float) -> dict[str, Any]:
-    row = {"kind": "actor", "time": time, "actor": name, "policy_version": 4, "num_generated_tokens": tokens}
-    return row | {"num_groups_sent": 1, "num_running_completions": 8, "seconds": seconds}
+def actor_row(name: str, time: float, tokens: int, **seconds: float) -> ActorRow:
+    return ActorRow(
+        time=time,
+        actor=name,
+        policy_version=4,
+        num_generated_tokens=tokens,
+        num_groups_sent=1,
+        num_running_completions=8,
+        seconds=seconds,
+    )
 
 
-FINAL = {"kind": "final", "time": 1.0, "policy_version": 10, "wall_s": 200.0, "outcome": "finished", "detail": ""}
+def event_row(event: str, actor: str) -> EventRow:
+    return EventRow(time=1000.0, event=event, detail="", actor=actor)
+
+
+FINAL = FinalRow(time=1.0, policy_version=10, wall_s=200.0, ledger=LedgerSums(0, 0, {}, 0, 0), outcome="finished", detail="")
 
 
 def plain_console() -> Console:
@@ -81,7 +92,7 @@ def test_display_shows_every_actor_with_version_rate_and_state():
     for name, work in (("a0", "generate"), ("a1", "wait_rewards"), ("a2", "generate")):
         progress.show(actor_row(name, 998.0, 0, **{work: 1.0}))
         progress.show(actor_row(name, 1000.0, 500, **{work: 2.9, "other": 0.1}))
-    progress.show({"kind": "event", "time": 1000.0, "event": "actor_lost", "actor": "a2", "detail": ""})
+    progress.show(event_row("actor_lost", "a2"))
     lines = [line.split() for line in rendered(progress).splitlines()[-3:]]
     assert lines == [
         ["a0", "version", "4", "250", "tok/s", "generates"],
@@ -103,9 +114,9 @@ def test_restarted_actor_has_no_negative_rate():
 
 def test_excluded_actor_is_well_again_after_its_next_commit():
     progress = Progress(10, console=plain_console(), clock=FakeClock())
-    progress.show({"kind": "event", "time": 1.0, "event": "actor_excluded", "actor": "a0", "detail": "late"})
+    progress.show(event_row("actor_excluded", "a0"))
     assert "excluded" in rendered(progress)
-    progress.show({"kind": "commit", "time": 2.0, "actor": "a0", "policy_version": 9, "stall_s": 0.1})
+    progress.show(CommitRow(time=2.0, actor="a0", policy_version=9, stall_s=0.1))
     assert "excluded" not in rendered(progress)
     assert "version 9" in rendered(progress)
 
@@ -114,7 +125,7 @@ def test_of_many_actors_the_lost_ones_stay_in_sight():
     progress = Progress(10, console=plain_console(), clock=FakeClock())
     for index in range(20):
         progress.show(actor_row(f"a{index:02}", 1000.0, 0))
-    progress.show({"kind": "event", "time": 1.0, "event": "actor_lost", "actor": "a19", "detail": ""})
+    progress.show(event_row("actor_lost", "a19"))
     text = rendered(progress)
     assert "a19" in text
     assert "and 8 more" in text
@@ -138,9 +149,9 @@ def test_actor_name_with_brackets_is_not_markup():
 def test_numbers_that_are_missing_or_null_do_not_stop_the_display(caplog: pytest.LogCaptureFixture):
     progress = Progress(10, console=plain_console(), clock=FakeClock())
     with caplog.at_level(logging.INFO):
-        progress.show({"kind": "step", "time": 1000.0, "policy_version": 1, "reward/mean": None})
-        progress.show(step_row(2, 1000.0) | {"reward/mean": float("nan"), "loss/grad_norm": float("inf")})
-        progress.show({"kind": "group", "time": 1000.0})
+        progress.show(StepRow(time=1000.0, policy_version=1, metrics={"reward/mean": None}))
+        progress.show(step_row(2, 1000.0, **{"reward/mean": float("nan"), "loss/grad_norm": float("inf")}))
+        progress.show(EpochRow(time=1000.0, epoch=0, num_trained=0, dropped={}))
     assert "reward –" in caplog.text
     assert "reward" in rendered(progress)
 
@@ -195,12 +206,13 @@ def test_sparkline_of_four_cells_spans_lowest_to_highest(values: list[float], li
 LIVE = """
 import logging, sys, time
 from offbeat.common.logs import configure_logs
+from offbeat.common.rows import StepRow
 from offbeat.learner.progress import Progress
 configure_logs("learner")
 with Progress(10) as progress:
-    progress.show({"kind": "step", "time": time.time(), "policy_version": 4, "reward/mean": 0.5, "time/step_s": 1.0})
+    progress.show(StepRow(time=time.time(), policy_version=4, metrics={"reward/mean": 0.5, "time/step_s": 1.0}))
     time.sleep(0.6)
-    logging.getLogger("learner.hub").info("actor a1 joined")
+    logging.getLogger("offbeat.learner.hub").info("actor a1 joined")
     print("printed by user code")
     time.sleep(0.6)
 """

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from offbeat.common.config import Config, LogSection, ModelSection, TaskSection
+from offbeat.common.rows import row_fields
 from offbeat.common.settings import SettingError
 from offbeat.common.weights import make_layout
 from offbeat.learner import resume
@@ -97,7 +98,7 @@ class Run:
             auto_bound=AutoBound(0, noise),
             run_id="run",
             keep=keep,
-            record=lambda kind, **row: self.rows.append({"kind": kind, **row}),
+            record=lambda row: self.rows.append(row_fields(row)),
         )
 
     def save(self, policy_version: int, state: DispatcherState) -> None:
@@ -233,7 +234,7 @@ def test_without_a_log_only_the_checkpoint_counts(old_run: Path) -> None:
 
 def told(tell: Callable[..., None], *arguments: Any) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    tell(*arguments, lambda kind, **row: rows.append({"kind": kind, **row}))
+    tell(*arguments, lambda row: rows.append(row_fields(row)))
     return rows
 
 

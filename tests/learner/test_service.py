@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from offbeat.common.config import Config, ModelSection, RolloutSection, RunSection, TaskSection, TrainSection, WeightsSection
+from offbeat.common.rows import Row, row_fields
 from offbeat.common.shutdown import StopRequest
 from offbeat.learner import service
 from offbeat.learner.dispatch.dispatcher import Dispatcher, RunFailedError
@@ -280,8 +281,8 @@ class Bench:
             started=self.clock.now - 100.0,
         )
 
-    def record(self, kind: str, **row: Any) -> None:
-        self.rows.append({"kind": kind, **row})
+    def record(self, row: Row) -> None:
+        self.rows.append(row_fields(row))
 
     def calls_of(self, verb: str) -> list[str]:
         return [call.removeprefix(f"{verb} ") for call in self.calls if call.startswith(f"{verb} ")]

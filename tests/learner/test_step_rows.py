@@ -5,6 +5,7 @@ from typing import Any, cast
 import pytest
 
 from offbeat.common.config import Config, ModelSection, StalenessSection, TaskSection, TrainSection
+from offbeat.common.rows import StepRow, row_fields
 from offbeat.common.settings import SettingError
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.leases.auto_bound import AutoBound, Decision
@@ -52,9 +53,9 @@ class FakeBound:
     """Decides to move the bound at the second step that it sees."""
 
     def __init__(self) -> None:
-        self.seen: list[Any] = []
+        self.seen: list[StepRow] = []
 
-    def observe(self, step: Any, bounds: StalenessSection) -> Decision | None:
+    def observe(self, step: StepRow, bounds: StalenessSection) -> Decision | None:
         self.seen.append(step)
         return Decision(6, "too stale") if len(self.seen) == 2 else None
 
@@ -68,7 +69,7 @@ class Bench:
             section,
             cast(Dispatcher, self.dispatcher),
             cast(AutoBound, self.bound),
-            lambda kind, **row: self.rows.append({"kind": kind, **row}),
+            lambda row: self.rows.append(row_fields(row)),
         )
 
     def record(self, steps: list[dict[str, Any]], versions: list[int], first_version: int, **seconds: float) -> None:
@@ -96,7 +97,7 @@ def test_groups_over_the_bound_are_counted_at_the_step_that_trains_on_them() -> 
 def test_automatic_bound_sees_every_step_and_its_decision_becomes_the_setting() -> None:
     bench = Bench(groups_per_step=1, steps_per_batch=3)
     bench.record([{"n": 0}, {"n": 1}, {"n": 2}], [1] * 3, 1)
-    assert [step["n"] for step in bench.bound.seen] == [0, 1, 2]
+    assert [step.metrics["n"] for step in bench.bound.seen] == [0, 1, 2]
     assert bench.dispatcher.changes == [({"staleness.max_staleness": "6"}, "auto", "too stale")]
 
 

@@ -16,6 +16,7 @@ import torch
 
 from offbeat.actor.weight_receiver import Outcome, WeightReceiver
 from offbeat.common import collectives
+from offbeat.common.rows import row_fields
 from offbeat.common.weights import checksum, make_layout
 from offbeat.learner.weights import editions as weight_editions
 from offbeat.learner.weights.publisher import WeightPublisher
@@ -115,7 +116,7 @@ class Fleet:
             layout=layout,
             members=lambda: [(receiver.peer, receiver.name, receiver.policy_version) for receiver in self.receivers],
             post=self.post,
-            record=lambda kind, **row: self.rows.append({"kind": kind, **row}),
+            record=lambda row: self.rows.append(row_fields(row)),
             host="127.0.0.1",
             listen_on="127.0.0.1",
             port=0,

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.common.metrics import MetricsWriter
+from offbeat.common.rows import ActorRow, Row, StepRow
 from offbeat.deploy.chaos.chaos import ChaosReport, RoundReport, show
 from offbeat.deploy.chaos.faults import DAMAGES, Clock, Disk, Scene, commit, corrupt_log, open_disk
 from offbeat.deploy.chaos.network import Namespace, Network, Proxy, open_network
@@ -331,32 +332,43 @@ def test_processes_are_found_by_the_mark_that_they_inherit() -> None:
         process.wait()
 
 
+def actor_row(name: str, num_groups_sent: int) -> ActorRow:
+    return ActorRow(
+        actor=name,
+        policy_version=0,
+        num_generated_tokens=0,
+        num_groups_sent=num_groups_sent,
+        num_running_completions=0,
+        seconds={},
+    )
+
+
 def test_recovery_is_read_from_the_next_step_and_from_the_next_group_of_that_actor(tmp_path: Path) -> None:
     watch = Watch(tmp_path / "metrics.jsonl")
     watch.look()
     with MetricsWriter(tmp_path) as metrics:
 
-        def seen(kind: str, **fields: object) -> float:
-            metrics.write(kind, **fields)
+        def seen(row: Row) -> float:
+            metrics.write(row)
             watch.look()
             return time.monotonic()
 
-        seen("step", policy_version=7)
-        seen("actor", actor="a", num_groups_sent=5)
-        struck = seen("actor", actor="b", num_groups_sent=9)
+        seen(StepRow(policy_version=7, metrics={}))
+        seen(actor_row("a", 5))
+        struck = seen(actor_row("b", 9))
         assert watch.next_step_s(struck) is None
         # What the actor had sent before is no recovery; nor is another actor's.
-        seen("actor", actor="a", num_groups_sent=5)
-        seen("actor", actor="b", num_groups_sent=12)
+        seen(actor_row("a", 5))
+        seen(actor_row("b", 12))
         assert watch.next_group_s("a", struck) is None
         # A new process of that name.
-        before = seen("actor", actor="a", num_groups_sent=0)
-        after = seen("actor", actor="a", num_groups_sent=2)
+        before = seen(actor_row("a", 0))
+        after = seen(actor_row("a", 2))
         recovery_s = watch.next_group_s("a", struck)
         assert recovery_s is not None
         assert before - struck <= recovery_s <= after - struck
         # Trained again from a checkpoint.
-        seen("step", policy_version=5)
+        seen(StepRow(policy_version=5, metrics={}))
         assert watch.next_step_s(struck) is not None
         assert watch.newest_step == 7
     with (tmp_path / "metrics.jsonl").open("ab") as file:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from offbeat.lab.history import Interval, fold_rows, rate_over_time
 from offbeat.lab.report.run_plots import MAX_POINTS
 from offbeat.lab.report.run_report import write_report
+from tests.common.row_lines import rows_from
 
 START = 1_700_000_000.0
 
@@ -81,7 +82,8 @@ def whole_run() -> list[dict[str, Any]]:
         {"kind": "weights", "time": START, "policy_version": 1, "publish_s": 0.5, "num_members": 1, "num_excluded": 0},
         {"kind": "commit", "time": START, "actor": "a0", "policy_version": 1, "stall_s": 0.01},
         {"kind": "canary", "time": START, "actor": "a0", "policy_version": 1, "max_abs_diff": 1e-5},
-        {"kind": "eval", "time": START, "policy_version": 2, "reward": 0.625, "num_completions": 8, "length": 9.0},
+        {"kind": "eval", "time": START, "policy_version": 2, "reward": 0.625, "num_completions": 8, "length": 9.0}
+        | {"num_failed": 0},
         step(1, {"0": 3}, **by_lag("0", 6, 0.25)),
         step(2, {"0": 1, "1": 2}, **by_lag("0", 2, 0.75), **by_lag("1", 4, 0.5)),
         step(3, {"1": 3}, **by_lag("1", 6, 0.5)),
@@ -252,8 +254,8 @@ def test_rate_spreads_an_interval_over_the_bins_it_covers():
 def test_steps_repeated_after_a_resume_count_once():
     rows = [step(1, {"0": 3}), step(2, {"1": 3}), step(3, {"2": 3}), final("stopped"), step(2, {"0": 3})]
     rows += [group(7, "trained", [1]), group(7, "trained", [1])]
-    history = fold_rows(rows)
-    assert [row["policy_version"] for row in history.steps] == [1, 2]
+    history = fold_rows(rows_from(rows))
+    assert [row.policy_version for row in history.steps] == [1, 2]
     assert history.groups_by_lag == {0: 6}
     assert history.num_groups_trained == 1
     assert history.final is None, "the resumed run has not ended"
@@ -262,7 +264,7 @@ def test_steps_repeated_after_a_resume_count_once():
 def test_counters_of_a_restarted_actor_add_up():
     rows = [actor("a0", 0, 100, generate=1.0), actor("a0", 1, 300, generate=3.0)]
     rows += [actor("a0", 5, 50, generate=0.5), actor("a0", 6, 150, generate=1.5)]
-    restarted = fold_rows(rows).actors["a0"]
+    restarted = fold_rows(rows_from(rows)).actors["a0"]
     assert restarted.num_generated_tokens == 450
     assert restarted.num_groups_sent == 4
     assert restarted.seconds == {"generate": 4.5}

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from offbeat.common.rows import ActorRow, CommitRow, EvalRow, StepRow
 from offbeat.common.settings import SettingError
 from offbeat.lab.history import fold_rows
 from offbeat.lab.simulation.fit import (
@@ -42,6 +43,18 @@ STARTED = Started(at=0.0, run_id="", learner_incarnation=0, policy_version=0)
 # Reading
 
 
+def actor_row(time: float, seconds: dict[str, float]) -> ActorRow:
+    return ActorRow(
+        time=time,
+        actor="a",
+        policy_version=0,
+        num_generated_tokens=0,
+        num_groups_sent=0,
+        num_running_completions=0,
+        seconds=seconds,
+    )
+
+
 def test_recording_has_what_the_log_and_the_rows_say() -> None:
     events: list[LeaseEvent] = [
         STARTED,
@@ -54,12 +67,12 @@ def test_recording_has_what_the_log_and_the_rows_say() -> None:
         trained(0, 20.0, num_steps=2),
     ]
     rows = [
-        {"kind": "actor", "time": 9.0, "actor": "a", "policy_version": 0, "seconds": {"commit_weights": 0.0}},
-        {"kind": "actor", "time": 19.0, "actor": "a", "policy_version": 0, "seconds": {"commit_weights": 0.75}},
-        {"kind": "step", "time": 20.5, "policy_version": 1, "time/step_s": 3.0, "time/wait_rollouts_s": 1.0},
-        {"kind": "step", "time": 20.5, "policy_version": 2, "time/step_s": 3.0, "time/wait_rollouts_s": 1.0},
-        {"kind": "commit", "time": 21.0, "actor": "a", "policy_version": 2, "stall_s": 0.5},
-        {"kind": "eval", "time": 30.0, "policy_version": 2},
+        actor_row(9.0, {"commit_weights": 0.0}),
+        actor_row(19.0, {"commit_weights": 0.75}),
+        StepRow(time=20.5, policy_version=1, metrics={"time/step_s": 3.0, "time/wait_rollouts_s": 1.0}),
+        StepRow(time=20.5, policy_version=2, metrics={"time/step_s": 3.0, "time/wait_rollouts_s": 1.0}),
+        CommitRow(time=21.0, actor="a", policy_version=2, stall_s=0.5),
+        EvalRow(time=30.0, policy_version=2, reward=0.5, length=1.0, num_completions=1, num_failed=0),
     ]
     recording = read_recording(fold_rows(rows), events)
     assert recording.generations == [
@@ -85,7 +98,7 @@ def test_only_the_last_learner_process_is_read() -> None:
         granted(5, 9.0),
         accepted(5, 11.0, (4,), 1.5),
     ]
-    rows = [{"kind": "step", "time": 3.5, "policy_version": 1, "time/step_s": 1.0, "time/wait_rollouts_s": 0.0}]
+    rows = [StepRow(time=3.5, policy_version=1, metrics={"time/step_s": 1.0, "time/wait_rollouts_s": 0.0})]
     recording = read_recording(fold_rows(rows), events)
     assert recording.generations == [Generation("a", 9.0, 11.0, 1.5, (4,))]
     assert recording.batches == []

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 START = 1_700_000_000.0
+EVALUATION = {"length": 15.0, "num_completions": 8, "num_failed": 0}
 
 STAND_IN = '''
 """Stands for `offbeat`: notes its start in `starts`, then does what the file `NAME.START` (or `NAME`, or `any`) says."""
 import json, os, signal, sys, time, tomllib
 from pathlib import Path
 
+LEDGER = {"leased": 0, "trained": 0, "dropped": {}, "expired": 0, "in_flight": 0}
 home = Path(sys.argv[1])
 _, command, config_file, *settings = sys.argv[1:]
 config = tomllib.loads(Path(config_file).read_text())
@@ -26,8 +28,12 @@ number = sum(line.split()[0] == name for line in (home / "starts").read_text().s
 def write(*kinds, outcome="finished"):
     with (run / "metrics.jsonl").open("a") as file:
         for kind in kinds:
-            row = {"kind": kind, "time": time.time(), "policy_version": 1, "reward/mean": 0.5, "outcome": outcome}
-            print(json.dumps(row | {"lag/counts": {"0": 2}, "time/step_s": 1.0}), file=file)
+            row = {"kind": kind, "time": time.time(), "policy_version": 1}
+            if kind == "step":
+                row |= {"reward/mean": 0.5, "lag/counts": {"0": 2}, "time/step_s": 1.0}
+            else:
+                row |= {"wall_s": 1.0, "ledger": LEDGER, "outcome": outcome, "detail": ""}
+            print(json.dumps(row), file=file)
 
 
 scripts = [home / f"{name}.{number}", home / name, home / "any"]
@@ -37,7 +43,7 @@ exec(next(script for script in scripts if script.exists()).read_text())
 
 def stand_in(home: Path) -> tuple[str, ...]:
     """The program, which finds in `home` what to do."""
-    file = home / "offbeat.py"
+    file = home / "stand_in.py"
     file.write_text(STAND_IN)
     (home / "any").write_text("write('step', 'final')")
     return (sys.executable, str(file), str(home))
@@ -64,17 +70,23 @@ def rows_of_run(
         rows.append(row)
         for lease_id in (2 * index, 2 * index + 1):
             rows.append(_group(lease_id, at))
-    rows.append({"kind": "eval", "time": at, "policy_version": len(rewards), "reward": 0.75})
+    rows.append({"kind": "eval", "time": at, "policy_version": len(rewards), "reward": 0.75} | EVALUATION)
     for second, tokens in ((0, 0), (10, 900)):
         seconds = {"generate": 0.75 * second, "wait_leases": 0.25 * second}
         row = {"kind": "actor", "time": START + second, "actor": "a0", "policy_version": 1, "seconds": seconds}
-        rows.append(row | {"num_generated_tokens": tokens, "num_groups_sent": 1})
-    return [*rows, {"kind": "final", "time": at, "policy_version": len(rewards), "outcome": "finished", "wall_s": at - START}]
+        rows.append(row | {"num_generated_tokens": tokens, "num_groups_sent": 1, "num_running_completions": 1})
+    ledger = {"leased": 2 * len(rewards), "trained": 2 * len(rewards), "dropped": {}, "expired": 0, "in_flight": 0}
+    final = {"kind": "final", "time": at, "policy_version": len(rewards), "wall_s": at - START, "ledger": ledger}
+    return [*rows, final | {"outcome": "finished", "detail": ""}]
 
 
 def _group(lease_id: int, at: float) -> dict[str, Any]:
     row = {"kind": "group", "time": at, "lease_id": lease_id, "prompt_id": 0, "actor": "a0", "reason": "", "lengths": [10, 20]}
-    return row | {"outcome": "trained", "policy_lag": 1, "policy_version": 1, "rewards": [0.0, 1.0], "generate_s": 0.5}
+    return (
+        row
+        | {"outcome": "trained", "policy_lag": 1, "policy_version": 1, "rewards": [0.0, 1.0], "generate_s": 0.5}
+        | {"num_segments": 1}
+    )
 
 
 def write_rows(folder: Path, rows: Sequence[object]) -> None:

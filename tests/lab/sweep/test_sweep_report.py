@@ -11,10 +11,11 @@ import pytest
 
 from offbeat.common.config import TrainSection
 from offbeat.deploy.sweep import make_cells, prepare
-from offbeat.lab.history import fold_rows
+from offbeat.lab.history import RunHistory, fold_rows
 from offbeat.lab.sweep.measures import measure, reward_curves
 from offbeat.lab.sweep.plan import Plan, make_plan
 from offbeat.lab.sweep.sweep_report import write_sweep_report
+from tests.common.row_lines import rows_from
 from tests.lab.report.test_report import figure_titled, figures_in, text_of
 from tests.lab.sweep.sweep_runs import START, rows_of_run, write_rows
 
@@ -68,8 +69,12 @@ def cells_of(page: str, title: str) -> list[list[str]]:
 # One run
 
 
+def history_of(rows: list[dict[str, Any]]) -> RunHistory:
+    return fold_rows(rows_from(rows))
+
+
 def test_clock_of_a_run_starts_with_its_first_batch() -> None:
-    history = fold_rows(rows_of_run([0.0, 0.5, 1.0], step_s=2.0, first_wait_s=30.0))
+    history = history_of(rows_of_run([0.0, 0.5, 1.0], step_s=2.0, first_wait_s=30.0))
     measures, curves = measure(history, TrainSection()), reward_curves(history, TrainSection())
     assert measures.train_s == pytest.approx(6.0)
     assert curves.by_seconds.xs == pytest.approx([2.0, 4.0, 6.0])
@@ -82,29 +87,29 @@ def test_clock_of_a_run_starts_with_its_first_batch() -> None:
 def test_clock_stands_still_while_a_run_is_restarted() -> None:
     rows = rows_of_run([0.0, 0.5], step_s=2.0, first_wait_s=30.0)[:-1]
     again = START + 1000
-    rows.append({"kind": "event", "time": again, "event": "run_started"})
+    rows.append({"kind": "event", "time": again, "event": "run_started", "detail": "offbeat 9.9"})
     for version, step_s, waited_s in ((2, 22.0, 20.0), (3, 3.0, 1.0)):
         again += step_s
         row = {"kind": "step", "time": again, "policy_version": version, "reward/mean": 0.5, "lag/counts": {"1": 2}}
         rows.append(row | {"time/step_s": step_s, "time/wait_rollouts_s": waited_s})
-    curves = reward_curves(fold_rows(rows), TrainSection())
+    curves = reward_curves(history_of(rows), TrainSection())
     assert curves.by_seconds.xs == pytest.approx([2.0, 4.0, 7.0]), "the step that is done again counts once"
 
 
 def test_all_steps_of_the_first_batch_leave_its_wait_out() -> None:
-    history = fold_rows(rows_of_run([0.0, 0.0, 0.0, 0.0], step_s=2.0, waited_s=0.5))
+    history = history_of(rows_of_run([0.0, 0.0, 0.0, 0.0], step_s=2.0, waited_s=0.5))
     whole = measure(history, TrainSection()).train_s
     assert measure(history, TrainSection(steps_per_batch=2)).train_s == pytest.approx(whole - 0.5)
 
 
 def test_group_that_is_passed_over_twice_counts_once() -> None:
-    history = fold_rows(rows_of_run([0.0, 0.0, 0.0, 0.0]))
+    history = history_of(rows_of_run([0.0, 0.0, 0.0, 0.0]))
     assert reward_curves(history, TrainSection(epochs_per_batch=2)).by_groups.xs == [1, 2, 3, 4]
     assert measure(history, TrainSection(epochs_per_batch=2)).num_groups == 4
 
 
 def test_numbers_of_a_run_are_its_rows() -> None:
-    measures = measure(fold_rows(rows_of_run(LEARNED, lag=3)), TrainSection())
+    measures = measure(history_of(rows_of_run(LEARNED, lag=3)), TrainSection())
     assert measures.final_reward == pytest.approx(0.9)
     assert measures.held_out_reward == 0.75
     assert (measures.num_steps, measures.num_groups, measures.lag_mean, measures.lag_max) == (12, 24, 3.0, 3)
@@ -117,14 +122,14 @@ def test_numbers_of_a_run_are_its_rows() -> None:
 def test_dropped_groups_are_counted_by_reason() -> None:
     rows = rows_of_run(LEARNED)
     dropped = next(row for row in rows if row["kind"] == "group") | {"lease_id": 999, "outcome": "dropped", "reason": "stale"}
-    measures = measure(fold_rows([*rows, dropped | {"lengths": [100, 120]}]), TrainSection())
+    measures = measure(history_of([*rows, dropped | {"lengths": [100, 120]}]), TrainSection())
     assert (measures.dropped_share, measures.dropped) == (pytest.approx(1 / 25), {"stale": 1})
     assert measures.generated_length == pytest.approx((24 * 15 + 110) / 25)
     assert measures.trained_length == 15.0
 
 
 def test_run_without_rows_has_no_numbers() -> None:
-    measures = measure(fold_rows([]), TrainSection())
+    measures = measure(history_of([]), TrainSection())
     assert (measures.final_reward, measures.tokens_per_s, measures.lag_mean, measures.dropped_share) == (None,) * 4
     assert (measures.num_steps, measures.train_s, measures.lag_max) == (0, 0, None)
 

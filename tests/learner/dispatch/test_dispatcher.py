@@ -19,6 +19,7 @@ from offbeat.common.config import (
     TaskSection,
     TrainSection,
 )
+from offbeat.common.rows import row_fields
 from offbeat.learner.dispatch.contract import Contract
 from offbeat.learner.dispatch.dispatcher import Dispatcher, Outgoing, RunFailedError
 from offbeat.learner.dispatch.live_settings import Tuning
@@ -254,7 +255,7 @@ class Desk:
             num_steps=num_steps,
             policy_version=policy_version,
             newest_version=newest_version,
-            record=lambda kind, **row: self.rows.append({"kind": kind, **row}),
+            record=lambda row: self.rows.append(row_fields(row)),
             on_join=self.joined.append,
             on_weights=lambda actor, message: self.weights.append((actor, message)),
             on_canary=lambda actor, version, logprobs: self.canaries.append((actor, version, logprobs.tolist())),

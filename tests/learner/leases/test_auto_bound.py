@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.common.config import StalenessSection
+from offbeat.common.rows import StepRow
 from offbeat.learner.leases.auto_bound import (
     MAX_CLIP_DRIFT,
     MAX_KL_DRIFT,
@@ -51,12 +52,12 @@ class Run:
         self.moves: list[tuple[int, int]] = []
         """After so many steps, to this."""
 
-    def see(self, row: dict[str, Any], times: int = 1) -> list[Decision]:
+    def see(self, metrics: dict[str, Any], times: int = 1) -> list[Decision]:
         """Like steps, one after another."""
         decisions: list[Decision] = []
         for _ in range(times):
             self.num_steps += 1
-            decision = self.auto.observe(row, self.bounds)
+            decision = self.auto.observe(StepRow(policy_version=1, metrics=metrics), self.bounds)
             if decision is not None:
                 decisions.append(decision)
                 self.move(decision.max_staleness)
@@ -174,9 +175,9 @@ def test_without_a_group_of_lag_0_nothing_is_decided() -> None:
 def test_noise_follows_the_newest_groups_of_lag_0() -> None:
     auto = AutoBound(0)
     bounds = StalenessSection()
-    auto.observe(step(**of_lag_0(0.8, 0.0)), bounds)
+    auto.observe(StepRow(policy_version=1, metrics=step(**of_lag_0(0.8, 0.0))), bounds)
     assert auto.noise == Noise(0.8, 0.0)
-    auto.observe(step(**of_lag_0(0.0, 0.4)), bounds)
+    auto.observe(StepRow(policy_version=2, metrics=step(**of_lag_0(0.0, 0.4))), bounds)
     assert auto.noise is not None
     assert (auto.noise.kl, auto.noise.clip) == pytest.approx((0.8 - 0.8 / NOISE_MEMORY, 0.4 / NOISE_MEMORY))
 

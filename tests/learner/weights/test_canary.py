@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from offbeat.common.routing import Routing
+from offbeat.common.rows import row_fields
 from offbeat.learner.weights.canary import CANARY_VERSIONS, Canary, canary_token_ids
 
 LOGPROBS = np.array([-1.0, -2.0, -3.0], np.float32)
@@ -23,7 +24,7 @@ class Bench:
             dtype=dtype,
             routing_interval=routing_interval,
             publish_interval=publish_interval,
-            record=lambda kind, **row: self.rows.append({"kind": kind, **row}),
+            record=lambda row: self.rows.append(row_fields(row)),
         )
 
 

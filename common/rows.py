@@ -1,0 +1,315 @@
+"""The rows of `metrics.jsonl`: one struct for each kind, and how a row becomes a line of the file and back.
+
+A line is a JSON object with `kind` and `time` first. The metrics of a step or routing row stand beside its other fields,
+under names that `offbeat.common.step_metrics` lists.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeGuard
+
+import msgspec
+
+from offbeat.common.step_metrics import current_name, step_metric
+from offbeat.protocols.messages import EngineInfo
+
+MetricValue = int | float | dict[str, int] | None
+"""Only `lag/counts` is a mapping. None: the value was not finite when it was written."""
+
+
+class Stamped(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
+    """Something that happened at a time. Fields that default to None are absent from the line when they are None."""
+
+    time: float = math.nan
+    """Seconds since the epoch; nan until `MetricsWriter` has stamped the row."""
+
+
+class StepRow(Stamped, frozen=True, kw_only=True, tag="step"):
+    """One optimizer step."""
+
+    policy_version: int
+    """The learner's version after the step."""
+    metrics: Mapping[str, MetricValue]
+    """Numbers by name (`offbeat.common.step_metrics`)."""
+
+    def number(self, name: str) -> float | None:
+        """Return the finite value of a metric, None where the step has none. `KeyError` for a name that no step has."""
+        if step_metric(name) is None:
+            raise KeyError(f"no step writes a metric named {name}")
+        value = self.metrics.get(name)
+        return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+    def measured(self, name: str) -> float:
+        """Return a metric that the step has, finite or not. `KeyError` where it has none."""
+        value = self.metrics[name]
+        assert isinstance(value, int | float), f"{name} is no number"
+        return value
+
+    @property
+    def groups_by_lag(self) -> dict[int, int]:
+        """Groups of the step by policy lag."""
+        counts = self.metrics.get("lag/counts")
+        return {int(lag): count for lag, count in counts.items() if lag.isdecimal()} if isinstance(counts, dict) else {}
+
+
+class EvalRow(Stamped, frozen=True, kw_only=True, tag="eval"):
+    """A finished evaluation on the held-out prompts."""
+
+    policy_version: int
+    """The oldest version that its completions may have."""
+    reward: float | None
+    """Mean over the completions; nan, null in the file, where every prompt failed."""
+    length: float | None
+    """Mean tokens of the completions; nan, null in the file, where every prompt failed."""
+    num_completions: int
+    num_failed: int
+    """Prompts without completions after all attempts."""
+
+
+class GroupRow(Stamped, frozen=True, kw_only=True, tag="group"):
+    """The end of a generated group."""
+
+    lease_id: int
+    prompt_id: int
+    actor: str
+    outcome: str
+    """`trained` or `dropped`."""
+    reason: str
+    """The reason for the drop; empty for a trained group."""
+    policy_version: int
+    """The learner's version when the group was trained on (before that step) or dropped."""
+    policy_lag: int
+    """Optimizer steps between the oldest version in the group and `policy_version`."""
+    lengths: list[int]
+    """Tokens of each completion."""
+    rewards: list[float | None]
+    """Reward of each completion, as the task gave it."""
+    generate_s: float
+    """Seconds the actor took."""
+    num_segments: int
+    """Largest number of versions that sampled one completion."""
+    ready_at: float | None = None
+    """Time at which the group entered the learner's buffer; absent in runs of older versions, as `taken_at`."""
+    taken_at: float | None = None
+    """Time at which the group left the buffer: selected with its batch, or dropped."""
+
+
+class ActorRow(Stamped, frozen=True, kw_only=True, tag="actor"):
+    """An actor's report; its counters only grow until the actor is started again."""
+
+    actor: str
+    policy_version: int
+    """The version of the actor's weights; -1 before the first."""
+    num_generated_tokens: int
+    num_groups_sent: int
+    num_running_completions: int
+    seconds: dict[str, float]
+    """Main-loop seconds by what they went to: `generate`, `commit_weights`, `wait_leases`, `wait_weights`, `wait_rewards`."""
+
+
+class WeightsRow(Stamped, frozen=True, kw_only=True, tag="weights"):
+    """Weights sent to actors in one collective."""
+
+    policy_version: int
+    publish_s: float
+    """Seconds from the start of the update until every member was done or had been given up."""
+    num_members: int
+    """Actors that the update was for."""
+    num_excluded: int
+    """Actors excluded from collectives at its end."""
+
+
+class CommitRow(Stamped, frozen=True, kw_only=True, tag="commit"):
+    """An actor's engine has changed to new weights."""
+
+    actor: str
+    policy_version: int
+    stall_s: float
+    """Seconds the engine stood still for it."""
+
+
+class CanaryRow(Stamped, frozen=True, kw_only=True, tag="canary"):
+    """An engine's log-probs of a fixed sequence, compared with the learner's under the same weights."""
+
+    actor: str
+    policy_version: int
+    max_abs_diff: float | None
+    """Largest difference of a token, in nats; nan, null in the file, where a log-prob was not finite."""
+
+
+class RoutingRow(Stamped, frozen=True, kw_only=True, tag="routing"):
+    """Expert routing of the canary in a mixture-of-experts model."""
+
+    actor: str | None = None
+    """The actor whose engine is compared with the learner; absent where versions of the learner are."""
+    policy_version: int
+    metrics: Mapping[str, int | float | None]
+    """Numbers by name (`offbeat.common.step_metrics`)."""
+
+
+class EngineRow(Stamped, frozen=True, kw_only=True, tag="engine"):
+    """An actor has joined with this engine."""
+
+    actor: str
+    engine: EngineInfo
+
+
+class EventRow(Stamped, frozen=True, kw_only=True, tag="event"):
+    """A join, a loss, a change of a setting, or anything else out of the ordinary."""
+
+    event: str
+    """The kind of event: `actor_joined`, `lease_expired`, `setting_changed`, ..."""
+    detail: str
+    """One sentence for people."""
+    reason: str | None = None
+    """Reason given for a changed setting."""
+    setting: str | None = None
+    """`section.key` of a setting that was changed, or kept over a restart."""
+    before: str | None = None
+    """The setting's value before the change, as TOML."""
+    after: str | None = None
+    """The setting's value after the change, as TOML."""
+    value: str | None = None
+    """The value that was kept over a restart, as TOML."""
+    who: str | None = None
+    """Name of the operator that changed the setting; `auto` for the automatic bound."""
+    at: float | None = None
+    """Time of the change."""
+    policy_version: int | None = None
+    """The learner's version at the change."""
+    num_reused: int | None = None
+    """Groups that a resumed run took over from the rollout log."""
+    actor: str | None = None
+    """The actor that the event is about."""
+    peer: str | None = None
+    """Sender of a message that was rejected."""
+    lease_id: int | None = None
+    """The lease that the event is about."""
+    after_s: float | None = None
+    """Seconds from the lease's grant to its end."""
+
+
+class EpochRow(Stamped, frozen=True, kw_only=True, tag="epoch"):
+    """The end of a pass over the prompts."""
+
+    epoch: int
+    """Number of the pass, from 0."""
+    num_trained: int
+    dropped: dict[str, list[int]]
+    """Prompts that were not trained on in this pass, by reason."""
+
+
+class LedgerSums(msgspec.Struct, frozen=True):
+    """Leases of the run by how they ended."""
+
+    leased: int
+    trained: int
+    dropped: dict[str, int]
+    """By reason."""
+    expired: int
+    in_flight: int
+
+    @property
+    def num_accounted(self) -> int:
+        """The right side of `leased = trained + dropped + expired + in flight`."""
+        return self.trained + sum(self.dropped.values()) + self.expired + self.in_flight
+
+
+class FinalRow(Stamped, frozen=True, kw_only=True, tag="final"):
+    """The end of the run."""
+
+    policy_version: int
+    wall_s: float
+    """Seconds since the learner process was started."""
+    ledger: LedgerSums
+    outcome: str
+    """`finished`, `stopped` or `failed`."""
+    detail: str
+    """The signal that stopped the run, or the error that ended it."""
+
+
+class OtherRow(NamedTuple):
+    """A row that is damaged, or of a kind that only another version of this software knows."""
+
+    time: float
+    """Seconds since the epoch; nan where the row does not tell."""
+    kind: str
+
+
+Row = (
+    StepRow
+    | EvalRow
+    | GroupRow
+    | ActorRow
+    | WeightsRow
+    | CommitRow
+    | CanaryRow
+    | RoutingRow
+    | EngineRow
+    | EventRow
+    | EpochRow
+    | FinalRow
+)
+Recorder = Callable[[Row], None]
+"""Takes a row to where rows are kept."""
+
+ROW_TYPES: tuple[type[Row], ...] = (
+    StepRow,
+    EvalRow,
+    GroupRow,
+    ActorRow,
+    WeightsRow,
+    CommitRow,
+    CanaryRow,
+    RoutingRow,
+    EngineRow,
+    EventRow,
+    EpochRow,
+    FinalRow,
+)
+_TYPES_BY_KIND = {str(row_type.__struct_config__.tag): row_type for row_type in ROW_TYPES}
+
+
+def row_fields(row: Row) -> dict[str, Any]:
+    """Return the JSON object that a row is written as. `TypeError` for values that JSON cannot hold, numpy's included."""
+    fields = msgspec.to_builtins(row)
+    metrics = fields.pop("metrics") if isinstance(row, StepRow | RoutingRow) else {}
+    return fields | metrics
+
+
+def encode_row(row: Row) -> bytes:
+    """Return the row's line, with its end. Numbers that are not finite become null."""
+    return msgspec.json.encode(row_fields(row)) + b"\n"
+
+
+def decode_row(line: bytes) -> Row | OtherRow | None:
+    """Return the row of a line; None for a line that is no JSON object. Fields that a kind does not have are left out."""
+    try:
+        fields = msgspec.json.decode(line, type=dict[str, Any])
+    # UnicodeDecodeError: a string that was torn inside a character.
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    kind = fields.get("kind")
+    row_type = _TYPES_BY_KIND.get(kind) if isinstance(kind, str) else None
+    try:
+        if row_type is StepRow or row_type is RoutingRow:
+            own = row_type.__struct_fields__
+            metrics = {current_name(name): value for name, value in fields.items() if name not in own and _is_metric(value)}
+            return msgspec.convert(fields | {"metrics": metrics}, row_type)
+        if row_type is not None:
+            return msgspec.convert(fields, row_type)
+    except msgspec.ValidationError:
+        pass
+    time = fields.get("time")
+    return OtherRow(time=float(time) if _is_number(time) else math.nan, kind=str(kind))
+
+
+def _is_metric(value: object) -> bool:
+    """Return whether a field's value is a `MetricValue`."""
+    if isinstance(value, dict):
+        return all(type(count) is int for count in value.values())
+    return value is None or _is_number(value)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,185 @@
+"""The metrics of step and routing rows: every name with its unit and meaning.
+
+The code that writes a metric and the code that reads it use a name of these tables. In a name, `<lag>` stands for a bucket of
+policy lags: `0`, `1`, `2`, `3-4`, `5-8` or `9+`, written `3_4`, `5_8` and `9_up` in routing rows.
+
+In the meanings mu is the behavior policy, pi_old the proximal one, pi the current one and s a completion's sequence ratio
+`exp(mean over its tokens of log pi/anchor)`. A *mean per completion* is over completions with loss tokens.
+"""
+
+import re
+from functools import cache
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """One number of a row."""
+
+    name: str
+    unit: str
+    meaning: str
+    condition: str = ""
+    """Where the number is present; empty: in every row."""
+    former_name: str | None = None
+    """Its name in runs of older versions."""
+
+
+_CLIPPING = "the objective has a clip band"
+_PROXIMAL = 'loss.anchor is not "behavior"'
+_CORRECTED = 'loss.correction is not "none"'
+_FLOOR = "loss.noise_floor is set"
+_IN_BUCKET = "the step trained on completions in that bucket"
+_KL_K3 = "as kl/behavior_policy_k3"
+
+STEP_METRICS: tuple[Metric, ...] = (
+    Metric("reward/mean", "reward", "Mean over the completions, as the task gave it."),
+    Metric("reward/std", "reward", "Standard deviation over the completions."),
+    Metric("reward/zero_variance_groups", "groups", "Groups whose completions all have the same reward."),
+    Metric("lag/mean", "optimizer steps", "Mean policy lag of the groups."),
+    Metric("lag/max", "optimizer steps", "Largest policy lag of a group."),
+    Metric("lag/counts", "groups", "Groups by policy lag, as a mapping."),
+    Metric("length/mean", "tokens", "Mean completion length."),
+    Metric("length/max", "tokens", "Longest completion."),
+    Metric("tokens/trained", "tokens", "Completion tokens trained on."),
+    Metric("tokens/prompt", "tokens", "Prompt tokens, once for each completion."),
+    Metric("by_lag/<lag>/reward_mean", "reward", "reward/mean of the completions in the bucket.", _IN_BUCKET),
+    Metric("by_lag/<lag>/length_mean", "tokens", "length/mean of the completions in the bucket.", _IN_BUCKET),
+    Metric("loss/policy", "", "Policy loss of the step, aggregated as loss.aggregation says, without KL, entropy and critic."),
+    Metric("ratio/log_mean", "nats", "Mean of log s."),
+    Metric("ratio/log_std", "nats", "Standard deviation of log s."),
+    Metric("ratio/log_min", "nats", "Smallest log s."),
+    Metric("ratio/log_max", "nats", "Largest log s."),
+    Metric("ratio/log_p05", "nats", "5th percentile of log s."),
+    Metric("ratio/log_p50", "nats", "Median of log s."),
+    Metric("ratio/log_p95", "nats", "95th percentile of log s."),
+    Metric("ratio/first", "", "Mean of |s - 1|: the engine's numerics alone, as nothing is stale yet.", "first step"),
+    Metric("ratio/token_log_abs_max", "nats", "Largest |log pi/anchor| of a token."),
+    Metric(
+        "ratio/m2", "nats²", "Mean per token of (log pi/mu)²: the second moment of M2PO (https://arxiv.org/abs/2510.01161)."
+    ),
+    Metric("clip/fraction", "share", "Mean per completion of the share of its tokens whose gradient a clip made zero."),
+    Metric("clip/positive_above", "share", "Tokens with advantage > 0 and ratio above the band (clipped).", _CLIPPING),
+    Metric("clip/positive_below", "share", "Tokens with advantage > 0 and ratio below the band (not clipped).", _CLIPPING),
+    Metric("clip/negative_above", "share", "Tokens with advantage < 0 and ratio above the band (not clipped).", _CLIPPING),
+    Metric("clip/negative_below", "share", "Tokens with advantage < 0 and ratio below the band (clipped).", _CLIPPING),
+    Metric("clip_tokens/fraction", "share", "clip/fraction, as a share of all tokens of the step."),
+    Metric("clip_tokens/positive_above", "share", "clip/positive_above, as a share of all tokens of the step.", _CLIPPING),
+    Metric("clip_tokens/positive_below", "share", "clip/positive_below, as a share of all tokens of the step.", _CLIPPING),
+    Metric("clip_tokens/negative_above", "share", "clip/negative_above, as a share of all tokens of the step.", _CLIPPING),
+    Metric("clip_tokens/negative_below", "share", "clip/negative_below, as a share of all tokens of the step.", _CLIPPING),
+    Metric("ess/sequence", "share", "Kish's effective sample size per completion, of the products of pi/mu over its tokens."),
+    Metric(
+        "ess/sequence_truncated", "share", "ess/sequence with weights cut off at 8 (VCPO, https://arxiv.org/abs/2602.17616)."
+    ),
+    Metric("ess/token", "share", "Effective sample size per token, of pi/mu. Stays near 1 long after training is unsafe."),
+    Metric("kl/behavior_policy_k1", "nats per token", "Estimate of KL(mu || pi): mean of log mu/pi."),
+    Metric("kl/behavior_policy_k3", "nats per token", "Estimate of KL(mu || pi): mean of pi/mu - 1 - log pi/mu, at least 0."),
+    Metric("kl/behavior_proximal_k1", "nats per token", "Estimate of KL(mu || pi_old), as kl/behavior_policy_k1.", _PROXIMAL),
+    Metric("kl/behavior_proximal_k3", "nats per token", f"Estimate of KL(mu || pi_old), {_KL_K3}.", _PROXIMAL),
+    Metric("kl/proximal_policy_k1", "nats per token", "Estimate of KL(pi_old || pi), as kl/behavior_policy_k1.", _PROXIMAL),
+    Metric("kl/proximal_policy_k3", "nats per token", f"Estimate of KL(pi_old || pi), {_KL_K3}.", _PROXIMAL),
+    Metric("correction/masked", "share", "Tokens that the off-policy correction gave weight 0.", _CORRECTED),
+    Metric("correction/truncated", "share", "Tokens whose weight the correction cut to a bound.", _CORRECTED),
+    Metric("correction/log_mean", "nats", "Mean per token of the log weight, before masking and truncation.", _CORRECTED),
+    Metric("correction/weight_mean", "", "Mean weight per token; masked tokens count as 0.", _CORRECTED),
+    Metric("kl/noise", "nats per token", "kl/behavior_policy_k3 that engine noise alone makes.", _FLOOR),
+    Metric("kl/drift", "nats per token", "kl/behavior_policy_k3 less kl/noise.", _FLOOR),
+    Metric("clip/noise", "share", "clip/fraction that engine noise alone is expected to make.", f"{_FLOOR}, and {_CLIPPING}"),
+    Metric("clip/drift", "share", "clip/fraction less clip/noise; negative by chance.", f"{_FLOOR}, and {_CLIPPING}"),
+    Metric("by_lag/<lag>/count", "completions", "Completions whose policy lag is in the bucket.", _IN_BUCKET),
+    *(
+        Metric(f"by_lag/<lag>/{name.replace('/', '_')}", unit, f"{name} of the completions in the bucket.", _IN_BUCKET)
+        for name, unit in (
+            ("ratio/log_mean", "nats"),
+            ("ratio/log_std", "nats"),
+            ("ratio/m2", "nats²"),
+            ("clip/fraction", "share"),
+            ("clip/noise", "share"),
+            ("clip/drift", "share"),
+            ("ess/sequence", "share"),
+            ("ess/token", "share"),
+            ("kl/behavior_policy_k1", "nats per token"),
+            ("kl/behavior_policy_k3", "nats per token"),
+            ("kl/behavior_proximal_k3", "nats per token"),
+            ("kl/proximal_policy_k3", "nats per token"),
+            ("correction/masked", "share"),
+            ("correction/truncated", "share"),
+        )
+    ),
+    Metric("kl/reference", "nats per token", "KL of the policy from the reference.", "kl.loss_coef or kl.reward_coef is set"),
+    Metric("kl/coefficient", "", "Coefficient of that KL, which kl.target adapts.", "kl.loss_coef or kl.reward_coef is set"),
+    Metric("kl/reward", "nats per token", "KL of the behavior policy from the reference.", "kl.reward_coef is set"),
+    Metric("entropy/mean", "nats", "Mean entropy of the policy's distribution at a token.", "loss.entropy_coef is set"),
+    Metric("loss/value", "", "Mean value loss per token.", "the run has a critic"),
+    Metric("loss/grad_cosine", "", "Cosine between this step's gradient and the last one's.", "not a process's first step"),
+    Metric("loss/grad_norm", "", "Norm of the gradient before it is clipped."),
+    Metric("loss/learning_rate", "", "Learning rate of the step."),
+    Metric("time/train_s", "s", "Time of forward and backward passes and the optimizer step."),
+    Metric(
+        "time/prepare_s",
+        "s",
+        "Time of the frozen log-probs and advantages of the whole batch; in a batch's first step, 0 in the others.",
+        former_name="time/proximal_s",
+    ),
+    Metric("time/step_s", "s", "Wall time of the whole batch, waiting included, divided by its steps."),
+    Metric("time/wait_rollouts_s", "s", "Time the learner waited for the batch, divided by its steps."),
+    Metric("time/held_back_s", "s", "Time in which staleness alone kept an actor with room from a lease, over the steps."),
+    Metric("time/publish_wait_s", "s", "Time the learner waited for the last publish to end, divided by the steps."),
+    Metric("time/snapshot_s", "s", "Time of copying and announcing the weights, divided by the steps."),
+    Metric("staleness/bound", "optimizer steps", "staleness.max_staleness as it is at the end of the batch."),
+    Metric("staleness/over_bound", "groups", "Groups of the step whose policy lag is above the bound."),
+    Metric("buffer/ready", "groups", "Groups that wait in the learner's buffer at the end of the batch."),
+    Metric("buffer/in_flight", "groups", "Groups that are being generated at the end of the batch."),
+)
+"""In the order in which a step row has them, nearly."""
+
+_COMPARISONS = (
+    ("overlap", "share", "Mean over tokens and layers of the share of experts that both chose"),
+    ("changed_slots", "share", "1 - overlap"),
+    ("router_mismatch", "share", "Token-layer pairs with another set of experts"),
+    ("token_any", "share", "Tokens with another set of experts in some layer"),
+    ("routers_per_token", "layers", "Mean number of a token's layers with another set of experts"),
+)
+_AGAINST = (
+    ("update", "the version sent before", "a version of the learner was kept before this one"),
+    ("lag_<lag>", "kept versions that many optimizer steps older", "such a version is kept"),
+    ("engine", "an actor's engine under the same version", "the row is about an actor"),
+)
+_LEARNER_ROW = "the row is about the learner"
+
+ROUTING_METRICS: tuple[Metric, ...] = (
+    Metric("routing/load_max_over_mean", "", "Busiest expert's tokens over the mean; mean over layers.", _LEARNER_ROW),
+    Metric("routing/load_entropy", "", "Entropy of the experts' load, 1 when even; mean over layers.", _LEARNER_ROW),
+    Metric("routing/margin_p5", "", "5th percentile of the router's logit gap between chosen and not.", _LEARNER_ROW),
+    Metric("routing/margin_p25", "", "25th percentile of that gap.", _LEARNER_ROW),
+    Metric("routing/margin_p50", "", "Median of that gap.", _LEARNER_ROW),
+    Metric("routing/update_steps", "optimizer steps", "Steps between this version and the one sent before.", _AGAINST[0][2]),
+    *(
+        Metric(f"routing/{prefix}_{name}", unit, f"{meaning}, against {other}.", condition)
+        for prefix, other, condition in _AGAINST
+        for name, unit, meaning in _COMPARISONS
+    ),
+)
+
+_STEP_NAMES = {metric.name: metric for metric in STEP_METRICS}
+_ROUTING_NAMES = {metric.name: metric for metric in ROUTING_METRICS}
+_FORMER_NAMES = {metric.former_name: metric.name for metric in STEP_METRICS if metric.former_name is not None}
+_STEP_LAG = re.compile(r"(?<=^by_lag/)\d{1,9}(?:-\d{1,9}|\+)?(?=/)")
+_ROUTING_LAG = re.compile(r"(?<=^routing/lag_)\d{1,9}(?:_\d{1,9}|_up)?(?=_)")
+
+
+@cache
+def step_metric(name: str) -> Metric | None:
+    """Return what the table says of a step row's metric, at whatever lag; None for a name that no step has."""
+    return _STEP_NAMES.get(_STEP_LAG.sub("<lag>", name))
+
+
+@cache
+def routing_metric(name: str) -> Metric | None:
+    """Return what the table says of a routing row's metric, at whatever lag; None for a name that no routing row has."""
+    return _ROUTING_NAMES.get(_ROUTING_LAG.sub("<lag>", name))
+
+
+def current_name(name: str) -> str:
+    """Return the name of today for one of an older version's; any other name stays."""
+    return _FORMER_NAMES.get(name, name)
