@@ -230,6 +230,15 @@ def fold_rows(rows: Iterable[Row | OtherRow]) -> RunHistory:
     return history
 
 
+def sum_seconds(actors: Iterable[ActorHistory]) -> dict[str, float]:
+    """Return the main-loop seconds of these actors together, by what they went to."""
+    total: dict[str, float] = defaultdict(float)
+    for actor in actors:
+        for work, seconds in actor.seconds.items():
+            total[work] += seconds
+    return total
+
+
 def rate_over_time(intervals: Iterable[Interval], edges: list[float]) -> list[float]:
     """Tokens per second in each bin `[edges[i], edges[i + 1])` of equal width; an interval's tokens spread evenly over it."""
     width = edges[1] - edges[0]

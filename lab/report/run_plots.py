@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from offbeat.common.rows import CanaryRow, CommitRow, EvalRow, StepRow
-from offbeat.lab.history import LagDrift, RunHistory, rate_over_time
+from offbeat.lab.history import LagDrift, RunHistory, rate_over_time, sum_seconds
 
 # Each color of the light page, and what stands for it on the dark one.
 INK, MUTED, GRID, CARD = "#1d2127", "#6b7280", "#ebe8e1", "#ffffff"
@@ -394,8 +394,7 @@ def where_time_went(history: RunHistory) -> Plot:
     for actor in actors[:MAX_BARS]:
         bars[actor.name] = _actor_bar(actor.seconds)
     if len(actors) > MAX_BARS:
-        rest = sum((actor.seconds for actor in actors[MAX_BARS:]), start=type(actors[0].seconds)())
-        bars[f"{len(actors) - MAX_BARS} more actors"] = _actor_bar(rest)
+        bars[f"{len(actors) - MAX_BARS} more actors"] = _actor_bar(sum_seconds(actors[MAX_BARS:]))
     bars = {service: parts for service, parts in bars.items() if sum(part[2] for part in parts.values()) > 0}
     if not bars:
         return Plot(title, caption, None, "No service has reported its time.", wide=True)

@@ -5,7 +5,6 @@ to start is the machine's, and would be the larger part of a short run.
 """
 
 import statistics
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -13,7 +12,7 @@ from itertools import accumulate
 from offbeat.common.config import TrainSection
 from offbeat.common.rows import StepRow
 from offbeat.lab.drift import ended_leases
-from offbeat.lab.history import RunHistory
+from offbeat.lab.history import RunHistory, sum_seconds
 from offbeat.lab.sweep.estimates import Curve
 from offbeat.learner.diagnostics.length_bias import Part, bias_report
 
@@ -83,7 +82,7 @@ def measure(history: RunHistory, train: TrainSection) -> RunMeasures:
     train_s, num_groups = sum(_seconds(history, train)), sum(_groups(history, train))
     num_tokens = sum(row.number("tokens/trained") or 0 for row in history.steps) / train.epochs_per_batch
     waited_s = sum(_wait_s(row) for row, is_first in _steps(history, train) if not is_first)
-    actor_s = _actor_seconds(history)
+    actor_s = sum_seconds(history.actors.values())
     lags = history.groups_by_lag
     bias = bias_report(ended_leases(history))
     parts = {part.name: part for part in bias.parts}
@@ -129,15 +128,6 @@ def numbers_of(measures: RunMeasures) -> dict[str, float]:
     """The run's numbers by name, without those that are not told; an actor's share of time is `actor_WORK_share`."""
     every: dict[str, float] = {name: value for name, value in asdict(measures).items() if isinstance(value, int | float)}
     return every | {f"actor_{work}_share": share for work, share in measures.actor_shares.items()}
-
-
-def _actor_seconds(history: RunHistory) -> dict[str, float]:
-    """Return the main-loop seconds of all actors together, by what they went to."""
-    seconds: dict[str, float] = defaultdict(float)
-    for actor in history.actors.values():
-        for work, spent in actor.seconds.items():
-            seconds[work] += spent
-    return seconds
 
 
 def _steps(history: RunHistory, train: TrainSection) -> Iterator[tuple[StepRow, bool]]:
