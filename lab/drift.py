@@ -20,10 +20,10 @@ from offbeat.learner.diagnostics.length_bias import (
     FORMATS,
     LABELS,
     BiasReport,
-    Comparison,
+    BiasTest,
+    Distribution,
     EndedLease,
     Part,
-    Summary,
     bias_report,
 )
 
@@ -187,7 +187,7 @@ def comparison_rows(report: BiasReport) -> list[tuple[str, ...]]:
     return [_comparison_cells(comparison) for comparison in report.comparisons if comparison.count and comparison.num_others]
 
 
-def _comparison_cells(comparison: Comparison) -> tuple[str, ...]:
+def _comparison_cells(comparison: BiasTest) -> tuple[str, ...]:
     others = {"dropped": "trained", "passed over": "not"}[comparison.what]
     spec = FORMATS[comparison.quantity]
     return (
@@ -225,7 +225,7 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Ta
     return table
 
 
-def _summary(values: Summary | None, spec: str) -> str:
+def _summary(values: Distribution | None, spec: str) -> str:
     return "–" if values is None else f"{values.mean:{spec}}/{values.median:{spec}}/{values.p95:{spec}}"
 
 

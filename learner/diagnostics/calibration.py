@@ -9,7 +9,7 @@ import torch
 
 from offbeat.common.config import Config
 from offbeat.common.settings import SettingError
-from offbeat.learner.diagnostics.noise_floor import NoiseFloor, Summary
+from offbeat.learner.diagnostics.noise_floor import NoiseFloor, NoiseSummary
 from offbeat.learner.objectives.bands import ClipBand
 from offbeat.protocols.messages import EngineInfo, ModelHashes
 
@@ -70,7 +70,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     anchor: str
     floor: NoiseFloor
     """Fitted to all groups."""
-    summaries: list[Summary]
+    summaries: list[NoiseSummary]
     checks: list[BandCheck]
     """Of the objective's own band, the configured one, and the narrowest above the noise; none where nothing is clipped.
     Against engine log-probs, whatever `anchor` is."""

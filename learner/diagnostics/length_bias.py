@@ -1,21 +1,21 @@
-"""Length bias: whether the leases that training left out, or made wait, differ from the others in length, duration or reward.
+"""Length bias: tests if the leases that training left out or passed over differ in length, duration or reward.
 
-With a bound on what is admitted and no drops, all that is leased is trained on in the end, so that the composition of the whole
-tells nothing. Two things bias training, and either raises the alarm:
+Where leases are only bounded at admission and never dropped, every lease is trained on in the end, so the set of trained leases
+shows no bias. Two things bias training, and each raises an alarm:
 
-- *dropped*: leases that ended without being trained on (dropped, or taken back from the actor) against the trained ones.
-  Groups of equal rewards (`zero_variance`) are left out: they have no gradient, and are dropped for just that.
-- *passed over*: groups that were ready when a batch with younger leases was selected without them, against the other trained
-  ones. Selection by the oldest lease passes over nothing, whatever the completion times: the alarm is silent by construction.
-  Selection of the first finished passes over what took long, as soon as more than a batch is ready. Where the learner always
-  waits for the last group of a batch (slow actors, or a `max_staleness` of 0 or 1 with one step per batch) there is nothing to
-  select from: both orders make the same batches, and there is no alarm under either.
+- *dropped*: leases that ended without being trained on (dropped, or taken back from the actor), tested against the trained
+  ones. Groups of equal rewards (`zero_variance`) are left out: they have no gradient, and are dropped for that reason alone.
+- *passed over*: groups that were ready when a batch with younger leases was selected without them, tested against the other
+  trained ones. Selection by the oldest lease passes over nothing at any completion times: the alarm cannot sound. Selection of
+  the first finished passes over slow groups as soon as more than a batch is ready. Where the learner always waits for the last
+  group of a batch (slow actors, or a `max_staleness` of 0 or 1 with one step per batch), both orders make the same batches,
+  and neither raises an alarm.
 
-A group that was not ready in its turn is not passed over, but late: long groups always are, where actors hold training back.
-All of them are trained on, so this is no bias, but age that grows with length; `Lateness` tells it, without an alarm.
+A group that was not ready in its turn is late, not passed over: where actors hold training back, long groups always are. They
+are all trained on, so lateness is not bias, but staleness that grows with length. `Lateness` reports it without an alarm.
 
-Both comparisons are Mann-Whitney U tests with the rank-biserial correlation as effect, on ranks among the `NUM_NEIGHBORS`
-leases that ended about the same time: lengths that grow in the course of training are no sign of bias.
+Both tests are Mann-Whitney U tests with the rank-biserial correlation as effect, on ranks among the `NUM_NEIGHBORS` leases that
+ended about the same time: lengths that grow in the course of training are no sign of bias.
 """
 
 import math
@@ -27,65 +27,66 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
+from offbeat.learner.diagnostics.rank_tests import average_ranks, mann_whitney, rank_correlation
 from offbeat.learner.leases.groups import Group
 
 MAX_P = 1e-3
-"""An alarm's p-value is below."""
+"""Upper bound of an alarm's p-value."""
 MIN_EFFECT = 0.2
-"""An alarm's rank-biserial correlation is at least this, either way: for a pair of leases drawn from the two sides, how much
-likelier the one from the first side is the longer than the shorter."""
+"""Smallest absolute rank-biserial correlation of an alarm. For a pair of leases drawn from the two sides, the correlation is
+the probability that the first side's is the longer minus the probability that it is the shorter."""
 MIN_SHARE = 0.01
-"""Fewer dropped leases, or fewer passed over, are no alarm, however long they are."""
+"""Smallest share of dropped leases, or of those passed over, that raises an alarm."""
 NUM_NEIGHBORS = 250
-"""Ranks are taken within blocks of about so many leases."""
+"""Leases in a block that ranks are taken within, about."""
 
 MONITOR_WINDOW = 1000
-"""The live alarm is about so many leases that ended last, and is told at most once for them."""
+"""Number of newest leases that the live alarm tests; it sounds at most once per window."""
 MONITOR_INTERVAL = 100
 """Leases between two tests of the live alarm."""
 MONITOR_MAX_P = 1e-6
-"""The live alarm's: it tests every `MONITOR_INTERVAL` leases, all the run long, and chance must not add up to an alarm."""
+"""Upper bound of the live alarm's p-value. Small, because a test every `MONITOR_INTERVAL` leases of a long run would otherwise
+raise an alarm by chance."""
 
 Quantity = Literal["length", "duration_s", "reward"]
 QUANTITIES: tuple[Quantity, ...] = ("length", "duration_s", "reward")
 
 LABELS: dict[Quantity, str] = {"length": "tokens", "duration_s": "seconds", "reward": "reward"}
-"""How each is called in text."""
+"""Name of each quantity in text."""
 FORMATS: dict[Quantity, str] = {"length": ",.1f", "duration_s": ",.2f", "reward": ".3f"}
-"""How its numbers are written."""
+"""Number format of each quantity."""
 
 _NO_SIGNAL = "zero_variance"
 _CAUSES = {
     "dropped": 'raise the bound or rollout.lease_timeout_s, or let staleness.staleness_policy = "gate" drop nothing',
     "passed over": 'staleness.selection = "oldest_lease" passes over nothing',
 }
-"""What to do, by what befell the leases."""
+"""Advice in an alarm, by the kind of bias."""
 
 
 class EndedLease(NamedTuple):
-    """One lease that is no longer in flight; nan for what is not known of it."""
+    """A lease that is no longer in flight; nan for unknown values."""
 
     lease_id: int
     outcome: str
     """`trained`, `dropped` or `expired`."""
     reason: str = ""
-    """Why it was not trained on."""
+    """Reason why it was not trained on; empty for a trained one."""
     length: float = math.nan
     """Mean tokens of its completions."""
     duration_s: float = math.nan
-    """How long it was generated; without a group, how long until it was given up, which is less than it would have taken."""
+    """Time that its group took to generate; without a group, time until the lease was given up, a lower bound."""
     reward: float = math.nan
-    """Mean over its completions, as the task gave it."""
+    """Mean reward of its completions, as the task gave it."""
     ready_at: float = math.nan
-    """When its group was in the buffer, seconds since the epoch."""
+    """Time at which its group entered the buffer, seconds since the epoch."""
     taken_at: float = math.nan
-    """When its group left the buffer, selected with its batch or dropped."""
+    """Time at which its group left the buffer, selected with its batch or dropped."""
 
 
-class Summary(msgspec.Struct, frozen=True):
-    """One quantity over some leases."""
+class Distribution(msgspec.Struct, frozen=True):
+    """The distribution of one quantity over some leases."""
 
     mean: float
     median: float
@@ -93,72 +94,74 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """The leases that ended in one way."""
+    """The leases that ended in one way, and the distribution of each quantity over them."""
 
     name: str
     count: int
-    length: Summary | None
-    """Tokens; None where no lease has it."""
-    duration_s: Summary | None
-    reward: Summary | None
+    length: Distribution | None
+    """In tokens; None where no lease has a known value."""
+    duration_s: Distribution | None
+    reward: Distribution | None
 
 
-class Comparison(msgspec.Struct, frozen=True):
-    """One test: the leases that something befell against the others."""
+class BiasTest(msgspec.Struct, frozen=True):
+    """A test of one quantity: the dropped leases, or those passed over, against the others."""
 
     what: Literal["dropped", "passed over"]
+    """The kind of bias."""
     quantity: Quantity
     count: int
-    """Leases that it befell, as far as the quantity is known."""
+    """Number of dropped leases, or of those passed over, with a known value."""
     num_others: int
     mean: float
-    """Of those it befell; nan without any."""
+    """Their mean; nan without any."""
     mean_of_others: float
     effect: float
-    """Rank-biserial correlation, -1 to 1; above 0 where those it befell have more."""
+    """Rank-biserial correlation, -1 to 1; above 0 where they have more than the others."""
     p_value: float
     """Two-sided."""
 
     @property
     def share(self) -> float:
-        """Of all leases compared, those that it befell."""
+        """Share of the dropped leases, or of those passed over, among all that are compared."""
         return self.count / max(1, self.count + self.num_others)
 
     def is_alarming(self, max_p: float = MAX_P) -> bool:
-        """Whether it is significant, large, and about more than a few leases."""
+        """Tell if the difference is significant, large, and about more than a few leases."""
         return self.p_value < max_p and abs(self.effect) >= MIN_EFFECT and self.share >= MIN_SHARE
 
 
 class Lateness(msgspec.Struct, frozen=True):
-    """How far training went in another order than leasing, for whatever reason.
+    """The distance between the order of training and the order of leasing.
 
-    A group's displacement is the number of batches between the one it was trained in and the one its place among the trained
-    leases falls in. The correlations are Spearman's; 0 where nothing is displaced.
+    A group's displacement is the number of batches from its turn, the batch that its place among the trained leases falls in,
+    to the batch it was trained in. The correlations are Spearman's; 0 where nothing is displaced.
     """
 
     share: float
-    """Of the trained groups, those with a displacement above 0."""
+    """Share of the trained groups with a displacement above 0."""
     mean_batches: float
-    """Mean displacement of these."""
+    """Mean displacement of these groups."""
     length_correlation: float
-    """Of displacement and length."""
+    """Correlation of displacement and length."""
     duration_correlation: float
+    """Correlation of displacement and duration."""
 
 
 class BiasReport(msgspec.Struct, frozen=True):
-    """See the module's docstring."""
+    """The bias of a run: see the module's docstring."""
 
     parts: tuple[Part, ...]
     """`generated` (all that have a group), `trained`, then `dropped: REASON` and `expired: REASON`."""
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[BiasTest, ...]
     lateness: Lateness | None
-    """None where it is not known which groups were trained together."""
+    """None where the groups of each batch are unknown."""
     alarms: tuple[str, ...]
-    """One sentence for each way in which training is biased."""
+    """One sentence for each kind of bias found."""
 
 
 def ended_group(group: Group, *, outcome: str, reason: str, taken_at: float) -> EndedLease:
-    """A lease with a group; `taken_at` in seconds since the epoch."""
+    """Return the record of a lease with a group; `taken_at` in seconds since the epoch."""
     return EndedLease(
         group.lease_id,
         outcome,
@@ -172,13 +175,13 @@ def ended_group(group: Group, *, outcome: str, reason: str, taken_at: float) -> 
 
 
 def bias_report(ended: Sequence[EndedLease]) -> BiasReport:
-    """Compare the leases of a run, given in the order in which they ended."""
+    """Test the leases of a run for bias; `ended` is in the order in which they ended."""
     comparisons = _compare(ended)
     return BiasReport(tuple(_parts(ended)), tuple(comparisons), _lateness(ended), tuple(_alarms(comparisons, MAX_P)))
 
 
 class BiasMonitor:
-    """The alarm of a running job, over the last `MONITOR_WINDOW` leases; any thread may feed it."""
+    """The alarm of a running job, over the last `MONITOR_WINDOW` leases. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -186,14 +189,14 @@ class BiasMonitor:
         self._until_test = MONITOR_INTERVAL
 
     def take(self, lease: EndedLease) -> str | None:
-        """Add a lease that has ended; the alarm's text when it is raised now."""
+        """Add a lease that has ended; return the alarm's text if this lease raises it."""
         with self._lock:
             self._window.append(lease)
             self._until_test -= 1
             if self._until_test:
                 return None
             alarms = _alarms(_compare(self._window), MONITOR_MAX_P)
-            # After an alarm the next one is about other leases.
+            # The next alarm is about other leases.
             self._until_test = MONITOR_WINDOW if alarms else MONITOR_INTERVAL
             return f"of the last {len(self._window)} leases, {'; '.join(alarms)}" if alarms else None
 
@@ -209,15 +212,15 @@ def _parts(ended: Iterable[EndedLease]) -> Iterable[Part]:
         name = "trained" if lease.outcome == "trained" else f"{lease.outcome}: {lease.reason or 'no reason'}"
         by_name.setdefault(name, []).append(lease)
     for name, leases in by_name.items():
-        yield Part(name, len(leases), *(_summary(_values(leases, quantity)) for quantity in QUANTITIES))
+        yield Part(name, len(leases), *(_distribution(_values(leases, quantity)) for quantity in QUANTITIES))
 
 
-def _summary(values: NDArray[np.float64]) -> Summary | None:
+def _distribution(values: NDArray[np.float64]) -> Distribution | None:
     known = values[np.isfinite(values)]
     if len(known) == 0:
         return None
     median, p95 = np.quantile(known, (0.5, 0.95))
-    return Summary(float(known.mean()), float(median), float(p95))
+    return Distribution(float(known.mean()), float(median), float(p95))
 
 
 def _values(leases: Iterable[EndedLease], quantity: Quantity) -> NDArray[np.float64]:
@@ -233,7 +236,7 @@ def _values(leases: Iterable[EndedLease], quantity: Quantity) -> NDArray[np.floa
 # Comparisons
 
 
-def _compare(ended: Iterable[EndedLease]) -> list[Comparison]:
+def _compare(ended: Iterable[EndedLease]) -> list[BiasTest]:
     with_signal = [lease for lease in ended if lease.reason != _NO_SIGNAL]
     is_dropped = np.array([lease.outcome != "trained" for lease in with_signal], dtype=np.bool_)
     batched = [lease for lease in with_signal if lease.outcome == "trained" and math.isfinite(lease.taken_at)]
@@ -244,9 +247,10 @@ def _compare(ended: Iterable[EndedLease]) -> list[Comparison]:
 
 
 def num_batches_passed(trained: Sequence[EndedLease]) -> NDArray[np.int64]:
-    """How many batches with a younger lease each group was ready for before it was selected: 0 for all by the oldest lease.
+    """Count for each group the batches with a younger lease that it was ready for before it was selected.
 
-    `trained` have `taken_at`, which is the same within a batch; without `ready_at` a group counts as never passed over.
+    All counts are 0 under selection by the oldest lease. `trained` have `taken_at`, which is the same within a batch; a group
+    without `ready_at` counts as never passed over.
     """
     lease_ids = np.array([lease.lease_id for lease in trained], dtype=np.int64)
     selected_at, batch_of = np.unique([lease.taken_at for lease in trained], return_inverse=True)
@@ -262,34 +266,33 @@ def num_batches_passed(trained: Sequence[EndedLease]) -> NDArray[np.int64]:
 
 def _comparison(
     what: Literal["dropped", "passed over"], quantity: Quantity, leases: Sequence[EndedLease], befell: NDArray[np.bool_]
-) -> Comparison:
+) -> BiasTest:
     values = _values(leases, quantity)
     known = np.isfinite(values)
     values, befell = values[known], befell[known]
     count, num_others = int(befell.sum()), int((~befell).sum())
     if not count or not num_others:
-        return Comparison(what, quantity, count, num_others, _mean(values[befell]), _mean(values[~befell]), 0.0, 1.0)
+        return BiasTest(what, quantity, count, num_others, _mean(values[befell]), _mean(values[~befell]), 0.0, 1.0)
     ranks = _local_ranks(values)
     effect, p_value = 0.0, 1.0
-    # Of equal values alone the test's variance is 0.
+    # The test's variance is 0 if all values are equal.
     if np.ptp(ranks) > 0:
-        test = stats.mannwhitneyu(ranks[befell], ranks[~befell], method="asymptotic")
-        effect, p_value = 2 * float(test.statistic) / (count * num_others) - 1, float(test.pvalue)
-    return Comparison(what, quantity, count, num_others, _mean(values[befell]), _mean(values[~befell]), effect, p_value)
+        effect, p_value = mann_whitney(ranks[befell], ranks[~befell])
+    return BiasTest(what, quantity, count, num_others, _mean(values[befell]), _mean(values[~befell]), effect, p_value)
 
 
 def _local_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The rank of each value within its block, as a share of the block, ties at their mean."""
+    """Return the rank of each value within its block, as a share of the block, ties at their mean."""
     num_blocks = max(1, len(values) // NUM_NEIGHBORS)
-    return np.concatenate([(stats.rankdata(block) - 0.5) / len(block) for block in np.array_split(values, num_blocks)])
+    return np.concatenate([(average_ranks(block) - 0.5) / len(block) for block in np.array_split(values, num_blocks)])
 
 
 def _mean(values: NDArray[np.float64]) -> float:
     return float(values.mean()) if len(values) else math.nan
 
 
-def _alarms(comparisons: Iterable[Comparison], max_p: float) -> list[str]:
-    """A sentence for each way of bias that some quantity shows."""
+def _alarms(comparisons: Iterable[BiasTest], max_p: float) -> list[str]:
+    """Return a sentence for each kind of bias that some quantity shows."""
     alarming = [comparison for comparison in comparisons if comparison.is_alarming(max_p)]
     sentences: list[str] = []
     for what, cause in _CAUSES.items():
@@ -319,14 +322,11 @@ def _lateness(ended: Iterable[EndedLease]) -> Lateness | None:
     return Lateness(
         float(late.mean()),
         float(displacement[late].mean()) if late.any() else 0.0,
-        _rank_correlation(displacement, _values(trained, "length")),
-        _rank_correlation(displacement, _values(trained, "duration_s")),
+        _correlation(displacement, _values(trained, "length")),
+        _correlation(displacement, _values(trained, "duration_s")),
     )
 
 
-def _rank_correlation(displacement: NDArray[np.int64], values: NDArray[np.float64]) -> float:
+def _correlation(displacement: NDArray[np.int64], values: NDArray[np.float64]) -> float:
     known = np.isfinite(values)
-    displacement, values = displacement[known], values[known]
-    if len(values) < 2 or np.ptp(displacement) == 0 or np.ptp(values) == 0:
-        return 0.0
-    return float(np.corrcoef(stats.rankdata(displacement), stats.rankdata(values))[0, 1])
+    return rank_correlation(displacement[known], values[known])

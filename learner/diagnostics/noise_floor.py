@@ -141,7 +141,7 @@ class NoiseFloor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return negative * below + positive * above
 
 
-class Summary(NamedTuple):
+class NoiseSummary(NamedTuple):
     """The noise of some completions, in numbers."""
 
     name: str
@@ -216,7 +216,7 @@ def recommend_band(floor: NoiseFloor, lengths: NDArray[np.int64], own: ClipBand)
     return ClipBand(min(1.0, max(own.low, _round_up(low))), max(own.high, _round_up(high)), own.is_sequence_ratio)
 
 
-def describe(differences: Differences, floor: NoiseFloor, *, num_bins: int = 4) -> list[Summary]:
+def describe(differences: Differences, floor: NoiseFloor, *, num_bins: int = 4) -> list[NoiseSummary]:
     """The noise of all completions, of those of like length (in at most `num_bins` equal bins), and by sign of advantage."""
     summaries = [_describe("all", differences, floor)]
     lengths = differences.lengths
@@ -235,9 +235,9 @@ def describe(differences: Differences, floor: NoiseFloor, *, num_bins: int = 4) 
     return summaries
 
 
-def _describe(name: str, differences: Differences, floor: NoiseFloor) -> Summary:
+def _describe(name: str, differences: Differences, floor: NoiseFloor) -> NoiseSummary:
     tokens, sequences = differences.log_ratios, differences.log_sequence_ratios
-    return Summary(
+    return NoiseSummary(
         name=name,
         num_completions=len(sequences),
         num_tokens=len(tokens),

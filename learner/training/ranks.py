@@ -1,12 +1,12 @@
-"""Several learner ranks as one trainer: rank 0 runs the service and tells the others what it is about to do.
+"""Several learner ranks as one trainer: rank 0 runs the service, and the other ranks repeat its trainer calls.
 
-Every trainer call is a collective that all ranks must enter. `RankedTrainer` broadcasts the call on rank 0 before it makes
-it; the other ranks sit in `follow` and make the same calls.
+Every trainer call is a collective that all ranks must enter. `RankedTrainer` on rank 0 broadcasts each call before it makes
+it; the other ranks wait in `follow` and make the same calls.
 """
 
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, assert_never, get_args
 
 import msgspec
 import numpy as np
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from offbeat.learner.training.trainer import Scored, Trainer
 
 COMMAND_TIMEOUT_S = 600.0
-"""A rank that hears nothing for so long takes rank 0 for dead. Rank 0 says `Idle` while it waits for rollouts."""
+"""A rank fails after this long without a command. Rank 0 sends `Idle` while it waits for rollouts."""
 
 
-class Command(msgspec.Struct, tag=True):
-    """One collective call."""
+class RankCommand(msgspec.Struct, tag=True):
+    """A collective call, as rank 0 broadcasts it."""
 
 
-class Idle(Command):
-    """Nothing to do; rank 0 lives."""
+class Idle(RankCommand):
+    """No call; proof that rank 0 lives."""
 
 
-class Train(Command):
+class Train(RankCommand):
     """`train_batch`."""
 
     groups: list[Group]
 
 
-class Tune(Command):
+class Tune(RankCommand):
     """`tune`."""
 
     clip_low: float | None
@@ -46,40 +46,40 @@ class Tune(Command):
     learning_rate: float
 
 
-class Snapshot(Command):
+class Snapshot(RankCommand):
     """`snapshot`; only rank 0 has a buffer."""
 
 
-class Score(Command):
+class ScoreTokens(RankCommand, tag="Score"):
     """`score`."""
 
     token_ids: list[int]
 
 
-class SaveCheckpoint(Command):
+class SaveCheckpoint(RankCommand):
     """`save_checkpoint`."""
 
     folder: str
     extra: bytes
 
 
-class LoadCheckpoint(Command):
+class LoadCheckpoint(RankCommand):
     """`load_checkpoint`."""
 
     folder: str
 
 
-class SaveModel(Command):
+class SaveModel(RankCommand):
     """`save_model`."""
 
     folder: str
 
 
-class Close(Command):
-    """The end."""
+class Close(RankCommand):
+    """`close`; the other ranks return from `follow`."""
 
 
-AnyCommand = Idle | Train | Tune | Snapshot | Score | SaveCheckpoint | LoadCheckpoint | SaveModel | Close
+AnyRankCommand = Idle | Train | Tune | Snapshot | ScoreTokens | SaveCheckpoint | LoadCheckpoint | SaveModel | Close
 
 
 def _encode_array(array: Any) -> bytes:
@@ -92,7 +92,7 @@ def _decode_array(annotation: Any, data: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_decoder = msgspec.msgpack.Decoder(AnyCommand, dec_hook=_decode_array)
+_decoder = msgspec.msgpack.Decoder(AnyRankCommand, dec_hook=_decode_array)
 
 
 class RankedTrainer:
@@ -110,20 +110,20 @@ class RankedTrainer:
 
     @property
     def policy_version(self) -> int:
-        """Optimizer steps behind the weights."""
+        """Optimizer steps that the weights have taken."""
         return self._trainer.policy_version
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device that this rank computes on."""
         return self._trainer.device
 
     def layout(self) -> tuple[TensorSpec, ...]:
-        """The flat weight buffer's parameters; no collective."""
+        """`Trainer.layout`; no collective."""
         return self._trainer.layout()
 
     def idle(self) -> None:
-        """Tell the other ranks that this one lives."""
+        """Tell the other ranks that rank 0 lives."""
         self._tell(Idle())
 
     def train_batch(self, groups: list[Group]) -> list[dict[str, Any]]:
@@ -143,7 +143,7 @@ class RankedTrainer:
 
     def score(self, token_ids: list[int]) -> "Scored":
         """`Trainer.score`."""
-        self._tell(Score(token_ids))
+        self._tell(ScoreTokens(token_ids))
         return self._trainer.score(token_ids)
 
     def save_checkpoint(self, folder: Path, extra: bytes) -> None:
@@ -167,9 +167,9 @@ class RankedTrainer:
         self._trainer.close()
 
     def follow(self) -> None:
-        """Do what rank 0 does, until it closes (ranks above 0).
+        """Repeat the calls of rank 0 until it closes; for ranks above 0.
 
-        Consumes: commands. Waits for: rank 0, at most `COMMAND_TIMEOUT_S`. Unblocked by: the next command, or its death.
+        Consumes: commands. Waits for: rank 0, at most `COMMAND_TIMEOUT_S`. Unblocked by: the next command, or rank 0's death.
         """
         while True:
             match self._hear():
@@ -179,7 +179,7 @@ class RankedTrainer:
                     self._trainer.tune(clip_low=clip_low, clip_high=clip_high, learning_rate=learning_rate)
                 case Snapshot():
                     self._trainer.snapshot(None)
-                case Score(token_ids=token_ids):
+                case ScoreTokens(token_ids=token_ids):
                     self._trainer.score(token_ids)
                 case SaveCheckpoint(folder=folder, extra=extra):
                     self._trainer.save_checkpoint(Path(folder), extra)
@@ -192,15 +192,17 @@ class RankedTrainer:
                     return
                 case Idle():
                     pass
+                case unknown:
+                    assert_never(unknown)
 
-    def _tell(self, command: AnyCommand) -> None:
+    def _tell(self, command: AnyRankCommand) -> None:
         if self._group is None:
             return
         body = torch.frombuffer(bytearray(_encoder.encode(command)), dtype=torch.uint8)
         dist.broadcast(torch.tensor([len(body)]), src=0, group=self._group)
         dist.broadcast(body, src=0, group=self._group)
 
-    def _hear(self) -> AnyCommand:
+    def _hear(self) -> AnyRankCommand:
         length = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(length, src=0, group=self._group)
         body = torch.empty(int(length), dtype=torch.uint8)

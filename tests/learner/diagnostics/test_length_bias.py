@@ -16,7 +16,7 @@ from offbeat.learner.diagnostics.length_bias import (
     MONITOR_INTERVAL,
     MONITOR_WINDOW,
     BiasMonitor,
-    Comparison,
+    BiasTest,
     EndedLease,
     bias_report,
     ended_group,
@@ -97,7 +97,7 @@ def simulate(bounds: StalenessSection, *, load: float, seed: int, num_slots: int
     return ended
 
 
-def comparison_of(ended: list[EndedLease], what: str, quantity: str) -> Comparison:
+def comparison_of(ended: list[EndedLease], what: str, quantity: str) -> BiasTest:
     return next(c for c in bias_report(ended).comparisons if (c.what, c.quantity) == (what, quantity))
 
 
@@ -233,12 +233,12 @@ def test_effect_and_p_of_a_separation_are_those_worked_by_hand():
 
 
 def test_alarm_needs_significance_size_and_more_than_a_few():
-    sure = Comparison("dropped", "length", 100, 900, 2.0, 1.0, 0.5, 1e-9)
+    sure = BiasTest("dropped", "length", 100, 900, 2.0, 1.0, 0.5, 1e-9)
     assert sure.is_alarming()
-    assert not Comparison("dropped", "length", 100, 900, 2.0, 1.0, 0.5, 1e-2).is_alarming()
-    assert not Comparison("dropped", "length", 100, 900, 2.0, 1.0, 0.1, 1e-9).is_alarming()
-    assert not Comparison("dropped", "length", 5, 995, 2.0, 1.0, 0.9, 1e-9).is_alarming()
-    assert Comparison("dropped", "length", 100, 900, 1.0, 2.0, -0.5, 1e-9).is_alarming(), "dropping what is short is bias too"
+    assert not BiasTest("dropped", "length", 100, 900, 2.0, 1.0, 0.5, 1e-2).is_alarming()
+    assert not BiasTest("dropped", "length", 100, 900, 2.0, 1.0, 0.1, 1e-9).is_alarming()
+    assert not BiasTest("dropped", "length", 5, 995, 2.0, 1.0, 0.9, 1e-9).is_alarming()
+    assert BiasTest("dropped", "length", 100, 900, 1.0, 2.0, -0.5, 1e-9).is_alarming(), "dropping what is short is bias too"
 
 
 def test_random_drops_raise_no_alarm_even_where_lengths_grow_and_drops_come_late():
