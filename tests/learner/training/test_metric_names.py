@@ -1,0 +1,82 @@
+"""The table of metrics has the names that steps have, and no other."""
+
+import ast
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from offbeat.common.config import AdvantageSection, KlSection
+from offbeat.common.routing import Routing
+from offbeat.common.step_metrics import ROUTING_METRICS, STEP_METRICS, Metric, routing_metric, step_metric
+from offbeat.learner.diagnostics.calibration import save_calibration
+from offbeat.learner.diagnostics.routing_history import RoutingHistory
+from tests.learner.diagnostics.test_calibration import make_calibration
+from tests.learner.training.test_trainer import running
+from tests.learner.training.trainer_cases import make_config, make_groups
+
+pytestmark = pytest.mark.timeout(300)
+
+ROOT = Path(__file__).parents[3]
+ROOMS = ("common", "learner", "lab", "deploy")
+AREAS = {metric.name.partition("/")[0] for metric in (*STEP_METRICS, *ROUTING_METRICS)}
+
+
+def names(found: Iterable[Metric | None]) -> set[str]:
+    """Return the names of the table's lines that were found; None among them fails."""
+    metrics = list(found)
+    assert None not in metrics
+    return {metric.name for metric in metrics if metric is not None}
+
+
+def literals(path: Path) -> set[str]:
+    """Return the strings of a module that look like a metric's name; `tokens/s` is the head of a column."""
+    constants = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+    texts = (text for text in constants if isinstance(text, str) and text != "tokens/s")
+    return {text for text in texts if re.fullmatch(rf"(?:{'|'.join(AREAS)})/\w+(?:/\w+)?", text)}
+
+
+def test_trainer_and_loop_write_the_tables_metrics_and_no_others(tiny_model: Path, tmp_path: Path) -> None:
+    floor = str(save_calibration(make_calibration(), tmp_path))
+    extras = {"anchor": "decoupled", "correction": "token_tis", "entropy_coef": 0.01}
+    kl, critic = KlSection(loss_coef=0.1, reward_coef=0.01), AdvantageSection(baseline="critic")
+    written: set[str] = set()
+    for config in (
+        make_config(tiny_model, loss={"noise_floor": floor}),
+        make_config(tiny_model, loss=extras, kl=kl, advantage=critic),
+    ):
+        with running(config) as trainer:
+            for _ in range(2):
+                (metrics,) = trainer.train_batch(make_groups(3))
+                written |= names(map(step_metric, metrics))
+    loop = literals(ROOT / "learner/service.py") | literals(ROOT / "learner/step_rows.py")
+    assert written | names(map(step_metric, loop)) == {metric.name for metric in STEP_METRICS}
+
+
+def test_routing_history_has_the_tables_metrics_and_no_others() -> None:
+    history = RoutingHistory()
+    experts = torch.tensor([[[0, 1]], [[1, 2]]])
+    for version in (0, 4, 6):
+        history.add(version, Routing(experts, margins=torch.ones(2, 1), num_experts=4))
+    metrics = history.metrics() | history.engine_metrics(6, experts.numpy())
+    assert "routing/lag_5_8_overlap" in metrics
+    assert names(map(routing_metric, metrics)) == {metric.name for metric in ROUTING_METRICS}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_metric_that_code_names_is_in_the_table(room: str) -> None:
+    former = {metric.former_name for metric in STEP_METRICS}
+    wrong = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in (ROOT / room).rglob("*.py")
+        for name in literals(path) - former
+        if step_metric(name) is None and routing_metric(name) is None
+    }
+    assert wrong == set()
+
+
+def test_name_is_in_the_table_once() -> None:
+    every = [metric.name for metric in (*STEP_METRICS, *ROUTING_METRICS)]
+    assert len(set(every)) == len(every)
