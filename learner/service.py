@@ -15,8 +15,8 @@ import msgspec
 from offbeat.common.config import Config
 from offbeat.common.rows import EventRow, FinalRow, LedgerSums, Recorder
 from offbeat.common.shutdown import StopRequest
+from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.dispatch.dispatcher import Dispatcher, RunFailedError
-from offbeat.learner.dispatch.hub_thread import HubThread
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.resume import Checkpoints
@@ -196,35 +196,26 @@ class Learner:
         self,
         loop: TrainingLoop,
         *,
-        dispatcher: Dispatcher,
-        hub_thread: HubThread,
+        link: ActorLink,
         publisher: WeightPublisher,
         log: RolloutLog | None,
         record: Recorder,
-        leave_timeout_s: float,
         started: float,
     ) -> None:
-        """
-        Args:
-            leave_timeout_s: Longest wait, at the end, for actors to say goodbye.
-            started: When the learner's process began its work (monotonic), for the run's wall time.
-        """
+        """`started` is when the learner's process began to load (monotonic): the run's wall time counts from there."""
         self._loop = loop
-        self._dispatcher = dispatcher
-        self._hub_thread = hub_thread
+        self._link = link
         self._publisher = publisher
         self._log = log
         self._record = record
-        self._leave_timeout_s = leave_timeout_s
         self._started = started
 
     def run(self, stop: StopRequest) -> Outcome:
         """Run to the end; raises what ended the run early, after writing the final row."""
         try:
             self._record(EventRow(event="run_started", detail=_software()))
-            self._dispatcher.begin()
-            self._hub_thread.start()
-            self._publisher.start()
+            self._link.start()
+            self._publisher.start(self._link)
             outcome = self._loop.run(stop)
         except BaseException as error:
             self._end("failed", str(error) if isinstance(error, RunFailedError) else f"{type(error).__name__}: {error}")
@@ -236,14 +227,7 @@ class Learner:
         """Tell every actor and close every part, whatever state the run is in."""
         # First, so that an update under way is finished, or given up, by all: actors that leave it look like failures.
         self._publisher.close()
-        self._dispatcher.stop(f"{outcome} {detail}".strip())
-        self._hub_thread.wake()
-        # What an actor has not read when the connection closes is lost to it: it would wait for a learner that is gone.
-        if not self._dispatcher.wait_left(self._leave_timeout_s):
-            names = [name for _, name, _ in self._dispatcher.members()]
-            logger.warning("actors that did not leave within %g s: %s", self._leave_timeout_s, names)
-        self._hub_thread.close()
-        counts = self._dispatcher.counts()
+        counts = self._link.close(f"{outcome} {detail}".strip())
         final = FinalRow(
             policy_version=self._loop.policy_version,
             wall_s=time.monotonic() - self._started,

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from offbeat.common.rows import Recorder, Row
 from offbeat.common.setting_checks import least_staleness
 from offbeat.common.settings import resolved_toml
 from offbeat.common.shutdown import StopRequest
+from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.calibration_watch import CalibrationWatch
 from offbeat.learner.diagnostics.calibration import learner_numerics, load_calibration
 from offbeat.learner.dispatch.contract import Contract
@@ -40,6 +41,7 @@ from offbeat.learner.training.ranks import RankedTrainer
 from offbeat.learner.training.trainer import Trainer
 from offbeat.learner.weights.canary import CANARY_TOKENS, Canary, canary_token_ids
 from offbeat.learner.weights.publisher import WeightPublisher
+from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.addresses import host_of
 from offbeat.protocols.channels import Hub
 
@@ -123,6 +125,13 @@ def open_learner(
         record=record,
     )
     calibration_watch = CalibrationWatch(calibration, record)
+    publisher = WeightPublisher(
+        layout=layout,
+        transport=_transport(config, trainer.device),
+        open_hub=open_weight_hub,
+        max_pull_lag=lambda: staleness.bounds.max_staleness,
+        record=record,
+    )
 
     def welcome(peer: bytes) -> None:
         publisher.joined(peer)
@@ -132,10 +141,6 @@ def open_learner(
         verdict = canary.judge(actor, policy_version, logprobs)
         if verdict is not None:
             dispatcher.judge_canary(actor, policy_version, verdict.flaw or "")
-
-    def post(peer: bytes, message: Any) -> None:
-        dispatcher.post(peer, message)
-        hub.wake()
 
     dispatcher = Dispatcher(
         contract=Contract(
@@ -170,31 +175,15 @@ def open_learner(
         newest_version=recovered.newest_version,
         record=record,
         on_join=welcome,
-        on_weights=lambda actor, message: publisher.handle(actor, message),
+        on_weights=publisher.handle,
         on_canary=judge_canary,
         on_routed=canary.compare_routing,
-        on_distrust=lambda peer, actor, why: publisher.distrust(peer, actor, why),
-        weight_problems=lambda: publisher.problems(),
+        on_distrust=publisher.distrust,
+        weight_problems=publisher.problems,
         hub_rejections=lambda: _hub_rejections(hub),
     )
-    hub_thread = HubThread(hub, dispatcher)
-    publisher = WeightPublisher(
-        layout=layout,
-        members=dispatcher.members,
-        post=post,
-        record=record,
-        host=host_of(config.hub.address),
-        listen_on=host_of(config.hub.bind or config.hub.address),
-        port=config.weights.port,
-        backend=_backend(config, trainer.device),
-        timeout_s=config.weights.timeout_s,
-        bucket_bytes=config.weights.bucket_mb << 20,
-        open_hub=open_weight_hub,
-        chunk_bytes=config.weights.chunk_mb << 20,
-        max_pulls=config.weights.max_pulls,
-        max_pull_lag=lambda: staleness.bounds.max_staleness,
-        on_failure=dispatcher.fail,
-    )
+    # An actor that is cut off may be back before it counts as dead.
+    link = ActorLink(dispatcher, HubThread(hub, dispatcher), config.hub.dead_after_s + config.hub.heartbeat_s)
     loop = TrainingLoop(
         config,
         trainer=trainer,
@@ -215,17 +204,7 @@ def open_learner(
     )
     calibration_watch.check_learner(learner_numerics(config, hashes, trainer.device))
     logger.info("run %s in %s; hub at %s", run_id, folder, hub.address)
-    return Learner(
-        loop,
-        dispatcher=dispatcher,
-        hub_thread=hub_thread,
-        publisher=publisher,
-        log=log,
-        record=record,
-        # An actor that is cut off may be back before it counts as dead.
-        leave_timeout_s=config.hub.dead_after_s + config.hub.heartbeat_s,
-        started=started,
-    )
+    return Learner(loop, link=link, publisher=publisher, log=log, record=record, started=started)
 
 
 def _load_prompts(config: Config, source: str, split: str, setting: str, tokenizer: Any) -> list[Prompt]:
@@ -241,7 +220,15 @@ def _hub_rejections(hub: Hub) -> dict[str, int]:
     return dict(hub.num_dropped) | refused
 
 
-def _backend(config: Config, device: torch.device) -> Literal["gloo", "nccl", "pull"]:
-    if config.weights.backend != "auto":
-        return config.weights.backend
-    return "nccl" if device.type == "cuda" else "gloo"
+def _transport(config: Config, device: torch.device) -> Transport:
+    weights = config.weights
+    return Transport(
+        host=host_of(config.hub.address),
+        listen_on=host_of(config.hub.bind or config.hub.address),
+        backend=weights.backend if weights.backend != "auto" else "nccl" if device.type == "cuda" else "gloo",
+        port=weights.port,
+        timeout_s=weights.timeout_s,
+        bucket_bytes=weights.bucket_mb << 20,
+        chunk_bytes=weights.chunk_mb << 20,
+        max_pulls=weights.max_pulls,
+    )

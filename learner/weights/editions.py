@@ -1,7 +1,7 @@
-"""Which buffer holds which version, and who reads it: training writes the next version while an older one is still sent.
+"""The buffers of weights: training writes the next version while an older one is still being sent.
 
 There is one buffer as long as every version is sent before the next one is written. A second one is made when a version is lent
-to pullers, or when a transfer hangs; there is never a third.
+to actors that pull, or when a transfer hangs; there is never a third.
 """
 
 import contextlib
@@ -16,38 +16,45 @@ from offbeat.protocols.messages import TensorSpec
 
 PATIENCE_S = 1.0
 """How long training waits for a transfer to end before it takes memory for a second buffer instead."""
+UNPUBLISHED = -1
+"""The version of the first buffer before anything is published."""
 
 
 @dataclass(eq=False)
 class Edition:
-    """One version in a buffer; not overwritten while it has readers."""
+    """One version in a buffer, which is not overwritten while it has readers."""
 
     buffer: WeightBuffer
     policy_version: int
+    """The trainer's version when the buffer was written."""
     num_readers: int = 0
     checksum: int = 0
-    """Of the whole buffer; right for those who `take` the edition."""
+    """Checksum of the whole buffer, computed by the first `take`."""
 
 
 class Editions:
-    """See the module's docstring. Any thread may call, but only one may write."""
+    """Lends the newest version to readers, and a free buffer to the one writer. Any thread may read."""
 
     def __init__(self, layout: tuple[TensorSpec, ...]) -> None:
         self._layout = layout
-        self._current = Edition(WeightBuffer(layout), -1)
+        self._current = Edition(WeightBuffer(layout), UNPUBLISHED)
         self._spare: WeightBuffer | None = None
         self._has_second = False
         self._is_writing = False
         self._changed = threading.Condition()
 
     @property
-    def current(self) -> Edition:
-        """The newest; it may be overwritten at any time: to read the buffer, `take`."""
-        return self._current
+    def newest_version(self) -> int | None:
+        """The version published last; None before the first."""
+        version = self._current.policy_version
+        return None if version == UNPUBLISHED else version
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[WeightBuffer]:
-        """A buffer that nobody reads. Waits for: a transfer, `PATIENCE_S` at most unless both buffers are being read."""
+        """Yield a buffer that nobody reads.
+
+        Waits for: the end of a transfer, `PATIENCE_S` at most unless both buffers are being read.
+        """
         with self._changed:
             if not self._changed.wait_for(self._is_a_buffer_free, PATIENCE_S) and not self._has_second:
                 # Its pages are touched by the snapshot: filling it with zeros first would keep training waiting.
@@ -68,12 +75,12 @@ class Editions:
                 self._changed.notify_all()
 
     def publish(self, policy_version: int) -> None:
-        """What was written last is this version."""
+        """Name the version that was written last."""
         with self._changed:
             self._current.policy_version = policy_version
 
     def take(self) -> Edition:
-        """The newest edition, as a reader: `give_back` it. Waits for: the end of `writing`; then reads all of it once."""
+        """Return the newest edition, checksum computed, to read it until `give_back`. Waits for: the end of `writing`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_writing)
             edition = self._current
@@ -82,7 +89,7 @@ class Editions:
         return edition
 
     def give_back(self, edition: Edition) -> None:
-        """One reader less; the last one of an old edition leaves its buffer to training."""
+        """End a reading; the last reader of an old edition leaves its buffer to training."""
         with self._changed:
             edition.num_readers -= 1
             if not edition.num_readers and edition is not self._current:
@@ -90,7 +97,7 @@ class Editions:
             self._changed.notify_all()
 
     def provide_spare(self) -> None:
-        """Make the second buffer now if there is none: before an edition is lent, and not in the training thread."""
+        """Make the second buffer if there is none, before an edition is lent: not in the training thread, as it takes long."""
         with self._changed:
             if self._has_second:
                 return

@@ -1,9 +1,9 @@
-"""Serves one version of the weights, chunk by chunk, to the actors that were told to pull it: a socket and thread of its own.
+"""Serves one version of the weights, chunk by chunk, to the actors that were told to pull it, on another socket and thread.
 
     publisher: lend(version) -> admit(actor) ... -> dismiss(actor) -> withdraw()
-    server thread: ChunkRequest -> Chunk, or ChunkGone for whoever is not admitted, or asks for something else
+    server thread: ChunkRequest -> Chunk, or ChunkGone for an actor that is not admitted, or asks for another version
 
-What is served must not change between `lend` and `withdraw`. An actor is known by its socket's identity, as at the hub.
+The buffer must not change between `lend` and `withdraw`. An actor is known by its socket's identity, as at the hub.
 """
 
 import threading
@@ -21,9 +21,9 @@ from offbeat.protocols.wire import WireError
 
 LOOK_S = 0.05
 BURST = 16
-"""Requests answered before `tend` has its turn again."""
+"""Requests answered between two calls of `tend`."""
 MAX_SERVINGS = 4
-"""An actor may ask for a version as often as that; damaged and lost chunks included."""
+"""An actor may ask for each chunk this many times on average, damaged and lost ones included."""
 
 
 @dataclass
@@ -31,38 +31,31 @@ class Visitor:
     """An actor that may pull."""
 
     asked_at: float
-    """When it asked for a chunk last, or was admitted (monotonic)."""
+    """When it last asked for a chunk, or was admitted (monotonic)."""
     num_requests: int = 0
 
 
 class WeightServer:
-    """See the module's docstring. All methods may be called from any thread."""
+    """Answers chunk requests. All methods may be called from any thread."""
 
-    def __init__(
-        self,
-        *,
-        open_hub: Callable[[], Hub],
-        chunk_bytes: int,
-        tend: Callable[[], None],
-        on_failure: Callable[[BaseException], None],
-    ) -> None:
-        """The thread calls `tend` between requests, at least every `LOOK_S`."""
+    def __init__(self, *, open_hub: Callable[[], Hub], chunk_bytes: int) -> None:
+        """Open the socket; `start` begins to serve on it."""
         self._hub = open_hub()
         self.port = int(self._hub.address.rpartition(":")[2])
         self._chunk_bytes = chunk_bytes
-        self._tend = tend
-        self._on_failure = on_failure
-        self._policy_version = -1
+        self._policy_version: int | None = None
+        """The version that is served; None: none."""
         self._chunks: tuple[torch.Tensor, ...] = ()
         self._visitors: dict[bytes, Visitor] = {}
         self.num_rejected = 0
         """Messages that were no chunk requests."""
         self._lock = threading.Lock()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="weight-server", daemon=True)
+        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Begin to serve."""
+    def start(self, *, tend: Callable[[], None], on_failure: Callable[[BaseException], None]) -> None:
+        """Begin to serve. The thread calls `tend` between requests, at least every `LOOK_S`."""
+        self._thread = threading.Thread(target=self._run, args=(tend, on_failure), name="weight-server", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
@@ -78,7 +71,7 @@ class WeightServer:
                 return
             self._is_closed = True
             self._hub.wake()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join()
         self._hub.close()
 
@@ -90,29 +83,29 @@ class WeightServer:
     def withdraw(self) -> None:
         """Serve nothing."""
         with self._lock:
-            self._policy_version, self._chunks = -1, ()
+            self._policy_version, self._chunks = None, ()
 
     def admit(self, peer: bytes) -> None:
-        """This actor may pull now."""
+        """Let this actor pull."""
         with self._lock:
             self._visitors[peer] = Visitor(time.monotonic())
 
     def dismiss(self, peer: bytes) -> None:
-        """It may no longer."""
+        """Let this actor pull no longer."""
         with self._lock:
             self._visitors.pop(peer, None)
 
     def visitor(self, peer: bytes) -> Visitor:
-        """How far an admitted actor is; a copy."""
+        """Return a copy of what is known of an admitted actor."""
         with self._lock:
             visitor = self._visitors[peer]
             return Visitor(visitor.asked_at, visitor.num_requests)
 
-    def _run(self) -> None:
+    def _run(self, tend: Callable[[], None], on_failure: Callable[[BaseException], None]) -> None:
         """Consumes: chunk requests. Waits for: one, `LOOK_S` at most. Unblocked by: a request, `wake`. Produces: chunks."""
         try:
             while not self._is_closed:
-                self._tend()
+                tend()
                 self._hub.wait(LOOK_S)
                 for _ in range(BURST):
                     received = self._hub.receive()
@@ -120,7 +113,7 @@ class WeightServer:
                         break
                     self._answer(received)
         except BaseException as error:  # noqa: BLE001  a dead server must raise in the training thread
-            self._on_failure(error)
+            on_failure(error)
 
     def _answer(self, received: Received) -> None:
         if isinstance(received.packet, WireError) or not isinstance(received.packet.message, ChunkRequest):

@@ -21,6 +21,8 @@ from offbeat.common.config import ActorSection, Config, HubSection, MetricsSecti
 from offbeat.common.shutdown import StopRequest
 from offbeat.common.weights import make_layout
 from offbeat.learner.weights.publisher import WeightPublisher
+from offbeat.learner.weights.standings import Recipient
+from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.messages import (
     Ack,
@@ -540,34 +542,49 @@ def test_lease_waits_for_the_weights_that_it_asks_for(learner: Learner) -> None:
         assert {completion.segments for completion in done.completions} == {(Segment(3, 0),)}
 
 
+class OneActor:
+    """The publisher's way to the actor of a test."""
+
+    def __init__(self) -> None:
+        self.posted: list[LearnerMessage] = []
+
+    def recipients(self) -> list[Recipient]:
+        return [Recipient(PEER, "actor-0", None)]
+
+    def post(self, peer: bytes, message: LearnerMessage) -> None:
+        self.posted.append(message)
+
+    def fail(self, error: BaseException) -> None:
+        raise error
+
+
 @contextmanager
 def published(policy_version: int, weights: torch.Tensor, learner: Learner) -> Iterator[WeightUpdate]:
     """A publisher that waits for the actor; its announcement, which is the test's to send."""
-    posted: list[LearnerMessage] = []
+    actors = OneActor()
     publisher = WeightPublisher(
         layout=LAYOUT,
-        members=lambda: [(PEER, "actor-0", -1)],
-        post=lambda peer, message: posted.append(message),
-        record=lambda row: None,
-        host="127.0.0.1",
-        listen_on="127.0.0.1",
-        port=0,
-        backend="gloo",
-        timeout_s=5.0,
-        bucket_bytes=16,
+        transport=Transport(
+            host="127.0.0.1",
+            listen_on="127.0.0.1",
+            backend="gloo",
+            port=0,
+            timeout_s=5.0,
+            bucket_bytes=16,
+            chunk_bytes=16,
+            max_pulls=1,
+        ),
         open_hub=lambda: Hub("tcp://127.0.0.1:0", max_message_bytes=LIMIT),
-        chunk_bytes=16,
-        max_pulls=1,
         max_pull_lag=lambda: 1,
-        on_failure=lambda error: None,
+        record=lambda row: None,
     )
     with publisher.writing() as buffer:
         dict(buffer.views())["w"].copy_(weights)
     publisher.publish(policy_version)
-    publisher.start()
-    eventually(lambda: bool(posted), learner)
-    assert isinstance(posted[0], WeightUpdate)
-    yield posted[0]
+    publisher.start(actors)
+    eventually(lambda: bool(actors.posted), learner)
+    assert isinstance(actors.posted[0], WeightUpdate)
+    yield actors.posted[0]
     publisher.close()
 
 

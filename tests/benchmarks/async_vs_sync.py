@@ -51,6 +51,7 @@ from offbeat.common.rows import GroupRow, Row, StepRow, WeightsRow
 from offbeat.common.settings import resolved_toml
 from offbeat.common.shutdown import StopRequest
 from offbeat.common.weights import make_layout
+from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.hub_thread import HubThread
 from offbeat.protocols.channels import Hub, Link
@@ -209,6 +210,7 @@ class SleepLearner:
         self._samples: list[tuple[float, float]] = []
         """Time, and groups begun but not trained on."""
         self._is_over = False
+        self._publisher = make_publisher(LAYOUT, num_actors=NUM_ACTORS, max_staleness=max_staleness, record=self._record)
         self._dispatcher: Dispatcher = make_dispatcher(
             group_size=GROUP_SIZE,
             groups_per_step=GROUPS_PER_STEP,
@@ -216,16 +218,8 @@ class SleepLearner:
             max_staleness=max_staleness,
             layout=LAYOUT,
             record=self._record,
-            on_join=lambda peer: self._publisher.joined(peer),
-            on_weights=lambda actor, message: self._publisher.handle(actor, message),
-        )
-        self._publisher = make_publisher(
-            self._dispatcher,
-            LAYOUT,
-            num_actors=NUM_ACTORS,
-            max_staleness=max_staleness,
-            record=self._record,
-            post=self._post,
+            on_join=self._publisher.joined,
+            on_weights=self._publisher.handle,
         )
         self._hub_thread = HubThread(hub, self._dispatcher)
 
@@ -233,7 +227,7 @@ class SleepLearner:
         """All steps; the CPU seconds are this process's."""
         self._hub_thread.start()
         self._await(lambda: len(self._dispatcher.members()) == NUM_ACTORS)
-        self._publisher.start()
+        self._publisher.start(ActorLink(self._dispatcher, self._hub_thread, PATIENCE_S))
         sampler = threading.Thread(target=self._sample, daemon=True)
         sampler.start()
         cpu_before, started = time.process_time(), time.monotonic()
@@ -304,12 +298,8 @@ class SleepLearner:
             assert time.monotonic() < deadline, self._dispatcher.waiting_for()
             time.sleep(0.005)
 
-    def _post(self, peer: bytes, message: Any) -> None:
-        self._dispatcher.post(peer, message)
-        self._hub.wake()
-
-    def _record(self, row: Row) -> None:
-        self._rows.append(row)
+    def _record(self, kind: str, **row: Any) -> None:
+        self._rows.append({"kind": kind, **row})
 
 
 def measure_sleep(connections: list[Connection], workload: Workload, max_staleness: int) -> Trial:

@@ -51,6 +51,7 @@ from offbeat.common.rows import FinalRow, GroupRow, LedgerSums, Row, StepRow
 from offbeat.common.settings import load, resolved_toml
 from offbeat.common.shutdown import PARENT_VARIABLE
 from offbeat.lab.simulation.predict import Source, fitted_times, simulate_batches
+from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.hub_thread import HubThread
 from offbeat.learner.leases.rollout_log import RolloutLog
@@ -119,6 +120,9 @@ class SocketLearner:
         self._metrics = metrics
         self._train_s = WORKLOAD.train_s
         self._log = RolloutLog(folder / "log", fsync="off", segment_bytes=1 << 26, retain_bytes=1 << 30, min_free_bytes=0)
+        self._publisher = make_publisher(
+            LAYOUT, num_actors=setting.num_actors, max_staleness=setting.max_staleness, record=self._record
+        )
         self._dispatcher: Dispatcher = make_dispatcher(
             group_size=GROUP_SIZE,
             groups_per_step=GROUPS_PER_STEP,
@@ -127,16 +131,8 @@ class SocketLearner:
             layout=LAYOUT,
             log=self._log,
             record=self._record,
-            on_join=lambda peer: self._publisher.joined(peer),
-            on_weights=lambda actor, message: self._publisher.handle(actor, message),
-        )
-        self._publisher = make_publisher(
-            self._dispatcher,
-            LAYOUT,
-            num_actors=setting.num_actors,
-            max_staleness=setting.max_staleness,
-            record=self._record,
-            post=self._post,
+            on_join=self._publisher.joined,
+            on_weights=self._publisher.handle,
         )
         self._hub_thread = HubThread(hub, self._dispatcher)
 
@@ -148,7 +144,7 @@ class SocketLearner:
         while len(self._dispatcher.members()) < self._num_actors:
             assert time.monotonic() < deadline, self._dispatcher.waiting_for()
             time.sleep(0.005)
-        self._publisher.start()
+        self._publisher.start(ActorLink(self._dispatcher, self._hub_thread, PATIENCE_S))
         self._publish(0)
         for policy_version in range(1, SOCKET_STEPS + 1):
             self._step(policy_version)
@@ -185,10 +181,6 @@ class SocketLearner:
 
     def _record(self, row: Row) -> None:
         self._metrics.write(row)
-
-    def _post(self, peer: bytes, message: Any) -> None:
-        self._dispatcher.post(peer, message)
-        self._hub.wake()
 
 
 def make_socket_run(folder: Path, setting: Setting) -> None:

@@ -27,6 +27,7 @@ from offbeat.learner.leases.prompts import Prompt, PromptStream
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.leases.staleness import StalenessPolicy
 from offbeat.learner.weights.publisher import WeightPublisher
+from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.channels import Hub
 from offbeat.protocols.messages import EngineInfo, ModelHashes, Sampling, Segment, TensorSpec
 
@@ -177,30 +178,21 @@ def make_dispatcher(
     )
 
 
-def make_publisher(
-    dispatcher: Dispatcher,
-    layout: tuple[TensorSpec, ...],
-    *,
-    num_actors: int,
-    max_staleness: int,
-    record: Recorder,
-    post: Callable[[bytes, Any], None],
-) -> WeightPublisher:
-    """The learner's own weight publisher, over gloo and loopback."""
+def make_publisher(layout: tuple[TensorSpec, ...], *, num_actors: int, max_staleness: int, record: Recorder) -> WeightPublisher:
+    """Return the learner's own weight publisher, over gloo and loopback."""
     return WeightPublisher(
         layout=layout,
-        members=dispatcher.members,
-        post=post,
-        record=record,
-        host="127.0.0.1",
-        listen_on="127.0.0.1",
-        port=0,
-        backend="gloo",
-        timeout_s=PATIENCE_S,
-        bucket_bytes=8 << 20,
+        transport=Transport(
+            host="127.0.0.1",
+            listen_on="127.0.0.1",
+            backend="gloo",
+            port=0,
+            timeout_s=PATIENCE_S,
+            bucket_bytes=8 << 20,
+            chunk_bytes=8 << 20,
+            max_pulls=num_actors,
+        ),
         open_hub=lambda: Hub("tcp://127.0.0.1:0", max_message_bytes=MAX_MESSAGE_BYTES),
-        chunk_bytes=8 << 20,
-        max_pulls=num_actors,
         max_pull_lag=lambda: max_staleness,
-        on_failure=dispatcher.fail,
+        record=record,
     )

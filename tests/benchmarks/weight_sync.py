@@ -35,7 +35,9 @@ from offbeat.common.environment import prepare_environment
 from offbeat.common.rows import ActorRow, CommitRow, StepRow, WeightsRow
 from offbeat.common.weights import checksum as checksum_of
 from offbeat.common.weights import make_layout
-from offbeat.learner.weights.publisher import Members, WeightPublisher
+from offbeat.learner.weights.publisher import WeightPublisher
+from offbeat.learner.weights.standings import Recipient
+from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.messages import LearnerMessage, WeightPull, WeightsCommitted, WeightsStaged, WeightUpdate
 from tests.benchmarks.measuring import (
@@ -139,31 +141,23 @@ def open_link(address: str, rank: int) -> Link:
     return Link(address, identity=_name(rank - 1).encode(), max_message_bytes=2 * BUCKET_BYTES)
 
 
-def publisher_to(
-    members: Members,
-    post: Callable[[bytes, LearnerMessage], None],
-    on_failure: Callable[[BaseException], None],
-    *,
-    timeout_s: float = TIMEOUT_S,
-    max_pulls: int = 2,
-) -> WeightPublisher:
-    """A publisher of `LAYOUT` over gloo, with the default sizes."""
+def make_publisher(*, timeout_s: float = TIMEOUT_S, max_pulls: int = 2) -> WeightPublisher:
+    """Return a publisher of `LAYOUT` over gloo, with the default sizes."""
     return WeightPublisher(
         layout=LAYOUT,
-        members=members,
-        post=post,
-        record=lambda row: None,
-        host="127.0.0.1",
-        listen_on="127.0.0.1",
-        port=0,
-        backend="gloo",
-        timeout_s=timeout_s,
-        bucket_bytes=BUCKET_BYTES,
+        transport=Transport(
+            host="127.0.0.1",
+            listen_on="127.0.0.1",
+            backend="gloo",
+            port=0,
+            timeout_s=timeout_s,
+            bucket_bytes=BUCKET_BYTES,
+            chunk_bytes=BUCKET_BYTES,
+            max_pulls=max_pulls,
+        ),
         open_hub=open_hub,
-        chunk_bytes=BUCKET_BYTES,
-        max_pulls=max_pulls,
         max_pull_lag=lambda: 4,
-        on_failure=on_failure,
+        record=lambda row: None,
     )
 
 
@@ -234,7 +228,7 @@ class Fleet:
     def __init__(self, connections: list[Connection], store: TCPStore) -> None:
         self._connections = connections
         self._cpu_s = [0.0] * len(connections)
-        self._versions = [-1] * len(connections)
+        self._versions: list[int | None] = [None] * len(connections)
         self._num_members = 0
         self._value = 0
         """Last byte of the buffer that is being sent."""
@@ -248,8 +242,8 @@ class Fleet:
         self._groups = bare_groups(store, 0)
         for connection in connections:
             assert connection.recv() == "up"
-        self._publisher = publisher_to(self._members, self._post, self._failures.append)
-        self._publisher.start()
+        self._publisher = make_publisher()
+        self._publisher.start(self)
 
     def close(self) -> None:
         """End the publisher's thread."""
@@ -308,10 +302,16 @@ class Fleet:
             staged = WeightsStaged(policy_version=received.policy_version, epoch=received.epoch)
             self._publisher.handle(_name(index), staged)
 
-    def _members(self) -> list[tuple[bytes, str, int]]:
-        return [(_name(index).encode(), _name(index), self._versions[index]) for index in range(self._num_members)]
+    def recipients(self) -> list[Recipient]:
+        """Return the receivers of this round."""
+        return [Recipient(_name(index).encode(), _name(index), self._versions[index]) for index in range(self._num_members)]
 
-    def _post(self, peer: bytes, message: LearnerMessage) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Keep what ended a thread of the publisher."""
+        self._failures.append(error)
+
+    def post(self, peer: bytes, message: LearnerMessage) -> None:
+        """Send an announcement to a receiver."""
         index = int(peer.decode().rpartition("-")[2])
         self._connections[index].send(message)
 
@@ -403,7 +403,7 @@ class Actor:
         self.connection = connection
         self.name = _name(rank - 1)
         self.peer = self.name.encode()
-        self.policy_version = -1
+        self.policy_version: int | None = None
         self.committed_at: dict[int, float] = {}
         self.num_pulled = 0
         self.befell_at = 0.0
@@ -449,14 +449,8 @@ class Stage:
             connection.send(rank)
         for connection in connections:
             assert connection.recv() == "up"
-        self.publisher = publisher_to(
-            lambda: [(actor.peer, actor.name, actor.policy_version) for actor in self.live],
-            self._post,
-            self.failures.append,
-            timeout_s=timeout_s,
-            max_pulls=max_pulls,
-        )
-        self.publisher.start()
+        self.publisher = make_publisher(timeout_s=timeout_s, max_pulls=max_pulls)
+        self.publisher.start(self)
         self._is_over = False
         self._courier = threading.Thread(target=self._carry, daemon=True)
         self._courier.start()
@@ -467,10 +461,18 @@ class Stage:
         self._is_over = True
         self._courier.join()
 
+    def recipients(self) -> list[Recipient]:
+        """Return the live actors."""
+        return [Recipient(actor.peer, actor.name, actor.policy_version) for actor in self.live]
+
+    def fail(self, error: BaseException) -> None:
+        """Keep what ended a thread of the publisher."""
+        self.failures.append(error)
+
     def join(self, *actors: Actor) -> None:
-        """They are new."""
+        """Have these actors join as new ones."""
         for actor in actors:
-            actor.policy_version = -1
+            actor.policy_version = None
             self.live = [*(other for other in self.live if other is not actor), actor]
             self.publisher.joined(actor.peer)
 
@@ -493,7 +495,8 @@ class Stage:
             assert time.monotonic() < deadline, f"not within {TIMEOUT_S:g} s"
             time.sleep(0.002)
 
-    def _post(self, peer: bytes, message: LearnerMessage) -> None:
+    def post(self, peer: bytes, message: LearnerMessage) -> None:
+        """Send an announcement to an actor."""
         actor = next(actor for actor in self.actors if actor.peer == peer)
         # A dead one's pipe is closed at the other end.
         with contextlib.suppress(OSError):

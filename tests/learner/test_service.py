@@ -13,6 +13,7 @@ from offbeat.common.config import Config, ModelSection, RolloutSection, RunSecti
 from offbeat.common.rows import Row, row_fields
 from offbeat.common.shutdown import StopRequest
 from offbeat.learner import service
+from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.dispatch.dispatcher import Dispatcher, RunFailedError
 from offbeat.learner.dispatch.hub_thread import HubThread
 from offbeat.learner.leases.groups import Group
@@ -24,10 +25,11 @@ from offbeat.learner.step_rows import StepRows
 from offbeat.learner.training.ranks import RankedTrainer
 from offbeat.learner.weights.canary import Canary
 from offbeat.learner.weights.publisher import WeightPublisher
+from offbeat.learner.weights.standings import Recipient
 
 TRAIN_S, SNAPSHOT_S, PUBLISH_WAIT_S, CHECKPOINT_S = 8.0, 2.0, 1.0, 4.0
 """Seconds that the fakes take."""
-ACTOR = (b"a/1", "a", 0)
+ACTOR: tuple[bytes, str, int] = (b"a/1", "a", 0)
 
 
 class Clock:
@@ -170,7 +172,8 @@ class FakePublisher:
     def __init__(self, clock: Clock, calls: list[str], canary: Canary) -> None:
         self._clock, self._calls, self._canary = clock, calls, canary
 
-    def start(self) -> None:
+    def start(self, actors: ActorLink) -> None:
+        assert actors.recipients() == [Recipient(b"a/1", "a", 0)]
         self._calls.append("start publisher")
 
     @contextmanager
@@ -272,12 +275,10 @@ class Bench:
         )
         self.learner = Learner(
             self.loop,
-            dispatcher=cast(Dispatcher, self.dispatcher),
-            hub_thread=cast(HubThread, FakeHubThread(self.calls)),
+            link=ActorLink(cast(Dispatcher, self.dispatcher), cast(HubThread, FakeHubThread(self.calls)), leave_timeout_s=7.0),
             publisher=publisher,
             log=cast(RolloutLog, FakeLog(self.calls)),
             record=self.record,
-            leave_timeout_s=7.0,
             started=self.clock.now - 100.0,
         )
 

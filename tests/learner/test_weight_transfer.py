@@ -20,6 +20,8 @@ from offbeat.common.rows import row_fields
 from offbeat.common.weights import checksum, make_layout
 from offbeat.learner.weights import editions as weight_editions
 from offbeat.learner.weights.publisher import WeightPublisher
+from offbeat.learner.weights.standings import Recipient
+from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.messages import LearnerMessage, TensorSpec, WeightPull, WeightsCommitted, WeightsStaged, WeightUpdate
 
@@ -71,7 +73,7 @@ class Receiver:
     def __init__(self, name: str, layout: tuple[TensorSpec, ...], mishap: Mishap, poll_s: float) -> None:
         self.name = name
         self.peer = f"{name}/1".encode()
-        self.policy_version = -1
+        self.policy_version: int | None = None
         self.is_mute = False
         self.num_breaks = 0
         """Transfers to come that it says have broken."""
@@ -85,6 +87,9 @@ class Receiver:
         self.send: Callable[[LearnerMessage], None] = self.connection.send
         assert self.connection.poll(PATIENCE_S)
         assert self.connection.recv() == "up"
+
+    def has(self, policy_version: int) -> bool:
+        return self.policy_version is not None and self.policy_version >= policy_version
 
     def signal(self, number: signal.Signals) -> None:
         assert self.process.pid is not None
@@ -114,25 +119,30 @@ class Fleet:
         self.sent_checksums: dict[int, int] = {}
         self.publisher = WeightPublisher(
             layout=layout,
-            members=lambda: [(receiver.peer, receiver.name, receiver.policy_version) for receiver in self.receivers],
-            post=self.post,
-            record=lambda row: self.rows.append(row_fields(row)),
-            host="127.0.0.1",
-            listen_on="127.0.0.1",
-            port=0,
-            backend=backend,
-            timeout_s=timeout_s,
-            bucket_bytes=BUCKET_BYTES,
+            transport=Transport(
+                host="127.0.0.1",
+                listen_on="127.0.0.1",
+                backend=backend,
+                port=0,
+                timeout_s=timeout_s,
+                bucket_bytes=BUCKET_BYTES,
+                chunk_bytes=CHUNK_BYTES,
+                max_pulls=MAX_PULLS,
+            ),
             open_hub=open_hub,
-            chunk_bytes=CHUNK_BYTES,
-            max_pulls=MAX_PULLS,
             max_pull_lag=lambda: 2,
-            on_failure=self.failures.append,
+            record=lambda row: self.rows.append(row_fields(row)),
         )
-        self.publisher.start()
+        self.publisher.start(self)
         self._is_over = False
         self._courier = threading.Thread(target=self.carry, daemon=True)
         self._courier.start()
+
+    def recipients(self) -> list[Recipient]:
+        return [Recipient(receiver.peer, receiver.name, receiver.policy_version) for receiver in self.receivers]
+
+    def fail(self, error: BaseException) -> None:
+        self.failures.append(error)
 
     def join(self, name: str, mishap: Mishap = "", poll_s: float = 0.001) -> Receiver:
         receiver = Receiver(name, self.layout, mishap, poll_s)
@@ -187,7 +197,7 @@ class Fleet:
             self.publisher.publish(policy_version)
 
     def wait(self, policy_version: int, *receivers: Receiver) -> None:
-        self.wait_for(lambda: all(receiver.policy_version >= policy_version for receiver in receivers))
+        self.wait_for(lambda: all(receiver.has(policy_version) for receiver in receivers))
         for receiver in receivers:
             for version, received in receiver.checksums.items():
                 assert received == self.sent_checksums[version]
@@ -214,8 +224,8 @@ class Fleet:
         self._courier.join(5)
         for receiver in self.receivers:
             receiver.end()
-        assert not self.publisher._thread.is_alive()
-        assert not self.publisher._server._thread.is_alive()
+        for thread in (self.publisher._thread, self.publisher._server._thread):
+            assert thread is None or not thread.is_alive()
         assert not self.failures, self.failures
 
 
@@ -257,8 +267,8 @@ def test_version_larger_than_a_bucket_arrives() -> None:
 
 
 def num_keys(fleet: Fleet) -> int:
-    assert fleet.publisher._store is not None
-    return fleet.publisher._store.num_keys()
+    assert fleet.publisher._collective is not None
+    return fleet.publisher._collective._store.num_keys()
 
 
 def test_keys_of_past_transfers_do_not_pile_up_in_the_store() -> None:
@@ -291,7 +301,7 @@ def test_actor_that_joins_again_gets_the_version_that_it_had() -> None:
         fleet.publish(3)
         fleet.wait(3, *fleet.receivers)
         again = fleet.receivers[0]
-        again.policy_version = -1
+        again.policy_version = None
         again.checksums.clear()
         fleet.publisher.joined(again.peer)
         fleet.wait(3, again)
@@ -303,7 +313,7 @@ def test_whole_fleet_that_joins_again_gets_the_version_that_it_had() -> None:
         fleet.publish(3)
         fleet.wait(3, *fleet.receivers)
         for receiver in fleet.receivers:
-            receiver.policy_version = -1
+            receiver.policy_version = None
             receiver.checksums.clear()
             fleet.publisher.joined(receiver.peer)
         fleet.wait(3, *fleet.receivers)
@@ -330,7 +340,7 @@ def test_receiver_stopped_in_the_middle_of_a_broadcast_is_named_and_catches_up_w
         fleet.publish(0)
         fleet.wait(0, *survivors)
         assert set(fleet.excluded()) == {"victim"}
-        assert victim.policy_version == -1
+        assert victim.policy_version is None
         victim.signal(signal.SIGCONT)
         fleet.publish(1)
         fleet.wait(1, victim, *survivors)
@@ -408,7 +418,7 @@ def test_joiner_pulls_while_collectives_go_on_for_the_others_and_enters_the_next
         fleet.wait(0, *others)
         late = fleet.join("late")
         version = 0
-        while late.policy_version < 0:
+        while late.policy_version is None:
             version += 1
             fleet.publish(version)
             fleet.wait(version, *others)
@@ -508,7 +518,7 @@ def test_actor_that_is_distrusted_is_left_out_and_pulls() -> None:
         honest, liar = fleet.receivers
         fleet.publish(0)
         fleet.wait(0, honest, liar)
-        liar.policy_version = -1
+        liar.policy_version = None
         liar.checksums.clear()
         fleet.publisher.distrust(liar.peer, "liar", "scored the canary otherwise")
         assert fleet.publisher.problems()[0].startswith("liar scored the canary otherwise; no weights for another")
@@ -528,7 +538,7 @@ def test_with_the_backend_pull_nobody_meets_in_a_store() -> None:
         for version in range(5):
             fleet.publish(version)
             fleet.wait(version, *fleet.receivers)
-        assert fleet.publisher._store is None
+        assert fleet.publisher._collective is None
         assert len(fleet.pulled) == 15
         assert fleet.excluded() == []
 

@@ -117,7 +117,7 @@ def test_without_routers_or_interval_no_routing_is_recorded(routing: Routing | N
 
 
 def test_canary_is_the_beginning_of_the_prompts() -> None:
-    prompts = [np.array([1, 2], np.int64), np.array([3], np.int64), np.array([4, 5, 6], np.int64)]
+    prompts = [np.array([1, 2], np.int32), np.array([3], np.int32), np.array([4, 5, 6], np.int32)]
     token_ids = canary_token_ids(prompts, 4)
     assert token_ids.tolist() == [1, 2, 3, 4]
     assert token_ids.dtype == np.int32

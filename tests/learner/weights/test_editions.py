@@ -19,7 +19,7 @@ def write(editions: Editions, policy_version: int) -> None:
 
 
 def buffers_of(editions: Editions, *taken: Edition) -> set[int]:
-    held = [editions.current.buffer, editions._spare, *(edition.buffer for edition in taken)]
+    held = [editions._current.buffer, editions._spare, *(edition.buffer for edition in taken)]
     return {id(buffer) for buffer in held if buffer is not None}
 
 
@@ -70,7 +70,7 @@ def test_training_takes_a_second_buffer_when_a_transfer_hangs(monkeypatch) -> No
     hanging = editions.take()
     write(editions, 2)
     assert int(hanging.buffer.flat[0]) == 1
-    assert editions.current.policy_version == 2
+    assert editions.newest_version == 2
 
 
 def test_there_is_never_a_third_buffer_training_waits_for_one_of_two(monkeypatch) -> None:

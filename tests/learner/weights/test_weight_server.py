@@ -39,13 +39,14 @@ def open_link(address: str) -> Link:
 def server() -> Iterator[WeightServer]:
     """It lends random bytes as `VERSION`, and has admitted `PEER`."""
     failures: list[BaseException] = []
-    server = WeightServer(open_hub=open_hub, chunk_bytes=CHUNK_BYTES, tend=lambda: None, on_failure=failures.append)
-    server.start()
+    server = WeightServer(open_hub=open_hub, chunk_bytes=CHUNK_BYTES)
+    server.start(tend=lambda: None, on_failure=failures.append)
     server.lend(VERSION, FLAT)
     server.admit(PEER)
     yield server
     server.close()
     assert not failures
+    assert server._thread is not None
     assert not server._thread.is_alive()
 
 

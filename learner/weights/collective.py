@@ -1,0 +1,193 @@
+"""Collective updates: one broadcast of a version to actors that have all said that they are ready.
+
+    announce (WeightUpdate) -> wait ready -> go -> broadcast
+
+An epoch is one process group. A new one begins when other actors take part, or when anything about the last transfer failed.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from offbeat.common.collectives import POLL_S, CollectiveError, Rendezvous, WeightGroup, serve_store
+from offbeat.learner.weights.editions import Edition
+from offbeat.learner.weights.standings import Recipient
+from offbeat.learner.weights.transport import Transport
+from offbeat.protocols.messages import LearnerMessage, WeightUpdate
+
+logger = logging.getLogger(__name__)
+
+RETRY_READY_S = 2.0
+"""How long actors have to get ready after a broadcast that broke: those that are alive are waiting for just that."""
+
+
+class Absent(NamedTuple):
+    """An actor that did not get ready."""
+
+    recipient: Recipient
+    why: str | None
+    """None when it is not to blame: it left, or `close` ended the wait."""
+
+
+class Transfer(NamedTuple):
+    """The outcome of one update."""
+
+    is_sent: bool
+    absent: list[Absent]
+
+
+class CollectiveUpdates:
+    """The rendezvous store and the process group of the current epoch. Only the publisher's thread sends."""
+
+    def __init__(self, transport: Transport, closing: threading.Event) -> None:
+        """Open the store; a set `closing` ends every wait for actors."""
+        assert transport.backend != "pull"
+        self._backend: Literal["gloo", "nccl"] = transport.backend
+        self._transport = transport
+        self._closing = closing
+        self._store = serve_store(transport.host, transport.port, transport.timeout_s, listen_on=transport.listen_on)
+        self._epoch = 0
+        self._group: WeightGroup | None = None
+        self._group_peers: list[bytes] = []
+        self._sent_version: int | None = None
+        """Newest version that went through a group."""
+        self._is_retry = False
+        """The last broadcast broke."""
+        self._is_group_broken = False
+        """A member of the last broadcast reported that it broke."""
+        self._past: list[tuple[Rendezvous, int]] = []
+        """Transfers whose keys are still in the store, with their world sizes."""
+        self._errors: dict[str, str] = {}
+        """Errors that members reported about the current epoch, by name."""
+
+    def report(self, actor: str, epoch: int, error: str) -> None:
+        """Take an actor's report on a transfer that broke; one on an older epoch is about a transfer already given up."""
+        if epoch == self._epoch:
+            self._errors[actor] = error
+
+    def take_error(self, actor: str) -> str | None:
+        """Return what this actor has reported since the last call."""
+        return self._errors.pop(actor, None)
+
+    def distrust_group(self) -> None:
+        """Begin the next transfer with a new epoch."""
+        self._is_group_broken = True
+
+    def send(
+        self,
+        recipients: Sequence[Recipient],
+        edition: Edition,
+        *,
+        live: Callable[[], set[bytes]],
+        post: Callable[[bytes, LearnerMessage], None],
+    ) -> Transfer:
+        """Broadcast an edition to all of the recipients, or to none.
+
+        Waits for: every recipient to get ready, `timeout_s` at most. Unblocked by: their keys in the store, a reported error,
+        a peer that `live` no longer returns, `closing`.
+        """
+        policy_version = edition.policy_version
+        peers = [recipient.peer for recipient in recipients]
+        # The same version to the same members needs another epoch: keys are never used twice.
+        is_fresh_needed = self._is_group_broken or policy_version == self._sent_version
+        if self._group is None or peers != self._group_peers or is_fresh_needed:
+            self._begin_epoch()
+        rendezvous = Rendezvous(self._store, epoch=self._epoch, policy_version=policy_version)
+        self._announce(peers, edition, post)
+        absent = self._wait_ready(recipients, rendezvous, live)
+        if not absent:
+            # Not earlier: a member that is served by another member need not have seen the go yet when the learner's
+            # part of the broadcast is over. Ready for this transfer, it has seen those before.
+            self._forget_past()
+        self._past.append((rendezvous, len(peers) + 1))
+        if absent:
+            self._begin_epoch()
+            return Transfer(is_sent=False, absent=absent)
+        try:
+            self._broadcast(peers, edition, rendezvous)
+        except CollectiveError as error:
+            # Who is to blame shows in the next round: the one that does not get ready.
+            logger.warning("weights %d, epoch %d: %s; asking again who is there", policy_version, self._epoch, error)
+            self._is_retry = True
+            self._begin_epoch()
+            return Transfer(is_sent=False, absent=[])
+        self._is_retry = False
+        self._sent_version = policy_version
+        return Transfer(is_sent=True, absent=[])
+
+    def close(self) -> None:
+        """Give up the group."""
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+        self._group_peers = []
+
+    def _announce(self, peers: Sequence[bytes], edition: Edition, post: Callable[[bytes, LearnerMessage], None]) -> None:
+        for rank, peer in enumerate(peers, start=1):
+            update = WeightUpdate(
+                policy_version=edition.policy_version,
+                epoch=self._epoch,
+                rank=rank,
+                world_size=len(peers) + 1,
+                store_host=self._transport.host,
+                store_port=self._store.port,
+                backend=self._backend,
+                bucket_bytes=self._transport.bucket_bytes,
+                checksum=edition.checksum,
+                timeout_s=self._transport.timeout_s,
+            )
+            post(peer, update)
+
+    def _wait_ready(
+        self, recipients: Sequence[Recipient], rendezvous: Rendezvous, live: Callable[[], set[bytes]]
+    ) -> list[Absent]:
+        """Return the recipients that did not get ready."""
+        timeout_s = self._transport.timeout_s
+        limit_s = min(timeout_s, RETRY_READY_S) if self._is_retry else timeout_s
+        within = f"{limit_s:g} s of a broken broadcast" if self._is_retry else f"{limit_s:g} s (weights.timeout_s)"
+        late = f"did not enter epoch {self._epoch} within {within}"
+        deadline = time.monotonic() + limit_s
+        waiting = dict(enumerate(recipients, start=1))
+        absent: list[Absent] = []
+        while waiting and not self._closing.is_set():
+            present = live()
+            for rank, recipient in list(waiting.items()):
+                if rendezvous.is_ready(rank):
+                    del waiting[rank]
+                    continue
+                error = self.take_error(recipient.name)
+                has_left = recipient.peer not in present
+                if error or has_left or time.monotonic() > deadline:
+                    absent.append(Absent(recipient, error or (None if has_left else late)))
+                    del waiting[rank]
+            time.sleep(POLL_S)
+        return absent + [Absent(recipient, None) for recipient in waiting.values()]
+
+    def _broadcast(self, peers: list[bytes], edition: Edition, rendezvous: Rendezvous) -> None:
+        rendezvous.set_go()
+        if self._group is None:
+            self._group = WeightGroup(
+                self._store,
+                epoch=self._epoch,
+                rank=0,
+                world_size=len(peers) + 1,
+                backend=self._backend,
+                timeout_s=self._transport.timeout_s,
+            )
+            self._group_peers = peers
+        self._group.broadcast(edition.buffer.flat, self._transport.bucket_bytes)
+
+    def _begin_epoch(self) -> None:
+        """Give up the group; reports about it do not count any more."""
+        self.close()
+        self._epoch += 1
+        self._errors.clear()
+        self._is_group_broken = False
+
+    def _forget_past(self) -> None:
+        """Keep the store from growing with the run."""
+        for rendezvous, world_size in self._past:
+            rendezvous.clear(world_size)
+        self._past.clear()

@@ -1,0 +1,164 @@
+"""The pull service: which actors fetch which edition of the weights now, a few at a time, each with a deadline.
+
+waiting actors -> admit -> announcements (WeightPull) -> [the server's chunks] -> staged -> the edition is given back
+"""
+
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from offbeat.learner.weights.editions import Edition, Editions
+from offbeat.learner.weights.server import WeightServer
+from offbeat.learner.weights.standings import Recipient
+from offbeat.learner.weights.transport import Transport
+from offbeat.protocols.messages import WeightPull
+
+
+class Pull(NamedTuple):
+    """An actor that is pulling."""
+
+    name: str
+    policy_version: int
+    begun_at: float
+    """Monotonic, as all times here."""
+    is_announced: bool = False
+    """`WeightPull` was posted, on the connection that the actor has now."""
+
+
+class LatePull(NamedTuple):
+    """An actor that did not go on pulling, or did not commit, in time."""
+
+    peer: bytes
+    name: str
+    why: str
+
+
+class PullService:
+    """The pulls under way. All pull the same edition, which is lent until the last of them ends.
+
+    Not thread-safe: the publisher holds its lock, but for `borrow`, which takes long.
+    """
+
+    def __init__(self, editions: Editions, server: WeightServer, transport: Transport) -> None:
+        self._editions = editions
+        self._server = server
+        self._transport = transport
+        self._pulls: dict[bytes, Pull] = {}
+        self._lent: Edition | None = None
+
+    def __contains__(self, peer: bytes) -> bool:
+        return peer in self._pulls
+
+    def __len__(self) -> int:
+        return len(self._pulls)
+
+    @property
+    def lent_version(self) -> int | None:
+        """The version that they all pull; None when nobody pulls."""
+        return None if self._lent is None else self._lent.policy_version
+
+    @property
+    def num_free(self) -> int:
+        """Actors that may still begin."""
+        return self._transport.max_pulls - len(self._pulls)
+
+    def borrow(self) -> Edition:
+        """Return the newest edition, to `lend` it. Waits for the end of a snapshot, and makes the second buffer if need be."""
+        # Training must find another buffer before this one is lent.
+        self._editions.provide_spare()
+        return self._editions.take()
+
+    def lend(self, edition: Edition) -> None:
+        """Serve what was borrowed."""
+        assert self._lent is None
+        self._lent = edition
+        self._server.lend(edition.policy_version, edition.buffer.flat)
+
+    def admit(self, waiting: Iterable[Recipient]) -> None:
+        """Begin pulls of those that the lent version brings forward, as many as may pull; with none, take the edition back."""
+        lent = self._lent
+        if lent is None:
+            return
+        able = [one for one in waiting if one.policy_version is None or one.policy_version < lent.policy_version]
+        for recipient in able[: self.num_free]:
+            self._pulls[recipient.peer] = Pull(recipient.name, lent.policy_version, time.monotonic())
+            self._server.admit(recipient.peer)
+        self._take_back_unused()
+
+    def announce(self) -> list[tuple[bytes, WeightPull]]:
+        """Return the announcements to post now, by the actor's address, and take them for posted."""
+        lent = self._lent
+        if lent is None:
+            return []
+        new = {peer: pull._replace(is_announced=True) for peer, pull in self._pulls.items() if not pull.is_announced}
+        self._pulls.update(new)
+        announcement = WeightPull(
+            policy_version=lent.policy_version,
+            host=self._transport.host,
+            port=self._server.port,
+            num_bytes=len(lent.buffer.flat),
+            chunk_bytes=self._transport.chunk_bytes,
+            checksum=lent.checksum,
+            timeout_s=self._transport.timeout_s,
+        )
+        return [(peer, announcement) for peer in new]
+
+    def announce_again(self, peer: bytes) -> None:
+        """Announce a pull once more: its actor came back. One that has begun goes on: it does not need the hub."""
+        if peer in self._pulls and not self._server.visitor(peer).num_requests:
+            self._pulls[peer] = self._pulls[peer]._replace(is_announced=False)
+
+    def end_staged(self, actor: str, policy_version: int) -> dict[bytes, Pull]:
+        """End the pull of this version by the actor of this name; return it by the actor's address, if there is one."""
+        staged = {
+            peer: pull for peer, pull in self._pulls.items() if (pull.name, pull.policy_version) == (actor, policy_version)
+        }
+        for peer in staged:
+            self.end(peer)
+        return staged
+
+    def end_obsolete(self, recipients: Iterable[Recipient]) -> None:
+        """End the pulls of actors that left, or have committed the version by now."""
+        live = {recipient.peer: recipient.policy_version for recipient in recipients}
+        for peer, pull in list(self._pulls.items()):
+            version = live.get(peer)
+            if peer not in live or (version is not None and version >= pull.policy_version):
+                self.end(peer)
+
+    def late(self) -> list[LatePull]:
+        """Return the actors that asked for nothing for too long."""
+        now = time.monotonic()
+        limit_s = self._transport.timeout_s
+        late: list[LatePull] = []
+        for peer, pull in self._pulls.items():
+            visitor = self._server.visitor(peer)
+            if now - visitor.asked_at > limit_s:
+                failing = "did not commit" if visitor.num_requests >= self._num_chunks else "asked for no chunk of"
+                within = f"within {limit_s:g} s (weights.timeout_s)"
+                late.append(LatePull(peer, pull.name, f"{failing} version {pull.policy_version} {within}"))
+        return late
+
+    def end(self, peer: bytes) -> None:
+        """End a pull: the actor is served no longer, and the last one's edition is given back."""
+        del self._pulls[peer]
+        self._server.dismiss(peer)
+        self._take_back_unused()
+
+    def problems(self) -> list[str]:
+        """Return a line for each pull."""
+        return [
+            f"{pull.name} pulls weights {pull.policy_version}: asked for {self._server.visitor(peer).num_requests} of "
+            f"{self._num_chunks} chunks"
+            for peer, pull in self._pulls.items()
+        ]
+
+    @property
+    def _num_chunks(self) -> int:
+        assert self._lent is not None
+        return -(-len(self._lent.buffer.flat) // self._transport.chunk_bytes)
+
+    def _take_back_unused(self) -> None:
+        if self._lent is not None and not self._pulls:
+            self._server.withdraw()
+            self._editions.give_back(self._lent)
+            self._lent = None

@@ -1,0 +1,189 @@
+"""What the publisher remembers about each actor: what it was sent, how it failed, until when it is left out of updates."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from offbeat.common.weights import WRONG_CHECKSUM
+
+LONGEST_EXCLUSION_S = 60.0
+"""Also how long an actor must do well before its failures are forgotten."""
+
+
+class Recipient(NamedTuple):
+    """A live actor, to which weights are sent."""
+
+    peer: bytes
+    """Its address at the hub; a restarted actor has another."""
+    name: str
+    policy_version: int | None
+    """The version that it committed; None when it has no weights of this learner process that it may use. The roster's copy."""
+
+
+class Behind(NamedTuple):
+    """The actors to bring to the newest version now."""
+
+    by_collective: list[Recipient]
+    by_pull: list[Recipient]
+
+
+class Exclusion(NamedTuple):
+    """An actor that was left out."""
+
+    name: str
+    why: str
+    seconds: float
+    """How long it is left out."""
+
+
+@dataclass
+class Standing:
+    """One actor, since it joined."""
+
+    sent_version: int | None = None
+    """Newest version that was broadcast to it, or that it pulled."""
+    sent_at: float = 0.0
+    needs_pull: bool = False
+    """It failed since it last committed."""
+    num_breaks: int = 0
+    """Collectives in a row that broke for it."""
+    num_failures: int = 0
+    """Exclusions in a row."""
+    excluded_until: float = 0.0
+    why: str | None = None
+    """Name and reason of the last failure."""
+
+
+class Standings:
+    """The standings of all live actors. Not thread-safe: the publisher holds its lock."""
+
+    def __init__(self, timeout_s: float, *, always_pull: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        """Give actors `timeout_s` to commit what they were sent; `always_pull` where the run has no collective."""
+        self._timeout_s = timeout_s
+        self._always_pull = always_pull
+        self._clock = clock
+        self._by_peer: dict[bytes, Standing] = {}
+        self._has_anyone_weights = False
+        """Some live actor has weights of this learner process: a new one pulls, instead of keeping the others waiting."""
+        self._news: list[Exclusion] = []
+
+    @property
+    def num_excluded(self) -> int:
+        """Actors that are left out now."""
+        now = self._clock()
+        return sum(standing.excluded_until > now for standing in self._by_peer.values())
+
+    def forget(self, peer: bytes) -> None:
+        """Forget an actor that is new or came back: nothing that it was sent before counts."""
+        self._by_peer.pop(peer, None)
+
+    def settle(self, recipients: Sequence[Recipient], newest: int) -> None:
+        """Forget the actors that left, and forgive those that have committed what they were sent."""
+        self._has_anyone_weights = any(recipient.policy_version is not None for recipient in recipients)
+        self._by_peer = {recipient.peer: self._find(recipient.peer) for recipient in recipients}
+        for recipient in recipients:
+            standing = self._by_peer[recipient.peer]
+            sent = newest if standing.sent_version is None else min(newest, standing.sent_version)
+            if recipient.policy_version is not None and recipient.policy_version >= sent:
+                standing.needs_pull = False
+                standing.num_breaks = 0
+
+    def behind(self, recipients: Iterable[Recipient], newest: int) -> Behind:
+        """Return the actors that need the newest weights now, by transport: not those left out, nor those about to commit."""
+        behind = Behind([], [])
+        for recipient in recipients:
+            if not self._is_behind(recipient, newest) or self._is_awaited(recipient, newest):
+                continue
+            (behind.by_pull if self._must_pull(recipient) else behind.by_collective).append(recipient)
+        return behind
+
+    def late(self, recipients: Iterable[Recipient], newest: int) -> list[Recipient]:
+        """Return the actors that have not committed in time what they were sent."""
+        deadline = self._clock() - self._timeout_s
+        return [
+            recipient
+            for recipient in recipients
+            if self._is_behind(recipient, newest)
+            and self._is_awaited(recipient, newest)
+            and self._find(recipient.peer).sent_at < deadline
+        ]
+
+    def exclude_late(self, recipients: Iterable[Recipient], newest: int) -> None:
+        """Exclude the actors that are `late`."""
+        for recipient in self.late(recipients, newest):
+            sent = self._find(recipient.peer).sent_version
+            why = f"did not commit version {sent} within {self._timeout_s:g} s (weights.timeout_s)"
+            self.exclude(recipient.peer, recipient.name, why)
+
+    def note_break(self, recipient: Recipient, error: str, newest: int) -> bool:
+        """Note that a collective broke for an actor; return whether it may take part in the next one.
+
+        A member that leaves or dies amid a transfer breaks it for those behind it too, which are not to blame. So an actor
+        is excluded at its second break in a row, or when it alone can be at fault.
+        """
+        if not self._is_behind(recipient, newest):
+            return False
+        standing = self._standing(recipient.peer)
+        standing.num_breaks += 1
+        if standing.num_breaks > 1 or self._must_pull(recipient) or error.startswith(WRONG_CHECKSUM):
+            self.exclude(recipient.peer, recipient.name, f"could not take the weights: {error}")
+            return False
+        standing.sent_version = None
+        return True
+
+    def note_sent(self, peer: bytes, policy_version: int) -> None:
+        """Note that an actor has the bytes of this version, and should commit it."""
+        standing = self._standing(peer)
+        standing.sent_version, standing.sent_at = policy_version, self._clock()
+
+    def exclude(self, peer: bytes, name: str, why: str) -> None:
+        """Leave an actor out of updates for a while, twice as long each time in a row; afterwards it pulls."""
+        now = self._clock()
+        standing = self._standing(peer)
+        if now - standing.excluded_until > LONGEST_EXCLUSION_S:
+            standing.num_failures = 0
+        standing.num_failures += 1
+        standing.sent_version = None
+        standing.needs_pull = True
+        seconds = min(LONGEST_EXCLUSION_S, 2.0**standing.num_failures)
+        standing.excluded_until = now + seconds
+        standing.why = f"{name} {why}"
+        self._news.append(Exclusion(name, why, seconds))
+
+    def take_news(self) -> list[Exclusion]:
+        """Return the exclusions since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def problems(self) -> list[str]:
+        """Return a line for each actor that is left out."""
+        now = self._clock()
+        return [
+            f"{standing.why}; no weights for another {standing.excluded_until - now:.0f} s"
+            for standing in self._by_peer.values()
+            if standing.excluded_until > now
+        ]
+
+    def _find(self, peer: bytes) -> Standing:
+        return self._by_peer.get(peer, Standing())
+
+    def _standing(self, peer: bytes) -> Standing:
+        return self._by_peer.setdefault(peer, Standing())
+
+    def _is_behind(self, recipient: Recipient, newest: int) -> bool:
+        """Return whether the actor lacks the newest version, and is not left out."""
+        has_newest = recipient.policy_version is not None and recipient.policy_version >= newest
+        return not has_newest and self._find(recipient.peer).excluded_until <= self._clock()
+
+    def _is_awaited(self, recipient: Recipient, newest: int) -> bool:
+        """Return whether the actor has to commit what it was sent before it can be sent more."""
+        sent = self._find(recipient.peer).sent_version
+        if sent is None or (recipient.policy_version is not None and recipient.policy_version >= sent):
+            return False
+        return sent == newest or self._must_pull(recipient)
+
+    def _must_pull(self, recipient: Recipient) -> bool:
+        standing = self._find(recipient.peer)
+        has_nothing = recipient.policy_version is None and standing.sent_version is None
+        return self._always_pull or standing.needs_pull or (has_nothing and self._has_anyone_weights)

@@ -1,0 +1,23 @@
+"""The settings by which weights travel, as the publisher uses them: addresses, sizes in bytes, deadlines."""
+
+from typing import Literal, NamedTuple
+
+
+class Transport(NamedTuple):
+    """`[weights]` of the config, resolved."""
+
+    host: str
+    """The learner's host, as actors reach it."""
+    listen_on: str
+    """Address that the collective's rendezvous store listens on."""
+    backend: Literal["gloo", "nccl", "pull"]
+    port: int
+    """Of the rendezvous store; 0: any."""
+    timeout_s: float
+    """Deadline for each phase of an update."""
+    bucket_bytes: int
+    """Size of one broadcast."""
+    chunk_bytes: int
+    """Size of one pulled chunk."""
+    max_pulls: int
+    """Actors that may pull at once."""
