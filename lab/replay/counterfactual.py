@@ -30,11 +30,13 @@ import numpy as np
 
 from offbeat.common.config import Config
 from offbeat.common.settings import replace_settings
+from offbeat.learner.leases.evaluation import Evaluations, Round
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
 from offbeat.learner.leases.groups import Group, Rollout, unpack
 from offbeat.learner.leases.ledger import Ledger
 from offbeat.learner.leases.rollout_log import Record
-from offbeat.learner.leases.staleness import InFlight, StalenessPolicy
+from offbeat.learner.leases.scheduler import RolloutScheduler
+from offbeat.learner.leases.staleness import StalenessPolicy
 from offbeat.protocols.messages import Segment
 
 NEVER_GENERATED = "aborted when recorded"
@@ -233,7 +235,11 @@ class _ReplayedLearner:
         self._changed = changed
         self._config = replace_settings(config, changed)
         self._policy = StalenessPolicy(self._config.staleness, config.train)
-        self._ledger = Ledger()
+        self._evaluations = Evaluations(interval=0, num_prompts=0, max_attempts=1)
+        """None is ever due: the log has no leases for evaluation."""
+        self._use_ledger(Ledger())
+        self._offered: Granted | None = None
+        """The recorded grant that an actor is there to take."""
         self._version = 0
         self._versions = {0: 0}
         """The replayed learner's version when the recorded one finished this one."""
@@ -293,7 +299,9 @@ class _ReplayedLearner:
             case Granted():
                 # A lease is granted in a tick, which begins with this.
                 self._abort()
-                self._grant(event)
+                self._offered = event
+                self._scheduler.grant(self._version, self)
+                self._offered = None
             case Accepted():
                 if self._ledger.status(event.lease_id) == "generating":
                     group = _group(event, tuple(map(self._aged, self._recording.rollouts[index])))
@@ -302,7 +310,7 @@ class _ReplayedLearner:
             case Dropped(reason="stale"):
                 # The recorded learner looked at its buffer here; what it found no longer fit for training is not our concern.
                 if self._training is None:
-                    self._evict()
+                    self._scheduler.evict(self._version, self._drop_stale)
             case Dropped(reason="aborted"):
                 self._abort()
                 if self._ledger.status(event.lease_id) == "generating":
@@ -322,17 +330,23 @@ class _ReplayedLearner:
                 self._config = replace_settings(self._config, {**event.settings, **self._changed})
                 self._policy.bounds = self._config.staleness
 
-    def _grant(self, event: Granted) -> None:
-        if not self._policy.admit(self._version, self._ledger.num_open):
-            return
+    def lease_training(self, min_policy_version: int) -> bool:
+        """Take the lease of the recorded grant: at its place in the log an actor took one, and no more."""
+        event, self._offered = self._offered, None
+        if event is None:
+            return False
         granted = msgspec.structs.replace(event, oldest_version=self._version_at(event.oldest_version))
-        self._num_older += granted.oldest_version < self._policy.min_policy_version(self._version, self._ledger.num_open)
+        self._num_older += granted.oldest_version < min_policy_version
         self._granted[event.lease_id] = granted
         self._ledger.apply(granted)
+        return True
+
+    def lease_evaluation(self, round_: Round) -> bool:
+        """Fail: no evaluation is due in a replay."""
+        raise AssertionError(f"evaluation of version {round_.policy_version} in a replay")
 
     def _abort(self) -> None:
-        in_flight = [InFlight(lease.lease_id, lease.oldest_version) for lease in self._ledger.generating()]
-        for lease_id in sorted(self._policy.abort(in_flight, self._version)):
+        for lease_id in self._scheduler.abort(self._version):
             self._drop(lease_id, "aborted")
 
     def _restart(self, started: Started) -> None:
@@ -347,7 +361,8 @@ class _ReplayedLearner:
         if not undone:
             return
         # Built anew, as a restarted learner builds its own: leases in the order of their grants, groups in that of arrival.
-        before, self._ledger = self._ledger, Ledger()
+        before = self._ledger
+        self._use_ledger(Ledger())
         is_open = {
             lease_id: before.status(lease_id) if lease_id not in undone else "ready"
             for lease_id in self._granted
@@ -359,6 +374,10 @@ class _ReplayedLearner:
             if is_open.get(lease_id) == "ready":
                 self._ledger.restore(group, None)
 
+    def _use_ledger(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._scheduler: RolloutScheduler[Group] = RolloutScheduler(self._policy, self._evaluations, ledger)
+
     # Batches
 
     def _meet_selection(self, selected: Selected) -> None:
@@ -367,7 +386,7 @@ class _ReplayedLearner:
         self._reached = selected.policy_version
         self._now = max(self._now, selected.at)
         if self._training is None and self._version == selected.policy_version and self._free_at <= self._now:
-            groups = self._select()
+            groups = self._scheduler.select(self._version, self._drop_stale)
             self._training = _Training(groups, selected.trained, math.inf) if groups else None
 
     def _advance(self, at: float) -> None:
@@ -380,21 +399,14 @@ class _ReplayedLearner:
                 self._finish(ended_at)
                 self._free_at = ended_at + self._recording.pause_s
             begins_at = max(self._free_at, self._now)
-            groups = self._select() if self._version <= self._reached and begins_at <= at else []
+            groups = (
+                self._scheduler.select(self._version, self._drop_stale)
+                if self._version <= self._reached and begins_at <= at
+                else []
+            )
             if not groups:
                 return
             self._training = _Training(groups, None, begins_at + self._recording.train_s)
-
-    def _select(self) -> list[Group]:
-        """As the dispatcher does."""
-        self._evict()
-        return self._policy.select(self._ready())
-
-    def _evict(self) -> None:
-        if self._ledger.num_ready < self._policy.batch_groups:
-            return
-        for group in self._policy.evict(self._ready(), self._version):
-            self._drop(group.lease_id, "stale")
 
     def _finish(self, at: float) -> None:
         assert self._training is not None
@@ -412,8 +424,8 @@ class _ReplayedLearner:
         self._ledger.apply(Dropped(at=self._now, lease_id=lease_id, reason=reason, is_final=False))
         self._dropped.append((lease_id, reason))
 
-    def _ready(self) -> list[Group]:
-        return self._ledger.ready_groups(self._policy.bounds.selection)
+    def _drop_stale(self, group: Group) -> None:
+        self._drop(group.lease_id, "stale")
 
     # Versions
 
