@@ -1,6 +1,7 @@
 """Which room may import which, read from the source."""
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +44,10 @@ ALLOWED = {
     "deploy": {"deploy/*", "lab/*", "lab", "learner/*", "common", "protocols"},
 }
 """What each room may import beside itself; `learner/*` is every room of the learner."""
-WITHOUT_TORCH = ("learner/leases", "learner/dispatch")
+WITHOUT_TORCH = ("learner/leases", "learner/dispatch", "lab/simulation")
+"""Rooms whose modules neither import torch nor anything else that is slow to import, not even through others."""
+QUICK_COMMANDS = ("audit", "replay", "simulate", "status", "set", "check")
+SLOW = ("torch", "transformers", "datasets", "deepspeed", "vllm")
 ONLY_UNDER = {"vllm": "actor", "deepspeed": "learner", "zmq": "protocols"}
 
 
@@ -110,6 +114,31 @@ def test_module_imports_only_rooms_that_its_own_may(path: Path) -> None:
 def test_heavy_library_is_imported_under_one_package_only(library: str) -> None:
     importers = {room_of(path).split("/")[0] for path in MODULES if library in {name.split(".")[0] for name in imported(path)}}
     assert importers == {ONLY_UNDER[library]}
+
+
+def slow_imports(modules: list[str]) -> list[str]:
+    """Import modules in a fresh interpreter and return each that loads a slow library that was not loaded before."""
+    program = f"""
+import importlib, sys
+for module in {modules}:
+    before = set(sys.modules)
+    importlib.import_module(module)
+    for library in {SLOW}:
+        if library in set(sys.modules) - before:
+            print(module, "loads", library)
+"""
+    return subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+@pytest.mark.parametrize("room", WITHOUT_TORCH)
+def test_room_is_imported_without_torch(room: str) -> None:
+    modules = [".".join(("offbeat", *path.relative_to(ROOT).with_suffix("").parts)) for path in (ROOT / room).glob("*.py")]
+    assert len(modules) > 5
+    assert slow_imports(modules) == []
+
+
+def test_commands_that_only_read_start_without_torch() -> None:
+    assert slow_imports(["offbeat.deploy.cli", *(f"offbeat.deploy.commands.{name}" for name in QUICK_COMMANDS)]) == []
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
