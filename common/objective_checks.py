@@ -1,13 +1,13 @@
-"""Settings of the objective that contradict each other, do nothing, or hardly mean what they say."""
+"""Checks of the objective's settings: contradictions, settings without effect, and combinations that are easily misread."""
 
 from offbeat.common.config import Config, TrainSection
 from offbeat.common.objectives import DEFAULTS, LOWER_BOUNDED
 from offbeat.common.settings import SettingError
 
 NOISY_CLIP = 2e-3
-"""A narrower band than this clips engine log-probs for their noise alone."""
+"""Clip band below which the noise of engine log-probs alone clips many completions."""
 TRUNCATING = ("token_tis", "sequence_tis", "icepop", "sequence_mask")
-"""Corrections that multiply by an importance ratio; the others keep a completion or drop it."""
+"""Corrections that multiply by an importance ratio; the others keep or drop."""
 
 
 def check_objective(config: Config) -> None:
@@ -22,12 +22,12 @@ def check_objective(config: Config) -> None:
 
 
 def objective_warnings(config: Config) -> list[str]:
-    """What is allowed, and to be known when reading the results."""
+    """Return a warning for each combination that is allowed but easily misread in the results."""
     loss = config.loss
     warnings: list[str] = []
     is_sequence_ratio = DEFAULTS[loss.objective].is_sequence_ratio
     is_narrow = is_sequence_ratio and min(loss.clip_low or 0.0, loss.clip_high or 0.0) < NOISY_CLIP
-    # Who has measured the noise knows what the band clips for it.
+    # A user with a measured noise floor sees in the metrics how much of it the band clips.
     if is_narrow and loss.anchor == "behavior" and not loss.noise_floor:
         warnings.append(
             f"loss.clip_low = {loss.clip_low}, loss.clip_high = {loss.clip_high}: against engine log-probs so narrow a band "
@@ -83,7 +83,7 @@ def _check_ratio(config: Config) -> None:
 
 
 def _is_one_step(train: TrainSection) -> bool:
-    """Whether each batch makes a single optimizer step."""
+    """Tell if each batch makes a single optimizer step."""
     return train.steps_per_batch * train.epochs_per_batch == 1
 
 

@@ -1,1 +1,1 @@
-"""Measure a step, and change nothing."""
+"""Measurements of a training step, which change nothing."""

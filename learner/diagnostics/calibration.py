@@ -1,4 +1,4 @@
-"""A calibration on disk: a measured noise floor, what it was measured on, and what of that is another thing now."""
+"""A calibration on disk: a measured noise floor, the learner and engine it was measured on, and what has changed since."""
 
 import importlib.metadata
 from pathlib import Path
@@ -14,11 +14,11 @@ from offbeat.learner.objectives.bands import ClipBand
 from offbeat.protocols.messages import EngineInfo, ModelHashes
 
 FILE = "calibration.json"
-"""Its name in the folder of `offbeat calibrate`."""
+"""File name of a calibration in the folder that `offbeat calibrate` writes."""
 
 
 class LearnerNumerics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What decides the learner's log-probs of given tokens, besides the weights, and what it asks of engines."""
+    """Everything besides the weights that determines the learner's log-probs, and the options of its engines."""
 
     model: ModelHashes
     dtype: str
@@ -29,11 +29,11 @@ class LearnerNumerics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     torch: str
     transformers: str
     engine_options: dict[str, Any]
-    """`actor.engine_options`: quantization, the cache's precision, parallelism."""
+    """`actor.engine_options`, such as quantization, the cache's precision, parallelism."""
 
 
 class EngineNumerics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What decides an engine's."""
+    """Everything besides the weights that determines an engine's log-probs."""
 
     name: str
     version: str
@@ -42,27 +42,30 @@ class EngineNumerics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BandCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a band clips at lag 0: by models fitted to one half of the groups each, of the other half; and measured."""
+    """The share of tokens that a band clips at lag 0, predicted and measured.
+
+    Predictions are of models fitted to one half of the groups, for the other half. Every share is a mean over completions of
+    the share of their tokens.
+    """
 
     name: str
     band: ClipBand
     predicted: float
-    """Mean over completions of the share of their tokens that is clipped; all shares here are such."""
     measured: float
     measured_error: float
-    """Its standard error, over groups."""
+    """Standard error of `measured`, over groups."""
     predicted_below: float
-    """Below the band, whatever the sign of the advantage."""
+    """Share below the band, at any sign of the advantage."""
     measured_below: float
     predicted_above: float
     measured_above: float
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All that `offbeat calibrate` found."""
+    """The results of `offbeat calibrate`."""
 
     made_at: str
-    """Local time."""
+    """Local time, `YYYY-MM-DD HH:MM:SS`."""
     learner: LearnerNumerics
     engine: EngineNumerics
     num_groups: int
@@ -72,14 +75,14 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Fitted to all groups."""
     summaries: list[NoiseSummary]
     checks: list[BandCheck]
-    """Of the objective's own band, the configured one, and the narrowest above the noise; none where nothing is clipped.
-    Against engine log-probs, whatever `anchor` is."""
+    """Checks of the objective's own band, the configured one, and the narrowest above the noise, against engine log-probs at
+    any `anchor`; empty for an objective that does not clip."""
     recommended: ClipBand | None
-    """For `objective` and `anchor`."""
+    """Recommended band for `objective` and `anchor`; None for an objective that does not clip."""
 
 
 def learner_numerics(config: Config, hashes: ModelHashes, device: torch.device) -> LearnerNumerics:
-    """Of a learner with this config, on this device."""
+    """Return the numerics of a learner with this config, on this device."""
     return LearnerNumerics(
         model=hashes,
         dtype=config.model.dtype,
@@ -94,12 +97,12 @@ def learner_numerics(config: Config, hashes: ModelHashes, device: torch.device) 
 
 
 def engine_numerics(engine: EngineInfo) -> EngineNumerics:
-    """Of an actor's engine."""
+    """Return the numerics of an actor's engine."""
     return EngineNumerics(engine.name, engine.version, engine.dtype, engine.device)
 
 
 def changes(measured: LearnerNumerics | EngineNumerics, now: LearnerNumerics | EngineNumerics) -> list[str]:
-    """What is another thing than it was when the floor was measured, one text for each."""
+    """Return a sentence for each property that has changed since the floor was measured."""
     before, after = msgspec.structs.asdict(measured), msgspec.structs.asdict(now)
     return [
         f"{name} was {_shown(before[name])}, and is {_shown(after[name])}" for name in before if before[name] != after[name]
@@ -107,7 +110,7 @@ def changes(measured: LearnerNumerics | EngineNumerics, now: LearnerNumerics | E
 
 
 def load_calibration(path: str) -> Calibration:
-    """The calibration that `loss.noise_floor` names; `SettingError` when there is none, or it is not one."""
+    """Read the calibration that `loss.noise_floor` names. Raises `SettingError` if the file is missing or not a calibration."""
     cure = "Make one with `offbeat calibrate`, or remove the setting."
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=Calibration)
@@ -118,7 +121,7 @@ def load_calibration(path: str) -> Calibration:
 
 
 def save_calibration(calibration: Calibration, folder: Path) -> Path:
-    """Write it; returns the file."""
+    """Write the calibration into a folder; return the file."""
     path = folder / FILE
     path.write_bytes(msgspec.json.format(msgspec.json.encode(calibration)))
     return path

@@ -1,4 +1,4 @@
-"""The gradient's direction: how far an optimizer step's gradient points where the last one did."""
+"""The gradient's direction: the cosine between the gradients of consecutive optimizer steps."""
 
 import math
 from collections.abc import Iterable
@@ -7,32 +7,32 @@ import torch
 from torch import Tensor
 
 MAX_COORDINATES = 2**20
-"""Gradient coordinates kept from step to step: 4 MiB, and 8 MiB for where they are."""
+"""Gradient coordinates kept from step to step: 4 MiB, and 8 MiB for their indices."""
 
 
 class GradientDirection:
     """Cosine between each step's gradient and the one before, from a fixed random sample of their coordinates.
 
-    Near 0 where steps are dominated by noise, -1 where they undo each other. That of consecutive gradients stays high when
-    training on stale data goes wrong: GAC, https://arxiv.org/abs/2603.01501. The standard error of the estimate is about
-    1 / sqrt(coordinates), 0.001 for 2^20, if the gradient is spread over them evenly.
+    The cosine is near 0 where noise dominates the steps and -1 where they undo each other. It stays high when training on stale
+    data goes wrong: GAC, https://arxiv.org/abs/2603.01501. The standard error of the estimate is about 1 / sqrt(coordinates),
+    0.001 for 2^20, if the gradient is spread evenly over them.
     """
 
     def __init__(self, *, max_coordinates: int = MAX_COORDINATES) -> None:
         """Keep at most `max_coordinates`, which must be at least the number of tensors."""
         self._max_coordinates = max_coordinates
-        # The learner's own random state is in its checkpoints: it must not depend on this.
+        # A generator of its own: the learner's random state is in its checkpoints and must not depend on diagnostics.
         self._generator = torch.Generator().manual_seed(0)
         self._share = 1.0
-        """Of the coordinates of every tensor."""
+        """Share of each tensor's coordinates that is kept."""
         self._indices: dict[str, Tensor] = {}
         self._previous: dict[str, Tensor] = {}
 
     def compare(self, gradients: Iterable[tuple[str, Tensor | None]]) -> float | None:
-        """The cosine of these gradients with those of the last call; each tensor may be dropped once the next is asked for.
+        """Return the cosine of these gradients with those of the last call, reading one tensor at a time.
 
-        A tensor is known by its name; one that is None, or missing in a call, is 0 there. None in the first call, and
-        where either gradient is 0. nan if a gradient is not finite.
+        Tensors are matched by name; one that is None or missing in a call counts as 0. Returns None in the first call and
+        where either gradient is 0, and nan if a gradient is not finite.
         """
         current: dict[str, Tensor] = {}
         for name, gradient in gradients:
@@ -52,10 +52,10 @@ class GradientDirection:
         return dot / math.sqrt(of_before * of_now)
 
     def _admit(self, name: str, flat: Tensor) -> None:
-        """Choose this tensor's coordinates, and fewer of the others' where there are too many."""
+        """Choose this tensor's coordinates; where there are too many, halve those of the others."""
         while sum(map(len, self._indices.values())) + self._num_chosen(flat.numel()) > self._max_coordinates:
             self._share /= 2
-            # In random order: their first half is a random half.
+            # They are in random order, so the first half is a random half.
             self._indices = {known: indices[: math.ceil(len(indices) / 2)] for known, indices in self._indices.items()}
         num_chosen = self._num_chosen(flat.numel())
         if num_chosen == flat.numel():
@@ -68,7 +68,7 @@ class GradientDirection:
         return math.ceil(numel * self._share)
 
     def _vector(self, samples: dict[str, Tensor]) -> Tensor:
-        """All samples, shortened to what is left of their coordinates, one after another, float64."""
+        """Concatenate the samples of the coordinates that are still kept, in float64."""
         parts = [
             samples[name][: len(indices)] if name in samples else indices.new_zeros(len(indices), dtype=torch.float32)
             for name, indices in self._indices.items()

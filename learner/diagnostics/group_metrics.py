@@ -1,4 +1,4 @@
-"""What the groups of an optimizer step were, in numbers."""
+"""Metrics of the groups of an optimizer step: rewards, lags, lengths and tokens."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ Metrics = dict[str, float | dict[str, int]]
 
 
 def group_metrics(groups: Sequence[Group], policy_version: int) -> Metrics:
-    """Rewards, lags, lengths and tokens of the groups of one optimizer step, taken from `policy_version`.
+    """Compute the metrics of an optimizer step's groups; `policy_version` is the learner's before the step.
 
-    Rewards are as the task gave them. `by_lag/<bucket>/reward_mean`, `_length_mean`: over the completions that the metrics of
-    the same bucket in `learner.diagnostics.loss_metrics` are of.
+    Rewards are as the task gave them. `by_lag/<bucket>/reward_mean` and `_length_mean` cover the same completions as the
+    bucket's metrics in `learner.diagnostics.loss_metrics`.
     """
     rewards = [[rollout.reward for rollout in group.rollouts] for group in groups]
     every_reward = np.concatenate(rewards)

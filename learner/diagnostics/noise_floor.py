@@ -1,13 +1,13 @@
-"""The noise floor: how far a learner's log-probs are from its engine's under the same weights, as a model fitted to tokens.
+"""The noise floor: a model of the difference between a learner's and its engine's log-probs under the same weights.
 
-With `d_t = policy - behavior` of a completion's n tokens and `log s = mean_t d_t`, all of it sampled and scored at lag 0:
+With `d_t = policy - behavior` of a completion's n tokens and `log s = mean_t d_t`, sampled and scored at lag 0:
 
     log s  =  mean + sqrt(variance + token_variance / n) z         for sequence ratios
-    d_t    ~  what was measured                                    for token ratios
+    d_t    ~  the measured distribution                            for token ratios
 
-`mean` is negative where the numerics differ at all: mu has sampled, so that `-mean` estimates KL(mu || pi) per token.
-`token_variance / n` is the part of the noise that a longer completion averages out, `variance` the part that it does not. The
-distributions of z and d are kept as quantiles: neither is normal, and bands are about their tails.
+`mean` is negative where the numerics differ at all: mu sampled the tokens, so `-mean` estimates KL(mu || pi) per token.
+`token_variance / n` is the part of the noise that longer completions average out, `variance` the part that they do not. The
+distributions of z and d are kept as quantiles: neither is normal, and a band depends on their tails.
 """
 
 import math
@@ -26,29 +26,29 @@ from offbeat.learner.objectives.losses import LOG_RATIO_BOUND
 Floats = NDArray[np.float64]
 
 PROBABILITIES: Floats = expit(np.linspace(-12, 12, 481))
-"""Where quantiles are kept: 0.012 apart in the middle, and down to 6e-6 from either end."""
+"""Probabilities whose quantiles are kept: 0.012 apart in the middle, and down to 6e-6 from either end."""
 NOISE_CLIP_SHARE = 0.01
-"""Share of completions, or tokens, that noise alone may put beyond either side of a recommended band."""
+"""Largest share of completions, or tokens, that noise alone puts beyond one side of a recommended band."""
 
 _NUM_ITERATIONS = 10
-"""The variance is settled by then: each weighs the squares by the variance found before."""
+"""Iterations of the fit, which then has converged: each weighs the squares by the variance of the one before."""
 _SMALLEST_SPREAD = 1e-12
-"""Far below what float32 log-probs can differ by."""
+"""Far below the smallest difference of float32 log-probs."""
 
 
 class Differences(NamedTuple):
-    """Completions that an engine has sampled, scored by a learner with the same weights."""
+    """Differences between the log-probs of a learner and of an engine with the same weights, on completions of the engine."""
 
     lengths: NDArray[np.int64]
-    """`[completions]`, each at least 1."""
+    """Tokens of each completion, at least 1, `[completions]`."""
     log_ratios: Floats
     """`policy - behavior` of every token, completions concatenated, `[sum(lengths)]`."""
     advantages: Floats
-    """Of every token, as the objective sees it."""
+    """Advantage of every token in the objective, `[sum(lengths)]`."""
 
     @classmethod
     def join(cls, parts: Sequence["Differences"]) -> "Differences":
-        """Those of all parts."""
+        """Concatenate parts."""
         return cls(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
     @property
@@ -63,16 +63,16 @@ class Differences(NamedTuple):
 
     @property
     def negative(self) -> Floats:
-        """And below 0."""
+        """Share of each completion's tokens whose advantage is below 0."""
         return self._means(self.advantages < 0)
 
     def take(self, chosen: NDArray[np.bool_]) -> "Differences":
-        """Some of the completions, `[completions]`."""
+        """Return the completions that are True in `chosen`, `[completions]`."""
         tokens = np.repeat(chosen, self.lengths)
         return Differences(self.lengths[chosen], self.log_ratios[tokens], self.advantages[tokens])
 
     def clipped(self, band: "ClipBand") -> Floats:
-        """Share of each completion's tokens that lie beyond the side of the band that their advantage pushes them to."""
+        """Return the share of each completion's tokens beyond the side of the band that their advantage pushes them to."""
         ratios = self.log_ratios
         if band.is_sequence_ratio:
             ratios = np.repeat(self.log_sequence_ratios, self.lengths)
@@ -85,25 +85,26 @@ class Differences(NamedTuple):
 
 
 class NoiseFloor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """See the module's docstring; all in nats."""
+    """The fitted model, in nats: see the module's docstring."""
 
     mean: float
-    """Of `log s`."""
+    """Mean of `log s`."""
     variance: float
-    """Of `log s`, as far as it does not depend on the length."""
+    """Part of the variance of `log s` that does not depend on the length."""
     token_variance: float
-    """What is divided by the length and added."""
+    """Part of the variance of `log s` that is divided by the length."""
     sequence_quantiles: tuple[float, ...]
-    """Of z at `PROBABILITIES`."""
+    """Quantiles of z at `PROBABILITIES`."""
     token_quantiles: tuple[float, ...]
-    """Of d at `PROBABILITIES`."""
+    """Quantiles of d at `PROBABILITIES`."""
     k1: float
     """Mean of `-d` over all tokens: an estimate of KL(mu || pi)."""
     k3: float
-    """Mean of `exp(d) - 1 - d`: another one, never negative."""
+    """Mean of `exp(d) - 1 - d` over all tokens: an estimate of KL(mu || pi) that is never negative."""
     num_completions: int
+    """Completions that the model was fitted to."""
     num_tokens: int
-    """What it was fitted to."""
+    """Tokens that the model was fitted to."""
 
     def __post_init__(self) -> None:
         for name, quantiles in (("sequence_quantiles", self.sequence_quantiles), ("token_quantiles", self.token_quantiles)):
@@ -113,57 +114,60 @@ class NoiseFloor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError("a variance is negative")
 
     def spread(self, lengths: NDArray[np.int64]) -> Floats:
-        """The standard deviation of `log s` of completions of these lengths, each at least 1."""
+        """Return the standard deviation of `log s` for completions of these lengths, each at least 1."""
         return np.sqrt(self.variance + self.token_variance / lengths).clip(min=_SMALLEST_SPREAD)
 
     def sequences_below(self, log_ratio: float, lengths: NDArray[np.int64]) -> Floats:
-        """Probability that `log s` is below `log_ratio`, for completions of these lengths."""
+        """Return the probability that `log s` is below `log_ratio`, for completions of these lengths."""
         return _cdf((log_ratio - self.mean) / self.spread(lengths), self.sequence_quantiles)
 
     def tokens_below(self, log_ratio: float) -> float:
-        """Probability that a token's d is."""
+        """Return the probability that a token's d is below `log_ratio`."""
         return float(_cdf(np.array(log_ratio), self.token_quantiles))
 
     def beyond(self, band: ClipBand, lengths: NDArray[np.int64]) -> tuple[Floats, Floats]:
-        """Expected shares of each completion's tokens below the band, and above it."""
+        """Return the expected shares of each completion's tokens below the band, and above it."""
         if band.is_sequence_ratio:
             return self.sequences_below(band.log_low, lengths), 1 - self.sequences_below(band.log_high, lengths)
         below, above = self.tokens_below(band.log_low), 1 - self.tokens_below(band.log_high)
         return np.full(len(lengths), below), np.full(len(lengths), above)
 
     def expected_clip(self, band: ClipBand, lengths: NDArray[np.int64], positive: Floats, negative: Floats) -> Floats:
-        """Share of each completion's tokens that noise alone is expected to clip, `[completions]`.
+        """Return the share of each completion's tokens that noise alone is expected to clip, `[completions]`.
 
-        `positive` and `negative` are the shares of its tokens with such an advantage. Only `below and A < 0` and `above and
-        A > 0` are clipped.
+        `positive` and `negative` are the shares of its tokens with an advantage above and below 0. Tokens below the band are
+        clipped where A < 0, tokens above it where A > 0.
         """
         below, above = self.beyond(band, lengths)
         return negative * below + positive * above
 
 
 class NoiseSummary(NamedTuple):
-    """The noise of some completions, in numbers."""
+    """The noise of some completions in numbers."""
 
     name: str
+    """Description of the completions."""
     num_completions: int
     num_tokens: int
     token_mean: float
     token_std: float
     sequence_mean: float
-    """Of `log s`."""
+    """Mean of `log s`."""
     sequence_std: float
+    """Standard deviation of `log s`."""
     expected_std: float
-    """What the model says of their lengths."""
+    """The model's standard deviation of `log s` for their lengths."""
     share_below: float
-    """Share of them with `log s < 0`."""
+    """Share of the completions with `log s < 0`."""
 
 
 def fit(differences: Differences) -> NoiseFloor:
-    """Fit the model to at least one completion; `ValueError` when a log-prob is not finite.
+    """Fit the model to at least one completion. Raises ValueError when a log-prob is not finite.
 
     `variance` and `token_variance` are the non-negative least squares of `(log s - mean)^2` on 1 and 1/n, each square weighed
-    by its own variance, which is proportional to that of `log s` squared. Where lengths hardly differ they tell the two apart
-    no longer; then the variance within completions does, as if tokens were independent: it counts as one more completion.
+    by the inverse of its variance, which is proportional to the squared variance of `log s`. Where lengths hardly differ, they
+    cannot tell the two apart; the variance within completions does, as if tokens were independent: it counts as one more
+    completion.
     """
     if not np.isfinite(differences.log_ratios).all():
         raise ValueError("there are log-probs that are not finite: engine and learner do not have the same model")
@@ -200,10 +204,10 @@ def fit(differences: Differences) -> NoiseFloor:
 
 
 def recommend_band(floor: NoiseFloor, lengths: NDArray[np.int64], own: ClipBand) -> ClipBand:
-    """The narrowest band that noise alone leaves, on either side, with at most `NOISE_CLIP_SHARE` of these completions.
+    """Return the narrowest band beyond either side of which noise alone puts at most `NOISE_CLIP_SHARE` of these completions.
 
-    It clips no more than that share then, whatever the signs of advantages. Never narrower than the objective's `own` band,
-    which is what its paper allows the policy to move where there is no noise. Rounded up to two digits.
+    Noise then clips at most that share at any signs of the advantages. The band is never narrower than the objective's `own`,
+    the distance that its paper allows the policy to move where there is no noise. Bounds are rounded up to two digits.
     """
 
     def below(log_ratio: float) -> float:
@@ -217,7 +221,7 @@ def recommend_band(floor: NoiseFloor, lengths: NDArray[np.int64], own: ClipBand)
 
 
 def describe(differences: Differences, floor: NoiseFloor, *, num_bins: int = 4) -> list[NoiseSummary]:
-    """The noise of all completions, of those of like length (in at most `num_bins` equal bins), and by sign of advantage."""
+    """Summarize the noise of all completions, by length (in at most `num_bins` equal bins), and by sign of advantage."""
     summaries = [_describe("all", differences, floor)]
     lengths = differences.lengths
     edges = np.unique(np.quantile(lengths, np.linspace(0, 1, num_bins + 1)).round().astype(np.int64))
@@ -259,7 +263,7 @@ def _cdf(values: Floats, quantiles: Sequence[float]) -> Floats:
 
 
 def _inverse(below: Callable[[float], float], share: float) -> tuple[float, float]:
-    """Two log-ratios, all but equal, at the first of which `below` is at most `share`, and at the second at least."""
+    """Bisect for two nearly equal log-ratios: `below` is at most `share` at the first, and at least `share` at the second."""
     low, high = -LOG_RATIO_BOUND, LOG_RATIO_BOUND
     for _ in range(100):
         middle = (low + high) / 2
@@ -271,9 +275,9 @@ def _inverse(below: Callable[[float], float], share: float) -> tuple[float, floa
 
 
 def _round_up(value: float) -> float:
-    """To two digits."""
+    """Round up to two digits."""
     if value <= 0:
         return 0.0
     digits = 1 - math.floor(math.log10(value))
-    # A value that has two digits already is not to grow by how it is stored.
+    # A value that has two digits already must not grow by the error of its binary representation.
     return round(math.ceil(value * 10**digits * (1 - 1e-12)) / 10**digits, digits)

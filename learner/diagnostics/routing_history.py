@@ -1,4 +1,4 @@
-"""The routing of the canary by policy version: what an update, staleness and the engine change of it."""
+"""The routing of the canary by policy version, and the changes that an update, staleness and the engine make to it."""
 
 from collections import defaultdict
 
@@ -11,29 +11,29 @@ from offbeat.learner.diagnostics.lag_buckets import lag_bucket
 from offbeat.learner.diagnostics.routing_metrics import load_metrics, margin_metrics, routing_metrics
 
 MAX_VERSIONS = 33
-"""Versions kept: one of Qwen3-30B-A3B takes 200 KB."""
+"""Versions kept; one of Qwen3-30B-A3B takes 200 KB."""
 
 
 class RoutingHistory:
-    """The newest `max_versions` routings, of the same tokens. One thread adds; any other may ask for `engine_metrics`."""
+    """The newest `max_versions` routings of the same tokens. One thread adds; any thread may call `engine_metrics`."""
 
     def __init__(self, max_versions: int = MAX_VERSIONS) -> None:
         self._max_versions = max_versions
         self._routings: dict[int, Routing] = {}
 
     def add(self, policy_version: int, routing: Routing) -> None:
-        """Keep what the learner's own model did under this version, which is newer than those before."""
+        """Keep the routing of the learner's model under this version, which is newer than those before."""
         self._routings[policy_version] = routing
         if len(self._routings) > self._max_versions:
             del self._routings[next(iter(self._routings))]
 
     def metrics(self) -> dict[str, float]:
-        """Of the version added last, and of what changed since older ones; empty before the first.
+        """Compute metrics of the newest version, and of its distance from older ones; empty before the first version.
 
         `routing/load_*`, `routing/margin_*`: see `load_metrics` and `margin_metrics`. `routing/update_*`: `routing_metrics`
-        against the version kept before it, `routing/update_steps` optimizer steps older (1 unless `weights.interval` is
-        larger). `routing/lag_1_*`, `_2_`, `_3_4_`, `_5_8_`, `_9_up_`: the same against older versions by how many steps they
-        lag, means over those of a bucket. What never was or is no longer kept has no entry.
+        against the version kept before, `routing/update_steps` optimizer steps older (1 unless `weights.interval` is larger).
+        `routing/lag_1_*`, `_2_`, `_3_4_`, `_5_8_`, `_9_up_`: the same against older versions by their lag in steps, means over
+        the versions in a bucket. Versions that are not kept have no entry.
         """
         if not self._routings:
             return {}
@@ -53,10 +53,10 @@ class RoutingHistory:
         return row
 
     def engine_metrics(self, policy_version: int, experts: NDArray) -> dict[str, float]:
-        """`routing/engine_*`: `routing_metrics` of the learner's model against an engine's under the same version.
+        """Compute `routing/engine_*`: `routing_metrics` of the learner's model against an engine's under the same version.
 
-        `experts`: integers `[tokens, layers, top_k]` as an actor sent them; ids that no expert has count as different. Empty
-        when the version is not kept, or the shape is another.
+        `experts`: integers `[tokens, layers, top_k]` as an actor sent them; ids that no expert has count as different. Returns
+        no metrics when the version is not kept, or the shape differs.
         """
         routing = self._routings.get(policy_version)
         if routing is None or routing.experts.shape != experts.shape:
@@ -65,7 +65,7 @@ class RoutingHistory:
 
 
 def _tensor(experts: NDArray) -> Tensor:
-    # Copied: what came over the wire is a read-only view.
+    # Copied: arrays from the wire are read-only views.
     return torch.from_numpy(experts.astype("int64"))
 
 

@@ -1,7 +1,7 @@
-"""How a mixture-of-experts model routes, in numbers: between two versions or two services, and within one pass.
+"""Metrics of a mixture-of-experts model's routing: between two versions or two services, and within one pass.
 
-`experts` is `[tokens, layers, top_k]`, integers: the experts that a token went to in a layer, different ones, in any order.
-Two such tensors are of the same tokens, layers and `top_k`.
+`experts` is `[tokens, layers, top_k]`, integers: the experts that a token went to in a layer, distinct, in any order. Two such
+tensors have the same tokens, layers and `top_k`.
 """
 
 import math
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 MARGIN_PERCENTILES = (5, 25, 50)
-"""Those of `margin_metrics`: rows with a small margin are the ones that flip."""
+"""Percentiles of `margin_metrics`; low ones, because tokens with a small margin are the ones that change experts."""
 
 
 def routing_metrics(experts: Tensor, other_experts: Tensor) -> dict[str, float]:
-    """How far the expert sets `E(t, l)` of size K from two sources a, b agree; all 0 but `overlap`, which is 1, when they do.
+    """Compare the expert sets `E(t, l)` of size K from two sources a, b; equal sets give an `overlap` of 1 and 0 elsewhere.
 
         overlap            mean over (t, l) of |E_a & E_b| / K
         changed_slots      1 - overlap
@@ -26,7 +26,7 @@ def routing_metrics(experts: Tensor, other_experts: Tensor) -> dict[str, float]:
     https://arxiv.org/abs/2507.18071); the last three are about 10 %, 94 % and 6 between engine and trainer in R3
     (https://arxiv.org/abs/2510.11370).
     """
-    # By equality, not by counting: `other_experts` may come from another machine, and ids that no expert has match nothing.
+    # Compared, not counted: `other_experts` may come from another machine, and ids that no expert has must match nothing.
     is_shared = (experts[..., :, None] == other_experts[..., None, :]).any(dim=-1)
     is_changed = ~is_shared.all(dim=-1)
     overlap = is_shared.double().mean().item()
@@ -40,12 +40,12 @@ def routing_metrics(experts: Tensor, other_experts: Tensor) -> dict[str, float]:
 
 
 def load_metrics(experts: Tensor, *, num_experts: int) -> dict[str, float]:
-    """How evenly a layer's `num_experts` experts are used, as means over the layers.
+    """Measure the balance of a layer's `num_experts` experts, as means over the layers.
 
         load_max_over_mean  max_e n_e / mean_e n_e, n_e the tokens that went to expert e: 1 when even, `num_experts / K` at most
         load_entropy        -sum_e p_e log p_e / log num_experts, p_e = n_e / sum n: 1 when even, 0 when one expert has all
 
-    Of few tokens for many experts even a uniform router's load looks uneven: compare values of the same number of tokens.
+    With few tokens for many experts even a uniform router's load looks uneven: compare values of the same number of tokens.
     """
     of_layer = experts.transpose(0, 1).flatten(start_dim=1)
     counts = torch.zeros(len(of_layer), num_experts, dtype=torch.float64)
@@ -58,8 +58,8 @@ def load_metrics(experts: Tensor, *, num_experts: int) -> dict[str, float]:
 
 
 def margin_metrics(margins: Tensor) -> dict[str, float]:
-    """Percentiles of the logit gap at the top-K boundary over all tokens and layers; `margins` `[tokens, layers]`."""
-    # The next lower value, not between two: where every expert is active the gap is infinite.
+    """Return percentiles of the logit gap at the top-K boundary over all tokens and layers; `margins` `[tokens, layers]`."""
+    # The next lower value, not an interpolation: where every expert is active the gap is infinite.
     values = margins.flatten().float()
     quantiles = torch.tensor([percentile / 100 for percentile in MARGIN_PERCENTILES])
     found = torch.quantile(values, quantiles, interpolation="lower").tolist()

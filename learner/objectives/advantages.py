@@ -1,4 +1,4 @@
-"""Advantages: how much better a completion, or a token of one, was than what stands for its expectation."""
+"""Advantages: the reward of a completion, or of a token of one, above a baseline for its expectation."""
 
 from typing import Literal
 
@@ -25,14 +25,14 @@ def group_advantages(
       numerator `n / (n - 1)` times the former for a group of n;
     - `none`: 0.
 
-    The papers do not say which standard deviation they mean and have no epsilon. Most implementations divide the squares
-    by n - 1 (`unbiased`), otherwise by n; their epsilons lie between 1e-6 and 1e-4.
+    The papers do not define their standard deviation and have no epsilon. Most implementations divide the squares by n - 1
+    (`unbiased`), others by n; their epsilons lie between 1e-6 and 1e-4.
 
-    A group of equal rewards, or of one completion, has nothing to be compared with: its advantages are exactly 0 under
-    either baseline, and its rewards, undivided, under `none`.
+    The advantages of a group of equal rewards, or of one completion, are exactly 0 under `mean` and `leave_one_out`; under
+    `none` they are the rewards, undivided.
     """
     group_size = rewards.shape[-1]
-    # The mean of equal numbers is not always that number: dividing the rounding error by epsilon would make noise loud.
+    # The mean of equal numbers is not always that number: divided by epsilon, the rounding error would be amplified.
     all_equal = rewards.amax(dim=-1, keepdim=True) == rewards.amin(dim=-1, keepdim=True)
     advantages = rewards
     if baseline != "none":
@@ -52,9 +52,8 @@ def rewards_by_token(rewards: Tensor, token_kl: Tensor, completion_mask: Tensor,
     """`r_it = 1[t is the last loss token of row i] R_i - kl_coefficient * token_kl_it`: the KL as a part of the reward.
 
     As in https://arxiv.org/abs/1909.08593, eq. 2, whose KL is the plain log ratio of policy and reference. `rewards`:
-    `[rows]`; `token_kl`: `[rows, tokens]`, anything where the mask is False; `completion_mask`: `[rows, tokens]` bool.
-    Returns `[rows, tokens]`, 0 outside the mask and, being a reward, without a gradient. The reward of a row without
-    loss tokens is nowhere.
+    `[rows]`; `token_kl`: `[rows, tokens]`, any value where the mask is False; `completion_mask`: `[rows, tokens]` bool.
+    Returns `[rows, tokens]`, 0 outside the mask, without a gradient. The reward of a row without loss tokens is lost.
     """
     num_tokens_left = completion_mask.flip(-1).cumsum(dim=-1).flip(-1)
     at_last_token = torch.where(num_tokens_left == 1, rewards[:, None], 0.0)
@@ -63,13 +62,13 @@ def rewards_by_token(rewards: Tensor, token_kl: Tensor, completion_mask: Tensor,
 
 @torch.no_grad()
 def discounted_returns(token_rewards: Tensor, completion_mask: Tensor, *, gamma: float) -> Tensor:
-    """Return-to-go `G_t = r_t + gamma G_{t+1}`, where t + 1 is the next loss token; after the last one it is 0.
+    """Return-to-go `G_t = r_t + gamma G_{t+1}`, where t + 1 is the next loss token; `G` is 0 after the last one.
 
-    `token_rewards`: `[rows, tokens]`, anything where the mask is False; `completion_mask`: `[rows, tokens]` bool. Returns
+    `token_rewards`: `[rows, tokens]`, any value where the mask is False; `completion_mask`: `[rows, tokens]` bool. Returns
     `[rows, tokens]`, 0 outside the mask, without a gradient.
 
-    Tokens outside the mask, such as a tool's inside of a completion, are no actions of the policy: they are neither
-    rewarded nor discounted. Some popular code discounts them too, so that a long tool answer hides the reward behind it.
+    Tokens outside the mask, such as a tool's output inside a completion, are no actions of the policy: they are neither
+    rewarded nor discounted. Some popular code discounts them too, so a long tool output hides the reward behind it.
     """
     return _backward_sums(torch.where(completion_mask, token_rewards, 0.0), completion_mask, decay=gamma)
 
@@ -80,13 +79,13 @@ def generalized_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Advantages `A_t = delta_t + gamma gae_lambda A_{t+1}` with `delta_t = r_t + gamma V_{t+1} - V_t`; returns `A_t + V_t`.
 
-    Generalized advantage estimation, https://arxiv.org/abs/1506.02438, eq. 16. `t + 1` is the next loss token:
-    others are skipped, as in `discounted_returns`. After the last one the episode is over, and V and A are 0; so a
-    completion that was cut off at its length limit counts as ended there.
+    Generalized advantage estimation, https://arxiv.org/abs/1506.02438, eq. 16. `t + 1` is the next loss token; other tokens
+    are skipped, as in `discounted_returns`. After the last one V and A are 0: a completion that was cut off at its length limit
+    counts as ended there.
 
-    `token_rewards`, `values`: `[rows, tokens]`, anything where the mask is False; `values[t]` is the critic's for the state
-    before token t. `completion_mask`: `[rows, tokens]` bool. Both results are `[rows, tokens]`, 0 outside the mask,
-    without a gradient: the returns are the critic's target.
+    `token_rewards`, `values`: `[rows, tokens]`, any value where the mask is False; `values[t]` is the critic's for the state
+    before token t. `completion_mask`: `[rows, tokens]` bool. Both results are `[rows, tokens]`, 0 outside the mask, without
+    a gradient; the returns are the critic's target.
     """
     values = torch.where(completion_mask, values, 0.0)
     deltas = token_rewards + gamma * _of_next_loss_token(values, completion_mask) - values
@@ -96,12 +95,12 @@ def generalized_advantages(
 
 
 def _backward_sums(terms: Tensor, completion_mask: Tensor, *, decay: float) -> Tensor:
-    """`S_t = terms_t + decay S_{t+1}` over loss tokens; `terms` is 0 outside the mask, and so is the result.
+    """`S_t = terms_t + decay S_{t+1}` over loss tokens; `terms` and the result are 0 outside the mask.
 
-    In log2(tokens) steps instead of one per token: after k of them every sum reaches over 2**k tokens.
+    Takes log2(tokens) steps instead of one per token: after k steps every sum covers 2**k tokens.
     """
     sums = terms
-    # What a sum that begins after token t is multiplied by to become part of the one at t.
+    # Factor of the sum that begins after token t in the sum at t.
     decays = torch.ones_like(terms).masked_fill(completion_mask, decay)
     num_tokens = terms.shape[-1]
     reach = 1
@@ -114,10 +113,10 @@ def _backward_sums(terms: Tensor, completion_mask: Tensor, *, decay: float) -> T
 
 
 def _of_next_loss_token(values: Tensor, completion_mask: Tensor) -> Tensor:
-    """At every token the value of the first loss token after it; 0 where there is none."""
+    """Return at every token the value of the first loss token after it; 0 where there is none."""
     num_tokens = values.shape[-1]
     positions = torch.arange(num_tokens, device=values.device).expand_as(completion_mask)
-    # One column of nothing at the end: where the search for the next loss token leads when there is none.
+    # A search that finds no next loss token ends in an extra column of zeros.
     positions = torch.where(completion_mask, positions, num_tokens)
     from_here = pad(positions, (0, 1), value=num_tokens).flip(-1).cummin(dim=-1).values.flip(-1)
     return pad(values, (0, 1)).gather(-1, from_here[:, 1:])
@@ -125,10 +124,10 @@ def _of_next_loss_token(values: Tensor, completion_mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def moments(advantages: Tensor, completion_mask: Tensor) -> Tensor:
-    """`[3]` float64: how many loss tokens there are, their mean, and their summed squared distance from it.
+    """Return count, mean and summed squared distance from the mean of the loss tokens' advantages, `[3]` float64.
 
-    `advantages`: `[rows, tokens]`, anything where the mask is False; `completion_mask`: `[rows, tokens]` bool. Without loss
-    tokens all three are 0. `merge_moments` makes one of several ranks' or micro-batches'.
+    `advantages`: `[rows, tokens]`, any value where the mask is False; `completion_mask`: `[rows, tokens]` bool. Without loss
+    tokens all three are 0. `merge_moments` combines those of several ranks or micro-batches.
     """
     count = completion_mask.sum()
     values = torch.where(completion_mask, advantages, 0.0).double()
@@ -139,7 +138,7 @@ def moments(advantages: Tensor, completion_mask: Tensor) -> Tensor:
 
 
 def merge_moments(parts: Tensor) -> Tensor:
-    """The `moments` of everything, `[3]`, from those of its parts, `[parts, 3]`, empty ones included.
+    """Combine the `moments` of parts, `[parts, 3]`, empty ones included, into those of the whole, `[3]`.
 
     `n = sum n_k`, `mean = sum n_k mean_k / n`, `squares = sum (squares_k + n_k (mean_k - mean)^2)`.
     """
@@ -151,14 +150,14 @@ def merge_moments(parts: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whiten(advantages: Tensor, completion_mask: Tensor, merged_moments: Tensor, *, epsilon: float = 1e-8) -> Tensor:
-    """`(A - mean) / sqrt(variance + epsilon)` with the unbiased variance, over the loss tokens that the moments are of.
+    """`(A - mean) / sqrt(variance + epsilon)` with the mean and the unbiased variance of `merged_moments`.
 
-    `advantages`: `[rows, tokens]`, anything where the mask is False; `completion_mask`: `[rows, tokens]` bool;
-    `merged_moments`: `[3]`, of the whole optimizer step. Returns `[rows, tokens]`, 0 outside the mask. Fewer than two
-    loss tokens have no variance: their advantages stay.
+    `advantages`: `[rows, tokens]`, any value where the mask is False; `completion_mask`: `[rows, tokens]` bool;
+    `merged_moments`: `[3]`, of the whole optimizer step. Returns `[rows, tokens]`, 0 outside the mask. Fewer than two loss
+    tokens have no variance, and their advantages stay.
 
     Every token counts once, so long completions dominate the moments. No paper of this field defines this step;
-    implementations of PPO have it, with this epsilon inside of the root.
+    implementations of PPO have it, with this epsilon inside the root.
     """
     count, mean, squares = merged_moments.tolist()
     if count < 2:

@@ -52,7 +52,7 @@ class RunningMoments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RewardShaping(NamedTuple):
-    """How the rewards of a run are shaped."""
+    """The settings of `[reward]`, every value decided."""
 
     max_new_tokens: int
     """Longest completion."""

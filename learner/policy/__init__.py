@@ -1,1 +1,1 @@
-"""Hold and compute the network that is trained."""
+"""The network that is trained: loading, computing and saving it."""

@@ -1,4 +1,4 @@
-"""The models of the learner: the policy as it is loaded for training, its frozen reference, and what neither may be."""
+"""Loading of the learner's models: the policy, its frozen reference, and checks that the policy can be trained."""
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -18,9 +18,9 @@ _MAX_HEAD_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.25}
 
 
 def load_policy(config: Config) -> CompletionLogprobs:
-    """The policy to be trained, with its adapter and value head if there are to be any.
+    """Load the policy for training, with an adapter and a value head if the settings ask for them.
 
-    Raises ValueError for a model that cannot be packed (`check_packing`) or whose logits `CompletionLogprobs` cannot make.
+    Raises ValueError for a model that cannot be packed (`check_packing`), TypeError for one whose output layer is no Linear.
     """
     policy = _load(config.model.path, config.model.dtype)
     if config.lora.rank:
@@ -30,7 +30,7 @@ def load_policy(config: Config) -> CompletionLogprobs:
         policy.gradient_checkpointing_enable()
         for module in policy.modules():
             if isinstance(module, GradientCheckpointingLayer):
-                # The layer itself, not what is in it: it checkpoints in training mode only.
+                # The layer itself and not its children: it checkpoints in training mode only.
                 module.training = True
     return CompletionLogprobs(
         policy,
@@ -41,14 +41,17 @@ def load_policy(config: Config) -> CompletionLogprobs:
 
 
 def load_reference(config: Config, device: torch.device) -> CompletionLogprobs:
-    """The frozen reference of the KL, whole on every rank."""
+    """Load the frozen reference of the KL, whole on every rank."""
     policy = _load(config.kl.reference or config.model.path, config.model.dtype)
     return CompletionLogprobs(policy, fp32_head=config.train.fp32_head).to(device).requires_grad_(False)
 
 
 @torch.no_grad()
 def check_policy(module: CompletionLogprobs, model: ModelSection, device: torch.device) -> None:
-    """Refuse a model that cannot be packed, or changes its logits after the output layer, which the module would not do."""
+    """Raise ValueError for a model that cannot be packed, or that changes its logits after the output layer.
+
+    `CompletionLogprobs` computes logits from the output layer alone.
+    """
     check_packing(module.policy)
     row = torch.arange(8) % module.policy.config.get_text_config().vocab_size
     packed = pack([(row[:1].numpy(), [row[1:].numpy()])]).to(device)
@@ -64,6 +67,6 @@ def check_policy(module: CompletionLogprobs, model: ModelSection, device: torch.
 def _load(path: str, dtype: str) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     policy = AutoModelForCausalLM.from_pretrained(path, dtype=tensor_dtype(dtype))
-    # Dropout would make the policy's log-probs noise beside the engine's, which has none.
+    # Dropout would add noise to the policy's log-probs that the engine's do not have.
     policy.eval()
     return policy

@@ -1,4 +1,4 @@
-"""Log-probs of given tokens under a causal language model, without the logits of a whole batch."""
+"""Log-probs of given tokens under a causal language model, computed without the logits of a whole batch."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from offbeat.learner.policy.packed_attention import place_spans, use_packed_atte
 from offbeat.learner.policy.packing import Span
 
 MAX_CHUNK_LOGITS = 2**24
-"""Logits alive at once, in float32 64 MiB: 8,192 tokens by 2,048 entries of the vocabulary."""
+"""Logits in memory at once: 64 MiB in float32, such as 8,192 tokens by 2,048 entries of the vocabulary."""
 
 
 def token_logprobs(
@@ -37,10 +37,9 @@ def token_logprobs(
     hidden_size]`; `token_ids`: `[num_tokens]` int64. Products are rounded to the states' dtype, unless `fp32_head`
     makes states and weight float32 first; what follows is float32 or better.
 
-    Logits are made for as many entries of the vocabulary at a time as keep them, and the part of the weight that makes
-    them, at `max_chunk_logits` numbers, or for one entry, and made again in the backward pass. Chunks of the vocabulary,
-    not of the tokens: of a chunk the weight's gradient is then final, and what is summed over chunks is no larger than
-    the states.
+    Logits are computed for a chunk of the vocabulary at a time, and again in the backward pass. A chunk's logits, and its part
+    of the weight, have at most `max_chunk_logits` numbers, or one entry. The vocabulary is split, not the tokens: the weight's
+    gradient is then final for each chunk, and the sums over chunks are no larger than the states.
     """
     return _TokenLogprobs.apply(  # pyright: ignore[reportReturnType]
         hidden_states, weight, bias, token_ids, temperature, max_chunk_logits, fp32_head, with_entropy
@@ -66,7 +65,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.settings = (temperature, max_chunk_logits, fp32_head)
         states = hidden_states.float() if fp32_head else hidden_states
         target_logits = states.new_zeros(len(states), dtype=torch.float32)
-        # What is carried from chunk to chunk is float64: it costs nothing, and there may be many chunks.
+        # Sums over chunks are float64: it costs little, and there may be many chunks.
         log_normalizers = torch.full_like(target_logits, -torch.inf, dtype=torch.float64)
         mean_logits = torch.zeros_like(log_normalizers)
         for chunk in _chunks(weight, len(states), max_chunk_logits):
@@ -122,7 +121,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_bias[chunk] = grad_logits.sum(dim=0)
             grad_logits = grad_logits.to(states.dtype)
             if grad_states is not None and states.dtype == torch.float32:
-                # Without a temporary; torch has no product of other dtypes that adds to float32.
+                # Avoids a temporary. torch adds products to float32 only for float32 factors.
                 grad_states.addmm_(grad_logits, chunk_weight)
             elif grad_states is not None:
                 grad_states += grad_logits @ chunk_weight
@@ -134,20 +133,20 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _chunks(weight: Tensor, num_tokens: int, max_chunk_logits: int) -> Iterator[slice]:
-    """The vocabulary in slices: neither the logits of one nor its part of the weight is more than `max_chunk_logits`."""
+    """Split the vocabulary into slices whose logits and whose part of the weight have at most `max_chunk_logits` numbers."""
     size = max(1, max_chunk_logits // max(num_tokens, weight.shape[1]))
     for start in range(0, len(weight), size):
         yield slice(start, min(start + size, len(weight)))
 
 
 def _logits(states: Tensor, chunk_weight: Tensor, chunk_bias: Tensor | None, temperature: float) -> Tensor:
-    """`[num_tokens, chunk]` float32, the caller's to overwrite."""
+    """Return logits `[num_tokens, chunk]` float32, which the caller may overwrite."""
     logits = F.linear(states, chunk_weight, None if chunk_bias is None else chunk_bias.to(states.dtype)).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def _columns(token_ids: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
-    """Whether each token is of the chunk, `[num_tokens]`, and its column there (any, if not), `[num_tokens, 1]`."""
+    """Tell for each token if it is in the chunk, `[num_tokens]`, and its column there (0 if not), `[num_tokens, 1]`."""
     inside = (token_ids >= chunk.start) & (token_ids < chunk.stop)
     return inside, torch.where(inside, token_ids - chunk.start, 0)[:, None]
 
@@ -164,8 +163,8 @@ class CompletionHead(nn.Module):
 
     def forward(self, hidden_states: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor | None]:
         """See `token_logprobs`."""
-        # The parameters are used here, not the layer: under ZeRO-3 calling it once per chunk would gather its weight as
-        # often as there are chunks, which is a collective, and ranks do not have equally many chunks.
+        # Use the layer's parameters, not the layer: under ZeRO-3 each call gathers its weight, a collective, and ranks have
+        # different numbers of chunks.
         return token_logprobs(
             hidden_states,
             self.output_layer.weight,
@@ -181,9 +180,9 @@ class CompletionHead(nn.Module):
 class CompletionLogprobs(nn.Module):
     """The policy as it is trained: a pack in, one log-prob per completion token out.
 
-    Switches `policy` to packed attention; see `learner.policy.packed_attention.check_packing` for whether it took. With
-    `value_head` there is a critic on the policy's states beside it, which `policy` does not contain: it is trained and
-    saved, and not sent to actors. It begins at 0.
+    Switches `policy` to packed attention; `learner.policy.packed_attention.check_packing` tests if that worked. With
+    `value_head` there is a critic on the policy's states. It starts at 0, is trained and saved in checkpoints, and is not a
+    part of `policy`, so actors do not get it.
     """
 
     def __init__(
@@ -220,9 +219,9 @@ class CompletionLogprobs(nn.Module):
         spans: tuple[Span, ...],
         temperature: float,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Log-probs, entropies and values, `[num_completion_tokens]` float32 each, of a `learner.policy.packing.Pack`.
+        """Return log-probs, entropies and values of a `learner.policy.packing.Pack`, `[num_completion_tokens]` float32 each.
 
-        Entropies and values are None unless asked for. The value is that of the state before the completion token.
+        Entropies and values are None unless the constructor asked for them. A value is that of the state before its token.
         """
         states = self.policy.base_model(
             input_ids=token_ids[None],

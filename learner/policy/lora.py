@@ -1,4 +1,4 @@
-"""The policy's low-rank adapter (peft): a few trained parameters beside frozen weights, published as merged weights."""
+"""The policy's low-rank adapter (peft): few trained parameters on frozen weights, published as merged weights."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,24 +11,24 @@ from transformers import PreTrainedModel
 from offbeat.learner.policy.zero import full_shape, gathered_parameters
 
 _ADAPTER = "default"
-"""What peft calls an adapter that is given no name."""
+"""peft's name of an adapter without a name."""
 _LOW, _HIGH = f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"
-"""What peft adds to an adapted layer's name for A, `[rank, in_features]`, and for B, `[out_features, rank]`."""
+"""peft's suffixes of an adapted layer's name for A, `[rank, in_features]`, and for B, `[out_features, rank]`."""
 _BASE = ".base_layer."
-"""What peft puts between an adapted layer's name and those of its own, frozen, parameters."""
+"""peft's infix between an adapted layer's name and the names of its frozen parameters."""
 
 
 def add_adapter(policy: PreTrainedModel, *, rank: int, alpha: float, target_modules: tuple[str, ...]) -> None:
     """Freeze the policy and give its linear layers an adapter, in place: `y = W x + (alpha / rank) B A x`.
 
-    `A` `[rank, in_features]` starts random (torch's generator: seed it alike on every rank), `B` `[out_features, rank]` at 0,
-    so that the adapted policy starts as the policy itself: LoRA, https://arxiv.org/abs/2106.09685, without dropout. Both
-    have the policy's dtype; in bfloat16 their float32 masters are in DeepSpeed's optimizer, as those of all trained weights.
+    `A` `[rank, in_features]` starts random (from torch's generator: seed every rank alike), `B` `[out_features, rank]` at 0, so
+    the adapted policy starts as the policy itself: LoRA, https://arxiv.org/abs/2106.09685, without dropout. Both have the
+    policy's dtype; in bfloat16 DeepSpeed's optimizer holds their float32 masters, as for all trained weights.
 
-    `target_modules`: names of linear layers, whole (`model.layers.0.self_attn.q_proj`) or from the end (`q_proj`: that of
-    every layer); empty: all. The output head, which is applied to chosen positions by its weight alone and may be tied to
-    the embedding, is never adapted; nor is what is no `nn.Linear`: in a mixture of experts the router and the experts,
-    whose weights are 3-D parameters. Raises `ValueError` for a name that fits no such layer.
+    `target_modules`: whole names of linear layers (`model.layers.0.self_attn.q_proj`) or their ends (`q_proj` for that of every
+    layer); empty for all. Never adapted are the output head, whose weight alone is applied and which may be tied to the
+    embedding, and modules that are no `nn.Linear`: in a mixture of experts the router and the experts, whose weights are 3-D
+    parameters. Raises ValueError for a name that matches no linear layer.
     """
     peft = _import_peft()
     config = peft.LoraConfig(
@@ -38,8 +38,8 @@ def add_adapter(policy: PreTrainedModel, *, rank: int, alpha: float, target_modu
         bias="none",
         target_modules=[f"policy.{name}" for name in _matching_layers(policy, target_modules)],
     )
-    # In a container: given a policy itself, peft knows some mixtures of experts by their config, takes `down_proj` for their
-    # experts' and adapts those.
+    # In a container: given the policy itself, peft recognizes some mixtures of experts by their config and adapts their experts
+    # where `down_proj` is named.
     peft.inject_adapter_in_model(config, nn.ModuleDict({"policy": policy}), adapter_name=_ADAPTER)
 
 
@@ -54,7 +54,7 @@ def _import_peft() -> Any:
 
 
 def _matching_layers(policy: PreTrainedModel, target_modules: tuple[str, ...]) -> list[str]:
-    """Whole names of the linear layers that are meant; the message for a wrong name offers those that there are."""
+    """Return the whole names of the linear layers that the targets match; raise ValueError for one that matches none."""
     head = policy.get_output_embeddings()
     linear = [name for name, module in policy.named_modules() if isinstance(module, nn.Linear) and module is not head]
     if not linear:
@@ -71,20 +71,19 @@ def _is_meant(name: str, target: str) -> bool:
 
 
 def base_shapes(policy: PreTrainedModel) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and whole shapes of what `merged_parameters` gives; no collective."""
+    """Return names and whole shapes of the weights that `merged_parameters` yields; no collective."""
     return [(_base_name(name), full_shape(parameter)) for name, parameter in _base_parameters(policy)]
 
 
 def merged_parameters(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of the policy as a model without an adapter has it: its names, its order, tied weights once.
+    """Yield every weight of the policy under the names and in the order of a model without an adapter, tied weights once.
 
-    An adapted layer's weight is `W + (alpha / rank) B A`, added up in float32 and rounded once to the dtype of `W`. The
-    policy is left as it is, and one merged weight exists at a time. Beside a bfloat16 `W` the rounding keeps of `B A` only
-    what reaches half of the last digit, 0.2% to 0.4% of the element: whoever samples with the merged weights follows the
-    adapted policy in steps of that size.
+    An adapted layer's weight is `W + (alpha / rank) B A`, summed in float32 and rounded once to the dtype of `W`. The policy
+    does not change, and one merged weight exists at a time. With a bfloat16 `W` the rounding loses changes below half of the
+    last digit, 0.2% to 0.4% of the element: engines with merged weights follow the adapted policy in steps of that size.
 
-    Works for a policy without an adapter too, also where ZeRO-3 has partitioned it; one with an adapter must be whole. A
-    tensor is valid until the next one is asked for. All ranks must exhaust the iterator.
+    Works for a policy without an adapter too, even partitioned by ZeRO-3; a policy with an adapter must be whole. A tensor is
+    valid until the next one is yielded. All ranks must exhaust the iterator.
     """
     for name, weight in gathered_parameters(_base_parameters(policy)):
         layer, adapted, own_name = name.rpartition(_BASE)
@@ -112,13 +111,13 @@ def _merged(layer: Any, weight: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def without_adapter(policy: PreTrainedModel) -> Iterator[None]:
-    """Inside, the policy computes as it did before `add_adapter`: the frozen reference, for no memory.
+    """Disable the adapter inside the context: the policy computes as before `add_adapter`, a frozen reference for no memory.
 
-    For forward passes whose gradient nobody asks for; a backward pass belongs outside.
+    For forward passes without a gradient. Raises ValueError for a policy without an adapter.
     """
     layers = _adapted_layers(policy)
     if not layers:
-        raise ValueError("the policy has no adapter to do without")
+        raise ValueError("the policy has no adapter to disable")
     for layer in layers:
         layer.enable_adapters(False)
     try:

@@ -1,4 +1,4 @@
-"""Attention within packs: every completion sees its prompt and itself, whoever else shares the row."""
+"""Attention within packs: every completion attends to its prompt and to itself, not to others in the pack."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,34 +15,36 @@ from transformers import AttentionInterface, PreTrainedModel
 from offbeat.learner.policy.packing import Pack, Span, pack
 
 ATTENTION_NAME = "offbeat_packed"
-"""What `packed_attention` is called in transformers' register of attention functions."""
+"""Name of `packed_attention` in transformers' register of attention functions."""
 
 _MAX_MEAN_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
-"""Of log-probs, packed and plain. In bfloat16 neighboring logits near 10 are 0.06 apart, and the two round differently."""
+"""Largest mean difference of packed and plain log-probs. In bfloat16 neighboring logits near 10 are 0.06 apart, and the two
+computations round differently."""
 
 
 @dataclass(frozen=True, eq=False)
 class PlacedSpans:
-    """The spans of a pack, made once a forward pass, and where a kernel for sequences of many lengths finds them.
+    """The spans of a pack, and their places in the tensors of a kernel for sequences of many lengths.
 
-    To such a kernel a span is a sequence whose queries are the span and whose keys are its prefix and the span.
+    To such a kernel a span is a sequence whose queries are the span and whose keys are its prefix and the span. Made once per
+    forward pass.
     """
 
     spans: tuple[Span, ...]
     key_indices: Tensor
-    """`[num_keys]` int64: the inputs that are keys, span by span; a prompt's once for each of its completions."""
+    """Inputs that are keys, span by span, a prompt's inputs once for each of its completions, `[num_keys]` int64."""
     query_offsets: Tensor
-    """`[num_spans + 1]` int32: where each span's queries begin and end."""
+    """First query of each span, then the number of queries, `[num_spans + 1]` int32."""
     key_offsets: Tensor
-    """`[num_spans + 1]` int32: the same in `key_indices`."""
+    """First entry of each span in `key_indices`, then their number, `[num_spans + 1]` int32."""
     max_queries: int
-    """The longest span."""
+    """Length of the longest span."""
     max_keys: int
-    """The longest span with its prefix."""
+    """Length of the longest span with its prefix."""
 
 
 def place_spans(spans: tuple[Span, ...], device: torch.device) -> PlacedSpans:
-    """What the model must be given as its keyword `placed_spans` to run a pack of these spans on `device`."""
+    """Return the model's keyword argument `placed_spans` for a pack of these spans on `device`."""
     queries = [span.length for span in spans]
     keys = [span.prefix_length + span.length for span in spans]
     indices = [
@@ -61,10 +63,10 @@ def place_spans(spans: tuple[Span, ...], device: torch.device) -> PlacedSpans:
 
 
 def use_packed_attention(policy: PreTrainedModel) -> None:
-    """Have the policy's layers call `packed_attention`, from now on and instead of their own attention.
+    """Make the policy's layers call `packed_attention` instead of their own attention.
 
-    Raises ValueError for a class of models whose layers do not ask transformers which attention to call, or which mix
-    tokens in ways that packing would have to know of.
+    Raises ValueError for a class of models whose layers ignore transformers' register of attention functions, or that have
+    layers of other types, such as convolutions, which would mix completions.
     """
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
     policy.set_attn_implementation(ATTENTION_NAME)
@@ -83,23 +85,21 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     placed_spans: PlacedSpans | None = None,
-    **_: Any,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention of one layer, as transformers calls it: `[1, num_inputs, heads, head_size]`, and no weights.
+    """Attend within one layer; transformers calls it. Returns `[1, num_inputs, heads, head_size]`, and no weights.
 
     `query`: `[1, heads, num_inputs, head_size]`; `key`, `value`: the same with as many heads or fewer, each shared by
-    `heads / key_heads` neighboring ones; `sliding_window`: an input sees that many positions, its own included.
-    Other keywords are for other attentions.
+    `heads / key_heads` neighboring ones; `sliding_window`: number of positions that an input sees, its own included. `others`
+    are keywords of other attention functions. Raises ValueError for soft-capping (`softcap`), attention sinks (`s_aux`) and
+    dropout.
     """
     if placed_spans is None:
         raise ValueError("packed attention was called without placed_spans, which the model should have passed on")
-    if softcap is not None or s_aux is not None or dropout != 0.0:
+    if others.get("softcap") is not None or others.get("s_aux") is not None or others.get("dropout", 0.0) != 0.0:
         raise ValueError("packed attention has no soft-capping, no attention sinks and no dropout")
     assert attention_mask is None and len(query) == 1
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
@@ -110,7 +110,7 @@ def packed_attention(
 def _attend_at_once(
     query: Tensor, key: Tensor, value: Tensor, placed: PlacedSpans, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """One call of flash attention, which aligns the last query with the last key: both are the span's last input."""
+    """Attend with one call of flash attention, which aligns the last query with the last key: both are a span's last input."""
     attended = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1).index_select(0, placed.key_indices),
@@ -120,7 +120,7 @@ def _attend_at_once(
         placed.max_queries,
         placed.max_keys,
         scale=scaling,
-        # It counts the positions before a query's own.
+        # The kernel's window does not count the query's own position.
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=True,
     )
@@ -130,8 +130,8 @@ def _attend_at_once(
 def _attend_by_shape(
     query: Tensor, key: Tensor, value: Tensor, spans: Sequence[Span], scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """One call of torch's attention for all spans of one length and length of prefix."""
-    # split() and not slices: the gradient of a slice is as large as what it was taken from.
+    """Attend with one call of torch's attention for all spans of the same length and prefix length."""
+    # split() and not slices: the gradient of a slice is as large as the sliced tensor.
     lengths = [span.length for span in spans]
     queries, keys, values = (tensor.split(lengths, dim=2) for tensor in (query, key, value))
     indices = {span.start: index for index, span in enumerate(spans)}
@@ -149,7 +149,7 @@ def _attend_by_shape(
             of_key = _joined(keys, prefixes, of_key)
             of_value = _joined(values, prefixes, of_value)
             if window is None and prefix_length < length:
-                # All of the prefix's queries again, for a square, of which half is computed: less than the rectangle.
+                # Adding the prefix's queries makes a square, of which a causal kernel computes half: less than the rectangle.
                 of_query = _joined(queries, prefixes, of_query)
                 added_queries = prefix_length
         square = length + added_queries == num_keys
@@ -168,12 +168,12 @@ def _attend_by_shape(
 
 
 def _joined(parts: Sequence[Tensor], prefixes: Sequence[int], of_spans: Sequence[Tensor]) -> list[Tensor]:
-    """Each span's part behind that of its prefix."""
+    """Join each span's part to the part of its prefix."""
     return [torch.cat([parts[prefix], of_span], dim=2) for prefix, of_span in zip(prefixes, of_spans, strict=True)]
 
 
 def _visible(length: int, prefix_length: int, window: int | None, device: torch.device) -> Tensor:
-    """`[length, prefix_length + length]` bool: which of its keys each input of a span sees."""
+    """Return the keys that each input of a span sees, `[length, prefix_length + length]` bool."""
     keys = torch.arange(prefix_length + length, device=device)
     before = keys[prefix_length:, None] - keys
     return before >= 0 if window is None else (before >= 0) & (before < window)
@@ -181,10 +181,10 @@ def _visible(length: int, prefix_length: int, window: int | None, device: torch.
 
 @torch.no_grad()
 def check_packing(policy: PreTrainedModel) -> None:
-    """Refuse a policy whose log-probs in a pack are not those of its own attention, completion by completion.
+    """Raise ValueError for a policy whose log-probs in a pack differ from those of its own attention without packing.
 
-    Runs the model six times on a few tokens; under ZeRO-3 every rank must call. Raises ValueError naming `model.path`.
-    Windows longer than those few tokens are not looked at.
+    Runs the model six times on a few tokens; under ZeRO-3 every rank must call. Windows longer than those tokens are not
+    tested.
     """
     use_packed_attention(policy)
     random = np.random.default_rng(0)
@@ -204,7 +204,7 @@ def check_packing(policy: PreTrainedModel) -> None:
     finally:
         policy.set_attn_implementation(ATTENTION_NAME)
     difference = (logprobs - torch.cat(plain)).abs().mean().item()
-    # Said this way round, nan is refused too.
+    # With `not <=`, nan is refused too.
     if not difference <= _MAX_MEAN_DIFFERENCE[policy.dtype]:
         raise ValueError(
             f"{_model(policy)}: {type(policy).__name__} cannot be packed: "
@@ -217,7 +217,7 @@ def _tokens(random: np.random.Generator, vocab_size: int, length: int) -> NDArra
 
 
 def packed_logprobs(policy: PreTrainedModel, packed: Pack) -> Tensor:
-    """Log-probs `[num_completion_tokens]` float32 from the logits that the policy itself makes of a pack."""
+    """Return log-probs `[num_completion_tokens]` float32 from the policy's own logits of a pack."""
     outputs = policy(
         input_ids=packed.token_ids[None],
         position_ids=packed.position_ids[None],

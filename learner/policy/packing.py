@@ -1,4 +1,4 @@
-"""Completions and their prompts as one row without padding, a prompt that several completions share only once."""
+"""Packing: completions and their prompts in one row without padding, a prompt shared by its completions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 TokenIds = Sequence[int] | NDArray[np.int32]
-"""Token ids of a prompt or of a completion."""
+"""Token ids of a prompt or a completion."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Neighboring inputs of a pack, each of which attends to the span's prefix, to itself, and to those before it in the span.
+    """Neighboring inputs of a pack; each attends to the span's prefix, to itself, and to the inputs before it in the span.
 
-    A prompt is a span without prefix; a completion is one whose prefix is its prompt. Not a tuple: wrappers of modules
-    that look for tensors in tuples need not look here.
+    A prompt is a span without a prefix; the prefix of a completion is its prompt. A dataclass, so that module wrappers which
+    search tuples for tensors skip it.
     """
 
     start: int
@@ -28,36 +28,36 @@ class Span:
     prefix_start: int = 0
     """Index of the first input of the prefix, which is a whole span of the same pack."""
     prefix_length: int = 0
-    """0: no prefix."""
+    """Number of the prefix's inputs; 0 without a prefix."""
 
 
 class Pack(NamedTuple):
-    """The inputs of one forward pass, and which of its outputs predict which completion tokens.
+    """The inputs of one forward pass, and the outputs that predict each completion token.
 
-    Inputs are, prompt by prompt: the prompt's tokens, then those of each of its completions but the last one, which
-    predicts nothing. Completion tokens are counted over all completions in the order given to `pack`.
+    For each prompt the inputs are the prompt's tokens, then the tokens of each of its completions except the last, which
+    predicts nothing. Completion tokens are numbered over all completions in the order given to `pack`.
     """
 
     token_ids: Tensor
     """`[num_inputs]` int64."""
     position_ids: Tensor
-    """`[num_inputs]` int64: from 0 in a prompt; those of each completion continue its prompt's."""
+    """Positions, from 0 in a prompt; each completion continues its prompt's, `[num_inputs]` int64."""
     predictors: Tensor
-    """`[num_completion_tokens]` int64: the input whose output predicts the token; for a first token the prompt's last."""
+    """Input whose output predicts each token, the prompt's last for a first token, `[num_completion_tokens]` int64."""
     targets: Tensor
-    """`[num_completion_tokens]` int64: the tokens themselves."""
+    """The completion tokens, `[num_completion_tokens]` int64."""
     spans: tuple[Span, ...]
-    """Who attends to whom. In order and without gaps: together they are all inputs."""
+    """Spans that inputs attend within, in order and without gaps; together they cover all inputs."""
     lengths: tuple[int, ...]
     """Number of tokens of each completion."""
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Span, ...]]:
-        """What `CompletionLogprobs` takes of it, in order."""
+        """The arguments of `CompletionLogprobs`, in order."""
         return self.token_ids, self.position_ids, self.predictors, self.targets, self.spans
 
     def to(self, device: torch.device) -> "Pack":
-        """The same on `device`."""
+        """Return a copy on `device`."""
         return self._replace(
             token_ids=self.token_ids.to(device),
             position_ids=self.position_ids.to(device),
@@ -67,14 +67,14 @@ class Pack(NamedTuple):
 
 
 def num_inputs(prompt_length: int, completion_lengths: Sequence[int]) -> int:
-    """How many inputs `pack` makes of one prompt and its completions."""
+    """Count the inputs that `pack` makes of one prompt and its completions."""
     return prompt_length + sum(max(0, length - 1) for length in completion_lengths)
 
 
 def pack(sequences: Sequence[tuple[TokenIds, Sequence[TokenIds]]]) -> Pack:
     """Pack prompts, at least one token each, with their completions, which may be empty.
 
-    Without sequences the pack has one input, which a model can run, and predicts nothing.
+    Without sequences the pack has one input, so that a model can run it, and predicts nothing.
     """
     token_ids: list[TokenIds] = []
     position_ids: list[NDArray[np.int64]] = []
@@ -110,14 +110,15 @@ def pack(sequences: Sequence[tuple[TokenIds, Sequence[TokenIds]]]) -> Pack:
 
 
 def _concatenated(parts: Sequence[TokenIds | NDArray[np.int64]]) -> Tensor:
-    # With an empty part first: there may be no other, and the parts may be lists, which alone would make floats if empty.
+    # Start with an empty int64 part: there may be no other, and empty lists would make an array of floats.
     return torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in ([], *parts)]))
 
 
 def unpack(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """`[rows, tokens]` from one value per completion token, padded on the right with 0; differentiable.
+    """Arrange one value per completion token as `[rows, tokens]`, padded on the right with 0; differentiable.
 
-    `values`: `[num_completion_tokens]`; `lengths`: of the completions, one row each. `tokens` is the longest, at least 1.
+    `values`: `[num_completion_tokens]`; `lengths`: tokens of each completion, one row each. `tokens` is the longest, at least
+    1.
     """
     columns = torch.arange(max([1, *lengths]), device=values.device)
     mask = columns < torch.tensor(lengths, dtype=torch.int64, device=values.device)[:, None]

@@ -1,4 +1,4 @@
-"""The process group of the learner's ranks: this process's place in it, and what the trainer exchanges through it."""
+"""The process group of the learner's ranks: joining it, and gathering tensors through it."""
 
 import os
 from datetime import timedelta
@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 COLLECTIVE_TIMEOUT_S = 1800.0
-"""A rank that waits longer in a collective fails: one that died would otherwise leave the others waiting for ever."""
+"""A rank fails after waiting this long in a collective; otherwise the death of one would leave the others waiting forever."""
 
 
 class Place(NamedTuple):
-    """Where this process stands among the learner's processes."""
+    """This process's place among the learner's processes."""
 
     rank: int
     world_size: int
@@ -22,14 +22,14 @@ class Place(NamedTuple):
 
 
 def join_process_group() -> Place:
-    """Form the process group of all learner ranks, or take the one that is there.
+    """Form the process group of all learner ranks unless it exists.
 
-    torchrun and the DeepSpeed launcher say who is who in `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and
-    `MASTER_PORT`; without them this process is the only rank, and no port is opened.
+    torchrun and the DeepSpeed launcher set `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT`; without them
+    this process is the only rank, and no port is opened.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
-    # Set also for a single process: DeepSpeed insists on it.
+    # DeepSpeed requires the variable even for a single process.
     local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
@@ -45,7 +45,7 @@ def join_process_group() -> Place:
 
 
 def gather_tensors(values: torch.Tensor) -> torch.Tensor:
-    """Every rank's `values`, `[world_size, *values.shape]`, on the CPU; a collective."""
+    """Gather every rank's `values`, `[world_size, *values.shape]`, on the CPU; a collective."""
     values = values.cpu()
     gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, values)
@@ -53,9 +53,9 @@ def gather_tensors(values: torch.Tensor) -> torch.Tensor:
 
 
 def gather_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Every rank's `rows`, `[num_rows, *shape]`, one below the other in the order of ranks, on the CPU; a collective.
+    """Concatenate every rank's `rows`, `[num_rows, *shape]`, in the order of ranks, on the CPU; a collective.
 
-    Ranks may have different numbers of rows, none included; shape and dtype must agree.
+    Ranks may have different numbers of rows, also none; shape and dtype must agree.
     """
     counts = gather_tensors(torch.tensor(len(rows))).tolist()
     padded = rows.new_zeros(max(counts), *rows.shape[1:])

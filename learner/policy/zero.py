@@ -1,4 +1,4 @@
-"""DeepSpeed: the config that our settings make, an engine without chatter or compiler, weights and gradients made whole."""
+"""DeepSpeed: its config and its engine, and whole weights and gradients under ZeRO."""
 
 import contextlib
 import io
@@ -17,12 +17,12 @@ from offbeat.learner.policy.logprobs import CompletionLogprobs
 _logger = logging.getLogger(__name__)
 
 GATHER_BUCKET_NUMEL = 2**26
-"""Parameters gathered at once under ZeRO-3: 128 MiB of bfloat16."""
+"""Numbers gathered at once under ZeRO-3: 128 MiB of bfloat16."""
 
 MAX_FULL_GRADIENTS = 16
-"""Gradients that `full_gradients` reads under ZeRO."""
+"""Number of gradients that `full_gradients` reads under ZeRO."""
 
-_OURS = {
+_REPLACEMENTS = {
     "train_batch_size": "train.groups_per_step",
     "train_micro_batch_size_per_gpu": "train.micro_batch_tokens",
     "gradient_accumulation_steps": "train.micro_batch_tokens",
@@ -30,16 +30,16 @@ _OURS = {
     "bf16": "model.dtype",
     "fp16": "model.dtype",
 }
-"""DeepSpeed settings that `train.deepspeed` may not hold, and the setting to use instead."""
+"""DeepSpeed settings that `train.deepspeed` may not contain, and the setting to use instead."""
 
 
 def deepspeed_config(train: TrainSection, dtype: Literal["float32", "bfloat16"]) -> dict[str, Any]:
-    """The DeepSpeed config of these settings, `train.deepspeed` merged over it."""
+    """Return the DeepSpeed config of these settings, with `train.deepspeed` merged over it."""
     for name in train.deepspeed:
-        if name in _OURS:
-            raise ValueError(f"train.deepspeed: {name!r} cannot be set there; use {_OURS[name]}")
+        if name in _REPLACEMENTS:
+            raise ValueError(f"train.deepspeed: {name!r} cannot be set there; use {_REPLACEMENTS[name]}")
     config: dict[str, Any] = {
-        # Micro-batches have any number of rows and accumulate by hand: these only satisfy DeepSpeed's arithmetic.
+        # Micro-batches have any number of rows and accumulate by hand; these two only satisfy DeepSpeed's arithmetic.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": train.max_grad_norm,
@@ -48,8 +48,8 @@ def deepspeed_config(train: TrainSection, dtype: Literal["float32", "bfloat16"])
         "zero_force_ds_cpu_optimizer": False,
     }
     if dtype == "bfloat16":
-        # DeepSpeed accumulates bfloat16 gradients in float32 under every stage but 0; stage 1 with the same weights on
-        # every rank differs from it only in who keeps which part of the optimizer's state.
+        # DeepSpeed accumulates bfloat16 gradients in float32 under every stage but 0. Stage 1 differs from stage 0 only in that
+        # each rank keeps a part of the optimizer's state.
         config["zero_optimization"]["stage"] = max(1, train.zero_stage)
         config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
         config["communication_data_type"] = "fp32"
@@ -65,7 +65,7 @@ def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_engine(module: CompletionLogprobs, config: dict[str, Any], train: TrainSection) -> Any:
-    """The DeepSpeed engine that trains `module` with torch's AdamW, or the optimizer that `train.deepspeed` names."""
+    """Return the DeepSpeed engine that trains `module` with torch's AdamW, or the optimizer in `train.deepspeed`."""
     deepspeed = _import_deepspeed()
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = None
@@ -80,7 +80,7 @@ def make_engine(module: CompletionLogprobs, config: dict[str, Any], train: Train
 
 @contextlib.contextmanager
 def muted_prints() -> Iterator[None]:
-    """DeepSpeed reports on its memory and its internals with print(): to our debug log instead. Warnings are logged."""
+    """Send what DeepSpeed prints about its memory and internals to the debug log."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         yield
@@ -89,11 +89,11 @@ def muted_prints() -> Iterator[None]:
 
 
 def _import_deepspeed() -> Any:
-    """DeepSpeed, whose import and first use would otherwise print, start a C++ compiler, and log past our handlers."""
+    """Import DeepSpeed without its prints, its C++ compilation and its log handlers."""
     with fast_imports():
         import deepspeed
 
-    # On a CPU it would compile a shared-memory all-reduce, for a minute, where gloo serves.
+    # On a CPU DeepSpeed would compile a shared-memory all-reduce for a minute; gloo is enough.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # pyright: ignore[reportAttributeAccessIssue]
     logger = logging.getLogger("DeepSpeed")
     logger.handlers.clear()
@@ -104,21 +104,21 @@ def _import_deepspeed() -> Any:
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
-    """Whether ZeRO-3 has split the parameter over the ranks, so that it must be gathered before it is read."""
+    """Tell if ZeRO-3 has split the parameter over the ranks, so that it must be gathered before it is read."""
     return hasattr(parameter, "ds_id")
 
 
 def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The parameter's shape, also while it is partitioned."""
+    """Return the parameter's whole shape, also while it is partitioned."""
     return tuple(cast(Any, parameter).ds_shape if is_partitioned(parameter) else parameter.shape)
 
 
 def gathered_parameters(
     named_parameters: Iterable[tuple[str, nn.Parameter]], *, bucket_numel: int = GATHER_BUCKET_NUMEL
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter whole, by name; under ZeRO-3 a collective that holds one bucket of them at a time.
+    """Yield every parameter whole, by name; under ZeRO-3 a collective that holds one bucket of them at a time.
 
-    A tensor is valid until the next one is asked for. All ranks must exhaust the iterator.
+    A tensor is valid until the next one is yielded. All ranks must exhaust the iterator.
     """
     for bucket in _buckets(named_parameters, bucket_numel):
         parameters = [parameter for _, parameter in bucket]
@@ -146,12 +146,11 @@ def _buckets(
 def full_gradients(
     named_parameters: Iterable[tuple[str, nn.Parameter]], *, zero_stage: int
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Gradients of the optimizer step that is due, by name: averaged over the ranks, not clipped; None where there is none.
+    """Yield gradients of the pending optimizer step by name, averaged over the ranks, not clipped; None for a missing one.
 
-    To be read between the last backward pass and the step. Without ZeRO they are those of all trained parameters. Under
-    ZeRO each is a collective: they are those of at most `MAX_FULL_GRADIENTS` matrices, spread evenly over the model and
-    none larger than `GATHER_BUCKET_NUMEL`. A tensor is valid until the next one is asked for. All ranks must exhaust the
-    iterator.
+    Read them between the last backward pass and the step. Without ZeRO they are the gradients of all trained parameters. Under
+    ZeRO each is a collective, so they are those of at most `MAX_FULL_GRADIENTS` matrices, spread evenly over the model, none
+    larger than `GATHER_BUCKET_NUMEL`. A tensor is valid until the next one is yielded. All ranks must exhaust the iterator.
     """
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     if zero_stage == 0:
@@ -170,12 +169,12 @@ def full_gradients(
 
 
 def discard_gradients(engine: Any) -> None:
-    """Forget what was accumulated for the optimizer step that is due: the next backward pass begins anew."""
+    """Discard the gradients accumulated for the pending optimizer step."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     engine.optimizer.zero_grad(set_to_none=True)
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
-        # What its step begins and ends with, and its zero_grad leaves.
+        # Its zero_grad leaves these two, which its step resets.
         engine.optimizer.micro_step_id = -1
         for group in engine.optimizer.averaged_gradients:
             engine.optimizer.averaged_gradients[group] = None

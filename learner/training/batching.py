@@ -1,4 +1,4 @@
-"""Groups into micro-batches: which completions go through the model together, and on which rank."""
+"""Batching: assigns the completions of an optimizer step to ranks and micro-batches."""
 
 import math
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ class Row(NamedTuple):
     """One completion of an optimizer step."""
 
     group: int
-    """Index of its group in the step: rows of one group share their prompt."""
+    """Index of its group in the step; rows of one group share their prompt."""
     prompt_token_ids: NDArray[np.int32]
     rollout: Rollout
     reward: float
-    """As the advantages see it: penalized, normalized, clipped."""
+    """Shaped reward: penalized, normalized, clipped."""
     advantage: float
-    """Over its group; a critic's and the KL's part come later."""
+    """Advantage within its group, without a critic and without the KL in the reward."""
     weight: float
-    """Of its group in the loss."""
+    """Weight of its group in the loss."""
     policy_lag: int
-    """Of its group, in optimizer steps."""
+    """Lag of its group, in optimizer steps."""
 
 
 class MicroBatch(NamedTuple):
@@ -51,14 +51,14 @@ class MicroBatch(NamedTuple):
     """`[rows]` int64."""
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same on `device`."""
+        """Return a copy on `device`."""
         return MicroBatch(self.pack.to(device), *(tensor.to(device) for tensor in self[1:]))
 
 
 def make_rows(
     groups: Sequence[Group], rewards: NDArray[np.float64], advantages: NDArray[np.float64], *, policy_version: int
 ) -> list[Row]:
-    """All completions of `groups`, in order; `rewards`, `advantages`: `[num_groups, group_size]`."""
+    """Return all completions of `groups`, in order; `rewards`, `advantages`: `[num_groups, group_size]`."""
     return [
         Row(
             index,
@@ -75,12 +75,12 @@ def make_rows(
 
 
 def assign_rows(rows: Sequence[Row], *, micro_batch_tokens: int, world_size: int) -> list[list[list[Row]]]:
-    """The rows of every micro-batch of every rank, `[rank][micro_batch][row]`: each row once, the same on every rank.
+    """Assign every row to a rank and a micro-batch, `[rank][micro_batch][row]`; the result is the same on every rank.
 
-    A group stays together where it can, for its prompt is computed once in each micro-batch that has rows of it. It is
-    split where it has more than `micro_batch_tokens`, or than a rank's share of all tokens. Ranks get about equally many
-    tokens; a micro-batch at most `micro_batch_tokens`, or one longer row. Every rank gets equally many micro-batches,
-    because each is a round of collectives: those short of one get it without rows.
+    A group stays in one micro-batch where possible, because each micro-batch computes the prompts of its rows once. A group is
+    split if it has more than `micro_batch_tokens`, or more than a rank's share of all tokens. Ranks get about the same number
+    of tokens; a micro-batch gets at most `micro_batch_tokens`, or one longer row. Every rank gets the same number of
+    micro-batches, some without rows, because each micro-batch is a round of collectives.
     """
     share = math.ceil(sum(_num_tokens([row]) for row in rows) / world_size)
     pieces = sorted(_split(rows, min(micro_batch_tokens, share)), key=_num_tokens, reverse=True)
@@ -96,7 +96,7 @@ def assign_rows(rows: Sequence[Row], *, micro_batch_tokens: int, world_size: int
 
 
 def _split(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-    """Rows of one group in pieces of at most `max_tokens`, or of one row."""
+    """Split rows into pieces of one group each, of at most `max_tokens` or of one row."""
     pieces: list[list[Row]] = []
     for row in rows:
         last = pieces[-1] if pieces else []
@@ -108,7 +108,7 @@ def _split(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
 
 
 def _fill(pieces: Sequence[list[Row]], max_tokens: int) -> list[list[Row]]:
-    """Micro-batches of at most `max_tokens`, or of one piece: each piece, longest first, goes into the first with room."""
+    """Put each piece into the first micro-batch with room for it; a micro-batch has at most `max_tokens`, or one piece."""
     micro_batches: list[list[Row]] = []
     for piece in pieces:
         for micro_batch in micro_batches:
@@ -121,13 +121,13 @@ def _fill(pieces: Sequence[list[Row]], max_tokens: int) -> list[list[Row]]:
 
 
 def _num_tokens(rows: Sequence[Row]) -> int:
-    """Inputs of the model for these rows together."""
+    """Count the inputs of the model for these rows together."""
     prompts = {row.group: len(row.prompt_token_ids) for row in rows}
     return sum(prompts.values()) + num_inputs(0, [len(row.rollout.token_ids) for row in rows])
 
 
 def collate(rows: Sequence[Row]) -> MicroBatch:
-    """The tensors of one micro-batch, rows of a group next to each other; without rows, one that adds nothing."""
+    """Return the tensors of one micro-batch whose rows of a group are neighbors; without rows it adds nothing to the loss."""
     by_group: dict[int, list[Row]] = {}
     for row in rows:
         by_group.setdefault(row.group, []).append(row)

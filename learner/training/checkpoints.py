@@ -1,4 +1,4 @@
-"""Checkpoint folders: their names, which one is newest, and that a half-written one is never taken."""
+"""Checkpoint folders: names, order, and a publishing step that never shows a half-written one."""
 
 import os
 import re
@@ -10,21 +10,21 @@ _EXTRA_FILE = "extra.bin"
 
 
 class NoRoomError(OSError):
-    """The disk is too full for a checkpoint; those before it are whole."""
+    """The disk is too full for a checkpoint. Earlier checkpoints are whole."""
 
 
 def write_extra(partial: Path, extra: bytes) -> None:
-    """Put what the caller keeps beside model and optimizer into an unfinished checkpoint."""
+    """Add the caller's bytes to an unfinished checkpoint."""
     (partial / _EXTRA_FILE).write_bytes(extra)
 
 
 def read_extra(folder: Path) -> bytes:
-    """What `write_extra` wrote."""
+    """Return the bytes that `write_extra` wrote."""
     return (folder / _EXTRA_FILE).read_bytes()
 
 
 def require_room(root: Path, num_bytes: int) -> None:
-    """`NoRoomError` unless the disk takes so much more: asked before any rank begins to write."""
+    """Raise `NoRoomError` unless the disk has `num_bytes` free. Call it before any rank begins to write."""
     root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(root).free
     if free < num_bytes:
@@ -32,19 +32,19 @@ def require_room(root: Path, num_bytes: int) -> None:
 
 
 def checkpoint_folder(root: Path, policy_version: int) -> Path:
-    """Where the checkpoint of this version belongs."""
+    """Return the folder of the checkpoint of this version."""
     return root / f"step-{policy_version:08d}"
 
 
 def partial_folder(folder: Path) -> Path:
-    """Where the checkpoint is written until it is whole: a name that `newest` does not know."""
+    """Return the folder that the checkpoint is written to until it is whole; `newest` ignores its name."""
     return folder.with_name(folder.name + ".partial")
 
 
 def publish(folder: Path) -> None:
-    """Give the finished `partial_folder(folder)` its name, in place of an older checkpoint of the same name."""
+    """Rename the finished `partial_folder(folder)` to `folder`, replacing an older checkpoint of that name."""
     partial = partial_folder(folder)
-    # On disk before it has the name: after a power failure a whole name must mean whole files.
+    # On disk before the rename: after a power failure a whole name must mean whole files.
     for path in [*partial.rglob("*"), partial]:
         _sync(path)
     if folder.exists():
@@ -54,17 +54,17 @@ def publish(folder: Path) -> None:
 
 
 def whole(root: Path) -> list[Path]:
-    """All whole checkpoints, in no order."""
+    """Return all whole checkpoints, in no order."""
     return [folder for folder in root.glob("step-*") if _NAME.fullmatch(folder.name)]
 
 
 def newest(root: Path) -> Path | None:
-    """The whole checkpoint of the highest version; None when there is none."""
+    """Return the whole checkpoint of the highest version; None when there is none."""
     return max(whole(root), default=None)
 
 
 def prune(root: Path, *, keep: int) -> None:
-    """Delete all but the `keep` newest whole checkpoints, and what earlier deaths left half-written."""
+    """Delete all but the `keep` newest whole checkpoints, and the half-written ones that killed processes left."""
     for folder in sorted(whole(root))[:-keep]:
         _delete(folder)
     for folder in root.glob("step-*.partial"):
@@ -72,7 +72,7 @@ def prune(root: Path, *, keep: int) -> None:
 
 
 def _delete(folder: Path) -> None:
-    # Renamed first: a death in the middle must not leave half a checkpoint under a whole one's name.
+    # Renamed first: a kill in the middle must not leave half a checkpoint under a whole one's name.
     doomed = folder.with_name(folder.name + ".deleted.partial")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
@@ -80,7 +80,7 @@ def _delete(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Have a file's bytes, or a folder's names, on disk."""
+    """Flush a file's bytes, or a folder's names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

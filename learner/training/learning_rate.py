@@ -1,4 +1,4 @@
-"""The learning rate of every optimizer step."""
+"""The learning rate schedule."""
 
 import math
 from typing import Literal
@@ -12,10 +12,10 @@ def learning_rate(
     warmup_steps: int,
     num_steps: int,
 ) -> float:
-    """Learning rate of optimizer step `step`, counted from 0: linear warm-up to `peak`, then the schedule.
+    """Return the learning rate of optimizer step `step`, counted from 0: linear warm-up to `peak`, then the schedule.
 
-    Step `warmup_steps` is the first at `peak`; `linear` and `cosine` fall from there and would be 0 at `num_steps`, the
-    first step that is not taken.
+    Step `warmup_steps` is the first at `peak`; `linear` and `cosine` fall from there to 0 at `num_steps`, the first step that
+    is not taken.
     """
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)

@@ -33,7 +33,7 @@ _GROUP_BASELINES: dict[Baseline, Literal["mean", "leave_one_out", "none"]] = {
 
 
 class AdvantageRule(NamedTuple):
-    """How rewards become advantages: the settings of `[advantage]`, every value decided."""
+    """The settings of `[advantage]`, every value decided."""
 
     baseline: Baseline
     divide_by_std: bool
