@@ -14,7 +14,7 @@ from offbeat.common.config import LogSection
 from offbeat.common.rows import EventRow, Recorder
 from offbeat.common.settings import SettingError
 from offbeat.learner.dispatch.dispatcher import Dispatcher
-from offbeat.learner.dispatch.live_settings import Tuning
+from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.leases.auto_bound import AutoBound, Noise
 from offbeat.learner.leases.ledger import needed_position
 from offbeat.learner.leases.prompts import Prompt
@@ -149,9 +149,9 @@ def tell_resumed(recovered: Recovered, policy_version: int, record: Recorder) ->
     record(EventRow(event="resumed", detail=detail, num_reused=ledger.num_ready))
 
 
-def tell_kept_settings(tuning: Tuning, run_folder: Path, record: Recorder) -> None:
+def tell_kept_settings(settings: LiveSettings, run_folder: Path, record: Recorder) -> None:
     """Warn of each setting that an operator changed before the restart: its value is not the config's any more."""
-    for change in tuning.in_force():
+    for change in settings.in_force():
         detail = (
             f"{change.setting} = {change.after}, as {change.who} set it at policy version {change.policy_version} on "
             f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(change.at))}, not {change.before} as in the config; to "

@@ -16,7 +16,8 @@ from offbeat.common.config import Config
 from offbeat.common.rows import EventRow, FinalRow, LedgerSums, Recorder
 from offbeat.common.shutdown import StopRequest
 from offbeat.learner.actor_link import ActorLink
-from offbeat.learner.dispatch.dispatcher import Dispatcher, RunFailedError
+from offbeat.learner.dispatch.dispatcher import Dispatcher
+from offbeat.learner.dispatch.failures import RunFailedError
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.resume import Checkpoints

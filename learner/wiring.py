@@ -27,12 +27,14 @@ from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.calibration_watch import CalibrationWatch
 from offbeat.learner.diagnostics.calibration import learner_numerics, load_calibration
 from offbeat.learner.dispatch.contract import Contract
-from offbeat.learner.dispatch.dispatcher import Dispatcher
+from offbeat.learner.dispatch.dispatcher import Dispatcher, Listeners
 from offbeat.learner.dispatch.hub_thread import HubThread
-from offbeat.learner.dispatch.live_settings import Tuning
+from offbeat.learner.dispatch.live_settings import LiveSettings
+from offbeat.learner.dispatch.parts import Prompts, make_parts
+from offbeat.learner.dispatch.versions import Versions
 from offbeat.learner.leases.auto_bound import AutoBound
+from offbeat.learner.leases.journal import LeaseJournal
 from offbeat.learner.leases.prompts import Prompt, load_prompts
-from offbeat.learner.leases.staleness import StalenessPolicy
 from offbeat.learner.progress import Progress
 from offbeat.learner.resume import Checkpoints, load_checkpoint, open_log, recover_run, tell_kept_settings, tell_resumed
 from offbeat.learner.service import Learner, Outcome, TrainingLoop
@@ -113,9 +115,8 @@ def open_learner(
         tell_resumed(recovered, trainer.policy_version, record)
     run_id = (state.run_id if state else recovered.run_id) or uuid.uuid4().hex[:12]
     layout = trainer.layout()
-    tuning = Tuning(config, recovered.tuned)
-    tell_kept_settings(tuning, folder, record)
-    staleness = StalenessPolicy(tuning.config.staleness, config.train)
+    settings = LiveSettings(config, recovered.tuned)
+    tell_kept_settings(settings, folder, record)
     auto_bound = AutoBound(least_staleness(config), state.noise if state else None)
     canary = Canary(
         canary_token_ids([prompt.token_ids for prompt in prompts], min(CANARY_TOKENS, config.model.max_length - 1)),
@@ -129,7 +130,7 @@ def open_learner(
         layout=layout,
         transport=_transport(config, trainer.device),
         open_hub=open_weight_hub,
-        max_pull_lag=lambda: staleness.bounds.max_staleness,
+        max_pull_lag=lambda: settings.staleness.bounds.max_staleness,
         record=record,
     )
 
@@ -140,48 +141,40 @@ def open_learner(
     def judge_canary(actor: str, policy_version: int, logprobs: np.ndarray) -> None:
         verdict = canary.judge(actor, policy_version, logprobs)
         if verdict is not None:
-            dispatcher.judge_canary(actor, policy_version, verdict.flaw or "")
+            dispatcher.judge_canary(actor, policy_version, verdict.flaw)
 
-    dispatcher = Dispatcher(
-        contract=Contract(
-            run_id=run_id,
-            learner_incarnation=random.SystemRandom().getrandbits(62),
-            layout=layout,
-            canary_token_ids=canary.token_ids,
-            dtype=config.model.dtype,
-            hashes=hashes,
-            max_length=task.max_prompt_tokens + config.rollout.max_new_tokens,
-            vocabulary_size=AutoConfig.from_pretrained(model).get_text_config().vocab_size,
-            temperature=config.rollout.temperature,
-            reward=task.reward,
-            software=importlib.metadata.version("offbeat"),
-            max_message_bytes=config.hub.max_message_mb << 20,
-        ),
-        rollout=config.rollout,
-        evaluation=config.evaluation,
-        hub=config.hub,
-        prompts=prompts,
-        eval_prompts=eval_prompts,
-        stream=recovered.stream,
-        ledger=recovered.ledger,
-        log=log,
-        staleness=staleness,
-        tuning=tuning,
-        drop_zero_variance=config.loss.zero_variance == "drop",
-        drop_quarantined=config.weights.on_canary_mismatch == "drop",
-        max_failed_leases=config.train.max_failed_leases,
-        num_steps=config.train.num_steps,
-        policy_version=trainer.policy_version,
-        newest_version=recovered.newest_version,
-        record=record,
-        on_join=welcome,
-        on_weights=publisher.handle,
-        on_canary=judge_canary,
-        on_routed=canary.compare_routing,
-        on_distrust=publisher.distrust,
+    contract = Contract(
+        run_id=run_id,
+        learner_incarnation=random.SystemRandom().getrandbits(62),
+        layout=layout,
+        canary_token_ids=canary.token_ids,
+        dtype=config.model.dtype,
+        hashes=hashes,
+        max_length=task.max_prompt_tokens + config.rollout.max_new_tokens,
+        vocabulary_size=AutoConfig.from_pretrained(model).get_text_config().vocab_size,
+        temperature=config.rollout.temperature,
+        reward=task.reward,
+        software=importlib.metadata.version("offbeat"),
+        max_message_bytes=config.hub.max_message_mb << 20,
+    )
+    parts = make_parts(
+        contract,
+        settings,
+        Prompts(prompts, eval_prompts),
+        LeaseJournal(log, recovered.ledger, recovered.stream),
+        Versions(trainer.policy_version, recovered.newest_version),
+        record,
+    )
+    listeners = Listeners(
+        joined=welcome,
+        weights=publisher.handle,
+        canary=judge_canary,
+        routed=canary.compare_routing,
+        distrusted=publisher.distrust,
         weight_problems=publisher.problems,
         hub_rejections=lambda: _hub_rejections(hub),
     )
+    dispatcher = Dispatcher(parts, listeners)
     # An actor that is cut off may be back before it counts as dead.
     link = ActorLink(dispatcher, HubThread(hub, dispatcher), config.hub.dead_after_s + config.hub.heartbeat_s)
     loop = TrainingLoop(

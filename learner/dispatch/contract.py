@@ -1,4 +1,4 @@
-"""What an actor must agree with before it works for a run, and what it is told."""
+"""The conditions under which an actor may work for a run."""
 
 from typing import NamedTuple
 
@@ -12,23 +12,27 @@ class Contract(NamedTuple):
 
     run_id: str
     learner_incarnation: int
+    """Random, different for each learner process."""
     layout: tuple[TensorSpec, ...]
+    """The flat weight buffer, in order."""
     canary_token_ids: np.ndarray
-    """int32 `[n]`."""
+    """int32 `[num_tokens]`."""
     dtype: str
+    """torch dtype of the weights without its prefix: `float32`, `bfloat16`."""
     hashes: ModelHashes
     max_length: int
     """Longest prompt plus completion of this run, in tokens."""
     vocabulary_size: int
     temperature: float
     reward: str
+    """`task.reward`."""
     software: str
     """Version of offbeat."""
     max_message_bytes: int
 
 
-def objection(contract: Contract, hello: Hello) -> str:
-    """Why this actor would bias or break the run, and the cure; empty when it would not."""
+def objection(contract: Contract, hello: Hello) -> str | None:
+    """Return the reason why this actor would bias or break the run, with the cure; None for an actor that fits."""
     engine = hello.engine
     if hello.run_id not in ("", contract.run_id):
         return (
@@ -56,11 +60,11 @@ def objection(contract: Contract, hello: Hello) -> str:
             f"the actor's engine takes {engine.max_model_len} tokens, the run needs {contract.max_length}: give both the same "
             "model.max_length"
         )
-    return ""
+    return None
 
 
 def differences(contract: Contract, hello: Hello) -> list[str]:
-    """What is different and does no harm: worth a line, when results are compared later."""
+    """Return the harmless differences between actor and learner, which explain results that are compared later."""
     found = []
     if hello.software != contract.software:
         found.append(f"offbeat {hello.software}, the learner has {contract.software}")

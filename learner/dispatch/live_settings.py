@@ -1,4 +1,4 @@
-"""Settings that may change while a run goes on: which, what a change must satisfy, and what is not the config file's now.
+"""Settings that may change while a run goes on: which they are, what a change must satisfy, and who follows it.
 
 | settings | follow a change |
 |---|---|
@@ -7,19 +7,24 @@
 | `loss.clip_low`, `loss.clip_high`, `train.learning_rate` | every rank's trainer, from the next batch on |
 """
 
+import logging
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from offbeat.common.config import Config, StalenessSection
+from offbeat.common.rows import EventRow, Recorder
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, replace_settings, setting_text
 from offbeat.learner.leases.events import Tuned
+from offbeat.learner.leases.staleness import StalenessPolicy
 from offbeat.protocols.messages import SettingChange
 
-CONCURRENCY = "actor.max_inflight_groups"
-TUNABLE = (
+logger = logging.getLogger(__name__)
+
+CREDIT_LIMIT = "actor.max_inflight_groups"
+CHANGEABLE = (
     *(f"staleness.{name}" for name in StalenessSection.__struct_fields__),
-    CONCURRENCY,
+    CREDIT_LIMIT,
     "loss.clip_low",
     "loss.clip_high",
     "train.learning_rate",
@@ -30,24 +35,26 @@ class Proposal(NamedTuple):
     """A change that is allowed, and not made yet."""
 
     settings: dict[str, str]
-    """What would have another value than now, as TOML."""
+    """Settings that would get another value than now, as TOML."""
     warnings: list[str]
-    """What would be allowed then and probably not meant, and is not so now."""
+    """Doubts about the settings that the change would bring."""
 
 
-class Tuning:
-    """The settings in force. Its holder's lock guards it."""
+class LiveSettings:
+    """Owns the settings in force, and the staleness policy that follows them. The dispatcher's lock guards it."""
 
-    def __init__(self, given: Config, tuned: Mapping[str, Tuned]) -> None:
-        """`tuned` is what was changed before a restart: for each setting the event that did so last.
+    def __init__(self, given: Config, changed: Mapping[str, Tuned]) -> None:
+        """Take up the settings of the config file, and those changed before a restart.
 
-        `SettingError` when that contradicts the config file as it is now.
+        `changed` holds the last event that changed each of them. Raises `SettingError` when they contradict the config file.
         """
         self._given = given
-        self.tuned = dict(tuned)
-        """For each setting that was ever changed the event that did so last."""
-        self.config = replace_settings(given, {setting: event.settings[setting] for setting, event in tuned.items()})
+        self.changed = dict(changed)
+        """The last event that changed each setting, for all that were ever changed."""
+        self.config = replace_settings(given, {setting: event.settings[setting] for setting, event in changed.items()})
         """The settings as they are now."""
+        self.staleness = StalenessPolicy(self.config.staleness, self.config.train)
+        """The staleness bound as it is now."""
         if self.in_force():
             try:
                 check(self.config)
@@ -61,14 +68,17 @@ class Tuning:
                 ) from error
 
     def propose(self, settings: Mapping[str, str]) -> Proposal:
-        """What these values of `section.key` would change; `SettingError` when one is refused, and with it all."""
+        """Return the changes that these values of `section.key` (as TOML) would make.
+
+        Raises `SettingError` when one of them is refused, and with it all.
+        """
         for setting, text in settings.items():
-            if setting not in TUNABLE:
+            if setting not in CHANGEABLE:
                 raise SettingError(
                     setting,
                     text,
                     "it cannot be changed while the run goes on",
-                    f"These can: {', '.join(TUNABLE)}. To change another, stop the run and start it with run.resume=true.",
+                    f"These can: {', '.join(CHANGEABLE)}. To change another, stop the run and start it with run.resume=true.",
                 )
         config = replace_settings(self.config, settings)
         known = check(self.config)
@@ -79,16 +89,41 @@ class Tuning:
         )
 
     def apply(self, event: Tuned) -> tuple[SettingChange, ...]:
-        """Make a change that was proposed; what it changed."""
+        """Make a change that was proposed, and return it setting by setting."""
         changes = tuple(_change(event, setting, setting_text(self.config, setting)) for setting in event.settings)
         self.config = replace_settings(self.config, event.settings)
-        self.tuned |= dict.fromkeys(event.settings, event)
+        self.staleness.bounds = self.config.staleness
+        self.changed |= dict.fromkeys(event.settings, event)
         return changes
 
     def in_force(self) -> tuple[SettingChange, ...]:
-        """The settings that are not the config file's, whose value is `before`."""
-        changes = (_change(event, setting, setting_text(self._given, setting)) for setting, event in self.tuned.items())
+        """Return the settings that differ from the config file, whose value is `before`."""
+        changes = (_change(event, setting, setting_text(self._given, setting)) for setting, event in self.changed.items())
         return tuple(change for change in changes if change.before != change.after)
+
+    @property
+    def credit_limit(self) -> int | None:
+        """Groups that each actor works on at once; None while every actor's own config says it."""
+        return self.config.actor.max_inflight_groups if CREDIT_LIMIT in self.changed else None
+
+
+def record_change(record: Recorder, change: SettingChange, reason: str) -> None:
+    """Log and record one changed setting; `reason` is empty where a person changed it."""
+    detail = f"{change.setting} = {change.after}, was {change.before}; by {change.who}{f': {reason}' if reason else ''}"
+    logger.info("setting changed at policy version %d: %s", change.policy_version, detail)
+    record(
+        EventRow(
+            event="setting_changed",
+            detail=detail,
+            reason=reason,
+            setting=change.setting,
+            before=change.before,
+            after=change.after,
+            who=change.who,
+            at=change.at,
+            policy_version=change.policy_version,
+        )
+    )
 
 
 def _change(event: Tuned, setting: str, before: str) -> SettingChange:

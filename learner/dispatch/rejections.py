@@ -1,20 +1,20 @@
-"""Counts what arrived and was refused, by sender and reason, within bounds whatever arrives."""
+"""Counts of what arrived and was refused, by sender and reason, bounded whatever arrives."""
 
 from collections import Counter
 
 MAX_ENTRIES = 1000
-"""More pairs of sender and reason than this are counted under one name: names are the sender's to choose."""
+"""Pairs of sender and reason that are counted apart; further ones share one count, since senders choose their names."""
 OTHERS = "others"
 
 
 class Rejections:
-    """The counts since the start of this process."""
+    """Refusals since the start of this process."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
     def count(self, sender: str, reason: str) -> bool:
-        """Count one more; True when it is worth telling: the first, tenth, hundredth... of its kind."""
+        """Count a refusal. Return True for the first, tenth, hundredth... of its kind, which is worth a line."""
         key = f"{sender[:64]}: {reason[:80]}"
         if key not in self._counts and len(self._counts) >= MAX_ENTRIES:
             key = OTHERS
@@ -23,5 +23,5 @@ class Rejections:
         return number == 10 ** (len(str(number)) - 1)
 
     def counts(self) -> dict[str, int]:
-        """By `sender: reason`."""
+        """Return the counts by `sender: reason`."""
         return dict(self._counts)

@@ -1,14 +1,32 @@
-"""The live actors as the learner knows them."""
+"""The live actors: who is here, when each was last heard, and whose weights can be trusted."""
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from offbeat.protocols.messages import ActorStats, Hello, MemberStatus
+import msgspec
+
+from offbeat.common.config import HubSection
+from offbeat.common.rows import ActorRow, CommitRow, EventRow, Recorder
+from offbeat.learner.dispatch.contract import Contract, differences, objection
+from offbeat.learner.dispatch.outbox import Outbox
+from offbeat.learner.dispatch.rejections import Rejections
+from offbeat.learner.dispatch.reports import report
+from offbeat.learner.dispatch.versions import Versions
+from offbeat.protocols.keys import Sender
+from offbeat.protocols.messages import (
+    ActorHeartbeat,
+    ActorStats,
+    Hello,
+    MemberStatus,
+    Refused,
+    WeightsCommitted,
+    Welcome,
+)
 
 MAX_REPLACED = 1000
-"""How many replaced actor processes are remembered, to refuse them when they come back."""
+"""Replaced actor processes that are remembered, to refuse them when they come back."""
 
 
 @dataclass
@@ -19,21 +37,25 @@ class Member:
     """Its address at the hub."""
     hello: Hello
     last_heard: float
+    """Time of its last message, on the dispatcher's clock."""
     key_name: str = "*"
     """The name (or pattern) that its key is listed under."""
     capacity: int = 0
-    policy_version: int = -1
-    """The newest version it said it committed since it joined: what it held before may be of another learner process."""
-    good_version: int = -1
+    """Leases that it is willing to hold at once."""
+    policy_version: int | None = None
+    """The newest version it has committed since it joined; weights from before may be of another learner process."""
+    good_version: int | None = None
     """The newest version under which its log-probs of the canary were right."""
     is_quarantined: bool = False
-    """They were wrong since."""
+    """Its log-probs of the canary were wrong at the last comparison."""
     stats: ActorStats = field(default_factory=ActorStats)
+    """From its last heartbeat that was recorded."""
     stats_at: float = -math.inf
     tokens_per_s: float = 0.0
+    """Between the last two heartbeats that were recorded."""
     lease_ids: set[int] = field(default_factory=set)
-    """What it holds, evaluation included."""
-    newest_lease_id: int = -1
+    """Leases it must answer, evaluation included. `LeaseDesk` maintains them."""
+    newest_lease_id: int | None = None
     """The newest lease sent to it."""
     is_reachable: bool = True
     """False from a message that could not be sent to the next one received."""
@@ -45,7 +67,7 @@ class Member:
 
     @property
     def takes_leases(self) -> bool:
-        """Whether it may be sent any, had it room."""
+        """The actor may be sent leases, if it has room."""
         return self.is_reachable and not self.is_quarantined
 
     @property
@@ -53,19 +75,23 @@ class Member:
         """Leases it would still take."""
         return self.capacity - len(self.lease_ids)
 
+    def has_version(self, policy_version: int) -> bool:
+        """Return whether its weights are of this policy version or newer."""
+        return self.policy_version is not None and self.policy_version >= policy_version
+
     def status(self, now: float) -> MemberStatus:
-        """For the operator; `now` is on the clock of `last_heard`."""
+        """Describe the member to the operator; `now` is on the clock of `last_heard`."""
         if self.is_quarantined:
             state = "quarantined"
         elif not self.is_reachable:
             state = "unreachable"
         else:
-            state = "new" if self.policy_version < 0 else "working"
+            state = "new" if self.policy_version is None else "working"
         engine = self.hello.engine
         return MemberStatus(
             name=self.name,
             state=state,
-            policy_version=self.policy_version,
+            policy_version=-1 if self.policy_version is None else self.policy_version,
             num_leases=len(self.lease_ids),
             capacity=self.capacity,
             tokens_per_s=self.tokens_per_s,
@@ -74,52 +100,180 @@ class Member:
         )
 
 
-class Members:
-    """Actors by their address and by name."""
+class Roster:
+    """Owns the members, the names of replaced actors, and the count of refusals.
 
-    def __init__(self) -> None:
+    Decides who may join and who is trusted. Which leases end with a member is the lease desk's to say.
+    """
+
+    def __init__(self, contract: Contract, hub: HubSection, versions: Versions, outbox: Outbox, record: Recorder) -> None:
+        self.rejections = Rejections()
+        """Everything that was refused, by sender and reason."""
+        self._contract = contract
+        self._hub = hub
+        self._versions = versions
+        self._outbox = outbox
+        self._record = record
         self._by_peer: dict[bytes, Member] = {}
         self._replaced: dict[tuple[str, int], None] = {}
-        """Processes whose name another one has taken, oldest first."""
+        """Name and incarnation of processes whose name another one has taken, oldest first."""
 
     def __iter__(self) -> Iterator[Member]:
+        """Yield the members there are now; the roster may change meanwhile."""
         return iter(list(self._by_peer.values()))
 
     def __len__(self) -> int:
         return len(self._by_peer)
 
     def find(self, peer: bytes) -> Member | None:
-        """The member behind an address."""
+        """Return the member at an address."""
         return self._by_peer.get(peer)
 
     def named(self, name: str) -> Member | None:
-        """The live member of that name."""
+        """Return the live member of that name."""
         return next((member for member in self._by_peer.values() if member.name == name), None)
 
-    def add(self, member: Member) -> None:
-        """Admit a member."""
-        self._by_peer[member.peer] = member
+    def behind(self, policy_version: int) -> list[Member]:
+        """Return the members whose weights are older than this version."""
+        return [member for member in self if not member.has_version(policy_version)]
+
+    # Joining and leaving
+
+    def objection(self, peer: bytes, hello: Hello, sender: Sender) -> str | None:
+        """Return the reason why this actor may not join, with the cure; None for one that may."""
+        if not sender.may_be(hello.actor):
+            return (
+                f"the actor's key is for {sender.name!r}, and it calls itself {hello.actor!r}: set actor.name, or use its key"
+            )
+        if (hello.actor, hello.incarnation) in self._replaced:
+            return f"another actor named {hello.actor!r}, started later, is in the run: set actor.name"
+        if peer not in self._by_peer and len(self) >= self._hub.max_actors:
+            return f"the run has hub.max_actors = {self._hub.max_actors} actors already"
+        return objection(self._contract, hello)
+
+    def turn_away(self, peer: bytes, hello: Hello, reason: str) -> None:
+        """Refuse an actor that wants to join."""
+        if self.rejections.count(hello.actor, reason):
+            report(self._record, EventRow(event="actor_refused", detail=reason, actor=hello.actor))
+        self._outbox.send(peer, Refused(reason=reason))
+
+    def replaced_by(self, peer: bytes, hello: Hello) -> Member | None:
+        """Return the live member whose name a newer process has taken, and refuse that member from now on."""
+        namesake = self.named(hello.actor)
+        if namesake is None or namesake.peer == peer:
+            return None
+        self._replaced[namesake.name, namesake.hello.incarnation] = None
+        if len(self._replaced) > MAX_REPLACED:
+            del self._replaced[next(iter(self._replaced))]
+        return namesake
+
+    def add(self, peer: bytes, hello: Hello, sender: Sender, now: float) -> Member:
+        """Admit an actor that is not here yet."""
+        member = Member(peer=peer, hello=hello, key_name=sender.name, last_heard=now)
+        self._by_peer[peer] = member
+        return member
+
+    def report_joined(self, member: Member) -> None:
+        """Recorder that an actor has joined, with its engine and harmless differences."""
+        engine = member.hello.engine
+        unlike = "".join(f"; {difference}" for difference in differences(self._contract, member.hello))
+        detail = f"{engine.name} {engine.version} {engine.dtype} on {engine.device}{unlike}"
+        report(self._record, EventRow(event="actor_joined", detail=detail, actor=member.name))
+
+    def welcome(self, member: Member) -> None:
+        """Send a member the contract of the run."""
+        contract = self._contract
+        welcome = Welcome(
+            run_id=contract.run_id,
+            learner_incarnation=contract.learner_incarnation,
+            max_message_bytes=contract.max_message_bytes,
+            layout=contract.layout,
+            policy_version=self._versions.current,
+        )
+        self._outbox.send(member.peer, welcome, contract.canary_token_ids)
+
+    def report_lost(self, member: Member, event: str, detail: str) -> None:
+        """Recorder that a member leaves (`actor_left`) or is lost (`actor_lost`)."""
+        report(self._record, EventRow(event=event, detail=detail, actor=member.name))
 
     def remove(self, member: Member) -> None:
         """Forget a member."""
         self._by_peer.pop(member.peer, None)
 
-    def remember_replaced(self, member: Member) -> None:
-        """Another process has taken this one's name: it is to be known when it comes back."""
-        self._replaced[member.name, member.hello.incarnation] = None
-        if len(self._replaced) > MAX_REPLACED:
-            del self._replaced[next(iter(self._replaced))]
+    # Hearing from members
 
-    def was_replaced(self, hello: Hello) -> bool:
-        """Whether this comes from such a process; of many, only the last are known."""
-        return (hello.actor, hello.incarnation) in self._replaced
+    def hear(self, peer: bytes, now: float) -> Member | None:
+        """Note that a message has arrived from an address; return the member there, if it is one."""
+        member = self._by_peer.get(peer)
+        if member is not None:
+            member.last_heard = now
+            member.is_reachable = True
+        return member
+
+    def silent(self, now: float) -> list[tuple[Member, float]]:
+        """Return the members that are taken for dead, each with the seconds since it was heard."""
+        silences = ((member, now - member.last_heard) for member in self)
+        return [(member, silent_s) for member, silent_s in silences if silent_s > self._hub.dead_after_s]
+
+    def forgive(self, absent_s: float, now: float) -> None:
+        """Do not count time in which the learner itself was stopped as silence of the actors."""
+        for member in self._by_peer.values():
+            # Not into the future: messages sent meanwhile have just been read.
+            member.last_heard = min(now, member.last_heard + absent_s)
+
+    def note_heartbeat(self, member: Member, heartbeat: ActorHeartbeat) -> None:
+        """Recorder a member's statistics, unless its heartbeats come in a flood."""
+        now = member.last_heard
+        if now - member.stats_at < self._hub.heartbeat_s / 2:
+            return
+        seconds = now - member.stats_at
+        tokens = heartbeat.stats.num_generated_tokens - member.stats.num_generated_tokens
+        member.tokens_per_s = tokens / seconds if math.isfinite(seconds) else 0.0
+        member.stats, member.stats_at = heartbeat.stats, now
+        stats = msgspec.structs.asdict(heartbeat.stats)
+        self._record(ActorRow(actor=member.name, policy_version=heartbeat.policy_version, **stats))
+
+    def reject(self, peer: bytes, name: str, reason: str, cure: str | None = None) -> None:
+        """Count a message that changes nothing, and tell its sender why and what to do."""
+        if self.rejections.count(name, reason):
+            report(self._record, EventRow(event="bad_message", detail=reason, peer=name))
+        self._outbox.send(peer, Refused(reason=f"{reason}: {cure}" if cure else reason))
+
+    # Trust
+
+    def note_commit(self, member: Member, commit: WeightsCommitted) -> str | None:
+        """Note which weights a member samples with; return the reason to distrust it, for weights that nobody has sent."""
+        published = -1 if self._versions.published is None else self._versions.published
+        if commit.policy_version > published:
+            why = f"claims to have weights {commit.policy_version}; the newest published are {published}"
+            self.rejections.count(member.name, "weights from the future")
+            report(self._record, EventRow(event="actor_lied", detail=why, actor=member.name))
+            return why
+        member.policy_version = commit.policy_version
+        self._record(CommitRow(actor=member.name, policy_version=commit.policy_version, stall_s=commit.stall_s))
+        return None
+
+    def trust(self, member: Member, policy_version: int) -> None:
+        """Note that a member's log-probs of the canary are right under this version; a quarantine ends."""
+        member.good_version = policy_version
+        if member.is_quarantined:
+            member.is_quarantined = False
+            detail = f"its log-probs are right under version {policy_version}"
+            report(self._record, EventRow(event="actor_released", detail=detail, actor=member.name))
+
+    def quarantine(self, member: Member, detail: str) -> None:
+        """Send a member no leases until its log-probs of the canary are right again."""
+        report(self._record, EventRow(event="actor_quarantined", detail=detail, actor=member.name))
+        member.is_quarantined = True
+        # The publisher then treats the actor as one without weights, and has it pull them.
+        member.policy_version = None
 
 
 class Room:
     """The members that take leases now, for one round of granting: each turn goes to the one with the most room."""
 
-    def __init__(self, members: Members) -> None:
-        # With many actors, looking at all of them for each lease would take longer than all else.
+    def __init__(self, members: Iterable[Member]) -> None:
+        # With many actors, looking at all of them for each lease would take longer than everything else.
         self._turns = [
             (-member.free, order, member) for order, member in enumerate(members) if member.takes_leases and member.free > 0
         ]
@@ -127,13 +281,17 @@ class Room:
         heapq.heapify(self._turns)
 
     def take(self, min_policy_version: int) -> Member | None:
-        """The member that gets the next lease, if any has such weights; in a round the version asked for never falls."""
+        """Return the member that gets the next lease, if one has such weights.
+
+        Within a round `min_policy_version` must not fall: members with older weights are forgotten.
+        """
         while self._turns:
             minus_free, order, member = self._turns[0]
-            if member.policy_version < min_policy_version or minus_free == -1:
+            is_able = member.has_version(min_policy_version)
+            if not is_able or minus_free == -1:
                 heapq.heappop(self._turns)
             else:
                 heapq.heapreplace(self._turns, (minus_free + 1, order, member))
-            if member.policy_version >= min_policy_version:
+            if is_able:
                 return member
         return None

@@ -1,25 +1,68 @@
-"""The rollout log as the dispatcher writes it: in the order in which things happened, though some wait for room on the disk."""
+"""The one place where leases change: every event is logged first, then applied to the ledger and the prompt stream.
 
-from offbeat.learner.leases.events import LeaseEvent
+    event -> rollout log -> ledger, prompt stream
+
+A restart reads the log and applies the same events in the same order (`apply_event`).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import assert_never
+
+from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
+from offbeat.learner.leases.groups import Group
+from offbeat.learner.leases.ledger import Ledger
+from offbeat.learner.leases.prompts import PromptStream
 from offbeat.learner.leases.rollout_log import LogFullError, Position, RolloutLog
 from offbeat.protocols.wire import Frame
 
 
 class LeaseJournal:
-    """A run's events on their way into its log; where the run keeps none, nothing is written and there is always room."""
+    """The ledger, the prompt stream and the rollout log of a run, changed together by one event at a time.
 
-    def __init__(self, log: RolloutLog | None) -> None:
-        self._log = log
+    A run without a log applies events and writes nothing; it never runs out of room.
+    """
+
+    def __init__(
+        self, log: RolloutLog | None, ledger: Ledger, stream: PromptStream, wall_clock: Callable[[], float] = time.time
+    ) -> None:
+        self.ledger = ledger
+        """The account of every lease. Others read it; only the journal changes its leases."""
+        self.stream = stream
+        """The order of the prompts. Others read it; only the journal moves it."""
         self.waiting: list[LeaseEvent] = []
-        """What a full log did not take and could not wait for it."""
+        """Events that `commit_late` applied while the log was full, oldest first."""
         self.num_events = 0
-        """Of this process, those included that wait; 0 without a log."""
+        """Events of this process that are in the log or wait for room there; 0 without a log."""
+        self._log = log
+        self._wall_clock = wall_clock
         self._needed = Position(0, 0)
         """The first record that a restart from the oldest kept checkpoint reads."""
 
+    def now(self) -> float:
+        """Return the time to stamp an event with, in seconds since the epoch."""
+        return self._wall_clock()
+
+    def commit(self, event: LeaseEvent, arrays: Sequence[Frame] = (), group: Group | None = None) -> None:
+        """Log an event and apply it, or raise `LogFullError` and change nothing.
+
+        An `Accepted` event comes with its group, and with the frames of its token ids and log-probs.
+        """
+        position = self._append(event, arrays)
+        apply_event(event, self.ledger, self.stream, group, position)
+
+    def commit_late(self, event: LeaseEvent) -> None:
+        """Apply an event that cannot wait for the disk. While the log is full the event is logged later, in its order."""
+        try:
+            self._append(event)
+        except LogFullError:
+            self.waiting.append(event)
+            self.num_events += 1
+        apply_event(event, self.ledger, self.stream)
+
     @property
     def end(self) -> Position | None:
-        """Where the next record will begin; None without a log."""
+        """Position of the next record; None without a log."""
         return self._log.end if self._log is not None else None
 
     @property
@@ -29,52 +72,66 @@ class LeaseJournal:
 
     @property
     def is_over(self) -> bool:
-        """Whether the log has outgrown its setting, and only a checkpoint allows to shorten it."""
+        """The log is larger than `log.retain_mb`, and only a new checkpoint lets it be shortened."""
         return self._log is not None and self._log.is_over(self._needed)
 
-    def append(self, event: LeaseEvent, *arrays: Frame) -> Position | None:
-        """Log it, or raise `LogFullError` and change nothing; where it begins, None without a log."""
-        if self._log is None:
-            return None
-        if self.waiting:
-            # The log must have the order in which things happened, or no restart can follow it.
-            raise LogFullError("earlier events wait for room in the rollout log")
-        position = self._log.append(event, *arrays)
-        self.num_events += 1
-        return position
-
-    def append_late(self, event: LeaseEvent) -> None:
-        """Log what has happened all the same; when there is room, if there is none now."""
-        try:
-            self.append(event)
-        except LogFullError:
-            self.waiting.append(event)
-            self.num_events += 1
-
     def flush(self) -> None:
-        """Log what waits; `LogFullError` while there is no room."""
+        """Log the waiting events, or raise `LogFullError` at the first one that finds no room."""
         while self._log is not None and self.waiting:
             self._log.append(self.waiting[0])
             del self.waiting[0]
 
     def require_room(self) -> None:
-        """Raise `LogFullError` while the disk is about to be full, or what waits cannot be logged."""
+        """Raise `LogFullError` while the disk is about to be full, or waiting events cannot be logged."""
         if self._log is not None and self._log.is_full:
             raise LogFullError("the disk under the rollout log has less than log.min_free_mb left")
         self.flush()
 
     def sync(self) -> None:
-        """Have all that was logged on disk now."""
+        """Put every logged event on disk now."""
         if self._log is not None:
             self._log.sync()
 
-    def commit(self) -> None:
-        """To be called before acknowledgements leave: as `RolloutLog.commit`."""
+    def sync_before_acks(self) -> None:
+        """Put logged events on disk, as far as `log.fsync` asks for it, before their acknowledgements are sent."""
         if self._log is not None:
             self._log.commit()
 
     def prune(self, needed: Position) -> None:
-        """No restart needs older records than this one."""
+        """Let the log delete old segments; no restart reads a record before `needed`."""
         self._needed = needed
         if self._log is not None:
             self._log.prune(needed)
+
+    def _append(self, event: LeaseEvent, arrays: Sequence[Frame] = ()) -> Position | None:
+        if self._log is None:
+            return None
+        if self.waiting:
+            # No restart can follow a log that has events out of order.
+            raise LogFullError("earlier events wait for room in the rollout log")
+        position = self._log.append(event, *arrays)
+        self.num_events += 1
+        return position
+
+
+def apply_event(
+    event: LeaseEvent, ledger: Ledger, stream: PromptStream, group: Group | None = None, position: Position | None = None
+) -> None:
+    """Account for an event in the ledger and move the prompt stream accordingly.
+
+    `group` and its `position` in the log come with `Accepted` alone. Raises `ValueError` for a grant of another prompt than the
+    stream's next one, and the errors of `Ledger.apply`.
+    """
+    match event:
+        case Granted():
+            turn = stream.next()
+            if turn != (event.prompt_id, event.epoch):
+                raise ValueError(f"it leases prompt {event.prompt_id} of epoch {event.epoch}, where {turn} was next")
+        case Expired() | Dropped(is_final=False):
+            lease = ledger.find(event.lease_id)
+            stream.give_back(lease.prompt_id, lease.epoch)
+        case Started() | Accepted() | Dropped() | Trained() | Tuned():
+            pass
+        case _:
+            assert_never(event)
+    ledger.apply(event, group, position)

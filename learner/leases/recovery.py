@@ -13,8 +13,9 @@ from typing import NamedTuple
 import msgspec
 
 from offbeat.common.shutdown import ServiceError
-from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, Started, Trained, Tuned
+from offbeat.learner.leases.events import Accepted, Started, Trained, Tuned
 from offbeat.learner.leases.groups import Group, make_group
+from offbeat.learner.leases.journal import apply_event
 from offbeat.learner.leases.ledger import Ledger, LedgerState
 from offbeat.learner.leases.prompts import Prompt, PromptStream, StreamState
 from offbeat.learner.leases.rollout_log import Position, Record
@@ -114,18 +115,9 @@ def _apply(record: Record, ledger: Ledger, stream: PromptStream, prompts: Sequen
     event = record.event
     try:
         group: Group | None = None
-        match event:
-            case Granted():
-                turn = stream.next()
-                if turn != (event.prompt_id, event.epoch):
-                    raise ValueError(f"it leases prompt {event.prompt_id} of epoch {event.epoch}, where {turn} was next")
-            case Accepted():
-                group = make_group(event, record.arrays, prompts[ledger.find(event.lease_id).prompt_id])
-            case Dropped() | Expired():
-                lease = ledger.find(event.lease_id)
-                if isinstance(event, Expired) or not event.is_final:
-                    stream.give_back(lease.prompt_id, lease.epoch)
-        ledger.apply(event, group, record.position if group is not None else None)
+        if isinstance(event, Accepted):
+            group = make_group(event, record.arrays, prompts[ledger.find(event.lease_id).prompt_id])
+        apply_event(event, ledger, stream, group, record.position if group is not None else None)
     except (KeyError, AssertionError, ValueError) as error:
         raise RecoveryError(
             f"the rollout log does not continue the checkpoint: record {record.position} ({type(event).__name__}): {error}. If "

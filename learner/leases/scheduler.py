@@ -61,7 +61,8 @@ class RolloutScheduler(Generic[G]):
     """Drives a `StalenessPolicy` over the books of one run; has no clock, no sockets and no state."""
 
     def __init__(self, policy: StalenessPolicy, evaluations: Evaluations, books: Books[G]) -> None:
-        self._policy = policy
+        self.policy = policy
+        """The bound that the rounds go by."""
         self._evaluations = evaluations
         self._books = books
 
@@ -77,8 +78,8 @@ class RolloutScheduler(Generic[G]):
             pass
         num_open = self._books.num_open
         # The place in line decides when a group is trained, and so which weights it may be generated under.
-        for place in range(num_open, num_open + self._policy.admit(policy_version, num_open)):
-            if not actors.lease_training(self._policy.min_policy_version(policy_version, place)):
+        for place in range(num_open, num_open + self.policy.admit(policy_version, num_open)):
+            if not actors.lease_training(self.policy.min_policy_version(policy_version, place)):
                 return
 
     def is_held_back(self, policy_version: int) -> bool:
@@ -86,14 +87,18 @@ class RolloutScheduler(Generic[G]):
 
         True when the run has more leases to come: the bound admits no more of them, or only under newer weights.
         """
-        return self._policy.left_in_run(policy_version) > self._books.num_open
+        return self.policy.left_in_run(policy_version) > self._books.num_open
 
     def abort(self, policy_version: int) -> list[int]:
         """Return the leases to cancel, by ascending id: their groups, finished now, would be dropped.
 
         Only a new policy version or bound can make a lease one of them: ask after each.
         """
-        return sorted(self._policy.abort(self._books.generating(), policy_version))
+        return sorted(self.policy.abort(self._books.generating(), policy_version))
+
+    def has_batch(self) -> bool:
+        """Return whether enough groups are ready for a batch, before any is dropped."""
+        return self._books.num_ready >= self.policy.batch_groups
 
     def select(self, policy_version: int, drop: Callable[[G], None]) -> list[G]:
         """Return the next batch in the order to train in, or nothing while it is not complete.
@@ -101,20 +106,20 @@ class RolloutScheduler(Generic[G]):
         Calls `drop` first with every group that is past the hard bound (`evict`); `grant` may then admit new leases. Must not
         be called while a batch is being trained on.
         """
-        if self._books.num_ready < self._policy.batch_groups:
+        if not self.has_batch():
             return []
         self.evict(policy_version, drop)
-        return self._policy.select(self._ready())
+        return self.policy.select(self._ready())
 
     def evict(self, policy_version: int, drop: Callable[[G], None]) -> None:
         """Call `drop` with every group that the next batch would hold and that is past the hard bound.
 
         Without a whole batch at hand nothing is dropped: a group's lag counts only when its turn has come.
         """
-        if self._books.num_ready < self._policy.batch_groups:
+        if not self.has_batch():
             return
-        for group in self._policy.evict(self._ready(), policy_version):
+        for group in self.policy.evict(self._ready(), policy_version):
             drop(group)
 
     def _ready(self) -> Sequence[G]:
-        return self._books.ready_groups(self._policy.bounds.selection)
+        return self._books.ready_groups(self.policy.bounds.selection)

@@ -11,7 +11,6 @@ import torch
 from offbeat.actor.engine import Completion, Score
 from offbeat.common.config import (
     Config,
-    EvaluationSection,
     HubSection,
     RolloutSection,
     StalenessSection,
@@ -20,16 +19,26 @@ from offbeat.common.config import (
 )
 from offbeat.common.rows import Recorder
 from offbeat.learner.dispatch.contract import Contract
-from offbeat.learner.dispatch.dispatcher import Dispatcher, WeightsMessage
-from offbeat.learner.dispatch.live_settings import Tuning
+from offbeat.learner.dispatch.dispatcher import Dispatcher, Listeners
+from offbeat.learner.dispatch.live_settings import LiveSettings
+from offbeat.learner.dispatch.parts import Prompts, make_parts
+from offbeat.learner.dispatch.versions import Versions
+from offbeat.learner.leases.journal import LeaseJournal
 from offbeat.learner.leases.ledger import Ledger
 from offbeat.learner.leases.prompts import Prompt, PromptStream
 from offbeat.learner.leases.rollout_log import RolloutLog
-from offbeat.learner.leases.staleness import StalenessPolicy
 from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.channels import Hub
-from offbeat.protocols.messages import EngineInfo, ModelHashes, Sampling, Segment, TensorSpec
+from offbeat.protocols.messages import (
+    EngineInfo,
+    ModelHashes,
+    Sampling,
+    Segment,
+    TensorSpec,
+    WeightsCommitted,
+    WeightsStaged,
+)
 
 VOCABULARY_SIZE = 50_000
 MAX_LENGTH = 1 << 16
@@ -130,52 +139,45 @@ def make_dispatcher(
     log: RolloutLog | None = None,
     record: Recorder,
     on_join: Callable[[bytes], None],
-    on_weights: Callable[[str, WeightsMessage], None],
+    on_weights: Callable[[str, WeightsStaged | WeightsCommitted], None],
 ) -> Dispatcher:
     """The learner's own dispatcher, ledger and gate, at policy version 0; lease ids count from 0."""
     prompts = [Prompt(index, "", np.array([1, 2, 3], np.int32), "{}") for index in range(NUM_PROMPTS)]
     config = Config(
-        staleness=StalenessSection(max_staleness=max_staleness),
-        train=TrainSection(groups_per_step=groups_per_step, num_steps=num_steps),
-    )
-    return Dispatcher(
-        contract=Contract(
-            run_id="benchmark",
-            learner_incarnation=time.time_ns(),
-            layout=layout,
-            canary_token_ids=CANARY,
-            dtype=ENGINE.dtype,
-            hashes=ENGINE.hashes,
-            max_length=MAX_LENGTH,
-            vocabulary_size=VOCABULARY_SIZE,
-            temperature=RolloutSection().temperature,
-            reward=TaskSection().reward,
-            software="0",
-            max_message_bytes=HubSection().max_message_mb << 20,
-        ),
         rollout=RolloutSection(group_size=group_size, max_new_tokens=MAX_LENGTH // 2),
-        evaluation=EvaluationSection(),
-        hub=HubSection(),
-        prompts=prompts,
-        eval_prompts=[],
-        stream=PromptStream(NUM_PROMPTS, seed=0),
-        ledger=Ledger(),
-        log=log,
-        staleness=StalenessPolicy(config.staleness, config.train),
-        tuning=Tuning(config, {}),
-        drop_zero_variance=False,
-        drop_quarantined=True,
-        max_failed_leases=1,
-        num_steps=num_steps,
-        policy_version=0,
-        newest_version=0,
-        record=record,
-        on_join=on_join,
-        on_weights=on_weights,
-        on_canary=lambda actor, policy_version, logprobs: None,
-        on_routed=lambda actor, policy_version, experts: None,
-        on_distrust=lambda peer, actor, why: None,
+        staleness=StalenessSection(max_staleness=max_staleness),
+        train=TrainSection(groups_per_step=groups_per_step, num_steps=num_steps, max_failed_leases=1),
     )
+    contract = Contract(
+        run_id="benchmark",
+        learner_incarnation=time.time_ns(),
+        layout=layout,
+        canary_token_ids=CANARY,
+        dtype=ENGINE.dtype,
+        hashes=ENGINE.hashes,
+        max_length=MAX_LENGTH,
+        vocabulary_size=VOCABULARY_SIZE,
+        temperature=RolloutSection().temperature,
+        reward=TaskSection().reward,
+        software="0",
+        max_message_bytes=HubSection().max_message_mb << 20,
+    )
+    parts = make_parts(
+        contract,
+        LiveSettings(config, {}),
+        Prompts(prompts, evaluation=()),
+        LeaseJournal(log, Ledger(), PromptStream(NUM_PROMPTS, seed=0)),
+        Versions(current=0, newest=0),
+        record,
+    )
+    listeners = Listeners(
+        joined=on_join,
+        weights=on_weights,
+        canary=lambda actor, policy_version, logprobs: None,
+        routed=lambda actor, policy_version, experts: None,
+        distrusted=lambda peer, actor, why: None,
+    )
+    return Dispatcher(parts, listeners)
 
 
 def make_publisher(layout: tuple[TensorSpec, ...], *, num_actors: int, max_staleness: int, record: Recorder) -> WeightPublisher:

@@ -16,7 +16,7 @@ from offbeat.common.settings import SettingError
 from offbeat.common.weights import make_layout
 from offbeat.learner import resume
 from offbeat.learner.dispatch.dispatcher import Dispatcher
-from offbeat.learner.dispatch.live_settings import Tuning
+from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.leases.auto_bound import AutoBound, Noise
 from offbeat.learner.leases.events import Tuned
 from offbeat.learner.leases.ledger import LedgerCounts, LedgerState, SavedLease
@@ -253,7 +253,7 @@ def test_resumed_run_says_what_it_reuses(old_run: Path) -> None:
 def test_setting_that_an_operator_changed_before_the_restart_is_told(old_run: Path) -> None:
     config = Config(model=ModelSection(path="model"), task=TaskSection(train_data="data.jsonl"))
     event = Tuned(at=30.0, settings={"staleness.max_staleness": "3"}, who="operator", reason="", policy_version=9)
-    (row,) = told(resume.tell_kept_settings, Tuning(config, {"staleness.max_staleness": event}), old_run)
+    (row,) = told(resume.tell_kept_settings, LiveSettings(config, {"staleness.max_staleness": event}), old_run)
     assert (row["event"], row["setting"], row["value"]) == ("setting_kept", "staleness.max_staleness", "3")
     assert f"offbeat set {old_run} staleness.max_staleness={config.staleness.max_staleness}" in row["detail"]
-    assert told(resume.tell_kept_settings, Tuning(config, {}), old_run) == []
+    assert told(resume.tell_kept_settings, LiveSettings(config, {}), old_run) == []

@@ -14,7 +14,8 @@ from offbeat.common.rows import Row, row_fields
 from offbeat.common.shutdown import StopRequest
 from offbeat.learner import service
 from offbeat.learner.actor_link import ActorLink
-from offbeat.learner.dispatch.dispatcher import Dispatcher, RunFailedError
+from offbeat.learner.dispatch.dispatcher import Dispatcher
+from offbeat.learner.dispatch.failures import RunFailedError
 from offbeat.learner.dispatch.hub_thread import HubThread
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.ledger import LedgerCounts

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.common.config import Config, ModelSection, StalenessSection, TaskSection, TrainSection
+from offbeat.common.rows import GroupRow
 from offbeat.lab.replay.counterfactual import (
     NEVER_GENERATED,
     Outcome,
@@ -28,7 +29,7 @@ from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.recovery import DispatcherState, recover
 from offbeat.learner.leases.rollout_log import LogFullError, Position, Record, read_log, read_record
 from offbeat.protocols.messages import Cancel, CompletionMeta, GroupDone, Lease, LeaseFailed, Segment
-from tests.learner.dispatch.test_dispatcher import Actor, Desk, make_prompts
+from tests.learner.dispatch.dispatch_desk import CONFIG, Actor, Desk, make_prompts
 from tests.learner.leases.test_recovery import open_log
 
 # Hand-made logs
@@ -433,8 +434,8 @@ class Worker(Actor):
         self.version = 0
 
     def come(self) -> None:
-        self.join(capacity=5, policy_version=self.desk.dispatcher._published_version, lease_ids=list(self.jobs))
-        self.version = self.desk.dispatcher._published_version
+        self.join(capacity=5, policy_version=self.desk.versions.current, lease_ids=list(self.jobs))
+        self.version = self.desk.versions.current
 
     def read(self) -> None:
         for lease in self.heard(Lease):
@@ -458,7 +459,7 @@ class Play:
         self.folder = folder
         self.config = config
         self.drop_zero_variance = drop_zero_variance
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[GroupRow] = []
         self.saved: tuple[int, bytes] | None = None
         self.training: list[Group] | None = None
         self.start()
@@ -474,23 +475,15 @@ class Play:
         recovered = recover(
             state, read_log(self.folder, after), lambda position: read_record(self.folder, position), PROMPTS, seed=0
         )
-        train = self.config.train
         self.version = version
         self.desk = Desk(
-            staleness=self.config.staleness,
-            groups_per_step=train.groups_per_step,
-            steps_per_batch=train.steps_per_batch,
-            epochs_per_batch=train.epochs_per_batch,
-            num_steps=train.num_steps,
+            f"train.max_failed_leases={10**9}",
+            f"loss.zero_variance={'drop' if self.drop_zero_variance else 'count'}",
+            config=msgspec.structs.replace(CONFIG, staleness=self.config.staleness, train=self.config.train),
             policy_version=version,
-            newest_version=recovered.newest_version,
-            max_failed_leases=10**9,
-            drop_zero_variance=self.drop_zero_variance,
             num_prompts=NUM_PROMPTS,
-            stream=recovered.stream,
-            ledger=recovered.ledger,
+            recovered=recovered,
             log=self.log,
-            tuned=recovered.tuned,
         )
         self.desk.dispatcher.begin()
 
@@ -518,7 +511,7 @@ class Play:
                     rewards = (1.0, 1.0) if pick % 5 == 4 else (0.0, 1.0)
                     worker.finish(list(worker.jobs)[pick % len(worker.jobs)], rewards)
             case "commit":
-                worker.version = self.desk.dispatcher._published_version
+                worker.version = self.desk.versions.current
                 worker.commit(worker.version)
             case "select" if self.training is None and self.version < self.config.train.num_steps:
                 self.training = self.desk.batch()
@@ -533,7 +526,7 @@ class Play:
             case "distrust" if self.training is None:
                 self.desk.dispatcher.judge_canary(worker.name, worker.version, "wrong" if pick % 2 else "")
             case "tune":
-                least = self.desk.dispatcher._staleness.batch_steps - 1
+                least = self.desk.parts.settings.staleness.batch_steps - 1
                 self.desk.dispatcher.tune({"staleness.max_staleness": str(least + pick % 4)}, "me")
             case "save" if self.training is None:
                 self.saved = (self.version, msgspec.msgpack.encode(self.desk.dispatcher.state()))
@@ -557,7 +550,7 @@ class Play:
 
     def end(self) -> None:
         self.log.close()
-        self.rows += self.desk.rows_of("group")
+        self.rows += self.desk.rows_of(GroupRow)
 
 
 @st.composite
@@ -608,7 +601,7 @@ def test_every_run_replays_exactly_with_its_own_settings(
     outcome = replay(recording, config)
     assert differences(recorded_outcome(recording, config), outcome) == []
     # What the learners themselves said, one after another.
-    trained = [(row["lease_id"], row["policy_lag"]) for row in play.rows if row["outcome"] == "trained"]
+    trained = [(row.lease_id, row.policy_lag) for row in play.rows if row.outcome == "trained"]
     assert trained == [(group.lease_id, group.policy_lag) for batch in outcome.trainings for group in batch.groups]
     assert Counter(reason for _, reason in outcome.dropped) == counts.dropped
     assert sum(len(batch.groups) for batch in outcome.batches) == counts.trained

@@ -13,7 +13,7 @@ from offbeat.lab.simulation.account import Totals
 from offbeat.lab.simulation.actors import Slots, sampled_versions
 from offbeat.lab.simulation.simulation import Batch, Simulation
 from offbeat.lab.simulation.timings import DRAWN_AT_ONCE, Fleet, Timings
-from offbeat.learner.dispatch.roster import Member, Members, Room
+from offbeat.learner.dispatch.roster import Member, Room
 from offbeat.learner.leases.evaluation import Evaluations
 from offbeat.learner.leases.staleness import StalenessPolicy
 from offbeat.protocols.messages import EngineInfo, Hello, ModelHashes
@@ -317,12 +317,12 @@ def test_group_that_is_dropped_makes_room_for_a_lease_at_once() -> None:
 @given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 5), st.integers(1, 4))
 def test_slots_are_taken_as_the_dispatcher_takes_them(returns: list[int], num_actors: int, num_slots: int) -> None:
     slots = Slots(num_actors, num_slots)
-    members = Members()
+    members: list[Member] = []
     engine = EngineInfo("none", "0", "float32", "cpu", 1, ModelHashes("", "", ""))
     for index in range(num_actors):
         name = str(index)
         hello = Hello(actor=name, incarnation=0, engine=engine, temperature=1.0, reward="", software="")
-        members.add(Member(peer=name.encode(), hello=hello, last_heard=0.0, capacity=num_slots, policy_version=0))
+        members.append(Member(peer=name.encode(), hello=hello, last_heard=0.0, capacity=num_slots, policy_version=0))
     held: list[int] = []
     for turn, returned in enumerate(returns):
         if returned < 3 and held:

@@ -7,7 +7,7 @@ import pytest
 
 from offbeat.learner.dispatch.contract import differences, objection
 from offbeat.protocols.messages import EngineInfo, Hello, ModelHashes
-from tests.learner.dispatch.test_dispatcher import CONTRACT, ENGINE, HASHES, make_hello
+from tests.learner.dispatch.dispatch_desk import CONTRACT, ENGINE, HASHES, make_hello
 
 
 def engine(**fields: Any) -> EngineInfo:
@@ -54,20 +54,21 @@ WELCOME: dict[str, Hello] = {
 def test_field_that_would_bias_or_break_the_run_is_refused_with_both_values_and_the_cure(field: str) -> None:
     hello, words = REFUSED[field]
     reason = objection(CONTRACT, hello)
+    assert reason is not None
     assert [word for word in words if word not in reason] == []
 
 
 @pytest.mark.parametrize("field", RECORDED)
 def test_harmless_difference_is_recorded_and_not_refused(field: str) -> None:
     hello, words = RECORDED[field]
-    assert objection(CONTRACT, hello) == ""
+    assert objection(CONTRACT, hello) is None
     (line,) = differences(CONTRACT, hello)
     assert [word for word in words if word not in line] == []
 
 
 @pytest.mark.parametrize("field", WELCOME)
 def test_what_may_differ_is_neither_refused_nor_worth_a_line(field: str) -> None:
-    assert objection(CONTRACT, WELCOME[field]) == ""
+    assert objection(CONTRACT, WELCOME[field]) is None
     assert differences(CONTRACT, WELCOME[field]) == []
 
 
@@ -79,4 +80,4 @@ def test_every_field_of_the_hello_is_refused_or_recorded_or_may_differ() -> None
 
 
 def test_actor_that_has_worked_for_no_run_is_welcome_to_any() -> None:
-    assert objection(CONTRACT._replace(run_id="any"), make_hello()) == ""
+    assert objection(CONTRACT._replace(run_id="any"), make_hello()) is None

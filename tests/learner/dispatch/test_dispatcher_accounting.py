@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from offbeat.learner.leases.prompts import PromptStream, Turn
 from offbeat.learner.leases.recovery import DispatcherState
 from offbeat.protocols.messages import CompletionMeta, Goodbye, GroupDone, Lease, LeaseFailed, Segment
-from tests.learner.dispatch.test_dispatcher import DEAD_AFTER_S, LEASE_TIMEOUT_S, NUM_PROMPTS, Actor, Desk
+from tests.learner.dispatch.dispatch_desk import DEAD_AFTER_S, LEASE_TIMEOUT_S, NUM_PROMPTS, Actor, Desk
 
 ACTORS = st.integers(0, 2)
 ANY_LEASE = st.integers(0, 10**6)
@@ -23,7 +23,13 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.desk = Desk(num_steps=NUM_STEPS, max_staleness=2, hard_max_staleness=2, eval_interval=2, max_failed_leases=10**9)
+        self.desk = Desk(
+            f"train.num_steps={NUM_STEPS}",
+            f"train.max_failed_leases={10**9}",
+            "staleness.max_staleness=2",
+            "staleness.hard_max_staleness=2",
+            "evaluation.interval=2",
+        )
         self.actors = [Actor(self.desk, f"actor-{index}", incarnation=1) for index in range(3)]
         self.leases: list[int] = []
         self.version = 0
@@ -88,7 +94,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(index=ACTORS)
     def answer_all_that_is_held(self, index: int) -> None:
         actor = self.actors[index]
-        member = self.desk.dispatcher._members.find(actor.peer)
+        member = self.desk.parts.roster.find(actor.peer)
         for lease_id in sorted(member.lease_ids if member is not None else ()):
             completions = (CompletionMeta(1, "stop", 1.0, (Segment(self.version, 0),)),) * 2
             actor.say(
@@ -119,15 +125,15 @@ class DispatcherMachine(RuleBasedStateMachine):
         served = Counter(order.next() for _ in range(state.stream.position))
         opened = Counter(Turn(saved.prompt_id, saved.epoch) for saved in state.ledger.open)
         # All within the first pass.
-        given_up = Counter(Turn(int(event["detail"].split()[1]), 0) for event in self.desk.events("prompt_dropped"))
+        given_up = Counter(Turn(int(event.detail.split()[1]), 0) for event in self.desk.events("prompt_dropped"))
         assert opened + Counter(state.stream.returned) + self.trained + given_up == served
 
     @invariant()
     def nobody_holds_what_is_not_open(self) -> None:
-        dispatcher = self.desk.dispatcher
-        held = [lease_id for member in dispatcher._members for lease_id in member.lease_ids]
-        generating = [lease.lease_id for lease in dispatcher._ledger.generating()]
-        assert sorted(held) == sorted([*generating, *dispatcher._evaluation_leases]) == sorted(dispatcher._deadlines)
+        held = sorted(lease_id for member in self.desk.parts.roster for lease_id in member.lease_ids)
+        generating = [lease.lease_id for lease in self.desk.ledger.generating()]
+        evaluated = [lease_id for lease_id in self.leases if self.desk.parts.evaluations.holds(lease_id)]
+        assert held == sorted({*generating, *evaluated}) == sorted(self.desk.parts.desk.deadlines)
 
     @invariant()
     def state_survives_a_checkpoint(self) -> None:

@@ -8,62 +8,62 @@ from offbeat.common.config import Config, LossSection, ModelSection, StalenessSe
 from offbeat.common.objectives import complete
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, replace_settings, setting_text
-from offbeat.learner.dispatch.live_settings import TUNABLE, Tuning
+from offbeat.learner.dispatch.live_settings import CHANGEABLE, LiveSettings
 from offbeat.learner.leases.events import Tuned
 from offbeat.protocols.messages import SettingChange
 
 GIVEN = complete(Config(model=ModelSection(path="model"), task=TaskSection(train_data="data.jsonl")))
 
 
-def tuned(who: str = "me@host", **settings: str) -> Tuned:
+def change(who: str = "me@host", **settings: str) -> Tuned:
     """`section__key="value"`."""
     named = {name.replace("__", "."): value for name, value in settings.items()}
     return Tuned(at=7.0, settings=named, who=who, reason="", policy_version=3)
 
 
-def make(given: Config = GIVEN, *events: Tuned) -> Tuning:
-    return Tuning(given, {setting: event for event in events for setting in event.settings})
+def make(given: Config = GIVEN, *events: Tuned) -> LiveSettings:
+    return LiveSettings(given, {setting: event for event in events for setting in event.settings})
 
 
 def test_change_that_is_allowed_is_proposed_in_toml_and_changes_nothing_yet() -> None:
-    tuning = make()
+    live = make()
     settings = {"staleness.max_staleness": " 8", "train.learning_rate": "1e-05", "staleness.staleness_policy": "drop"}
-    proposal = tuning.propose(settings)
+    proposal = live.propose(settings)
     assert proposal.settings == {
         "staleness.max_staleness": "8",
         "train.learning_rate": "1e-05",
         "staleness.staleness_policy": '"drop"',
     }
-    assert tuning.config.staleness.max_staleness == 4
-    assert (tuning.tuned, tuning.in_force()) == ({}, ())
+    assert live.config.staleness.max_staleness == 4
+    assert (live.changed, live.in_force()) == ({}, ())
 
 
 def test_applied_change_is_in_force_and_says_what_was_before() -> None:
-    tuning = make()
-    event = tuned(staleness__max_staleness="8", loss__clip_low="0.25")
-    assert tuning.apply(event) == (
+    live = make()
+    event = change(staleness__max_staleness="8", loss__clip_low="0.25")
+    assert live.apply(event) == (
         SettingChange("staleness.max_staleness", "4", "8", "me@host", 7.0, 3),
         SettingChange("loss.clip_low", "0.05", "0.25", "me@host", 7.0, 3),
     )
-    assert (tuning.config.staleness.max_staleness, tuning.config.loss.clip_low) == (8, 0.25)
-    assert [change.after for change in tuning.apply(tuned(staleness__max_staleness="16"))] == ["16"]
+    assert (live.config.staleness.max_staleness, live.config.loss.clip_low) == (8, 0.25)
+    assert [change.after for change in live.apply(change(staleness__max_staleness="16"))] == ["16"]
     # Against the config file now, not against what was before.
-    assert [(change.setting, change.before, change.after) for change in tuning.in_force()] == [
+    assert [(change.setting, change.before, change.after) for change in live.in_force()] == [
         ("staleness.max_staleness", "4", "16"),
         ("loss.clip_low", "0.05", "0.25"),
     ]
 
 
 def test_setting_that_is_changed_back_is_the_files_again() -> None:
-    tuning = make(GIVEN, tuned(staleness__max_staleness="8"))
-    tuning.apply(tuned(staleness__max_staleness="4"))
-    assert tuning.in_force() == ()
+    live = make(GIVEN, change(staleness__max_staleness="8"))
+    live.apply(change(staleness__max_staleness="4"))
+    assert live.in_force() == ()
 
 
 def test_value_that_is_in_force_already_is_no_change() -> None:
-    tuning = make(GIVEN, tuned(staleness__max_staleness="8"))
+    live = make(GIVEN, change(staleness__max_staleness="8"))
     settings = {"staleness.max_staleness": "8", "loss.clip_low": "none", "train.learning_rate": "2e-6"}
-    assert tuning.propose(settings).settings == {"train.learning_rate": "2e-06"}
+    assert live.propose(settings).settings == {"train.learning_rate": "2e-06"}
 
 
 @pytest.mark.parametrize("setting", ["train.num_steps", "loss.objective", "loss.anchor", "rollout.temperature", "no.such"])
@@ -72,7 +72,7 @@ def test_other_settings_are_refused_with_those_that_can_be_changed(setting: str)
         make().propose({"staleness.max_staleness": "8", setting: "1"})
     text = str(raised.value)
     assert text.startswith(f'{setting} = "1": it cannot be changed while the run goes on.')
-    assert all(name in text for name in TUNABLE)
+    assert all(name in text for name in CHANGEABLE)
     assert "run.resume=true" in text
 
 
@@ -95,10 +95,10 @@ def test_other_settings_are_refused_with_those_that_can_be_changed(setting: str)
 )
 def test_invalid_value_is_refused_as_it_would_be_at_start(settings: dict[str, str], said: str) -> None:
     given = replace_settings(GIVEN, {"train.steps_per_batch": "4", "train.num_steps": "8"})
-    tuning = make(given)
+    live = make(given)
     with pytest.raises(SettingError, match=said):
-        tuning.propose({"train.learning_rate": "1e-3", **settings})
-    assert tuning.config.train.learning_rate == given.train.learning_rate
+        live.propose({"train.learning_rate": "1e-3", **settings})
+    assert live.config.train.learning_rate == given.train.learning_rate
 
 
 def test_settings_are_judged_together() -> None:
@@ -120,9 +120,9 @@ def test_only_new_warnings_are_told() -> None:
 
 
 def test_restart_goes_on_with_what_was_changed_last() -> None:
-    tuning = make(GIVEN, tuned(staleness__max_staleness="8", train__learning_rate="1e-3"), tuned(staleness__max_staleness="6"))
-    assert (tuning.config.staleness.max_staleness, tuning.config.train.learning_rate) == (6, 1e-3)
-    assert {change.setting for change in tuning.in_force()} == {"staleness.max_staleness", "train.learning_rate"}
+    live = make(GIVEN, change(staleness__max_staleness="8", train__learning_rate="1e-3"), change(staleness__max_staleness="6"))
+    assert (live.config.staleness.max_staleness, live.config.train.learning_rate) == (6, 1e-3)
+    assert {change.setting for change in live.in_force()} == {"staleness.max_staleness", "train.learning_rate"}
 
 
 def test_restart_with_a_config_that_contradicts_the_change_is_refused_with_both() -> None:
@@ -130,25 +130,26 @@ def test_restart_with_a_config_that_contradicts_the_change_is_refused_with_both(
         model=GIVEN.model, task=GIVEN.task, train=TrainSection(steps_per_batch=4), staleness=StalenessSection(max_staleness=9)
     )
     with pytest.raises(SettingError, match=r"\(staleness.max_staleness = 2\): .* the run would wait forever.*change the file"):
-        make(given, tuned(staleness__max_staleness="2"))
+        make(given, change(staleness__max_staleness="2"))
 
 
 @given(
     st.dictionaries(
-        st.sampled_from(TUNABLE), st.sampled_from(["0", "1", "3", "8", "0.1", "none", "true", "gate", "drop", "abort", "x", ""])
+        st.sampled_from(CHANGEABLE),
+        st.sampled_from(["0", "1", "3", "8", "0.1", "none", "true", "gate", "drop", "abort", "x", ""]),
     )
 )
 def test_what_is_proposed_is_valid_and_what_is_recorded_gives_it_again(settings: dict[str, str]) -> None:
-    tuning = make()
+    live = make()
     try:
-        proposal = tuning.propose(settings)
+        proposal = live.propose(settings)
     except SettingError:
-        assert tuning.config == make().config
+        assert live.config == make().config
         return
     event = Tuned(at=0.0, settings=proposal.settings, who="me", reason="", policy_version=0)
-    tuning.apply(event)
-    check(tuning.config)
-    assert tuning.config == replace_settings(GIVEN, settings)
-    assert make(GIVEN, event).config == tuning.config
-    for setting in TUNABLE:
-        assert (setting in event.settings) == (setting_text(tuning.config, setting) != setting_text(make().config, setting))
+    live.apply(event)
+    check(live.config)
+    assert live.config == replace_settings(GIVEN, settings)
+    assert make(GIVEN, event).config == live.config
+    for setting in CHANGEABLE:
+        assert (setting in event.settings) == (setting_text(live.config, setting) != setting_text(make().config, setting))

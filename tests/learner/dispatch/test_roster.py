@@ -1,19 +1,243 @@
-"""Who gets the next lease."""
+"""Who may join, who is heard, who is trusted, and who gets the next lease."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.learner.dispatch.roster import Member, Members, Room
-from offbeat.protocols.messages import EngineInfo, Hello, ModelHashes
-
-HELLO = Hello(
-    actor="actor",
-    incarnation=1,
-    engine=EngineInfo("vllm", "1", "float32", "cpu", 100, ModelHashes("", "", "")),
-    temperature=1.0,
-    reward="",
-    software="",
+from offbeat.common.rows import ActorRow, CommitRow
+from offbeat.learner.dispatch.roster import MAX_REPLACED, Member, Room
+from offbeat.protocols.keys import Sender
+from offbeat.protocols.messages import (
+    ActorStats,
+    Cancel,
+    Credit,
+    LearnerHeartbeat,
+    Lease,
+    Refused,
+    SayHello,
+    Welcome,
 )
+from tests.learner.dispatch.dispatch_desk import (
+    CONTRACT,
+    Actor,
+    Desk,
+    make_hello,
+)
+
+
+def test_hello_is_answered_with_the_contract() -> None:
+    desk = Desk(policy_version=3)
+    actor = Actor(desk, "a")
+    actor.hello()
+    (outgoing,) = desk.dispatcher.take_outgoing()
+    assert outgoing.peer == actor.peer
+    assert outgoing.message == Welcome(
+        run_id="run", learner_incarnation=77, max_message_bytes=1 << 20, layout=CONTRACT.layout, policy_version=3
+    )
+    assert outgoing.arrays[0].tolist() == [1, 2, 3]
+    assert desk.joined == [actor.peer]
+    assert desk.dispatcher.members() == [(actor.peer, "a", -1)]
+
+
+def test_second_hello_is_welcomed_and_changes_nothing() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=2)
+    held = tuple(lease.lease_id for lease in actor.leases())
+    assert len(held) == 2
+    actor.hello(lease_ids=held)
+    assert len(actor.heard(Welcome)) == 2
+    assert desk.joined == [actor.peer]
+    assert desk.dispatcher.members() == [(actor.peer, "a", 0)]
+    assert actor.leases() == []
+
+
+def test_actor_that_does_not_keep_to_the_contract_is_refused_with_the_reason_and_counted() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a")
+    for _ in range(3):
+        actor.hello(reward="others:solved")
+    refused = actor.heard(Refused)
+    assert len(refused) == 3
+    assert "task.reward" in refused[0].reason
+    assert desk.dispatcher.members() == []
+    assert desk.joined == []
+    assert len(desk.events("actor_refused")) == 1, "told once, counted three times"
+    (number,) = desk.status().rejected.values()
+    assert number == 3
+
+
+def test_harmless_difference_is_recorded_when_the_actor_joins() -> None:
+    desk = Desk()
+    Actor(desk, "a").hello(software="0.9")
+    assert [event.detail for event in desk.events("actor_joined")] == [
+        "vllm 1 float32 on cpu; offbeat 0.9, the learner has 1.0"
+    ]
+
+
+def test_more_actors_than_the_run_takes_are_refused_and_those_in_it_stay() -> None:
+    desk = Desk("hub.max_actors=1")
+    first = Actor(desk, "a").join(capacity=1)
+    second = Actor(desk, "b")
+    second.hello()
+    assert "hub.max_actors = 1" in second.heard(Refused)[0].reason
+    first.hello()
+    assert len(first.heard(Welcome)) == 2
+    assert [name for _, name, _ in desk.dispatcher.members()] == ["a"]
+
+
+def test_newer_incarnation_replaces_the_older_one_and_its_leases_go_on() -> None:
+    desk = Desk()
+    older = Actor(desk, "a", incarnation=1).join(capacity=2)
+    before = older.leases()
+    newer = Actor(desk, "a", incarnation=2).join(capacity=2)
+    assert desk.dispatcher.members() == [(newer.peer, "a", 0)]
+    after = newer.leases()
+    assert [lease.prompt_id for lease in after] == [lease.prompt_id for lease in before]
+    assert {lease.lease_id for lease in after}.isdisjoint(lease.lease_id for lease in before)
+    older.say(Credit(capacity=2))
+    assert older.heard(SayHello) == [SayHello()]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_of_two_actors_with_one_name_the_one_that_came_last_stays(before: int, after: int) -> None:
+    # Incarnations are random numbers: which one is larger says nothing.
+    desk = Desk()
+    first = Actor(desk, "a", incarnation=before).join(capacity=2)
+    last = Actor(desk, "a", incarnation=after).join(capacity=2)
+    first.hello()
+    assert "actor.name" in first.heard(Refused)[0].reason
+    assert desk.dispatcher.members() == [(last.peer, "a", 0)]
+    assert len(last.leases()) == 2
+
+
+def test_replaced_actor_is_refused_for_good_and_remembered_among_many() -> None:
+    desk = Desk()
+    Actor(desk, "a", incarnation=0).hello()
+    for incarnation in range(1, MAX_REPLACED + 1):
+        Actor(desk, "a", incarnation=incarnation).hello()
+    first = Actor(desk, "a", incarnation=0)
+    first.hello()
+    assert len(first.heard(Refused)) == 1
+    Actor(desk, "a", incarnation=MAX_REPLACED + 1).hello()
+    first.hello()
+    assert first.heard(Refused) == [], "one more than are remembered: the first is forgotten"
+
+
+def test_heartbeat_is_recorded_and_answered_with_the_newest_lease() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=0)
+    stats = ActorStats(num_generated_tokens=7, seconds={"generate": 1.0})
+    actor.beat(policy_version=1, stats=stats)
+    assert actor.heard(LearnerHeartbeat) == [LearnerHeartbeat(newest_lease_id=-1)]
+    (row,) = desk.rows_of(ActorRow)
+    assert (row.actor, row.policy_version, row.num_generated_tokens) == ("a", 1, 7)
+    assert row.seconds == {"generate": 1.0}
+    actor.credit(2)
+    held = [lease.lease_id for lease in actor.leases()]
+    actor.beat(*held)
+    assert actor.heard(LearnerHeartbeat) == [LearnerHeartbeat(newest_lease_id=held[-1])]
+
+
+def test_flood_of_heartbeats_is_no_flood_of_rows() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=0)
+    for _ in range(100):
+        actor.beat()
+    assert len(actor.heard(LearnerHeartbeat)) == 100
+    assert len(desk.rows_of(ActorRow)) == 1
+
+
+def test_commit_of_weights_that_were_not_published_is_distrusted_and_counts_for_nothing() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=2)
+    actor.commit(1)
+    assert desk.dispatcher.members() == [(actor.peer, "a", 0)]
+    assert [actor for _, actor, _ in desk.distrusted] == ["a"]
+    assert "claims to have weights 1" in desk.distrusted[0][2]
+    assert len(desk.events("actor_lied")) == 1
+    assert [message.policy_version for _, message in desk.weights] == [0]
+    assert desk.rows_of(CommitRow)[-1].policy_version == 0
+
+
+def test_actor_with_wrong_weights_gets_no_lease_until_they_are_right() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=2)
+    held = tuple(lease.lease_id for lease in actor.leases())
+    desk.dispatcher.judge_canary("a", 0, "they differ")
+    assert actor.heard(Cancel) == [Cancel(lease_ids=held)]
+    assert desk.distrusted == [(actor.peer, "a", "they differ")]
+    assert desk.dispatcher.members() == [(actor.peer, "a", -1)], "it needs weights"
+    assert desk.status().members[0].state == "quarantined"
+    assert actor.leases() == []
+    other = Actor(desk, "other").join(capacity=2)
+    assert len(other.leases()) == 2
+    actor.commit(0)
+    desk.dispatcher.judge_canary("a", 0, "they differ")
+    actor.commit(0)
+    assert actor.leases() == [], "it says that it has them: that is not enough"
+    desk.dispatcher.judge_canary("a", 0, "")
+    assert len(actor.leases()) == 2
+    assert [event.actor for event in desk.events("actor_released")] == ["a"]
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_groups_sampled_since_the_last_good_weights_are_dropped_or_flagged(drop: bool) -> None:
+    desk = Desk("staleness.max_staleness=2", f"weights.on_canary_mismatch={'drop' if drop else 'flag'}")
+    actor = Actor(desk, "a").join(capacity=4)
+    honest = Actor(desk, "honest").join(capacity=1)
+    desk.tick()
+    leases, (other,) = actor.heard(Lease), honest.heard(Lease)
+    desk.dispatcher.judge_canary("a", 0, "")
+    desk.versions.newest = 1
+    actor.answer(leases[0].lease_id, policy_version=0)
+    actor.answer(leases[1].lease_id, policy_version=1)
+    honest.answer(other.lease_id, policy_version=1)
+    desk.dispatcher.judge_canary("a", 1, "they differ")
+    counts = desk.dispatcher.counts()
+    assert counts.dropped == ({"quarantined": 1} if drop else {})
+    assert [event.detail for event in desk.events("groups_doubtful")] == [
+        f"{'dropped' if drop else 'kept (weights.on_canary_mismatch)'}: leases {leases[1].lease_id}"
+    ]
+    ready = [group.lease_id for group in desk.ledger.ready_groups()]
+    doubtful = [] if drop else [leases[1].lease_id]
+    assert sorted(ready) == sorted([leases[0].lease_id, *doubtful, other.lease_id])
+    if drop:
+        honest.credit(9)
+        assert leases[1].prompt_id in {lease.prompt_id for lease in honest.leases()}
+
+
+def test_actor_that_is_quarantined_while_its_group_is_trained_on_leaves_that_group_alone() -> None:
+    desk = Desk("train.groups_per_step=1")
+    actor = Actor(desk, "a").join(capacity=2)
+    for lease in actor.leases():
+        actor.answer(lease.lease_id)
+    batch = desk.batch()
+    assert batch is not None
+    desk.dispatcher.judge_canary("a", 0, "wrong")
+    desk.dispatcher.finish_batch(batch, 1)
+    counts = desk.dispatcher.counts()
+    assert (counts.trained, counts.dropped) == (1, {"quarantined": 1})
+
+
+def test_judgement_about_an_actor_that_left_changes_nothing() -> None:
+    desk = Desk()
+    desk.dispatcher.judge_canary("gone", 0, "they differ")
+    assert desk.rows == []
+    assert desk.distrusted == []
+
+
+def test_actor_is_who_its_key_says() -> None:
+    desk = Desk()
+    fleet = Actor(desk, "gpu-7", sender=Sender("gpu-*", "actor"))
+    fleet.hello()
+    assert len(fleet.heard(Welcome)) == 1
+    impostor = Actor(desk, "cpu-1", sender=Sender("gpu-*", "actor"))
+    impostor.hello()
+    assert "actor.name" in impostor.heard(Refused)[0].reason
+    assert [name for _, name, _ in desk.dispatcher.members()] == ["gpu-7"]
+
+
+# Who gets the next lease
 
 # Capacity, leases held, policy version, reachable, quarantined.
 members = st.lists(
@@ -21,13 +245,14 @@ members = st.lists(
 )
 
 
-def make_members(actors: list[tuple[int, int, int, bool, bool]]) -> Members:
-    made = Members()
+def make_members(actors: list[tuple[int, int, int, bool, bool]]) -> list[Member]:
+    made: list[Member] = []
     for index, (capacity, num_held, policy_version, is_reachable, is_quarantined) in enumerate(actors):
-        member = Member(peer=b"%d" % index, hello=HELLO, last_heard=0.0, capacity=capacity, policy_version=policy_version)
+        member = Member(peer=b"%d" % index, hello=make_hello(), last_heard=0.0, capacity=capacity)
+        member.policy_version = policy_version if policy_version >= 0 else None
         member.lease_ids.update(range(-num_held, 0))
         member.is_reachable, member.is_quarantined = is_reachable, is_quarantined
-        made.add(member)
+        made.append(member)
     return made
 
 
@@ -44,7 +269,7 @@ def test_each_lease_goes_to_the_actor_with_most_room_whose_weights_are_new_enoug
             if member.is_reachable
             and not member.is_quarantined
             and member.free > 0
-            and member.policy_version >= min_policy_version
+            and (-1 if member.policy_version is None else member.policy_version) >= min_policy_version
         ]
         chosen = room.take(min_policy_version)
         assert chosen is max(able, key=lambda member: member.free, default=None)

@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from offbeat.common.rows import EpochRow
 from offbeat.common.settings import SettingError
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
 from offbeat.learner.leases.ledger import UNSEEN_LEASES, needed_position
@@ -39,7 +40,7 @@ from offbeat.protocols.messages import (
     WeightsCommitted,
     Welcome,
 )
-from tests.learner.dispatch.test_dispatcher import (
+from tests.learner.dispatch.dispatch_desk import (
     DEAD_AFTER_S,
     LEASE_TIMEOUT_S,
     VOCABULARY_SIZE,
@@ -108,7 +109,8 @@ class Remote(Actor):
         self.send(make_hello(self.name, self.incarnation, lease_ids=self.held))
 
     def commit_newest(self) -> None:
-        self.version = self.desk.dispatcher._published_version
+        assert self.desk.versions.published is not None
+        self.version = self.desk.versions.published
         self.send(WeightsCommitted(policy_version=self.version, stall_s=0.0))
 
     def read(self) -> None:
@@ -320,8 +322,8 @@ class RecoveryMachine(RuleBasedStateMachine):
 
     @rule(tail=st.sampled_from(["whole", "cut", "whole", "cut", "garbage"]), count=st.integers(1, 700))
     def learner_dies(self, tail: str, count: int) -> None:
-        dispatcher, ledger, stream = self.desk.dispatcher, self.desk.ledger, self.desk.stream
-        is_all_logged = not dispatcher._journal.waiting
+        ledger, stream = self.desk.ledger, self.desk.stream
+        is_all_logged = not self.desk.journal.waiting
         trained = self._trained_since(self.checkpoints[-1].policy_version if self.checkpoints else 0)
         self.log.close()
         if tail == "cut":
@@ -398,11 +400,11 @@ class RecoveryMachine(RuleBasedStateMachine):
     def a_pass_that_ended_is_told_in_full(self) -> None:
         trained = Counter(self.turn_of[lease_id].epoch for lease_id in self._trained())
         given_up = self._given_up()
-        for row in self.desk.rows_of("epoch"):
-            listed = sorted(prompt_id for prompt_ids in row["dropped"].values() for prompt_id in prompt_ids)
-            assert listed == sorted(turn.prompt_id for turn in given_up if turn.epoch == row["epoch"])
-            assert row["num_trained"] == trained[row["epoch"]]
-            assert row["num_trained"] + len(listed) == NUM_PROMPTS
+        for row in self.desk.rows_of(EpochRow):
+            listed = sorted(prompt_id for prompt_ids in row.dropped.values() for prompt_id in prompt_ids)
+            assert listed == sorted(turn.prompt_id for turn in given_up if turn.epoch == row.epoch)
+            assert row.num_trained == trained[row.epoch]
+            assert row.num_trained + len(listed) == NUM_PROMPTS
 
     def teardown(self) -> None:
         """One good actor finishes the run, whatever came before."""
@@ -426,7 +428,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         assert self.version == NUM_STEPS
         assert self.desk.dispatcher.counts().trained == NUM_STEPS * GROUPS_PER_STEP
         self.all_is_true()
-        assert 0 in {row["epoch"] for row in self.desk.rows_of("epoch")} | {
+        assert 0 in {row.epoch for row in self.desk.rows_of(EpochRow)} | {
             0 for saved in self.checkpoints[-1:] if 0 not in _decode(saved).ledger.epochs
         }
         self.log.close()
@@ -444,17 +446,15 @@ class RecoveryMachine(RuleBasedStateMachine):
         )
         self.version = saved.policy_version if saved else 0
         self.desk = Desk(
+            f"train.num_steps={NUM_STEPS}",
+            f"train.groups_per_step={GROUPS_PER_STEP}",
+            f"train.max_failed_leases={10**9}",
+            "staleness.max_staleness=2",
+            f"staleness.hard_max_staleness={HARD_MAX_STALENESS}",
+            "loss.zero_variance=drop",
             policy_version=self.version,
-            newest_version=recovered.newest_version,
-            num_steps=NUM_STEPS,
-            groups_per_step=GROUPS_PER_STEP,
-            max_staleness=2,
-            hard_max_staleness=HARD_MAX_STALENESS,
-            max_failed_leases=10**9,
-            drop_zero_variance=True,
             num_prompts=NUM_PROMPTS,
-            stream=recovered.stream,
-            ledger=recovered.ledger,
+            recovered=recovered,
             log=self.log,
         )
         self.desk.dispatcher.begin()
@@ -501,7 +501,7 @@ class RecoveryMachine(RuleBasedStateMachine):
                 self.turn_of[event.lease_id] = Turn(event.prompt_id, event.epoch)
 
     def _history(self) -> list[LeaseEvent]:
-        return [*(event for _, event in self.tape), *self.desk.dispatcher._journal.waiting]
+        return [*(event for _, event in self.tape), *self.desk.journal.waiting]
 
     def _open(self) -> list[int]:
         return [saved.lease_id for saved in self.desk.ledger.state().open]
@@ -678,7 +678,7 @@ def test_group_of_a_checkpoint_that_the_log_lost_is_as_if_it_was_being_generated
     assert [lease.lease_id for lease in recovered.ledger.generating()] == [1]
     assert "1 finished groups were lost" in caplog.text
     # Its actor was told that the group is safe, and has forgotten it: the prompt is leased to whoever is there.
-    desk = Desk(num_prompts=NUM_PROMPTS, stream=recovered.stream, ledger=recovered.ledger)
+    desk = Desk(num_prompts=NUM_PROMPTS, recovered=recovered)
     (lost,) = (lease for lease in state.ledger.open if lease.lease_id == 1)
     leases = Actor(desk, "a").join(capacity=1).leases()
     assert [lease.prompt_id for lease in leases] == [lost.prompt_id]
@@ -794,13 +794,13 @@ def test_log_that_contradicts_the_checkpoint_is_not_followed(tale: Tale, contrad
 
 
 def test_checkpoint_without_a_log_takes_up_what_actors_still_hold() -> None:
-    before = Desk(num_prompts=NUM_PROMPTS, groups_per_step=2)
+    before = Desk(num_prompts=NUM_PROMPTS)
     actor = Actor(before, "a").join(capacity=3)
     finished, *working = actor.leases()
     actor.answer(finished.lease_id)
     state = before.dispatcher.state()
     recovered = recover(state, (), lambda position: None, PROMPTS, seed=0)
-    desk = Desk(num_prompts=NUM_PROMPTS, stream=recovered.stream, ledger=recovered.ledger)
+    desk = Desk(num_prompts=NUM_PROMPTS, recovered=recovered)
     held = [lease.lease_id for lease in working]
     actor.desk = desk
     actor.join(capacity=4, lease_ids=held)

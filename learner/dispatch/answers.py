@@ -1,0 +1,126 @@
+"""Answers of actors to their leases: groups and failures, checked, booked and acknowledged."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from offbeat.common.rows import EventRow, Recorder
+from offbeat.learner.dispatch.evaluation_leases import EvaluationLeases
+from offbeat.learner.dispatch.failures import Failures
+from offbeat.learner.dispatch.group_buffer import GroupBuffer
+from offbeat.learner.dispatch.lease_desk import LeaseDesk
+from offbeat.learner.dispatch.outbox import Outbox
+from offbeat.learner.dispatch.rejections import Rejections
+from offbeat.learner.dispatch.reports import report
+from offbeat.learner.dispatch.roster import Member
+from offbeat.learner.dispatch.versions import Versions
+from offbeat.learner.leases.groups import Limits, flaw
+from offbeat.learner.leases.rollout_log import LogFullError
+from offbeat.protocols.messages import Ack, GroupDone, LeaseFailed
+from offbeat.protocols.wire import Frame
+
+
+class GroupCheck(NamedTuple):
+    """The limits that every group of the run must keep to."""
+
+    training_group_size: int
+    evaluation_group_size: int
+    max_new_tokens: int
+    vocabulary_size: int
+    versions: Versions
+
+    def flaw(self, done: GroupDone, arrays: Sequence[Frame], *, is_evaluation: bool) -> str | None:
+        """Return the reason why a group cannot be used; None for a good one."""
+        limits = Limits(
+            group_size=self.evaluation_group_size if is_evaluation else self.training_group_size,
+            max_new_tokens=self.max_new_tokens,
+            vocabulary_size=self.vocabulary_size,
+            newest_version=self.versions.newest,
+        )
+        return flaw(done.completions, arrays, limits) or None
+
+
+class Answers:
+    """Takes answers from the actors that hold the leases, once each; owns nothing.
+
+    An answer that the full log cannot take is not acknowledged: the actor keeps it and sends it again.
+    """
+
+    def __init__(
+        self,
+        check: GroupCheck,
+        desk: LeaseDesk,
+        buffer: GroupBuffer,
+        evaluations: EvaluationLeases,
+        failures: Failures,
+        rejections: Rejections,
+        outbox: Outbox,
+        record: Recorder,
+    ) -> None:
+        self._check = check
+        self._desk = desk
+        self._buffer = buffer
+        self._evaluations = evaluations
+        self._failures = failures
+        self._rejections = rejections
+        self._outbox = outbox
+        self._record = record
+
+    def take_group(self, member: Member, done: GroupDone, arrays: Sequence[Frame]) -> None:
+        """Book and acknowledge a group: accepted, or rejected with its flaw."""
+        lease_id = done.lease_id
+        if lease_id not in member.lease_ids:
+            self._answer_stray(member, lease_id)
+            return
+        is_evaluation = self._evaluations.holds(lease_id)
+        account = self._evaluations if is_evaluation else self._buffer
+        flaw = self._check.flaw(done, arrays, is_evaluation=is_evaluation)
+        try:
+            if flaw is None:
+                account.accept(member.name, done, arrays)
+            else:
+                account.fail(lease_id, "rejected")
+        except LogFullError as error:
+            self._desk.stall(error)
+            return
+        self._desk.release(member, lease_id)
+        outcome = "accepted" if flaw is None else "rejected"
+        self._outbox.send(member.peer, Ack(lease_id=lease_id, outcome=outcome, detail=flaw or ""))
+        if flaw is not None:
+            self._rejections.count(member.name, flaw)
+            report(self._record, EventRow(event="group_rejected", detail=flaw, actor=member.name, lease_id=lease_id))
+            self._failures.count_lease(f"a group of {member.name} that cannot be trained on: {flaw}.")
+        self._evaluations.end_round()
+
+    def take_failure(self, member: Member, failure: LeaseFailed) -> None:
+        """Book and acknowledge a lease that an actor gives back, or has failed on."""
+        # An actor reports again when the acknowledgement was late: the failure counts once, or not at all.
+        if failure.lease_id in member.lease_ids:
+            if failure.reason == "returned":
+                self._desk.give_back(member, failure.lease_id, "handed back by the actor")
+            elif not self._fail(member, failure):
+                return
+        self._outbox.send(member.peer, Ack(lease_id=failure.lease_id, outcome="accepted"))
+
+    def _fail(self, member: Member, failure: LeaseFailed) -> bool:
+        """End a lease as failed; return False while the log is full."""
+        lease_id = failure.lease_id
+        account = self._evaluations if self._evaluations.holds(lease_id) else self._buffer
+        try:
+            account.fail(lease_id, failure.reason)
+        except LogFullError as error:
+            self._desk.stall(error)
+            return False
+        self._desk.release(member, lease_id)
+        report(self._record, EventRow(event=failure.reason, detail=failure.detail, actor=member.name, lease_id=lease_id))
+        self._failures.count_lease(f"{failure.reason}: {failure.detail}. Repair task.reward, or raise task.reward_timeout_s.")
+        self._evaluations.end_round()
+        return True
+
+    def _answer_stray(self, member: Member, lease_id: int) -> None:
+        """Answer a group for a lease that the sender does not hold."""
+        # A late answer to a lease that has ended is nothing unusual.
+        if self._desk.has_answer(lease_id):
+            self._outbox.send(member.peer, Ack(lease_id=lease_id, outcome="duplicate"))
+            return
+        self._rejections.count(member.name, "a lease that is not its own")
+        self._outbox.send(member.peer, Ack(lease_id=lease_id, outcome="unknown"))

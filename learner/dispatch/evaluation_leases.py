@@ -1,0 +1,66 @@
+"""Leases of held-out prompts: they go to the same actors as training leases, and end in an evaluation row."""
+
+from collections.abc import Callable, Sequence
+
+from offbeat.common.config import EvaluationSection, RolloutSection
+from offbeat.common.rows import Recorder
+from offbeat.learner.dispatch.offers import Offer
+from offbeat.learner.leases.evaluation import Evaluations, Round
+from offbeat.learner.leases.groups import unpack
+from offbeat.learner.leases.prompts import Prompt
+from offbeat.protocols.messages import GroupDone, Sampling
+from offbeat.protocols.wire import Frame
+
+
+class EvaluationLeases:
+    """Owns the evaluation rounds and the leases in them, which are in no ledger and no log."""
+
+    def __init__(
+        self,
+        evaluation: EvaluationSection,
+        rollout: RolloutSection,
+        prompts: Sequence[Prompt],
+        record: Recorder,
+        wake: Callable[[], None],
+    ) -> None:
+        """`wake` is called when a round ends: somebody may wait for that."""
+        self.group_size = evaluation.group_size
+        self.rounds = Evaluations(
+            interval=evaluation.interval,
+            num_prompts=min(evaluation.num_prompts, len(prompts)),
+            max_attempts=rollout.max_lease_attempts,
+        )
+        self._sampling = Sampling(max_new_tokens=rollout.max_new_tokens, temperature=evaluation.temperature)
+        self._prompts = prompts
+        self._record = record
+        self._wake = wake
+
+    def offer(self, round_: Round, lease_id: int) -> Offer:
+        """Take the next prompt of a round, and return the lease to send for it."""
+        prompt = self._prompts[round_.next_prompt(lease_id)]
+        return Offer(lease_id, prompt, self.group_size, self._sampling, round_.policy_version)
+
+    def holds(self, lease_id: int) -> bool:
+        """Return whether this is an evaluation lease that has not ended."""
+        return self.rounds.current is not None and self.rounds.current.holds(lease_id)
+
+    def accept(self, actor: str, done: GroupDone, arrays: Sequence[Frame]) -> None:
+        """Take the completions of a held-out prompt into the round."""
+        self._current().complete(done.lease_id, unpack(done.completions, arrays))
+
+    def fail(self, lease_id: int, reason: str) -> None:
+        """End a lease that brought nothing usable; its prompt gets another try, up to `rollout.max_lease_attempts`."""
+        self._current().fail(lease_id)
+
+    def end_round(self) -> None:
+        """Recorder the current round and end it, if all of its leases have ended."""
+        current = self.rounds.current
+        if current is None or not current.is_finished:
+            return
+        self.rounds.end()
+        self._record(current.row())
+        self._wake()
+
+    def _current(self) -> Round:
+        assert self.rounds.current is not None, "the lease is of no round"
+        return self.rounds.current

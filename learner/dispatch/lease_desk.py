@@ -1,0 +1,254 @@
+"""Leases between grant and answer: who must answer which, until when, and what becomes of those that nobody answers.
+
+grant -> [actor generates] -> release (answered)
+                           -> give back (late, lost, returned: `Expired`)
+                           -> abort (too stale to be trained on: `Dropped`)
+"""
+
+from collections.abc import Sequence
+
+from offbeat.common.config import RolloutSection
+from offbeat.common.rows import EventRow, Recorder
+from offbeat.learner.dispatch.evaluation_leases import EvaluationLeases
+from offbeat.learner.dispatch.offers import Offer
+from offbeat.learner.dispatch.outbox import Outbox
+from offbeat.learner.dispatch.reports import report
+from offbeat.learner.dispatch.roster import Member, Room, Roster
+from offbeat.learner.leases.evaluation import Round
+from offbeat.learner.leases.events import Dropped, Expired, Granted
+from offbeat.learner.leases.groups import Group
+from offbeat.learner.leases.journal import LeaseJournal
+from offbeat.learner.leases.prompts import Prompt
+from offbeat.learner.leases.rollout_log import LogFullError
+from offbeat.learner.leases.scheduler import RolloutScheduler
+from offbeat.protocols.messages import Cancel, Sampling
+
+
+class LeaseDesk:
+    """Owns the deadlines of leases, and those that a learner process before this one granted and nobody has claimed yet.
+
+    While the log is full it grants nothing and lets nothing expire: no group can be taken, which is not the actors' fault.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutSection,
+        prompts: Sequence[Prompt],
+        journal: LeaseJournal,
+        scheduler: RolloutScheduler[Group],
+        evaluations: EvaluationLeases,
+        outbox: Outbox,
+        record: Recorder,
+        claims_until: float,
+    ) -> None:
+        """`claims_until` is when leases of the learner process before this one are given up, on the clock of `now`."""
+        self.is_log_full = False
+        """Nothing is granted, acknowledged or taken back for being late until the log has room again."""
+        self.deadlines: dict[int, float] = {}
+        """Times at which the leases that members hold expire, by lease."""
+        self._timeout_s = rollout.lease_timeout_s
+        self._group_size = rollout.group_size
+        self._sampling = Sampling(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature)
+        self._prompts = prompts
+        self._journal = journal
+        self._scheduler = scheduler
+        self._evaluations = evaluations
+        self._outbox = outbox
+        self._record = record
+        self._unclaimed = {lease.lease_id: lease.actor for lease in journal.ledger.generating()}
+        """Actors of the leases that a learner process before this one granted and that are not claimed yet."""
+        self._claims_until = claims_until
+
+    # Granting
+
+    def grant(self, roster: Roster, policy_version: int, now: float) -> None:
+        """Send the leases that the bound admits and members have room for; raise `LogFullError` at the first not logged."""
+        self._scheduler.grant(policy_version, _Grants(self, roster, policy_version, now))
+
+    def is_held_back(self, roster: Roster, policy_version: int) -> bool:
+        """Return whether, after `grant`, staleness alone keeps a lease from a member that has room."""
+        if self.is_log_full or not any(member.free > 0 and member.takes_leases for member in roster):
+            return False
+        return self._scheduler.is_held_back(policy_version)
+
+    def lease_training(self, member: Member, policy_version: int, min_version: int, now: float) -> None:
+        """Lease the next prompt of the stream to a member, or raise `LogFullError` and change nothing."""
+        turn = self._journal.stream.peek()
+        assert member.policy_version is not None, "a member without weights takes no leases"
+        granted = Granted(
+            at=self._journal.now(),
+            lease_id=self._journal.ledger.next_lease_id(),
+            prompt_id=turn.prompt_id,
+            epoch=turn.epoch,
+            actor=member.name,
+            policy_version=policy_version,
+            oldest_version=max(min_version, member.policy_version),
+        )
+        self._journal.commit(granted)
+        prompt = self._prompts[turn.prompt_id]
+        self._send(member, Offer(granted.lease_id, prompt, self._group_size, self._sampling, min_version), now)
+
+    def lease_evaluation(self, member: Member, round_: Round, now: float) -> None:
+        """Lease the next prompt of an evaluation round to a member."""
+        self._send(member, self._evaluations.offer(round_, self._journal.ledger.next_lease_id()), now)
+
+    # Ending
+
+    def has_answer(self, lease_id: int) -> bool:
+        """Return whether a lease needs no answer: its group has arrived, or the lease has ended."""
+        return self._journal.ledger.status(lease_id) in ("ready", "ended")
+
+    def release(self, member: Member, lease_id: int) -> None:
+        """Note that a member no longer owes a lease."""
+        member.lease_ids.discard(lease_id)
+        self.deadlines.pop(lease_id, None)
+
+    def give_back(self, member: Member, lease_id: int, reason: str) -> None:
+        """End a lease whose group will not come from this member; its prompt is leased again."""
+        if self._evaluations.holds(lease_id):
+            self.release(member, lease_id)
+            self._evaluations.fail(lease_id, reason)
+            self._evaluations.end_round()
+        elif self._journal.ledger.status(lease_id) == "generating":
+            self._expire(lease_id, reason)
+            self.release(member, lease_id)
+
+    def give_back_all(self, member: Member, reason: str) -> None:
+        """End every lease of a member."""
+        for lease_id in sorted(member.lease_ids):
+            self.give_back(member, lease_id, reason)
+
+    def cancel(self, member: Member, lease_ids: Sequence[int]) -> None:
+        """Tell a member to stop working on leases."""
+        if lease_ids:
+            self._outbox.send(member.peer, Cancel(lease_ids=tuple(lease_ids)))
+
+    def expire_late(self, roster: Roster, now: float) -> None:
+        """Give back the leases whose deadline is over."""
+        if self.is_log_full:
+            return
+        late = {lease_id for lease_id, deadline in self.deadlines.items() if deadline < now}
+        for member in roster if late else ():
+            for lease_id in sorted(member.lease_ids & late):
+                self.cancel(member, [lease_id])
+                self.give_back(member, lease_id, f"no group within {self._timeout_s:g} s")
+
+    def abort(self, roster: Roster, policy_version: int) -> None:
+        """Cancel the leases whose groups could not be trained on any more; only a new version or bound brings such."""
+        aborted = self._scheduler.abort(policy_version)
+        for member in roster if aborted else ():
+            mine = sorted(member.lease_ids.intersection(aborted))
+            self.cancel(member, mine)
+            for lease_id in mine:
+                self.release(member, lease_id)
+        for lease_id in aborted:
+            self._unclaimed.pop(lease_id, None)
+            dropped = Dropped(at=self._journal.now(), lease_id=lease_id, reason="aborted", is_final=False)
+            self._end(dropped, "lease_aborted", "too stale to be trained on")
+
+    # Agreeing with actors
+
+    def claim(self, member: Member, now: float) -> None:
+        """Let a new member keep the leases that an earlier learner process granted it, if it still works on them."""
+        held = set(member.hello.lease_ids)
+        mine = [lease_id for lease_id, actor in self._unclaimed.items() if actor == member.name]
+        for lease_id in mine:
+            del self._unclaimed[lease_id]
+            if lease_id in held:
+                member.lease_ids.add(lease_id)
+                self.deadlines[lease_id] = now + self._timeout_s
+            else:
+                self._expire(lease_id, "the actor no longer has it")
+
+    def give_up_unclaimed(self, now: float) -> None:
+        """Expire the leases of actors that did not come back to this learner process in time."""
+        if not self._unclaimed or now < self._claims_until or self.is_log_full:
+            return
+        for lease_id in list(self._unclaimed):
+            self._expire(lease_id, "its actor did not come back after the learner's restart")
+            del self._unclaimed[lease_id]
+
+    def reconcile(self, member: Member, lease_ids: Sequence[int], seen_lease_id: int | None) -> None:
+        """Agree with a member on the leases it holds: those lost on the way go to others, unwanted work is cancelled.
+
+        `seen_lease_id` is the newest lease that the member knows to have been sent; later ones may still be on their way.
+        """
+        held = set(lease_ids)
+        for lease_id in sorted(member.lease_ids - held):
+            if seen_lease_id is not None and lease_id <= seen_lease_id:
+                self.give_back(member, lease_id, "lost on the way to the actor")
+        self.cancel(member, sorted(held - member.lease_ids))
+
+    # The log and the clock
+
+    def stall(self, error: LogFullError) -> None:
+        """Close the desk because the log is full."""
+        if not self.is_log_full:
+            self.is_log_full = True
+            detail = f"{error}; no lease is granted and no group acknowledged until there is room again"
+            report(self._record, EventRow(event="log_full", detail=detail))
+
+    def look_for_room(self, now: float) -> None:
+        """Close the desk while the log is full; when it has room again, all leases get their full time to be answered."""
+        try:
+            self._journal.require_room()
+        except LogFullError as error:
+            self.stall(error)
+            return
+        if self.is_log_full:
+            self.is_log_full = False
+            self.deadlines = dict.fromkeys(self.deadlines, now + self._timeout_s)
+            report(self._record, EventRow(event="log_has_room", detail="leases are granted again"))
+
+    def forgive(self, absent_s: float) -> None:
+        """Move every deadline by the time in which the learner itself was stopped."""
+        self.deadlines = {lease_id: deadline + absent_s for lease_id, deadline in self.deadlines.items()}
+        self._claims_until += absent_s
+
+    def _send(self, member: Member, offer: Offer, now: float) -> None:
+        member.lease_ids.add(offer.lease_id)
+        member.newest_lease_id = offer.lease_id
+        self.deadlines[offer.lease_id] = now + self._timeout_s
+        self._outbox.send(member.peer, offer.lease(self._timeout_s), offer.prompt.token_ids)
+
+    def _expire(self, lease_id: int, reason: str) -> None:
+        self._end(Expired(at=self._journal.now(), lease_id=lease_id, reason=reason), "lease_expired", reason)
+
+    def _end(self, ended: Expired | Dropped, event: str, detail: str) -> None:
+        """End a training lease without a group; its prompt is leased again."""
+        lease = self._journal.ledger.find(ended.lease_id)
+        self._journal.commit_late(ended)
+        after_s = ended.at - lease.granted_at
+        row = EventRow(event=event, detail=detail, actor=lease.actor, lease_id=ended.lease_id, after_s=after_s)
+        report(self._record, row)
+
+
+class _Grants:
+    """One round of granting, as the scheduler sees it: each lease goes to the member with the most room."""
+
+    def __init__(self, desk: LeaseDesk, roster: Roster, policy_version: int, now: float) -> None:
+        self._desk = desk
+        self._roster = roster
+        self._policy_version = policy_version
+        self._now = now
+        self._evaluation_room: Room | None = None
+        self._training_room: Room | None = None
+        """Made when evaluation has taken its share."""
+
+    def lease_evaluation(self, round_: Round) -> bool:
+        """Lease a held-out prompt, or return False when no member takes it."""
+        self._evaluation_room = self._evaluation_room or Room(self._roster)
+        member = self._evaluation_room.take(round_.policy_version)
+        if member is not None:
+            self._desk.lease_evaluation(member, round_, self._now)
+        return member is not None
+
+    def lease_training(self, min_policy_version: int) -> bool:
+        """Lease a training prompt, or return False when no member takes it."""
+        if self._desk.is_log_full:
+            return False
+        self._training_room = self._training_room or Room(self._roster)
+        member = self._training_room.take(min_policy_version)
+        if member is not None:
+            self._desk.lease_training(member, self._policy_version, min_policy_version, self._now)
+        return member is not None

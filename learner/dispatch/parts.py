@@ -1,0 +1,104 @@
+"""The parts of the dispatcher, made in order and handed what they use."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from offbeat.common.rows import Recorder
+from offbeat.learner.dispatch.answers import Answers, GroupCheck
+from offbeat.learner.dispatch.contract import Contract
+from offbeat.learner.dispatch.evaluation_leases import EvaluationLeases
+from offbeat.learner.dispatch.failures import Failures
+from offbeat.learner.dispatch.group_buffer import GroupBuffer
+from offbeat.learner.dispatch.lease_desk import LeaseDesk
+from offbeat.learner.dispatch.live_settings import LiveSettings
+from offbeat.learner.dispatch.outbox import Outbox
+from offbeat.learner.dispatch.roster import Roster
+from offbeat.learner.dispatch.status import Status
+from offbeat.learner.dispatch.versions import Versions
+from offbeat.learner.leases.journal import LeaseJournal
+from offbeat.learner.leases.prompts import Prompt
+from offbeat.learner.leases.scheduler import RolloutScheduler
+
+
+class Prompts(NamedTuple):
+    """The prompts of a run, each at the index that is its `prompt_id`."""
+
+    train: Sequence[Prompt]
+    evaluation: Sequence[Prompt]
+
+
+class Parts(NamedTuple):
+    """Everything that the dispatcher's lock guards."""
+
+    clock: Callable[[], float]
+    progress: threading.Condition
+    """The lock. Notified when a batch may be complete, a round of evaluation has ended, an actor has left, or the run fails."""
+    contract: Contract
+    settings: LiveSettings
+    record: Recorder
+    journal: LeaseJournal
+    versions: Versions
+    outbox: Outbox
+    failures: Failures
+    evaluations: EvaluationLeases
+    roster: Roster
+    desk: LeaseDesk
+    buffer: GroupBuffer
+    answers: Answers
+    status: Status
+
+
+def make_parts(
+    contract: Contract,
+    settings: LiveSettings,
+    prompts: Prompts,
+    journal: LeaseJournal,
+    versions: Versions,
+    record: Recorder,
+    clock: Callable[[], float] = time.monotonic,
+) -> Parts:
+    """Make the parts of one learner process; `clock` gives seconds, as `now` does in every message and tick."""
+    now = clock()
+    config = settings.config
+    rollout = config.rollout
+    progress = threading.Condition()
+    wake = progress.notify_all
+    outbox = Outbox()
+    failures = Failures(rollout.max_lease_attempts, config.train.max_failed_leases, wake)
+    evaluations = EvaluationLeases(config.evaluation, rollout, prompts.evaluation, record, wake)
+    scheduler = RolloutScheduler(settings.staleness, evaluations.rounds, journal.ledger)
+    roster = Roster(contract, config.hub, versions, outbox, record)
+    claims_until = now + config.hub.dead_after_s
+    desk = LeaseDesk(rollout, prompts.train, journal, scheduler, evaluations, outbox, record, claims_until)
+    drop_zero_variance = config.loss.zero_variance == "drop"
+    buffer = GroupBuffer(
+        prompts.train, journal, scheduler, versions, failures, record, wake, drop_zero_variance=drop_zero_variance
+    )
+    check = GroupCheck(
+        training_group_size=rollout.group_size,
+        evaluation_group_size=config.evaluation.group_size,
+        max_new_tokens=rollout.max_new_tokens,
+        vocabulary_size=contract.vocabulary_size,
+        versions=versions,
+    )
+    answers = Answers(check, desk, buffer, evaluations, failures, roster.rejections, outbox, record)
+    status = Status(contract.run_id, settings, roster, desk, journal, scheduler, versions, now)
+    return Parts(
+        clock=clock,
+        progress=progress,
+        contract=contract,
+        settings=settings,
+        record=record,
+        journal=journal,
+        versions=versions,
+        outbox=outbox,
+        failures=failures,
+        evaluations=evaluations,
+        roster=roster,
+        desk=desk,
+        buffer=buffer,
+        answers=answers,
+        status=status,
+    )

@@ -1,0 +1,118 @@
+"""Leases of held-out prompts."""
+
+import math
+
+from offbeat.common.rows import EvalRow
+from offbeat.protocols.messages import (
+    Ack,
+    Cancel,
+    Goodbye,
+    LeaseFailed,
+)
+from tests.learner.dispatch.dispatch_desk import (
+    LEASE_TIMEOUT_S,
+    Actor,
+    Desk,
+)
+
+
+def test_evaluation_round_completes_beside_training() -> None:
+    desk = Desk("evaluation.interval=2", "evaluation.num_prompts=3", "train.groups_per_step=1", "staleness.max_staleness=0")
+    actor = Actor(desk, "a").join(capacity=9)
+    leases = actor.leases()
+    held_out = [lease for lease in leases if lease.prompt.startswith("held-out")]
+    training = [lease for lease in leases if lease.prompt.startswith("train")]
+    assert [lease.prompt_id for lease in held_out] == [0, 1, 2]
+    assert len(training) == 1
+    assert {(lease.group_size, lease.sampling.temperature) for lease in held_out} == {(1, 0.0)}
+    assert not desk.dispatcher.wait_evaluations(0.0)
+    for reward, lease in zip([1.0, 0.0, 0.5], held_out, strict=True):
+        assert actor.answer(lease.lease_id, rewards=(reward,)).outcome == "accepted"
+    assert desk.dispatcher.wait_evaluations(0.0)
+    (row,) = desk.rows_of(EvalRow)
+    assert (row.policy_version, row.reward, row.num_completions, row.length) == (0, 0.5, 3, 2.0)
+    assert actor.answer(held_out[0].lease_id, rewards=(1.0,)).outcome == "duplicate"
+    # Evaluation is not in the account of training.
+    assert desk.dispatcher.counts().leased == 1
+
+
+def test_evaluation_with_a_lost_actor_a_rejected_group_and_a_failed_reward_completes() -> None:
+    desk = Desk("evaluation.interval=1", "evaluation.num_prompts=3", "train.groups_per_step=1", "staleness.max_staleness=0")
+    lost = Actor(desk, "lost").join(capacity=1)
+    assert [lease.prompt for lease in lost.leases()] == ["held-out 0"]
+    lost.say(Goodbye(reason="x"))
+    actor = Actor(desk, "a").join(capacity=9)
+    leases = {lease.prompt: lease.lease_id for lease in actor.leases()}
+    assert actor.answer(leases["held-out 1"], rewards=(math.nan,)).outcome == "rejected"
+    actor.say(LeaseFailed(lease_id=leases["held-out 2"], reason="reward_error"))
+    actor.heard(Ack)
+    actor.answer(leases["held-out 0"], rewards=(1.0,))
+    leases = {lease.prompt: lease.lease_id for lease in actor.leases()}
+    assert {"held-out 1", "held-out 2"} <= leases.keys()
+    actor.answer(leases["held-out 1"], rewards=(0.0,))
+    actor.answer(leases["held-out 2"], rewards=(0.5,))
+    assert desk.dispatcher.wait_evaluations(0.0)
+    (row,) = desk.rows_of(EvalRow)
+    assert (row.num_completions, row.reward, row.num_failed) == (3, 0.5, 0)
+    assert desk.dispatcher.counts().dropped == {}
+
+
+def test_evaluation_lease_expires_and_its_prompt_is_evaluated_again() -> None:
+    desk = Desk("evaluation.interval=1", "evaluation.num_prompts=1", "staleness.max_staleness=0")
+    actor = Actor(desk, "a").join(capacity=1)
+    (lease,) = actor.leases()
+    desk.tick(LEASE_TIMEOUT_S + 1, actor)
+    (again,) = actor.leases()
+    assert (again.prompt, lease.prompt) == ("held-out 0", "held-out 0")
+    assert actor.heard(Cancel) == [Cancel(lease_ids=(lease.lease_id,))]
+    assert actor.answer(lease.lease_id, rewards=(1.0,)).outcome == "duplicate"
+    actor.answer(again.lease_id, rewards=(1.0,))
+    assert desk.dispatcher.wait_evaluations(0.0)
+
+
+def test_evaluation_prompt_that_always_fails_does_not_hold_up_the_round() -> None:
+    desk = Desk(
+        "evaluation.interval=1", "evaluation.num_prompts=1", "rollout.max_lease_attempts=2", "train.max_failed_leases=100"
+    )
+    actor = Actor(desk, "a").join(capacity=1)
+    for _ in range(2):
+        (lease,) = actor.leases()
+        assert lease.prompt == "held-out 0"
+        actor.say(LeaseFailed(lease_id=lease.lease_id, reason="reward_timeout"))
+    assert desk.dispatcher.wait_evaluations(0.0)
+    (row,) = desk.rows_of(EvalRow)
+    assert (row.num_completions, row.num_failed) == (0, 1)
+    assert row.reward is not None and math.isnan(row.reward)
+
+
+def test_evaluation_waits_for_weights_at_least_as_new() -> None:
+    desk = Desk("evaluation.interval=1", "evaluation.num_prompts=1", policy_version=5)
+    actor = Actor(desk, "a").join(capacity=9, policy_version=4)
+    assert all(lease.prompt.startswith("train") for lease in actor.leases())
+    actor.commit(5)
+    assert [lease.min_policy_version for lease in actor.leases() if lease.prompt == "held-out 0"] == [5]
+
+
+def test_evaluations_fall_due_once_an_interval_even_when_its_multiples_are_not_published() -> None:
+    desk = Desk("evaluation.interval=5", "evaluation.num_prompts=1", policy_version=20, is_published=False)
+    for version in (0, 2, 4, 6, 8, 10, 12, 13):
+        desk.dispatcher.publish(version, last=version == 13)
+    actor = Actor(desk, "a").join(capacity=1, policy_version=13)
+    while not desk.dispatcher.wait_evaluations(0.0):
+        actor.answer(actor.leases()[0].lease_id, rewards=(1.0,))
+    assert [row.policy_version for row in desk.rows_of(EvalRow)] == [0, 6, 10, 13]
+
+
+def test_last_version_is_evaluated_once_although_it_falls_on_the_interval() -> None:
+    desk = Desk("evaluation.interval=5", "evaluation.num_prompts=1", policy_version=10, is_published=False)
+    desk.dispatcher.publish(10, last=True)
+    actor = Actor(desk, "a").join(capacity=1, policy_version=10)
+    actor.answer(actor.leases()[0].lease_id, rewards=(1.0,))
+    assert desk.dispatcher.wait_evaluations(0.0)
+
+
+def test_no_evaluation_without_interval_or_without_prompts() -> None:
+    for desk in (Desk("evaluation.interval=0"), Desk("evaluation.interval=1", num_eval_prompts=0)):
+        desk.dispatcher.publish(0, last=True)
+        desk.tick()
+        assert desk.dispatcher.wait_evaluations(0.0)
