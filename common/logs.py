@@ -9,28 +9,28 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 LEVEL_VARIABLE = "OFFBEAT_LOG_LEVEL"
-"""Environment variable that sets the level where `configure_logs` is given none."""
+"""Environment variable with the level that `configure_logs` uses by default."""
 
 OWN_PACKAGE = "offbeat"
-"""Its loggers follow the level asked for; everyone else's show warnings and errors."""
+"""Package whose loggers follow the chosen level; all others show warnings and errors only."""
 
 _LEVELS = ("debug", "info", "warning", "error")
 
 
 @functools.cache
 def console() -> Console:
-    """The process's one console, on stderr: what prints through it never tears a live display on it."""
+    """Return the process's only console, on stderr: text printed through it never tears a live display."""
     return Console(stderr=True)
 
 
-def configure_logs(service: str, *, level: str = "") -> None:
+def configure_logs(service: str, *, level: str | None = None) -> None:
     """Send the log to stderr: in color on a terminal, else as plain `time level service message` lines.
 
-    Call it before vLLM is imported, whose own logger is set up at import. A second call replaces the first.
+    Call this before vLLM is imported, because vLLM configures its logger at import. A second call replaces the first.
 
     Args:
-        service: Name in every line: `learner`, `actor-0`, ...
-        level: `debug`, `info`, `warning` or `error`; empty: `$OFFBEAT_LOG_LEVEL`, or `info`.
+        service: Name shown in every line: `learner`, `actor-0`, ...
+        level: `debug`, `info`, `warning` or `error`. None: the value of `OFFBEAT_LOG_LEVEL`, or `info`.
     """
     source, level = ("level", level) if level else (LEVEL_VARIABLE, os.environ.get(LEVEL_VARIABLE) or "info")
     if level.lower() not in _LEVELS:
@@ -42,7 +42,7 @@ def configure_logs(service: str, *, level: str = "") -> None:
     root.setLevel(logging.WARNING)
     logging.getLogger(OWN_PACKAGE).setLevel(level.upper())
     _quiet_vllm()
-    # Bars of loaders that take a moment; they would tear the log.
+    # Progress bars of model loaders would tear the log.
     os.environ.setdefault("TQDM_DISABLE", "1")
 
 
@@ -59,16 +59,13 @@ def _plain_handler(service: str) -> logging.Handler:
         datefmt="%Y-%m-%dT%H:%M:%S",
         defaults={"service": service},
     )
-    # The services of one run may lie in different time zones, and their logs are read side by side.
+    # UTC: the services of one run may be in different time zones, and their logs are read side by side.
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)
     return handler
 
 
 def _quiet_vllm() -> None:
-    """vLLM gives its logger a level and a handler of its own at import, in its subprocesses too: only variables reach them.
-
-    The other engines' loggers show warnings only as they come.
-    """
+    """Set the environment variables from which vLLM configures its logger at import, in its subprocesses too."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")

@@ -1,4 +1,4 @@
-"""How a service ends: signals become an event, and a child does not outlive the process that started it."""
+"""The end of a service: signals ask it to stop, and it does not outlive the process that started it."""
 
 import ctypes
 import os
@@ -8,29 +8,30 @@ import threading
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1
+"""Option of Linux's prctl."""
 
 USER_ERROR_STATUS = 2
-"""Exit status of a service that told its user what to mend: starting it again would not help."""
+"""Exit status for a mistake of the user, who has been told the cure: starting the service again would not help."""
 GAVE_UP_STATUS = 3
-"""Exit status of a service that cannot go on and said why, unlike one that crashed."""
+"""Exit status of a service that cannot continue and has said why, unlike one that crashed."""
 PARENT_VARIABLE = "OFFBEAT_PARENT"
-"""Environment variable by which a service's parent gives its own process id: the service dies with it."""
+"""Environment variable with the process id of a service's parent, with which the service dies."""
 
 
 class ServiceError(RuntimeError):
-    """A service cannot go on; the text is for its user, who is shown it without a traceback. Exit status `GAVE_UP_STATUS`."""
+    """A service cannot continue; the user reads the text without a traceback. Exit status `GAVE_UP_STATUS`."""
 
 
 class StopRequest:
-    """SIGTERM and SIGINT ask the service to drain; a second one ends it at once."""
+    """A flag that SIGTERM and SIGINT set to ask the service to drain; a second signal ends the service at once."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
-        self.reason = ""
-        """The name of the first signal, empty before it."""
+        self.reason: str | None = None
+        """Name of the first signal; None before it."""
 
     def install(self) -> "StopRequest":
-        """Take over SIGTERM and SIGINT (main thread only)."""
+        """Handle SIGTERM and SIGINT from now on (main thread only); return this request."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         return self
@@ -47,9 +48,9 @@ class StopRequest:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when its parent dies (Linux), so that kill -9 of a parent leaves no orphan.
+    """Ask the kernel (Linux) to kill this process when its parent dies, so that kill -9 of the parent leaves no orphan.
 
-    `parent_pid` closes the gap between fork and this call: a parent already gone ends the process here.
+    A parent that died before this call is recognized by `parent_pid`; this process then exits at once.
     """
     if sys.platform != "linux":
         return

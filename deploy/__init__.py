@@ -1,1 +1,1 @@
-"""How the services are started: command line, one-machine launcher, quick start, report, configs."""
+"""The processes of a run, started and ended: command line, launcher, quick start, sweep, chaos."""

@@ -27,7 +27,7 @@ from offbeat.common.metrics import ROWS_FILE
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load, resolved_toml
 from offbeat.common.shutdown import StopRequest
-from offbeat.deploy.launch.launcher import LOOK_S, PROGRAM, Command, RestartBudget, Service
+from offbeat.deploy.launch.launcher import LOOK_S, PROGRAM, ProcessStart, RestartBudget, Service
 from offbeat.lab.history import RunHistory
 from offbeat.lab.report.page import duration
 from offbeat.lab.sweep.measures import final_reward
@@ -270,7 +270,7 @@ def _run(cell: Cell, stop: StopRequest, program: Sequence[str]) -> int:
     if not _can_resume(cell):
         _clean(cell)
     run = Service(cell.name, RestartBudget(0), list(program))
-    run.start([Command(_arguments(cell), {}, cell.folder / LOG_FILE)])
+    run.start([ProcessStart(_arguments(cell), {}, cell.folder / LOG_FILE)])
     is_asked = False
     try:
         while (status := run.status) is None:

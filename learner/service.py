@@ -221,7 +221,7 @@ class Learner:
         except BaseException as error:
             self._end("failed", str(error) if isinstance(error, RunFailedError) else f"{type(error).__name__}: {error}")
             raise
-        self._end(outcome, stop.reason)
+        self._end(outcome, stop.reason or "")
         return outcome
 
     def _end(self, outcome: str, detail: str) -> None:

@@ -2,8 +2,8 @@
 
     seed -> plan of faults -> round: `offbeat train` and a remote actor -> audit of the run's folder -> findings -> table
 
-Everything lives in a temporary folder, in processes that carry a mark, behind a network that is made for it: all of it is taken
-down whatever happens, and what is left nevertheless is a violation.
+A chaos run works in a temporary folder, marks its processes, and makes a network of its own. All of that is taken down in any
+case; a remainder is a violation.
 """
 
 import logging
@@ -13,12 +13,13 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 from rich.table import Table
 
 from offbeat.common.config import Config
@@ -26,7 +27,7 @@ from offbeat.common.settings import load, resolved_toml
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.chaos.faults import Clock, open_disk
 from offbeat.deploy.chaos.network import Network, open_network
-from offbeat.deploy.chaos.round import LOCAL, REMOTE, Happened, StoppedError, run_round
+from offbeat.deploy.chaos.round import LOCAL, REMOTE, Happened, Room, StoppedError, run_round
 from offbeat.deploy.chaos.schedule import KINDS, plan, round_seed
 from offbeat.deploy.launch import processes
 from offbeat.deploy.launch.keygen import ALLOWED_KEYS, make_keys
@@ -38,28 +39,29 @@ from offbeat.lab.terminal import stdout_console
 logger = logging.getLogger(__name__)
 
 MARK_VARIABLE = "OFFBEAT_CHAOS"
-"""In the environment of every process that a chaos run has started, directly or not."""
+"""Environment variable that marks every process of a chaos run; children inherit it."""
 DISK_BYTES = 512 << 20
+"""Size of the file system that holds the run's folder."""
 LEFT_S = 10.0
-"""How long processes may take to end after their round."""
+"""Seconds the processes of a round may take to end after it."""
 LEAST_REWARD = 0.9
-"""What the quick start must learn."""
+"""Mean reward that the quick start must reach."""
 NUM_PROMPTS = 1000
-"""Of the quick start's, so that a round passes over its data several times."""
+"""Number of the quick start's prompts that a round uses: few, so that it passes over them several times."""
 
-DEAD_AFTER_S = 5.0
 SETTINGS = (
     "train.checkpoint_interval=10",
-    f"hub.dead_after_s={DEAD_AFTER_S}",
+    "hub.dead_after_s=5.0",
     "hub.heartbeat_s=0.5",
     "weights.timeout_s=5",
-    # Many segments, and all of them kept for the audit.
+    # Small segments, none of them deleted: the audit reads the whole log.
     "log.segment_mb=1",
     "log.retain_mb=100000",
     "log.min_free_mb=16",
     "launch.num_actors=1",
     "launch.max_restarts=1000",
 )
+"""Settings of every round; the user's overrides come after them."""
 QUICKSTART_SETTINGS = ("train.num_steps=150", "rollout.lease_timeout_s=30")
 
 
@@ -73,32 +75,32 @@ class RoundReport(NamedTuple):
 
     @property
     def is_good(self) -> bool:
-        """Whether there is no violation."""
+        """True when there is no violation."""
         return not any(check.violations for check in self.checks)
 
 
 class ChaosReport(NamedTuple):
-    """`chaos.json`: all that a chaos run has found."""
+    """`chaos.json`: the findings of a chaos run."""
 
     seed: int
     network: str
     has_disk: bool
     rounds: list[RoundReport]
     left_over: list[str]
-    """Of chaos itself, after everything was taken down."""
+    """Files, mounts, interfaces and processes of chaos itself that exist after it has cleaned up."""
 
     @property
     def is_good(self) -> bool:
-        """Whether there is no violation."""
+        """True when there is no violation."""
         return not self.left_over and bool(self.rounds) and all(report.is_good for report in self.rounds)
 
 
 def run_chaos(
     path: Path, overrides: Sequence[str], *, is_quickstart: bool, seed: int, minutes: float, folder: Path, stop: StopRequest
 ) -> ChaosReport:
-    """Rounds until the minutes are over; what they leave (the report, logs, a broken round's whole run) goes to `folder`."""
-    # Made once, and by one: the rounds find it.
-    expand(load(path, []))
+    """Run rounds until the minutes are over, and write the report, logs, and the whole run of a bad round to `folder`."""
+    settings = [*SETTINGS, *(QUICKSTART_SETTINGS if is_quickstart else ()), *overrides]
+    config = expand(load(path, settings))
     folder.mkdir(parents=True)
     mark = f"{os.getpid()}-{time.time_ns()}"
     rounds: list[RoundReport] = []
@@ -111,15 +113,14 @@ def run_chaos(
         logger.info("chaos with seed %d in %s; %s", seed, folder, description)
         try:
             while not rounds or time.monotonic() < deadline:
-                index = len(rounds)
-                room = work / f"round-{index}"
-                room.mkdir()
+                name, one_seed = f"round-{len(rounds)}", round_seed(seed, len(rounds))
                 with ExitStack() as round_stack:
-                    one = _Round(room, folder / room.name, round_seed(seed, index), mark, network, round_stack)
-                    has_disk = one.has_disk
-                    rounds.append(one.run(path, overrides, is_quickstart=is_quickstart, stop=stop))
-                shutil.rmtree(room)
-                _say(index, rounds[-1])
+                    room = _open_room(config, work / name, folder / name, network, mark, round_stack)
+                    room = _write_config(room, one_seed, is_quickstart=is_quickstart)
+                    has_disk = room.disk is not None
+                    rounds.append(_run_audited(room, one_seed, mark, stop, is_quickstart=is_quickstart))
+                shutil.rmtree(work / name)
+                _log_round(len(rounds) - 1, rounds[-1])
         except StoppedError:
             logger.info("%s: stopped after %d rounds", stop.reason, len(rounds))
     report = ChaosReport(seed, description, has_disk, rounds, _left_over(work, mark))
@@ -127,94 +128,73 @@ def run_chaos(
     return report
 
 
-class _Round:
-    """The surroundings of one round."""
+def _open_room(config: Config, work: Path, keep: Path, network: Network, mark: str, stack: ExitStack) -> Room:
+    """Make the folders, keys, clock and disk of a round below `work`, to be taken down by `stack`; logs go to `keep`."""
+    run = work / "run"
+    run.mkdir(parents=True)
+    disk = open_disk(run, DISK_BYTES)
+    if disk is not None:
+        stack.enter_context(closing(disk))
+    clock = Clock(work)
+    temporary = work / "tmp"
+    temporary.mkdir()
+    make_keys(work / "keys", [LOCAL, REMOTE])
+    keep.mkdir()
+    return Room(
+        run=run,
+        config=config,
+        config_file=work / "run.toml",
+        logs=keep,
+        hub_port=free_port(network.learner_host),
+        network=network,
+        clock=clock,
+        disk=disk,
+        # Temporary files of killed processes are deleted with the round.
+        environment={**clock.environment(), MARK_VARIABLE: mark, "TMPDIR": str(temporary)},
+    )
 
-    def __init__(self, room: Path, keep: Path, seed: int, mark: str, network: Network, stack: ExitStack) -> None:
-        """What must be taken down is put on `stack`."""
-        self._seed = seed
-        self._keep = keep
-        self._mark = mark
-        self._network = network
-        self._config_file = room / "run.toml"
-        self._run = room / "run"
-        self._run.mkdir()
-        self._disk = open_disk(self._run, DISK_BYTES)
-        if self._disk is not None:
-            stack.enter_context(closing(self._disk))
-        self._clock = Clock(room)
-        self._temporary = room / "tmp"
-        self._temporary.mkdir()
-        self._keys = room / "keys"
-        make_keys(self._keys, [LOCAL, REMOTE])
-        keep.mkdir()
 
-    @property
-    def has_disk(self) -> bool:
-        """Whether the run's folder is a file system of its own, which can be filled."""
-        return self._disk is not None
+def _write_config(room: Room, seed: int, *, is_quickstart: bool) -> Room:
+    """Write the round's config file; return the room with that config."""
+    config, work = room.config, room.config_file.parent
+    hub = replace(
+        config.hub,
+        address=f"tcp://{room.network.learner_host}:{room.hub_port}",
+        key=f"{work}/keys/{{name}}.key",
+        learner_key=f"{work}/keys/learner.pub",
+        allowed_keys=f"{work}/keys/{ALLOWED_KEYS}",
+    )
+    task = config.task
+    if is_quickstart:
+        data = work / "train.jsonl"
+        rows = Path(task.train_data).read_text().splitlines(keepends=True)
+        data.write_text("".join(rows[:NUM_PROMPTS]))
+        task = replace(task, train_data=str(data))
+    config = replace(config, run=replace(config.run, dir=str(room.run), seed=seed), hub=hub, task=task)
+    room.config_file.write_text(resolved_toml(config))
+    return room._replace(config=config)
 
-    def run(self, path: Path, overrides: Sequence[str], *, is_quickstart: bool, stop: StopRequest) -> RoundReport:
-        """The round and its audit."""
-        hub_port = free_port(self._network.learner_host)
-        config = self._write_config(path, overrides, hub_port, is_quickstart=is_quickstart)
-        num_steps = config.train.num_steps
-        result = run_round(
-            plan(self._seed, num_steps=num_steps, dead_after_s=config.hub.dead_after_s),
-            run=self._run,
-            config=self._config_file,
-            log=self._keep,
-            hub_port=hub_port,
-            network=self._network,
-            clock=self._clock,
-            disk=self._disk,
-            environment=self._environment(),
-            stop=stop,
-        )
-        checks = [
-            Check("the services keep going, and leave when it is over", result.violations, f"{result.wall_s:.0f} s"),
-            check_outcome(self._run, num_steps),
-            *([check_learning(self._run, LEAST_REWARD)] if is_quickstart else []),
-            *audit(self._run, config, result.lost),
-            self._check_processes(),
-        ]
-        report = RoundReport(self._seed, result.wall_s, result.happened, checks)
-        kept = (
-            None if not report.is_good else shutil.ignore_patterns("checkpoints", "model", "log", "tensorboard", "report.html")
-        )
-        shutil.copytree(self._run, self._keep / "run", ignore=kept)
-        return report
 
-    def _write_config(self, path: Path, overrides: Sequence[str], hub_port: int, *, is_quickstart: bool) -> Config:
-        settings = [*SETTINGS, *(QUICKSTART_SETTINGS if is_quickstart else ()), *overrides]
-        settings += [
-            f'run.dir="{self._run}"',
-            f"run.seed={self._seed}",
-            f'hub.address="tcp://{self._network.learner_host}:{hub_port}"',
-            f'hub.key="{self._keys}/{{name}}.key"',
-            f'hub.learner_key="{self._keys}/learner.pub"',
-            f'hub.allowed_keys="{self._keys}/{ALLOWED_KEYS}"',
-        ]
-        config = expand(load(path, settings))
-        if is_quickstart:
-            data = self._config_file.with_name("train.jsonl")
-            rows = Path(config.task.train_data).read_text().splitlines(keepends=True)
-            data.write_text("".join(rows[:NUM_PROMPTS]))
-            task = msgspec.structs.replace(config.task, train_data=str(data))
-            config = msgspec.structs.replace(config, task=task)
-        self._config_file.write_text(resolved_toml(config))
-        return config
-
-    def _environment(self) -> Mapping[str, str]:
-        # What a killed process leaves in the folder for temporary files goes with the round.
-        return {**self._clock.environment(), MARK_VARIABLE: self._mark, "TMPDIR": str(self._temporary)}
-
-    def _check_processes(self) -> Check:
-        return Check("no process is left", _end_processes(self._mark), "none")
+def _run_audited(room: Room, seed: int, mark: str, stop: StopRequest, *, is_quickstart: bool) -> RoundReport:
+    """Run a round and audit its folder; copy the folder to the logs, whole when the round is bad."""
+    num_steps = room.config.train.num_steps
+    faults = plan(seed, num_steps=num_steps, dead_after_s=room.config.hub.dead_after_s)
+    result = run_round(faults, room, stop)
+    checks = [
+        Check("the services keep going, and leave when it is over", result.violations, f"{result.wall_s:.0f} s"),
+        check_outcome(room.run, num_steps),
+        *([check_learning(room.run, LEAST_REWARD)] if is_quickstart else []),
+        *audit(room.run, room.config, result.lost),
+        Check("no process is left", _end_processes(mark), "none"),
+    ]
+    report = RoundReport(seed, result.wall_s, result.happened, checks)
+    large = shutil.ignore_patterns("checkpoints", "model", "log", "tensorboard", "report.html")
+    shutil.copytree(room.run, room.logs / "run", ignore=large if report.is_good else None)
+    return report
 
 
 def show(report: ChaosReport) -> None:
-    """Print the table."""
+    """Print a table of the faults and a table of the claims."""
     console = stdout_console()
     console.print(_fault_table(report))
     console.print(_check_table(report))
@@ -253,14 +233,14 @@ def _check_table(report: ChaosReport) -> Table:
     return table
 
 
-def _say(index: int, report: RoundReport) -> None:
+def _log_round(index: int, report: RoundReport) -> None:
     num_faults = sum(bool(happened.detail) for happened in report.happened)
     violations = [f"{check.claim}: {text}" for check in report.checks for text in check.violations]
     logger.info("round %d: %d faults in %.0f s; %s", index, num_faults, report.wall_s, "; ".join(violations) or "no violation")
 
 
 def _end_processes(mark: str) -> list[str]:
-    """Processes that had not ended by themselves; they are killed."""
+    """Kill the marked processes that have not ended by themselves within `LEFT_S`; return a line about each."""
     deadline = time.monotonic() + LEFT_S
     while (left := processes.marked(MARK_VARIABLE, mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -271,7 +251,7 @@ def _end_processes(mark: str) -> list[str]:
 
 
 def _left_over(work: Path, mark: str) -> list[str]:
-    """What chaos itself has not taken away."""
+    """Return the files, mounts, interfaces and processes that a finished chaos run has left behind."""
     left = _end_processes(mark)
     left += [str(work)] if work.exists() else []
     left += [line for line in Path("/proc/mounts").read_text().splitlines() if str(work) in line]

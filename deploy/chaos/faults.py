@@ -1,4 +1,4 @@
-"""How each fault of a chaos round is committed on real processes, files and connections."""
+"""The faults of a chaos round, committed on real processes, files and connections."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, assert_never
 
 from offbeat.deploy.chaos.network import Network
 from offbeat.deploy.chaos.schedule import Fault, Target
@@ -18,12 +18,12 @@ from offbeat.learner.leases.events import LeaseEvent
 from offbeat.learner.leases.rollout_log import HEADER_BYTES, read_log
 
 CHECKPOINT_WAIT_S = 30.0
-"""How long to wait for a checkpoint that is being written."""
+"""Seconds to wait until the learner writes a checkpoint."""
 DAY_S = 86_400.0
 DAMAGES = ("garbage", "half a record", "flipped bit", "cut")
 
 CLOCK_VARIABLE = "OFFBEAT_CHAOS_CLOCK"
-SITE_CUSTOMIZE = f'''"""Python imports this module at start: it shifts this process's idea of the time of day."""
+SITE_CUSTOMIZE = f'''"""Python imports this module at start: it shifts the time of day that this process sees."""
 import os, sys, time
 
 _file = os.path.join(os.environ["{CLOCK_VARIABLE}"], "learner" if "learner" in sys.orig_argv else "actor")
@@ -44,7 +44,7 @@ time.time_ns = lambda: _time_ns() + int(_offset_s() * 1e9)
 
 
 class Clock:
-    """The time of day as the services see it."""
+    """The time of day that the services see, which may differ from this machine's."""
 
     def __init__(self, folder: Path) -> None:
         self._offsets = folder / "clock"
@@ -54,20 +54,20 @@ class Clock:
         (self._python / "sitecustomize.py").write_text(SITE_CUSTOMIZE)
 
     def environment(self) -> Mapping[str, str]:
-        """What a service needs to see it."""
+        """Return the environment variables with which a service sees this clock."""
         path = [str(self._python), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {CLOCK_VARIABLE: str(self._offsets), "PYTHONPATH": os.pathsep.join(path)}
 
     def jump(self, role: Literal["learner", "actor"], offset_s: float) -> None:
-        """From now on the clocks of these services differ by so much from this machine's."""
-        # In one step: a reader must not find the file empty.
+        """Let the clocks of these services differ by `offset_s` seconds from this machine's."""
+        # Renamed into place: a reader must not find the file empty.
         new = self._offsets / f"{role}.new"
         new.write_text(str(offset_s))
         new.rename(self._offsets / role)
 
 
 class Disk:
-    """A small file system of its own for a run's folder; needs root."""
+    """A small file system mounted at a run's folder; needs root."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self.folder = folder
@@ -77,24 +77,24 @@ class Disk:
         )
 
     def fill(self, leave_bytes: int) -> None:
-        """Use it up but for `leave_bytes`."""
+        """Fill the file system until `leave_bytes` are free."""
         with self._filler.open("wb") as file:
             while (excess := shutil.disk_usage(self.folder).free - leave_bytes) > 0:
-                # The services write at the same time.
+                # The services write at the same time, so the space may be gone.
                 with contextlib.suppress(OSError):
                     os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), excess)
 
     def empty(self) -> None:
-        """The end of `fill`."""
+        """Free the space that `fill` has used."""
         self._filler.unlink()
 
     def close(self) -> None:
-        """Unmount it; what was on it is gone."""
+        """Unmount the file system; its files are lost."""
         subprocess.run(["umount", "--lazy", str(self.folder)], check=True, capture_output=True)
 
 
 def open_disk(folder: Path, num_bytes: int) -> Disk | None:
-    """A disk of its own at `folder`; None where this process may not mount one."""
+    """Mount a disk at `folder`; return None where this process may not mount one."""
     try:
         return Disk(folder, num_bytes)
     except (subprocess.CalledProcessError, FileNotFoundError):
@@ -102,19 +102,19 @@ def open_disk(folder: Path, num_bytes: int) -> Disk | None:
 
 
 class Victims(Protocol):
-    """The services of a round, as faults need them."""
+    """The services of a round, as the faults see them."""
 
     def find(self, target: Target) -> int:
-        """The process id of a service, once it is there; it may just be starting."""
+        """Return the process id of a service, waiting until it runs; it may still be starting."""
         ...
 
     def pause(self, seconds: float) -> None:
-        """Wait, while what must go on goes on."""
+        """Wait this many seconds, and do meanwhile what keeps the round going."""
         ...
 
 
 class Scene(NamedTuple):
-    """All that faults are committed on."""
+    """The targets of faults."""
 
     victims: Victims
     network: Network
@@ -125,16 +125,16 @@ class Scene(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """What a fault came to."""
+    """The outcome of a fault."""
 
-    detail: str
-    """Empty when it could not be committed."""
+    detail: str | None
+    """The fault in words; None when it could not be committed."""
     lost: tuple[LeaseEvent, ...] = ()
-    """Events that the rollout log has no more."""
+    """Events that the fault destroyed in the rollout log."""
 
 
 def commit(fault: Fault, scene: Scene) -> Committed:
-    """Do it; returns when it is over."""
+    """Commit a fault, and return when it is over."""
     generator = random.Random(fault.seed)
     victims, network, pause = scene.victims, scene.network, scene.victims.pause
     match fault.kind:
@@ -165,17 +165,19 @@ def commit(fault: Fault, scene: Scene) -> Committed:
             return _fill_disk(scene, fault, generator)
         case "jump clock":
             return _jump_clock(scene, fault, generator)
+        case _:
+            assert_never(fault.kind)
 
 
 def corrupt_log(log: Path, generator: random.Random) -> Committed:
-    """Damage the newest segment as a death or a bad disk might; nobody writes it meanwhile."""
+    """Damage the end of the newest segment as a killed process or a bad disk would. No process may write the log meanwhile."""
     before = list(read_log(log))
     segment = max(log.glob("*.log"), default=None)
     content = bytearray(segment.read_bytes() if segment else b"")
     if not before or segment is None or len(content) < HEADER_BYTES:
-        return Committed("")
+        return Committed(None)
     last = before[-1].position
-    # A segment that a process has just begun may hold no record yet: then there is nothing of it to lose.
+    # A new segment may hold no record yet; then only garbage can be added to it.
     start = last.offset if segment.name == f"{last.segment:08d}.log" else len(content)
     damage = generator.choice(DAMAGES) if start < len(content) else "garbage"
     if damage == "garbage":
@@ -204,7 +206,7 @@ def _kill_in_checkpoint(scene: Scene) -> Committed:
 def _kill_child(parent: int, target: Target, generator: random.Random) -> Committed:
     children = processes.descendants(parent)
     if not children:
-        return Committed("")
+        return Committed(None)
     child = generator.choice(children)
     name = "its resource tracker" if "resource_tracker" in " ".join(processes.arguments(child)) else "its reward worker"
     processes.kill(child)
@@ -222,7 +224,7 @@ def _stop(victims: Victims, fault: Fault) -> Committed:
 
 def _fill_disk(scene: Scene, fault: Fault, generator: random.Random) -> Committed:
     if scene.disk is None:
-        return Committed("")
+        return Committed(None)
     leave_bytes = generator.choice([0, 1 << 16, 4 << 20])
     scene.disk.fill(leave_bytes)
     scene.victims.pause(fault.duration_s)

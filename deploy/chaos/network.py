@@ -1,7 +1,7 @@
-"""What stands between the learner and chaos's remote actor: a network that can be cut, parted and made to lose packets.
+"""The network between the learner and chaos's remote actor: it can be cut, parted, and made to lose packets.
 
-As root the actor lives in a network namespace, at the other end of a veth pair, so that hub and weights alike go through what
-can be taken down. Without root it reaches the hub through a TCP proxy on loopback; its weights then take the direct way.
+As root the actor runs in a network namespace at the other end of a veth pair, so that both hub and weight traffic can be
+disturbed. Without root the actor reaches the hub through a TCP proxy on loopback, and its weights bypass the proxy.
 """
 
 import asyncio
@@ -16,12 +16,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 Pause = Callable[[float], None]
-"""Waits so many seconds."""
+"""A function that waits the given number of seconds."""
 
 LOSS = "20%"
-"""Share of the packets that netem drops, each way."""
+"""Share of the packets that netem drops in each direction."""
 FLAP_DOWN_S = (0.02, 0.15)
 FLAP_UP_S = (0.05, 0.4)
+"""Shortest and longest time for which a flapping link is down or up, in seconds."""
 
 
 class Network(Protocol):
@@ -29,12 +30,12 @@ class Network(Protocol):
 
     description: str
     learner_host: str
-    """The learner's address, for everybody."""
+    """The learner's address for all services."""
     prefix: list[str]
-    """Put before the remote actor's command."""
+    """Words to put before the remote actor's command."""
 
     def hub_address(self, port: int) -> str:
-        """Where the remote actor finds the hub that listens on `port` of `learner_host`."""
+        """Return the address at which the remote actor reaches the hub that listens on `port` of `learner_host`."""
         ...
 
     def cut(self) -> None:
@@ -42,24 +43,24 @@ class Network(Protocol):
         ...
 
     def part(self) -> None:
-        """Nothing gets through any more."""
+        """Stop all traffic until `join`."""
         ...
 
     def join(self) -> None:
-        """The end of `part`."""
+        """Let traffic through again."""
         ...
 
     def lose_packets(self, duration_s: float, pause: Pause, generator: random.Random) -> None:
-        """Lose a part of what is sent, for so long."""
+        """Lose a share of the packets for `duration_s` seconds."""
         ...
 
     def close(self) -> None:
-        """Take away what was made; nothing is left behind."""
+        """Remove the network from this machine."""
         ...
 
 
 def open_network() -> Network:
-    """A namespace where this process may make one, else a proxy."""
+    """Make a namespace where this process may, else a proxy."""
     if os.geteuid() == 0 and shutil.which("ip") and shutil.which("ss"):
         with contextlib.suppress(subprocess.CalledProcessError):
             return Namespace()
@@ -67,13 +68,13 @@ def open_network() -> Network:
 
 
 class Namespace:
-    """A network namespace and a veth pair; named after this process."""
+    """A network namespace and a veth pair, both named after this process."""
 
     def __init__(self) -> None:
         pid = os.getpid()
         self._name = f"offbeat{pid}"
         self._outside, self._inside = f"ob{pid}a", f"ob{pid}b"
-        # From 198.18.0.0/15, which is for tests of networks; every process has four addresses of its own.
+        # 198.18.0.0/15 is reserved for network tests; every process takes four addresses of it.
         start = (198 << 24) + (18 << 16) + pid % (1 << 15) * 4
         self.learner_host, self._actor_host = (socket.inet_ntoa((start + index).to_bytes(4)) for index in (1, 2))
         self.prefix = ["ip", "netns", "exec", self._name]
@@ -99,7 +100,7 @@ class Namespace:
         _run("ss", "-K", "dst", self._actor_host)
 
     def part(self) -> None:
-        # The actor's end: the learner's must keep its address for the actor on its own side.
+        # Down at the actor's end: the learner's end must keep its address for the local actor.
         _run(*self.prefix, "ip", "link", "set", self._inside, "down")
 
     def join(self) -> None:
@@ -117,7 +118,7 @@ class Namespace:
             _run(*(word.format("del") for word in end), "root")
 
     def close(self) -> None:
-        # The pair goes with the namespace that one end is in, unless it was not made yet.
+        # Deleting the namespace deletes the pair, but only once one end has been moved into it.
         for command in (["ip", "link", "del", self._outside], ["ip", "netns", "del", self._name]):
             subprocess.run(command, capture_output=True, check=False)
 
@@ -131,7 +132,7 @@ class Namespace:
 
 
 class Proxy:
-    """A TCP proxy before the hub, on a thread of its own."""
+    """A TCP proxy in front of the hub, which runs in its own thread."""
 
     description = "TCP proxy before the hub (no network namespace without root), packet loss by rapid stalling"
     learner_host = "127.0.0.1"
@@ -184,7 +185,7 @@ class Proxy:
         try:
             hub_reader, hub_writer = await asyncio.open_connection("127.0.0.1", self._hub_port)
         except OSError:
-            # The learner is away.
+            # The learner is not running.
             writer.transport.abort()
             return
         both = {writer, hub_writer}
@@ -209,7 +210,7 @@ async def _end_others() -> None:
 
 
 def _flap(network: Network, duration_s: float, pause: Pause, generator: random.Random) -> None:
-    """Part and join many times: what is sent in between is lost, and must be sent again by TCP."""
+    """Part and join repeatedly for `duration_s` seconds: TCP must send again what is lost in between."""
     left_s = duration_s
     while left_s > 0:
         for act, bounds in ((network.part, FLAP_DOWN_S), (network.join, FLAP_UP_S)):

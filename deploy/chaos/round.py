@@ -1,4 +1,4 @@
-"""One round of chaos: a run under `offbeat train`, an actor of its own far away, and the faults of a plan.
+"""One round of chaos: a run under `offbeat train`, a remote actor, and the faults of a plan.
 
 plan -> wait for the step -> commit the fault -> ... -> the run's end -> recovery times from its metrics
 """
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from offbeat.common.config import Config
 from offbeat.common.metrics import ROWS_FILE
 from offbeat.common.shutdown import PARENT_VARIABLE, StopRequest
 from offbeat.deploy.chaos.faults import Clock, Committed, Disk, Scene, commit
@@ -28,12 +29,13 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.02
 STUCK_S = 180.0
-"""A round in which no optimizer step is made for so long is stuck."""
+"""Seconds without an optimizer step after which a round is stuck."""
 APPEAR_S = 60.0
-"""How long a service that was killed may take to be there again."""
+"""Seconds a killed service may take to run again."""
 LEAVE_S = 60.0
-"""How long the remote actor may take to leave when the run is over."""
+"""Seconds the remote actor may take to leave when the run is over."""
 RESTART_WAIT_S = 1.0
+"""Seconds before a dead remote actor is started again."""
 REMOTE = "remote"
 """Name of the remote actor."""
 LOCAL = "actor-0"
@@ -41,7 +43,7 @@ LOCAL = "actor-0"
 
 
 class StuckError(RuntimeError):
-    """The round does not go on."""
+    """The round makes no progress."""
 
 
 class StoppedError(RuntimeError):
@@ -49,19 +51,22 @@ class StoppedError(RuntimeError):
 
 
 class Happened(NamedTuple):
-    """A fault, and what followed."""
+    """A fault and its recovery, as `chaos.json` holds them."""
 
     fault: Fault
     at_s: float
-    """Seconds since the round's start."""
+    """Seconds from the round's start to the fault."""
     detail: str
-    """Empty when it could not be committed."""
+    """The fault in words; empty when it could not be committed."""
     recovery_s: float | None
-    """From its end to the next optimizer step, or the next group of the actor it hit; None when the run ended before."""
+    """Seconds from the fault's end to the next optimizer step, or to the next group of the actor that was hit.
+
+    None when the run ended before.
+    """
 
 
-class Round(NamedTuple):
-    """What a round has shown by itself; the audit of its folder comes on top."""
+class RoundResult(NamedTuple):
+    """The observations of a round while it ran; the audit of its folder comes on top."""
 
     wall_s: float
     happened: list[Happened]
@@ -70,15 +75,34 @@ class Round(NamedTuple):
     violations: list[str]
 
 
+class Room(NamedTuple):
+    """The files of a round, and the parts of the machine that its faults act on."""
+
+    run: Path
+    """The run's folder."""
+    config: Config
+    config_file: Path
+    """`config` as the services read it."""
+    logs: Path
+    """Folder for the output of the services."""
+    hub_port: int
+    network: Network
+    clock: Clock
+    disk: Disk | None
+    """The file system that holds `run`; None when this process may not mount one."""
+    environment: Mapping[str, str]
+    """Environment variables that the services get in addition."""
+
+
 class Sight(NamedTuple):
-    """Something in the metrics, and when it was seen (monotonic)."""
+    """A row of the metrics, and the monotonic time at which it was read."""
 
     at: float
     row: dict[str, Any]
 
 
 class Watch:
-    """Reads a run's metrics as they are written; the time of a row is when it was read, no clock that faults may move."""
+    """Reads a run's metrics as they are written; rows are timed by when they are read, on a clock that no fault moves."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -87,15 +111,15 @@ class Watch:
         self.steps: list[Sight] = []
         self.actors: list[Sight] = []
         self.members: set[str] = set()
-        """The actors that the learner knows."""
+        """Names of the actors that are connected to the learner."""
 
     @property
     def newest_step(self) -> int:
-        """The highest policy version that was made."""
+        """The highest policy version so far, 0 before the first step."""
         return max((sight.row["policy_version"] for sight in self.steps), default=0)
 
     def look(self) -> None:
-        """Take in what is new."""
+        """Read the rows written since the last call."""
         if not self._file.exists():
             return
         with self._file.open("rb") as file:
@@ -107,7 +131,7 @@ class Watch:
         for line in lines:
             try:
                 row = msgspec.json.decode(line, type=dict[str, Any])
-            # Torn by a death, in the middle of a character perhaps.
+            # A killed learner may leave a torn line, even inside a character.
             except (msgspec.DecodeError, UnicodeDecodeError):
                 continue
             if row["kind"] == "step":
@@ -127,11 +151,11 @@ class Watch:
                 self.members.discard(event["actor"])
 
     def next_step_s(self, since: float) -> float | None:
-        """Seconds from then to the next optimizer step."""
+        """Return the seconds from `since` to the next optimizer step, None before there is one."""
         return next((sight.at - since for sight in self.steps if sight.at > since), None)
 
     def next_group_s(self, actor: str, since: float) -> float | None:
-        """Seconds from then to the next heartbeat of this actor that tells of a new group."""
+        """Return the seconds from `since` to this actor's next heartbeat that reports a new group, None before there is one."""
         own = [sight for sight in self.actors if sight.row["actor"] == actor]
         num_before = max((sight.row["num_groups_sent"] for sight in own if sight.at <= since), default=0)
         for sight in own:
@@ -140,52 +164,56 @@ class Watch:
             num_sent = sight.row["num_groups_sent"]
             if num_sent > num_before:
                 return sight.at - since
-            # Another process under the same name counts from zero.
+            # A restarted actor counts from zero.
             num_before = min(num_before, num_sent)
         return None
 
 
 class Services:
-    """`offbeat train` and the remote actor, which is started again whenever it dies."""
+    """The processes of a round: `offbeat train`, and the remote actor, which is started again whenever it dies."""
 
-    def __init__(
-        self, config: Path, log: Path, remote: list[str], environment: Mapping[str, str], watch: Watch, stop: StopRequest
-    ) -> None:
-        """`remote` is the remote actor's command; what the services say goes to files in the folder `log`."""
-        self._config = config
-        self._log = log
-        self._remote_command = remote
-        self._environment = {**os.environ, **environment, PARENT_VARIABLE: str(os.getpid())}
+    def __init__(self, room: Room, watch: Watch, stop: StopRequest) -> None:
+        """Start both."""
+        self._logs = room.logs
+        self._remote_command = [
+            *room.network.prefix,
+            *PROGRAM,
+            "actor",
+            str(room.config_file),
+            f'actor.name="{REMOTE}"',
+            f'hub.address="{room.network.hub_address(room.hub_port)}"',
+        ]
+        self._environment = {**os.environ, **room.environment, PARENT_VARIABLE: str(os.getpid())}
         self._watch = watch
         self._stop = stop
         self._moved_at = time.monotonic()
         self._restart_at: float | None = None
-        self._train = self._popen([*PROGRAM, "train", str(config)], "train")
-        self._remote = self._popen(remote, REMOTE)
+        self._train = self._popen([*PROGRAM, "train", str(room.config_file)], "train")
+        self._remote = self._popen(self._remote_command, REMOTE)
 
     @property
     def status(self) -> int | None:
-        """Of `offbeat train`; None while it runs."""
+        """Exit status of `offbeat train`; None while it runs."""
         return self._train.poll()
 
     @property
     def remote_status(self) -> int | None:
-        """Of the remote actor; None while it runs."""
+        """Exit status of the remote actor; None while it runs."""
         return self._remote.poll()
 
     def find(self, target: Target) -> int:
-        """See `chaos_faults.Victims`; `StuckError` when it does not appear."""
+        """Return the process id of a service; raise `StuckError` when it does not appear within `APPEAR_S`."""
         deadline = time.monotonic() + APPEAR_S
         while time.monotonic() < deadline and self.status is None:
             for pid in [self._remote.pid] if target == "remote actor" else processes.children(self._train.pid):
-                # Until it runs our command it may be a fork of the launcher, or `ip netns exec`.
+                # Until the process runs our command it may be a fork of the launcher, or `ip netns exec`.
                 if not processes.has_ended(pid) and _is_service(pid, target):
                     return pid
             self.pause(LOOK_S)
         raise StuckError(f"no {target} appeared within {APPEAR_S:g} s")
 
     def pause(self, seconds: float) -> None:
-        """See `chaos_faults.Victims`. Raises `StoppedError` and `StuckError`."""
+        """Wait, while reading metrics and restarting the remote actor. Raises `StoppedError` and `StuckError`."""
         deadline = time.monotonic() + seconds
         while True:
             if self._stop:
@@ -199,18 +227,18 @@ class Services:
             time.sleep(min(left_s, LOOK_S))
 
     def ask_remote_to_leave(self) -> None:
-        """As its user would."""
+        """Send SIGTERM to the remote actor, as its user would."""
         self._remote.terminate()
 
     def close(self) -> None:
-        """End both, with all they started."""
+        """Kill both, and every process they started."""
         for process in (self._train, self._remote):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
     def _popen(self, command: list[str], log: str) -> subprocess.Popen:
-        with (self._log / f"{log}.log").open("ab") as stream:
+        with (self._logs / f"{log}.log").open("ab") as stream:
             return subprocess.Popen(command, env=self._environment, process_group=0, stdout=stream, stderr=subprocess.STDOUT)
 
     def _keep_remote(self) -> None:
@@ -219,7 +247,7 @@ class Services:
             self._restart_at = None
             self._remote = self._popen(self._remote_command, REMOTE)
         elif self._restart_at is None and self._remote.poll() and self.status is None:
-            # What a dead actor leaves ends by itself, as it must where nobody supervises it.
+            # The children of a dead actor are not killed here: they must end by themselves, as without a supervisor.
             self._restart_at = now + RESTART_WAIT_S
 
     def _check_progress(self) -> None:
@@ -229,47 +257,34 @@ class Services:
             raise StuckError(f"no optimizer step for {STUCK_S:g} s, the last was {self._watch.newest_step}")
 
 
-def run_round(
-    plan: list[Fault],
-    *,
-    run: Path,
-    config: Path,
-    log: Path,
-    hub_port: int,
-    network: Network,
-    clock: Clock,
-    disk: Disk | None,
-    environment: Mapping[str, str],
-    stop: StopRequest,
-) -> Round:
-    """Run it to the end, however it ends; raises `StoppedError` alone."""
+class Strike(NamedTuple):
+    """A committed fault."""
+
+    fault: Fault
+    began: float
+    """Monotonic time."""
+    ended: float
+    """Monotonic time."""
+    outcome: Committed
+
+
+def run_round(plan: list[Fault], room: Room, stop: StopRequest) -> RoundResult:
+    """Commit the plan's faults on a run, and follow the run to its end.
+
+    A round that fails returns violations. Raises `StoppedError` when the user asks to stop.
+    """
     started = time.monotonic()
-    watch = Watch(run / ROWS_FILE)
-    remote = [
-        *network.prefix,
-        *PROGRAM,
-        "actor",
-        str(config),
-        f'actor.name="{REMOTE}"',
-        f'hub.address="{network.hub_address(hub_port)}"',
-    ]
-    services = Services(config, log, remote, environment, watch, stop)
-    scene = Scene(services, network, clock, disk, run)
-    committed: list[tuple[Fault, float, float, Committed]] = []
+    watch = Watch(room.run / ROWS_FILE)
+    services = Services(room, watch, stop)
+    scene = Scene(services, room.network, room.clock, room.disk, room.run)
+    strikes: list[Strike] = []
     violations: list[str] = []
     try:
         for fault in plan:
-            while services.status is None and watch.newest_step < fault.at_step:
-                services.pause(LOOK_S)
-            services.pause(fault.delay_s)
+            _await_fault(fault, services, watch)
             if services.status is not None:
                 break
-            began = time.monotonic()
-            outcome = commit(fault, scene)
-            # Steps that were made before its end, and not read yet, are no recovery.
-            watch.look()
-            committed.append((fault, began, time.monotonic(), outcome))
-            logger.info("step %d: %s", watch.newest_step, outcome.detail or f"not possible here: {fault.kind}")
+            strikes.append(_strike(fault, scene, watch))
         violations += _await_end(services, watch)
     except StuckError as error:
         violations.append(str(error))
@@ -277,24 +292,41 @@ def run_round(
         services.close()
     watch.look()
     happened = [
-        Happened(fault, began - started, outcome.detail, _recovery_s(watch, fault, ended))
-        for fault, began, ended, outcome in committed
+        Happened(one.fault, one.began - started, one.outcome.detail or "", _recovery_s(watch, one.fault, one.ended))
+        for one in strikes
     ]
-    happened += [Happened(fault, 0.0, "", None) for fault in plan[len(committed) :]]
-    lost = [event for *_, outcome in committed for event in outcome.lost]
-    return Round(time.monotonic() - started, happened, lost, violations)
+    happened += [Happened(fault, 0.0, "", None) for fault in plan[len(strikes) :]]
+    lost = [event for one in strikes for event in one.outcome.lost]
+    return RoundResult(time.monotonic() - started, happened, lost, violations)
+
+
+def _await_fault(fault: Fault, services: Services, watch: Watch) -> None:
+    """Wait for the fault's optimizer step and then its delay, or for the end of the run."""
+    while services.status is None and watch.newest_step < fault.at_step:
+        services.pause(LOOK_S)
+    services.pause(fault.delay_s)
+
+
+def _strike(fault: Fault, scene: Scene, watch: Watch) -> Strike:
+    began = time.monotonic()
+    outcome = commit(fault, scene)
+    # Read the steps made during the fault now: they must not count as recovery from it.
+    watch.look()
+    logger.info("step %d: %s", watch.newest_step, outcome.detail or f"not possible here: {fault.kind}")
+    return Strike(fault, began, time.monotonic(), outcome)
 
 
 def _await_end(services: Services, watch: Watch) -> list[str]:
+    """Wait until both services have ended; return the violations."""
     while services.status is None:
         services.pause(LOOK_S)
     violations = [] if services.status == 0 else [f"offbeat train ended with exit status {services.status}"]
     watch.look()
     fair = {0}
     if services.remote_status is None and REMOTE not in watch.members:
-        # Cut off, or just started, when the run ended: the learner had nobody to tell, and it would wait for the next one.
+        # The actor was cut off or just started when the run ended, so the learner could not dismiss it.
         services.ask_remote_to_leave()
-        # Of one that has not got as far as to handle signals.
+        # An actor that has just started does not handle signals yet.
         fair.add(-signal.SIGTERM)
     deadline = time.monotonic() + LEAVE_S
     while services.remote_status is None and time.monotonic() < deadline:
@@ -311,7 +343,7 @@ def _is_service(pid: int, target: Target) -> bool:
 
 
 def _recovery_s(watch: Watch, fault: Fault, ended: float) -> float | None:
-    """The fault's own measure of being over."""
+    """Return the seconds from the fault's end until the service that it hit works again, None when the run ended before."""
     if fault.target == "learner":
         return watch.next_step_s(ended)
     return watch.next_group_s(LOCAL if fault.target == "local actor" else REMOTE, ended)

@@ -1,4 +1,4 @@
-"""Which faults a chaos run commits, on whom and when: a function of its seed."""
+"""The faults of a chaos round, their targets and their times, all drawn from its seed."""
 
 import random
 from typing import Literal, NamedTuple, get_args
@@ -37,34 +37,34 @@ _DURATIONS_S: dict[Kind, tuple[float, float]] = {
     "jump clock": (1.0, 5.0),
 }
 FIRST_STEP = 3
-"""Before it there is nothing to disturb: the services are starting."""
+"""The earliest optimizer step of a fault; before it the services are still starting."""
 
 
 class Fault(NamedTuple):
-    """One thing that is done to a run."""
+    """A disturbance of a run."""
 
     kind: Kind
     target: Target
     at_step: int
-    """It is committed once the run has made this optimizer step ..."""
+    """Optimizer step after which the fault is committed."""
     delay_s: float
-    """... and so many seconds have passed: it may meet the learner anywhere in a step."""
+    """Seconds to wait after that step, so that the fault hits the learner anywhere in a step."""
     duration_s: float
-    """How long it lasts; 0 for what is done in an instant."""
+    """Duration of the fault; 0 for an instantaneous one."""
     seed: int
-    """For whatever else is left to chance."""
+    """Seed of the fault's other random choices."""
 
 
 def round_seed(seed: int, index: int) -> int:
-    """The seed of a chaos run's round `index`."""
+    """Return the seed of round `index` of a chaos run."""
     return random.Random(f"{seed}/{index}").getrandbits(32)
 
 
 def plan(seed: int, *, num_steps: int, dead_after_s: float) -> list[Fault]:
-    """The faults of one round, in the order in which they happen: each kind once, spread over `num_steps`.
+    """Return the faults of one round in the order of their steps: each kind once, spread over `num_steps`.
 
-    Steps, not seconds, say when: so a slower machine sees the same faults. Half of the stops and partitions are shorter than
-    `dead_after_s`, and half longer.
+    Times are optimizer steps rather than seconds, so that a slower machine sees the same faults. About half of the stops and
+    partitions are shorter than `dead_after_s`, the others longer.
     """
     generator = random.Random(seed)
     kinds = generator.sample(KINDS, len(KINDS))

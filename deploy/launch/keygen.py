@@ -1,4 +1,4 @@
-"""Makes the key files of a run: a pair for the learner, each actor and each operator, and the learner's allow-list."""
+"""The key files of a run: a pair for the learner, each actor and each operator, and the learner's allow-list."""
 
 import os
 import re
@@ -13,26 +13,26 @@ from offbeat.protocols.keys import KeyPair, Role, make_key_pair, public_text, se
 
 ALLOWED_KEYS = "allowed_keys"
 HEADER = """\
-# Who may connect to the learner (hub.allowed_keys). One line each: role (actor or operator), name, public key.
-# A name that ends in * is for every actor whose name begins so. To revoke a key delete its line: a running learner
+# The peers that may connect to the learner (hub.allowed_keys), one line each: role (actor or operator), name, public key.
+# A name that ends in * stands for every actor whose name begins with it. To revoke a key, delete its line: a running learner
 # notices within a second.
 """
 
 
 class Owner(NamedTuple):
-    """Of a pair to be made."""
+    """The owner of a key pair that is to be made."""
 
     role: Role
     name: str
 
 
 def make_keys(folder: Path, actors: Sequence[str], operators: Sequence[str] = ()) -> list[KeyPair]:
-    """Write `NAME.key`, `NAME.pub` and the lines of `allowed_keys`; returns the new pairs.
+    """Write `NAME.key`, `NAME.pub` and the lines of `allowed_keys`; return the new pairs.
 
-    The learner and an operator of the name `operator` get theirs when they have none. Raises `SettingError`, before anything
-    is written, for a name that cannot be one and for a pair that exists.
+    Includes the learner and an operator named `operator` when they have no keys yet. Raises `SettingError`, before anything is
+    written, for an invalid name and for a pair that exists.
     """
-    # These two may be named, and need not be.
+    # These two always get keys, named or not.
     always: dict[str, Role] = {LEARNER: "learner", OPERATOR: "operator"}
     wanted: list[Owner] = [Owner("actor", name) for name in actors if name != LEARNER]
     wanted += [Owner("operator", name) for name in operators if name != OPERATOR]
@@ -42,7 +42,7 @@ def make_keys(folder: Path, actors: Sequence[str], operators: Sequence[str] = ()
     wanted += [Owner(role, name) for name, role in always.items() if not _secret_file(folder, name).exists()]
     for stem, times in Counter(file_stem(name) for _, name in wanted).items():
         if times > 1:
-            raise SettingError("NAME", stem, "two services would have one key file", "Give each a name of its own.")
+            raise SettingError("NAME", stem, "two services would share one key file", "Give each another name.")
     folder.mkdir(parents=True, exist_ok=True)
     pairs = [make_key_pair(role, name) for role, name in wanted]
     for pair in pairs:
@@ -53,12 +53,12 @@ def make_keys(folder: Path, actors: Sequence[str], operators: Sequence[str] = ()
 
 
 def file_stem(name: str) -> str:
-    """What the files of a service are called: `gpu-*` is `gpu`."""
+    """Return the name of a service's key files without suffix: `gpu` for `gpu-*`."""
     return name.removesuffix("*").rstrip("-._") if name.endswith("*") else name
 
 
 def instructions(folder: Path, pairs: Sequence[KeyPair]) -> str:
-    """What was made, and what to do with it."""
+    """Return a text that lists the new files and says how to use them."""
     rows = "\n".join(f"  {_secret_file(folder, pair.owner.name)}  {pair.owner.role} {pair.owner.name}" for pair in pairs)
     return f"""\
 made, each with its .pub:
@@ -75,7 +75,7 @@ Actors that share a key (a name ending in *) set hub.key to its file instead of 
 def _check_name(name: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*\*?", name):
         cure = "Use letters, digits, '.', '_' and '-'; a '*' at the end is for a fleet that shares the key."
-        raise SettingError("NAME", name, "cannot be the name of a service and a file", cure)
+        raise SettingError("NAME", name, "this cannot be the name of a service and of a file", cure)
 
 
 def _secret_file(folder: Path, name: str) -> Path:
@@ -90,14 +90,14 @@ def _check_absent(folder: Path, name: str) -> None:
 
 
 def _write_secret(path: Path, text: str) -> None:
-    # Created with its final rights: there is no moment at which others can open it.
+    # Created with its final permissions, so that others can never open it.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
 
 
 def _allow(path: Path, pairs: Sequence[KeyPair]) -> None:
-    """Append in one write: a learner may read the file at any moment."""
+    """Append the pairs to the allow-list, in one write because a learner may read the file at any moment."""
     is_new = not path.exists()
     ends_in_line = is_new or path.read_bytes().endswith(b"\n") or path.stat().st_size == 0
     lines = "".join(f"{pair.owner.line()}\n" for pair in pairs)

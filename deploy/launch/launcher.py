@@ -1,9 +1,9 @@
-"""Learner and actors on one machine: starts them, watches them, starts again what died, leaves nothing behind.
+"""Learner and actors on one machine: the launcher starts them, watches them, restarts the dead, and leaves no process behind.
 
-The learner owns the terminal; each actor (and each further learner rank) writes to `run.dir/logs`. Every process leads a
-process group of its own, so that Ctrl-C reaches only this process, which then asks the learner to stop, and so that what a
-process started (reward workers, engine workers) ends with it. A learner that is started again goes on from its newest
-checkpoint and its log; the actors have waited for it at the same address.
+The learner writes to the terminal; each actor and each further learner rank writes to `run.dir/logs`. Every process leads its
+own process group. So Ctrl-C reaches only the launcher, which then asks the learner to stop, and the children of a process
+(reward workers, engine workers) end with it. A restarted learner continues from its newest checkpoint and its log; the actors
+wait for it at the same address.
 """
 
 import contextlib
@@ -25,31 +25,32 @@ from offbeat.common.config import Config
 from offbeat.common.metrics import ROWS_FILE
 from offbeat.common.settings import SettingError, resolved_toml
 from offbeat.common.shutdown import GAVE_UP_STATUS, PARENT_VARIABLE, USER_ERROR_STATUS, ServiceError, StopRequest
-from offbeat.lab.report.run_report import write_report
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1
+"""Seconds between two looks at the processes."""
 LEAVE_S = 20.0
-"""How long actors may take to leave after the learner ended."""
+"""Seconds the actors may take to leave after the learner has ended."""
 FIRST_WAIT_S = 1.0
-"""Before the first restart; each further one waits twice as long: what killed it (memory, a driver) may need time to leave."""
+"""Seconds before the first restart. Each further wait is twice as long: the cause (memory, a driver) may need time to pass."""
 LONGEST_WAIT_S = 10.0
+"""Longest wait before a restart."""
 RESTORING_S = 600.0
-"""A service that works for so long has its restarts back."""
+"""Seconds of work after which a service has all its restarts again."""
 
 PROGRAM = (sys.executable, "-m", "offbeat.deploy.cli")
-"""`offbeat`, whatever is on the user's path."""
+"""The command `offbeat` of this environment, independent of the user's PATH."""
 PORTS = range(20_000, 32_000)
-"""For port 0: below those from which kernels take source ports."""
+"""Ports to choose from for port 0; kernels take source ports above them."""
 
 
 class LaunchError(ServiceError):
-    """A service could not be kept running; the text says which, and shows the end of its log."""
+    """A service cannot be kept running; the text names it and shows the end of its log."""
 
 
 class RestartBudget:
-    """How often one service may still be started again (`launch.max_restarts`), and after what wait."""
+    """The restarts that one service has left (`launch.max_restarts`), and the waits before them."""
 
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
@@ -60,11 +61,11 @@ class RestartBudget:
         return f"{self._num_restarts} of {self._max_restarts}"
 
     def note_start(self, now: float) -> None:
-        """The service starts to work."""
+        """Record that the service was started."""
         self._started_at = now
 
     def spend(self, now: float) -> float | None:
-        """The service died: seconds to wait before it is started again; None when the budget is spent."""
+        """Record a death; return the seconds to wait before the restart, or None when no restart is left."""
         if now - self._started_at >= RESTORING_S:
             self._num_restarts = 0
         if self._num_restarts >= self._max_restarts:
@@ -73,50 +74,51 @@ class RestartBudget:
         return min(FIRST_WAIT_S * 2 ** (self._num_restarts - 1), LONGEST_WAIT_S)
 
 
-class Command(NamedTuple):
-    """How one process is started."""
+class ProcessStart(NamedTuple):
+    """The command line, environment and output of one process."""
 
     arguments: list[str]
-    """Of `offbeat`."""
+    """Arguments of `offbeat`."""
     environment: Mapping[str, str]
+    """Variables that are set in addition to the launcher's own."""
     log: Path | None
-    """None: the launcher's own terminal."""
+    """File for the output. None: the launcher's terminal."""
 
 
 class Service:
-    """Processes that start, work and end together: the learner's ranks, or one actor."""
+    """A group of processes that start, work and end together: the learner's ranks, or one actor."""
 
     def __init__(self, name: str, budget: RestartBudget, program: list[str]) -> None:
-        """`program` takes the arguments of `offbeat`."""
+        """`program` is the command that takes the arguments of `offbeat`."""
         self.name = name
         self.budget = budget
         self.restart_at: float | None = None
-        """When it is to be started again, while it waits for that."""
+        """Monotonic time of the next restart; None while no restart is pending."""
         self._program = program
         self._processes: list[subprocess.Popen] = []
         self._logs: list[Path | None] = []
 
-    def start(self, commands: list[Command]) -> None:
-        """Start all processes; the first one's end is the service's."""
+    def start(self, starts: list[ProcessStart]) -> None:
+        """Start all processes; the service ends when the first one does."""
         self.restart_at = None
         self.budget.note_start(time.monotonic())
-        self._logs = [command.log for command in commands]
+        self._logs = [one.log for one in starts]
         self._processes = []
-        for command in commands:
-            self._processes.append(_popen([*self._program, *command.arguments], command.environment, command.log))
+        for one in starts:
+            self._processes.append(_popen([*self._program, *one.arguments], one.environment, one.log))
 
     @property
     def status(self) -> int | None:
-        """None while it works; else the exit status of the process that failed, or 0 when the first one ended in order."""
+        """None while the service works; else the exit status of the process that failed, or 0 when the first one succeeded."""
         statuses = [process.poll() for process in self._processes]
         return next((status for status in statuses if status), statuses[0])
 
     def ask_to_stop(self) -> None:
-        """SIGTERM to the first process, which brings the others along."""
+        """Send SIGTERM to the first process, which ends the others."""
         self._processes[0].terminate()
 
     def kill(self) -> None:
-        """End every process and all that it started, also what a dead process has left."""
+        """Kill every process and its children, also the children of a process that is dead already."""
         for process in self._processes:
             try:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -126,16 +128,16 @@ class Service:
             process.wait()
 
     def last_words(self, num_lines: int = 15) -> str:
-        """The end of the log of the process that failed; empty where that is on the terminal."""
+        """Return the end of the failed process's log, or a reference to the terminal if the process wrote there."""
         for process, log in zip(self._processes, self._logs, strict=True):
             if process.poll() and log is not None:
                 lines = log.read_text(errors="replace").splitlines()[-num_lines:]
                 return "\n".join([f"The end of {log}:", *lines])
-        return "What it said is above."
+        return "Its output is above."
 
 
 class Launcher:
-    """See the module's docstring."""
+    """The processes of `offbeat train`; the module's docstring describes their rules."""
 
     def __init__(self, config: Config, stop: StopRequest, program: tuple[str, ...] = PROGRAM) -> None:
         self._config = _with_free_port(config)
@@ -149,7 +151,7 @@ class Launcher:
         ]
 
     def run(self) -> int:
-        """Run to the end; the exit status. Writes the report whatever the end was, if there is anything to report."""
+        """Run to the end, write the report if the run has metrics, and return the exit status."""
         (self._folder / "logs").mkdir(parents=True, exist_ok=True)
         self._config_file.write_text(resolved_toml(self._config))
         try:
@@ -163,6 +165,9 @@ class Launcher:
             for service in [self._learner, *self._actors]:
                 service.kill()
             if (self._folder / ROWS_FILE).exists():
+                # Imported now: the statistics behind the report take longer to import than the services to start.
+                from offbeat.lab.report.run_report import write_report
+
                 logger.info("report: %s", write_report(self._folder))
         return 130 if self._stop else status
 
@@ -170,13 +175,13 @@ class Launcher:
         launch = self._config.launch
         shared = {"WORLD_SIZE": str(launch.learner_processes)}
         if launch.learner_processes > 1:
-            # Another one each time: the port of ranks that were killed may not be free yet.
+            # A new port at each start: the port of killed ranks may not be free yet.
             shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
         if launch.learner_gpus:
             shared["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.learner_gpus))
         self._learner.start(
             [
-                Command(
+                ProcessStart(
                     ["learner", str(self._config_file), *settings],
                     {**shared, "LOCAL_RANK": str(rank), "RANK": str(rank)},
                     self._log(f"learner-{rank}") if rank else None,
@@ -190,15 +195,16 @@ class Launcher:
         gpus = self._config.launch.actor_gpus
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus[index]))} if gpus else {}
         arguments = ["actor", str(self._config_file), f'actor.name="{actor.name}"']
-        actor.start([Command(arguments, environment, self._log(actor.name))])
+        actor.start([ProcessStart(arguments, environment, self._log(actor.name))])
 
     def _log(self, name: str) -> Path:
         return self._folder / "logs" / f"{name}.log"
 
     def _watch(self) -> int:
-        """Until the learner ended for good; its exit status.
+        """Keep all services running until the learner ends; return its exit status.
 
-        Waits for: any service's end, looking every `LOOK_S`. Raises `LaunchError` when one cannot be kept running.
+        Waits for: the end of any service, looking every `LOOK_S`.
+        Unblocked by: the learner's end, or a signal. Raises `LaunchError` when a service cannot be kept running.
         """
         while not self._stop:
             status = self._keep_running(self._learner, self._restart_learner)
@@ -218,7 +224,7 @@ class Launcher:
         return status
 
     def _keep_running(self, service: Service, start_again: Callable[[], None]) -> int | None:
-        """Start a service again once it has died and its wait is over; the exit status of one that need not be."""
+        """Restart a service that has died, once its wait is over; return the exit status of one that needs no restart."""
         now = time.monotonic()
         if service.restart_at is not None:
             if now >= service.restart_at:
@@ -230,9 +236,9 @@ class Launcher:
         service.kill()
         problem = f"{service.name} ended with {_describe(status)}"
         if service is self._learner and status == USER_ERROR_STATUS:
-            # It has said what to mend, on this terminal.
+            # The learner has named the mistake on this terminal.
             return status
-        # Another try would end alike. An actor that gave up may find its learner the next time.
+        # A restart would fail in the same way. Only an actor that gave up may find its learner the next time.
         is_final = status == USER_ERROR_STATUS or (service is self._learner and status == GAVE_UP_STATUS)
         wait_s = None if is_final else service.budget.spend(now)
         if wait_s is None:
@@ -244,13 +250,13 @@ class Launcher:
 
     def _restart_learner(self) -> None:
         self._start_learner("run.resume=true")
-        # A learner that ends may have sent them away.
+        # The learner may have dismissed the actors when it ended.
         for index, actor in enumerate(self._actors):
             if actor.restart_at is None and actor.status == 0:
                 self._start_actor(index)
 
     def _await_actors(self) -> None:
-        """The learner told the actors to leave: give them time to."""
+        """Wait up to `LEAVE_S` for the actors, which the learner has told to leave."""
         deadline = time.monotonic() + LEAVE_S
         while time.monotonic() < deadline and any(actor.status is None for actor in self._actors):
             time.sleep(LOOK_S)
@@ -265,7 +271,7 @@ def _popen(command: list[str], environment: Mapping[str, str], log: Path | None)
 
 
 def _with_free_port(config: Config) -> Config:
-    """Port 0 in `hub.address` becomes one that is free, so that the actors know it."""
+    """Replace port 0 in `hub.address` by a free port, which the actors then know."""
     host, _, port = config.hub.address.rpartition(":")
     if port != "0":
         return config
@@ -274,15 +280,15 @@ def _with_free_port(config: Config) -> Config:
 
 
 def free_port(host: str) -> int:
-    """A free port that stays free while the learner is away.
+    """Return a free port that stays free while the learner restarts; raise `SettingError` when `host` has none.
 
-    Port 0 would give one from which the kernel also takes source ports: an actor that tries to reconnect could be given
-    just that one, connect to itself, and hold it against the learner.
+    Binding port 0 would give a port from the range of source ports: an actor that reconnects could be given that port, connect
+    to itself, and keep the port from the learner.
     """
     for port in random.sample(PORTS, len(PORTS)):
         with contextlib.suppress(OSError), socket.create_server((host, port)):
             return port
-    raise SettingError("hub.address", f"{host}:0", "no port is free there", "Name an address of this machine.")
+    raise SettingError("hub.address", f"{host}:0", "no port is free at this address", "Name an address of this machine.")
 
 
 def _describe(status: int) -> str:

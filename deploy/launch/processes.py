@@ -6,37 +6,38 @@ import time
 from pathlib import Path
 
 LOOK_S = 0.01
+"""Seconds between two looks at a dying process."""
 
 
 def marked(variable: str, value: str) -> list[int]:
-    """Living processes that were started with this environment variable, and all that inherited it."""
+    """Return the living processes that have this environment variable, set at their start or inherited."""
     mark = f"{variable}={value}".encode()
     return [pid for pid in _all() if mark in _read(pid, "environ").split(b"\0") and not has_ended(pid)]
 
 
 def children(pid: int) -> list[int]:
-    """Living processes that this one started."""
+    """Return the living processes that this one started."""
     return [child for child in _all() if _parent(child) == pid and not has_ended(child)]
 
 
 def descendants(pid: int) -> list[int]:
-    """Living children, their children, and so on."""
+    """Return the living children, their children, and so on."""
     found = children(pid)
     return found + [grandchild for child in found for grandchild in descendants(child)]
 
 
 def arguments(pid: int) -> list[str]:
-    """Its command line; empty when it has ended."""
+    """Return the command line of a process, empty when it has ended."""
     return _read(pid, "cmdline").decode(errors="replace").split("\0")[:-1]
 
 
 def has_ended(pid: int) -> bool:
-    """Whether nothing of it runs any more: it may still wait for its parent to take notice."""
+    """Return True when the process has ended, even if its parent has not collected the exit status yet."""
     return _stat(pid)[:1] in ([], ["Z"])
 
 
 def kill(pid: int, deadline_s: float = 10.0) -> None:
-    """SIGKILL, and wait until it is dead."""
+    """Send SIGKILL and wait for the end of the process; raise `TimeoutError` after `deadline_s`."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -52,14 +53,14 @@ def _all() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
-def _parent(pid: int) -> int:
+def _parent(pid: int) -> int | None:
     fields = _stat(pid)
-    return int(fields[1]) if fields else 0
+    return int(fields[1]) if fields else None
 
 
 def _stat(pid: int) -> list[str]:
-    """State, parent and what follows; empty when it is gone."""
-    # The name before them may hold anything, blanks and parentheses too.
+    """Return the fields of /proc/PID/stat from the state on: state, parent, ...; empty when the process is gone."""
+    # The process name, which comes before the state, may contain blanks and parentheses.
     return _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
 
 

@@ -1,1 +1,1 @@
-"""Ask a running learner, and change its settings."""
+"""Questions to a running learner, and changes of its settings."""

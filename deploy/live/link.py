@@ -13,16 +13,16 @@ from offbeat.protocols.messages import LiveSettingsReport, LiveSettingsRequest, 
 from offbeat.protocols.wire import WireError
 
 ANSWER_S = 5.0
-"""How long to wait for the answer; the learner's hub has a thread of its own and answers in the middle of a step."""
+"""Seconds to wait for the answer. The learner's hub has its own thread and answers even during a step."""
 
 OpenLink = Callable[[], Link]
-"""Opens a link to the hub as an operator."""
+"""A function that opens a link to the hub as an operator."""
 
 Answer = TypeVar("Answer", StatusReport, LiveSettingsReport)
 
 
 def open_link_to(hub: HubSection, operator: str) -> OpenLink:
-    """Opens links to this hub, under the key of this operator where the run has keys."""
+    """Return a function that opens links to this hub, with the key of this operator where the run has keys."""
     keys = keys_of_peer(hub, operator, "operator")
     identity = f"operator/{uuid.uuid4().hex}".encode()
     limit = hub.max_message_mb << 20
@@ -30,9 +30,9 @@ def open_link_to(hub: HubSection, operator: str) -> OpenLink:
 
 
 def ask(link: Link, address: str, question: StatusRequest | LiveSettingsRequest, kind: type[Answer]) -> Answer:
-    """One question, one answer of that kind; `ServiceError` when nobody answers, or the answer is a refusal.
+    """Send one question and return its answer; raise `ServiceError` when there is none or the learner refuses.
 
-    Waits for: the connection, then the learner, `ANSWER_S` in all.
+    Waits for: the connection, then the learner's answer, `ANSWER_S` in all.
     """
     deadline = time.monotonic() + ANSWER_S
     is_asked = False

@@ -1,4 +1,4 @@
-"""`offbeat set`: asks a running learner over its hub to change settings, and prints what became of it."""
+"""`offbeat set`: asks a running learner over its hub to change settings, and prints the outcome."""
 
 import getpass
 import os
@@ -13,7 +13,10 @@ from offbeat.protocols.messages import LiveSettingsReport, LiveSettingsRequest
 
 
 def requested(arguments: Sequence[str]) -> dict[str, str]:
-    """The settings of a command line, `section.key` to value; `SettingError` for an unknown one, or one given twice."""
+    """Return the settings of a command line as `section.key` to value.
+
+    Raises `SettingError` for an unknown setting, a missing value and a setting given twice.
+    """
     settings: dict[str, str] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -27,15 +30,15 @@ def requested(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def tune(open_link: OpenLink, address: str, settings: Mapping[str, str]) -> bool:
-    """Ask for these changes and print them; false, and the reason on stderr, when the learner refuses.
+    """Ask for these changes and print them; return False, with the reason on stderr, when the learner refuses.
 
-    `ServiceError` when nobody answers.
+    Raises `ServiceError` when the learner does not answer.
     """
     with open_link() as link:
         try:
             report = ask(link, address, LiveSettingsRequest(settings=dict(settings), who=_who()), LiveSettingsReport)
         except ServiceError as error:
-            hint = "a learner that was asked and has not answered may make the change yet: `offbeat status` shows it"
+            hint = "the learner may still make the change: `offbeat status` shows it"
             raise ServiceError(f"{error}; {hint}") from error
     if report.error:
         print(f"error: {report.error}", file=sys.stderr)
@@ -53,6 +56,6 @@ def _who() -> str:
     try:
         user = getpass.getuser()
     except KeyError:
-        # A container's user may have a number alone.
+        # In a container the user may have a number but no name.
         user = f"uid {os.getuid()}"
     return f"{user}@{socket.gethostname()}"[:200]

@@ -1,4 +1,4 @@
-"""`offbeat status`: asks a running learner over its hub how the run is, and prints the answer."""
+"""`offbeat status`: asks a running learner over its hub for the state of the run, and prints the answer."""
 
 import time
 
@@ -14,10 +14,11 @@ from offbeat.lab.terminal import stdout_console
 from offbeat.protocols.messages import MemberStatus, SettingChange, StatusReport, StatusRequest
 
 WATCH_INTERVAL_S = 1.0
+"""Seconds between two questions of `--watch`."""
 
 
 def show_status(open_link: OpenLink, address: str, *, as_json: bool) -> None:
-    """Ask once and print; `ServiceError` when nobody answers."""
+    """Ask once and print the answer; raise `ServiceError` when there is none."""
     with open_link() as link:
         report = ask(link, address, StatusRequest(), StatusReport)
     if as_json:
@@ -27,7 +28,7 @@ def show_status(open_link: OpenLink, address: str, *, as_json: bool) -> None:
 
 
 def watch_status(open_link: OpenLink, address: str, stop: StopRequest) -> None:
-    """Ask every second until a signal; a learner that does not answer is shown as such, and asked again."""
+    """Ask every second until a signal and show the newest answer, or the error when the learner does not answer."""
     with open_link() as link, Live(refresh_per_second=4) as live:
         while not stop:
             try:
@@ -38,7 +39,7 @@ def watch_status(open_link: OpenLink, address: str, stop: StopRequest) -> None:
 
 
 def render(report: StatusReport) -> RenderableType:
-    """The report as text and tables."""
+    """Return the report as text and tables."""
     head = Text()
     head.append(f"run {report.run_id}", style="bold")
     head.append(f"   step {report.policy_version} of {report.num_steps}   up {_duration(report.uptime_s)}\n")

@@ -1,8 +1,8 @@
-"""The quick start: a task, its data, and a model that nearly knows it, made on this machine in seconds.
+"""The quick start: a task, its data, and a model that nearly solves it, made on this machine in seconds.
 
-A prompt is five different digits and `>`. A short supervised warm start teaches the model four answers (the digits
-reversed, copied, rotated left, rotated right) in equal parts, so that about one sampled answer in five is the reversal.
-Reinforcement learning then rewards the reversal alone. `python -m offbeat.deploy.quickstart.quickstart` makes the folder and
+A prompt is five different digits and `>`. A short supervised warm start teaches the model four answers (the digits reversed,
+copied, rotated left, rotated right) with equal probability, so that about one sampled answer in five is the reversal.
+Reinforcement learning then rewards only the reversal. `python -m offbeat.deploy.quickstart.quickstart` makes the folder and
 prints its path.
 """
 
@@ -29,48 +29,50 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PLACEHOLDER = "{quickstart}"
-"""In `model.path`, `task.train_data` and `task.eval_data` it stands for `quickstart_folder()`."""
+"""Stands for `quickstart_folder()` in `model.path`, `task.train_data` and `task.eval_data`."""
 
 END_OF_PROMPT = ">"
 
 
 class Recipe(NamedTuple):
-    """All that decides what lies in the folder; its hash is part of the folder's name."""
+    """The parameters of the data and the model; their hash is part of the folder's name."""
 
     version: int = 1
-    """Raised when the code below changes what it makes."""
+    """Version of the code below; raise it when the code makes other files."""
     seed: int = 0
     alphabet: str = "0123456789abcdefghijklmnopqrstuvwxyz+-=" + END_OF_PROMPT
     """Characters the model knows."""
     task_characters: str = "0123456789"
-    """Characters that prompts are made of, each at most once in a prompt."""
+    """Characters of the prompts; each occurs at most once in a prompt."""
     length: int = 5
-    """Characters of a prompt before `>`, and of an answer."""
+    """Number of characters of a prompt before `>`, and of an answer."""
     warm_start_steps: int = 400
+    """Number of supervised optimizer steps."""
     warm_start_rows: int = 64
-    """Rows of one supervised step."""
+    """Number of rows in one supervised step."""
     learning_rate: float = 2e-3
-    """Peak, after twenty steps of warm-up; then it falls linearly to zero."""
+    """Peak learning rate, reached after twenty steps; then the rate falls linearly to 0."""
     num_train: int = 8192
-    """Rows of train.jsonl; none is also in eval.jsonl."""
+    """Number of rows in train.jsonl; none of them is in eval.jsonl."""
     num_eval: int = 256
+    """Number of rows in eval.jsonl."""
 
 
 def quickstart_folder(recipe: Recipe = Recipe()) -> Path:  # noqa: B008, a NamedTuple of constants
-    """Where the quick start of this recipe lies, made or not: under `XDG_CACHE_HOME`, else `~/.cache`."""
+    """Return the folder of this recipe, whether it exists or not: below `XDG_CACHE_HOME`, else `~/.cache`."""
     digest = hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "offbeat" / f"quickstart-{digest}"
 
 
 def ensure(folder: Path, recipe: Recipe = Recipe()) -> bool:  # noqa: B008
-    """Make `folder` (model/, train.jsonl, eval.jsonl) unless it exists; true when it was made by this call.
+    """Make `folder` (model/, train.jsonl, eval.jsonl) unless it exists; return True when this call made it.
 
-    It appears whole or not at all, and processes that make it at the same time do not disturb each other.
+    The folder appears complete or not at all, also when several processes make it at the same time.
     """
     if folder.exists():
         return False
-    logger.info("making the quick start's model and data, once, in some ten seconds: %s", folder)
+    logger.info("making the quick start's model and data, once, in about ten seconds: %s", folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     try:
@@ -79,7 +81,7 @@ def ensure(folder: Path, recipe: Recipe = Recipe()) -> bool:  # noqa: B008
         try:
             building.rename(folder)
         except OSError:
-            # Another process was first; what it made is the same.
+            # Another process was first; its files are the same.
             if not folder.exists():
                 raise
             return False
@@ -89,7 +91,7 @@ def ensure(folder: Path, recipe: Recipe = Recipe()) -> bool:  # noqa: B008
 
 
 def expand(config: Config) -> Config:
-    """Replace `{quickstart}` in the settings that may hold it, making the folder first where it is needed."""
+    """Replace `{quickstart}` in the settings that may contain it; make the folder if one does."""
     values = (config.model.path, config.task.train_data, config.task.eval_data)
     if not any(PLACEHOLDER in value for value in values):
         return config
@@ -104,12 +106,12 @@ def expand(config: Config) -> Config:
 
 
 def answers(text: str) -> tuple[str, str, str, str]:
-    """What the warm start teaches for a prompt: the reversal, which is the one rewarded later, and three others."""
+    """Return the four answers that the warm start teaches for a prompt; the first, the reversal, is rewarded later."""
     return text[::-1], text, text[1:] + text[:1], text[-1:] + text[:-1]
 
 
 def _make(folder: Path, recipe: Recipe) -> None:
-    # mkdtemp makes folders that only their owner can read; a cache may be shared.
+    # mkdtemp makes folders that only their owner can read, but a cache may be shared.
     folder.chmod(0o755)
     generator = random.Random(recipe.seed)
     texts: dict[str, None] = {}
@@ -134,7 +136,7 @@ def _write_rows(path: Path, texts: Iterator[str], num_rows: int) -> None:
 
 def _warm_start(folder: Path, recipe: Recipe, generator: random.Random) -> None:
     """Train a random tiny model on one of the four answers at random, and save it."""
-    # Imported here: they take seconds, and only the first run of all needs them.
+    # Imported here: they take seconds, and only the first run on this machine needs them.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
@@ -149,7 +151,7 @@ def _warm_start(folder: Path, recipe: Recipe, generator: random.Random) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 20, 1.0) * (1.0 - step / recipe.warm_start_steps)
     )
-    # One thread sums in one order, so the weights are the same each time; more threads are not faster at this size.
+    # One thread sums in a fixed order, so the weights are reproducible; more threads are not faster at this size.
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -173,7 +175,7 @@ def _supervised_row(generator: random.Random, recipe: Recipe) -> tuple[str, str]
 
 
 def _supervised_loss(model: "torch.nn.Module", token_ids: "torch.Tensor", prompt_length: int) -> "torch.Tensor":
-    """Mean negative log-prob of what follows the prompt, for `token_ids` `[rows, tokens]` without padding."""
+    """Return the mean negative log-prob of the tokens after the prompt, for `token_ids` `[rows, tokens]` without padding."""
     import torch
 
     logits = model(token_ids[:, :-1]).logits[:, prompt_length - 1 :]
@@ -181,7 +183,7 @@ def _supervised_loss(model: "torch.nn.Module", token_ids: "torch.Tensor", prompt
 
 
 def main() -> None:
-    """Make the quick start and say where it is."""
+    """Make the quick start's folder and print its path."""
     prepare_environment()
     folder = quickstart_folder()
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""A stand-in for GSM8K and Qwen3 where no hub can be reached.
+"""A stand-in for GSM8K and Qwen3 on machines that cannot reach the Hugging Face Hub.
 
 `python -m offbeat.deploy.quickstart.tiny_gsm8k FOLDER` makes it for gsm8k_cpu.toml.
 
@@ -45,7 +45,7 @@ def _row(generator: random.Random) -> dict[str, str]:
 def main() -> None:
     """Make the folder that the command line names."""
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m deploy.quickstart.tiny_gsm8k FOLDER")
+        sys.exit("usage: python -m offbeat.deploy.quickstart.tiny_gsm8k FOLDER")
     prepare_environment()
     folder = Path(sys.argv[1])
     make(folder)

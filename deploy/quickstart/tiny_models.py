@@ -1,4 +1,4 @@
-"""Tiny models made on the spot, in the Hugging Face layout, for tests and for machines that reach no hub."""
+"""Tiny random models in the Hugging Face layout, for tests, and for machines that cannot reach the Hugging Face Hub."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
 def make_tiny_model(folder: Path, *, alphabet: str, moe: bool = False, tie_embeddings: bool = True, seed: int = 0) -> None:
     """Write a random float32 Qwen3 of about 0.3 M parameters whose tokens are the characters of `alphabet`.
 
-    `moe` makes it a Qwen3-MoE with four experts, two of them active. Nothing is added to an encoded text.
+    With `moe` the model is a Qwen3-MoE with four experts, two of them active. The tokenizer adds no special tokens.
     """
     tokenizer = _character_tokenizer(alphabet)
     _save_random_model(folder, tokenizer, moe=moe, tie_embeddings=tie_embeddings, max_length=512, seed=seed)
@@ -58,7 +58,7 @@ def _character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 
 def _bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """The tokens and the chat template are named as Qwen's, so that what works here works there."""
+    """Return a tokenizer with Qwen's special tokens and chat template, so that a run that works with it works with Qwen."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -104,7 +104,7 @@ def _save_random_model(
         "eos_token_id": tokenizer.eos_token_id,
         "dtype": "float32",
     }
-    # The caller's random state stays as it is: tests draw from it.
+    # The caller's random state is unchanged: tests draw from it.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if moe:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from offbeat.common.metrics import MetricsWriter
 from offbeat.common.rows import ActorRow, Row, StepRow
 from offbeat.deploy.chaos.chaos import ChaosReport, RoundReport, show
-from offbeat.deploy.chaos.faults import DAMAGES, Clock, Disk, Scene, commit, corrupt_log, open_disk
+from offbeat.deploy.chaos.faults import DAMAGES, Clock, Committed, Disk, Scene, commit, corrupt_log, open_disk
 from offbeat.deploy.chaos.network import Namespace, Network, Proxy, open_network
 from offbeat.deploy.chaos.round import Happened, Watch
 from offbeat.deploy.chaos.schedule import KINDS, Fault, Kind, Target, plan, round_seed
@@ -93,6 +93,11 @@ def fault(kind: Kind, target: Target = "learner", duration_s: float = 0.2) -> Fa
     return Fault(kind, target, at_step=1, delay_s=0.0, duration_s=duration_s, seed=1)
 
 
+def detail_of(committed: Committed) -> str:
+    assert committed.detail is not None
+    return committed.detail
+
+
 def test_killed_service_is_dead_when_the_fault_is_over(scene: Scene) -> None:
     assert commit(fault("kill actor", "remote actor"), scene).detail == "killed the remote actor"
     assert processes.has_ended(scene.victims.find("remote actor"))
@@ -102,7 +107,7 @@ def test_killed_service_is_dead_when_the_fault_is_over(scene: Scene) -> None:
 def test_learner_is_killed_while_its_checkpoint_is_half_written(scene: Scene) -> None:
     partial = scene.run / "checkpoints" / "step-00000010.partial"
     threading.Timer(0.3, lambda: partial.mkdir(parents=True)).start()
-    assert "step-00000010.partial" in commit(fault("kill learner in checkpoint"), scene).detail
+    assert "step-00000010.partial" in detail_of(commit(fault("kill learner in checkpoint"), scene))
     assert processes.has_ended(scene.victims.find("learner"))
 
 
@@ -111,10 +116,10 @@ def test_child_of_an_actor_is_killed_and_the_actor_is_not(scene: Scene) -> None:
     deadline = time.monotonic() + 10
     while not processes.children(actor) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert commit(fault("kill actor's child", "local actor"), scene).detail.startswith("local actor: killed")
+    assert detail_of(commit(fault("kill actor's child", "local actor"), scene)).startswith("local actor: killed")
     assert not processes.has_ended(actor)
     assert processes.children(actor) == []
-    assert commit(fault("kill actor's child", "local actor"), scene).detail == ""
+    assert commit(fault("kill actor's child", "local actor"), scene).detail is None
 
 
 def test_stopped_service_stands_still_and_goes_on(scene: Scene) -> None:
@@ -154,7 +159,7 @@ def test_corrupted_log_loses_its_last_record_at_most_and_says_which(tmp_path: Pa
     size = next(folder.glob("*.log")).stat().st_size
     seed = next(seed for seed in range(1000) if random.Random(seed).choice(DAMAGES) == damage)
     corrupted = corrupt_log(folder, random.Random(seed))
-    assert corrupted.detail.startswith(damage)
+    assert detail_of(corrupted).startswith(damage)
     is_record_hit = damage in ("flipped bit", "cut")
     assert [event.lease_id for event in corrupted.lost if isinstance(event, Expired)] == ([4] if is_record_hit else [])
     assert next(folder.glob("*.log")).stat().st_size > size or is_record_hit
@@ -167,7 +172,7 @@ def test_corrupted_log_loses_its_last_record_at_most_and_says_which(tmp_path: Pa
 
 
 def test_log_without_a_record_is_left_alone(tmp_path: Path) -> None:
-    assert corrupt_log(tmp_path, random.Random(0)).detail == ""
+    assert corrupt_log(tmp_path, random.Random(0)).detail is None
 
 
 @needs_root
@@ -181,7 +186,7 @@ def test_disk_fills_up_for_a_while_and_goes_away(tmp_path: Path, scene: Scene) -
             (folder / "file").write_bytes(b"x" * (1 << 20))
         disk.empty()
         (folder / "file").write_bytes(b"x" * (1 << 20))
-        assert "KB free" in commit(fault("fill disk"), scene._replace(disk=disk)).detail
+        assert "KB free" in detail_of(commit(fault("fill disk"), scene._replace(disk=disk)))
     finally:
         disk.close()
     assert str(folder) not in Path("/proc/mounts").read_text()
@@ -189,7 +194,7 @@ def test_disk_fills_up_for_a_while_and_goes_away(tmp_path: Path, scene: Scene) -
 
 def test_disk_that_cannot_be_made_is_a_fault_that_cannot_be_committed(tmp_path: Path, scene: Scene) -> None:
     assert open_disk(tmp_path / "there is no such folder", 1 << 20) is None
-    assert commit(fault("fill disk"), scene).detail == ""
+    assert commit(fault("fill disk"), scene).detail is None
 
 
 class Echo:
