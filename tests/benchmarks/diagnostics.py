@@ -1,17 +1,16 @@
-"""What the diagnostics of an optimizer step cost, against the forward and backward pass that they are about.
+"""The cost of an optimizer step's diagnostics, relative to its forward and backward passes.
 
     python -m tests.benchmarks.diagnostics    # some minutes on two cores
 
-A step is 64 completions of 512 tokens in micro-batches of 8, through a random Qwen3 in float32, GSPO decoupled with a
-correction: every metric there is. In the same step are measured
+A step is 64 completions of 512 tokens in micro-batches of 8, through a random Qwen3 in float32, under decoupled GSPO with a
+correction, which has every metric. Measured in the same step:
 
     step          forward, loss and backward of all micro-batches
     rows          row_statistics of all micro-batches
     metrics       loss_metrics, once
     direction     GradientDirection.compare, once, on all gradients as without ZeRO
 
-Models: that of the quick start, whose passes are as cheap as they get, and a larger one. The optimizer's own time would
-only add to the step.
+The models are that of the quick start, with the cheapest passes, and a larger one. The optimizer's time is not in the step.
 """
 
 import time
@@ -46,7 +45,7 @@ PARTS = ("rows", "metrics", "direction")
 
 
 class ModelSize(NamedTuple):
-    """Of a Qwen3 with four heads, two of them for keys and values."""
+    """The size of a Qwen3 with four heads, two of them for keys and values."""
 
     hidden_size: int
     intermediate_size: int
@@ -68,7 +67,7 @@ class MicroBatch(NamedTuple):
 
 
 def make_model(size: ModelSize) -> Qwen3ForCausalLM:
-    """A random one."""
+    """Return a random model."""
     torch.manual_seed(0)
     config = Qwen3Config(
         hidden_size=size.hidden_size,
@@ -84,13 +83,13 @@ def make_model(size: ModelSize) -> Qwen3ForCausalLM:
 
 
 def logprobs_of(model: nn.Module, token_ids: Tensor) -> Tensor:
-    """Of every token but the first, `[rows, NUM_TOKENS]`."""
+    """Return log-probs of every token but the first, `[rows, NUM_TOKENS]`."""
     logits = model(input_ids=token_ids[:, :-1], use_cache=False).logits.float()
     return logits.log_softmax(dim=-1).gather(-1, token_ids[:, 1:, None]).squeeze(-1)
 
 
 def make_micro_batches(model: Qwen3ForCausalLM) -> list[MicroBatch]:
-    """Random completions of 1/8 to all of the width, log-probs a little off the model's."""
+    """Return random completions of 1/8 to all of the width, log-probs a little off the model's."""
     generator = torch.Generator().manual_seed(1)
     micro_batches = []
     for _ in range(NUM_ROWS // MICRO_BATCH_ROWS):
@@ -106,21 +105,21 @@ def make_micro_batches(model: Qwen3ForCausalLM) -> list[MicroBatch]:
 
 
 class Clock:
-    """Adds up the seconds of each part."""
+    """A stopwatch that sums the seconds of each part."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def on(self, part: str) -> Iterator[None]:
-        """What happens inside belongs to this part."""
+        """Add the time inside the context to this part."""
         started = time.perf_counter()
         yield
         self.seconds[part] += time.perf_counter() - started
 
 
 def run_step(model: nn.Module, micro_batches: list[MicroBatch], direction: GradientDirection) -> dict[str, float]:
-    """Seconds of each part."""
+    """Run one step; return the seconds of each part."""
     clock = Clock()
     model.zero_grad()
     tables = []
@@ -150,7 +149,7 @@ def run_step(model: nn.Module, micro_batches: list[MicroBatch], direction: Gradi
 
 
 def measure(model: Qwen3ForCausalLM) -> list[dict[str, float]]:
-    """The rounds, after one that does not count."""
+    """Return the seconds of each round, after a warm-up round."""
     micro_batches, direction = make_micro_batches(model), GradientDirection()
     return [run_step(model, micro_batches, direction) for _ in range(1 + NUM_ROUNDS)][1:]
 

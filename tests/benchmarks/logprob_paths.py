@@ -1,16 +1,16 @@
-"""What log-probs cost without the logits of a whole batch, against making those logits, in the same run.
+"""The cost of log-probs computed in chunks, compared with making the logits of a whole batch, in the same run.
 
     python -m tests.benchmarks.logprob_paths [TOKENS]    # 8,192 tokens: 16 GiB of memory, 12 minutes of one core
 
-Forward and backward of the output layer alone, float32, hidden size 1,024, vocabulary of 151,936, each in a process of
-its own:
+Forward and backward of the output layer alone, float32, hidden size 1,024, vocabulary of 151,936, each in a separate
+process:
 
     naive       all logits, log_softmax, gather
     2^N         token_logprobs with chunks of 2^N logits
     2^N, H      the same with the entropy, which is in the loss too
 
-Memory is the process's peak above what it held before, the gradients of states and weight included: 0.6 GiB that none
-does without. CPU seconds are of all threads, and less at the mercy of other load than the wall's.
+Memory is the process's peak above its memory before, including the gradients of states and weight, 0.6 GiB in every variant.
+CPU seconds are of all threads, and depend less on other load than wall time.
 """
 
 import sys
@@ -29,16 +29,16 @@ GIB = 1 << 30
 
 
 class Variant(NamedTuple):
-    """One way to the log-probs."""
+    """A way to compute the log-probs."""
 
     name: str
     chunk_logits: int | None
-    """None: all at once, without our code."""
+    """Logits in memory at once; None for all of them, with torch alone."""
     with_entropy: bool = False
 
 
 class Trial(NamedTuple):
-    """What one forward and backward pass took."""
+    """The cost of one forward and backward pass."""
 
     forward_s: float
     wall_s: float
@@ -56,7 +56,7 @@ VARIANTS = (
 
 
 def measure(connection: Connection, variant: Variant, num_tokens: int) -> None:
-    """One trial, in a process of its own."""
+    """Run one trial in this process and send its cost."""
     prepare_environment()
     import torch
 
@@ -95,7 +95,7 @@ def measure(connection: Connection, variant: Variant, num_tokens: int) -> None:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had since its mark was last cleared."""
+    """Return this process's peak memory since its mark was last cleared."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 

@@ -1,20 +1,20 @@
-"""Which objective survives staleness? The quick start's task, trained on rollouts of one exact age.
+"""Objectives under staleness: the quick start's task, trained on rollouts of one exact age.
 
     python -m tests.benchmarks.objectives --out runs.jsonl --jobs 2    # 72 runs of 100 steps; 20 minutes
     python -m tests.benchmarks.objectives --out runs.jsonl --objectives GSPO CISPO --staleness 0 16 --seeds 1 --steps 50
 
 No sockets, no engine: the production trainer takes its optimizer steps on groups that a copy of the policy samples with the
-weights of exactly `staleness` steps ago; with the initial ones until there are as many. Everything else is the quick start's:
-model, data, reward, groups, learning rate. What `OBJECTIVES` leaves open is the objective's own default.
+weights of exactly `staleness` steps ago, or with the initial weights while there are fewer. Everything else is the quick
+start's: model, data, reward, groups, learning rate. Settings that `OBJECTIVES` leaves open are the objective's own.
 
 The final reward is the mean over the last `NUM_EVALUATIONS` steps: after each of them the current policy, not the stale one,
 answers every held-out prompt once, at the temperature of training. A run whose gradient or log-probs are no longer finite has
-diverged: it is counted, and has no final reward. One whose reward fell to nothing has one, and it is in the mean.
+diverged: it is counted, and has no final reward. A run whose reward fell to 0 has one, and the mean includes it.
 
-With one optimizer step on each batch the recomputed policy is the policy, so the decoupled anchor's ratio is always 1: what is
-left of that GSPO is its correction, a truncated token weight.
+With one optimizer step on each batch the recomputed policy is the policy, so the ratio of the decoupled anchor is always 1, and
+only the correction of that GSPO acts, a truncated token weight.
 
-A run is one line of the file, written when it ends. Those that the file holds already are not repeated.
+A run is one line of the file, written when it ends. Runs that the file already has are not repeated.
 """
 
 import argparse
@@ -63,7 +63,7 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
     "SAPO": ("loss.objective=sapo",),
     "CISPO": ("loss.objective=cispo",),
 }
-"""The settings of each, over the quick start's."""
+"""Settings of each objective on top of the quick start's."""
 STALENESS = (0, 4, 16, 32)
 NUM_SEEDS = 3
 NUM_STEPS = 100
@@ -71,7 +71,7 @@ NUM_EVALUATIONS = 10
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is trained, and with which random numbers."""
+    """The settings and the seed of a run."""
 
     objective: str
     settings: tuple[str, ...]
@@ -81,37 +81,37 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of the file."""
+    """The result of a run, one line of the file."""
 
     run: Run
     initial_reward: float
-    """Of the policy that every run starts from, sampled like the final reward."""
+    """Reward of the policy that every run starts from, sampled like the final reward."""
     final_reward: float | None
-    """None: the run diverged."""
+    """None if the run diverged."""
     divergence: str
-    """What was no longer finite; empty for a run that took all its steps."""
+    """The error of a run that diverged; empty for a run that took all its steps."""
     lags: tuple[float, ...]
-    """`lag/mean` of every step, as the trainer saw it."""
+    """`lag/mean` of every step."""
     rewards: tuple[float, ...]
-    """`reward/mean` of every step: the stale policy's."""
+    """`reward/mean` of every step, the stale policy's."""
     clipped: tuple[float, ...]
     """`clip/fraction` of every step."""
     cpu_s: float
-    """Of the process, loading included."""
+    """CPU time of the process, loading included."""
 
 
 # Sampling
 
 
 class Edition(NamedTuple):
-    """The policy after `policy_version` steps."""
+    """The weights after `policy_version` steps."""
 
     policy_version: int
     weights: WeightBuffer
 
 
 class Sampler:
-    """A copy of the policy, under whatever weights it was last given."""
+    """A copy of the policy with the weights loaded last."""
 
     def __init__(self, config: Config, tokenizer: "PreTrainedTokenizerBase") -> None:
         from transformers import AutoModelForCausalLM
@@ -130,7 +130,7 @@ class Sampler:
         self._policy_version = edition.policy_version
 
     def rollouts(self, prompts: Sequence[Prompt], group_size: int, generator: torch.Generator) -> list[tuple[Rollout, ...]]:
-        """`group_size` completions of each prompt, with their rewards. The prompts must be equally long."""
+        """Sample `group_size` completions of each prompt, with rewards. The prompts must be equally long."""
         prompt_ids = torch.from_numpy(np.stack([prompt.token_ids for prompt in prompts])).long()
         token_ids, logprobs = self._sample(prompt_ids, group_size, generator)
         rows = zip(token_ids.int().numpy(), logprobs.numpy(), strict=True)
@@ -138,7 +138,7 @@ class Sampler:
 
     @torch.inference_mode()
     def _sample(self, prompt_ids: Tensor, group_size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Token ids and log-probs `[prompts * group_size, tokens]`; what follows a row's end token is noise."""
+        """Sample token ids and log-probs `[prompts * group_size, tokens]`; values after a row's end token are noise."""
         token_ids, logprobs = [], []
         output = self._model(input_ids=prompt_ids, use_cache=True, logits_to_keep=1)
         cache, logits = output.past_key_values, output.logits.repeat_interleave(group_size, dim=0)
@@ -172,7 +172,7 @@ class Sampler:
 
 
 class Task(NamedTuple):
-    """What every run samples from."""
+    """The prompts that every run samples from."""
 
     tokenizer: "PreTrainedTokenizerBase"
     prompts: list[Prompt]
@@ -180,7 +180,7 @@ class Task(NamedTuple):
 
 
 def train(run: Run) -> Result:
-    """Take all steps of a run, or those until it diverges."""
+    """Take the steps of a run until it ends or diverges."""
     # Imported here: it imports transformers, which wants the environment prepared.
     from offbeat.learner.training.trainer import Trainer
 
@@ -216,7 +216,7 @@ def train(run: Run) -> Result:
 
 
 def make_config(run: Run) -> Config:
-    """The quick start with the settings of a run."""
+    """Return the quick start's config with the settings of a run."""
     own = (f"run.seed={run.seed}", f"train.num_steps={run.num_steps}", f"staleness.max_staleness={run.staleness}")
     config = load(QUICKSTART, [*run.settings, *own])
     check(config)
@@ -234,7 +234,7 @@ def _load_task(model: str, task: TaskSection) -> Task:
 
 
 def steps(trainer: "Trainer", sampler: Sampler, task: Task, config: Config, staleness: int) -> Iterator[Metrics]:
-    """Every optimizer step of a run; its groups are sampled with the weights of `staleness` steps before."""
+    """Yield the metrics of every step of a run, on groups sampled with the weights of `staleness` steps before."""
     stream = PromptStream(len(task.prompts), config.run.seed)
     generator = torch.Generator().manual_seed(2 * config.run.seed)
     editions: deque[Edition] = deque(maxlen=staleness + 1)
@@ -259,7 +259,7 @@ def steps(trainer: "Trainer", sampler: Sampler, task: Task, config: Config, stal
 
 
 def evaluate(sampler: Sampler, task: Task, generator: torch.Generator) -> float:
-    """Mean reward of one completion of every held-out prompt."""
+    """Return the mean reward of one completion of every held-out prompt."""
     return mean(rollout.reward for [rollout] in sampler.rollouts(task.held_out, 1, generator))
 
 
@@ -277,7 +277,7 @@ def _column(rows: Sequence[Metrics], name: str) -> tuple[float, ...]:
 
 
 def work(connection: Connection) -> None:
-    """Each command is a run, each answer its result."""
+    """Answer each run that arrives with its result."""
     prepare_environment()
     from transformers.utils.logging import disable_progress_bar
 
@@ -288,7 +288,7 @@ def work(connection: Connection) -> None:
 
 
 def run_all(runs: Sequence[Run], out: Path, num_jobs: int) -> list[Result]:
-    """The results of these runs; those that `out` does not hold are trained, `num_jobs` at once, and appended to it."""
+    """Return the results of these runs; train those that `out` lacks, `num_jobs` at once, and append them to it."""
     results = {result.run: result for result in _read(out)}
     missing = deque(run for run in runs if run not in results)
     with processes(work, min(num_jobs, len(missing))) as busy, out.open("ab") as file:
@@ -327,7 +327,7 @@ def _line(result: Result) -> str:
 
 
 def report(results: Sequence[Result], num_steps: int) -> None:
-    """Print it."""
+    """Print the table."""
     objectives = list(dict.fromkeys(result.run.objective for result in results))
     columns = sorted({result.run.staleness for result in results})
     of_cell: dict[tuple[str, int], list[Result]] = {}
@@ -352,7 +352,7 @@ def _reward_cell(results: Sequence[Result]) -> str:
 
 
 def _lag_cell(results: Sequence[Result]) -> str:
-    """Lowest and highest of all steps but the first `staleness`, which there were no older weights for."""
+    """Return the lowest and highest value of all steps but the first `staleness`, which had no older weights."""
     lags = [lag for result in results for lag in result.lags[result.run.staleness :]]
     return f"{min(lags):g}–{max(lags):g}" if lags else ""
 

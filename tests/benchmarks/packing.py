@@ -1,4 +1,4 @@
-"""What packing and sharing prompts save, against padded rows, in the same run.
+"""The time that packing and sharing prompts save, compared with padded rows in the same run.
 
     python -m tests.benchmarks.packing    # 3 minutes of one core
 
@@ -9,8 +9,8 @@ completions are log-normally long, 32 to 1,024 tokens:
     packed    the same rows in packs of at most 8,192 inputs, no padding, each with its own prompt
     shared    packs of at most 8,192 inputs whose completions share their prompts
 
-Tokens are completion tokens; inputs are what goes through the model for one of them, padding and prompts included. CPU
-seconds are of all threads, and less at the mercy of other load than the wall's.
+Tokens are completion tokens; inputs are all tokens that go through the model, padding and prompts included. CPU seconds are
+of all threads, and depend less on other load than wall time.
 """
 
 import time
@@ -42,11 +42,11 @@ class Trial(NamedTuple):
     cpu_s: float
     num_inputs: int
     checksum: float
-    """Of the log-probs: the variants must agree."""
+    """Sum of all log-probs, which must agree between variants."""
 
 
 def make_groups() -> Sequences:
-    """Random groups; the same at each call."""
+    """Return random groups, the same at each call."""
     random = np.random.default_rng(0)
 
     def tokens(length: int) -> Tokens:
@@ -57,7 +57,7 @@ def make_groups() -> Sequences:
 
 
 def make_policy() -> Any:
-    """A small model with the proportions of a large one."""
+    """Return a small model with the proportions of a large one."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -76,7 +76,7 @@ def make_policy() -> Any:
 
 
 def padded(groups: Sequences) -> tuple[int, float]:
-    """Inputs, and the sum of all log-probs."""
+    """Run all groups; return the number of inputs and the sum of all log-probs."""
     import torch
 
     from offbeat.learner.policy.logprobs import token_logprobs
@@ -104,17 +104,17 @@ def padded(groups: Sequences) -> tuple[int, float]:
 
 
 def packed(groups: Sequences) -> tuple[int, float]:
-    """Inputs, and the sum of all log-probs."""
+    """Run all groups; return the number of inputs and the sum of all log-probs."""
     return run_packs([(prompt, [completion]) for prompt, completions in groups for completion in completions])
 
 
 def shared(groups: Sequences) -> tuple[int, float]:
-    """Inputs, and the sum of all log-probs."""
+    """Run all groups; return the number of inputs and the sum of all log-probs."""
     return run_packs(groups)
 
 
 def run_packs(sequences: Sequences) -> tuple[int, float]:
-    """Inputs, and the sum of all log-probs."""
+    """Run all groups; return the number of inputs and the sum of all log-probs."""
     from offbeat.learner.policy.logprobs import CompletionLogprobs
     from offbeat.learner.policy.packing import pack
 
@@ -130,7 +130,7 @@ def run_packs(sequences: Sequences) -> tuple[int, float]:
 
 
 def micro_batches(sequences: Sequences) -> list[Sequences]:
-    """In the order given, at most `MICRO_BATCH_TOKENS` inputs each."""
+    """Split sequences in order into packs of at most `MICRO_BATCH_TOKENS` inputs."""
     from offbeat.learner.policy.packing import num_inputs
 
     result: list[Sequences] = []
@@ -149,7 +149,7 @@ VARIANTS: dict[str, Callable[[Sequences], tuple[int, float]]] = {"padded": padde
 
 
 def measure(variant: Callable[[Sequences], tuple[int, float]], groups: Sequences) -> Trial:
-    """One pass over all groups; making the model, which every variant does, is in it."""
+    """Time one pass over all groups, including the making of the model, which every variant does."""
     started, cpu_started = time.perf_counter(), time.process_time()
     num_inputs, checksum = variant(groups)
     return Trial(time.perf_counter() - started, time.process_time() - cpu_started, num_inputs, checksum)
@@ -177,7 +177,7 @@ def main() -> None:
 
 
 def table_row(name: str, num_tokens: int, trials: Sequence[Trial], baseline: Sequence[Trial]) -> list[str]:
-    """One line of the table: rates, and how many times less CPU time than padded rows took in the same round."""
+    """Return one line of the table: rates, and the CPU time of padded rows in the same round divided by this variant's."""
     return [
         name,
         f"{trials[0].num_inputs / num_tokens:.2f}",

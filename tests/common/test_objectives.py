@@ -1,12 +1,14 @@
-"""What an objective decides where its settings are left open, and which of its settings contradict each other."""
+"""The objective's own values of open settings, and contradictions between settings."""
 
 import dataclasses
+import itertools
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 
 from offbeat.common.config import LossSection
-from offbeat.common.objectives import CORRECTION_BANDS, DEFAULTS, complete
+from offbeat.common.objectives import CORRECTION_BANDS, DEFAULTS, LOWER_BOUNDED, complete
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load, resolved_toml
 
@@ -14,7 +16,7 @@ GOOD = ("model.path=some/model", "task.train_data=train.jsonl")
 
 
 def choices(setting: str) -> set[str]:
-    """The values that a setting of the loss may have."""
+    """Return the values that a setting of the loss may have."""
     return set(get_args(get_type_hints(LossSection)[setting]))
 
 
@@ -76,7 +78,7 @@ def test_values_that_were_filled_in_are_written_to_the_runs_config() -> None:
 
 @dataclasses.dataclass
 class Refusal:
-    """Overrides that contradict each other, and what the error must say."""
+    """Overrides that contradict each other, and texts that the error must contain."""
 
     overrides: list[str]
     parts: list[str]
@@ -159,3 +161,27 @@ def test_what_is_allowed_and_easily_misread_is_said_aloud(overrides: list[str], 
 )
 def test_what_belongs_together_passes_in_silence(overrides: list[str]) -> None:
     assert check(load(None, [*GOOD, *overrides])) == []
+
+
+def table_lines(first_column: str) -> dict[str, list[str]]:
+    """Return the cells of docs/objectives.md's table whose first column has this head, by the name in the first column."""
+    lines = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text().splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith(f"| `{first_column}` |"))
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return {name.strip("`"): others for name, *others in cells}
+
+
+def test_documentation_has_every_objective_and_correction_with_its_own_values() -> None:
+    objectives, corrections = table_lines("loss.objective"), table_lines("loss.correction")
+    assert (objectives.keys(), corrections.keys()) == (DEFAULTS.keys(), CORRECTION_BANDS.keys())
+    for name, defaults in DEFAULTS.items():
+        _, clip, aggregation, _ = objectives[name]
+        assert aggregation == f"`{defaults.aggregation}`"
+        if defaults.band is None:
+            assert clip == "does not clip"
+        elif name != "gspo_token":
+            assert clip.startswith(f"{defaults.band.low:g}, {defaults.band.high:g}")
+    for name, bounds in CORRECTION_BANDS.items():
+        shown = [float(bound) for bound in corrections[name][-1].split("–")]
+        assert shown == ([bounds.low, bounds.high] if name in LOWER_BOUNDED else [bounds.high])

@@ -1,4 +1,4 @@
-"""A calibration is read back as it was, refused when it is none, and knows what has changed since."""
+"""A calibration is read back unchanged, refused when malformed, and lists what has changed since."""
 
 from pathlib import Path
 from typing import Any

@@ -44,7 +44,7 @@ def test_a_gradient_that_is_not_finite_gives_nan():
 
 
 def pair_of_gradients(cosine: float) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Two gradients of 35,000 coordinates in tensors of several sizes, of one magnitude, in bfloat16."""
+    """Return two gradients of 35,000 coordinates in tensors of several sizes, of one magnitude, in bfloat16."""
     generator = torch.Generator().manual_seed(1)
     first = {f"{size}": torch.randn(size, 100, generator=generator) for size in (40, 200, 10, 100)}
     second = {
@@ -75,7 +75,7 @@ def test_no_more_coordinates_are_kept_than_allowed_and_every_tensor_has_its_shar
 
 
 def test_a_tensor_that_comes_late_takes_room_from_the_others():
-    """An expert that no token was routed to before: what is kept of the last call shrinks with its coordinates."""
+    """A new expert gets coordinates; the samples of the last call shrink with those that remain."""
     first, second = pair_of_gradients(0.9)
     direction = GradientDirection(max_coordinates=5000)
     direction.compare([("200", first["200"])])

@@ -1,4 +1,4 @@
-"""The alarm is silent while leases are trained in their order, however long-tailed, and raised when short ones get ahead."""
+"""The alarm is silent while leases are trained in order, at any length, and sounds when short ones get ahead."""
 
 import heapq
 import math
@@ -43,10 +43,10 @@ class Simulated(NamedTuple):
 
 
 def simulate(bounds: StalenessSection, *, load: float, seed: int, num_slots: int = 0, num_steps: int = 60) -> list[EndedLease]:
-    """A run under the production policy: 8 groups to a step, lognormal durations with sigma 1, weights that arrive at once.
+    """Simulate a run under the production policy: 8 groups a step, lognormal durations with sigma 1, no time for weights.
 
-    `load`: seconds that a step takes, over those in which the actors generate as many groups; above 1 the learner is the slower
-    side. `num_slots`: leases that the actors work on at a time; 0: as many as are ever admitted.
+    `load`: time of a step over the time in which the actors generate its groups; above 1 the learner is the slower side.
+    `num_slots`: leases that the actors work on at a time; 0 for as many as are ever admitted.
     """
     draw = random.Random(seed)
     policy = StalenessPolicy(bounds, TrainSection(groups_per_step=8, num_steps=num_steps))
@@ -102,7 +102,7 @@ def comparison_of(ended: list[EndedLease], what: str, quantity: str) -> BiasTest
 
 
 def in_turn(num_groups: int, seed: int = 0) -> list[EndedLease]:
-    """Groups that were all trained in their turn, 8 to a batch, each ready just before."""
+    """Return groups that were all trained in their turn, 8 to a batch, each ready just before."""
     lengths = np.random.default_rng(seed).lognormal(5, 1, num_groups)
     return [
         EndedLease(index, "trained", "", float(length), float(length) / 50, 0.5, ready_at=index // 8 - 0.5, taken_at=index // 8)

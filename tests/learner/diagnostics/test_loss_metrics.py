@@ -1,3 +1,5 @@
+"""Row statistics and metrics against numbers worked by hand and against loops over tokens."""
+
 import math
 from statistics import fmean, pstdev
 from typing import Any
@@ -32,7 +34,7 @@ PER_TOKEN = (
 
 
 def make_inputs(lengths: list[int], *, width: int | None = None, seed: int = 0, spread: float = 0.3) -> dict[str, Any]:
-    """Random arguments of `statistics_of`: a clipped token ratio against the proximal policy, corrected by `token_tis`."""
+    """Return random arguments of `statistics_of`: a clipped ratio to the proximal policy, corrected by `token_tis`."""
     generator = torch.Generator().manual_seed(seed)
     shape = (len(lengths), width or max(1, *lengths))
     normal = {name: torch.randn(shape, generator=generator) for name in PER_TOKEN}
@@ -59,7 +61,7 @@ def make_inputs(lengths: list[int], *, width: int | None = None, seed: int = 0, 
 
 
 def plain_inputs(log_ratios: list[list[float]], advantages: list[float], **changes: Any) -> dict[str, Any]:
-    """Arguments for on-band rows of given token log-ratios against the behavior policy, which gave every token log-prob -1."""
+    """Return arguments for rows of given token log-ratios against a behavior policy that gave every token log-prob -1."""
     width = max(1, *map(len, log_ratios))
     mask = torch.tensor([[t < len(row) for t in range(width)] for row in log_ratios])
     log_ratio = torch.tensor([row + [math.nan] * (width - len(row)) for row in log_ratios], dtype=torch.float64)
@@ -81,12 +83,12 @@ def plain_inputs(log_ratios: list[list[float]], advantages: list[float], **chang
 
 
 def anchor_of(inputs: dict[str, Any]) -> Tensor:
-    """The denominator of the ratio."""
+    """Return the denominator of the ratio."""
     return inputs["behavior_logprobs"] if inputs["proximal_logprobs"] is None else inputs["proximal_logprobs"]
 
 
 def statistics_of(inputs: dict[str, Any]) -> Tensor:
-    """`row_statistics` of arguments by name."""
+    """Call `row_statistics` with arguments by name."""
     return row_statistics(
         PolicyLogprobs(inputs["policy_logprobs"], inputs["behavior_logprobs"], inputs["proximal_logprobs"]),
         Evaluation(inputs["token_losses"], inputs["clipped"], inputs["band"], inputs["correction"]),
@@ -99,7 +101,7 @@ def metrics_of(*tables: Tensor, aggregation: Aggregation = "seq-mean-token-mean"
 
 
 def rows_of(inputs: dict[str, Any], index: Any) -> dict[str, Any]:
-    """The arguments for some of the rows."""
+    """Return the arguments for some of the rows."""
     band, correction = inputs["band"], inputs["correction"]
     return {name: value[index] for name, value in inputs.items() if isinstance(value, Tensor)} | {
         "band": band._replace(log_ratio=band.log_ratio[index]),
@@ -174,7 +176,7 @@ def test_ratios_clips_and_sizes_of_two_rows_worked_by_hand():
 
 
 def expected_metrics(inputs: dict[str, Any], denominator: float) -> dict[str, float]:
-    """All but the quantiles and the buckets, token by token in Python floats, from likelihood ratios."""
+    """Compute all metrics but quantiles and buckets, token by token in Python floats, from likelihood ratios."""
     policy, behavior, proximal, advantages, losses = (inputs[name].tolist() for name in PER_TOKEN)
     anchor = anchor_of(inputs).tolist()
     clipped, correction = inputs["clipped"].tolist(), inputs["correction"]
@@ -333,7 +335,7 @@ def test_what_dual_clip_capped_is_in_the_fraction_beside_the_sides_that_the_band
 
 
 def test_a_tenth_of_a_thousandth_keeps_its_digits_beside_large_logprobs():
-    """k3 of a log-ratio of 1e-4 is 5e-9: all that float32 leaves of `exp(x) - 1 - x` there is noise."""
+    """k3 of a log-ratio of 1e-4 is 5e-9; in float32 `exp(x) - 1 - x` is only noise there."""
     policy = torch.tensor([[-10.0, -10.0]])
     behavior = policy - 1e-4
     inputs = plain_inputs([[0.0, 0.0]], [0.0], policy_logprobs=policy, behavior_logprobs=behavior)
@@ -451,7 +453,7 @@ def test_truncated_weights_are_those_at_a_bound_and_raw_ratios_are_from_before()
 
 
 def test_a_table_is_detached_and_made_without_reading_a_value_back():
-    """Reading one back would make the host wait for the device; from a meta tensor it raises."""
+    """Reading a value back would make the host wait for the device; on a meta tensor it raises."""
     inputs = make_inputs([3, 0, 5])
     inputs["policy_logprobs"].requires_grad_()
     inputs["token_losses"] = inputs["policy_logprobs"] * 2

@@ -19,7 +19,7 @@ from offbeat.learner.diagnostics.noise_floor import (
 )
 
 GSPO = ClipBand(3e-4, 4e-4, is_sequence_ratio=True)
-"""The paper's."""
+"""Bands of the paper."""
 GRPO = ClipBand(0.2, 0.2, is_sequence_ratio=False)
 
 
@@ -32,7 +32,7 @@ def sample(
     lengths: tuple[int, int] = (20, 400),
     degrees: float = math.inf,
 ) -> Differences:
-    """Tokens of variance `2 kl` around `-kl` and a shift per completion of variance `between`; Student's t with `degrees`."""
+    """Sample tokens around `-kl`, variance `2 kl`, Student's t with `degrees`; shifts per completion have variance `between`."""
     random = np.random.default_rng(seed)
     num_tokens = np.exp(random.uniform(math.log(lengths[0]), math.log(lengths[1]), num_completions)).astype(np.int64)
     total = num_tokens.sum()
@@ -45,7 +45,7 @@ def sample(
 
 
 def normal_floor(kl: float) -> NoiseFloor:
-    """Exactly normal tokens with `E[exp d] = 1`."""
+    """Return a floor of exactly normal tokens with `E[exp d] = 1`."""
     quantiles = norm.ppf(PROBABILITIES)
     return NoiseFloor(
         mean=-kl,

@@ -7,7 +7,7 @@ from offbeat.learner.diagnostics.routing_history import RoutingHistory
 
 
 def routing(*experts: int) -> Routing:
-    """Of one layer with ten experts and `top_k` 1: the expert of each token. Margins 1, 2, ..."""
+    """Return a routing of one layer with ten experts and `top_k` 1, given each token's expert. Margins 1, 2, ..."""
     margins = torch.arange(1.0, 1 + len(experts))[:, None]
     return Routing(torch.tensor(experts)[:, None, None], margins, num_experts=10)
 
@@ -50,7 +50,7 @@ def test_an_update_is_the_newest_version_against_the_one_before_it() -> None:
 
 
 def test_lags_are_put_into_buckets_and_averaged() -> None:
-    # The newest is version 20, all tokens to expert 1. Lags 1, 2, 3, 4, 5, 8, 9, 20 share so many of four tokens with it:
+    # The newest is version 20, all tokens to expert 1. Lags 1, 2, 3, 4, 5, 8, 9, 20 share this many of four tokens with it:
     shares = {19: 4, 18: 3, 17: 4, 16: 2, 15: 1, 12: 3, 11: 2, 0: 0}
     older = [(version, routing(*[1] * share, *[2] * (4 - share))) for version, share in sorted(shares.items())]
     metrics = history(*older, (20, routing(1, 1, 1, 1))).metrics()

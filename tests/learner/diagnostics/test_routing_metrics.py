@@ -17,7 +17,7 @@ IDS = torch.tensor([[4 + (7 * index) % 40 for index in range(64)]])
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Experts of the same tokens and layers from two sources, and how many experts a layer has."""
+    """Experts of the same tokens and layers from two sources, and the number of experts in a layer."""
     num_tokens, num_layers, num_experts = draw(st.integers(1, 6)), draw(st.integers(1, 4)), draw(st.integers(2, 7))
     top_k = draw(st.integers(1, num_experts))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
@@ -122,7 +122,7 @@ def test_an_optimizer_step_changes_some_experts_and_the_same_weights_none(tiny_m
 
 
 def test_what_the_logprobs_pass_records_is_what_a_pass_of_the_policy_records(tiny_moe_model) -> None:
-    """The learner needs no pass of its own for it: the one that scores the canary is enough."""
+    """The forward pass that scores the canary records its routing."""
     policy = AutoModelForCausalLM.from_pretrained(tiny_moe_model).eval()
     expected = route(policy)
     tokens = IDS[0].numpy()
@@ -136,7 +136,7 @@ def test_what_the_logprobs_pass_records_is_what_a_pass_of_the_policy_records(tin
 
 
 def test_rows_with_a_small_margin_are_the_ones_that_flip(tiny_moe_model) -> None:
-    """Logits that move by less than half of the margin change no expert: noise on the router shows whose margin is small."""
+    """Logits that move by less than half of the margin change no expert; router noise changes tokens with small margins."""
     policy = AutoModelForCausalLM.from_pretrained(tiny_moe_model).eval()
     before = route(policy)
     with torch.no_grad():

@@ -22,7 +22,7 @@ T, F = True, False
 
 
 def case(seed: int, rows: int = 3, tokens: int = 11) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards, values and a mask in float64: a ragged row with a tool's tokens inside, and one without loss tokens."""
+    """Return rewards, values and a mask in float64: a ragged row with a tool's tokens inside, and one without loss tokens."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(rows, tokens, generator=generator) < 0.6
     mask[0, 6:] = False
@@ -33,7 +33,7 @@ def case(seed: int, rows: int = 3, tokens: int = 11) -> tuple[Tensor, Tensor, Te
 
 
 def with_garbage(tensor: Tensor, mask: Tensor) -> Tensor:
-    """The same where the mask is True; nan and the infinities elsewhere."""
+    """Put nan and the infinities where the mask is False."""
     garbage = torch.tensor([math.nan, math.inf, -math.inf], dtype=tensor.dtype)
     return torch.where(mask, tensor, garbage.repeat(tensor.numel())[: tensor.numel()].view_as(tensor))
 

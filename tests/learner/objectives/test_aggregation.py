@@ -65,7 +65,7 @@ def test_a_rows_weight_multiplies_its_share_and_leaves_the_others(mode):
 
 @every_mode
 def test_splitting_into_micro_batches_changes_neither_loss_nor_gradient(mode):
-    """A step over ragged rows in one piece, and row by row with its own padding: global denominators make them equal."""
+    """A step on ragged rows at once equals one row by row, each with its own padding, under global denominators."""
     generator = torch.Generator().manual_seed(0)
     anchor = -torch.rand(9, 6, generator=generator, dtype=torch.float64)
     start = anchor + 0.3 * torch.randn(9, 6, generator=generator, dtype=torch.float64)

@@ -119,7 +119,7 @@ def test_m2po_drops_candidates_from_the_cutoff_on_and_no_others():
     threshold=st.sampled_from([0.005, 0.035, 0.2]),
 )
 def test_m2po_keeps_as_much_as_the_threshold_allows_up_to_equals(squares, threshold):
-    """Against the paper's loop: drop the largest until the mean of the rest is within the threshold."""
+    """Compare with the paper's loop, which drops the largest until the mean of the rest is within the threshold."""
     kept = sorted(squares)
     while kept and sum(kept) / len(kept) > threshold:
         largest = kept[-1]

@@ -42,7 +42,7 @@ def test_unbiased_kl_of_a_token_multiplies_by_the_ratio_and_differentiates_both(
 
 
 class Vocabulary:
-    """Three policies over five tokens; each token is one completion, so that sums over rows are exact expectations."""
+    """Three policies over five tokens. Each token is a completion, so sums over rows are exact expectations."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -56,12 +56,12 @@ class Vocabulary:
         return torch.autograd.grad(scalar, self.logits, retain_graph=True)[0]
 
     def expected_kl_estimate(self, estimator: KlEstimator) -> torch.Tensor:
-        """Over tokens of the policy itself, whose probabilities are constants: they were sampled."""
+        """Return the expectation over tokens that the policy itself sampled; their probabilities are constants."""
         estimates = kl_estimate(self.policy[:, None], self.reference[:, None], self.mask, estimator=estimator)
         return (self.policy.exp().detach() * estimates[:, 0]).sum()
 
     def expected_unbiased_kl(self, estimator: KlEstimator) -> torch.Tensor:
-        """Over tokens of the behavior policy."""
+        """Return the expectation over tokens that the behavior policy sampled."""
         columns = (self.policy[:, None], self.reference[:, None], self.behavior[:, None])
         return (self.behavior.exp() * unbiased_kl(*columns, self.mask, estimator=estimator)[:, 0]).sum()
 

@@ -25,7 +25,7 @@ BAND = {"clip_low": 0.1, "clip_high": 0.2}
 TAU = {"tau_positive": 1.0, "tau_negative": 1.5}
 DUAL_CLIP = 1.6
 SEQUENCE_DUAL_CLIP = 1.05
-"""The means of `random_batch` reach it, also inside the band."""
+"""A cap that mean ratios of `random_batch` reach, some of them inside the band."""
 
 Objective = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLosses]
 
@@ -119,7 +119,7 @@ class Batch(NamedTuple):
 
 
 def random_batch(seed: int, *, vary_advantages: bool = False, spread: float = 0.4, rows: int = 24, tokens: int = 7) -> Batch:
-    """Rows of length 0, 1 and more with holes in them, some without advantage; rubbish where there is no loss token."""
+    """Return rows of length 0, 1 and more with gaps, some without advantage, and garbage outside the mask."""
     generator = torch.Generator().manual_seed(seed)
     anchor = -2 * torch.rand(rows, tokens, generator=generator, dtype=torch.float64)
     policy = anchor + spread * torch.randn(rows, tokens, generator=generator, dtype=torch.float64)
@@ -140,7 +140,7 @@ def random_batch(seed: int, *, vary_advantages: bool = False, spread: float = 0.
 
 
 def run(objective: Objective, batch: Batch, cotangent: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses, clipped, and the gradient of the losses' sum (weighted by `cotangent`)."""
+    """Return losses, clipped, and the gradient of the losses' sum (weighted by `cotangent`)."""
     policy_logprobs = batch.policy_logprobs.clone().requires_grad_()
     losses, clipped, _ = objective(policy_logprobs, *batch[1:])
     (gradient,) = torch.autograd.grad((losses if cotangent is None else losses * cotangent).sum(), policy_logprobs)

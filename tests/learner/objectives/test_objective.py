@@ -1,4 +1,4 @@
-"""Each setting chooses the function of that name, against the right policies."""
+"""Each setting chooses the function of its name, between the right policies."""
 
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ MASK = torch.tensor([[True] * 4, [True, True, False, False], [True, False, True,
 
 
 def make_objective(*overrides: str) -> Objective:
-    """The objective of these settings of the loss, left as open as a user leaves them."""
+    """Return the objective of these settings of the loss."""
     config = load(None, ["rollout.max_new_tokens=100", *(f"loss.{override}" for override in overrides)])
     return resolve_objective(config.loss, max_new_tokens=100)
 
@@ -117,7 +117,7 @@ def test_clipped_ratio_is_the_one_to_the_anchor_that_the_objective_clips(name: s
 
 
 def test_settings_left_open_are_the_objectives_own() -> None:
-    """The objective of a section that nobody completed is that of the completed one."""
+    """An open section and a completed one resolve to the same objective."""
     for name in DEFAULTS:
         for anchor in ("behavior", "proximal"):
             overrides = [f"loss.objective={name}", f"loss.anchor={anchor}", "rollout.max_new_tokens=100"]

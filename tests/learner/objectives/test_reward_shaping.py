@@ -59,7 +59,7 @@ number = 3
 
 @pytest.fixture(scope="module")
 def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A module with a user's length penalties, in the current folder."""
+    """The name of a module with a user's length penalties, in the current folder."""
     folder = tmp_path_factory.mktemp("user")
     (folder / "user_penalties.py").write_text(USER_PENALTIES)
     (folder / "broken_penalties.py").write_text("import os\n1 / 0\n")

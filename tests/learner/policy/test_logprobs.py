@@ -12,11 +12,11 @@ SEQUENCES = [
     ([5, 6, 7, 8, 9], [[10, 11, 12, 13, 14, 15, 16], [17], [], [18, 19, 20]]),
     ([21, 22], [[23, 24, 25, 26, 27, 28], [29, 30]]),
 ]
-"""Two groups; an empty completion and one of a single token among them."""
+"""Two groups, with an empty completion and one of a single token."""
 
 
 Head = tuple[Tensor, Tensor, Tensor]
-"""States, weight and bias."""
+"""Names of states, weight and bias."""
 
 
 def random_head(
@@ -32,7 +32,7 @@ def random_head(
 
 
 def exact(states: Tensor, weight: Tensor, bias: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies in float64, for autodiff."""
+    """Return log-probs and entropies in float64, for autograd."""
     all_logprobs = ((states.double() @ weight.double().T + bias.double()) / temperature).log_softmax(-1)
     entropies = -(all_logprobs.exp() * all_logprobs).sum(-1)
     return all_logprobs.gather(-1, token_ids[:, None]).squeeze(-1), entropies
@@ -77,7 +77,7 @@ def test_the_entropy_alone_has_its_gradient():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the size of the largest tensor that any operation made."""
+    """A dispatch mode that records the size of the largest tensor made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,12 +150,12 @@ def load(folder):
 
 
 def run(module: CompletionLogprobs, packed: Pack, temperature: float = 0.8) -> Any:
-    """What `CompletionLogprobs` makes of a pack."""
+    """Return the log-probs of `CompletionLogprobs` for a pack."""
     return module(packed.token_ids, packed.position_ids, packed.predictors, packed.targets, packed.spans, temperature)
 
 
 def plain_logprobs(policy, temperature: float = 0.8) -> Tensor:
-    """Of all completion tokens, each completion alone with its prompt and without any of our code."""
+    """Return log-probs of all completion tokens, each completion alone with its prompt, from transformers alone."""
     parts = []
     for prompt, completions in SEQUENCES:
         for completion in completions:
@@ -168,7 +168,7 @@ def plain_logprobs(policy, temperature: float = 0.8) -> Tensor:
 
 @pytest.fixture(params=["qwen3", "qwen3_moe", "llama", "windowed_mistral"])
 def folder(request, tiny_model, tiny_moe_model, tmp_path_factory):
-    """A model to load; Mistral's layers see 3 tokens back, less than any completion with its prompt is long."""
+    """A loaded model. Mistral's layers see 3 tokens back, fewer than a completion with its prompt has."""
     from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
     if request.param in ("qwen3", "qwen3_moe"):

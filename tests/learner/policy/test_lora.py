@@ -21,7 +21,7 @@ RANK, ALPHA = 4, 12.0
 SCALE = 3.0
 """`ALPHA / RANK`."""
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""A dense layer's."""
+"""Linear layers of a dense layer."""
 
 PACK = pack([([5, 9], [[6, 6, 40, 7], [4]]), ([8], [[30, 31, 12]])])
 """Eight completion tokens."""
@@ -29,7 +29,7 @@ PACK = pack([([5, 9], [[6, 6, 40, 7], [4]]), ([8], [[30, 31, 12]])])
 
 @pytest.fixture(params=["tiny_model", "tiny_untied_model", "tiny_moe_model"])
 def model(request):
-    """Folders: tied embeddings, a head of its own, experts."""
+    """The folder of a model with tied embeddings, with an untied head, or with experts."""
     return request.getfixturevalue(request.param)
 
 
@@ -45,7 +45,7 @@ def load_adapted(folder, *target_modules: str, dtype: torch.dtype = torch.float3
 
 
 def fill_adapter(policy: PreTrainedModel) -> None:
-    """An adapter that matters: with the policy's own B of 0 nothing would show."""
+    """Give the adapter a random B: with its initial B of 0 it has no effect."""
     generator = torch.Generator().manual_seed(1)
     for name, parameter in policy.named_parameters():
         if ".lora_B." in name:
@@ -57,7 +57,7 @@ def adapted_layers(policy: PreTrainedModel) -> list[str]:
 
 
 def low_high(policy: PreTrainedModel, layer: str) -> tuple[Tensor, Tensor]:
-    """A copy of A `[rank, in_features]` and of B `[out_features, rank]`."""
+    """Return copies of A `[rank, in_features]` and B `[out_features, rank]`."""
     parameters = (policy.get_parameter(f"{layer}.lora_{letter}.default.weight") for letter in "AB")
     low, high = (parameter.detach().clone() for parameter in parameters)
     return low, high
@@ -68,7 +68,7 @@ def copies(policy: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def logprobs_of(module) -> Tensor:
-    """By a `CompletionLogprobs`, or by the engine around it."""
+    """Return log-probs from a `CompletionLogprobs`, or from the engine around it."""
     logprobs, *_ = module(PACK.token_ids, PACK.position_ids, PACK.predictors, PACK.targets, PACK.spans, 1.0)
     return logprobs
 
@@ -133,7 +133,7 @@ def test_of_experts_only_the_attention_is_adapted(tiny_moe_model):
 
 
 def test_a_shared_expert_is_adapted_without_those_beside_it():
-    """peft, which knows this architecture, would take `down_proj` for the experts' and leave the shared expert's alone."""
+    """peft recognizes this architecture: it would adapt the experts' `down_proj` and not the shared expert's."""
     config = Qwen2MoeConfig(
         vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, num_experts=2,
         num_experts_per_tok=1, intermediate_size=8, moe_intermediate_size=8, shared_expert_intermediate_size=8,
@@ -230,7 +230,7 @@ def test_a_model_with_the_merged_weights_has_the_adapted_policys_logprobs(model)
 
 
 def test_merging_adds_in_float32_and_rounds_once(tiny_model):
-    """Above 1 bfloat16 numbers are 2^-7 apart, and a sum half-way between two goes to the even one, here 1."""
+    """Above 1 bfloat16 numbers are 2^-7 apart, and a sum halfway between two is rounded to the even one, here 1."""
     policy = load(tiny_model, torch.bfloat16)
     add_adapter(policy, rank=2, alpha=4.0, target_modules=("q_proj",))
     layer = policy.get_submodule("model.layers.0.self_attn.q_proj")

@@ -20,7 +20,7 @@ def make_spans(lengths) -> tuple[Span, ...]:
 
 
 def visible(spans: tuple[Span, ...], window: int | None) -> Tensor:
-    """`[inputs, inputs]` bool, from who owns an input and at which position it stands."""
+    """Return the visible keys `[inputs, inputs]` bool, from each input's completion and position."""
     prompts, owners, positions = [], [], []
     for span in spans:
         for offset in range(span.length):
@@ -37,7 +37,7 @@ def visible(spans: tuple[Span, ...], window: int | None) -> Tensor:
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scaling: float) -> Tensor:
-    """`[1, inputs, heads, head_size]` from the whole matrix of scores."""
+    """Return attention `[1, inputs, heads, head_size]` from the whole matrix of scores."""
     shared = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
     scores = (query @ key.mT * scaling).masked_fill(~allowed, -math.inf)

@@ -1,4 +1,4 @@
-"""What ranks exchange, between two real processes."""
+"""Gathering tensors between two real processes."""
 
 import multiprocessing
 from multiprocessing.connection import Connection

@@ -43,7 +43,7 @@ def test_every_parameter_comes_once_and_in_order_whatever_the_bucket(bucket_nume
 
 
 class Stack(nn.Module):
-    """More matrices than are read under ZeRO, of different sizes, one of them frozen."""
+    """A module with more matrices than are read under ZeRO, of different sizes, one of them frozen."""
 
     def __init__(self) -> None:
         super().__init__()

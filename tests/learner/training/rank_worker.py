@@ -1,4 +1,4 @@
-"""One learner rank of a test: trains on shared groups under each ZeRO stage; rank 0 writes what came of it.
+"""One learner rank of a test: trains on shared groups under each ZeRO stage; rank 0 writes the results.
 
 `python -m tests.learner.training.rank_worker MODEL RESULT`, with torchrun's variables in the environment.
 """
@@ -17,11 +17,11 @@ from offbeat.learner.training.trainer import Trainer  # noqa: E402
 from tests.learner.training.trainer_cases import EXTRAS, SGD, make_config, make_groups  # noqa: E402
 
 SETTINGS = {0: {}, 1: EXTRAS, 2: {}, 3: EXTRAS}
-"""By ZeRO stage."""
+"""Settings by ZeRO stage."""
 
 
 def train(model: Path, zero_stage: int, checkpoints: Path) -> dict[str, object]:
-    """Two optimizer steps, the second after a checkpoint was saved and loaded by a new trainer."""
+    """Take two optimizer steps, the second by a new trainer that loads the first one's checkpoint."""
     config = make_config(model, zero_stage=zero_stage, deepspeed=SGD, **SETTINGS[zero_stage])
     trainer = Trainer(config)
     # Several chunks a micro-batch, and not as many on every rank.

@@ -9,7 +9,7 @@ from offbeat.protocols.messages import Segment
 
 
 def make_row(num_prompt_tokens: int, num_completion_tokens: int, *, group: int = 0, advantage: float = 1.0) -> Row:
-    """A row of the model's inputs `num_prompt_tokens + num_completion_tokens - 1`."""
+    """Return a row with `num_prompt_tokens + num_completion_tokens - 1` inputs of the model."""
     prompt = np.arange(1, 1 + num_prompt_tokens, dtype=np.int32)
     completion = np.arange(101, 101 + num_completion_tokens, dtype=np.int32)
     logprobs = -np.arange(1, 1 + num_completion_tokens, dtype=np.float32)
@@ -75,7 +75,7 @@ rows_of_groups = st.lists(
 
 
 def as_rows(groups: list[tuple[int, list[int]]]) -> list[Row]:
-    """Rows with their number as their advantage."""
+    """Return rows whose advantage is their number."""
     rows = [make_row(prompt, length, group=group) for group, (prompt, lengths) in enumerate(groups) for length in lengths]
     return [row._replace(advantage=float(number)) for number, row in enumerate(rows)]
 

@@ -1,3 +1,5 @@
+"""Checkpoint folders are whole or ignored, and pruned from the oldest."""
+
 from pathlib import Path
 
 import pytest
@@ -76,7 +78,7 @@ def test_checkpoint_that_does_not_fit_is_refused_before_anything_is_written(tmp_
 
 
 def test_death_at_any_moment_of_replacing_a_checkpoint_leaves_a_whole_one(tmp_path, monkeypatch):
-    """Every call that changes the folders is where the process may end."""
+    """Kill the process at every call that changes the folders."""
     for moment in range(100):
         root = tmp_path / str(moment)
         write(root, 1, "one")
@@ -108,7 +110,7 @@ class Death(BaseException):
 
 
 class Life:
-    """So many calls, then death."""
+    """Allow `num_calls` calls, then raise `Death`."""
 
     def __init__(self, num_calls):
         self.num_calls_left = num_calls

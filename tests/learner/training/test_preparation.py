@@ -24,7 +24,7 @@ REFERENCE = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, -2.0, 0.0]])
 
 
 def micro_batch() -> MicroBatch:
-    """Completions of 3 and 2 tokens with rewards 4 and -2, advantages 1 and -1, behavior log-probs -1.5."""
+    """Return completions of 3 and 2 tokens with rewards 4 and -2, advantages 1 and -1, behavior log-probs -1.5."""
 
     def row(length: int, reward: float, advantage: float) -> Row:
         ids = np.ones(length, dtype=np.int32)
@@ -35,7 +35,7 @@ def micro_batch() -> MicroBatch:
 
 
 def rule(**settings: Any) -> AdvantageRule:
-    """The rule of these settings under GSPO."""
+    """Return the rule of these settings under GSPO."""
     return resolve_advantage(AdvantageSection(**settings), objective="gspo")
 
 

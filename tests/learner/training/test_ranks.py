@@ -1,4 +1,4 @@
-"""Rank 0's calls as the other ranks hear them: through bytes, and between two real processes."""
+"""Calls of rank 0 reach the other ranks: through bytes, and between two real processes."""
 
 import multiprocessing
 import os
@@ -103,7 +103,7 @@ def test_command_survives_the_way_to_the_other_ranks(command: Any) -> None:
 
 
 class FakeTrainer:
-    """Writes down what it is called with."""
+    """A trainer that records its calls."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -144,7 +144,7 @@ class FakeTrainer:
 
 
 def command_all(trainer: RankedTrainer) -> None:
-    """Rank 0's part: every call once."""
+    """Make every call of rank 0 once."""
     trainer.idle()
     assert trainer.load_checkpoint(Path("c")) == b"kept"
     assert trainer.train_batch([make_group([3, 4]), make_group([1])]) == [{"loss/policy": 0.5}]
@@ -157,7 +157,7 @@ def command_all(trainer: RankedTrainer) -> None:
 
 
 def run_rank(rank: int, store: str, connection: Connection, is_fatal: bool) -> None:
-    """One rank's process; rank 0 dies after its first call if `is_fatal`."""
+    """Run one rank's process; rank 0 dies after its first call if `is_fatal`."""
     dist.init_process_group("gloo", store=FileStore(store, 2), rank=rank, world_size=2)
     fake = FakeTrainer(world_size=2)
     trainer = RankedTrainer(cast("Trainer", fake))
@@ -177,7 +177,7 @@ def run_rank(rank: int, store: str, connection: Connection, is_fatal: bool) -> N
 
 
 def run_both(store: Path, *, is_fatal: bool = False) -> list[Any]:
-    """What each rank sent; None for one that died before."""
+    """Run two ranks; return the message of each, None for one that died before it sent any."""
     connections, processes = [], []
     for rank in range(2):
         ours, theirs = context.Pipe()

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).parents[3]
 NOT_RESUMED = {"time/train_s", "time/prepare_s", "loss/grad_cosine"}
-"""Metrics that are not the same in a step after a checkpoint was loaded: there is no earlier gradient to compare with."""
+"""Metrics that differ in the first step after a checkpoint is loaded: times, and the cosine with the gradient before."""
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def weights_of(trainer) -> dict[str, torch.Tensor]:
 
 
 def with_own_logprobs(trainer, groups: list[Group]) -> list[Group]:
-    """The groups as an engine with the trainer's very numerics would have sampled them."""
+    """Return the groups as an engine with the trainer's own numerics would have sampled them."""
 
     def rescored(group: Group) -> Group:
         start = len(group.prompt_token_ids)
@@ -57,7 +57,7 @@ def with_own_logprobs(trainer, groups: list[Group]) -> list[Group]:
 
 @pytest.fixture(scope="module")
 def trainer(tiny_model):
-    """Shared by tests that leave its weights alone."""
+    """A trainer for tests that do not change its weights."""
     with running(make_config(tiny_model)) as trainer:
         yield trainer
 
@@ -137,7 +137,7 @@ def test_on_policy_groups_have_ratio_one_and_the_policy_gradient(tiny_model, pol
     ],
     ids=str,
 )
-def test_a_gradient_that_is_only_looked_at_is_the_steps_and_changes_nothing(tiny_model, dtype, settings):
+def test_gradient_without_a_step_is_the_steps_and_changes_nothing(tiny_model, dtype, settings):
     kl = KlSection(loss_coef=0.1, target=0.01)
     config = make_config(tiny_model, dtype=dtype, kl=kl, reward=RewardSection(norm_std="running"), **settings)
     groups = make_groups(3)
@@ -379,7 +379,7 @@ def test_a_model_that_caps_its_logits_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def two_ranks(tiny_model, tmp_path_factory):
-    """What two rank processes wrote: `tests.learner.training.rank_worker`."""
+    """The results of two processes of `tests.learner.training.rank_worker`."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(2, tiny_model, folder / "result.pt")
     return folder, torch.load(folder / "result.pt", weights_only=True)

@@ -1,4 +1,4 @@
-"""The trainer beside a noise floor: what it compares with an engine, and what of a step it calls noise."""
+"""The trainer with a noise floor: its comparison with an engine, and the share of noise in a step's metrics."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def test_comparison_is_the_plain_forward_pass_less_the_engines_logprobs(tiny_mod
 def test_step_says_what_of_its_clip_fraction_and_divergence_is_noise(tiny_model: Path, tmp_path: Path) -> None:
     file = str(save_calibration(make_calibration(), tmp_path))
     floor = load_calibration(file).floor
-    # Narrow for the floor that is given, and wide for the log-probs, which are the trainer's own: all of it is noise foretold.
+    # Narrow for the given floor, and wide for the log-probs, which are the trainer's own: the floor alone expects clips.
     band = {"clip_low": 1e-3, "clip_high": 2e-3}
     with running(make_config(tiny_model, loss={**band, "noise_floor": file})) as trainer:
         groups = with_own_logprobs(trainer, make_groups(3))

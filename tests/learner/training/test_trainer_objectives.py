@@ -1,4 +1,4 @@
-"""The trainer with what a run may have besides GSPO: against the model's own autograd, and over several steps."""
+"""The trainer with objectives besides GSPO, KL, critic, adapter: against autograd, and over several steps."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def policy(tiny_model: Path) -> Any:
 
 
 def completion_logits(policy: Any, group: Group, index: int) -> torch.Tensor:
-    """`[tokens, vocabulary]` log-probs of one completion's positions, by a plain forward pass."""
+    """Return log-probs `[tokens, vocabulary]` at one completion's positions, from a plain forward pass."""
     row = torch.tensor([[*group.prompt_token_ids, *group.rollouts[index].token_ids]])
     return policy(input_ids=row).logits[0, len(group.prompt_token_ids) - 1 : -1].log_softmax(-1)
 

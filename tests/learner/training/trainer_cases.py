@@ -1,4 +1,4 @@
-"""Groups and settings that several trainer tests share, also with the rank processes they start."""
+"""Groups and settings that trainer tests share with each other and with their rank processes."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -24,11 +24,11 @@ VOCABULARY = range(4, 44)
 
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 1e9}}}
 """`train.deepspeed` under which weights show gradients: Adam's first step is the gradient's sign, rounding noise included.
-The learning rate is `train.learning_rate` all the same."""
+The learning rate is still `train.learning_rate`."""
 
 
 def make_groups(num_groups: int, *, group_size: int = 4, seed: int = 0, policy_version: int = 0) -> list[Group]:
-    """Random groups: prompts of 2 to 8 tokens, completions of 1 to 12, behavior log-probs near the uniform policy's."""
+    """Return random groups: prompts of 2 to 8 tokens, completions of 1 to 12, behavior log-probs near the uniform policy's."""
     random = np.random.default_rng(seed)
     return [
         Group(
@@ -69,7 +69,7 @@ def make_config(
     lora: LoraSection | None = None,
     **train: Any,
 ) -> Config:
-    """A run on `model`, 3 groups a step, a clip band of 0.5 and small micro-batches unless overridden."""
+    """Return a config of 3 groups a step, a clip band of 0.5 and small micro-batches, unless overridden."""
     settings: dict[str, Any] = {"groups_per_step": 3, "micro_batch_tokens": 64, "learning_rate": 0.1, **train}
     return complete(
         Config(
@@ -89,4 +89,4 @@ EXTRAS: dict[str, Any] = {
     "advantage": AdvantageSection(whiten=True, clip=1.5),
     "kl": KlSection(loss_coef=0.1, reward_coef=0.01),
 }
-"""For `make_config`: whatever makes the ranks talk to each other before the loss."""
+"""Arguments of `make_config` that make ranks exchange tensors before the loss."""
