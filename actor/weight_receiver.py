@@ -19,30 +19,35 @@ from offbeat.actor.weight_pull import PullError, pull_weights
 from offbeat.common.collectives import CollectiveError, Rendezvous, WeightGroup, connect_store
 from offbeat.common.weights import WRONG_CHECKSUM, WeightBuffer, checksum
 from offbeat.protocols.channels import Link
-from offbeat.protocols.messages import TensorSpec, WeightPull, WeightUpdate
+from offbeat.protocols.messages import TensorSpec, WeightPull, WeightsStaged, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
 
 class Outcome(NamedTuple):
-    """How a transfer ended."""
+    """The end of a transfer."""
 
     policy_version: int
-    epoch: int
-    """The collective's; -1 for a pull."""
-    error: str
-    """Empty: the whole version lies in the buffer."""
+    epoch: int | None
+    """The collective's membership epoch; None for a pull."""
+    error: str | None
+    """None when the whole version lies in the buffer."""
+
+    def as_message(self) -> WeightsStaged:
+        """Return the report to the learner."""
+        epoch = -1 if self.epoch is None else self.epoch
+        return WeightsStaged(policy_version=self.policy_version, epoch=epoch, error=self.error or "")
 
 
 class ChecksumError(RuntimeError):
-    """The bytes are all there and are not the learner's."""
+    """All bytes arrived, and they are not the learner's."""
 
 
 class WeightReceiver:
-    """See the module's docstring. All methods are for the actor's loop; the thread is inside."""
+    """A thread that receives weights, and its staging buffer. All methods are for the actor's loop."""
 
     def __init__(self, layout: tuple[TensorSpec, ...], open_link: Callable[[str], Link]) -> None:
-        """`open_link(address)` connects to the weight server, under the identity that the hub knows this actor by."""
+        """`open_link(address)` connects to the weight server under the identity that the hub knows this actor by."""
         self.layout = layout
         self.buffer = WeightBuffer(layout)
         self._open_link = open_link
@@ -60,19 +65,19 @@ class WeightReceiver:
         self._thread.start()
 
     def announce(self, update: WeightUpdate | WeightPull) -> None:
-        """The learner wants this actor to take this version; it replaces one that is not under way between two members."""
+        """Ask for this version. It replaces an announced one; a transfer under way is given up where that is possible."""
         with self._changed:
             self._announced = update
             self._changed.notify_all()
 
     @property
     def is_busy(self) -> bool:
-        """An update is announced or under way, or `outcome` was not asked for since."""
+        """An update is announced or under way, or has an outcome that was not fetched."""
         with self._changed:
             return self._is_receiving or self._announced is not None or self._outcome is not None
 
     def outcome(self) -> Outcome | None:
-        """The transfer that ended since the last call. After a success: commit, then `release`."""
+        """Return the transfer that ended since the last call. After a success, commit from `buffer`, then `release`."""
         with self._changed:
             if self._failure is not None:
                 raise self._failure
@@ -80,30 +85,33 @@ class WeightReceiver:
             return outcome
 
     def release(self) -> None:
-        """The buffer may be overwritten."""
+        """Let the next update overwrite the buffer."""
         with self._changed:
             self._is_buffer_free = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the thread, within a second; one that is inside a collective ends with that, or with the process."""
+        """End the thread. Waits a second; a thread inside a collective ends with the collective, or with the process."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join(1.0)
 
     def _run(self) -> None:
-        """Consumes: announced updates and pulls. Waits for: the buffer to be released, then the learner's go or the next
-        chunk. Unblocked by: `announce`, `release`, `close`, the deadline. Produces: outcomes."""
+        """Receive one update after the other.
+
+        Consumes: announced updates and pulls. Waits for: the release of the buffer, then the learner's go or the next chunk.
+        Unblocked by: `announce`, `release`, `close`, the deadline. Produces: outcomes.
+        """
         try:
             while (update := self._next_update()) is not None:
                 error = self._receive(update)
                 with self._changed:
                     self._is_receiving = False
-                    self._is_buffer_free = bool(error)
-                    # The end of an update that a newer one replaced is news to nobody.
-                    if not error or self._announced is None:
-                        epoch = update.epoch if isinstance(update, WeightUpdate) else -1
+                    self._is_buffer_free = error is not None
+                    # The learner does not care how an update failed that it has replaced by a newer one.
+                    if error is None or self._announced is None:
+                        epoch = update.epoch if isinstance(update, WeightUpdate) else None
                         self._outcome = Outcome(update.policy_version, epoch, error)
             self._drop_group()
             self._store = None
@@ -121,13 +129,13 @@ class WeightReceiver:
     def _is_superseded(self) -> bool:
         return self._is_closed or self._announced is not None
 
-    def _receive(self, update: WeightUpdate | WeightPull) -> str:
-        """Fill the buffer; the error, if that failed or the bytes are not the learner's."""
+    def _receive(self, update: WeightUpdate | WeightPull) -> str | None:
+        """Fill the buffer. Return the error if that failed or the bytes are not the learner's, else None."""
         try:
             if isinstance(update, WeightPull):
                 pull_weights(update, self.buffer.flat, self._open_link, self._is_superseded)
             else:
-                self._take_part(update)
+                self._join_collective(update)
             received = checksum(self.buffer.flat)
             if received != update.checksum:
                 raise ChecksumError(f"{WRONG_CHECKSUM}: {received:08x} arrived, {update.checksum:08x} was announced")
@@ -137,10 +145,10 @@ class WeightReceiver:
             if not self._is_closed:
                 logger.warning("weights %d: %s", update.policy_version, error)
             return str(error).splitlines()[0]
-        return ""
+        return None
 
-    def _take_part(self, update: WeightUpdate) -> None:
-        """Be a member of one collective."""
+    def _join_collective(self, update: WeightUpdate) -> None:
+        """Receive one broadcast as a member of the update's epoch."""
         store = self._connect(update)
         if self._group is not None and self._group.epoch != update.epoch:
             self._drop_group()

@@ -256,7 +256,10 @@ class Link:
         """Start to connect; raise `ChannelError` for an address that is none. With `key` the learner must own `learner_key`."""
         assert (key is None) == (learner_key is None), "a key without the learner's, or the reverse"
         self._address = address
-        self._owner = None if key is None else key.owner
+        self._identity = identity
+        self._max_message_bytes = max_message_bytes
+        self._key = key
+        self._learner_key = learner_key
         self._refusal: str | None = None
         self._is_given_up = False
         self._connected_at = time.monotonic()
@@ -309,6 +312,16 @@ class Link:
         self._read_events()
         return self._refusal
 
+    def second_link(self, address: str) -> "Link":
+        """Return a link to another socket of the learner, with the same identity and keys."""
+        return Link(
+            address,
+            identity=self._identity,
+            max_message_bytes=self._max_message_bytes,
+            key=self._key,
+            learner_key=self._learner_key,
+        )
+
     def reconnect(self) -> None:
         """Replace the connection by a new one. Messages under way on the old one may be lost."""
         self._is_given_up = False
@@ -343,16 +356,18 @@ class Link:
         wants_keys = "set hub.key, hub.learner_key and hub.allowed_keys (`offbeat keygen` makes the files)"
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             return None
-        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and self._owner is not None:
-            line = self._owner.line()
-            return f"{learner} does not know the key of this {self._owner.role}: add the line `{line}` to its hub.allowed_keys"
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and self._key is not None:
+            owner = self._key.owner
+            return (
+                f"{learner} does not know the key of this {owner.role}: add the line `{owner.line()}` to its hub.allowed_keys"
+            )
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             if value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
                 return f"what answers at {self._address} is no learner: correct hub.address"
-            if self._owner is None:
+            if self._key is None:
                 return f"{learner} demands keys, and this side has none: {wants_keys}"
             return f"{learner} works without keys, and this side has one: {wants_keys} for the learner too"
-        if self._owner is None:
+        if self._key is None:
             return f"{learner} breaks off the handshake: it demands keys ({wants_keys}), is no learner, or ended just now"
         causes = "hub.learner_key is not its public key, it works without keys, or it ended just now"
         return f"{learner} breaks off the handshake: {causes}"

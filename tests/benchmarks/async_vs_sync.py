@@ -162,6 +162,7 @@ def act(connection: Connection) -> None:
     """One actor after another in this process; each command is `(hub address, name, sigma)`, each result CPU seconds."""
     prepare_environment()
     # Imported here: they import transformers, which wants the environment prepared.
+    from offbeat.actor.contact import ActorIdentity
     from offbeat.actor.rewards import RewardRunner
     from offbeat.actor.service import ActorService
 
@@ -173,22 +174,18 @@ def act(connection: Connection) -> None:
         engine = SleepEngine(lambda request_id, sigma=sigma: _length(sigma, request_id))
         config = Config(hub=HubSection(address=address), actor=ActorSection(max_inflight_groups=GROUPS_PER_ACTOR))
         reward = f"{no_reward.__module__}:{no_reward.__name__}"
-        incarnation = time.time_ns()
-        identity = f"{name}/{incarnation}".encode()
-        open_link = functools.partial(Link, identity=identity, max_message_bytes=MAX_MESSAGE_BYTES)
+        identity = ActorIdentity(name, time.time_ns())
         with (
             contextlib.closing(RewardRunner(reward, num_workers=1, timeout_s=PATIENCE_S)) as rewards,
-            open_link(address) as link,
+            Link(address, identity=identity.peer(), max_message_bytes=MAX_MESSAGE_BYTES) as link,
         ):
             ActorService(
-                name=name,
-                incarnation=incarnation,
+                identity=identity,
                 config=config,
                 engine=engine,
                 tokenizer=cast("PreTrainedTokenizerBase", NoTokenizer()),
                 rewards=rewards,
                 link=link,
-                open_pull_link=open_link,
                 stop=StopRequest(),
             ).run()
         connection.send(time.process_time() - started)

@@ -23,7 +23,7 @@ from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.standings import Recipient
 from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.channels import Hub, Link
-from offbeat.protocols.messages import LearnerMessage, TensorSpec, WeightPull, WeightsCommitted, WeightsStaged, WeightUpdate
+from offbeat.protocols.messages import LearnerMessage, TensorSpec, WeightPull, WeightsCommitted, WeightUpdate
 
 SMALL = make_layout([("embed", (7, 3)), ("scale", ()), ("head", (5,))], torch.bfloat16)
 LARGE = make_layout([("embed", (4096, 4096))], torch.float32)
@@ -176,15 +176,15 @@ class Fleet:
         assert isinstance(outcome, Outcome)
         if receiver.is_mute:
             return
-        version, epoch = outcome.policy_version, outcome.epoch
+        version = outcome.policy_version
         if receiver.num_breaks:
             receiver.num_breaks -= 1
             outcome = outcome._replace(error="bucket 1 of 1: Connection reset by peer")
         if not outcome.error:
             receiver.checksums[version] = received
-            receiver.epochs[version] = epoch
+            receiver.epochs[version] = outcome.as_message().epoch
             receiver.policy_version = version
-        self.publisher.handle(receiver.name, WeightsStaged(policy_version=version, epoch=epoch, error=outcome.error))
+        self.publisher.handle(receiver.name, outcome.as_message())
         if not outcome.error:
             self.publisher.handle(receiver.name, WeightsCommitted(policy_version=version, stall_s=0.0))
 

@@ -1,0 +1,166 @@
+"""The actor's contact with the learner: hello and welcome, heartbeats, and what happens when the learner is silent."""
+
+import importlib.metadata
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from offbeat.common.config import Config
+from offbeat.common.shutdown import ServiceError
+from offbeat.protocols.channels import Link
+from offbeat.protocols.messages import ActorHeartbeat, ActorMessage, ActorStats, EngineInfo, Hello, LearnerHeartbeat, Welcome
+from offbeat.protocols.wire import Array, FromLearner, UnknownMessageError, VersionError
+
+logger = logging.getLogger(__name__)
+
+HELLO_INTERVAL_S = 1.0
+"""Seconds between two hellos that are not answered."""
+LOG_WAITING_INTERVAL_S = 30.0
+"""Seconds between two log lines of an actor that waits for the learner."""
+
+
+class RefusedError(ServiceError):
+    """The learner does not work with this actor, or does not answer; the text says why."""
+
+
+class ActorIdentity(NamedTuple):
+    """The names of one actor process."""
+
+    name: str
+    """Unique among live actors."""
+    incarnation: int
+    """Random, one for each process."""
+
+    def peer(self) -> bytes:
+        """Return the identity of the actor's connections."""
+        return f"{self.name}/{self.incarnation:x}".encode()
+
+
+class LearnerContact:
+    """The actor's side of the handshake. Everything between actor and hub goes through it."""
+
+    def __init__(
+        self,
+        link: Link,
+        identity: ActorIdentity,
+        config: Config,
+        engine: EngineInfo,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._link = link
+        self._identity = identity
+        self._config = config
+        self._engine = engine
+        self._clock = clock
+        self._software = importlib.metadata.version("offbeat")
+        self._address = config.hub.address
+        self._is_welcome = False
+        self._run_id: str | None = None
+        self._learner_incarnation: int | None = None
+        self._newest_lease_id: int | None = None
+        """The learner's newest lease for this actor, as its last heartbeat said."""
+        now = clock()
+        self._heard_at = now
+        self._searching_since = now
+        self._hello_at = float("-inf")
+        self._heartbeat_at = float("-inf")
+        self._logged_waiting_at = now
+
+    @property
+    def is_welcome(self) -> bool:
+        """The learner knows this actor, as far as the actor can tell."""
+        return self._is_welcome
+
+    def send(self, message: ActorMessage, *arrays: Array) -> bool:
+        """Queue a message. Return False when there is no connection now."""
+        return self._link.send(message, *arrays)
+
+    def receive(self, timeout_s: float) -> FromLearner | None:
+        """Return the next message, or None at the timeout. Raise `RefusedError` for a learner of another major version."""
+        try:
+            received = self._link.receive(timeout_s)
+        except UnknownMessageError as error:
+            # A newer learner does without an answer to messages that are new.
+            logger.debug("ignored: %s", error)
+            return None
+        except VersionError as error:
+            raise RefusedError(f"the learner at {self._address}: {error}") from error
+        if received is not None:
+            self._heard_at = self._clock()
+        return received
+
+    def accept(self, welcome: Welcome) -> bool:
+        """Take note that the learner admitted this actor. Return True when it is another process than the one before."""
+        is_another = self._learner_incarnation not in (None, welcome.learner_incarnation)
+        if not self._is_welcome:
+            logger.info("joined run %s at policy version %d", welcome.run_id, welcome.policy_version)
+        self._is_welcome = True
+        self._run_id = welcome.run_id
+        self._learner_incarnation = welcome.learner_incarnation
+        # The hello listed all leases held here. The learner takes back the others itself, and counts anew.
+        self._newest_lease_id = None
+        return is_another
+
+    def note_heartbeat(self, heartbeat: LearnerHeartbeat) -> None:
+        """Remember the newest lease that the learner sent to this actor."""
+        self._newest_lease_id = None if heartbeat.newest_lease_id < 0 else heartbeat.newest_lease_id
+
+    def lose(self) -> None:
+        """Start to look for the learner again."""
+        # Since now, not since the last message: an actor that was suspended must not give up before it has looked.
+        self._searching_since = self._clock()
+        self._is_welcome = False
+
+    def reconnect_if_silent(self) -> None:
+        """Give up a connection on which nothing was heard for `hub.dead_after_s`."""
+        silent_s = self._clock() - self._heard_at
+        if self._is_welcome and silent_s > self._config.hub.dead_after_s:
+            logger.warning("the learner at %s is silent for %.1f s", self._address, silent_s)
+            # The connection may be half open, or closed to this actor's key. A new one shows which.
+            self._link.reconnect()
+            self.lose()
+
+    def say_hello(self, lease_ids: tuple[int, ...]) -> None:
+        """Send a hello when one is due. Raise `RefusedError` after `actor.connect_timeout_s` without a welcome."""
+        now = self._clock()
+        self._check_patience(now - self._searching_since)
+        if now - self._hello_at < HELLO_INTERVAL_S:
+            return
+        hello = Hello(
+            actor=self._identity.name,
+            incarnation=self._identity.incarnation,
+            engine=self._engine,
+            temperature=self._config.rollout.temperature,
+            reward=self._config.task.reward,
+            software=self._software,
+            run_id=self._run_id or "",
+            lease_ids=lease_ids,
+        )
+        if self._link.send(hello):
+            self._hello_at = now
+
+    def is_heartbeat_due(self) -> bool:
+        """Return True when `hub.heartbeat_s` passed since the last heartbeat."""
+        return self._clock() - self._heartbeat_at >= self._config.hub.heartbeat_s
+
+    def send_heartbeat(self, policy_version: int, stats: ActorStats, lease_ids: tuple[int, ...]) -> None:
+        """Tell the learner the state of this actor."""
+        self._heartbeat_at = self._clock()
+        newest_lease_id = -1 if self._newest_lease_id is None else self._newest_lease_id
+        self._link.send(
+            ActorHeartbeat(policy_version=policy_version, stats=stats, lease_ids=lease_ids, seen_lease_id=newest_lease_id)
+        )
+
+    def _check_patience(self, searching_s: float) -> None:
+        limit_s = self._config.actor.connect_timeout_s
+        if limit_s and searching_s > limit_s:
+            cure = self._link.refusal() or "start `offbeat learner`, or correct hub.address"
+            raise RefusedError(
+                f"no learner answered at {self._address} for {searching_s:.0f} s (actor.connect_timeout_s): {cure}"
+            )
+        if self._clock() - self._logged_waiting_at > LOG_WAITING_INTERVAL_S:
+            self._logged_waiting_at = self._clock()
+            refusal = self._link.refusal()
+            reason = "" if refusal is None else f": {refusal}"
+            logger.info("waiting for the learner at %s, %.0f s so far%s", self._address, searching_s, reason)

@@ -1,0 +1,317 @@
+"""An `ActorService` on a thread, with a fake engine, and the learner's end of its hub."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from offbeat.actor.contact import ActorIdentity
+from offbeat.actor.engine import Completion, Score
+from offbeat.actor.rewards import Rewarded, RewardFailure, RewardRunner
+from offbeat.actor.service import ActorService
+from offbeat.common.config import ActorSection, Config, HubSection, MetricsSection
+from offbeat.common.shutdown import StopRequest
+from offbeat.common.weights import make_layout
+from offbeat.protocols.channels import Hub, Link
+from offbeat.protocols.messages import (
+    ActorHeartbeat,
+    ActorMessage,
+    Credit,
+    EngineInfo,
+    Hello,
+    LearnerHeartbeat,
+    LearnerMessage,
+    Lease,
+    ModelHashes,
+    Sampling,
+    Segment,
+    Welcome,
+)
+from offbeat.protocols.wire import FromActor
+
+LIMIT = 1 << 20
+PATIENCE_S = 10.0
+LAYOUT = make_layout([("w", (3, 2))], torch.float32)
+CANARY = np.array([5, 6, 7], np.int32)
+ENGINE = EngineInfo("fake", "1", "float32", "cpu", 64, ModelHashes("", "", ""))
+IDENTITY = ActorIdentity("actor-0", 1)
+PEER = IDENTITY.peer()
+
+M = TypeVar("M", bound=ActorMessage)
+
+
+class FakeEngine:
+    """Completes the request `lease/index` with the tokens `[lease, index]`, one request a step, unless `is_held`."""
+
+    def __init__(self, policy_version: int = 0) -> None:
+        self.info = ENGINE
+        self.policy_version = policy_version
+        self.num_generated_tokens = 0
+        self.is_held = False
+        self.running: list[str] = []
+        self.aborted: list[str] = []
+        self.weights: dict[str, torch.Tensor] = {}
+        self.routed_experts: NDArray[np.int32] | None = None
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.running)
+
+    def submit(self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+        self.running.append(request_id)
+
+    def step(self) -> list[Completion]:
+        if self.is_held or not self.running:
+            time.sleep(0.001)
+            return []
+        request_id = self.running.pop()
+        self.num_generated_tokens += 2
+        tokens = np.array([int(part) for part in request_id.split("/")], np.int32)
+        return [Completion(request_id, tokens, -tokens.astype(np.float32), "stop", (Segment(self.policy_version, 0),))]
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        self.aborted += [request_id for request_id in request_ids if request_id in self.running]
+        self.running = [request_id for request_id in self.running if request_id not in self.aborted]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv: bool) -> None:
+        self.weights = {name: tensor.clone() for name, tensor in weights}
+        self.policy_version = policy_version
+
+    def score(self, token_ids: Sequence[int]) -> Score:
+        return Score(-np.array(token_ids[1:], np.float32), self.routed_experts)
+
+    def close(self) -> None:
+        pass
+
+
+class FakeRewards:
+    """Rewards a completion with the number of its characters; fails for the prompt `bad`; returns nothing while `is_held`."""
+
+    def __init__(self) -> None:
+        self.is_held = False
+        self.num_polls = 0
+        self.submitted: list[tuple[str, dict[str, Any]]] = []
+        self._results: list[Rewarded | RewardFailure] = []
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._results)
+
+    def submit(self, key: int, prompt: str, completions: Sequence[str], row: dict[str, Any]) -> None:
+        self.submitted.append((prompt, row))
+        rewarded = Rewarded(key, tuple(float(len(text)) for text in completions))
+        self._results.append(RewardFailure(key, "reward_error", "no such row") if prompt == "bad" else rewarded)
+
+    def poll(self) -> list[Rewarded | RewardFailure]:
+        self.num_polls += 1
+        if self.is_held:
+            return []
+        results, self._results = self._results, []
+        return results
+
+
+class FakeTokenizer:
+    """Decodes token n as n letters."""
+
+    def decode(self, token_ids: NDArray[np.int32], *, skip_special_tokens: bool) -> str:
+        return "x" * int(token_ids.sum())
+
+
+class FakeStop:
+    """A `StopRequest` without signals."""
+
+    reason = "SIGTERM"
+
+    def __init__(self) -> None:
+        self.is_requested = False
+
+    def __bool__(self) -> bool:
+        return self.is_requested
+
+
+class Learner:
+    """The test's end of the hub: waits for messages of one kind and keeps the others."""
+
+    def __init__(self) -> None:
+        self.hub = Hub("tcp://127.0.0.1:0", max_message_bytes=LIMIT)
+        self.incarnation = 1
+        self.max_message_bytes = LIMIT
+        self.newest_lease_id = -1
+        """Answer to heartbeats."""
+        self.unread: list[FromActor] = []
+
+    def send(self, message: LearnerMessage, *arrays: NDArray[np.int32]) -> None:
+        assert self.hub.send(PEER, message, *arrays)
+
+    def wait(self, kind: type[M], patience_s: float = PATIENCE_S) -> M:
+        return self.wait_packet(kind, patience_s)[0]
+
+    def wait_packet(self, kind: type[M], patience_s: float = PATIENCE_S) -> tuple[M, tuple[Any, ...]]:
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            for packet in self.unread:
+                if isinstance(packet.message, kind):
+                    self.unread.remove(packet)
+                    return packet.message, packet.arrays
+            self.read(0.02)
+        raise AssertionError(f"no {kind.__name__} within {patience_s} s")
+
+    def wait_heartbeat(self, claim: Callable[[ActorHeartbeat], bool]) -> ActorHeartbeat:
+        """Return the first heartbeat, of those not read yet, for which the claim holds."""
+        self.unread = [packet for packet in self.unread if not isinstance(packet.message, ActorHeartbeat)]
+        deadline = time.monotonic() + PATIENCE_S
+        while not claim(heartbeat := self.wait(ActorHeartbeat)):
+            assert time.monotonic() < deadline, heartbeat
+        return heartbeat
+
+    def wait_until_held(self, *lease_ids: int) -> ActorHeartbeat:
+        """Wait until the actor holds exactly these leases, at work or unacknowledged."""
+        return self.wait_heartbeat(lambda heartbeat: sorted(heartbeat.lease_ids) == sorted(lease_ids))
+
+    def read(self, timeout_s: float) -> None:
+        self.hub.wait(timeout_s)
+        while (received := self.hub.receive()) is not None:
+            if received.peer != PEER:
+                # Of a connection that the actor has given up: the ROUTER has given its name to the new one.
+                continue
+            assert isinstance(received.packet, FromActor)
+            if isinstance(received.packet.message, ActorHeartbeat):
+                self.hub.send(PEER, LearnerHeartbeat(newest_lease_id=self.newest_lease_id))
+            self.unread.append(received.packet)
+
+    def forget(self) -> None:
+        """Drop all messages that have arrived."""
+        self.read(0.05)
+        self.unread.clear()
+
+    def hears_no(self, kind: type[ActorMessage], seconds: float = 0.3) -> bool:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.read(0.02)
+        return not any(isinstance(packet.message, kind) for packet in self.unread)
+
+    def welcome(self) -> Credit:
+        """Answer a hello, and return the actor's credit."""
+        self.wait(Hello)
+        self.send(self.make_welcome(), CANARY)
+        return self.wait(Credit)
+
+    def make_welcome(self) -> Welcome:
+        return Welcome(
+            run_id="r",
+            learner_incarnation=self.incarnation,
+            max_message_bytes=self.max_message_bytes,
+            layout=LAYOUT,
+            policy_version=0,
+        )
+
+    def lease(self, lease_id: int, *, min_policy_version: int = 0, group_size: int = 2, prompt: str = "1+1=") -> None:
+        lease = Lease(
+            lease_id=lease_id,
+            prompt_id=9,
+            group_size=group_size,
+            sampling=Sampling(8),
+            min_policy_version=min_policy_version,
+            timeout_s=60.0,
+            prompt=prompt,
+            row='{"answer": "2"}',
+        )
+        self.send(lease, np.array([1, 2], np.int32))
+
+    def restart(self) -> None:
+        """Replace the hub by one at the same address that knows nobody."""
+        address = self.hub.address
+        self.hub.close()
+        self.unread.clear()
+        self.hub = Hub(address, max_message_bytes=LIMIT)
+
+
+class Actor:
+    """An `ActorService` on a thread."""
+
+    def __init__(self, config: Config, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.rewards = FakeRewards()
+        self.stop = FakeStop()
+        self.skipped_s = 0.0
+        """Seconds that the actor's clock is ahead."""
+        self.reason = ""
+        self.error: BaseException | None = None
+        self._link = Link(config.hub.address, identity=PEER, max_message_bytes=LIMIT)
+        self._service = ActorService(
+            identity=IDENTITY,
+            config=config,
+            engine=engine,
+            tokenizer=cast(Any, FakeTokenizer()),
+            rewards=cast(RewardRunner, self.rewards),
+            link=self._link,
+            stop=cast(StopRequest, self.stop),
+            clock=lambda: time.monotonic() + self.skipped_s,
+        )
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def terminate(self) -> None:
+        """Ask the actor to leave, as SIGTERM does."""
+        self.stop.is_requested = True
+
+    def wait(self) -> str:
+        """Wait for the end; return its reason, or raise the actor's error."""
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+        if self.error is not None:
+            raise self.error
+        return self.reason
+
+    def close(self) -> None:
+        """End the actor without the acknowledgements that it waits for."""
+        self.terminate()
+        deadline = time.monotonic() + PATIENCE_S
+        while self.thread.is_alive() and time.monotonic() < deadline:
+            self.skipped_s += 1000.0
+            self.thread.join(0.02)
+        self._link.close()
+        assert not self.thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self.reason = self._service.run()
+        except Exception as error:  # noqa: BLE001  the test wants to see it
+            self.error = error
+
+
+@contextmanager
+def actor_of(
+    learner: Learner,
+    *,
+    policy_version: int = 0,
+    max_inflight_groups: int = 4,
+    connect_timeout_s: float = 0.0,
+    heartbeat_s: float = 0.1,
+    dead_after_s: float = 5.0,
+    routing_interval: int = 10,
+) -> Iterator[Actor]:
+    """Yield an actor that connects to the learner."""
+    config = Config(
+        actor=ActorSection(max_inflight_groups=max_inflight_groups, connect_timeout_s=connect_timeout_s),
+        hub=HubSection(address=learner.hub.address, heartbeat_s=heartbeat_s, dead_after_s=dead_after_s),
+        metrics=MetricsSection(routing_interval=routing_interval),
+    )
+    actor = Actor(config, FakeEngine(policy_version))
+    try:
+        yield actor
+    finally:
+        actor.close()
+
+
+def eventually(claim: Callable[[], bool], learner: Learner) -> None:
+    """Answer heartbeats until the claim holds; fail after `PATIENCE_S`."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not claim():
+        assert time.monotonic() < deadline
+        learner.read(0.01)

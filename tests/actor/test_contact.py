@@ -1,0 +1,88 @@
+"""Hello, welcome, heartbeats and silence, against a real hub."""
+
+import time
+
+import pytest
+
+from offbeat.actor.contact import RefusedError
+from offbeat.common.config import RolloutSection, TaskSection
+from offbeat.protocols.messages import Ack, ActorHeartbeat, Credit, GroupDone, Hello, Refused, SayHello
+from tests.actor.actor_harness import CANARY, ENGINE, Learner, actor_of
+
+
+def test_hello_says_who_is_there_and_credit_follows_the_welcome(learner: Learner) -> None:
+    with actor_of(learner, policy_version=-1, max_inflight_groups=7):
+        hello = learner.wait(Hello)
+        assert (hello.actor, hello.incarnation, hello.engine) == ("actor-0", 1, ENGINE)
+        assert (hello.temperature, hello.reward) == (RolloutSection().temperature, TaskSection().reward)
+        assert (hello.run_id, hello.lease_ids) == ("", ())
+        again = learner.wait(Hello)
+        assert again == hello, "said again until it is answered"
+        assert learner.welcome() == Credit(capacity=7)
+        beat = learner.wait(ActorHeartbeat)
+        assert (beat.policy_version, beat.lease_ids, beat.seen_lease_id) == (-1, (), -1)
+
+
+def test_heartbeat_lists_what_is_held_and_the_newest_lease_it_knows_of(learner: Learner) -> None:
+    with actor_of(learner) as actor:
+        learner.welcome()
+        actor.engine.is_held = True
+        learner.lease(4)
+        learner.lease(6, min_policy_version=9)
+        learner.wait_until_held(4, 6)
+        learner.newest_lease_id = 6
+        beat = learner.wait_heartbeat(lambda beat: beat.seen_lease_id == 6)
+        assert sorted(beat.lease_ids) == [4, 6]
+        actor.engine.is_held = False
+        learner.wait(GroupDone)
+        learner.forget()
+        assert sorted(learner.wait(ActorHeartbeat).lease_ids) == [4, 6], "kept until it is acknowledged"
+        learner.send(Ack(lease_id=4, outcome="accepted"))
+        learner.wait_until_held(6)
+
+
+def test_after_a_new_welcome_no_lease_counts_as_seen(learner: Learner) -> None:
+    # A learner that took the actor for dead counts anew: the newest lease from before must not make later ones look lost.
+    with actor_of(learner):
+        learner.welcome()
+        learner.newest_lease_id = 6
+        learner.wait_heartbeat(lambda beat: beat.seen_lease_id == 6)
+        learner.send(SayHello())
+        learner.wait(Hello)
+        learner.unread.clear()
+        learner.send(learner.make_welcome(), CANARY)
+        assert learner.wait(ActorHeartbeat).seen_lease_id == -1
+
+
+def test_refusal_raises_with_the_reason(learner: Learner) -> None:
+    with actor_of(learner) as actor:
+        learner.wait(Hello)
+        learner.send(Refused(reason="another tokenizer"))
+        with pytest.raises(RefusedError, match="another tokenizer"):
+            actor.wait()
+
+
+def test_silent_learner_is_greeted_again(learner: Learner) -> None:
+    with actor_of(learner, dead_after_s=1.5) as actor:
+        learner.welcome()
+        learner.unread.clear()
+        # Nobody reads the hub meanwhile, so no heartbeat is answered.
+        time.sleep(2.5)
+        learner.welcome()
+        learner.lease(1)
+        assert learner.wait(GroupDone).lease_id == 1
+        assert actor.thread.is_alive()
+
+
+def test_learner_that_answers_heartbeats_is_not_greeted_again(learner: Learner) -> None:
+    with actor_of(learner, dead_after_s=0.4):
+        learner.welcome()
+        learner.forget()
+        assert learner.hears_no(Hello, 1.0)
+
+
+def test_actor_gives_up_when_no_learner_answers_in_time() -> None:
+    learner = Learner()
+    learner.hub.close()
+    with actor_of(learner, connect_timeout_s=0.3) as actor, pytest.raises(RefusedError, match=r"actor\.connect_timeout_s"):
+        actor.wait()
