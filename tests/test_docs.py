@@ -1,0 +1,58 @@
+"""Claims about the pages: links lead somewhere, and commands and paths named in them exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")])
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+MODULE = re.compile(r"`((?:protocols|common|actor|learner|lab|deploy|tests)/[\w/.]+\.(?:py|toml))`")
+BENCHMARK = re.compile(r"python -m (tests\.[\w.]+)")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    broken: list[str] = []
+    for link in LINK.findall(page.read_text()):
+        if link.startswith(("https://", "http://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_benchmarks_and_fuzzers_named_on_a_page_exist(page: Path) -> None:
+    modules = BENCHMARK.findall(page.read_text())
+    assert [module for module in modules if not (ROOT / (module.replace(".", "/") + ".py")).is_file()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_named_on_a_page_exist(page: Path) -> None:
+    assert [path for path in MODULE.findall(page.read_text()) if not (ROOT / path).is_file()] == []
+
+
+def test_a_broken_link_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A heading, with `code`\n[a](#a-heading-with-code) [b](page.md#other) [c](none.md) [d](https://example.org/x)\n"
+    )
+    assert broken_links(page) == ["page.md#other", "none.md"]
