@@ -1,4 +1,4 @@
-"""The automatic bound: where `staleness.max_staleness` goes next, from what the optimizer steps measured.
+"""The automatic bound: moves `staleness.max_staleness` by what the optimizer steps measured.
 
 Drift is what staleness alone put between the policy that sampled (mu) and the one that is trained (pi):
 
@@ -32,15 +32,15 @@ MAX_CLIP_DRIFT = 0.2
 SMALL = 0.25
 """Share of the limits below which drift is small; see the module's docstring."""
 MIN_LOST_SHARE = 0.05
-"""Of the steps' time: no more can be won by a wider bound."""
+"""Smallest lost share of the steps' time that widens the bound: a wider one cannot win back more."""
 WINDOW_STEPS = 8
-"""Steps that are averaged: the KL of one is easily half of the next one's, or twice."""
+"""Steps that are averaged: the KL of one step is easily half of the next one's, or twice."""
 NOISE_MEMORY = 8
-"""Steps with lag 0 that the noise is averaged over, roughly: it changes with the policy."""
+"""Steps with lag 0 over which the noise is averaged, roughly: it changes with the policy."""
 
 
 class Noise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What groups of lag 0 showed."""
+    """Drift measured on groups of lag 0, where staleness has no part in it."""
 
     kl: float
     clip: float
@@ -54,7 +54,7 @@ class Decision(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What one optimizer step says; or the means over some."""
+    """Measurements of one optimizer step, or their means over several."""
 
     largest_lag: float
     kl: float
@@ -62,30 +62,30 @@ class Measured(NamedTuple):
     clip: float
     """Drift."""
     lost: float
-    """Share of the step's time in which the learner waited for rollouts, as far as staleness alone kept actors for as long
-    from generating any: not always at the same moment, for what was not generated then is waited for later."""
+    """Share of the step's time in which the learner waited for rollouts, at most the share in which staleness alone kept actors
+    from generating: not at the same moment, for the learner waits later for what was not generated."""
 
 
 class AutoBound:
-    """Decides by the rows of all steps, in order; keeps no more than it needs for the next decision."""
+    """Decides from the rows of all steps, in order; keeps only what the next decision needs."""
 
     def __init__(self, least: int, noise: Noise | None = None) -> None:
-        """`least` is the smallest bound that the run's steps allow, `noise` what the learner process before this one knew."""
+        """`least` is the smallest bound that the run's steps allow; `noise` is that of the learner process before this one."""
         self._least = least
         self.noise = noise
-        """None before the first group of lag 0."""
+        """Noise floor; None before the first group of lag 0."""
         self._bound: int | None = None
         self._num_to_skip = 0
         self._window: deque[Measured] = deque(maxlen=WINDOW_STEPS)
         self._num_steps = 0
-        """Since the last move."""
+        """Steps since the last move."""
         self._wait_steps = 0
-        """Before the next widening."""
+        """Steps to wait before the next widening."""
         self._has_widened = False
         """The last move was a widening."""
 
     def observe(self, step: StepRow, bounds: StalenessSection) -> Decision | None:
-        """Take in a step's row of metrics; where the bound goes now, within `least` and `hard_max_staleness`, or None."""
+        """Add a step's row of metrics and return a move of the bound, within `least` and `hard_max_staleness`, or None."""
         self._learn_noise(step)
         measured = self._measure(step)
         if not bounds.auto or bounds.hard_max_staleness is None or measured is None:
@@ -106,7 +106,7 @@ class AutoBound:
         )
 
     def _follow(self, bound: int) -> None:
-        """Whoever moved the bound: what was leased under the one before is trained first."""
+        """Skip the steps on groups leased under another bound, whoever moved it."""
         if bound == self._bound:
             return
         self._num_to_skip = max(bound, self._bound or 0)

@@ -27,26 +27,26 @@ class Round:
 
     @property
     def has_prompt(self) -> bool:
-        """Whether `next_prompt` has one to lease."""
+        """Prompts are left for `next_prompt`."""
         return bool(self._waiting)
 
     def next_prompt(self, lease_id: int) -> int:
-        """Lease a prompt."""
+        """Lease the next prompt under this id and return its index."""
         self._leased[lease_id] = self._waiting.popleft()
         return self._leased[lease_id][0]
 
     def holds(self, lease_id: int) -> bool:
-        """Whether this lease is one of the round's."""
+        """Return whether this lease is one of the round's."""
         return lease_id in self._leased
 
     def complete(self, lease_id: int, rollouts: tuple[Rollout, ...]) -> None:
-        """Take the result of a lease."""
+        """Add the completions of a lease to the results."""
         del self._leased[lease_id]
         self.rewards += [rollout.reward for rollout in rollouts]
         self.lengths += [len(rollout.token_ids) for rollout in rollouts]
 
     def fail(self, lease_id: int) -> None:
-        """The lease brought nothing: lease its prompt again, a few times."""
+        """Queue the prompt of a lease without a result again, until its attempts are used up."""
         prompt_id, attempts_left = self._leased.pop(lease_id)
         if attempts_left > 1:
             self._waiting.append((prompt_id, attempts_left - 1))
@@ -82,7 +82,7 @@ class Evaluations:
         return self.current is None and not self._due
 
     def reach(self, policy_version: int, *, last: bool = False) -> None:
-        """Called once for every published version: where one crosses the interval, and for the last one, a round is due."""
+        """Note a published version: a round is due where one crosses the interval, and for the last one."""
         if not self._interval or not self._num_prompts:
             return
         # Crosses, not meets: with several steps between two published versions no multiple need be among them.
@@ -92,13 +92,13 @@ class Evaluations:
             self._due.append(policy_version)
 
     def begin(self) -> Round | None:
-        """The round to lease from now."""
+        """Return the current round, after starting the next one that is due; None when none is."""
         if self.current is None and self._due:
             self.current = Round(self._due.popleft(), list(range(self._num_prompts)), self._max_attempts)
         return self.current
 
     def end(self) -> Round:
-        """Take the finished round away."""
+        """Remove the finished round and return it."""
         assert self.current is not None and self.current.is_finished
         finished, self.current = self.current, None
         return finished

@@ -1,4 +1,4 @@
-"""What can happen to leases, as records: the ledger applies them, the rollout log keeps them, a restart applies them again."""
+"""The events of a lease, as records: the ledger applies them, the rollout log keeps them, a restart applies them again."""
 
 import msgspec
 
@@ -6,14 +6,14 @@ from offbeat.protocols.messages import CompletionMeta
 
 
 class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):
-    """What every event has."""
+    """The fields of every event."""
 
     at: float
-    """Seconds since the epoch; for people and statistics, no decision depends on it."""
+    """Seconds since the epoch, for people and statistics: no decision depends on it."""
 
 
 class Started(Event, frozen=True):
-    """A learner process took over at this policy version: what was trained after it is undone, and will be trained again."""
+    """A learner process took over at this policy version: steps after it are undone and will be trained again."""
 
     run_id: str
     learner_incarnation: int
@@ -29,9 +29,9 @@ class Granted(Event, frozen=True):
     """Pass over the data that the prompt belongs to."""
     actor: str
     policy_version: int
-    """The learner's, then."""
+    """The learner's version at that moment."""
     oldest_version: int
-    """No token of the lease's group is older: what the actor had, or must wait for."""
+    """The oldest version that a token of the group can have: what the actor had, or must wait for."""
 
 
 class Accepted(Event, frozen=True):
@@ -42,7 +42,7 @@ class Accepted(Event, frozen=True):
     completions: tuple[CompletionMeta, ...]
     generate_s: float
     policy_version: int
-    """The learner's, then."""
+    """The learner's version at that moment."""
 
 
 class Dropped(Event, frozen=True):
@@ -69,13 +69,13 @@ class Trained(Event, frozen=True):
     """Before the first of the steps."""
     num_steps: int
     selected_at: float
-    """When the batch was selected, as `at`."""
+    """When the batch was selected, in seconds since the epoch."""
     selected_after: int
-    """Records of this learner process before that: what came after it could not be selected."""
+    """Records of this learner process before the selection: groups accepted after them could not be selected."""
 
 
 class Tuned(Event, frozen=True):
-    """Settings were changed while the run went on: they hold for what follows, a restart included. No lease is touched."""
+    """Settings were changed while the run went on. They hold from here on, after a restart too; no lease changes."""
 
     settings: dict[str, str]
     """`section.key` to its new value, as TOML."""
@@ -84,7 +84,7 @@ class Tuned(Event, frozen=True):
     reason: str
     """Empty where a person changed them."""
     policy_version: int
-    """The learner's, then."""
+    """The learner's version at that moment."""
 
 
 LeaseEvent = Started | Granted | Accepted | Dropped | Expired | Trained | Tuned

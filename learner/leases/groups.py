@@ -1,4 +1,4 @@
-"""One group as the learner holds it: arrays, rewards and versions, cut out of the wire's frames and checked."""
+"""A group as the learner holds it: arrays, rewards and versions, cut out of the wire's frames and checked."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from offbeat.protocols.messages import CompletionMeta, Segment
 from offbeat.protocols.wire import Frame, logprobs, token_ids
 
 LagOf = Literal["oldest_token", "token_mean", "last_segment"]
-"""What of a group its lag is measured on: `staleness.lag_of`."""
+"""How a group's lag is measured when the weights changed during a completion: `staleness.lag_of`."""
 
 # Rounding may put the log-prob of a sure token a hair above 0.
 LARGEST_LOGPROB = 1e-4
@@ -41,9 +41,9 @@ class Group(NamedTuple):
     actor: str
     generate_s: float
     weight: float = 1.0
-    """Of the group in the loss (`task.weight_field`)."""
+    """Weight of the group in the loss (`task.weight_field`)."""
     ready_at: float = math.nan
-    """When it was accepted, seconds since the epoch."""
+    """When the group was accepted, in seconds since the epoch."""
 
     @property
     def oldest_version(self) -> int:
@@ -52,18 +52,18 @@ class Group(NamedTuple):
 
     @property
     def newest_version(self) -> int:
-        """The newest one."""
+        """The newest policy version in any segment of any completion."""
         return max(segment.policy_version for rollout in self.rollouts for segment in rollout.segments)
 
     def policy_lag(self, policy_version: int) -> int:
-        """Optimizer steps between the oldest token of the group and `policy_version`.
+        """Return the optimizer steps between the oldest token of the group and `policy_version`, at least 0.
 
-        0 for a group that a learner which died had made newer weights for than its successor's.
+        A group can be newer than the learner: sampled under weights of a learner that died before it saved them.
         """
         return max(0, policy_version - self.oldest_version)
 
     def lag_of(self, measured: LagOf, policy_version: int) -> float:
-        """Optimizer steps between `policy_version` and what is measured of the group, at least 0."""
+        """Return the lag at `policy_version` in optimizer steps, measured as `staleness.lag_of` says, at least 0."""
         match measured:
             case "oldest_token":
                 return self.policy_lag(policy_version)
@@ -77,7 +77,7 @@ class Group(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a group must keep to."""
+    """The limits that a group must keep to."""
 
     group_size: int
     max_new_tokens: int
@@ -87,7 +87,7 @@ class Limits(NamedTuple):
 
 
 def _sum_versions(rollout: Rollout) -> int:
-    """The policy versions of all tokens, added up."""
+    """Return the sum of the policy versions of all tokens."""
     ends = [segment.first_token for segment in rollout.segments[1:]] + [len(rollout.token_ids)]
     return sum(
         segment.policy_version * (end - segment.first_token) for segment, end in zip(rollout.segments, ends, strict=True)
@@ -95,7 +95,7 @@ def _sum_versions(rollout: Rollout) -> int:
 
 
 def make_group(accepted: Accepted, arrays: Sequence[Frame], prompt: Prompt) -> Group:
-    """The group that a lease's `Accepted` record holds, live or read from the log; `prompt` is the lease's."""
+    """Return the group of an `Accepted` event, live or read from the log; `prompt` is its lease's."""
     return Group(
         lease_id=accepted.lease_id,
         prompt_id=prompt.prompt_id,
@@ -109,7 +109,7 @@ def make_group(accepted: Accepted, arrays: Sequence[Frame], prompt: Prompt) -> G
 
 
 def unpack(completions: Sequence[CompletionMeta], arrays: Sequence[Frame]) -> tuple[Rollout, ...]:
-    """The completions of a group, cut out of its two frames without a copy."""
+    """Cut the completions of a group out of its two frames, without a copy."""
     all_ids, all_logprobs = token_ids(arrays[0]), logprobs(arrays[1])
     rollouts, start = [], 0
     for completion in completions:
@@ -122,7 +122,7 @@ def unpack(completions: Sequence[CompletionMeta], arrays: Sequence[Frame]) -> tu
 
 
 def flaw(completions: Sequence[CompletionMeta], arrays: Sequence[Frame], limits: Limits) -> str:
-    """Why this group cannot be trained on; empty when it can. `protocols.wire` has checked that the lengths agree."""
+    """Return why this group cannot be trained on, or "" when it can. `protocols.wire` has checked that the lengths agree."""
     if len(completions) != limits.group_size:
         return f"{len(completions)} completions for a group of {limits.group_size}"
     for index, completion in enumerate(completions):

@@ -1,8 +1,8 @@
 """The account of every lease: granted once, and ended as exactly one of trained, dropped or expired.
 
 `leased = trained + dropped + expired + in_flight` holds after every event; `in_flight` counts the leases being generated and
-the groups that wait in the buffer. The ledger decides nothing and knows no clock: it applies events, live ones and those that a
-restart reads from the rollout log alike, and refuses what cannot be.
+the groups that wait in the buffer. The ledger decides nothing and has no clock: it applies events, live or read from the
+rollout log by a restart, and refuses those that cannot follow.
 """
 
 from collections import Counter
@@ -18,11 +18,11 @@ from offbeat.learner.leases.rollout_log import Position
 Selection = Literal["oldest_lease", "first_finished"]
 """`staleness.selection`."""
 UNSEEN_LEASES = 1 << 20
-"""More leases than a dead learner can have granted without the log knowing: no new one may take the id of one of those."""
+"""Lease ids skipped at a restart: more than a dead learner can have granted without a record in the log."""
 
 
 class LedgerCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The sums, as they are reported and kept in checkpoints."""
+    """The counts of leases, as reports show and checkpoints keep them."""
 
     leased: int = 0
     trained: int = 0
@@ -34,17 +34,17 @@ class LedgerCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def adds_up(self) -> bool:
-        """Whether the conservation law holds."""
+        """The conservation law holds."""
         return self.leased == self.trained + sum(self.dropped.values()) + self.expired + self.in_flight
 
     def sums(self) -> dict[str, int]:
-        """By name, for people; drops as `dropped/REASON`."""
+        """Return the counts by name, for people; drops as `dropped/REASON`."""
         dropped = {f"dropped/{reason}": number for reason, number in self.dropped.items()}
         return {"leased": self.leased, "trained": self.trained, **dropped, "expired": self.expired, "in flight": self.in_flight}
 
 
 class EpochAccount(msgspec.Struct, forbid_unknown_fields=True):
-    """What became of the prompts of one pass over the data."""
+    """The prompts of one pass over the data that are done with."""
 
     num_trained: int = 0
     dropped: dict[str, list[int]] = {}
@@ -52,7 +52,7 @@ class EpochAccount(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def num_ended(self) -> int:
-        """Prompts that are done with, one way or the other."""
+        """Prompts trained on or dropped for good."""
         return self.num_trained + sum(len(prompt_ids) for prompt_ids in self.dropped.values())
 
 
@@ -67,13 +67,13 @@ class SavedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     """Where the rollout log holds its group; None while it is being generated (or without a log)."""
     is_ready: bool
     oldest_version: int
-    """As in `Granted`."""
+    """See `Granted.oldest_version`."""
     granted_at: float
     """Seconds since the epoch."""
 
 
 class LedgerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint keeps."""
+    """A `Ledger` in a checkpoint."""
 
     counts: LedgerCounts
     next_lease_id: int
@@ -89,7 +89,7 @@ class OpenLease(msgspec.Struct):
     epoch: int
     actor: str
     oldest_version: int
-    """As in `Granted`."""
+    """See `Granted.oldest_version`."""
     granted_at: float
     """Seconds since the epoch."""
     group: Group | None = None
@@ -111,11 +111,11 @@ class Ledger:
         self._ready: dict[int, Group] = {}
         """The buffer, in the order of arrival."""
         self.epochs: dict[int, EpochAccount] = {}
-        """Passes over the data that were begun, and not yet taken by `end_epoch`."""
+        """Passes over the data that began and that `end_epoch` has not returned yet."""
 
     @classmethod
     def from_state(cls, state: LedgerState) -> "Ledger":
-        """The ledger of a checkpoint, all open leases being generated: the caller brings the groups back by `restore`."""
+        """Return a checkpoint's ledger with all open leases being generated; the caller brings groups back by `restore`."""
         ledger = cls()
         ledger._next_lease_id = state.next_lease_id
         ledger._leased = state.counts.leased
@@ -132,7 +132,7 @@ class Ledger:
         return ledger
 
     def state(self) -> LedgerState:
-        """What `from_state` takes."""
+        """Return what `from_state` takes."""
         saved = tuple(
             SavedLease(
                 lease.lease_id,
@@ -159,47 +159,47 @@ class Ledger:
         return len(self._ready)
 
     def counts(self) -> LedgerCounts:
-        """The sums now."""
+        """Return the counts as they are now."""
         return LedgerCounts(self._leased, self._trained, dict(self._dropped), self._expired, len(self._open))
 
     def next_lease_id(self) -> int:
-        """A fresh id; evaluation leases take theirs here too, and are not in the account."""
+        """Return a fresh id. Evaluation leases take theirs here too and are not in the account."""
         self._next_lease_id += 1
         return self._next_lease_id - 1
 
     def skip_lease_ids(self) -> None:
-        """A new learner process: stay clear of the ids that the one before may have granted unrecorded."""
+        """Skip the ids that an earlier learner process may have granted without a record."""
         self._next_lease_id += UNSEEN_LEASES
 
     def generating(self) -> list[OpenLease]:
-        """Leases whose group has not arrived, oldest first."""
+        """Return the leases whose group has not arrived, oldest first."""
         return [lease for lease in self._open.values() if lease.group is None]
 
     def ready_groups(self, order: Selection = "oldest_lease") -> list[Group]:
-        """Groups in the buffer, oldest lease first or in the order of their arrival."""
+        """Return the groups in the buffer, oldest lease first or in the order of their arrival."""
         if order == "first_finished":
             return list(self._ready.values())
         return [lease.group for lease in self._open.values() if lease.group is not None]
 
     def status(self, lease_id: int) -> Literal["generating", "ready", "ended", "unknown"]:
-        """Where a lease stands."""
+        """Return the state of a lease."""
         lease = self._open.get(lease_id)
         if lease is not None:
             return "generating" if lease.group is None else "ready"
         return "ended" if 0 <= lease_id < self._next_lease_id else "unknown"
 
     def find(self, lease_id: int) -> OpenLease:
-        """An open lease; `KeyError` when it has ended."""
+        """Return an open lease; `KeyError` when it has ended."""
         return self._open[lease_id]
 
     def oldest_position(self) -> Position | None:
-        """Where the log holds the first group that is neither trained nor dropped."""
+        """Return where the log holds the first group that is neither trained nor dropped; None without one."""
         return min((lease.position for lease in self._open.values() if lease.position is not None), default=None)
 
     def apply(self, event: LeaseEvent, group: Group | None = None, position: Position | None = None) -> None:
-        """Account for what happened; `group` (and where the log holds it) comes with `Accepted` alone.
+        """Enter an event; `group` and its `position` in the log come with `Accepted` alone.
 
-        `KeyError` for a lease that is not open, `AssertionError` for an event that cannot follow what was before.
+        Raises `KeyError` for a lease that is not open, `AssertionError` for an event that cannot follow those before.
         """
         match event:
             case Granted():
@@ -233,7 +233,7 @@ class Ledger:
         self._ready[group.lease_id] = group
 
     def end_epoch(self, num_prompts: int) -> tuple[int, EpochAccount] | None:
-        """A pass in which all prompts are done with, the oldest one; it is told once."""
+        """Return the oldest pass over the data whose prompts are all done with, once; None when there is none."""
         for epoch, account in self.epochs.items():
             if account.num_ended >= num_prompts:
                 return epoch, self.epochs.pop(epoch)
@@ -257,7 +257,7 @@ class Ledger:
 
 
 def _copy(epochs: dict[int, EpochAccount]) -> dict[int, EpochAccount]:
-    """Accounts change, a state does not: it is written while the ledger goes on."""
+    """Copy the accounts: a state is written to disk while the ledger goes on."""
     return {
         epoch: EpochAccount(account.num_trained, {reason: [*ids] for reason, ids in account.dropped.items()})
         for epoch, account in epochs.items()
@@ -265,5 +265,5 @@ def _copy(epochs: dict[int, EpochAccount]) -> dict[int, EpochAccount]:
 
 
 def needed_position(leases: Collection[SavedLease], log_end: Position) -> Position:
-    """The first record of the log that a restart from this state reads."""
+    """Return the first record of the log that a restart from this state reads."""
     return min([log_end, *(lease.position for lease in leases if lease.position is not None)])

@@ -1,4 +1,4 @@
-"""Where prompts come from: reading and tokenizing the task's data, and the endless order in which it is leased."""
+"""Prompts: reads and tokenizes the task's data, and orders it endlessly for leasing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Prompt(NamedTuple):
     """One row of the data, ready to be leased."""
 
     prompt_id: int
-    """Index into the list that `load_prompts` returns; rows that were left out have none."""
+    """Index into the list that `load_prompts` returns; rows left out are not counted."""
     text: str
     """The row's prompt field, before the chat template."""
     token_ids: NDArray[np.int32]
@@ -31,11 +31,11 @@ class Prompt(NamedTuple):
     row: str
     """The whole row as a JSON object, for the reward."""
     weight: float = 1.0
-    """Of its groups in the loss (`task.weight_field`)."""
+    """Weight of its groups in the loss (`task.weight_field`)."""
 
 
 class LoadedPrompts(NamedTuple):
-    """What `load_prompts` read."""
+    """The result of `load_prompts`."""
 
     prompts: list[Prompt]
     num_dropped: int
@@ -44,7 +44,7 @@ class LoadedPrompts(NamedTuple):
 
 class _Row(NamedTuple):
     place: str
-    """Where the row is, for messages: `train.jsonl:7`, or `row 7 of openai/gsm8k`."""
+    """The row's place, for messages: `train.jsonl:7`, or `row 7 of openai/gsm8k`."""
     fields: dict[str, Any]
     json: str
 
@@ -54,7 +54,7 @@ def load_prompts(
 ) -> LoadedPrompts:
     """Read and tokenize every row of `source`, a JSONL file or a Hugging Face dataset (see `task.train_data`).
 
-    `setting` is the setting that `source` was given by, named in errors. Raises `SettingError` for data that is missing,
+    `setting` is the setting that gave `source`, for errors. Raises `SettingError` for data that is missing,
     malformed, without the prompt field, empty, or too long where `task.long_prompts` is "error".
     """
     prompts: list[Prompt] = []
@@ -82,11 +82,11 @@ def load_prompts(
 
 
 class Turn(NamedTuple):
-    """Whose turn it is."""
+    """A prompt in its place in the order."""
 
     prompt_id: int
     epoch: int
-    """Pass over the data that it belongs to."""
+    """Pass over the data that the turn belongs to."""
 
 
 class StreamState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,13 +96,13 @@ class StreamState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int
     position: int
     returned: tuple[Turn, ...]
-    """Prompts given back and not served again yet, with their epochs, oldest first."""
+    """Turns given back and not served again yet, oldest first."""
 
 
 class PromptStream:
-    """Endless epochs over the prompts, each a permutation of its own; prompts given back come first.
+    """Endless epochs over the prompts, each another permutation; prompts given back come first.
 
-    The order is a function of the seed and the position alone, so a resumed run goes on where it stopped.
+    The order depends on the seed and the position alone, so a resumed run goes on where it stopped.
     """
 
     def __init__(self, num_prompts: int, seed: int, position: int = 0) -> None:
@@ -117,7 +117,7 @@ class PromptStream:
 
     @classmethod
     def from_state(cls, state: StreamState, num_prompts: int) -> PromptStream:
-        """Continue a stream over the same data; `SettingError` when there are no longer as many prompts."""
+        """Continue a stream over the same data; raise `SettingError` when the number of prompts differs."""
         if state.num_prompts != num_prompts:
             raise SettingError(
                 "run.resume",
@@ -136,7 +136,7 @@ class PromptStream:
 
     @property
     def share_served(self) -> float:
-        """How much of the current epoch was served, 0 to 1."""
+        """Share of the current epoch that was served, 0 to 1."""
         return (self._position % self._num_prompts) / self._num_prompts
 
     @property
@@ -145,7 +145,7 @@ class PromptStream:
         return self._position // self._num_prompts
 
     def peek(self) -> Turn:
-        """The prompt to lease now; it stays the next one."""
+        """Return the prompt to lease next, and leave it in its place."""
         if self._returned:
             return self._returned[0]
         epoch, index = divmod(self._position, self._num_prompts)
@@ -155,7 +155,7 @@ class PromptStream:
         return Turn(int(self._order[index]), epoch)
 
     def next(self) -> Turn:
-        """The prompt to lease now."""
+        """Return the prompt to lease next, and move on."""
         turn = self.peek()
         if self._returned:
             self._returned.popleft()
@@ -168,7 +168,7 @@ class PromptStream:
         self._returned.append(Turn(prompt_id, epoch))
 
     def state(self) -> StreamState:
-        """What `from_state` needs to serve the same prompts as this stream would."""
+        """Return what `from_state` needs to serve the same prompts as this stream would."""
         return StreamState(self._num_prompts, self._seed, self._position, tuple(self._returned))
 
 
@@ -218,7 +218,7 @@ def _read_dataset(source: str, split: str, setting: str) -> Iterator[_Row]:
 
 
 def _split_dataset_name(source: str) -> tuple[str, str | None]:
-    """`owner/name/config` -> (`owner/name`, `config`); without a config the second is None."""
+    """Split `owner/name/config` into `owner/name` and `config`, which is None when it is missing."""
     parts = source.split("/")
     return ("/".join(parts[:2]), parts[2]) if len(parts) == 3 else (source, None)
 

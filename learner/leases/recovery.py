@@ -1,6 +1,6 @@
-"""What a restarted learner finds: ledger, buffer, prompt stream and changed settings of its checkpoint, and what the log adds.
+"""The state of a restarted learner: ledger, buffer, prompt stream and changed settings, from its checkpoint and the log.
 
-    checkpoint state -> log records after it -> the state at the moment of death, but for training, which is done again
+    checkpoint state -> log records after it -> the state at the moment of death, except for training, which is done again
 
 `Trained` is the one event that is not applied: the weights it made died with the learner, so its groups are in the buffer
 again, and are trained again, in the same order, without being generated again.
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class DispatcherState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint keeps of the dispatcher; the rollout log has what happened after it."""
+    """The dispatcher in a checkpoint; the rollout log has what happened after it."""
 
     stream: StreamState
     ledger: LedgerState
@@ -33,7 +33,7 @@ class DispatcherState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     newest_version: int
     """The newest policy version made, by this learner process or one before it."""
     tuned: dict[str, Tuned] = {}
-    """For each setting that was changed while the run went on the event that did so last."""
+    """The last event that changed each setting while the run went on."""
 
 
 class RecoveryError(ServiceError):
@@ -41,7 +41,7 @@ class RecoveryError(ServiceError):
 
 
 class Recovered(NamedTuple):
-    """Where the run stands."""
+    """The recovered state of a run."""
 
     stream: PromptStream
     ledger: Ledger
@@ -52,7 +52,7 @@ class Recovered(NamedTuple):
     num_records: int
     """Records applied after the checkpoint."""
     tuned: dict[str, Tuned]
-    """As in `DispatcherState`."""
+    """See `DispatcherState.tuned`."""
 
 
 def recover(
@@ -64,8 +64,8 @@ def recover(
 ) -> Recovered:
     """Rebuild the state from a checkpoint (None: from the run's beginning) and the log's `records` after it.
 
-    `read` gives the record at a position, None when the log no longer has it. `RecoveryError` when log and checkpoint
-    contradict each other.
+    `read` returns the record at a position, or None when the log no longer has it. Raises `RecoveryError` when log and
+    checkpoint contradict each other.
     """
     if state is None:
         stream, ledger, newest_version, tuned = PromptStream(len(prompts), seed), Ledger(), 0, {}
@@ -78,7 +78,7 @@ def recover(
         num_records += 1
         match record.event:
             case Started(run_id=run_id):
-                # It may have granted leases after the last of its records.
+                # The process before it may have granted leases after the last of its records.
                 ledger.skip_lease_ids()
             case Trained(policy_version=version, num_steps=num_steps):
                 newest_version = max(newest_version, version + num_steps)
@@ -93,10 +93,10 @@ def recover(
 def _refill(
     ledger: Ledger, state: DispatcherState, read: Callable[[Position], Record | None], prompts: Sequence[Prompt]
 ) -> None:
-    """Bring back the groups that lay in the buffer when the checkpoint was written.
+    """Restore the groups that lay in the buffer when the checkpoint was written.
 
-    What the log lost is as if it was being generated: the dispatcher takes the lease back when its actor turns out not to have
-    it either. To do so here would be to change the history that the log's records continue.
+    The lease of a group that the log lost stays open, as if it were being generated: the dispatcher takes it back when its
+    actor turns out not to have it either. Taking it back here would change the history that the log's records continue.
     """
     num_lost = 0
     ready = [saved for saved in state.ledger.open if saved.is_ready]

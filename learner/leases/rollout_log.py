@@ -45,7 +45,7 @@ Buffer = bytes | bytearray | memoryview
 MAGIC = b"offbeat" + bytes([1])
 """The last byte is the format's version."""
 ALIGNMENT = 8
-"""Arrays begin at multiples of it: numpy and torch are slow on what is not aligned."""
+"""Arrays begin at multiples of this: numpy and torch are slow on unaligned data."""
 LOOK_S = 1.0
 """Seconds between looks at the free space, and between the syncs of `fsync = "second"`."""
 
@@ -72,10 +72,10 @@ class Position(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=Tr
 
 
 class Record(NamedTuple):
-    """One event as it lies in the log."""
+    """An event in the log."""
 
     position: Position
-    """Where it begins."""
+    """Where the record begins."""
     event: LeaseEvent
     arrays: tuple[memoryview, ...]
     """`Accepted`: raw int32 token ids, raw float32 behavior log-probs; others: none. They are views into the mapped file, read
@@ -93,11 +93,11 @@ class RawRecord(NamedTuple):
 
 
 class LogFullError(OSError):
-    """There is no space for the record; the log is as it was before."""
+    """The disk has no space for the record; the log is as it was before."""
 
 
 class LogDamagedError(ServiceError):
-    """Records are lost, or not understood, that others follow; the text names the file, the offset and what to do."""
+    """Records that others follow are lost or not understood; the text names the file, the offset and what to do."""
 
 
 class LogFormatError(ServiceError):
@@ -109,7 +109,7 @@ class LogInUseError(ServiceError):
 
 
 class RolloutLog:
-    """The log, open to append: by one process, and in it by one thread at a time (the caller holds a lock)."""
+    """The log, open to append by one process, one thread at a time (the caller holds a lock)."""
 
     def __init__(
         self,
@@ -122,10 +122,10 @@ class RolloutLog:
         after: Position | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Cut off what an earlier process did not finish, and write on in a segment above all others and above `after`.
+        """Cut off what an earlier process did not finish, and continue in a segment above all others and above `after`.
 
-        `after` is the newest position that a checkpoint knows: a power failure may have taken it from the log, and what is
-        written from now on must not be taken for it. The segment's file is made by the first append.
+        `after` is the newest position that a checkpoint refers to. A power failure may have taken it from the log, and no new
+        record may take its place. The first append creates the segment's file.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
@@ -136,8 +136,6 @@ class RolloutLog:
         self._clock = clock
         self._lock = _lock(folder)
         numbers = _segment_numbers(folder)
-        self.num_cut_bytes = 0
-        """How much was cut off when the log was opened."""
         self._history_end = self._cut_tail(numbers)
         self._sizes = {number: _path(folder, number).stat().st_size for number in _segment_numbers(folder)}
         self._num_bytes = sum(self._sizes.values())
@@ -161,7 +159,7 @@ class RolloutLog:
 
     @property
     def is_full(self) -> bool:
-        """There was no space for a record, or less than `min_free_bytes` is free: looked up at most once a second."""
+        """A record found no space, or less than `min_free_bytes` is free; looked up at most once a second."""
         now = self._clock()
         if now >= self._next_look:
             self._next_look = now + LOOK_S
@@ -169,10 +167,10 @@ class RolloutLog:
         return self._is_full
 
     def append(self, event: LeaseEvent, *arrays: Buffer | NDArray[Any]) -> Position:
-        """Add a record, and say where it begins; `LogFullError` changes nothing.
+        """Add a record and return where it begins; `LogFullError` leaves the log unchanged.
 
-        `Accepted` takes its token ids (int32) and behavior log-probs (float32), the other events no array. From now on the
-        record survives the death of the process; `commit` and `sync` are about power failures.
+        `Accepted` takes its token ids (int32) and behavior log-probs (float32), the other events take no array. The record
+        survives the death of the process from now on; `commit` and `sync` protect from power failures.
         """
         parts = encode_record(event, *arrays)
         num_bytes = sum(map(len, parts))
@@ -193,15 +191,16 @@ class RolloutLog:
         return position
 
     def commit(self) -> None:
-        """To be called before acknowledgements leave: has what was appended on disk, as far as `fsync` asks for it.
+        """Sync what was appended to the disk if `fsync` asks for it; call it before acknowledgements leave.
 
-        An `OSError` from here or from `sync` is final: the kernel forgets what it could not write, so trying again would lie.
+        An `OSError` from here or from `sync` is final: the kernel forgets what it could not write, so a retry would succeed
+        without having written it.
         """
         if self._fsync == "ack" or (self._fsync == "second" and self._clock() >= self._next_sync):
             self.sync()
 
     def sync(self) -> None:
-        """Have everything appended on disk now, whatever the policy: a checkpoint is about to refer to it."""
+        """Sync everything appended to the disk, under any policy: a checkpoint is about to refer to it."""
         if not self._unsynced:
             return
         for number in sorted(self._unsynced):
@@ -214,7 +213,7 @@ class RolloutLog:
         self._next_sync = self._clock() + LOOK_S
 
     def prune(self, needed: Position) -> None:
-        """Delete the oldest segments until no more than `retain_bytes` are left, but none that reaches up to `needed`."""
+        """Delete the oldest segments until at most `retain_bytes` are left, but none at or after `needed`."""
         for number in sorted(self._sizes):
             if self._num_bytes <= self._retain_bytes or number >= min(needed.segment, self._number):
                 return
@@ -223,27 +222,26 @@ class RolloutLog:
             self._unsynced.discard(number)
 
     def is_over(self, needed: Position) -> bool:
-        """`prune(needed)` would leave more than `retain_bytes`, but pruning up to `end` would not: time for a checkpoint.
+        """Return whether a checkpoint is due: `prune(needed)` would leave more than `retain_bytes`, `prune(end)` would not.
 
-        Never true while only the segment that is being written is needed: a checkpoint would free nothing.
+        False while only the segment that is being written is needed: a checkpoint would free nothing.
         """
         num_needed = sum(size for number, size in self._sizes.items() if number >= needed.segment)
         return num_needed > self._retain_bytes and needed.segment < self._number
 
     def close(self) -> None:
-        """Let another process write; under any policy but `off` everything is on disk then."""
+        """Let another process write, after a sync under any policy but `off`."""
         if self._fsync != "off":
             self.sync()
         self._close_segment()
         self._lock.close()
 
     def _cut_tail(self, numbers: Sequence[int]) -> Position:
-        """Where the history ends, after cutting what follows its last whole record; segments without a record are deleted."""
+        """Cut what follows the last whole record, delete segments without a record, and return where the history ends."""
         for number in reversed(numbers):
             path = _path(self._folder, number)
             num_whole, num_bytes = _whole_bytes(path), path.stat().st_size
             if num_whole < num_bytes:
-                self.num_cut_bytes += num_bytes - num_whole
                 logger.warning(
                     "%s: the last whole record ends at offset %d; cut off the %d bytes after it",
                     *(path, num_whole, num_bytes - num_whole),
@@ -255,7 +253,7 @@ class RolloutLog:
         return Position(0, 0)
 
     def _write(self, parts: Sequence[Buffer], num_bytes: int) -> None:
-        """Append to the current segment's file, or leave it as it was."""
+        """Append to the current segment's file, or leave the file as it was."""
         descriptor = self._descriptor if self._descriptor is not None else self._begin_segment()
         try:
             _write_all(descriptor, parts, num_bytes)
@@ -295,10 +293,10 @@ class RolloutLog:
 
 
 def read_log(folder: Path, start: Position | None = None) -> Iterator[Record]:
-    """The records from `start` to the end, which may be growing; from the oldest there is without `start`.
+    """Yield the records from `start`, or the oldest there is, to the end; another process may be writing.
 
-    `LogDamagedError` when one of them is missing: see the module's docstring. `Position(0, 0)` asks for the whole history, and
-    is an error when some of it was pruned.
+    Raises `LogDamagedError` when one of them is missing: see the module's docstring. `Position(0, 0)` asks for the whole
+    history and raises when some of it was pruned.
     """
     reached = start
     # Listed once: of a segment that has a successor here, all is written, even while a process writes the log.
@@ -326,7 +324,7 @@ def read_log(folder: Path, start: Position | None = None) -> Iterator[Record]:
 
 
 def read_record(folder: Path, position: Position) -> Record | None:
-    """The record that begins at this position; None when it is not there: deleted, cut off, or damaged."""
+    """Return the record that begins at this position, or None when it was deleted, cut off or damaged."""
     path = _path(folder, position.segment)
     opened = _open_segment(path)
     if opened is None or position.offset < HEADER_BYTES:
@@ -339,13 +337,13 @@ def read_record(folder: Path, position: Position) -> Record | None:
 
 
 def segment_header(previous_end: Position) -> bytes:
-    """What a segment's file begins with."""
+    """Return the first bytes of a segment's file."""
     unchecked = _SEGMENT.pack(MAGIC, previous_end.segment, previous_end.offset, 0)[: -_CHECKSUM.size]
     return unchecked + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(unchecked))
 
 
 def read_segment_header(segment: memoryview, path: Path) -> Position:
-    """Where the history before this segment ended. `segment` is no shorter than a header; `path` is for messages of errors."""
+    """Return where the history before this segment ended. `segment` holds a whole header; `path` is for errors."""
     magic, number, offset, checksum = _SEGMENT.unpack_from(segment)
     if magic[:-1] == MAGIC[:-1] and magic != MAGIC:
         raise LogFormatError(
@@ -361,7 +359,7 @@ def read_segment_header(segment: memoryview, path: Path) -> Position:
 
 
 def encode_record(event: LeaseEvent, *arrays: Buffer | NDArray[Any]) -> list[Buffer]:
-    """The parts of a record, to be written one after another."""
+    """Return the parts of a record, to write one after another."""
     body = _encoder.encode(event)
     views = [memoryview(array.data if isinstance(array, np.ndarray) else array).cast("B") for array in arrays]
     assert [len(view) for view in views] == _array_lengths(event), f"{type(event).__name__} with arrays of another size"
@@ -373,7 +371,7 @@ def encode_record(event: LeaseEvent, *arrays: Buffer | NDArray[Any]) -> list[Buf
 
 
 def whole_records(segment: memoryview, offset: int) -> Iterator[RawRecord]:
-    """The records of a segment from `offset` on, up to the first that is not whole."""
+    """Yield the records of a segment from `offset` on, up to the first that is not whole."""
     while offset + _RECORD.size <= len(segment):
         checksum, num_body_bytes, num_array_bytes = _RECORD.unpack_from(segment, offset)
         body_start = offset + _RECORD.size
@@ -386,7 +384,7 @@ def whole_records(segment: memoryview, offset: int) -> Iterator[RawRecord]:
 
 
 def decode_record(raw: RawRecord, number: int, path: Path) -> Record:
-    """The record; `LogDamagedError` when it is whole and still not one of ours. `path` is for that message."""
+    """Return the decoded record; raise `LogDamagedError`, naming `path`, when it is whole and not understood."""
     try:
         event = _decoder.decode(raw.body)
         lengths = _array_lengths(event)
@@ -406,7 +404,7 @@ def decode_record(raw: RawRecord, number: int, path: Path) -> Record:
 
 
 def _array_lengths(event: LeaseEvent) -> list[int]:
-    """Bytes of each array that belongs to the event."""
+    """Return the bytes of each array that belongs to the event."""
     if not isinstance(event, Accepted):
         return []
     return [ITEM_BYTES * sum(completion.num_tokens for completion in event.completions)] * 2
@@ -435,7 +433,7 @@ def _lock(folder: Path) -> BinaryIO:
 
 
 def _open_segment(path: Path) -> tuple[memoryview, Position] | None:
-    """A segment's bytes, and where the history before it ended; None when it is deleted or holds nothing."""
+    """Return a segment's bytes and where the history before it ended; None when it is deleted or holds nothing."""
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size < HEADER_BYTES:
@@ -453,7 +451,7 @@ def _open_segment(path: Path) -> tuple[memoryview, Position] | None:
 
 
 def _whole_bytes(path: Path) -> int:
-    """Offset at which a segment's last whole record ends; 0 without even a header."""
+    """Return the offset at which a segment's last whole record ends; 0 without a header."""
     opened = _open_segment(path)
     if opened is None:
         return 0
@@ -473,7 +471,7 @@ def _write_all(descriptor: int, parts: Sequence[Buffer], num_bytes: int) -> None
 
 
 def _sync(path: Path) -> None:
-    """Have a file's bytes, or a folder's names, on disk."""
+    """Sync a file's bytes, or a folder's names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
