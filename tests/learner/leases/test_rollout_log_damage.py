@@ -1,0 +1,263 @@
+"""A torn tail of the rollout log is cut off; damage before it is an error that says where and what to do."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.learner.leases import rollout_log
+from offbeat.learner.leases.events import LeaseEvent
+from offbeat.learner.leases.rollout_log import (
+    HEADER_BYTES,
+    LogDamagedError,
+    LogFormatError,
+    Position,
+    read_log,
+    read_record,
+)
+from tests.fuzz.rollout_log_claims import check_segment
+from tests.learner.leases.log_entries import (
+    ENTRIES,
+    HUGE,
+    Entry,
+    append_all,
+    contents,
+    cuts,
+    dropped,
+    flip,
+    lease_ids,
+    new_folder,
+    open_log,
+    segments,
+)
+
+CORPUS = Path(__file__).parents[2] / "fuzz/corpus/rollout_log"
+
+
+# Torn tails
+
+
+@given(st.lists(ENTRIES, min_size=1, max_size=4), st.booleans())
+@settings(max_examples=10)
+def test_truncation_anywhere_in_the_last_record_leaves_those_before_it(entries: list[Entry], is_one_segment: bool) -> None:
+    with new_folder() as folder:
+        log = open_log(folder, segment_bytes=HUGE if is_one_segment else 1)
+        last = append_all(log, entries)[-1]
+        log.close()
+        path = segments(folder)[-1]
+        whole = path.read_bytes()
+        for num_left in range(last.offset, len(whole)):
+            path.write_bytes(whole[:num_left])
+            assert contents(read_log(folder)) == [entry.content for entry in entries[:-1]]
+            with cuts() as cut:
+                open_log(folder).close()
+            assert sum(cut) == num_left - last.offset
+            assert contents(read_log(folder)) == [entry.content for entry in entries[:-1]]
+
+
+@given(ENTRIES, st.data())
+def test_a_flipped_bit_anywhere_in_the_last_record_is_detected(entry: Entry, data: st.DataObject) -> None:
+    with new_folder() as folder:
+        log = open_log(folder)
+        _, last = append_all(log, [dropped(1), entry])
+        num_bytes = log.end.offset - last.offset
+        log.close()
+        flip(segments(folder)[0], last.offset + data.draw(st.integers(0, num_bytes - 1)), data.draw(st.integers(0, 7)))
+        assert contents(read_log(folder)) == [dropped(1).content]
+        assert read_record(folder, last) is None
+        with cuts() as cut:
+            open_log(folder)
+        assert cut == [num_bytes]
+
+
+@given(st.binary(min_size=1, max_size=200) | st.integers(1, 9000).map(bytes))
+def test_appended_garbage_is_cut(garbage: bytes) -> None:
+    with new_folder() as folder:
+        log = open_log(folder)
+        append_all(log, [dropped(1)])
+        log.close()
+        with segments(folder)[0].open("ab") as file:
+            file.write(garbage)
+        with cuts() as cut:
+            log = open_log(folder)
+        assert cut == [len(garbage)]
+        append_all(log, [dropped(2)])
+        assert lease_ids(folder) == [1, 2]
+
+
+def test_what_is_cut_is_said_with_file_offset_and_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = open_log(tmp_path)
+    _, last = append_all(log, [dropped(1), dropped(2)])
+    log.close()
+    (path,) = segments(tmp_path)
+    os.truncate(path, last.offset + 5)
+    with caplog.at_level(logging.WARNING):
+        open_log(tmp_path)
+    assert caplog.messages == [f"{path}: the last whole record ends at offset {last.offset}; cut off the 5 bytes after it"]
+    caplog.clear()
+    open_log(tmp_path)
+    assert not caplog.messages
+
+
+def test_a_torn_tail_that_nobody_cut_ends_its_segment_quietly(tmp_path: Path) -> None:
+    for lease_id in range(3):
+        log = open_log(tmp_path)
+        append_all(log, [dropped(lease_id)])
+        log.close()
+    for path in segments(tmp_path):
+        with path.open("ab") as file:
+            file.write(b"torn")
+    assert lease_ids(tmp_path) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("num_header_bytes", [0, 1, HEADER_BYTES - 1, HEADER_BYTES])
+def test_a_segment_without_a_record_does_not_stay(tmp_path: Path, num_header_bytes: int) -> None:
+    log = open_log(tmp_path)
+    append_all(log, [dropped(1)])
+    log.close()
+    (path,) = segments(tmp_path)
+    for number in (2, 3):
+        path.with_name(f"{number:08d}.log").write_bytes(path.read_bytes()[:num_header_bytes])
+    assert lease_ids(tmp_path) == [1]
+    log = open_log(tmp_path)
+    assert segments(tmp_path) == [path]
+    append_all(log, [dropped(2)])
+    assert lease_ids(tmp_path) == [1, 2]
+
+
+def test_opening_alone_makes_no_file(tmp_path: Path) -> None:
+    for _ in range(3):
+        open_log(tmp_path).close()
+    assert not segments(tmp_path)
+
+
+def test_pages_that_never_reached_the_disk_are_a_torn_tail(tmp_path: Path) -> None:
+    log = open_log(tmp_path, segment_bytes=1)
+    append_all(log, [dropped(1), dropped(2)])
+    log.close()
+    # After a power failure: the file's length is on disk, what was written of it is not.
+    segments(tmp_path)[1].write_bytes(bytes(5000))
+    assert lease_ids(tmp_path) == [1]
+    with cuts() as cut:
+        log = open_log(tmp_path)
+    assert cut == [5000]
+    append_all(log, [dropped(3)])
+    assert lease_ids(tmp_path) == [1, 3]
+
+
+# Damage in the middle
+
+
+def test_damage_inside_the_last_segment_cuts_what_follows_it(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    positions = append_all(log, [dropped(lease_id) for lease_id in range(10)])
+    log.close()
+    flip(segments(tmp_path)[0], positions[4].offset + 20)
+    assert lease_ids(tmp_path) == [0, 1, 2, 3]
+    log = open_log(tmp_path)
+    append_all(log, [dropped(10)])
+    assert lease_ids(tmp_path) == [0, 1, 2, 3, 10]
+
+
+def test_damage_before_the_last_segment_is_an_error_that_says_where_and_what_to_do(tmp_path: Path) -> None:
+    log = open_log(tmp_path, segment_bytes=500)
+    positions = append_all(log, [dropped(lease_id) for lease_id in range(30)])
+    log.close()
+    flip(segments(tmp_path)[1], positions[8].offset + 20)
+    assert positions[8].segment == 2
+    with pytest.raises(LogDamagedError) as raised:
+        lease_ids(tmp_path)
+    assert f"{segments(tmp_path)[1]}: from offset {positions[8].offset} on" in str(raised.value)
+    # One cure: a checkpoint that needs nothing before the next segment.
+    later = next(index for index, position in enumerate(positions) if position.segment == 3)
+    assert lease_ids(tmp_path, positions[later]) == list(range(later, 30))
+    # The other: do without what follows.
+    assert f"delete {segments(tmp_path)[2].name} and the segments after it" in str(raised.value)
+    for path in segments(tmp_path)[2:]:
+        path.unlink()
+    assert lease_ids(tmp_path) == list(range(8))
+    log = open_log(tmp_path, after=positions[-1])
+    append_all(log, [dropped(99)])
+    assert lease_ids(tmp_path) == [*range(8), 99]
+
+
+@pytest.mark.parametrize("missing", [1, 2])
+def test_a_segment_missing_from_the_middle_is_an_error(tmp_path: Path, missing: int) -> None:
+    log = open_log(tmp_path, segment_bytes=1)
+    append_all(log, [dropped(lease_id) for lease_id in range(5)])
+    segments(tmp_path)[missing].unlink()
+    with pytest.raises(LogDamagedError, match=f"0000000{missing}.log"):
+        lease_ids(tmp_path)
+
+
+def test_a_segment_cut_short_at_a_record_is_an_error(tmp_path: Path) -> None:
+    log = open_log(tmp_path, segment_bytes=300)
+    positions = append_all(log, [dropped(lease_id) for lease_id in range(10)])
+    os.truncate(segments(tmp_path)[0], positions[1].offset)
+    with pytest.raises(LogDamagedError, match=f"from offset {positions[1].offset} on"):
+        lease_ids(tmp_path)
+
+
+def test_a_start_that_was_pruned_is_an_error(tmp_path: Path) -> None:
+    log = open_log(tmp_path, segment_bytes=1, retain_bytes=0)
+    first, _, third = append_all(log, [dropped(lease_id) for lease_id in range(3)])
+    assert lease_ids(tmp_path, Position(0, 0)) == [0, 1, 2]
+    log.prune(third)
+    assert lease_ids(tmp_path) == lease_ids(tmp_path, third) == [2]
+    for start in (first, Position(0, 0)):
+        with pytest.raises(LogDamagedError):
+            lease_ids(tmp_path, start)
+
+
+def test_a_damaged_header_hides_no_records(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    append_all(log, [dropped(1)])
+    log.close()
+    flip(segments(tmp_path)[0], 9)
+    with pytest.raises(LogDamagedError, match="header at offset 0"):
+        lease_ids(tmp_path)
+    with pytest.raises(LogDamagedError, match="header at offset 0"):
+        open_log(tmp_path)
+    assert segments(tmp_path)
+
+
+def test_a_log_in_another_format_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "00000001.log"
+    path.write_bytes(b"offbeat\2" + bytes(1000))
+    for attempt in (open_log, lease_ids):
+        with pytest.raises(LogFormatError, match="format 2"):
+            attempt(tmp_path)
+    assert path.stat().st_size == 1008
+
+
+def test_an_event_of_another_version_is_an_error_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = open_log(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout_log, "_encoder", NewerEncoder())
+        position = log.append(dropped(1).event)
+    log.close()
+    with cuts() as cut:
+        open_log(tmp_path)
+    assert cut == []
+    for read in (lambda: lease_ids(tmp_path), lambda: read_record(tmp_path, position)):
+        with pytest.raises(LogDamagedError, match=f"offset {position.offset} is whole, but not understood"):
+            read()
+
+
+class NewerEncoder:
+    """Of a version that knows one event more."""
+
+    def encode(self, event: LeaseEvent) -> bytes:
+        return b"\x81\xa4type\xa9Cancelled"
+
+
+@pytest.mark.parametrize("path", sorted(CORPUS.iterdir()), ids=lambda path: path.name)
+def test_what_fuzzing_tried_holds(path: Path) -> None:
+    check_segment(path.read_bytes())
+
+
+def test_the_fuzzing_corpus_reaches_the_decoder() -> None:
+    assert sum(check_segment(path.read_bytes()) for path in CORPUS.iterdir()) > 10
