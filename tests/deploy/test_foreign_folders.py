@@ -1,0 +1,51 @@
+"""Claims about the user's own folders: a `common` or `learner` beside a config is none of ours."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offbeat.common.config import Config, ModelSection, TaskSection
+from offbeat.common.settings import resolved_toml
+
+FOREIGN = ("protocols", "common", "actor", "learner", "lab", "deploy")
+REWARD = "from common.scores import score\n\n\ndef reward(prompt, completion, row):\n    return score(completion)\n"
+
+
+@pytest.fixture(params=["packages", "namespace packages"])
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder with a user's folders of our rooms' names; with an `__init__.py` in each, importing one of them fails."""
+    for name in FOREIGN:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "settings.py").write_text("raise ImportError('a foreign module was imported')\n")
+        if request.param == "packages" and name != "common":
+            (folder / "__init__.py").write_text("raise ImportError('a foreign package was imported')\n")
+    (tmp_path / "common" / "scores.py").write_text("def score(text):\n    return len(text)\n")
+    (tmp_path / "my_reward.py").write_text(REWARD)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    config = Config(model=ModelSection(path="model"), task=TaskSection(train_data="train.jsonl", reward="my_reward:reward"))
+    (tmp_path / "run.toml").write_text(resolved_toml(config))
+    return tmp_path
+
+
+def offbeat(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "offbeat.deploy.cli", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_commands_run_beside_folders_of_the_same_names(home: Path) -> None:
+    assert "Commands" in offbeat(home, "--help").stdout
+    checked = offbeat(home, "check", "run.toml")
+    assert checked.returncode == 0, checked.stderr
+    assert 'reward = "my_reward:reward"' in checked.stdout
+
+
+@pytest.mark.parametrize("service", ["learner", "actor"])
+def test_service_checks_its_arguments_beside_folders_of_the_same_names(home: Path, service: str) -> None:
+    refused = offbeat(home, service, "run.toml", "train.num_step=3")
+    assert refused.returncode == 2, refused.stderr
+    assert "Did you mean train.num_steps?" in refused.stderr.splitlines()[-1]
