@@ -46,6 +46,7 @@ from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.addresses import host_of
 from offbeat.protocols.channels import Hub
+from offbeat.protocols.messages import Hello
 
 logger = logging.getLogger(__name__)
 
@@ -134,9 +135,9 @@ def open_learner(
         record=record,
     )
 
-    def welcome(peer: bytes) -> None:
+    def welcome(peer: bytes, hello: Hello) -> None:
         publisher.joined(peer)
-        calibration_watch.joined(dispatcher.hello_of(peer))
+        calibration_watch.joined(hello)
 
     def judge_canary(actor: str, policy_version: int, logprobs: np.ndarray) -> None:
         verdict = canary.judge(actor, policy_version, logprobs)

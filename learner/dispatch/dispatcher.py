@@ -73,8 +73,8 @@ MemberMessage = (
 class Listeners(NamedTuple):
     """Functions of the rest of the learner, called in the hub's thread while the dispatcher's lock is held."""
 
-    joined: Callable[[bytes], None]
-    """An actor has joined; the argument is its address."""
+    joined: Callable[[bytes, Hello], None]
+    """An actor has joined: address, hello."""
     weights: Callable[[str, WeightsStaged | WeightsCommitted], None]
     """The actor of this name has staged or committed weights."""
     canary: Callable[[str, int, np.ndarray], None]
@@ -247,20 +247,10 @@ class Dispatcher:
             ledger = self._journal.ledger
             return ledger.num_ready, ledger.num_open - ledger.num_ready
 
-    def members(self) -> list[tuple[bytes, str, int]]:
-        """Return address, name and policy version of every live actor; -1: it has no weights of this process."""
+    def members(self) -> list[tuple[bytes, str, int | None]]:
+        """Return address, name and policy version of every live actor; None: it has no weights of this process."""
         with self._lock:
-            return [
-                (member.peer, member.name, -1 if member.policy_version is None else member.policy_version)
-                for member in self._roster
-            ]
-
-    def hello_of(self, peer: bytes) -> Hello:
-        """Return the hello of the live actor at this address."""
-        with self._lock:
-            member = self._roster.find(peer)
-            assert member is not None, "the actor has left"
-            return member.hello
+            return [(member.peer, member.name, member.policy_version) for member in self._roster]
 
     def waiting_for(self) -> str:
         """Return one line that says what keeps the next batch."""
@@ -383,7 +373,7 @@ class Dispatcher:
         if member is None:
             member = self._roster.add(peer, hello, sender, now)
             self._desk.claim(member, now)
-            self._listeners.joined(peer)
+            self._listeners.joined(peer, hello)
             self._roster.report_joined(member)
         self._roster.welcome(member)
         self._send_credit_limit(member)

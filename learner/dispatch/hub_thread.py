@@ -1,4 +1,4 @@
-"""The thread between the hub's socket and the dispatcher: it alone touches the socket."""
+"""The hub's thread: the only one that touches the hub's socket, and the link between it and the dispatcher."""
 
 import threading
 import time
@@ -10,13 +10,16 @@ from offbeat.protocols.messages import Ack, LearnerMessage, Refused
 from offbeat.protocols.wire import UnknownMessageError, WireError
 
 TICK_S = 0.05
-"""Longest time between two looks at what time brings."""
+"""Longest time between two ticks of the dispatcher."""
 MESSAGES_PER_TICK = 1000
-"""A flood of messages must not keep leases and heartbeats from being seen to."""
+"""Most messages between two ticks: a flood of them must not delay leases and heartbeats."""
 
 
 class HubThread:
-    """Consumes: actors' messages. Waits for: a message, `wake`, `TICK_S`. Produces: what the dispatcher wants sent."""
+    """Serves the hub until it is closed.
+
+    Consumes: actors' messages. Waits for: a message, `wake`, `TICK_S`. Produces: the messages of the dispatcher's outbox.
+    """
 
     def __init__(self, hub: Hub, dispatcher: Dispatcher, clock: Callable[[], float] = time.monotonic) -> None:
         self._hub = hub
@@ -26,7 +29,7 @@ class HubThread:
         self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start the thread."""
         self._thread.start()
 
     def wake(self) -> None:

@@ -171,7 +171,7 @@ def make_dispatcher(
         record,
     )
     listeners = Listeners(
-        joined=on_join,
+        joined=lambda peer, hello: on_join(peer),
         weights=on_weights,
         canary=lambda actor, policy_version, logprobs: None,
         routed=lambda actor, policy_version, experts: None,

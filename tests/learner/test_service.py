@@ -30,7 +30,7 @@ from offbeat.learner.weights.standings import Recipient
 
 TRAIN_S, SNAPSHOT_S, PUBLISH_WAIT_S, CHECKPOINT_S = 8.0, 2.0, 1.0, 4.0
 """Seconds that the fakes take."""
-ACTOR: tuple[bytes, str, int] = (b"a/1", "a", 0)
+ACTOR: tuple[bytes, str, int | None] = (b"a/1", "a", 0)
 
 
 class Clock:
@@ -115,7 +115,7 @@ class FakeDispatcher:
     def settings(self) -> Config:
         return self._config
 
-    def members(self) -> list[tuple[bytes, str, int]]:
+    def members(self) -> list[tuple[bytes, str, int | None]]:
         return [ACTOR] if self.joins_at <= self._clock.now < self.joins_at + WAIT_S else self.live
 
     def take_batch(self, timeout_s: float) -> list[Any] | None:

@@ -220,7 +220,7 @@ class Desk:
             lambda: self.now,
         )
         listeners = Listeners(
-            joined=self.joined.append,
+            joined=lambda peer, hello: self.joined.append(peer),
             weights=lambda actor, message: self.weights.append((actor, message)),
             canary=lambda actor, version, logprobs: self.canaries.append((actor, version, logprobs.tolist())),
             routed=lambda actor, version, experts: self.routings.append((actor, version, experts.tolist())),

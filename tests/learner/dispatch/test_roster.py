@@ -36,7 +36,7 @@ def test_hello_is_answered_with_the_contract() -> None:
     )
     assert outgoing.arrays[0].tolist() == [1, 2, 3]
     assert desk.joined == [actor.peer]
-    assert desk.dispatcher.members() == [(actor.peer, "a", -1)]
+    assert desk.dispatcher.members() == [(actor.peer, "a", None)]
 
 
 def test_second_hello_is_welcomed_and_changes_nothing() -> None:
@@ -166,7 +166,7 @@ def test_actor_with_wrong_weights_gets_no_lease_until_they_are_right() -> None:
     desk.dispatcher.judge_canary("a", 0, "they differ")
     assert actor.heard(Cancel) == [Cancel(lease_ids=held)]
     assert desk.distrusted == [(actor.peer, "a", "they differ")]
-    assert desk.dispatcher.members() == [(actor.peer, "a", -1)], "it needs weights"
+    assert desk.dispatcher.members() == [(actor.peer, "a", None)], "it needs weights"
     assert desk.status().members[0].state == "quarantined"
     assert actor.leases() == []
     other = Actor(desk, "other").join(capacity=2)

@@ -1,0 +1,43 @@
+"""Prompts that keep failing are given up, and a run in which nothing succeeds ends."""
+
+import pytest
+
+from offbeat.learner.dispatch.failures import Failures, RunFailedError
+
+
+def make(max_lease_attempts: int = 3, max_failed_leases: int = 3) -> tuple[Failures, list[str]]:
+    woken: list[str] = []
+    return Failures(max_lease_attempts, max_failed_leases, lambda: woken.append("woken")), woken
+
+
+def test_prompt_is_given_up_after_its_last_attempt_and_starts_anew() -> None:
+    failures, _ = make(max_lease_attempts=3)
+    for _ in range(2):
+        assert [failures.is_last_attempt(7), failures.count_attempt(7)] == [False, 1]
+        assert [failures.is_last_attempt(7), failures.count_attempt(7)] == [False, 2]
+        assert [failures.is_last_attempt(7), failures.count_attempt(7)] == [True, 3]
+        assert not failures.is_last_attempt(8), "each prompt has its own attempts"
+
+
+def test_good_group_clears_the_attempts_of_its_prompt_alone() -> None:
+    failures, _ = make(max_lease_attempts=2)
+    failures.count_attempt(7)
+    failures.count_attempt(8)
+    failures.forget(7)
+    assert [failures.is_last_attempt(7), failures.is_last_attempt(8)] == [False, True]
+
+
+def test_failed_leases_in_a_row_end_the_run_and_wake_who_waits_for_groups() -> None:
+    failures, woken = make(max_failed_leases=3)
+    for _ in range(2):
+        failures.count_lease("a bad reward.")
+    failures.forget(7)
+    for _ in range(2):
+        failures.count_lease("a bad reward.")
+    assert (failures.error, woken) == (None, [])
+    failures.count_lease("a bad reward.")
+    assert woken == ["woken"]
+    text = r"the last 3 leases failed \(train.max_failed_leases\), the last one with a bad reward\."
+    assert failures.error is not None
+    with pytest.raises(RunFailedError, match=text):
+        raise failures.error
