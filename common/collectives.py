@@ -4,7 +4,7 @@ Both sides hold the weights in host memory (`common.weights.WeightBuffer`). gloo
 goes through one bucket on the device, so that a transfer needs a bucket of GPU memory and not a second model.
 
 The learner owns the rendezvous store. An epoch's group is built in two steps, so that nobody blocks on a member that is not
-there: every member sets its ready key, the learner waits for the keys (it can name the one that is missing) and then sets go.
+there: every member sets its ready key; the learner waits for the keys, can name a missing member, and then sets go.
 """
 
 import contextlib
@@ -24,17 +24,17 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.001
 CLOSE_S = 5.0
-"""How long giving up a group may take; what hangs for longer is left behind."""
+"""Longest wait for a group to close; one that hangs for longer is left behind."""
 
 
 class CollectiveError(RuntimeError):
-    """The transfer did not take place; nothing was changed by it."""
+    """A transfer did not take place; it changed nothing."""
 
 
 def serve_store(host: str, port: int, timeout_s: float, *, listen_on: str) -> TCPStore:
-    """The learner's rendezvous store, reached at `host`.
+    """Return the learner's rendezvous store, which members reach at `host`.
 
-    It listens on the address `listen_on` only (torch's own default is every interface).
+    The store listens on the address `listen_on` only (torch's own default is every interface).
     """
     listener = socket.create_server((listen_on, port))
     port = listener.getsockname()[1]
@@ -49,7 +49,7 @@ def serve_store(host: str, port: int, timeout_s: float, *, listen_on: str) -> TC
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """A member's connection to the learner's store."""
+    """Return a member's connection to the learner's store."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
@@ -61,19 +61,19 @@ class Rendezvous:
         self._prefix = f"weights/{epoch}/{policy_version}"
 
     def set_ready(self, rank: int) -> None:
-        """A member is about to enter."""
+        """Say that a member is about to enter."""
         self._store.set(f"{self._prefix}/ready/{rank}", "1")
 
     def is_ready(self, rank: int) -> bool:
-        """Whether that member has said so."""
+        """Return whether that member is ready."""
         return self._store.check([f"{self._prefix}/ready/{rank}"])
 
     def set_go(self) -> None:
-        """All members are ready: enter."""
+        """Tell the members, which are all ready, to enter."""
         self._store.set(f"{self._prefix}/go", "1")
 
     def wait_go(self, timeout_s: float, is_superseded: Callable[[], bool]) -> None:
-        """Until the learner says go; `CollectiveError` past the deadline or when a newer update was announced."""
+        """Wait until the learner says go; raise `CollectiveError` past the deadline or when a newer update was announced."""
         deadline = time.monotonic() + timeout_s
         while not self._store.check([f"{self._prefix}/go"]):
             if is_superseded():
@@ -83,13 +83,13 @@ class Rendezvous:
             time.sleep(POLL_S)
 
     def clear(self, world_size: int) -> None:
-        """Forget the keys, so that the store does not grow with the run."""
+        """Delete the keys, so that the store does not grow with the run."""
         for key in ["go", *(f"ready/{rank}" for rank in range(1, world_size))]:
             self._store.delete_key(f"{self._prefix}/{key}")
 
 
 class WeightGroup:
-    """The members of one epoch, the learner being rank 0. Drop it after any error: a broken group stays broken."""
+    """The process group of one epoch, with the learner as rank 0. Close it after any error: a broken group stays broken."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class WeightGroup:
                 self._group = _gloo_group(prefix, rank, world_size, timeout, towards=(store.host, store.port))
 
     def broadcast(self, flat: torch.Tensor, bucket_bytes: int) -> None:
-        """Move the learner's buffer `[num_bytes]` (uint8, host) into every member's, bucket by bucket."""
+        """Copy the learner's buffer `[num_bytes]` (uint8, host) into every member's, bucket by bucket."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -144,7 +144,7 @@ class WeightGroup:
             logger.warning("the process group of epoch %d did not close within %g s; it is left behind", self.epoch, CLOSE_S)
 
     def _load(self, bucket: torch.Tensor) -> torch.Tensor:
-        """The bucket where the collective can take it from."""
+        """Return the bucket on the device that the collective runs on."""
         if self._device.type == "cpu":
             return bucket
         if len(self._bucket) < len(bucket):
@@ -171,7 +171,7 @@ def _nccl_group(store: Store, rank: int, world_size: int, timeout: timedelta) ->
 
 
 def local_address(host: str, port: int) -> str:
-    """This machine's address on the route to `host`; nothing is sent."""
+    """Return this machine's address on the route to `host`; nothing is sent."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
@@ -180,7 +180,7 @@ def local_address(host: str, port: int) -> str:
 
 @contextlib.contextmanager
 def _as_collective_error(what: str):
-    """torch.distributed reports a lost peer and a missed deadline as RuntimeError (`DistError`): give it our name."""
+    """Raise what torch.distributed reports of a lost peer or a missed deadline, a RuntimeError, as `CollectiveError`."""
     try:
         yield
     except RuntimeError as error:

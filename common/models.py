@@ -1,4 +1,4 @@
-"""The model folder: where `model.path` leads, and the hashes by which two services know that they have the same one."""
+"""The model folder that `model.path` names, and the hashes by which two services know that they have the same model."""
 
 import hashlib
 import json
@@ -9,7 +9,10 @@ from offbeat.protocols.messages import ModelHashes
 
 
 def resolve_model(path: str) -> Path:
-    """The local folder of `model.path`: itself, or the hub's snapshot of that name, downloaded if need be."""
+    """Return the local folder of `model.path`: itself, or the model hub's snapshot of that name, downloaded if need be.
+
+    Raises `SettingError` when there is neither.
+    """
     if Path(path).is_dir():
         return Path(path)
     # Takes 0.3 s to import, and is only needed for hub names.
@@ -22,16 +25,16 @@ def resolve_model(path: str) -> Path:
         raise SettingError(
             "model.path",
             path,
-            f"it is no folder here, and the model hub did not give it ({str(error).splitlines()[0]})",
+            f"it is no folder here, and the model hub did not serve it ({str(error).splitlines()[0]})",
             "Give a model folder, or a hub name on a machine that reaches the hub.",
         ) from error
 
 
 def hash_model(folder: Path) -> ModelHashes:
-    """The hashes of a model folder's config, tokenizer and chat template, 16 hexadecimal digits each."""
+    """Return the hashes of a model folder's config, tokenizer and chat template, 16 hexadecimal digits each."""
     config = _read(folder / "config.json")
     tokenizer_config = json.loads(_read(folder / "tokenizer_config.json") or b"{}")
-    # It stands in a file of its own, or (older models) in the tokenizer's config.
+    # Newer models have the chat template in a separate file, older ones in the tokenizer's config.
     template = _read(folder / "chat_template.jinja").decode() or str(tokenizer_config.pop("chat_template", ""))
     tokenizer_config.pop("chat_template", None)
     tokenizer = _read(folder / "tokenizer.json") + json.dumps(tokenizer_config, sort_keys=True).encode()

@@ -1,4 +1,4 @@
-"""Which experts a mixture-of-experts model of transformers sends each token to, read while it computes."""
+"""The experts that a mixture-of-experts model of transformers sends each token to, recorded during its forward pass."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,29 +11,28 @@ from transformers.utils.output_capturing import OutputRecorder
 
 
 class Routing(NamedTuple):
-    """What the routers of one forward pass decided, on the CPU. Layers without a router are not counted."""
+    """The decisions of the routers in one forward pass, on the CPU. Layers without a router are left out."""
 
     experts: Tensor
-    """`[tokens, layers, top_k]` int64: the experts that a token went to, in no particular order. Rows of a batch follow one
-    another."""
+    """`[tokens, layers, top_k]` int64: the experts of each token, in no particular order; the rows of a batch are joined."""
     margins: Tensor
     """`[tokens, layers]` float32: the smallest router logit of those experts minus the largest of all others.
 
-    The logit gap at the boundary of the top K: a change of the logits by less than half of it changes no expert. Below 0
-    only where a router does not choose by its logits alone (a bias that balances load, groups of experts).
+    Logits that change by less than half this margin choose the same experts. Negative only where a router does not choose by
+    its logits alone (a bias that balances load, groups of experts).
     """
     num_experts: int
-    """Experts of a layer."""
+    """Number of experts in a layer."""
 
 
 class RoutingRecord:
-    """What `record_routing` gathers."""
+    """The routers' choices that `record_routing` gathers."""
 
     def __init__(self) -> None:
         self._choices: dict[nn.Module, Routing] = {}
 
     def routing(self) -> Routing | None:
-        """Of the last forward pass; None for a dense model, and for one whose routers do not tell what they chose."""
+        """Return the last forward pass's routing; None for a dense model, and where routers do not return what they chose."""
         layers = list(self._choices.values())
         if not layers or len({(layer.experts.shape, layer.num_experts) for layer in layers}) > 1:
             return None
@@ -43,14 +42,14 @@ class RoutingRecord:
             num_experts=layers[0].num_experts,
         )
 
-    def take(self, router: nn.Module, choice: Routing) -> None:
-        """What one router chose, `experts` `[tokens, top_k]` and `margins` `[tokens]`; layers stay in the order they ran in."""
+    def add(self, router: nn.Module, choice: Routing) -> None:
+        """Keep one router's choice, `experts` `[tokens, top_k]` and `margins` `[tokens]`; layers stay in running order."""
         self._choices[router] = choice
 
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
-    """While it is open, what the routers of `model` choose is recorded; nothing that the model computes changes.
+    """Record the choices of the routers of `model` while the context is open; its outputs do not change.
 
     Routers are the modules that transformers' models declare as the source of their `router_logits`. One that does not
     return the experts it chose beside its logits is left out: taking the largest logits would be a guess.
@@ -62,14 +61,14 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
             def note(module: nn.Module, inputs: Any, output: Any, logits_index: int = logits_index) -> None:
                 choice = _choice(output, logits_index)
                 if choice is not None:
-                    record.take(module, choice)
+                    record.add(module, choice)
 
             stack.callback(router.register_forward_hook(note).remove)
         yield record
 
 
 def _routers(model: nn.Module) -> dict[nn.Module, int]:
-    """The routers in `model`, and where in its output each has its logits."""
+    """Return the routers in `model`, each with the index of the logits in its output."""
     routers: dict[nn.Module, int] = {}
     # A model for several modalities declares nothing itself, the models in it do.
     for owner in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
@@ -88,7 +87,7 @@ def _recorded_modules(owner: PreTrainedModel, recorder: OutputRecorder) -> Itera
 
 
 def _choice(output: Any, logits_index: int) -> Routing | None:
-    """A router's output as `RoutingRecord.take` wants it; None when it does not hold exactly one tensor of integers."""
+    """Return a router's output as a choice; None when the output does not hold exactly one tensor of integers."""
     if not isinstance(output, tuple):
         return None
     chosen = [part for part in output if isinstance(part, Tensor) and part.dtype in (torch.int32, torch.int64)]

@@ -11,13 +11,13 @@ from offbeat.protocols.messages import TensorSpec
 ALIGNMENT = 64
 """Each tensor starts at a multiple of this many bytes, so that views of any dtype are aligned."""
 WRONG_CHECKSUM = "wrong checksum"
-"""How an actor begins to report bytes that are not the learner's."""
+"""The beginning of an actor's report that its bytes are not the learner's."""
 CHECKSUM_BLOCK_BYTES = 512
 CHECKSUM_PIECE_BYTES = 1 << 20
 
 
 def tensor_dtype(name: str) -> torch.dtype:
-    """`float32` -> `torch.float32`; `ValueError` for anything that is no dtype."""
+    """Return the dtype of this name, `float32` for instance; raise `ValueError` for any other text."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a torch dtype")
@@ -25,26 +25,26 @@ def tensor_dtype(name: str) -> torch.dtype:
 
 
 def make_layout(named_shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-    """The layout of a buffer that holds these parameters as `dtype`, in this order."""
+    """Return the layout of a buffer that holds these parameters as `dtype`, in this order."""
     name = str(dtype).removeprefix("torch.")
     return tuple(TensorSpec(parameter, tuple(shape), name) for parameter, shape in named_shapes)
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorSpec, ...]:
-    """The layout of a buffer that holds these tensors, each in its own dtype."""
+    """Return the layout of a buffer that holds these tensors, each in its dtype."""
     return tuple(spec for name, tensor in tensors.items() for spec in make_layout([(name, tensor.shape)], tensor.dtype))
 
 
 def buffer_bytes(layout: tuple[TensorSpec, ...]) -> int:
-    """Size of the buffer that holds these tensors."""
+    """Return the size of the buffer that holds these tensors."""
     return sum(_aligned_bytes(spec) for spec in layout)
 
 
 def checksum(flat: torch.Tensor) -> int:
-    """32 bits over a buffer `[num_bytes]` (uint8, host, a multiple of 8 bytes): CRC-32 over the sums of its 512-byte blocks.
+    """Return 32 bits over a buffer `[num_bytes]` (uint8, host, a multiple of 8 bytes): the CRC-32 of its 512-byte blocks' sums.
 
-    Any change inside one word shows, and so does a block in the wrong place. It finds accidents at the speed of memory; against
-    a forger it is nothing. One thread, without the interpreter's lock for most of the time.
+    The checksum changes with any change inside one 8-byte word, and with the order of the blocks. It finds accidents at the
+    speed of memory, and is no protection against forgery. It runs in one thread, mostly without the interpreter's lock.
     """
     value = 0
     # Piece by piece, so that the sums of a large model need no memory to speak of.
@@ -60,14 +60,14 @@ class WeightBuffer:
     """One contiguous host allocation with a view per parameter; allocated once, reused by every update."""
 
     def __init__(self, layout: tuple[TensorSpec, ...], flat: torch.Tensor | None = None) -> None:
-        """Over `flat` if given (uint8, of `buffer_bytes(layout)`), else over memory of its own."""
+        """Use `flat` (uint8, `buffer_bytes(layout)` long) if given, else new memory."""
         self.layout = layout
         # Zeros, not empty: the pages are touched now, not during the first transfer.
         self.flat = torch.zeros(buffer_bytes(layout), dtype=torch.uint8) if flat is None else flat
-        """`[num_bytes]` uint8, what the collective moves."""
+        """`[num_bytes]` uint8: the bytes that are sent."""
 
     def views(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter's name and its view into the buffer."""
+        """Yield every parameter's name and its view into the buffer."""
         offset = 0
         for spec in self.layout:
             view = self.flat[offset : offset + _num_bytes(spec)]

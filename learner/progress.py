@@ -1,4 +1,4 @@
-"""What a person sees of a run while it goes: a live display on a terminal, else a plain log line now and then."""
+"""A running run for people: a live display on a terminal, else a plain log line now and then."""
 
 import itertools
 import logging
@@ -24,10 +24,10 @@ PLAIN_INTERVAL_S = 2.0
 """Least seconds between two plain lines."""
 
 RATE_WINDOW_S = 10.0
-"""Rates of actors are means over about so many seconds."""
+"""Length of the window over which an actor's rate is a mean."""
 
 NUM_RECENT_STEPS = 10
-"""Shares of time and the rate of training are means over so many steps."""
+"""Steps over which shares of time and the rate of training are means."""
 
 SPARKLINE_CELLS = 24
 MAX_ACTOR_LINES = 12
@@ -60,7 +60,7 @@ class Progress:
         """
         Args:
             num_steps: Optimizer steps in the whole run.
-            console: Where the live display goes; None: the console that the log goes to.
+            console: Shows the live display; None: the console that the log goes to.
             clock: Seconds since the epoch, on the same clock as the rows' `time`.
         """
         self._num_steps = num_steps
@@ -92,45 +92,45 @@ class Progress:
         logger.info("%s", self._end_line(exc_type))
 
     def show(self, row: Row) -> None:
-        """Take in one metrics row; kinds that are not displayed do nothing."""
+        """Update the display by one metrics row; kinds that are not displayed do nothing."""
         with self._lock:
-            line = self._take(row)
+            line = self._add(row)
         if line and self._live is None:
             logger.info("%s", line)
 
     def render(self) -> Group:
-        """The live display as of now."""
+        """Return the live display as of now."""
         with self._lock:
             return Group(self._steps_bar(), self._figures(), self._actor_table())
 
-    def _take(self, row: Row) -> str:
-        """Update the state; returns the plain line that is due, or nothing."""
+    def _add(self, row: Row) -> str | None:
+        """Update the state; return the plain line that is due, if any."""
         match row:
             case StepRow():
-                return self._take_step(row)
+                return self._add_step(row)
             case EvalRow():
                 self._evaluation = row
                 return f"evaluation at version {row.policy_version}: reward {_number(row.reward)}"
             case ActorRow():
-                self._actor(row.actor).take_stats(row)
+                self._actor(row.actor).add_stats(row)
             case CommitRow():
-                self._actor(row.actor).take_commit(row)
+                self._actor(row.actor).add_commit(row)
             case EventRow(actor=str(name)) if row.event in _ACTOR_EVENTS:
                 self._actor(name).status = _ACTOR_EVENTS[row.event]
             case FinalRow():
                 self._final = row
             case _:
                 pass
-        return ""
+        return None
 
-    def _take_step(self, row: StepRow) -> str:
+    def _add_step(self, row: StepRow) -> str | None:
         self._steps.append(row)
         reward = row.number("reward/mean")
         if reward is not None:
             self._rewards.append(reward)
         due = self._clock() - self._last_plain_line >= PLAIN_INTERVAL_S or row.policy_version == self._num_steps
         if not due:
-            return ""
+            return None
         self._last_plain_line = self._clock()
         return f"step {row.policy_version}/{self._num_steps}  reward {_number(reward)}  " + "  ".join(
             (self._drift_text(), self._rates_text(), self._learner_text())
@@ -161,7 +161,7 @@ class Progress:
         return f"{ready} groups ready, {in_flight} in flight"
 
     def _learner_text(self) -> str:
-        """Where the learner's time went in the recent steps, and for how long it has made none."""
+        """Return the shares of the learner's time in the recent steps, and how long ago the last step was if that is long."""
         if not self._steps:
             return f"waits for the first rollouts, {_duration(self._clock() - self._started)}"
         total = self._sum("time/step_s")
@@ -236,23 +236,24 @@ class Progress:
 
 
 class _ActorLine:
-    """What is known of one actor."""
+    """One actor's line of the live display."""
 
     def __init__(self) -> None:
-        self.status = ""
-        """`joined`, `lost`, `left`, `excluded`, or nothing while all is well."""
+        self.status: str | None = None
+        """`joined`, `lost`, `left` or `excluded`; None while all is well."""
         self.policy_version = -1
+        """The version that the actor's rows report; -1, as there, before it has weights."""
         self._stats: deque[ActorRow] = deque()
-        """Actor rows of the last `RATE_WINDOW_S`, two at least once there were two."""
+        """Actor rows of the last `RATE_WINDOW_S`, at least two once there were two."""
 
     @property
     def is_present(self) -> bool:
         return self.status not in ("lost", "left")
 
-    def take_stats(self, row: ActorRow) -> None:
+    def add_stats(self, row: ActorRow) -> None:
         self.policy_version = row.policy_version
         if self.status == "joined":
-            self.status = ""
+            self.status = None
         if self._stats and row.num_generated_tokens < self._stats[-1].num_generated_tokens:
             # The counters of a restarted actor begin again.
             self._stats.clear()
@@ -260,10 +261,10 @@ class _ActorLine:
         while len(self._stats) > 2 and row.time - self._stats[1].time >= RATE_WINDOW_S:
             self._stats.popleft()
 
-    def take_commit(self, row: CommitRow) -> None:
+    def add_commit(self, row: CommitRow) -> None:
         self.policy_version = row.policy_version
         if self.status == "excluded":
-            self.status = ""
+            self.status = None
 
     def tokens_per_s(self) -> float:
         if len(self._stats) < 2:
@@ -273,7 +274,7 @@ class _ActorLine:
         return (last.num_generated_tokens - first.num_generated_tokens) / seconds if seconds > 0 else 0.0
 
     def state(self, now: float) -> tuple[str, str]:
-        """What it does now, in words, and the style to show that in."""
+        """Return the actor's activity in words, and the style to show it in."""
         if self.status == "joined":
             return "joined", "dim"
         if self.status:
@@ -290,7 +291,7 @@ class _ActorLine:
 
 
 def sparkline(values: list[float], num_cells: int) -> str:
-    """The values as at most `num_cells` block characters, lowest to highest; each cell is a mean of its neighbors."""
+    """Draw the values as at most `num_cells` block characters, lowest to highest; each shows the mean of adjacent values."""
     if not values:
         return ""
     num_cells = min(num_cells, len(values))

@@ -1,0 +1,244 @@
+"""A publisher, and receivers in other processes, which tests kill, stop, or have a wrong byte."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from offbeat.actor.weight_receiver import Outcome, WeightReceiver
+from offbeat.common import collectives
+from offbeat.common.rows import row_fields
+from offbeat.common.weights import checksum, make_layout
+from offbeat.learner.weights.publisher import WeightPublisher
+from offbeat.learner.weights.standings import Recipient
+from offbeat.learner.weights.transport import Transport
+from offbeat.protocols.channels import Hub, Link
+from offbeat.protocols.messages import LearnerMessage, TensorSpec, WeightPull, WeightsCommitted, WeightUpdate
+
+SMALL = make_layout([("embed", (7, 3)), ("scale", ()), ("head", (5,))], torch.bfloat16)
+LARGE = make_layout([("embed", (4096, 4096))], torch.float32)
+BUCKET_BYTES = 1 << 18
+CHUNK_BYTES = 1 << 18
+MAX_PULLS = 2
+MAX_MESSAGE_BYTES = 1 << 24
+TIMEOUT_S = 1.5
+PATIENCE_S = 30.0
+
+Mishap = Literal["", "SIGKILL", "SIGSTOP", "wrong byte"]
+
+context = multiprocessing.get_context("forkserver")
+# One process imports torch; receivers are forked from it.
+context.set_forkserver_preload(["offbeat.actor.weight_receiver", "offbeat.learner.training.ranks"])
+
+
+def open_hub() -> Hub:
+    return Hub("tcp://127.0.0.1:0", max_message_bytes=1 << 16)
+
+
+def receive_weights(connection: Connection, layout: tuple[TensorSpec, ...], peer: bytes, mishap: Mishap, poll_s: float) -> None:
+    """An actor's part: announcements in, `(outcome, checksum)` out. With a `mishap`, it befalls the first transfer half-way."""
+    collectives.POLL_S = poll_s
+    receiver = WeightReceiver(layout, lambda address: Link(address, identity=peer, max_message_bytes=MAX_MESSAGE_BYTES))
+    connection.send("up")
+    flat = receiver.buffer.flat
+    while True:
+        if mishap and flat[len(flat) // 2] != 0 and flat[-1] == 0:
+            befallen, mishap = mishap, ""
+            if befallen == "wrong byte":
+                flat[0] ^= 1
+            else:
+                os.kill(os.getpid(), signal.Signals[befallen])
+        while connection.poll(0.0005):
+            receiver.announce(connection.recv())
+        outcome = receiver.outcome()
+        if outcome is not None:
+            connection.send((outcome, checksum(flat)))
+            if not outcome.error:
+                receiver.release()
+
+
+class Receiver:
+    """A receiver's process, as the publisher's side sees it."""
+
+    def __init__(self, name: str, layout: tuple[TensorSpec, ...], mishap: Mishap, poll_s: float) -> None:
+        self.name = name
+        self.peer = f"{name}/1".encode()
+        self.policy_version: int | None = None
+        self.is_mute = False
+        self.num_breaks = 0
+        """Transfers to come that it says have broken."""
+        """It takes the weights and never says so."""
+        self.checksums: dict[int, int] = {}
+        self.epochs: dict[int, int] = {}
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=receive_weights, args=(theirs, layout, self.peer, mishap, poll_s), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.send: Callable[[LearnerMessage], None] = self.connection.send
+        assert self.connection.poll(PATIENCE_S)
+        assert self.connection.recv() == "up"
+
+    def has(self, policy_version: int) -> bool:
+        return self.policy_version is not None and self.policy_version >= policy_version
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+        assert self.process.exitcode is not None
+        self.connection.close()
+
+
+class Fleet:
+    """The publisher, its receivers, and a thread that carries messages between them as the hub would."""
+
+    def __init__(self, layout: tuple[TensorSpec, ...], timeout_s: float, backend: Literal["gloo", "pull"]) -> None:
+        self.layout = layout
+        self.receivers: list[Receiver] = []
+        self.rows: list[dict[str, Any]] = []
+        self.failures: list[BaseException] = []
+        self.announced: list[tuple[str, int]] = []
+        """Receivers by name and the versions announced to them."""
+        self.pulled: list[tuple[str, int]] = []
+        """Those of them that were to pull."""
+        self.most_pulls = 0
+        """At once."""
+        self.sent_checksums: dict[int, int] = {}
+        self.publisher = WeightPublisher(
+            layout=layout,
+            transport=Transport(
+                host="127.0.0.1",
+                listen_on="127.0.0.1",
+                backend=backend,
+                port=0,
+                timeout_s=timeout_s,
+                bucket_bytes=BUCKET_BYTES,
+                chunk_bytes=CHUNK_BYTES,
+                max_pulls=MAX_PULLS,
+            ),
+            open_hub=open_hub,
+            max_pull_lag=lambda: 2,
+            record=lambda row: self.rows.append(row_fields(row)),
+        )
+        self.publisher.start(self)
+        self._is_over = False
+        self._courier = threading.Thread(target=self.carry, daemon=True)
+        self._courier.start()
+
+    def recipients(self) -> list[Recipient]:
+        return [Recipient(receiver.peer, receiver.name, receiver.policy_version) for receiver in self.receivers]
+
+    def fail(self, error: BaseException) -> None:
+        self.failures.append(error)
+
+    def join(self, name: str, mishap: Mishap = "", poll_s: float = 0.001) -> Receiver:
+        receiver = Receiver(name, self.layout, mishap, poll_s)
+        self.receivers.append(receiver)
+        self.publisher.joined(receiver.peer)
+        return receiver
+
+    def post(self, peer: bytes, message: LearnerMessage) -> None:
+        for receiver in self.receivers:
+            if receiver.peer == peer and receiver.process.is_alive():
+                assert isinstance(message, WeightUpdate | WeightPull)
+                self.announced.append((receiver.name, message.policy_version))
+                if isinstance(message, WeightPull):
+                    self.pulled.append((receiver.name, message.policy_version))
+                    self.most_pulls = max(self.most_pulls, len(self.publisher._pulls))
+                receiver.send(message)
+
+    def carry(self) -> None:
+        while not self._is_over:
+            for receiver in list(self.receivers):
+                self.deliver(receiver)
+            time.sleep(0.0005)
+
+    def deliver(self, receiver: Receiver) -> None:
+        try:
+            if not receiver.connection.poll():
+                return
+            outcome, received = receiver.connection.recv()
+        except (EOFError, OSError):
+            return
+        assert isinstance(outcome, Outcome)
+        if receiver.is_mute:
+            return
+        version = outcome.policy_version
+        if receiver.num_breaks:
+            receiver.num_breaks -= 1
+            outcome = outcome._replace(error="bucket 1 of 1: Connection reset by peer")
+        if not outcome.error:
+            receiver.checksums[version] = received
+            receiver.epochs[version] = outcome.as_message().epoch
+            receiver.policy_version = version
+        self.publisher.handle(receiver.name, outcome.as_message())
+        if not outcome.error:
+            self.publisher.handle(receiver.name, WeightsCommitted(policy_version=version, stall_s=0.0))
+
+    def publish(self, policy_version: int) -> None:
+        with self.publisher.writing() as buffer:
+            buffer.flat.view(torch.int64).random_(generator=torch.Generator().manual_seed(policy_version))
+            # A receiver must be able to tell how much has arrived from the zeros before it.
+            buffer.flat[len(buffer.flat) // 2] = buffer.flat[-1] = 1
+            self.sent_checksums[policy_version] = checksum(buffer.flat)
+            self.publisher.publish(policy_version)
+
+    def wait(self, policy_version: int, *receivers: Receiver) -> None:
+        self.wait_for(lambda: all(receiver.has(policy_version) for receiver in receivers))
+        for receiver in receivers:
+            for version, received in receiver.checksums.items():
+                assert received == self.sent_checksums[version]
+
+    def wait_for(self, claim: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not claim():
+            assert not self.failures, self.failures
+            assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {self.rows}"
+            time.sleep(0.002)
+
+    def excluded(self) -> list[str]:
+        return [row["actor"] for row in self.rows if row.get("event") == "actor_excluded"]
+
+    def commit_failures(self) -> list[str]:
+        return [row["detail"] for row in self.rows if "did not commit" in row.get("detail", "")]
+
+    def updates(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows if row["kind"] == "weights"]
+
+    def close(self) -> None:
+        self.publisher.close()
+        self._is_over = True
+        self._courier.join(5)
+        for receiver in self.receivers:
+            receiver.end()
+        for thread in (self.publisher._thread, self.publisher._server._thread):
+            assert thread is None or not thread.is_alive()
+        assert not self.failures, self.failures
+
+
+@contextmanager
+def fleet_of(
+    layout: tuple[TensorSpec, ...], *names: str, timeout_s: float = TIMEOUT_S, backend: Literal["gloo", "pull"] = "gloo"
+) -> Iterator[Fleet]:
+    fleet = Fleet(layout, timeout_s, backend)
+    try:
+        for name in names:
+            fleet.join(name)
+        yield fleet
+    finally:
+        fleet.close()
+
+
+def stopped(receiver: Receiver) -> bool:
+    return Path(f"/proc/{receiver.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
