@@ -32,7 +32,7 @@ def sample(
     lengths: tuple[int, int] = (20, 400),
     degrees: float = math.inf,
 ) -> Differences:
-    """Sample tokens around `-kl`, variance `2 kl`, Student's t with `degrees`; shifts per completion have variance `between`."""
+    """Sample tokens around `-kl`, variance `2 kl`, Student-t with `degrees`; shifts per completion of variance `between`."""
     random = np.random.default_rng(seed)
     num_tokens = np.exp(random.uniform(math.log(lengths[0]), math.log(lengths[1]), num_completions)).astype(np.int64)
     total = num_tokens.sum()
