@@ -1,4 +1,4 @@
-"""What the actor needs of an engine: the interface, the values that cross it, the checks all engines make."""
+"""The interface of engines, the values that cross it, and the checks that all engines make."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
@@ -25,14 +25,14 @@ class Completion(NamedTuple):
 
 
 class Score(NamedTuple):
-    """What an engine's own weights make of given tokens."""
+    """Log-probs and routing of given tokens under an engine's weights."""
 
     logprobs: NDArray[np.float32]
     """`[num_tokens - 1]`, of tokens 1.. given those before them, at temperature 1."""
     routed_experts: NDArray[np.int32] | None
     """`[num_tokens - 1, layers, top_k]`, the experts that tokens 0.. but the last went to, in the layers that have experts.
 
-    None for a dense model, and from an engine that does not tell.
+    None for a dense model, and from an engine that does not record routing.
     """
 
 
@@ -44,7 +44,7 @@ class Engine(Protocol):
 
     @property
     def info(self) -> EngineInfo:
-        """What the learner is told at hello."""
+        """Description of the engine in the actor's hello."""
         ...
 
     @property
@@ -82,9 +82,9 @@ class Engine(Protocol):
         ...
 
     def score(self, token_ids: Sequence[int]) -> Score:
-        """The log-probs of at least two tokens, and how they were routed (the canary).
+        """Return the log-probs and the routing of at least two tokens (the canary).
 
-        May step running completions meanwhile; what finishes is returned by the next `step`.
+        May step running completions meanwhile; the next `step` returns those that finish.
         """
         ...
 
@@ -94,13 +94,13 @@ class Engine(Protocol):
 
 
 def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
-    """`ValueError` unless the prompt has a token and leaves room for one."""
+    """Raise `ValueError` unless the prompt has a token and leaves room for one."""
     if not 0 < num_tokens < max_model_len:
         raise ValueError(f"a prompt of {num_tokens} tokens does not fit model.max_length = {max_model_len}")
 
 
 def check_options(options: Mapping[str, Any], known: Collection[str], own: Mapping[str, str]) -> None:
-    """`SettingError` for an option that the engine does not know, or that is not the user's to set: `own` says why."""
+    """Raise `SettingError` for an option that the engine does not know, or that `own` forbids with a reason."""
     for name, value in options.items():
         setting = f"actor.engine_options.{name}"
         if name in own:

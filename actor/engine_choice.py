@@ -1,4 +1,4 @@
-"""Which engine an actor samples with."""
+"""The choice of the engine that an actor samples with."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ def make_engine(
     seed: int,
     options: Mapping[str, Any],
 ) -> Engine:
-    """The engine of this `actor.engine` setting, with the model loaded; `auto` takes vLLM where it is installed.
+    """Return the engine of this `actor.engine` setting, with the model loaded; `auto` takes vLLM where it is installed.
 
-    The engines are imported here: either takes seconds, and vLLM need not be there.
+    The engines are imported here: either import takes seconds, and vLLM need not be installed.
     """
     if name == "auto":
         name = "vllm" if _is_vllm_installed() else "transformers"

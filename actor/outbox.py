@@ -1,4 +1,4 @@
-"""Finished groups that the learner has not acknowledged: sent, kept, and sent again."""
+"""Answers to leases that the learner has not acknowledged: sent, kept, and sent again."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class Parcel:
 
 
 class Outbox:
-    """Messages by lease, oldest first; it holds no more than the actor's credit allows leases."""
+    """Unacknowledged messages by lease, oldest first. The actor's credit bounds their number."""
 
     def __init__(self, *, resend_after_s: float) -> None:
         self._resend_after_s = resend_after_s
@@ -27,7 +27,7 @@ class Outbox:
 
     @property
     def lease_ids(self) -> tuple[int, ...]:
-        """The leases that these messages answer."""
+        """Leases that these messages answer."""
         return tuple(self._parcels)
 
     def put(self, lease_id: int, message: ActorMessage, *arrays: Array) -> None:
@@ -35,14 +35,14 @@ class Outbox:
         self._parcels[lease_id] = Parcel(message, arrays)
 
     def acknowledge(self, lease_id: int) -> None:
-        """The learner has it; a second acknowledgement is as good as one."""
+        """Forget the answer to a lease, if it is here."""
         self._parcels.pop(lease_id, None)
 
     def send_all_again(self) -> None:
-        """The connection is a new one: whatever was sent through the old one may be lost."""
+        """Make every message due: those sent through an earlier connection may be lost."""
         for parcel in self._parcels.values():
             parcel.sent_at = float("-inf")
 
     def due(self, now: float) -> list[Parcel]:
-        """What to send now: new, or not acknowledged for `resend_after_s`."""
+        """Return the messages to send now: new ones, and those not acknowledged for `resend_after_s`."""
         return [parcel for parcel in self._parcels.values() if now - parcel.sent_at >= self._resend_after_s]

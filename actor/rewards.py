@@ -1,7 +1,7 @@
-"""Rewards: a function of the user's, or one of the two here, run where it can neither hold up the actor nor crash it.
+"""Rewards: the user's function or a built-in one, run where it can neither delay the actor nor crash it.
 
-A reward is `function(prompt: str, completion: str, row: dict) -> float`, plain or async. Plain functions run in processes
-of their own, a group at a time; async ones on one event loop in a thread, all completions of a group at once.
+A reward is `function(prompt: str, completion: str, row: dict) -> float`, plain or async. Plain functions run in worker
+processes, a group at a time; async ones on one event loop in a thread, all completions of a group at once.
 """
 
 import asyncio
@@ -34,21 +34,21 @@ logger = logging.getLogger(__name__)
 RewardFunction = Callable[[str, str, dict[str, Any]], Any]
 
 _BLOCKED_LOOP_GRACE_S = 1.0
-"""So long after the time limit of an async reward the event loop is taken for blocked."""
+"""Seconds after the time limit of an async reward until the event loop counts as blocked."""
 
 
 def exact_match(prompt: str, completion: str, row: dict[str, Any]) -> float:
-    """1 if the completion is `row["answer"]`, white space around either aside; else 0."""
+    """Return 1 if the completion is `row["answer"]` up to surrounding white space, else 0."""
     return float(completion.strip() == str(row["answer"]).strip())
 
 
 def math_answer(prompt: str, completion: str, row: dict[str, Any]) -> float:
-    """1 if the last answer in the completion equals `row["answer"]` mathematically; else 0.
+    """Return 1 if the last answer in the completion equals `row["answer"]` mathematically, else 0.
 
-    Of an answer in GSM8K's format (`... #### 72`) what follows the mark counts. Needs no particular format of the
-    completion: a boxed answer is preferred to other LaTeX, and that to plain numbers.
+    In GSM8K's format (`... #### 72`) only the part after the mark counts. The completion needs no particular format: a
+    boxed answer is preferred to other LaTeX, and LaTeX to plain numbers.
     """
-    from math_verify import parse, verify  # a second, which other rewards need not pay
+    from math_verify import parse, verify  # the import takes a second, which other rewards need not pay
 
     # math-verify limits its time by SIGALRM, which only a main thread has; without it, the group's limit remains.
     seconds = 2 if threading.current_thread() is threading.main_thread() else 0
@@ -56,7 +56,7 @@ def math_answer(prompt: str, completion: str, row: dict[str, Any]) -> float:
     # A plain formula is only recognized as LaTeX; a plain number needs nothing.
     gold = parse(answer, parsing_timeout=seconds) or parse(f"${answer}$", parsing_timeout=seconds)
     if not gold:
-        raise ValueError(f"the row's answer {answer!r} is no mathematical expression")
+        raise ValueError(f"the row's answer {answer!r} is not a mathematical expression")
     return float(verify(gold, parse(completion, parsing_timeout=seconds), timeout_seconds=seconds))
 
 
@@ -69,24 +69,24 @@ class Rewarded(NamedTuple):
 
 
 class RewardFailure(NamedTuple):
-    """A group whose reward function failed on one of its completions, or took too long."""
+    """A group without rewards: the reward function failed on a completion, or took too long."""
 
     key: int
     reason: Literal["reward_error", "reward_timeout"]
     detail: str
-    """One line: exception, message and where in the user's file."""
+    """One line: exception, message, file and line."""
 
 
 class RewardRunner:
-    """Rewards of groups, computed beside the thread that submits them.
+    """Computes rewards of groups beside the thread that submits them.
 
-    Make it on the thread that lives as long as the process: worker processes die with the thread that started them.
+    Create it on a thread that lives as long as the process: worker processes die with the thread that started them.
     """
 
     def __init__(self, path: str, *, num_workers: int, timeout_s: float) -> None:
-        """`path` is `module:function`; the current folder is on the import path. `SettingError` if there is no such.
+        """Load the reward that `path` names, as in `load_reward`. Raise `SettingError` if there is none.
 
-        `timeout_s` limits the rewards of one group, from when they are begun.
+        `timeout_s` limits the rewards of one group, from their start.
         """
         function = load_reward(path)
         self._timeout_s = timeout_s
@@ -96,7 +96,7 @@ class RewardRunner:
             else _WorkerProcesses(path, num_workers, timeout_s)
         )
         self._pending: dict[int, float] = {}
-        """Groups not yet returned by `poll`: when they were submitted."""
+        """Times of submission of the groups that `poll` has not returned."""
         self._done: queue.SimpleQueue[Rewarded | RewardFailure] = queue.SimpleQueue()
 
     @property
@@ -105,14 +105,14 @@ class RewardRunner:
         return len(self._pending)
 
     def submit(self, key: int, prompt: str, completions: Sequence[str], row: dict[str, Any]) -> None:
-        """Begin the rewards of a group; `key` names it in what `poll` returns."""
+        """Start the rewards of a group; `key` names it in the results of `poll`."""
         self._pending[key] = time.monotonic()
         future = self._backend.start(prompt, tuple(completions), row)
         # Called by the thread that sets the future; the queue is all it touches.
         future.add_done_callback(lambda future: self._done.put(_outcome(key, future, self._timeout_s)))
 
     def poll(self) -> list[Rewarded | RewardFailure]:
-        """What has become of submitted groups since the last call, each once; never waits."""
+        """Return the results of groups that ended since the last call, each once. Never waits."""
         outcomes: list[Rewarded | RewardFailure] = []
         while not self._done.empty():
             outcomes.append(self._done.get())
@@ -120,20 +120,20 @@ class RewardRunner:
         return [outcome for outcome in outcomes if self._pending.pop(outcome.key, None) is not None]
 
     def close(self) -> None:
-        """End what runs; nothing is left behind."""
+        """End all rewards and their processes."""
         self._backend.close()
 
     def _stuck(self) -> list[RewardFailure]:
-        """Groups past their time on an event loop that cannot even say so, because a reward blocks it."""
+        """Return groups past their time limit on an event loop that cannot time out because a reward blocks it."""
         if not isinstance(self._backend, _EventLoopThread):
             return []
         latest = time.monotonic() - self._timeout_s - _BLOCKED_LOOP_GRACE_S
-        detail = f"no result {self._timeout_s:g} s after the start: an async reward must not call what blocks"
+        detail = f"no result {self._timeout_s:g} s after the start: an async reward must not make blocking calls"
         return [RewardFailure(key, "reward_timeout", detail) for key, started in self._pending.items() if started < latest]
 
 
 class RewardError(Exception):
-    """A reward function failed on a completion; the text says how, in one line."""
+    """A reward function failed on a completion; the text is one line."""
 
 
 BUILT_IN: Mapping[str, RewardFunction] = {"exact_match": exact_match, "math_answer": math_answer}
@@ -145,7 +145,7 @@ _FORMER_MODULE = "actor.rewards:"
 def load_reward(name: str) -> RewardFunction:
     """Return the built-in reward of this name, or the function that `module:function` names.
 
-    Raises `SettingError` that says what is wrong about `task.reward`.
+    Raise `SettingError` that says what is wrong with `task.reward`.
     """
     if ":" not in name:
         if name not in BUILT_IN:
@@ -197,7 +197,7 @@ class _WorkerProcesses:
 
 def _prepare_worker(parent_pid: int) -> None:
     die_with_parent(parent_pid)
-    # Pebble's handler waits for the interpreter, which a regular expression gone astray does not come back to.
+    # Pebble's handler waits for the interpreter, which never runs again inside a catastrophic regular expression.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
@@ -207,7 +207,7 @@ def _load_once(path: str) -> RewardFunction:
 
 
 def _group_rewards(path: str, prompt: str, completions: tuple[str, ...], row: dict[str, Any]) -> tuple[float, ...]:
-    """In a worker: the rewards of a group, one completion after another."""
+    """Compute the rewards of a group, one completion after another. Runs in a worker."""
     function = _load_once(path)
     rewards = []
     for completion in completions:
@@ -245,7 +245,7 @@ class _EventLoopThread:
         try:
             return tuple(await asyncio.wait_for(asyncio.gather(*tasks), self._timeout_s))
         finally:
-            # Those that still run when one has failed.
+            # When one has failed, the others still run.
             for task in tasks:
                 task.cancel()
 
@@ -274,7 +274,7 @@ def _as_reward(value: object) -> float:
 
 
 def _describe(error: Exception, function: RewardFunction) -> str:
-    """Exception, message and the innermost line of the function's own file, in one line."""
+    """Return exception, message and the innermost line in the function's own file, on one line."""
     file = sys.modules[function.__module__].__file__
     # The first frame is the call, here.
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if frame.filename == file]
@@ -282,7 +282,7 @@ def _describe(error: Exception, function: RewardFunction) -> str:
 
 
 def _outcome(key: int, future: Future[tuple[float, ...]], timeout_s: float) -> Rewarded | RewardFailure:
-    """What a finished future says about its group."""
+    """Return the result of a finished future."""
     if future.cancelled():
         return RewardFailure(key, "reward_error", "cancelled")
     error = future.exception()

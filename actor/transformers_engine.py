@@ -24,7 +24,7 @@ from offbeat.common.weights import tensor_dtype
 from offbeat.protocols.messages import EngineInfo, ModelHashes, Sampling, Segment
 
 GREEDY_TEMPERATURE = 1e-6
-"""Stands for temperature 0: one engine samples all its completions, or none."""
+"""Replaces temperature 0: an engine either samples all its completions or none."""
 
 _OWN_OPTIONS = {
     "return_logprobs": "behavior log-probs are what the learner trains on",
@@ -33,11 +33,11 @@ _OWN_OPTIONS = {
     "allow_block_sharing": "new prompts would be continued from keys of older weights",
     "seed": "every actor has its own",
 }
-"""Options that may not be set, and why."""
+"""Options that a user may not set, and the reasons."""
 
 
 class TransformersEngine:
-    """See `actor.engine.Engine`. The manager's own thread is never started: `step` does what its loop does."""
+    """An `actor.engine.Engine` on transformers. Its manager's thread is never started; `step` does the work of that loop."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class TransformersEngine:
     ) -> None:
         """Load the model; its weights count as version -1. `options` are of `ContinuousBatchingConfig`.
 
-        The process's random state is seeded with `seed`: two actors must not have the same.
+        `seed` seeds the random state of the process; no two actors may share it.
         """
         transformers.utils.logging.disable_progress_bar()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -75,7 +75,7 @@ class TransformersEngine:
         )
         self._policy_version = -1
         self._segments: dict[str, list[Segment]] = {}
-        """Of every unfinished completion, by request id."""
+        """Segments of every unfinished completion, by request id."""
         self._num_ended_tokens = 0
 
     @property
@@ -105,7 +105,7 @@ class TransformersEngine:
                 max_new_tokens=min(sampling.max_new_tokens, self._info.max_model_len - num_prompt_tokens),
                 eos_token_id=self._eos_token_ids,
                 logit_processor_kwargs={"temperature": float(sampling.temperature or GREEDY_TEMPERATURE)},
-                # What `_num_tokens` counts from, also after the generated tokens have become part of the prompt.
+                # `_num_tokens` counts from here, also after generated tokens have become part of the prompt.
                 _true_initial_tokens=num_prompt_tokens,
             )
         )
@@ -155,7 +155,7 @@ class TransformersEngine:
         del self._batches, self._model
 
     def _states(self) -> Iterator[RequestState]:
-        """The batching state of every unfinished completion."""
+        """Yield the batching state of every unfinished completion."""
         yield from self._batches.scheduler.active_requests.values()
         yield from self._batches.scheduler.waiting_requests.values()
 
@@ -181,9 +181,9 @@ class TransformersEngine:
             parameter.copy_(weights[name])
 
     def _restart_active(self) -> None:
-        """Let every completion that has begun go on from a new prefill of its prompt and tokens.
+        """Continue every running completion from a new prefill of its prompt and tokens.
 
-        They go before what waits: they are the older ones.
+        They go before waiting requests, which are younger.
         """
         scheduler = self._batches.scheduler
         for state in reversed(list(scheduler.active_requests.values())):
@@ -193,19 +193,19 @@ class TransformersEngine:
 
 
 def _num_tokens(state: RequestState) -> int:
-    """Tokens sampled so far."""
+    """Return the number of tokens sampled so far."""
     return len(state.initial_tokens) + len(state.generated_tokens) - state._true_initial_tokens
 
 
 def _begin_segment(segments: list[Segment], segment: Segment) -> None:
-    """Append `segment`, in place of the last one if no token was sampled in that."""
+    """Append `segment`; it replaces the last one if no token was sampled in that."""
     if segments[-1].first_token == segment.first_token:
         segments.pop()
     segments.append(segment)
 
 
 def _eos_token_ids(model: PreTrainedModel, model_path: str) -> list[int]:
-    """What ends a completion: the ids in the model's generation config and the tokenizer's, as in vLLM."""
+    """Return the ids that end a completion: those of the model's generation config and the tokenizer's, as in vLLM."""
     assert model.generation_config is not None
     configured = model.generation_config.eos_token_id
     ids = set(configured) if isinstance(configured, list) else {configured}
@@ -214,7 +214,7 @@ def _eos_token_ids(model: PreTrainedModel, model_path: str) -> list[int]:
 
 
 def _generation_config() -> GenerationConfig:
-    # Any temperature but 1 makes the processor that applies each request's own; top_k and top_p are off.
+    # A temperature other than 1 creates the processor that applies each request's temperature; top_k and top_p are off.
     return GenerationConfig(do_sample=True, temperature=0.5, top_k=0, top_p=1.0, eos_token_id=-1)
 
 
@@ -224,7 +224,7 @@ def _batching_config(
     check_options(options, [field.name for field in dataclasses.fields(ContinuousBatchingConfig)], _OWN_OPTIONS)
     arguments: dict[str, Any] = {"auto_switch_to_flash": False}
     if device.type == "cpu":
-        # Left to itself it takes nine tenths of the machine's memory.
+        # By default it takes nine tenths of the machine's memory.
         arguments |= {"page_size": 64, "num_blocks": max(512, max_model_len // 16), "max_batch_tokens": 512}
     arguments |= options
     return ContinuousBatchingConfig(

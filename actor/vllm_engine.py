@@ -20,9 +20,12 @@ from vllm.usage.usage_lib import UsageContext
 from offbeat.actor.engine import Completion, Score, check_options, check_prompt_length
 from offbeat.actor.shared_weights import SharedWeights
 from offbeat.actor.vllm_worker import WeightLoading
+from offbeat.common.shutdown import ServiceError
 from offbeat.common.weights import layout_of
 from offbeat.protocols.messages import EngineInfo, ModelHashes, Sampling, Segment
 
+WRITTEN_FOR = "0.32"
+"""vLLM release whose internals this module uses: `LLMEngine.output_processor.request_states`, which no release promises."""
 CPU_KV_CACHE_BYTES = 256 << 20
 """KV cache on a CPU unless `kv_cache_memory_bytes` is among the options, or two completions of full length need more.
 
@@ -43,7 +46,7 @@ _OWN_ARGUMENTS = {
 
 
 class VllmEngine:
-    """See `actor.engine.Engine`. A token's segment is exact: no step is in flight when weights change."""
+    """An `actor.engine.Engine` on vLLM. Segments are exact, because no step is in flight when weights change."""
 
     def __init__(
         self,
@@ -57,12 +60,12 @@ class VllmEngine:
     ) -> None:
         """Load the model; its weights count as version -1. `options` are further `vllm.EngineArgs`.
 
-        The process's random state is seeded with `seed`: two actors must not have the same. On a CPU a seed for each
-        request is no alternative, vLLM samples such requests one by one.
+        `seed` seeds the random state of the process; no two actors may share it. A seed for each request would be slow on a
+        CPU, where vLLM samples such requests one by one.
         """
-        # The config refuses to run the model inside this process otherwise, and no step could be told from the next.
+        # Otherwise vLLM runs the model in another process, and weights could change in the middle of a step.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        # Each actor binding its threads by itself would put them all on the first core.
+        # By default every actor would bind its threads to the first cores, the same for all.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         _import_model_class(model_path)
         arguments = _engine_arguments(model_path, dtype=dtype, max_model_len=max_model_len, seed=seed, options=options)
@@ -70,6 +73,7 @@ class VllmEngine:
         if current_platform.is_cpu() and config.cache_config.kv_cache_memory_bytes is None:
             config.cache_config.kv_cache_memory_bytes = _cpu_kv_cache_bytes(config)
         self._engine = LLMEngine.from_vllm_config(config, UsageContext.LLM_CLASS, disable_log_stats=True)
+        check_internals(self._engine)
         self._info = EngineInfo(
             name="vllm",
             version=vllm.__version__,
@@ -158,7 +162,7 @@ class VllmEngine:
             self._shared_weights.close()
 
     def _share_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load in worker processes: tensors among the arguments would be copied through pickles and pipes."""
+        """Load weights in worker processes through shared memory; arguments would be pickled and copied through pipes."""
         if self._shared_weights is None:
             self._shared_weights = SharedWeights(layout_of(weights))
         self._shared_weights.write(weights.values())
@@ -170,11 +174,11 @@ class VllmEngine:
         self._engine.set_weight_version(str(policy_version))
 
     def _prompt(self, token_ids: Sequence[int]) -> TokensInput:
-        """The salt keeps a completion from starting on cached keys of older weights."""
+        """Return the prompt with a salt that keeps it from starting on cached keys of older weights."""
         return tokens_input(list(token_ids), cache_salt=str(self._policy_version))
 
     def _step_engine(self) -> list[RequestOutput]:
-        """One step; the requests that finished in it."""
+        """Advance the engine by one step and return the requests that finished."""
         outputs = self._engine.step()
         return [output for output in outputs if isinstance(output, RequestOutput)]
 
@@ -198,15 +202,27 @@ class VllmEngine:
         return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
 
 
-def _routed_experts(recorded: np.ndarray | None, *, num_tokens: int) -> np.ndarray | None:
-    """The first tokens' experts `[num_tokens, layers, top_k]` int32; None without the option `enable_return_routed_experts`.
+def check_internals(engine: LLMEngine) -> None:
+    """Raise `ServiceError` unless this vLLM keeps the requests where the token count reads them."""
+    try:
+        _ = engine.output_processor.request_states
+    except AttributeError as error:
+        raise ServiceError(
+            f"vLLM {vllm.__version__} has no LLMEngine.output_processor.request_states, which the actor counts sampled tokens "
+            f"with: install vLLM {WRITTEN_FOR}, or set actor.engine to transformers"
+        ) from error
 
-    vLLM records them on GPUs only, where this is not tested. `recorded` has all layers of the model.
+
+def _routed_experts(recorded: np.ndarray | None, *, num_tokens: int) -> np.ndarray | None:
+    """Return the experts of the first tokens, int32 `[num_tokens, layers, top_k]`, of the layers that have experts.
+
+    None without the option `enable_return_routed_experts`. `recorded` has all layers of the model. vLLM records on GPUs only,
+    where this is not tested.
     """
     if recorded is None:
         return None
     experts = recorded[:num_tokens].astype(np.int32)
-    # A layer without experts is recorded as zeros, one with experts never is: the `top_k` of a token are different ones.
+    # Only a layer without experts is recorded as zeros: the `top_k` experts of a token differ from each other.
     return experts[:, experts.any(axis=(0, 2))]
 
 
@@ -221,9 +237,9 @@ _SCORING = SamplingParams(
 
 
 def _import_model_class(model_path: str) -> None:
-    """Import the model's class here, where vLLM would look at it in a Python process started for that.
+    """Import the model's class in this process, so that vLLM does not start another one to inspect it.
 
-    The other process takes seconds, and does not know what `prepare_environment` hides.
+    The other process takes seconds, and runs without the changes of `prepare_environment`.
     """
     config, _ = PreTrainedConfig.get_config_dict(model_path)
     for architecture in config.get("architectures") or ():

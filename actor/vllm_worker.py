@@ -1,4 +1,4 @@
-"""What offbeat adds to vLLM's workers: loading new weights in place."""
+"""An extension of vLLM's workers that loads new weights in place."""
 
 import functools
 import logging
@@ -22,7 +22,7 @@ class WeightLoading:
     """Mixed into vLLM's worker class by `worker_extension_cls`; called through `LLMEngine.collective_rpc`."""
 
     model_runner: "GPUModelRunner"
-    """The worker's own."""
+    """Attribute of the worker class that this is mixed into."""
 
     def load_host_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace the model's parameters by `weights`, host tensors that stay valid during the call."""
@@ -36,13 +36,13 @@ class WeightLoading:
         _repack_tied_heads(model)
 
     def load_shared_weights(self, path: str, layout: tuple[TensorSpec, ...]) -> None:
-        """As `load_host_weights`, with the weights of a `SharedWeights`."""
+        """Replace the model's parameters by the weights of a `SharedWeights`."""
         self.load_host_weights(map_weights(path, layout).views())
 
 
 @functools.cache
 def _silence_reload_warnings() -> None:
-    """Drop what vLLM says at every update about modules that have no weights of their own: nothing is missing there."""
+    """Drop vLLM's warnings about modules without weights, which it repeats at every update."""
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     logger.addFilter(lambda record: record.args not in [("ParallelLMHead",), ("RotaryEmbedding",)])
 

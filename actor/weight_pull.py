@@ -18,22 +18,22 @@ from offbeat.protocols.messages import Chunk, ChunkGone, ChunkRequest, WeightPul
 from offbeat.protocols.wire import Frame, WireError
 
 WINDOW = 4
-"""Chunks asked for and not here yet."""
+"""Largest number of requested chunks that have not arrived."""
 POLL_S = 0.05
 FIRST_RETRY_S = 1.0
-"""Silence after which all that is under way is asked for again; doubled each time, because the link may just be slow."""
+"""Seconds of silence after which outstanding chunks are requested again; doubled each time, as the link may be slow."""
 MAX_DAMAGED = 3
-"""A chunk that came damaged so often comes so every time."""
+"""Number of damaged arrivals of one chunk after which the pull is given up."""
 
 
 class PullError(RuntimeError):
-    """The version was not fetched; whatever lies in the buffer is nothing."""
+    """The version was not fetched; the content of the buffer is worthless."""
 
 
 def pull_weights(
     pull: WeightPull, flat: torch.Tensor, open_link: Callable[[str], Link], is_superseded: Callable[[], bool]
 ) -> None:
-    """Fill the buffer `[num_bytes]` (uint8, host) with the version; `PullError` names the server and what went wrong.
+    """Fill the buffer, uint8 `[num_bytes]` on the host, with the version. Raise `PullError` that names server and reason.
 
     Waits for: chunks, `pull.timeout_s` each at most. Unblocked by: a chunk, the deadline, `is_superseded`.
     """
@@ -90,11 +90,11 @@ class _Pull:
             self._to_ask.popleft()
 
     def _receive(self) -> bool:
-        """Take the next message; whether it was a chunk that was missing."""
+        """Handle the next message. Return True when it was a missing chunk."""
         try:
             received = self._link.receive(POLL_S)
         except WireError as error:
-            # Which chunk it was cannot be told: it is asked for again after the silence.
+            # The chunk is unknown; it is requested again after `FIRST_RETRY_S`.
             self._count_damaged(-1, str(error))
             return False
         if received is None:
@@ -103,10 +103,10 @@ class _Pull:
             case ChunkGone(policy_version=self._pull.policy_version):
                 raise PullError(f"{self._source} does not offer version {self._pull.policy_version} any longer")
             case Chunk(policy_version=self._pull.policy_version, index=index) as chunk if index in self._missing:
-                return self._take(chunk, received.arrays[0])
+                return self._store(chunk, received.arrays[0])
         return False
 
-    def _take(self, chunk: Chunk, frame: Frame) -> bool:
+    def _store(self, chunk: Chunk, frame: Frame) -> bool:
         target = self._chunks[chunk.index]
         self._asked.discard(chunk.index)
         if len(frame) == len(target):

@@ -8,27 +8,27 @@ from offbeat.common.settings import SettingError
 from offbeat.protocols.keys import AllowList, KeyFileError, KeyPair, PublicKey, Sender, read_key_pair, read_public_key
 
 LEARNER = "learner"
-"""What `{name}` stands for at the learner."""
+"""Replaces `{name}` in `hub.key` at the learner."""
 OPERATOR = "operator"
-"""What `{name}` stands for where an operator has given no other name."""
+"""Replaces `{name}` in `hub.key` for an operator without another name."""
 
 
 class HubKeys(NamedTuple):
-    """For a `Hub`: both None without keys."""
+    """The keys of a `Hub`; both are None without keys."""
 
     key: KeyPair | None = None
     allowed: AllowList | None = None
 
 
 class LinkKeys(NamedTuple):
-    """For a `Link`: both None without keys."""
+    """The keys of a `Link`; both are None without keys."""
 
     key: KeyPair | None = None
     learner_key: PublicKey | None = None
 
 
 def keys_of_learner(hub: HubSection) -> HubKeys:
-    """For every socket that the learner binds; `SettingError` names the file that cannot be used."""
+    """Return the keys for every socket that the learner binds. Raise `SettingError` for a file that cannot be used."""
     if not hub.key:
         return HubKeys()
     key = _read_own(hub, LEARNER, "learner")
@@ -39,7 +39,7 @@ def keys_of_learner(hub: HubSection) -> HubKeys:
 
 
 def keys_of_peer(hub: HubSection, name: str, role: Literal["actor", "operator"] = "actor") -> LinkKeys:
-    """For every socket that connects to the learner; `SettingError` names the file that cannot be used."""
+    """Return the keys for sockets that connect to the learner. Raise `SettingError` for a file that cannot be used."""
     if not hub.key:
         return LinkKeys()
     key = _read_own(hub, name, role)

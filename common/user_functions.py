@@ -12,9 +12,9 @@ from offbeat.common.settings import SettingError
 
 
 def load_function(path: str, *, setting: str, parameters: Sequence[str]) -> Callable[..., Any]:
-    """The function of that name; the current folder is on the import path.
+    """Import the function that `module:function` names; the current folder is on the import path.
 
-    Raises `SettingError` about `setting` when there is none, or when it cannot be called with these parameters in order.
+    Raise `SettingError` about `setting` when there is none, or when it cannot be called with these parameters in order.
     """
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -36,18 +36,18 @@ def load_function(path: str, *, setting: str, parameters: Sequence[str]) -> Call
 
 
 def one_line(error: BaseException) -> str:
-    """Type and message, shortened."""
+    """Return the type and the message of an error, on one line of at most about 300 characters."""
     return shortened(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
 def located(error: BaseException) -> str:
-    """Type, message and the line that raised it."""
+    """Return the type and the message of an error, and the file and line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{one_line(error)} ({frame.filename}:{frame.lineno})"
 
 
 def shortened(text: str) -> str:
-    """At most its first 300 characters."""
+    """Return the text, cut after 300 characters."""
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 Role = Literal["learner", "actor", "operator"]
 
 LOOK_INTERVAL_S = 0.5
-"""An allow-list that changed is read again after so long at most."""
+"""Seconds after which a changed allow-list is read again at the latest."""
 
 Z85_KEY_CHARACTERS = 40
 
@@ -39,21 +39,21 @@ class KeyFileError(ValueError):
 
 
 class PublicKey(NamedTuple):
-    """Whose key it is; also one line of an allow-list."""
+    """A public key and its owner; one line of an allow-list."""
 
     role: Role
     name: str
-    """Of the service; a name that ends in `*` is for every service whose name begins so."""
+    """Name of the service. A name that ends in `*` stands for every service whose name begins with the rest."""
     public: bytes
     """z85, 40 characters."""
 
     def line(self) -> str:
-        """As it is written to files."""
+        """Return the line that key files and allow-lists have."""
         return f"{self.role} {self.name} {self.public.decode()}"
 
 
 class KeyPair(NamedTuple):
-    """What a service needs to prove that it is `owner`."""
+    """The keys with which a service proves that it is `owner`."""
 
     owner: PublicKey
     secret: bytes
@@ -61,7 +61,7 @@ class KeyPair(NamedTuple):
 
 
 class Sender(NamedTuple):
-    """Whose key a message came under."""
+    """The owner of the key that a message came under."""
 
     name: str = "*"
     """The actor's name, or a pattern for a fleet that shares a key: `fnmatch` decides."""
@@ -69,7 +69,7 @@ class Sender(NamedTuple):
     """None where no keys are in use, and everybody may do everything."""
 
     def may_be(self, name: str) -> bool:
-        """Whether the key is one for the service of that name."""
+        """Return True when the service of this name may use the key."""
         return fnmatch.fnmatchcase(name, self.name)
 
 
@@ -77,13 +77,13 @@ NO_KEYS = Sender()
 
 
 def make_key_pair(role: Role, name: str) -> KeyPair:
-    """A new, random one."""
+    """Return a new, random key pair."""
     public, secret = zmq.curve_keypair()
     return KeyPair(PublicKey(role, name, public), secret)
 
 
 def secret_text(key: KeyPair) -> str:
-    """The content of a `.key` file."""
+    """Return the content of a `.key` file."""
     role, name, _ = key.owner
     return (
         f"# Secret key of the {role} {name}, made by `offbeat keygen`. Whoever can read this file can pose as it.\n"
@@ -92,16 +92,16 @@ def secret_text(key: KeyPair) -> str:
 
 
 def public_text(key: PublicKey) -> str:
-    """The content of a `.pub` file."""
+    """Return the content of a `.pub` file."""
     use = "hub.learner_key names this file." if key.role == "learner" else "The next line belongs in hub.allowed_keys."
     return f"# Public key of the {key.role} {key.name}, made by `offbeat keygen`. {use}\n{key.line()}\n"
 
 
 def read_key_pair(path: Path) -> KeyPair:
-    """A `.key` file; `KeyFileError` for one that is missing, damaged, or open to everybody on the machine."""
+    """Read a `.key` file. Raise `KeyFileError` if it is missing, damaged, or readable by every user of the machine."""
     lines = _read_lines(path)
     if stat.S_IMODE(path.stat().st_mode) & stat.S_IRWXO:
-        raise KeyFileError(path, "every user of this machine can get at the secret key", f"Run: chmod 600 {path}")
+        raise KeyFileError(path, "every user of this machine can read the secret key", f"Run: chmod 600 {path}")
     match lines:
         case [(_, owner), (_, secret)] if secret.startswith("secret "):
             key = KeyPair(_parse(path, owner), secret.removeprefix("secret ").encode())
@@ -113,7 +113,7 @@ def read_key_pair(path: Path) -> KeyPair:
 
 
 def read_public_key(path: Path) -> PublicKey:
-    """A `.pub` file; `KeyFileError` for one that is missing or damaged."""
+    """Read a `.pub` file. Raise `KeyFileError` if it is missing or damaged."""
     match _read_lines(path):
         case [(_, line)]:
             return _parse(path, line)
@@ -122,7 +122,7 @@ def read_public_key(path: Path) -> PublicKey:
 
 
 def read_allowed_keys(path: Path) -> dict[bytes, Sender]:
-    """An allow-list, by public key; `KeyFileError` names the line that is wrong."""
+    """Read an allow-list into a dict by public key. Raise `KeyFileError` that names the wrong line."""
     senders: dict[bytes, Sender] = {}
     for number, line in _read_lines(path):
         key = _parse(path, line, number)
@@ -138,9 +138,9 @@ def read_allowed_keys(path: Path) -> dict[bytes, Sender]:
 
 
 class AllowList:
-    """The file of public keys that may connect, as it is now: whoever changes it need not tell. For any thread.
+    """The file of public keys that may connect. Changes of the file are noticed. For any thread.
 
-    A file that is gone or broken changes nothing but the log.
+    While the file is missing or broken, the last good list stays in force.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -152,7 +152,7 @@ class AllowList:
         self._looked_at = clock()
 
     def sender(self, public_key: bytes) -> Sender | None:
-        """Whose key it is; None when it may not connect (any more)."""
+        """Return the owner of a key; None when the key may not connect."""
         if self._clock() - self._looked_at >= LOOK_INTERVAL_S:
             self._look()
         return self._senders.get(public_key)
@@ -160,7 +160,7 @@ class AllowList:
     def _look(self) -> None:
         with self._lock:
             self._looked_at = self._clock()
-            # Taken before the file is read: what is written meanwhile is seen at the next look.
+            # Taken before the file is read, so that a change during the reading is noticed next time.
             signature = _signature(self.path)
             if signature == self._seen:
                 return
@@ -176,7 +176,7 @@ class AllowList:
 
 
 def _signature(path: Path) -> tuple[int, int, int] | None:
-    """Another one when the file changed; None when there is none."""
+    """Return a value that changes with the file; None when there is no file."""
     try:
         status = path.stat()
     except OSError:
@@ -185,7 +185,7 @@ def _signature(path: Path) -> tuple[int, int, int] | None:
 
 
 def _read_lines(path: Path) -> list[tuple[int, str]]:
-    """The numbered lines that are neither empty nor comments."""
+    """Return the lines that are neither empty nor comments, with their numbers."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -214,7 +214,7 @@ def _is_key(text: str) -> bool:
         return False
     try:
         z85.decode(text)
-    # In this order: a character that is none of z85's, one beyond ASCII, five that make more than 32 bits.
+    # Raised, in this order, for a character outside z85, one outside ASCII, and five that exceed 32 bits.
     except (KeyError, ValueError, struct.error):
         return False
     return True

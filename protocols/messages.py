@@ -1,8 +1,8 @@
 """The messages that actors and the learner exchange: one tagged union for each direction.
 
 Large arrays (token ids, log-probs) are not fields: `protocols.wire` carries them as raw frames beside the message.
-Every struct forbids unknown fields: nothing is half understood. Within a major protocol version a newer minor may only add
-fields that have defaults, and messages that the other side can do without: `protocols.wire` takes what it knows.
+Every struct forbids unknown fields, so that no message is half understood. Within a major protocol version a newer minor may
+only add fields that have defaults, and messages that the other side can do without; `protocols.wire` leaves out unknown ones.
 """
 
 from typing import Annotated, Literal
@@ -11,15 +11,15 @@ import msgspec
 from msgspec import Meta
 
 PROTOCOL_MAJOR = 2
-"""Peers of another major version are refused, by name."""
+"""Peers of another major version are refused with a reason."""
 PROTOCOL_MINOR = 2
-"""Peers of another minor version are welcome; see the module's docstring."""
+"""Peers of another minor version are accepted; see the module's docstring."""
 
-# What is received is within these bounds; an encoder does not look.
+# Decoders check these bounds; encoders do not.
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-"""A number that cannot be negative: an id, a version, a size."""
+"""An id, a version, a size."""
 NaturalOrNone = Annotated[int, Meta(ge=-1, le=2**63 - 1)]
-"""The same, or -1 for none."""
+"""A `Natural`, or -1 for none."""
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e18)]
 Checksum = Annotated[int, Meta(ge=0)]
@@ -48,7 +48,7 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the completions of one lease are sampled.
+    """The sampling parameters of one lease.
 
     There is no top_p, top_k or min_p: a truncated distribution would make the behavior log-probs those of another policy.
     """
@@ -67,7 +67,7 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
 
 class CompletionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """All of one completion that is not an array."""
+    """One completion without its arrays."""
 
     num_tokens: Positive
     finish_reason: Literal["stop", "length"]
@@ -76,9 +76,9 @@ class CompletionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc
 
 
 class ModelHashes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What of the model must be equal at learner and actor, as short hashes (`common.models.hash_model`).
+    """Short hashes of the parts of a model that must be equal at learner and actor (`common.models.hash_model`).
 
-    Weights are not among them: the learner sends its own.
+    Weights are not hashed: the learner sends its own.
     """
 
     config: Name
@@ -87,7 +87,7 @@ class ModelHashes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What samples in an actor: recorded by the learner, and compared where a difference would bias training."""
+    """The engine of an actor. The learner records it, and compares it where a difference would bias training."""
 
     name: Name
     """`vllm` or `transformers`."""
@@ -100,13 +100,13 @@ class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ActorStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an actor did since it started; counters only grow."""
+    """Counters of an actor since its start."""
 
     num_generated_tokens: Natural = 0
     num_groups_sent: Natural = 0
     num_running_completions: Natural = 0
     seconds: Annotated[dict[Name, Seconds], Meta(max_length=64)] = {}
-    """Main-loop seconds by what they went to: `generate`, `commit_weights`, `wait_leases`, `wait_weights`, `wait_rewards`."""
+    """Main-loop seconds by activity: `generate`, `commit_weights`, `wait_leases`, `wait_weights`, `wait_rewards`."""
 
 
 # Actor to learner
@@ -118,22 +118,22 @@ class Hello(Message, frozen=True):
     actor: Annotated[str, Meta(min_length=1, max_length=256)]
     """The actor's name, unique among live actors."""
     incarnation: Annotated[int, Meta(ge=0)]
-    """Random, another for each process: of two actors with one name the one that came last stays."""
+    """Random, one for each process. Of two actors with one name the later one stays."""
     engine: EngineInfo
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
-    """`rollout.temperature` of the actor's own config: it must be the learner's."""
+    """`rollout.temperature` in the actor's config; it must equal the learner's."""
     reward: FreeText
-    """`task.reward` of the actor's own config: the actor computes rewards, so it must be the learner's."""
+    """`task.reward` in the actor's config; it must equal the learner's, because the actor computes rewards."""
     software: Name
     """Version of offbeat."""
     run_id: Name = ""
     """The run the actor has worked for; empty before its first welcome."""
     lease_ids: LeaseIds = ()
-    """What it holds: leases at work, and groups that are not acknowledged. All others granted to it are lost."""
+    """Leases that the actor holds: at work, or answered and not acknowledged. All others granted to it are lost."""
 
 
 class Credit(Message, frozen=True):
-    """How many leases the actor is willing to hold at once. Absolute, so a lost or repeated message does no harm."""
+    """The number of leases that the actor takes at once. Absolute, so a lost or repeated message does no harm."""
 
     capacity: Annotated[int, Meta(ge=0, le=1 << 18)]
 
@@ -144,7 +144,7 @@ class GroupDone(Message, frozen=True):
     lease_id: Natural
     completions: Annotated[tuple[CompletionMeta, ...], Meta(min_length=1, max_length=1 << 16)]
     generate_s: Seconds
-    """Seconds from the first token's submission to the last completion's end, rewards excluded."""
+    """Seconds from the submission of the group to the end of its last completion, without rewards."""
 
 
 class LeaseFailed(Message, frozen=True):
@@ -164,13 +164,13 @@ class ActorHeartbeat(Message, frozen=True):
     """Version of the weights in the engine; -1 before the first update."""
     stats: ActorStats
     lease_ids: LeaseIds
-    """As in `Hello`."""
+    """See `Hello`."""
     seen_lease_id: NaturalOrNone
-    """The last `LearnerHeartbeat`'s: whatever was leased up to it and is not in `lease_ids` was lost on the way."""
+    """`newest_lease_id` of the last `LearnerHeartbeat`. A lease up to it that is not in `lease_ids` was lost on the way."""
 
 
 class WeightsStaged(Message, frozen=True):
-    """The whole update lies in the actor's staging buffer, or the transfer failed and changed nothing."""
+    """The whole update is in the actor's staging buffer, or the transfer failed and changed nothing."""
 
     policy_version: Natural
     epoch: NaturalOrNone
@@ -193,17 +193,17 @@ class CanaryScored(Message, frozen=True):
 
 
 class CanaryRouted(Message, frozen=True):
-    """The experts that the engine sent the canary's tokens to under `policy_version`; of mixtures of experts only.
+    """The experts that the engine sent the canary's tokens to under `policy_version`; only for mixtures of experts.
 
-    Frame 0: int32 `[num_tokens, num_layers, top_k]`, in no particular order among the `top_k`. Since minor version 1: a
-    learner before it leaves the message out, where it would refuse a second array in `CanaryScored`.
+    Frame 0: int32 `[num_tokens, num_layers, top_k]`, in no particular order among the `top_k`. Since minor version 1. An
+    older learner ignores this message; it would refuse a second array in `CanaryScored`.
     """
 
     policy_version: Natural
     num_tokens: Annotated[int, Meta(ge=1, le=1 << 16)]
-    """`len(canary) - 1`: the tokens whose successors have log-probs."""
+    """`len(canary) - 1`: the last token has no successor to predict."""
     num_layers: Annotated[int, Meta(ge=1, le=1 << 12)]
-    """Those that have experts."""
+    """Number of layers that have experts."""
     top_k: Annotated[int, Meta(ge=1, le=1 << 10)]
     """Experts of one token in one layer."""
 
@@ -215,7 +215,7 @@ class Goodbye(Message, frozen=True):
 
 
 class ChunkRequest(Message, frozen=True):
-    """To the weight server, not the hub: send one chunk of these weights."""
+    """A request to the weight server (not the hub) for one chunk of these weights."""
 
     policy_version: Natural
     index: Natural
@@ -228,13 +228,13 @@ class StatusRequest(Message, frozen=True):
 class LiveSettingsRequest(Message, frozen=True, tag="TuneRequest"):
     """An operator asks to change settings of the running job, all of them or none; no hello precedes it.
 
-    Since minor version 2, as all that goes with it: a learner before it does not answer.
+    Since minor version 2, like `LiveSettingsReport` and `CreditLimit`. An older learner does not answer.
     """
 
     settings: Annotated[dict[Name, Name], Meta(min_length=1, max_length=64)]
     """`section.key` to its new value, as TOML."""
     who: Name
-    """Who asks, as their machine knows them; the learner adds the name of their key."""
+    """`user@host` of the operator; the learner adds the name of their key."""
 
 
 ActorMessage = (
@@ -263,7 +263,7 @@ class Welcome(Message, frozen=True):
     learner_incarnation: Natural
     """Random, another for each learner process: weights staged from an earlier one must not be committed."""
     max_message_bytes: Natural
-    """The hub drops the connection on a larger frame: the actor gives such a lease back instead."""
+    """The hub drops the connection on a larger frame, so the actor gives such a lease back instead."""
     layout: tuple[TensorSpec, ...]
     """The flat weight buffer, in order."""
     policy_version: Natural
@@ -298,7 +298,7 @@ class Lease(Message, frozen=True):
 
 
 class Ack(Message, frozen=True):
-    """The learner has taken over what was sent under this lease (or never wants it); the actor forgets it."""
+    """The learner took over the answer to this lease, or does not want it; the actor forgets it."""
 
     lease_id: Natural
     outcome: Literal["accepted", "duplicate", "unknown", "rejected"]
@@ -312,9 +312,9 @@ class Cancel(Message, frozen=True):
 
 
 class CreditLimit(Message, frozen=True, tag="Concurrency"):
-    """An operator has changed how many groups actors work on at once: send `Credit` with this capacity.
+    """An operator changed the number of groups that actors work on at once: send `Credit` with this capacity.
 
-    Since minor version 2: an actor before it keeps to its own config.
+    Since minor version 2. An older actor keeps to its config.
     """
 
     capacity: Annotated[int, Meta(ge=1, le=1 << 18)]
@@ -332,7 +332,7 @@ class WeightUpdate(Message, frozen=True):
     store_port: Natural
     backend: Literal["gloo", "nccl"]
     bucket_bytes: Positive
-    """Size of one broadcast: with another one at either end the transfer ends well, with the wrong bytes."""
+    """Size of one broadcast. If the two ends differed, the transfer would succeed with wrong bytes."""
     checksum: Checksum
     """`common.weights.checksum` of the whole buffer; the actor commits nothing else."""
     timeout_s: Seconds
@@ -347,7 +347,7 @@ class WeightPull(Message, frozen=True):
     num_bytes: Natural
     chunk_bytes: Positive
     checksum: Checksum
-    """As in `WeightUpdate`."""
+    """`common.weights.checksum` of all bytes; the actor commits nothing else."""
     timeout_s: Seconds
     """Longest wait for the next chunk."""
 
@@ -362,7 +362,7 @@ class Chunk(Message, frozen=True):
 
 
 class ChunkGone(Message, frozen=True):
-    """The weight server does not hold (or no longer) what was asked for."""
+    """The weight server does not hold this version, or no longer."""
 
     policy_version: Natural
     index: Natural
@@ -393,12 +393,12 @@ class MemberStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens_per_s: float
     """Over the last seconds between two heartbeats."""
     last_seen_s: float
-    """Seconds since it was last heard."""
+    """Seconds since the last message of this actor."""
     engine: str
 
 
 class SettingChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A setting that was changed while the run went on; values are TOML."""
+    """A setting that was changed during the run; values are TOML."""
 
     setting: str
     """`section.key`."""
@@ -408,7 +408,7 @@ class SettingChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at: float
     """Seconds since the epoch, by the learner's clock."""
     policy_version: Natural
-    """The learner's, then."""
+    """The learner's policy version at the change."""
 
 
 class StatusReport(Message, frozen=True):
@@ -419,15 +419,15 @@ class StatusReport(Message, frozen=True):
     num_steps: Natural
     published_version: NaturalOrNone
     doing: str
-    """What the training loop does or waits for."""
+    """Activity of the training loop."""
     doing_s: float
-    """For how long."""
+    """Seconds since that activity began."""
     waiting_for: str
-    """What keeps the next batch; empty when nothing does."""
+    """Reason why the next batch cannot start; empty when there is none."""
     uptime_s: float
     members: tuple[MemberStatus, ...]
     ledger: dict[str, int]
-    """Its sums; drops as `dropped/REASON`."""
+    """Sums of the lease ledger; drops as `dropped/REASON`."""
     num_ready: Natural
     """Groups in the buffer."""
     num_generating: Natural
@@ -438,24 +438,24 @@ class StatusReport(Message, frozen=True):
     log_bytes: Natural
     """Size of the rollout log."""
     problems: tuple[str, ...]
-    """Whatever an operator should know: the log is full, weights excluded, ..."""
+    """Sentences for the operator, such as a full log or excluded actors."""
     rejected: dict[str, int]
     """Messages refused, by `actor: reason`."""
     changed_settings: tuple[SettingChange, ...] = msgspec.field(default=(), name="tuned")
-    """Settings that are not the config file's any more; `before` is the file's value."""
+    """Settings that differ from the config file; `before` is the file's value."""
 
 
 class LiveSettingsReport(Message, frozen=True, tag="TuneReport"):
     """The answer to `LiveSettingsRequest`."""
 
     policy_version: Natural
-    """The learner's, when it took the request."""
+    """The learner's policy version when it handled the request."""
     error: str = ""
-    """Why nothing was changed; empty when all was."""
+    """Reason why nothing was changed; empty when everything was."""
     changed: tuple[SettingChange, ...] = ()
-    """Those that had another value before."""
+    """Settings that had another value before."""
     warnings: tuple[str, ...] = ()
-    """What is allowed, and probably not meant."""
+    """New values that are allowed but probably a mistake."""
 
 
 LearnerMessage = (

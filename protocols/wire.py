@@ -3,8 +3,8 @@
 Arrays are raw little-endian int32 or float32 buffers: a group of 8 x 4096 tokens decodes in microseconds, where lists of
 numbers take tens of milliseconds. Everything received is untrusted: counts and sizes are checked before use.
 
-Of a peer whose minor version is newer, fields that this side does not know are left out, and a message that it does not know
-is an `UnknownMessageError`: its sender does without an answer. A peer of another major version gets a refusal that it can
+When the peer's minor version is newer, fields that this side does not know are left out, and a message that it does not know
+is an `UnknownMessageError`, which needs no answer. A peer of another major version gets a refusal that it can
 read (`refusal_for`): `Refused` must stay as it is in every version to come.
 """
 
@@ -36,11 +36,11 @@ _NAME = b"offbeat"
 MAGIC = _NAME + bytes([PROTOCOL_MAJOR, PROTOCOL_MINOR])
 ITEM_BYTES = 4
 MAX_FRAMES = 8
-"""No message of this major version has more."""
+"""Most frames that a message of this major version may have."""
 MAX_ACTOR_BODY_BYTES = 4 << 20
-"""No body of an actor's message is larger: decoded, it may take many times its size."""
+"""Largest body of an actor's message. Decoded, it may take many times its size."""
 ARRAY_FRAMES: dict[type, int] = {Lease: 1, Welcome: 1, CanaryScored: 1, CanaryRouted: 1, Chunk: 1, GroupDone: 2}
-"""How many array frames follow the body; none for the messages not named."""
+"""Number of array frames after the body; other messages have none."""
 
 _encoder = msgspec.msgpack.Encoder()
 _tree_decoder = msgspec.msgpack.Decoder()
@@ -50,15 +50,15 @@ Array = NDArray[np.int32] | NDArray[np.float32] | NDArray[np.uint8]
 
 
 class WireError(ValueError):
-    """A message that is not one of ours; its text says why and is fit to be sent back."""
+    """A message that cannot be decoded. The text says why, and may be sent back."""
 
 
 class UnknownMessageError(WireError):
-    """A message that only a newer minor version has: to be counted and ignored, its sender is welcome."""
+    """A message that only a newer minor version has. It is counted and ignored."""
 
 
 class VersionError(WireError):
-    """A message of another major version; it can only be refused, with `refusal_for`."""
+    """A message of another major version. The only answer to it is `refusal_for`."""
 
     def __init__(self, first_frame: bytes) -> None:
         theirs = ".".join(str(number) for number in first_frame[len(_NAME) : len(MAGIC)])
@@ -85,19 +85,19 @@ class FromLearner(NamedTuple):
 
 
 def encode(message: ActorMessage | LearnerMessage, *arrays: Array) -> list[Frame]:
-    """The frames of a message and its arrays."""
+    """Return the frames of a message and its arrays."""
     expected = ARRAY_FRAMES.get(type(message), 0)
     assert len(arrays) == expected, f"{type(message).__name__} takes {expected} arrays, got {len(arrays)}"
     return [MAGIC, _encoder.encode(message), *(_array_frame(array) for array in arrays)]
 
 
 def refusal_for(error: VersionError) -> list[Frame]:
-    """The frames of a `Refused` that the sender of another major version understands: its own first frame goes before it."""
+    """Return the frames of a `Refused` behind the sender's own first frame, so that another major version understands it."""
     return [error.first_frame, _encoder.encode(Refused(reason=str(error)))]
 
 
 def decode_from_actor(frames: Sequence[Frame]) -> FromActor:
-    """What an actor sent; `WireError` when it is malformed."""
+    """Return the actor's message in these frames. Raise `WireError` when it is malformed."""
     minor, body, arrays = _split(frames)
     if len(body) > MAX_ACTOR_BODY_BYTES:
         raise WireError(f"the body has {len(body)} bytes, more than {MAX_ACTOR_BODY_BYTES}")
@@ -111,7 +111,7 @@ def decode_from_actor(frames: Sequence[Frame]) -> FromActor:
 
 
 def decode_from_learner(frames: Sequence[Frame]) -> FromLearner:
-    """What the learner sent; `WireError` when it is malformed."""
+    """Return the learner's message in these frames. Raise `WireError` when it is malformed."""
     minor, body, arrays = _split(frames)
     message = _from_learner(minor, body)
     _check_arrays(message, arrays)
@@ -119,17 +119,17 @@ def decode_from_learner(frames: Sequence[Frame]) -> FromLearner:
 
 
 def token_ids(frame: Frame) -> NDArray[np.int32]:
-    """The int32 array in a frame: a read-only view, no copy."""
+    """Return the int32 array in a frame: a read-only view, no copy."""
     return np.frombuffer(frame, dtype="<i4")
 
 
 def logprobs(frame: Frame) -> NDArray[np.float32]:
-    """The float32 array in a frame: a read-only view, no copy."""
+    """Return the float32 array in a frame: a read-only view, no copy."""
     return np.frombuffer(frame, dtype="<f4")
 
 
 def routed_experts(message: CanaryRouted, frame: Frame) -> NDArray[np.int32]:
-    """The experts in a frame, `[num_tokens, num_layers, top_k]`: a read-only view, no copy. Any int32 may be among them."""
+    """Return the experts in a frame, int32 `[num_tokens, num_layers, top_k]`: a read-only, unchecked view."""
     return np.frombuffer(frame, dtype="<i4").reshape(message.num_tokens, message.num_layers, message.top_k)
 
 
@@ -141,7 +141,7 @@ def _array_frame(array: Array) -> memoryview:
 
 
 def _split(frames: Sequence[Frame]) -> tuple[int, Frame, tuple[Frame, ...]]:
-    """The sender's minor version, the body, the arrays."""
+    """Return the sender's minor version, the body and the arrays."""
     if not 2 <= len(frames) <= MAX_FRAMES:
         raise WireError(f"a message has 2 to {MAX_FRAMES} frames, got {len(frames)}")
     first = bytes(frames[0][:16])
@@ -155,7 +155,7 @@ def _split(frames: Sequence[Frame]) -> tuple[int, Frame, tuple[Frame, ...]]:
 
 
 def _body_decoder(union: Any) -> Callable[[int, Frame], Any]:
-    """A function of the sender's minor version and the body."""
+    """Return a decoder of this union; it takes the sender's minor version and the body."""
     strict = msgspec.msgpack.Decoder(union)
     kinds: dict[str, tuple[type, types.Type]] = {
         kind.__struct_config__.tag: (kind, types.type_info(kind)) for kind in get_args(union)
@@ -164,7 +164,7 @@ def _body_decoder(union: Any) -> Callable[[int, Frame], Any]:
     def decode(minor: int, body: Frame) -> Any:
         try:
             return strict.decode(body) if minor <= PROTOCOL_MINOR else decode_newer(minor, body)
-        # Text that is not UTF-8 and deep nesting are reported by errors that are none of msgspec's own.
+        # msgspec raises these two builtin errors for text that is not UTF-8 and for deep nesting.
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise WireError(f"malformed message: {error}") from error
 
@@ -182,7 +182,7 @@ def _body_decoder(union: Any) -> Callable[[int, Frame], Any]:
 
 
 def _known_part(value: Any, described: types.Type) -> Any:
-    """A decoded value without the fields, and the ends of arrays, that its struct does not have here."""
+    """Return a decoded value without the fields that this version of its struct does not have."""
     match described:
         case types.StructType(array_like=True, fields=fields) if isinstance(value, list):
             return [_known_part(item, field.type) for item, field in zip(value, fields, strict=False)]
@@ -212,7 +212,7 @@ def _check_group(completions: Sequence[CompletionMeta], arrays: Sequence[Frame])
     num_tokens = 0
     for index, completion in enumerate(completions):
         num_tokens += completion.num_tokens
-        # One that begins at the first token, as nearly always, is right: completions are not empty.
+        # A single segment that begins at token 0, the common case, is always right.
         if len(completion.segments) != 1 or completion.segments[0].first_token:
             _check_segments(index, completion)
     for array, content in zip(arrays, ("token ids", "log-probs"), strict=True):

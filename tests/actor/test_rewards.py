@@ -348,7 +348,7 @@ def test_math_answer_works_in_worker_processes_and_refuses_an_empty_answer():
         runner.close()
     assert outcomes[1] == Rewarded(1, (1.0, 0.0))
     errors = [outcomes[key] for key in (2, 3)]
-    assert "is no mathematical expression" in str(errors[0])
+    assert "is not a mathematical expression" in str(errors[0])
     assert "KeyError: 'answer'" in str(errors[1])
 
 
