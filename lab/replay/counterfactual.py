@@ -1,22 +1,22 @@
-"""What a recorded run would have been under another bound: its rollout log, fed to the production policy and ledger again.
+"""A recorded run under another bound: its rollout log, fed to the production scheduler and ledger again.
 
-    record after record -> the replayed learner's ledger -> admit, abort, evict, select -> batches at its own versions
+    record after record -> the replayed learner's ledger -> scheduler: grant, abort, evict, select -> batches
 
-What is replayed is what was recorded, where it was recorded:
+Recorded events are replayed in the places where they were recorded:
 
 - A lease is admitted if the bound admits one more at the place of its grant; otherwise its group never arrives. Groups of
   admitted leases arrive where they did. Nothing was recorded of leases that only the other bound would have granted, nor of a
   group whose generation the recorded run aborted.
-- The replayed learner never runs ahead of the recorded one: it selects a batch where that selected it, or, where it is not
-  complete there, after the first later record that completes it. From then on it is late: a batch takes as long as the median
-  recorded one, and the shortest recorded pause follows, on the log's clock.
+- The replayed learner never runs ahead of the recorded one. It selects a batch where the recorded one did. If the batch is
+  not complete there, it selects after the first later record that completes it, and is late from then on: a batch takes as
+  long as the median recorded one, and the shortest recorded pause follows, on the log's clock.
 - Weights are as late as their learner: what was sampled under the recorded version r was sampled under the version that the
   replayed learner had when the recorded one finished r.
-- What the bound does not decide (leases that expire, rewards that fail or are equal, quarantine) is taken as recorded. So are
-  settings that were changed while the run went on, but for those that the replay changes. A restart undoes the batches that
-  the replayed learner finished after the checkpoint that the recorded one went back to.
+- Events that the bound does not decide (leases that expire, rewards that fail or are equal, quarantine) are taken as
+  recorded, and so are changes of settings, except of those that the replay sets. A restart undoes the batches that the
+  replayed learner finished after the checkpoint that the recorded one went back to.
 
-With the recorded settings nothing of this is a guess: `differences` says whether every admission, drop, batch and lag is as
+With the recorded settings nothing of this is a guess: `differences` is empty when every admission, drop, batch and lag is as
 recorded.
 """
 
@@ -40,9 +40,9 @@ from offbeat.learner.leases.staleness import StalenessPolicy
 from offbeat.protocols.messages import Segment
 
 NEVER_GENERATED = "aborted when recorded"
-"""Reason of a drop: the recorded run aborted the lease, so there is no group that this one could have waited for."""
+"""Reason of a drop: the recorded run aborted the lease, so the replayed one has no group to wait for."""
 _OWN_REASONS = ("stale", "aborted")
-"""Drops that the policy decides on; all others are taken as recorded."""
+"""Reasons of drops that the policy decides; drops for other reasons are taken as recorded."""
 _NO_TOKENS = np.empty(0, np.int32)
 
 
@@ -52,9 +52,9 @@ class Selected(NamedTuple):
     after: int
     """Records of the whole log before its selection."""
     at: float
-    """When it was selected, as `Event.at`."""
+    """When the batch was selected, in seconds since the epoch."""
     trained: int
-    """Index of its `Trained`."""
+    """Index of the batch's `Trained`."""
     policy_version: int
 
 
@@ -63,9 +63,9 @@ class Recording(NamedTuple):
 
     events: list[LeaseEvent]
     rollouts: dict[int, tuple[Rollout, ...]]
-    """By the index of their `Accepted`."""
+    """Completions by the index of their `Accepted`."""
     selections: list[Selected]
-    """Those whose batch was trained, in order."""
+    """Selections whose batch was trained, in order."""
     train_s: float
     """Median seconds between a batch's selection and its `Trained`; 0 without a batch."""
     pause_s: float
@@ -77,51 +77,51 @@ class TrainedGroup(NamedTuple):
 
     lease_id: int
     policy_lag: int
-    """When it was trained on for the last time, of its oldest token."""
+    """Lag of the group's oldest token when the group was trained on for the last time."""
     is_over_bound: bool
-    """Whether its lag, as `staleness.lag_of` measures it, exceeded `max_staleness`."""
+    """Its lag, measured by `staleness.lag_of`, exceeded `max_staleness`."""
 
 
 class Batch(NamedTuple):
     """Optimizer steps on one selection."""
 
     policy_version: int
-    """Before the first of them."""
+    """Version before the first of them."""
     groups: tuple[TrainedGroup, ...]
     at: float
-    """When they were made, as `Event.at`."""
+    """When the steps were made, in seconds since the epoch."""
 
 
 class Outcome(NamedTuple):
-    """What became of the recorded leases."""
+    """The ends of the recorded leases."""
 
     num_recorded: int
     admitted: list[int]
-    """Leases, in the order of their grants; the rest was not admitted."""
+    """Leases admitted, in the order of their grants."""
     arrived: list[int]
-    """Those whose group arrived."""
+    """Leases whose group arrived."""
     dropped: list[tuple[int, str]]
     """Leases with the reasons, in order."""
     expired: list[int]
     trainings: list[Batch]
-    """All batches, in order, those included that a restart undid."""
+    """All batches in order, including those that a restart undid."""
     batches: list[Batch]
-    """Those that are in the weights."""
+    """Batches that are in the weights."""
     num_older: int
-    """Admitted leases that began under older weights than the bound lets begin: with it the actor would have waited."""
+    """Admitted leases that began under older weights than the bound lets begin: the actor would have waited."""
     num_left: int
-    """Leases that are open in the end: generating, buffered, or being trained on."""
+    """Leases open in the end: generating, buffered, or being trained on."""
     duration_s: float
     """From the first record to the end of the last batch."""
 
     @property
     def lags(self) -> list[int]:
-        """Of every group in the weights, in order."""
+        """The lag of every group in the weights, in order."""
         return [group.policy_lag for batch in self.batches for group in batch.groups]
 
 
 def read_recording(records: Iterable[Record]) -> Recording:
-    """A whole rollout log, from the first record of the run to the last."""
+    """Read a whole rollout log, from the first record of the run to the last."""
     events: list[LeaseEvent] = []
     rollouts: dict[int, tuple[Rollout, ...]] = {}
     selections: list[Selected] = []
@@ -152,7 +152,7 @@ def read_recording(records: Iterable[Record]) -> Recording:
 
 
 def recorded_outcome(recording: Recording, config: Config) -> Outcome:
-    """What the log says that became of the leases; by the config its lags are measured, and nothing is decided."""
+    """Return the ends of the leases that the log tells of; `config` measures lags and decides nothing."""
     policy = StalenessPolicy(config.staleness, config.train)
     arrived: dict[int, Group] = {}
     trainings: list[Batch] = []
@@ -194,9 +194,9 @@ def recorded_outcome(recording: Recording, config: Config) -> Outcome:
 
 
 def replay(recording: Recording, config: Config, changed: Mapping[str, str] | None = None) -> Outcome:
-    """What would have become of the leases of a run with this config: see the module's docstring.
+    """Return the ends of the leases in a run with this config: see the module's docstring.
 
-    `changed`: settings of `[staleness]` (`section.key` to TOML) that the replay has instead, from beginning to end.
+    `changed`: settings of `[staleness]` (`section.key` to TOML) that hold instead, from beginning to end.
     """
     learner = _ReplayedLearner(recording, config, changed or {})
     learner.run()
@@ -204,7 +204,7 @@ def replay(recording: Recording, config: Config, changed: Mapping[str, str] | No
 
 
 def differences(recorded: Outcome, replayed: Outcome) -> list[str]:
-    """What a replay with the recorded settings got wrong; empty: every admission, drop, batch and lag is as recorded."""
+    """Return the differences between the log and its replay with the recorded settings; empty when there are none."""
     found: list[str] = []
     for name, of_recorded, of_replayed in (
         ("admitted", recorded.admitted, replayed.admitted),
@@ -223,12 +223,12 @@ class _Training(NamedTuple):
 
     groups: list[Group]
     trained: int | None
-    """Index of the recorded `Trained` that ends it; None: it is late, and ends at `ends_at`."""
+    """Index of the recorded `Trained` that ends the batch; None for a late batch, which ends at `ends_at`."""
     ends_at: float
 
 
 class _ReplayedLearner:
-    """The learner of a replay, and all that it knows."""
+    """The learner of a replay: ledger, versions, and the batch in training."""
 
     def __init__(self, recording: Recording, config: Config, changed: Mapping[str, str]) -> None:
         self._recording = recording
@@ -242,15 +242,15 @@ class _ReplayedLearner:
         """The recorded grant that an actor is there to take."""
         self._version = 0
         self._versions = {0: 0}
-        """The replayed learner's version when the recorded one finished this one."""
+        """Versions of the replayed learner, by the version that the recorded one finished at that time."""
         self._granted: dict[int, Granted] = {}
-        """Every lease admitted, its versions being the replayed ones."""
+        """Every lease admitted, with the replayed versions."""
         self._arrived: dict[int, Group] = {}
-        """Every group, in the order of arrival."""
+        """Every group that arrived, in order."""
         self._training: _Training | None = None
         self._now = recording.events[0].at if recording.events else 0.0
         self._free_at = self._now
-        """When a learner that is late may select again."""
+        """When a late learner may select again."""
         self._reached = -1
         """Version of the newest batch that this process of the recorded learner has selected."""
         self._num_older = 0
@@ -276,7 +276,7 @@ class _ReplayedLearner:
             before = event
 
     def outcome(self) -> Outcome:
-        """What became of the leases."""
+        """Return the ends of the leases."""
         return Outcome(
             num_recorded=sum(isinstance(event, Granted) for event in self._recording.events),
             admitted=list(self._granted),
@@ -308,7 +308,7 @@ class _ReplayedLearner:
                     self._arrived[event.lease_id] = group
                     self._ledger.restore(group, None)
             case Dropped(reason="stale"):
-                # The recorded learner looked at its buffer here; what it found no longer fit for training is not our concern.
+                # The recorded learner looked at its buffer here; the replayed one decides for itself which groups are too old.
                 if self._training is None:
                     self._scheduler.evict(self._version, self._drop_stale)
             case Dropped(reason="aborted"):
@@ -350,7 +350,7 @@ class _ReplayedLearner:
             self._drop(lease_id, "aborted")
 
     def _restart(self, started: Started) -> None:
-        """Undo what came after the checkpoint that the recorded learner went back to."""
+        """Undo the batches after the checkpoint that the recorded learner went back to."""
         self._version = self._version_at(started.policy_version)
         self._training = None
         self._free_at = started.at
@@ -381,7 +381,7 @@ class _ReplayedLearner:
     # Batches
 
     def _meet_selection(self, selected: Selected) -> None:
-        """Here the recorded learner selected a batch: the replayed one does, if it is not late."""
+        """Select a batch where the recorded learner did, unless the replayed one is late."""
         self._advance(selected.at)
         self._reached = selected.policy_version
         self._now = max(self._now, selected.at)
@@ -390,7 +390,7 @@ class _ReplayedLearner:
             self._training = _Training(groups, selected.trained, math.inf) if groups else None
 
     def _advance(self, at: float) -> None:
-        """What a learner that is late does by itself up to this time."""
+        """Let a late learner finish and select batches up to this time."""
         while True:
             if self._training is not None:
                 if self._training.ends_at > at:
@@ -430,10 +430,10 @@ class _ReplayedLearner:
     # Versions
 
     def _version_at(self, recorded: int) -> int:
-        """The replayed learner's version when the recorded one finished this one."""
+        """Return the replayed learner's version when the recorded one finished this version."""
         if recorded in self._versions:
             return self._versions[recorded]
-        # Never finished, as far as the log knows: it lies as far above the one before as it did.
+        # The log has no end of it: it lies as far above the version before as it did in the recorded run.
         known = max(version for version in self._versions if version <= recorded)
         return self._versions[known] + recorded - known
 
@@ -443,7 +443,7 @@ class _ReplayedLearner:
 
 
 def _group(accepted: Accepted, rollouts: tuple[Rollout, ...]) -> Group:
-    """A group without its prompt, which no policy asks for."""
+    """Return a group without its prompt, which no policy asks for."""
     return Group(accepted.lease_id, -1, _NO_TOKENS, rollouts, accepted.actor, accepted.generate_s)
 
 

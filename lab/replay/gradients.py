@@ -1,8 +1,8 @@
-"""What a recorded run's checkpoints make of its groups: each objective's gradient at the staleness of each replayed bound.
+"""Gradients at a recorded run's checkpoints: each objective's, at the staleness of each replayed bound.
 
-For every checkpoint and bound a batch of recorded groups whose lags are spread as the replayed ones; for every objective
-its gradient there, without a step, beside that of a batch of the checkpoint's freshest groups. A second batch of those, no
-fresher and no group shared, says how far two gradients point apart for their groups' sake alone.
+For every checkpoint and bound a batch is put together from recorded groups, with lags spread as the replayed ones. Every
+objective's gradient on it, without a step, is compared with the one on a batch of the checkpoint's freshest groups. A second
+fresh batch that shares no group with the first shows how far two gradients point apart because of their groups alone.
 """
 
 import logging
@@ -33,18 +33,18 @@ from offbeat.learner.training.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 _DOT_NUMEL = 1 << 24
-"""Coordinates that are multiplied at once, in double precision."""
+"""Coordinates multiplied at once, in double precision."""
 
 
 class Candidates(NamedTuple):
-    """The groups of a log, as batches are put together from them."""
+    """The groups of a log that batches are put together from."""
 
     groups: list[Group]
     trained_at: dict[int, int]
-    """By lease, the policy version at which the recorded run trained on the group, where it did."""
+    """Policy version at which the recorded run trained on the group, by lease; groups it never trained on are missing."""
 
     def is_seen(self, group: Group, policy_version: int) -> bool:
-        """Whether the weights of this version were trained on the group."""
+        """Return whether the weights of this version were trained on the group."""
         return self.trained_at.get(group.lease_id, policy_version) < policy_version
 
 
@@ -55,29 +55,29 @@ class GradientRow(msgspec.Struct, frozen=True):
     bound: str
     """The replay whose lags the batch has; "fresh": the second batch of the checkpoint's freshest groups."""
     policy_version: int
-    """The checkpoint's."""
+    """Version of the checkpoint."""
     lag_mean: float
-    """Of the batch, in optimizer steps."""
+    """Mean lag of the batch, in optimizer steps."""
     seen_fraction: float
-    """Share of the batch's groups that the checkpoint has been trained on, for want of others as old."""
+    """Share of the batch's groups that the checkpoint was trained on, because no others are as old."""
     clip_fraction: float
-    """As `clip/fraction`; of this first step on the batch."""
+    """`clip/fraction` of this first step on the batch."""
     masked_fraction: float | None
-    """As `correction/masked`; None without a correction."""
+    """`correction/masked`; None without a correction."""
     ratio_log_mean: float
-    """As `ratio/log_mean`, and the next two so."""
+    """`ratio/log_mean`; the next two are named like their metrics too."""
     ratio_log_std: float
     ess_sequence: float
     grad_norm: float
-    """Before clipping."""
+    """Norm of the gradient before clipping."""
     fresh_grad_norm: float
-    """Of the checkpoint's freshest groups."""
+    """Norm of the gradient on the checkpoint's freshest groups."""
     cosine: float | None
-    """Between the two gradients; None where one is 0."""
+    """Cosine between the two gradients; None when one is 0."""
 
 
 def load_candidates(records: Iterable[Record], config: Config, trained_at: dict[int, int]) -> Candidates:
-    """Every group of a log but those whose log-probs were wrong, with its prompt."""
+    """Return every group of a log with its prompt, except those whose log-probs were wrong."""
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(config.model.path))
     task = config.task
     prompts = load_prompts(task.train_data, task.train_split, task, tokenizer).prompts
@@ -110,7 +110,7 @@ def _groups(records: Iterable[Record], prompts: Sequence[Prompt]) -> Iterator[Gr
 
 
 def objective_config(config: Config, objective: str) -> Config:
-    """The run's config with another objective, whose own values take the place of what `common.objectives` completes.
+    """Return the run's config with another objective, whose own values take the place of what `common.objectives` completes.
 
     Anchor, correction, KL and whatever else is not the objective's stays. `SettingError` where that cannot be, or where the
     checkpoints have no critic that it needs, or have one.
@@ -149,7 +149,7 @@ def compare(
     candidates: Candidates,
     lags: Mapping[str, Sequence[int]],
 ) -> Iterator[GradientRow]:
-    """A row for every objective, checkpoint and bound, and "fresh" before the bounds; `lags` are the replayed ones of each.
+    """Yield a row for every objective, checkpoint and bound, "fresh" before the bounds; `lags` are those of each replay.
 
     A checkpoint with too few groups, or too few that it has not been trained on, is passed over with a warning.
     """
@@ -164,7 +164,7 @@ def compare(
 def _compare_at(
     trainer: Trainer, config: Config, candidates: Candidates, lags: Mapping[str, Sequence[int]]
 ) -> Iterator[GradientRow]:
-    """The rows of one objective at the checkpoint that the trainer has loaded."""
+    """Yield the rows of one objective at the checkpoint that the trainer has loaded."""
     version, num_groups = trainer.policy_version, config.train.groups_per_step
     groups = eligible(candidates, version, drop_zero_variance=config.loss.zero_variance == "drop")
     num_unseen = sum(not candidates.is_seen(group, version) for group in groups)
@@ -211,7 +211,7 @@ def _compare_at(
 
 
 def eligible(candidates: Candidates, version: int, *, drop_zero_variance: bool) -> list[Group]:
-    """Groups that a learner at this version could train on; first those that the recorded one had not trained on by then."""
+    """Return the groups that a learner at this version could train on, first those that it had not trained on by then."""
 
     def is_eligible(group: Group) -> bool:
         rewards = {rollout.reward for rollout in group.rollouts}
@@ -221,13 +221,13 @@ def eligible(candidates: Candidates, version: int, *, drop_zero_variance: bool) 
 
 
 def quantiles(values: Sequence[int], number: int) -> list[int]:
-    """So many values, ascending, that are spread as these are: the middles of equal shares of them."""
+    """Return `number` values spread as these, ascending: the middles of equal shares of them."""
     ordered = sorted(values)
     return [ordered[int((index + 0.5) * len(ordered) / number)] for index in range(number)]
 
 
 def choose(groups: Sequence[Group], version: int, lags: Sequence[int]) -> list[Group]:
-    """For each of the lags, in their order, the group not chosen yet whose own is nearest to it, the first of several."""
+    """Return, for each lag in order, the group not chosen yet whose lag is nearest to it, the first of several."""
     own = np.array([group.policy_lag(version) for group in groups], dtype=np.float64)
     chosen: list[Group] = []
     for lag in lags:
@@ -238,7 +238,7 @@ def choose(groups: Sequence[Group], version: int, lags: Sequence[int]) -> list[G
 
 
 def cosine(first: Tensor, second: Tensor) -> float | None:
-    """Of the angle between two vectors; None where one is 0."""
+    """Return the cosine of the angle between two vectors; None when one is 0."""
     norms = _norm(first) * _norm(second)
     return _dot(first, second) / norms if norms else None
 

@@ -1,4 +1,4 @@
-"""`offbeat replay`: a recorded run under other bounds, orders and objectives, in tables, with what they cannot tell."""
+"""`offbeat replay`: a recorded run under other bounds, orders and objectives, in tables that name their limits."""
 
 import statistics
 from collections import Counter
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from offbeat.lab.replay.gradients import GradientRow
 
 RECORDED = "recorded"
-"""How tables call the replay with the recorded settings."""
+"""Label of the replay with the recorded settings."""
 MAX_SHOWN_LAG = 9
 """Larger lags share a column of the printed histogram."""
 
@@ -47,17 +47,17 @@ CANNOT_TELL_OF_GRADIENTS = (
 
 
 class Request(NamedTuple):
-    """What to replay a run with; an empty tuple stands for the recorded setting, three of them for no other bound."""
+    """Settings to replay a run with; an empty tuple stands for the recorded setting, three of them for no other bound."""
 
     staleness: tuple[int, ...] = ()
     policies: tuple[str, ...] = ()
     selections: tuple[str, ...] = ()
     objectives: tuple[str, ...] = ()
-    """Empty: no gradients."""
+    """Objectives whose gradients to compare; empty: none."""
 
 
 class BoundRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What one bound would have made of the recorded leases."""
+    """The recorded leases under one bound."""
 
     max_staleness: int
     policy: str
@@ -66,42 +66,43 @@ class BoundRow(msgspec.Struct, frozen=True, kw_only=True):
     """Leases in the log."""
     num_admitted: int
     num_older: int
-    """Of those admitted, that began under older weights than the bound lets begin."""
+    """Admitted leases that began under older weights than the bound lets begin."""
     num_trained: int
     dropped: dict[str, int]
     """Leases by reason."""
     num_expired: int
     num_left: int
-    """Open in the end."""
+    """Leases open in the end."""
     num_batches: int
     duration_s: float
     """From the first record to the end of the last batch."""
     lag_mean: float | None
-    """Of the groups trained, in optimizer steps; None, as the next three, without any."""
+    """Mean lag of the groups trained, in optimizer steps; this and the next three are None when none was trained."""
     lag_max: int | None
     over_bound: float | None
-    """Share of them whose lag exceeded `max_staleness`."""
+    """Share of the groups trained whose lag exceeded `max_staleness`."""
     length_trained: float | None
-    """Mean tokens of their completions."""
+    """Mean tokens of the completions trained on."""
     length_generated: float | None
-    """Mean tokens of all completions that arrived; None without any."""
+    """Mean tokens of all completions that arrived; None when none did."""
     lags: dict[str, int]
     """Groups trained, by policy lag."""
 
     @property
     def label(self) -> str:
-        """The bound in a word or three."""
+        """The bound in three words."""
         return f"{self.max_staleness} {self.policy} {self.selection}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that a replay found."""
+    """The result of `offbeat replay`."""
 
     recorded: BoundRow
     """A replay with the recorded settings."""
     differences: list[str]
-    """What of that is not as recorded: then nothing here can be trusted. Empty: every admission, drop, batch and lag is."""
+    """Differences between that and the log. Empty when every admission, drop, batch and lag is as recorded; otherwise nothing
+    here can be trusted."""
     bounds: list[BoundRow]
     gradients: "list[GradientRow]"
     notes: list[str]
@@ -109,7 +110,7 @@ class Report:
 
 
 def replay_run(run: Path, request: Request) -> Report:
-    """Replay the run in this folder; `SettingError` where it has no whole log, or for a request that cannot be."""
+    """Replay the run in this folder; raise `SettingError` when its log is missing or cut, or the request is impossible."""
     config = _read_config(run)
     variants = list(_variants(config, request))
     if request.objectives:
@@ -149,7 +150,7 @@ def show(report: Report, *, as_json: bool) -> None:
 
 
 def render(report: Report) -> RenderableType:
-    """The report as text and tables."""
+    """Return the report as text and tables."""
     parts: list[RenderableType] = [_verdict(report), _bound_table(report), _lag_table(report)]
     if report.gradients:
         parts.append(_gradient_table(report.gradients))
@@ -160,7 +161,7 @@ def render(report: Report) -> RenderableType:
 
 
 def bound_row(config: Config, outcome: Outcome, lengths: Mapping[int, Sequence[int]]) -> BoundRow:
-    """An outcome in numbers; `lengths` are those of each lease's completions, in tokens."""
+    """Return an outcome in numbers; `lengths` are those of each lease's completions, in tokens."""
     bounds = config.staleness
     trained = [group for batch in outcome.batches for group in batch.groups]
     lags = outcome.lags
@@ -196,7 +197,7 @@ def _read_config(run: Path) -> Config:
 
 
 def _log_folder(run: Path, config: Config) -> Path:
-    """The run's log, which must reach back to its first record: what a lease met depends on all that was before."""
+    """Return the run's log, which must reach back to its first record: every decision depends on all before it."""
     folder = run / "log"
     if not folder.is_dir():
         raise SettingError("RUN", str(run), "it has no rollout log", "Replay a run that was made with log.enabled=true.")
@@ -211,7 +212,7 @@ def _log_folder(run: Path, config: Config) -> Path:
 
 
 def _variants(config: Config, request: Request) -> Iterator[dict[str, str]]:
-    """The settings that each replay changes."""
+    """Yield the settings that each replay changes."""
     if not (request.staleness or request.policies or request.selections):
         return
     bounds = config.staleness
@@ -224,14 +225,14 @@ def _variants(config: Config, request: Request) -> Iterator[dict[str, str]]:
                     "staleness.selection": selection,
                 }
                 if policy != "gate" and bounds.hard_max_staleness is not None:
-                    # Of the policy gate alone.
+                    # A setting of the policy gate alone.
                     changed["staleness.hard_max_staleness"] = "none"
                 check(replace_settings(config, changed))
                 yield changed
 
 
 def _check_objectives(config: Config, objectives: Sequence[str]) -> None:
-    """Before a log of gigabytes is read."""
+    """Raise `SettingError` for objectives that cannot be compared, before a log of gigabytes is read."""
     from offbeat.common.environment import prepare_environment
 
     prepare_environment()
@@ -252,7 +253,7 @@ def _check_objectives(config: Config, objectives: Sequence[str]) -> None:
 def _gradients(
     run: Path, config: Config, objectives: Sequence[str], recorded: Outcome, lags: Mapping[str, Sequence[int]]
 ) -> "tuple[list[GradientRow], list[str]]":
-    """The rows, and what is to be known about them."""
+    """Return the gradients' rows, and notes on them."""
     folders = checkpoints.whole(run / "checkpoints")
     if not folders:
         return [], [
@@ -286,7 +287,7 @@ def _gradients(
 
 
 def _changes(recording: Recording) -> list[str]:
-    """That the bound was not one and the same, where it was not."""
+    """Return a note on the bounds that were changed while the run went on, if any was."""
     changes = [
         f"{setting} = {text} at version {event.policy_version}"
         for event in recording.events
@@ -303,7 +304,7 @@ def _changes(recording: Recording) -> list[str]:
 
 
 def _lengths(recording: Recording) -> dict[int, list[int]]:
-    """Tokens of the completions of each lease that brought a group."""
+    """Return the tokens of each completion, by lease that brought a group."""
     return {
         event.lease_id: [completion.num_tokens for completion in event.completions]
         for event in recording.events

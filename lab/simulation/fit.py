@@ -1,8 +1,9 @@
 """Distributions of times for `lab.simulation.simulation`, fitted to recorded runs: their metrics and their rollout logs.
 
-Times were measured while the run's processes shared cores, and its engines several groups. What is fitted is what they would
-have been alone: so it holds for other numbers of actors and other bounds. One run cannot tell how many cores a busy process
-takes, nor, where its actors were always full, what each group costs the others: two unlike runs can (one of them synchronous).
+The run's processes shared cores while times were measured, and its groups shared engines. The fit estimates the times that
+each would have had alone, which hold for other numbers of actors and other bounds. One run cannot show how many cores a busy
+process takes, or, if its actors were always full, how much each group slows the others: two unlike runs can (one of them
+synchronous).
 """
 
 from collections import Counter
@@ -26,20 +27,20 @@ Floats = NDArray[np.float64]
 WARM_UP = 0.1
 """Share of a run's batches that is left out: compilation, caches, an empty buffer."""
 MARGIN_S = 1e5
-"""Around a recording; what happened so long before or after is no part of it."""
+"""Seconds around a recording in which nothing is busy."""
 MIN_BATCHES = 5
 MIN_GROUPS = 50
 LOADS = [1 + 0.05 * step for step in range(21)]
-"""Cores per busy process, as far as they are looked for."""
+"""Numbers of cores per busy process that the fit tries."""
 
 
 class Fit(NamedTuple):
-    """What runs say about their parts."""
+    """Timings fitted to runs."""
 
     timings: Timings
     tokens_per_group: float
     num_groups: int
-    """That the timings are from."""
+    """Groups behind the timings."""
     num_steps: int
 
 
@@ -50,14 +51,14 @@ class Generation:
     actor: str
     granted_at: float
     ended_at: float = 0.0
-    """When the learner had the group, or had given it up."""
+    """When the learner had the group, or gave it up."""
     generate_s: float = 0.0
     lengths: tuple[int, ...] = ()
     """Tokens of each completion; empty for a lease that brought no group."""
 
     @property
     def generated_at(self) -> float:
-        """When it had its last token, had generation begun with the grant: all that lies between counts as hand-off."""
+        """When the group had its last token, if generation began with the grant; the rest counts as hand-off."""
         return min(self.ended_at, self.granted_at + self.generate_s) if self.lengths else self.ended_at
 
 
@@ -67,11 +68,11 @@ class Stall(NamedTuple):
     arrived_at: float
     committed_at: float
     checked_at: float
-    """When it sampled again."""
+    """When the actor sampled again."""
 
 
 class LearnerBatch(NamedTuple):
-    """What the learner did with one selection, in seconds since the epoch."""
+    """One selection in the learner, in seconds since the epoch."""
 
     policy_version: int
     """After it."""
@@ -79,26 +80,26 @@ class LearnerBatch(NamedTuple):
     selected_at: float
     trained_at: float
     rested_at: float
-    """When it looked for the next batch."""
+    """When the learner looked for the next batch."""
 
 
 @dataclass
 class Recording:
-    """A run, as times."""
+    """The times of a run."""
 
     generations: list[Generation] = field(default_factory=list)
     """In the order in which they ended."""
     batches: list[LearnerBatch] = field(default_factory=list)
     stalls: dict[str, list[Stall]] = field(default_factory=dict)
-    """By actor: when new weights kept it from sampling."""
+    """Spans in which new weights kept an actor from sampling, by actor."""
     arrivals: dict[int, list[float]] = field(default_factory=dict)
-    """By policy version: when the actors began to swap it in."""
+    """Times at which the actors began to swap a policy version in, by version."""
     evaluations: list[tuple[float, float]] = field(default_factory=list)
-    """From when to when leases for evaluation, which the log does not have, were among the others."""
+    """Spans in which evaluation leases, which the log does not have, were among the others."""
 
     @property
     def steady_batches(self) -> list[LearnerBatch]:
-        """Those after the warm-up."""
+        """Batches after the warm-up."""
         return self.batches[int(WARM_UP * len(self.batches)) :]
 
     @property
@@ -108,7 +109,7 @@ class Recording:
 
     @property
     def steady_generations(self) -> list[Generation]:
-        """Groups that were leased after the warm-up, and had no company that is not known."""
+        """Groups that were leased after the warm-up and had no evaluation leases beside them."""
         return [
             one
             for one in self.generations
@@ -119,10 +120,10 @@ class Recording:
 
 
 def fit(runs: Sequence[Path], cores: int | None) -> Fit:
-    """The timings of the runs in these folders. `cores`: shared by all processes of a run; None: each had its own.
+    """Fit timings to the runs in these folders. `cores`: shared by all processes of a run; None: each had its own.
 
-    Raises `SettingError` for a folder that holds no run with a rollout log, for a run too short to tell anything, and for runs
-    whose groups differ in size.
+    Raises `SettingError` for a folder without a run that kept a rollout log, for a run that is too short, and for runs whose
+    groups differ in size.
     """
     recordings = []
     for run in runs:
@@ -144,7 +145,7 @@ def fit(runs: Sequence[Path], cores: int | None) -> Fit:
 
 
 def read_recording(history: RunHistory, events: Iterable[LeaseEvent]) -> Recording:
-    """Of the run's last learner process: what came before a restart may have been undone, and other processes' times."""
+    """Read the times of the run's last learner process: a restart may have undone the steps of those before."""
     recording = Recording()
     open_leases: dict[int, Generation] = {}
     trained: dict[int, Trained] = {}
@@ -177,7 +178,7 @@ def read_recording(history: RunHistory, events: Iterable[LeaseEvent]) -> Recordi
         name, committed_at = row.actor, row.time
         arrived_at = committed_at - row.stall_s
         recording.arrivals.setdefault(row.policy_version, []).append(arrived_at)
-        # Of the check it is only known what it takes with the swap, on average.
+        # The actor measures swap and check together, and only their sum over all versions is known.
         stall_s = history.actors[name].seconds["commit_weights"] / num_commits[name] if name in history.actors else 0.0
         stall = Stall(arrived_at, committed_at, max(committed_at, arrived_at + stall_s))
         recording.stalls.setdefault(name, []).append(stall)
@@ -188,7 +189,7 @@ def read_recording(history: RunHistory, events: Iterable[LeaseEvent]) -> Recordi
 
 
 def fit_recordings(recordings: Sequence[Recording], cores: int | None) -> Fit:
-    """The timings that these recordings have in common."""
+    """Fit timings to all of these recordings."""
     load = _load(recordings, cores) if len(recordings) > 1 else 1.0
     parts = [_measure(recording, Work(recording, load, cores)) for recording in recordings]
     lengths = np.concatenate([part.lengths for part in parts])
@@ -216,14 +217,14 @@ def fit_recordings(recordings: Sequence[Recording], cores: int | None) -> Fit:
 
 
 def alone(generated_s: Floats, longest: Floats, mean_running: Floats) -> tuple[float, float, float]:
-    """`start`, `token` and `crowding` of `generated = (start + token * longest) * (1 + crowding * (running - 1))`, in seconds.
+    """Fit `start`, `token` and `crowding` of `generated = (start + token * longest) * (1 + crowding * (running - 1))`.
 
-    By least squares, over groups whose longest completion has `longest` tokens and whose actor had `mean_running` groups on
-    average. What is left over (engine steps, other processes) hits the groups of a moment alike, so it is averaged and not
-    drawn: drawn for each group anew, it would make the longest group of every batch too long.
+    All are in seconds, fitted by least squares over groups whose longest completion has `longest` tokens and whose actor had
+    `mean_running` groups on average. The residue (engine steps, other processes) hits the groups of a moment alike, so it is
+    averaged: drawn for each group anew, it would make the longest group of every batch too long.
     """
     slope = np.polyfit(mean_running, generated_s, 1)[0] if np.ptp(mean_running) > 1e-6 else 0.0
-    # Chance, or other causes, may say that company helps, or that it costs more than turns would.
+    # By chance the slope may say that company helps, or that it costs more than taking turns would.
     slope = min(max(0.0, slope), generated_s.mean() / mean_running.mean())
     crowding = slope / (generated_s.mean() - slope * (mean_running.mean() - 1))
     uncrowded = generated_s / (1 + crowding * (mean_running - 1))
@@ -234,17 +235,17 @@ def alone(generated_s: Floats, longest: Floats, mean_running: Floats) -> tuple[f
 
 
 class Track(NamedTuple):
-    """One actor over time: what it did from each of these times to the next."""
+    """One actor over time: its state from each of these times to the next."""
 
     times: Floats
     num_running: NDArray[np.int64]
     """Groups being generated."""
     is_sampling: NDArray[np.bool_]
-    """Not kept from it by new weights."""
+    """False while new weights keep the actor from sampling."""
 
 
 class Work:
-    """A recording's time as work: while busy processes outnumber the cores, work is done more slowly than time goes by."""
+    """A recording's time as work: while busy processes outnumber the cores, work passes more slowly than time."""
 
     def __init__(self, recording: Recording, load: float, cores: int | None) -> None:
         self.tracks = _tracks(recording)
@@ -256,34 +257,34 @@ class Work:
             changes.append(np.diff(is_busy, prepend=0))
         order = np.argsort(np.concatenate(times), kind="stable")
         known = np.concatenate(times)[order]
-        # Nothing was busy before, nor afterwards.
+        # Nothing was busy before or afterwards.
         self._times = np.concatenate([known[:1] - MARGIN_S, known, known[-1:] + MARGIN_S])
         num_busy = np.concatenate([[0], np.concatenate(changes)[order].cumsum(), [0]])
         share = np.ones(len(num_busy)) if cores is None else 1 / np.maximum(1.0, load * num_busy / cores)
         self._work = _integral(share, self._times)
 
     def until(self, times: Sequence[float] | Floats) -> Floats:
-        """Work that a process could have done by each of these times."""
+        """Return the work that a process could have done by each of these times."""
         return np.interp(times, self._times, self._work)
 
     def during(self, spans: Sequence[tuple[float, float]]) -> Floats:
-        """Work that a process could have done in each of these spans."""
+        """Return the work that a process could have done in each of these spans."""
         begins, ends = np.array(spans, dtype=np.float64).reshape(-1, 2).T
         return self.until(ends) - self.until(begins)
 
 
 class _Parts(NamedTuple):
-    """What was measured of one run, as work."""
+    """Measurements of one run, as work."""
 
     lengths: Floats
     """`[num_groups, group_size]`."""
     generated_s: Floats
-    """`[num_groups]`: what the actor did meanwhile, commits left out."""
+    """`[num_groups]`: work of the actor meanwhile, commits left out."""
     mean_running: Floats
-    """`[num_groups]`: groups that it had meanwhile."""
+    """`[num_groups]`: mean number of groups on the actor meanwhile."""
     handoff_s: Floats
     train_s: Floats
-    """Of one optimizer step, by batch."""
+    """Work of one optimizer step, by batch."""
     rest_s: Floats
     sync_s: Floats
     swap_s: Floats
@@ -302,7 +303,7 @@ def _measure(recording: Recording, work: Work) -> _Parts:
         for of_all, rate in ((generated_s, track.is_sampling), (crowd, track.is_sampling * track.num_running)):
             until = np.interp(spans, track.times, _integral(rate, clock))
             of_all[mine] = until[:, 1] - until[:, 0]
-    # One that was generated within a stall, as far as can be told, says nothing.
+    # A group that seems to have been generated within a stall has no measurable time.
     is_told = generated_s > 0
     return _Parts(
         lengths=np.array([one.lengths for one in generations], dtype=np.float64)[is_told],
@@ -318,7 +319,7 @@ def _measure(recording: Recording, work: Work) -> _Parts:
 
 
 def _sync_s(recording: Recording, work: Work) -> Floats:
-    """Of every version: from the end of its step, or of the transfer before it, to the actors' having it."""
+    """Return the transfer of every version, from the end of its step or of the transfer before it, until the actors have it."""
     sync_s = []
     before = 0.0
     for batch in recording.batches:
@@ -333,7 +334,7 @@ def _sync_s(recording: Recording, work: Work) -> Floats:
 
 
 def _load(recordings: Sequence[Recording], cores: int | None) -> float:
-    """Cores that a busy process takes: with the right figure, steps take the same work whatever else is busy."""
+    """Return the cores that a busy process takes: those under which steps vary least in work, whatever else is busy."""
     if cores is None:
         return 1.0
 
@@ -359,5 +360,5 @@ def _tracks(recording: Recording) -> Mapping[str, Track]:
 
 
 def _integral(values: NDArray, over: Floats) -> Floats:
-    """Up to each of `over`, of what is `values[i]` from `over[i]` to `over[i + 1]`."""
+    """Return the integral up to each of `over` of a function that is `values[i]` from `over[i]` to `over[i + 1]`."""
     return np.concatenate([[0.0], np.cumsum(values[:-1] * np.diff(over))])

@@ -1,4 +1,4 @@
-"""`offbeat simulate`: what a config would do with so many actors and such bounds, predicted without compute."""
+"""`offbeat simulate`: predicts a config's throughput and staleness for numbers of actors and bounds, without compute."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from offbeat.learner.leases.evaluation import Evaluations
 from offbeat.learner.leases.staleness import StalenessPolicy
 
 WARM_UP = 0.1
-"""Share of a simulated run's batches that is left out, at least those that the bound allows to be generated ahead."""
+"""Share of a simulated run's first batches that is left out; at least those that the bound lets be generated ahead."""
 NUM_DRAWN = 1 << 14
 """Groups in a given distribution."""
 
@@ -36,15 +36,15 @@ class Given(NamedTuple):
     """Times given on the command line, in seconds."""
 
     completion_s: float | None
-    """Mean of a completion's generation; lognormal."""
+    """Mean duration of a completion's generation, which is lognormal."""
     sigma: float
-    """Of its logarithm."""
+    """Standard deviation of its logarithm."""
     train_s: float | None
     sync_s: float
 
 
 class Source(NamedTuple):
-    """Where the times of a simulation are from."""
+    """The times of a simulation, and where they come from."""
 
     timings: Timings
     tokens_per_group: float | None
@@ -58,32 +58,32 @@ class Prediction(msgspec.Struct, frozen=True):
     num_actors: int
     max_staleness: int
     num_steps: int
-    """Optimizer steps that the figures are from."""
+    """Optimizer steps behind the figures."""
     simulated_s: float
-    """Seconds those took."""
+    """Simulated seconds of those steps."""
     groups_per_s: float
-    """Groups trained on."""
+    """Groups trained on per second."""
     tokens_per_s: float | None
-    """Tokens trained on; None where the times do not say how long completions are."""
+    """Tokens trained on per second; None when the times do not say how long completions are."""
     steps_per_h: float
     learner_waits: float
     """Share of its time that the learner waits for rollouts."""
     actors_wait_leases: float
-    """Share of the actors' time without a lease, the bound or the slots admitting none."""
+    """Share of the actors' time without a lease, while the bound admits none, or too few for all actors."""
     actors_wait_weights: float
-    """The same while leases wait for newer weights."""
+    """Share of the actors' time without a lease, while the next lease waits for newer weights."""
     slots_used: float
     """Share of the actors' slots that hold a lease."""
     mean_lag: float
-    """Policy lag of the oldest token, in optimizer steps."""
+    """Mean policy lag of the oldest token, in optimizer steps."""
     law_lag: float
-    """What Little's law says: groups begun and not yet trained on, over the groups of a step."""
+    """Mean lag by Little's law: groups begun and not yet trained on, over the groups of a step."""
     p99_lag: int
     max_lag: int
     lags: dict[int, int]
     """Groups by policy lag."""
     over_bound: float
-    """Share of the groups trained on that lag by more than `max_staleness`, measured by `staleness.lag_of`."""
+    """Share of the groups trained on whose lag, measured by `staleness.lag_of`, exceeds `max_staleness`."""
     dropped: float
     """Share of the leases that ended: generated, and too old when their turn came."""
     aborted: float
@@ -95,9 +95,9 @@ class Prediction(msgspec.Struct, frozen=True):
 def simulate(
     config: Config, source: Source, *, actors: Sequence[int], staleness: Sequence[int], seconds: float, seed: int
 ) -> list[Prediction]:
-    """Every number of actors with every bound; `seconds` is simulated time at most.
+    """Simulate every number of actors with every bound, for at most `seconds` of simulated time.
 
-    Raises `SettingError` for a bound that the config cannot have, and for times that bring too few steps to tell anything.
+    Raises `SettingError` for a bound that the config cannot have, and for times that bring too few steps for figures.
     """
     predictions = []
     for max_staleness in staleness:
@@ -114,7 +114,7 @@ def simulate(
 
 
 def simulate_batches(config: Config, source: Source, *, num_actors: int, seconds: float, seed: int) -> list[Batch]:
-    """One run of the config from its beginning, with so many actors."""
+    """Simulate one run of the config from its beginning."""
     evaluation = config.evaluation
     simulation = Simulation(
         StalenessPolicy(config.staleness, config.train),
@@ -133,7 +133,7 @@ def simulate_batches(config: Config, source: Source, *, num_actors: int, seconds
 
 
 def steady_batches(batches: Sequence[Batch], config: Config) -> Sequence[Batch]:
-    """Without the beginning, and without the end, where nothing is leased any more."""
+    """Return the batches without the beginning, and without the end, where nothing is leased any more."""
     num_ahead = config.staleness.max_staleness + 1
     end = len(batches)
     if batches and batches[-1].policy_version >= config.train.num_steps:
@@ -142,7 +142,7 @@ def steady_batches(batches: Sequence[Batch], config: Config) -> Sequence[Batch]:
 
 
 def predict(batches: Sequence[Batch], config: Config, *, num_actors: int, tokens_per_group: float | None) -> Prediction:
-    """The figures of these batches, at least two; the first only says when the others began."""
+    """Return the figures of these batches, at least two; the first only says when the others began."""
     first, last = batches[0], batches[-1]
     before, after = first.totals, last.totals
     lags = sum((Counter(batch.lags) for batch in batches[1:]), Counter())
@@ -182,14 +182,14 @@ def predict(batches: Sequence[Batch], config: Config, *, num_actors: int, tokens
 
 
 def given_times(config: Config, given: Given, cores: int | None) -> Source:
-    """Lognormal completions, and steps and transfers that all take the same time; no sharing unless `cores` says so."""
+    """Return lognormal completions, and steps and transfers of equal times; cores are shared only if `cores` says so."""
     for option, seconds in (("--completion-s", given.completion_s), ("--train-s", given.train_s)):
         if seconds is None or seconds <= 0:
             cure = "Give --completion-s and --train-s in seconds, or --fit RUN to take the times from a run."
             raise SettingError(option, seconds, "a simulation needs times above 0", cure)
     assert given.completion_s is not None and given.train_s is not None
     shape = (NUM_DRAWN, config.rollout.group_size)
-    # The same whatever the seed: that decides which are drawn when.
+    # Independent of the seed, which decides which of them are drawn when.
     drawn = np.random.default_rng(0).lognormal(-(given.sigma**2) / 2, given.sigma, shape)
     timings = Timings(given.completion_s * drawn, np.array([given.train_s]), np.array([given.sync_s]))
     text = f"given: completions lognormal, mean {given.completion_s:g} s, sigma {given.sigma:g}"
@@ -197,7 +197,7 @@ def given_times(config: Config, given: Given, cores: int | None) -> Source:
 
 
 def fitted_times(config: Config, runs: Sequence[Path], cores: int | None) -> Source:
-    """The times of these runs. `cores`: of the machine they shared; None: this one's, if their engines ran on CPUs."""
+    """Return the times of these runs. `cores`: of the machine they shared; None: this one's, if their engines ran on CPUs."""
     for run in runs:
         config_file = run / "config.toml"
         if not config_file.exists():
@@ -220,7 +220,7 @@ def fitted_times(config: Config, runs: Sequence[Path], cores: int | None) -> Sou
 
 
 def _is_on_cpu(run: Path) -> bool:
-    """Whether an actor said so when it joined."""
+    """Return whether an actor of this run joined with an engine on a CPU."""
     if not (run / ROWS_FILE).exists():
         return False
     events = (row for row in read_rows(run / ROWS_FILE) if isinstance(row, EventRow))
@@ -231,7 +231,7 @@ def _is_on_cpu(run: Path) -> bool:
 
 
 def show(predictions: Iterable[Prediction], source: Source, config: Config, *, as_json: bool) -> None:
-    """A table, and what it rests on; or the same as JSON."""
+    """Print the predictions with their times and assumptions, as a table or as JSON."""
     if as_json:
         told = {"times": times_text(source), "assumptions": ASSUMPTIONS, "predictions": msgspec.to_builtins([*predictions])}
         print(json.dumps(told, indent=2))
@@ -262,7 +262,7 @@ def show(predictions: Iterable[Prediction], source: Source, config: Config, *, a
 
 
 def times_text(source: Source) -> str:
-    """The times in words."""
+    """Return the times in words."""
     timings = source.timings
     shared = (
         "no cores are shared" if source.cores is None else f"{source.cores} cores shared, {timings.load:.2f} per busy process"
