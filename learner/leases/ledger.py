@@ -192,10 +192,6 @@ class Ledger:
         """Return an open lease; `KeyError` when it has ended."""
         return self._open[lease_id]
 
-    def oldest_position(self) -> Position | None:
-        """Return where the log holds the first group that is neither trained nor dropped; None without one."""
-        return min((lease.position for lease in self._open.values() if lease.position is not None), default=None)
-
     def apply(self, event: LeaseEvent, group: Group | None = None, position: Position | None = None) -> None:
         """Enter an event; `group` and its `position` in the log come with `Accepted` alone.
 

@@ -10,7 +10,7 @@ A straggler that misses its turn is trained later, and counted; `drop` and `hard
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from offbeat.common.config import StalenessSection, TrainSection
 from offbeat.learner.leases.groups import LagOf
@@ -36,13 +36,6 @@ class Generating(Protocol):
     def oldest_version(self) -> int:
         """The oldest policy version that a token of its group can have."""
         ...
-
-
-class InFlight(NamedTuple):
-    """A `Generating` lease as a plain record."""
-
-    lease_id: int
-    oldest_version: int
 
 
 G = TypeVar("G", bound=Aged)

@@ -14,7 +14,7 @@ from offbeat.learner.leases.evaluation import Evaluations, Round
 from offbeat.learner.leases.groups import Group, LagOf, Rollout
 from offbeat.learner.leases.ledger import Selection
 from offbeat.learner.leases.scheduler import RolloutScheduler
-from offbeat.learner.leases.staleness import InFlight, StalenessPolicy
+from offbeat.learner.leases.staleness import StalenessPolicy
 from offbeat.protocols.messages import Segment
 
 
@@ -44,6 +44,13 @@ def make_policy(
         num_steps=num_steps,
     )
     return StalenessPolicy(bounds, train)
+
+
+class InFlight(NamedTuple):
+    """A lease whose group is being generated."""
+
+    lease_id: int
+    oldest_version: int
 
 
 class Shape(NamedTuple):

@@ -14,8 +14,8 @@ from offbeat.learner.leases.events import Granted
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.ledger import Ledger, Selection
 from offbeat.learner.leases.scheduler import RolloutScheduler
-from offbeat.learner.leases.staleness import InFlight, StalenessPolicy
-from tests.learner.leases.scheduled_runs import SHAPES, Shape, make_group, make_policy, play
+from offbeat.learner.leases.staleness import StalenessPolicy
+from tests.learner.leases.scheduled_runs import SHAPES, InFlight, Shape, make_group, make_policy, play
 
 
 @dataclass

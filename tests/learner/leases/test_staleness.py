@@ -12,9 +12,8 @@ from offbeat.common.config import Config, StalenessSection, TrainSection, Weight
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError
 from offbeat.learner.leases.groups import Group, LagOf, Rollout
-from offbeat.learner.leases.staleness import InFlight
 from offbeat.protocols.messages import Segment
-from tests.learner.leases.scheduled_runs import make_group, make_policy
+from tests.learner.leases.scheduled_runs import InFlight, make_group, make_policy
 
 LAGS: tuple[LagOf, ...] = ("oldest_token", "token_mean", "last_segment")
 

@@ -1,0 +1,449 @@
+"""Whatever happens to a run, in any order, deaths of the learner included: a restart loses nothing and does nothing twice."""
+
+import tempfile
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from offbeat.common.rows import EpochRow
+from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
+from offbeat.learner.leases.ledger import UNSEEN_LEASES, needed_position
+from offbeat.learner.leases.prompts import PromptStream, Turn
+from offbeat.learner.leases.recovery import DispatcherState, Recovered, recover
+from offbeat.learner.leases.rollout_log import HEADER_BYTES, LogFullError, Position, read_log, read_record
+from offbeat.protocols.messages import (
+    Ack,
+    ActorHeartbeat,
+    ActorStats,
+    CompletionMeta,
+    Goodbye,
+    GroupDone,
+    LearnerMessage,
+    Lease,
+    LeaseFailed,
+    Segment,
+)
+from tests.learner.dispatch.dispatch_desk import (
+    DEAD_AFTER_S,
+    LEASE_TIMEOUT_S,
+    VOCABULARY_SIZE,
+    Actor,
+    Desk,
+)
+from tests.learner.leases.taped_log import NUM_PROMPTS, PROMPTS, Remote, open_log
+
+NUM_STEPS = 8
+GROUPS_PER_STEP = 2
+HARD_MAX_STALENESS = 2
+ACTORS = st.integers(0, 2)
+PICK = st.integers(0, 99)
+
+
+class Saved(NamedTuple):
+    """A checkpoint."""
+
+    policy_version: int
+    state: bytes
+
+
+class RecoveryMachine(RuleBasedStateMachine):
+    """Three actors and a learner that dies; the model is the tape of its log, cut where the file was."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.path = Path(self.folder.name) / "log"
+        self.tape: list[tuple[Position, LeaseEvent]] = []
+        self.turn_of: dict[int, Turn] = {}
+        """Of every lease that any learner granted, cut off or not."""
+        self.granted_at: dict[int, Position] = {}
+        self.checkpoints: list[Saved] = []
+        self.synced = Position(0, 0)
+        self._start(None)
+        self.incarnations = 3
+        self.actors = [Remote(self.desk, f"actor-{index}", index) for index in range(3)]
+        for actor in self.actors:
+            actor.send_hello()
+        self.all_talk()
+
+    # What the world does
+
+    @rule()
+    def all_talk(self) -> None:
+        """Whatever is on its way arrives, and leases come of it."""
+        for _ in range(2):
+            for index in range(3):
+                self.arrive(index, 99)
+            self.hub_round(can_send=True, seconds=0.0)
+            for index in range(3):
+                self.read(index, 99)
+
+    @rule(index=ACTORS, count=st.integers(1, 9))
+    def arrive(self, index: int, count: int) -> None:
+        actor = self.actors[index]
+        for _ in range(min(count, len(actor.sent))):
+            message, arrays = actor.sent.popleft()
+            actor.say(message, *arrays)
+
+    @rule(index=ACTORS, count=st.integers(1, 9))
+    def read(self, index: int, count: int) -> None:
+        actor = self.actors[index]
+        for _ in range(min(count, len(actor.inbox))):
+            actor.read()
+
+    @rule(can_send=st.sampled_from([True, True, True, False]), seconds=st.sampled_from([0.0, 0.0, 0.1, DEAD_AFTER_S / 2]))
+    def hub_round(self, can_send: bool, seconds: float) -> None:
+        """Time passes; what the dispatcher wants sent is on its way."""
+        self.desk.tick(seconds)
+        self._note_grants()
+        for outgoing in self.desk.dispatcher.take_outgoing():
+            if not can_send:
+                self.desk.dispatcher.unreachable(outgoing)
+                continue
+            self._check_ack(outgoing.message)
+            for actor in self.actors:
+                if actor.peer == outgoing.peer:
+                    actor.inbox.append(outgoing.message)
+
+    @rule(count=st.integers(1, 3))
+    def all_is_well_for_a_while(self, count: int) -> None:
+        for _ in range(count):
+            self.all_talk()
+            for index in range(3):
+                self.answer(index, 0, 99, (0.0, 1.0))
+                self.commit(index)
+            self.all_talk()
+            self.train()
+
+    @rule(seconds=st.sampled_from([DEAD_AFTER_S + 1, LEASE_TIMEOUT_S + 1]), is_heard=st.booleans())
+    def wait_long(self, seconds: float, is_heard: bool) -> None:
+        alive = [actor for actor in self.actors if is_heard]
+        for actor in alive:
+            actor.capacity = 4
+        self.desk.tick(seconds, *alive)
+
+    @rule(index=ACTORS, count=st.integers(1, 9), direction=st.sampled_from(["to", "from"]))
+    def connection_breaks(self, index: int, count: int, direction: str) -> None:
+        queue: deque[Any] = self.actors[index].sent if direction == "to" else self.actors[index].inbox
+        for _ in range(min(count, len(queue))):
+            queue.popleft()
+
+    @rule(failures=st.lists(st.booleans(), max_size=6), is_full=st.booleans())
+    def disk_fills_up(self, failures: list[bool], is_full: bool) -> None:
+        self.log.failures, self.log.is_disk_full = failures, is_full
+
+    @rule()
+    def disk_has_room(self) -> None:
+        self.log.failures, self.log.is_disk_full = [], False
+
+    # What actors do
+
+    @rule(index=ACTORS)
+    def say_hello(self, index: int) -> None:
+        self.actors[index].send_hello()
+
+    @rule(index=ACTORS)
+    def beat(self, index: int) -> None:
+        actor = self.actors[index]
+        actor.send(
+            ActorHeartbeat(policy_version=actor.version, stats=ActorStats(), lease_ids=actor.held, seen_lease_id=actor.seen)
+        )
+
+    @rule(index=ACTORS)
+    def commit(self, index: int) -> None:
+        self.actors[index].commit_newest()
+
+    @rule(
+        index=ACTORS, pick=PICK, count=st.integers(1, 4), rewards=st.sampled_from([(0.0, 1.0), (0.0, 1.0), (1.0, 1.0), (1.0,)])
+    )
+    def answer(self, index: int, pick: int, count: int, rewards: tuple[float, ...]) -> None:
+        actor = self.actors[index]
+        for _ in range(min(count, len(actor.jobs))):
+            self._answer(actor, list(actor.jobs)[pick % len(actor.jobs)], rewards)
+
+    @rule(index=ACTORS, pick=PICK)
+    def send_again(self, index: int, pick: int) -> None:
+        actor = self.actors[index]
+        if actor.outbox:
+            message, arrays = list(actor.outbox.values())[pick % len(actor.outbox)]
+            actor.send(message, *arrays)
+
+    @rule(index=ACTORS, pick=PICK, reason=st.sampled_from(["returned", "reward_error"]))
+    def give_up(self, index: int, pick: int, reason: str) -> None:
+        actor = self.actors[index]
+        if actor.jobs:
+            lease_id = list(actor.jobs)[pick % len(actor.jobs)]
+            del actor.jobs[lease_id]
+            actor.outbox[lease_id] = (LeaseFailed(lease_id=lease_id, reason=reason), ())
+            actor.send(actor.outbox[lease_id][0])
+
+    @rule(index=ACTORS, says_goodbye=st.booleans(), disk_hiccups=st.booleans())
+    def actor_dies(self, index: int, says_goodbye: bool, disk_hiccups: bool) -> None:
+        before = self.actors[index]
+        if says_goodbye:
+            self.log.failures = [disk_hiccups]
+            before.say(Goodbye(reason="x"))
+        self.incarnations += 1
+        self.actors[index] = Remote(self.desk, before.name, self.incarnations)
+        self.actors[index].send_hello()
+
+    # What the learner does
+
+    @rule()
+    def train(self) -> None:
+        before = [group.lease_id for group in self.desk.ledger.ready_groups()]
+        groups = self.desk.batch()
+        if groups is None:
+            return
+        dropped = {event.lease_id for event in self._history() if isinstance(event, Dropped)}
+        oldest = [lease_id for lease_id in sorted(before) if lease_id not in dropped]
+        assert [group.lease_id for group in groups] == oldest[: len(groups)]
+        for group in groups:
+            turn = self.turn_of[group.lease_id]
+            assert group.prompt_id == turn.prompt_id
+            assert group.prompt_token_ids.tolist() == [turn.prompt_id]
+            assert [rollout.token_ids.tolist() for rollout in group.rollouts] == [_token_ids(group.lease_id)] * 2
+            assert group.policy_lag(self.version) <= HARD_MAX_STALENESS
+        self.version += 1
+        self.desk.dispatcher.finish_batch(groups, self.version)
+        self.desk.dispatcher.publish(self.version)
+
+    @rule()
+    def save_checkpoint(self) -> None:
+        try:
+            state = self.desk.dispatcher.state()
+        except LogFullError:
+            return
+        saved = Saved(self.version, msgspec.msgpack.encode(state))
+        self.checkpoints = [*self.checkpoints, saved][-2:]
+        assert state.log_end is not None
+        self.synced = state.log_end
+        oldest = msgspec.msgpack.decode(self.checkpoints[0].state, type=DispatcherState)
+        assert oldest.log_end is not None
+        self.desk.dispatcher.prune_log(needed_position(oldest.ledger.open, oldest.log_end))
+
+    @rule(tail=st.sampled_from(["whole", "cut", "whole", "cut", "garbage"]), count=st.integers(1, 700))
+    def learner_dies(self, tail: str, count: int) -> None:
+        ledger, stream = self.desk.ledger, self.desk.stream
+        is_all_logged = not self.desk.journal.waiting
+        trained = self._trained_since(self.checkpoints[-1].policy_version if self.checkpoints else 0)
+        self.log.close()
+        if tail == "cut":
+            self._cut(count)
+        if tail == "garbage":
+            for path in sorted(self.path.glob("*.log"))[-1:]:
+                path.write_bytes(path.read_bytes() + bytes(range(256)) * 2)
+        recovered = self._start(self.checkpoints[-1] if self.checkpoints else None)
+        for actor in self.actors:
+            actor.desk = self.desk
+        if tail != "cut" and is_all_logged:
+            # All that the dead process knew, but for the training since the checkpoint, which is to be done again.
+            before, after = ledger.counts(), recovered.ledger.counts()
+            assert recovered.stream.state() == stream.state()
+            assert after.leased == before.leased
+            assert after.dropped == before.dropped
+            assert after.expired == before.expired
+            assert after.trained == before.trained - len(trained)
+            ready = {group.lease_id for group in ledger.ready_groups()} | set(trained)
+            assert [group.lease_id for group in recovered.ledger.ready_groups()] == sorted(ready)
+
+    # What must be true
+
+    @invariant()
+    def all_is_true(self) -> None:
+        self._note_grants()
+        self.the_sums_agree_with_the_history()
+        self.every_prompt_served_is_somewhere_exactly_once()
+        self.no_lease_is_trained_twice()
+        self.no_finished_group_is_lost_or_generated_again()
+        self.prompts_are_granted_in_the_order_of_the_seed()
+        self.a_pass_that_ended_is_told_in_full()
+
+    def the_sums_agree_with_the_history(self) -> None:
+        counts = self.desk.dispatcher.counts()
+        history = self._history()
+        assert counts.adds_up
+        assert counts.leased == _number_of(Granted, history)
+        assert counts.expired == _number_of(Expired, history)
+        assert counts.dropped == Counter(event.reason for event in history if isinstance(event, Dropped))
+        assert counts.trained == len(self._trained())
+
+    def every_prompt_served_is_somewhere_exactly_once(self) -> None:
+        stream = self.desk.stream.state()
+        in_order = PromptStream(NUM_PROMPTS, seed=0)
+        served = [in_order.next() for _ in range(stream.position)]
+        found = [self.turn_of[lease_id] for lease_id in self._open()]
+        found += [*stream.returned, *map(self.turn_of.__getitem__, self._trained()), *self._given_up()]
+        assert sorted(found) == sorted(served)
+
+    def no_lease_is_trained_twice(self) -> None:
+        trained = self._trained()
+        assert len(set(trained)) == len(trained)
+
+    def no_finished_group_is_lost_or_generated_again(self) -> None:
+        ready = {group.lease_id for group in self.desk.ledger.ready_groups()}
+        trained = set(self._trained())
+        dropped = {event.lease_id for event in self._history() if isinstance(event, Dropped)}
+        accepted: set[int] = set()
+        for event in self._history():
+            match event:
+                case Accepted():
+                    accepted.add(event.lease_id)
+                case Expired():
+                    assert event.lease_id not in accepted
+        assert all((lease_id in ready) + (lease_id in trained) + (lease_id in dropped) == 1 for lease_id in accepted)
+
+    def prompts_are_granted_in_the_order_of_the_seed(self) -> None:
+        stream = PromptStream(NUM_PROMPTS, seed=0)
+        granted = [Turn(event.prompt_id, event.epoch) for event in self._history() if isinstance(event, Granted)]
+        first_times = list(dict.fromkeys(granted))
+        assert first_times == [stream.next() for _ in first_times]
+
+    def a_pass_that_ended_is_told_in_full(self) -> None:
+        trained = Counter(self.turn_of[lease_id].epoch for lease_id in self._trained())
+        given_up = self._given_up()
+        for row in self.desk.rows_of(EpochRow):
+            listed = sorted(prompt_id for prompt_ids in row.dropped.values() for prompt_id in prompt_ids)
+            assert listed == sorted(turn.prompt_id for turn in given_up if turn.epoch == row.epoch)
+            assert row.num_trained == trained[row.epoch]
+            assert row.num_trained + len(listed) == NUM_PROMPTS
+
+    def teardown(self) -> None:
+        """One good actor finishes the run, whatever came before."""
+        if not hasattr(self, "desk"):
+            return
+        self.disk_has_room()
+        for actor in self.actors:
+            actor.say(Goodbye(reason="x"))
+        savior = Actor(self.desk, "savior").join(capacity=99, policy_version=self.version)
+        self.desk.tick(DEAD_AFTER_S + 1, savior)
+        for _ in range(200):
+            if self.version >= NUM_STEPS:
+                break
+            self._note_grants()
+            for lease in savior.heard(Lease):
+                ids = _token_ids(lease.lease_id)
+                savior.answer(lease.lease_id, policy_version=self.version, ids=ids, logprobs=(-1.0,) * len(ids))
+            self.train()
+            savior.commit(self.version)
+            self.desk.tick(0.0)
+        assert self.version == NUM_STEPS
+        assert self.desk.dispatcher.counts().trained == NUM_STEPS * GROUPS_PER_STEP
+        self.all_is_true()
+        assert 0 in {row.epoch for row in self.desk.rows_of(EpochRow)} | {
+            0 for saved in self.checkpoints[-1:] if 0 not in _decode(saved).ledger.epochs
+        }
+        self.log.close()
+        self.folder.cleanup()
+
+    # Details
+
+    def _start(self, saved: Saved | None) -> Recovered:
+        """A learner process from its start to its first message."""
+        state = _decode(saved) if saved else None
+        log_end = state.log_end if state else Position(0, 0)
+        self.log = open_log(self.path, self.tape, after=log_end)
+        recovered = recover(
+            state, read_log(self.path, log_end), lambda position: read_record(self.path, position), PROMPTS, seed=0
+        )
+        self.version = saved.policy_version if saved else 0
+        self.desk = Desk(
+            f"train.num_steps={NUM_STEPS}",
+            f"train.groups_per_step={GROUPS_PER_STEP}",
+            f"train.max_failed_leases={10**9}",
+            "staleness.max_staleness=2",
+            f"staleness.hard_max_staleness={HARD_MAX_STALENESS}",
+            "loss.zero_variance=drop",
+            policy_version=self.version,
+            num_prompts=NUM_PROMPTS,
+            recovered=recovered,
+            log=self.log,
+        )
+        self.desk.dispatcher.begin()
+        self.synced = self.log.end
+        return recovered
+
+    def _cut(self, count: int) -> None:
+        """What a power failure does to the last file: less of it than what was never synced stays."""
+        paths = sorted(self.path.glob("*.log"))
+        if not paths:
+            return
+        number = int(paths[-1].stem)
+        floor = self.synced.offset if self.synced.segment == number else HEADER_BYTES
+        size = max(floor, paths[-1].stat().st_size - count)
+        if self.synced.segment <= number:
+            with paths[-1].open("r+b") as file:
+                file.truncate(size)
+        whole = {record.position for record in read_log(self.path, Position(number, HEADER_BYTES))}
+        self.tape = [(place, event) for place, event in self.tape if place.segment < number or place in whole]
+
+    def _answer(self, actor: Remote, lease_id: int, rewards: tuple[float, ...]) -> None:
+        del actor.jobs[lease_id]
+        ids = _token_ids(lease_id)
+        completions = tuple(
+            CompletionMeta(len(ids), "stop", reward, (Segment(max(0, actor.version), 0),)) for reward in rewards
+        )
+        done = GroupDone(lease_id=lease_id, completions=completions, generate_s=0.0)
+        arrays = (np.array(ids * len(rewards), np.int32), np.full(len(ids) * len(rewards), -1.0, np.float32))
+        actor.outbox[lease_id] = (done, arrays)
+        actor.send(done, *arrays)
+
+    def _check_ack(self, message: LearnerMessage) -> None:
+        """It says that the learner has it: then the log has it."""
+        if not (isinstance(message, Ack) and message.outcome == "accepted"):
+            return
+        answers = [actor.outbox[message.lease_id][0] for actor in self.actors if message.lease_id in actor.outbox]
+        if answers and isinstance(answers[0], GroupDone):
+            assert any(isinstance(event, Accepted) and event.lease_id == message.lease_id for _, event in self.tape)
+
+    def _note_grants(self) -> None:
+        for position, event in self.tape:
+            if isinstance(event, Granted):
+                assert self.granted_at.setdefault(event.lease_id, position) == position, "the id of another lease"
+                self.turn_of[event.lease_id] = Turn(event.prompt_id, event.epoch)
+
+    def _history(self) -> list[LeaseEvent]:
+        return [*(event for _, event in self.tape), *self.desk.journal.waiting]
+
+    def _open(self) -> list[int]:
+        return [saved.lease_id for saved in self.desk.ledger.state().open]
+
+    def _trained(self) -> list[int]:
+        """Leases in the history that the weights have behind them."""
+        kept: list[Trained] = []
+        for event in self._history():
+            match event:
+                case Started():
+                    kept = [trained for trained in kept if trained.policy_version < event.policy_version]
+                case Trained():
+                    kept.append(event)
+        return [lease_id for trained in kept for lease_id in trained.lease_ids]
+
+    def _trained_since(self, policy_version: int) -> list[int]:
+        return self._trained()[policy_version * GROUPS_PER_STEP :]
+
+    def _given_up(self) -> list[Turn]:
+        return [self.turn_of[event.lease_id] for event in self._history() if isinstance(event, Dropped) and event.is_final]
+
+
+def _decode(saved: Saved) -> DispatcherState:
+    return msgspec.msgpack.decode(saved.state, type=DispatcherState)
+
+
+def _token_ids(lease_id: int) -> list[int]:
+    """What the completions of this lease are: no other lease of the test has them."""
+    return [lease_id // UNSEEN_LEASES % VOCABULARY_SIZE, *divmod(lease_id % UNSEEN_LEASES, VOCABULARY_SIZE)]
+
+
+def _number_of(kind: type, events: list[LeaseEvent]) -> int:
+    return sum(isinstance(event, kind) for event in events)
+
+
+TestRecovery = RecoveryMachine.TestCase
+TestRecovery.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
