@@ -5,7 +5,7 @@
     FOLDER/plan.json
     FOLDER/max_staleness=4/seed=1/run.toml, train.log, and what the run writes
 
-The same command goes on where it stopped. A sweep may grow by values and seeds; what is there is never changed by it.
+The same command continues a sweep that was stopped. Values and seeds may be added; existing runs are never changed.
 """
 
 import contextlib
@@ -38,14 +38,14 @@ from offbeat.protocols.addresses import is_loopback
 logger = logging.getLogger(__name__)
 
 LOG_FILE = "train.log"
-"""What the cell's run said."""
+"""File in a cell's folder with the output of its run."""
 
 _MAX_DIFFERENCES = 5
-"""More are not shown."""
+"""Number of differences between two sweeps that an error shows."""
 
 
 class Cell(NamedTuple):
-    """One run of a sweep."""
+    """One run of a sweep, with its folder and its settings."""
 
     name: str
     folder: Path
@@ -53,7 +53,7 @@ class Cell(NamedTuple):
 
 
 def make_cells(plan: Plan, config_file: Path, overrides: Sequence[str], folder: Path) -> list[Cell]:
-    """The runs of a plan, with their settings checked; `SettingError` names the run that has an impossible one."""
+    """Return the runs of a plan with their settings checked; raise `SettingError` that names the run with an invalid one."""
     cells: list[Cell] = []
     warnings: dict[str, None] = {}
     for planned in plan.cells:
@@ -71,9 +71,9 @@ def make_cells(plan: Plan, config_file: Path, overrides: Sequence[str], folder: 
 
 
 def check_cells(cells: Sequence[Cell], check_one: Callable[[Config], None]) -> None:
-    """Apply a check that raises `SettingError` to the settings of each run; the error then names the run."""
+    """Apply a check to the settings of each run; a `SettingError` that it raises then names the run."""
     for cell in cells:
-        # What a run has written already is no obstacle: a sweep goes on with it.
+        # Files that a run has already written are no error: a sweep continues it.
         config = replace(cell.config, run=replace(cell.config.run, resume=cell.folder.is_dir()))
         try:
             check_one(config)
@@ -84,19 +84,19 @@ def check_cells(cells: Sequence[Cell], check_one: Callable[[Config], None]) -> N
 def prepare(plan: Plan, cells: Sequence[Cell], folder: Path) -> None:
     """Write the plan and the runs' settings into the sweep's folder.
 
-    `SettingError` when it holds another sweep: one that has runs which this plan has not, or has with other settings.
+    Raises `SettingError` when the folder holds another sweep: one with runs that this plan lacks or has with other settings.
     """
     if (folder / PLAN_FILE).exists():
         _check_same(read_plan(folder), plan, cells, folder)
     for cell in cells:
         _write_config(cell)
-    # Last: runs that the plan names have their settings.
+    # Written last: every run that a plan file names has its settings.
     (folder / PLAN_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
 
 
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Keep other sweeps out of the folder meanwhile; `SettingError` when one is at work there."""
+    """Lock the folder against other sweeps; raise `SettingError` when one is running there."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
         _lock(file, folder)
@@ -111,9 +111,9 @@ def run_cells(
     after_each: Callable[[], object],
     program: Sequence[str] = PROGRAM,
 ) -> int:
-    """Run what is not finished, one after another; the exit status: 0, 1 when a run failed, 130 when asked to stop.
+    """Run the unfinished cells one after another; return the exit status: 0, 1 when a run failed, 130 when asked to stop.
 
-    Waits for: the end of each run, looking every `LOOK_S`. A signal is passed on to it.
+    Waits for: the end of each run, looking every `LOOK_S`. A signal is passed on to the run.
     """
     todo = [cell for cell in cells if state_of(read_run(cell.folder)) != "finished"]
     if len(todo) < len(cells):
@@ -139,7 +139,7 @@ def run_cells(
 
 
 def show_commands(cells: Sequence[Cell], folder: Path, *, as_job: bool) -> str:
-    """The commands of the runs that are not finished, a line each, or as one job array; with a word on what follows."""
+    """Return the commands of the unfinished runs, one per line or as one job array, and log how to make the report."""
     todo = [cell for cell in cells if state_of(read_run(cell.folder)) != "finished"]
     logger.info(
         "%d of %d runs are to be done; when they are: offbeat sweep --report --out %s",
@@ -154,7 +154,7 @@ def show_commands(cells: Sequence[Cell], folder: Path, *, as_job: bool) -> str:
 def _shell_line(cell: Cell) -> str:
     command = shlex.join(["offbeat", *_arguments(cell)])
     rows_file = cell.folder / ROWS_FILE
-    # `offbeat train` leaves alone what holds a run already; here there is nothing to go on from.
+    # `offbeat train` refuses a folder that holds a run; here nothing is left to resume from, so the rows are deleted first.
     return f"rm {shlex.quote(str(rows_file))} && {command}" if rows_file.exists() and not _can_resume(cell) else command
 
 
@@ -173,7 +173,7 @@ eval "${{commands[$SLURM_ARRAY_TASK_ID]}}"
 
 
 def _arguments(cell: Cell) -> list[str]:
-    """What follows `offbeat` to begin the run, or to go on with it."""
+    """Return the arguments of `offbeat` that start or resume the run."""
     resume = ["run.resume=true"] if _can_resume(cell) else []
     return ["train", str(cell.folder / CONFIG_FILE), *resume]
 
@@ -181,7 +181,7 @@ def _arguments(cell: Cell) -> list[str]:
 def _as_cell(config: Config, seed: int, folder: Path) -> Config:
     address = config.hub.address
     if is_loopback(address):
-        # Any free port: jobs of a cluster may share a machine.
+        # A free port for each run: jobs of a cluster may share a machine.
         address = f"{address.rpartition(':')[0]}:0"
     return replace(
         config,
@@ -234,7 +234,7 @@ def _config_differences(there: Mapping[str, Mapping], here: Mapping[str, Mapping
     for section in {**there, **here}:
         old, new = there.get(section, {}), here.get(section, {})
         for key in {**old, **new}:
-            # The same folder may be named in another way.
+            # The same folder may be written in another way.
             if old.get(key) != new.get(key) and (section, key) != ("run", "dir"):
                 yield f"{section}.{key} is {old.get(key)!r} there and {new.get(key)!r} here"
 
@@ -248,7 +248,7 @@ def _lock(file: IO[str], folder: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise SettingError("--out", str(folder), "another sweep is at work there", "Wait for its end, or stop it.") from error
+        raise SettingError("--out", str(folder), "another sweep is running there", "Wait for its end, or stop it.") from error
 
 
 def _can_resume(cell: Cell) -> bool:
@@ -257,7 +257,7 @@ def _can_resume(cell: Cell) -> bool:
 
 
 def _clean(cell: Cell) -> None:
-    """Take away what a run left that cannot go on."""
+    """Delete the files of a run that cannot be resumed."""
     for path in cell.folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
@@ -266,7 +266,7 @@ def _clean(cell: Cell) -> None:
 
 
 def _run(cell: Cell, stop: StopRequest, program: Sequence[str]) -> int:
-    """Run one cell to its end, or until a signal; the exit status."""
+    """Run one cell to its end or until a signal; return the exit status."""
     if not _can_resume(cell):
         _clean(cell)
     run = Service(cell.name, RestartBudget(0), list(program))
@@ -285,7 +285,7 @@ def _run(cell: Cell, stop: StopRequest, program: Sequence[str]) -> int:
 
 
 def _outcome(cell: Cell, history: RunHistory, status: int) -> str:
-    """How the run ended, in words."""
+    """Return the end of a run in words."""
     if state_of(history) == "finished":
         return "finished"
     if status == 130:

@@ -22,7 +22,7 @@ Arguments = Annotated[
     typer.Argument(metavar="[CONFIG] [SECTION.KEY=VALUE]...", help="A TOML file, and settings that replace its own."),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
-Operator = Annotated[str, typer.Option(help="Whose key to use, where the run has keys.")]
+Operator = Annotated[str, typer.Option(help="Name of the operator whose key to use, if the run has keys.")]
 
 
 def read_config(arguments: list[str] | None, default: Path | None = None) -> Config:

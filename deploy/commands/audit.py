@@ -8,7 +8,7 @@ from offbeat.lab.audit import audit, show
 
 
 def command(run: RunFolder) -> None:
-    """Follow every lease of a run through its log, and say what must not have happened; exit status 1 if anything did."""
+    """Follow every lease of a run through its log and report violations; exit status 1 if there are any."""
     config_file = run / "config.toml"
     if not config_file.exists():
         raise SettingError("RUN", str(run), "it has no config.toml", "Name the folder of a run.")

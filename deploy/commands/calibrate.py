@@ -18,7 +18,7 @@ from offbeat.deploy.quickstart.quickstart import expand
 def command(
     arguments: Arguments = None,
     groups: Annotated[int, typer.Option(min=2, help="Groups to sample.")] = 128,
-    out: Annotated[Path | None, typer.Option(help="Where it goes. [default: runs/calibrate-TIME]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the result. [default: runs/calibrate-TIME]")] = None,
     reuse: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Sample nothing: score what this run sampled under its initial weights.")
     ] = None,

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 def command(
     arguments: Arguments = None,
     seed: Annotated[int, typer.Option(help="Decides which faults happen, and when.")] = 0,
-    minutes: Annotated[float, typer.Option(help="A round that has begun by then is finished.")] = 2.0,
+    minutes: Annotated[float, typer.Option(help="Time in which rounds are started; the last one is finished.")] = 2.0,
 ) -> None:
     """Run the quick start, or CONFIG, under faults: kills, stops, cuts, a corrupted log, a full disk; then audit what it left.
 
@@ -30,5 +30,5 @@ def command(
     stop = StopRequest().install()
     report = run_chaos(path, overrides, is_quickstart=is_quickstart, seed=seed, minutes=minutes, folder=folder, stop=stop)
     show(report)
-    logger.info("all that was found: %s", folder / "chaos.json")
+    logger.info("all findings: %s", folder / "chaos.json")
     raise typer.Exit(130 if stop else 0 if report.is_good else 1)

@@ -12,8 +12,8 @@ from offbeat.lab.replay.replay import Request, replay_run, show
 def command(
     run: RunFolder,
     staleness: Annotated[str, typer.Option(metavar="0,2,8", help="Bounds: values of staleness.max_staleness.")] = "",
-    policy: Annotated[str, typer.Option(metavar="gate,drop,abort", help="Of staleness.staleness_policy.")] = "",
-    selection: Annotated[str, typer.Option(metavar="oldest_lease,first_finished", help="Of staleness.selection.")] = "",
+    policy: Annotated[str, typer.Option(metavar="gate,drop,abort", help="Values of staleness.staleness_policy.")] = "",
+    selection: Annotated[str, typer.Option(metavar="oldest_lease,first_finished", help="Values of staleness.selection.")] = "",
     loss: Annotated[
         str, typer.Option(metavar="gspo,sapo,...", help="Objectives whose gradients to compare at the run's checkpoints.")
     ] = "",
@@ -21,7 +21,7 @@ def command(
 ) -> None:
     """Feed a run's rollout log through other bounds, orders and objectives, and say what that cannot tell.
 
-    Exit status 1 when the recorded settings do not give what was recorded.
+    Exit status 1 when a replay under the recorded settings differs from the record.
     """
     configure_logs("replay")
     bounds = split_numbers("--staleness", staleness, at_least=0)

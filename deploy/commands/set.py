@@ -19,7 +19,7 @@ def command(
 ) -> None:
     """Change settings of a running job, all of them or none: staleness.*, group concurrency, clip band, learning rate.
 
-    They are recorded with your name, and hold after a restart too. Exit status 2 when the learner refuses.
+    The changes are recorded with your name and survive a restart. Exit status 2 when the learner refuses.
     """
     wanted = requested(settings)
     hub = read_config_of_run([run]).hub

@@ -14,7 +14,8 @@ def command(
     actors: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of actors; else launch.num_actors.")] = "",
     staleness: Annotated[str, typer.Option(metavar="N,N,...", help="Bounds; else staleness.max_staleness.")] = "",
     fitted: Annotated[
-        list[Path] | None, typer.Option("--fit", metavar="RUN", help="Take the times from this run; two unlike ones tell more.")
+        list[Path] | None,
+        typer.Option("--fit", metavar="RUN", help="Take the times from this run; two different ones tell more."),
     ] = None,
     completion_s: Annotated[float | None, typer.Option(help="Without --fit: mean seconds of a completion.")] = None,
     sigma: Annotated[float, typer.Option(help="Without --fit: standard deviation of its logarithm.")] = 0.5,
@@ -22,10 +23,12 @@ def command(
     sync_s: Annotated[float, typer.Option(help="Without --fit: seconds from a step to its weights at the actors.")] = 0.0,
     cores: Annotated[
         int | None,
-        typer.Option(help="That all services share; 0: each has its own. Else this machine's if the run of --fit was on CPUs."),
+        typer.Option(
+            help="CPU cores that all services share; 0: each has its own. Default: this machine's, if --fit's run was on CPUs."
+        ),
     ] = None,
-    minutes: Annotated[float, typer.Option(help="Simulated time, unless train.num_steps are done before.")] = 60.0,
-    seed: Annotated[int, typer.Option(help="Decides what is drawn.")] = 0,
+    minutes: Annotated[float, typer.Option(help="Simulated time; it ends earlier when train.num_steps are done.")] = 60.0,
+    seed: Annotated[int, typer.Option(help="Seed of the random draws.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Predict throughput, idle time and staleness for numbers of actors and bounds, without computing anything.

@@ -19,7 +19,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
     operator: Operator = "operator",
 ) -> None:
-    """Ask a running learner how the run is: members, ledger, buffer, and what it waits for. It answers in mid-step too."""
+    """Ask a running learner for its state: members, ledger, buffer, what it waits for. It answers during a step too."""
     hub = read_config_of_run(arguments).hub
     open_link = open_link_to(hub, operator)
     if watch:

@@ -23,11 +23,12 @@ logger = logging.getLogger(__name__)
 def command(
     arguments: Arguments = None,
     varied: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=V1,V2,...", help="Values to try; again for their product.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=V1,V2,...", help="Values to try; repeat it for the product of several settings."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each value, with run.seed counting up.")] = 3,
     out: Annotated[
-        Path | None, typer.Option(help="The sweep's folder; one that is there is gone on with. [default: runs/sweep-TIME]")
+        Path | None, typer.Option(help="The sweep's folder; an existing sweep is continued. [default: runs/sweep-TIME]")
     ] = None,
     difference: Annotated[float, typer.Option(min=0, help="The loss of final reward that does not matter.")] = 0.02,
     as_commands: Annotated[bool, typer.Option("--print", help="Run nothing; print the command of each run.")] = False,
@@ -36,12 +37,12 @@ def command(
 ) -> None:
     """Run the quick start, or CONFIG, at several settings and seeds, one after another; one report compares them.
 
-    Exit status 1 when a run failed. What stopped goes on with the same command and --out.
+    Exit status 1 when a run failed. The same command with --out continues a sweep that was stopped.
     """
     configure_logs("sweep")
     if only_report:
         if out is None:
-            raise SettingError("--out", "", "it is not known which sweep", "Name its folder: --out FOLDER.")
+            raise SettingError("--out", "", "--report needs the folder of a sweep", "Name it: --out FOLDER.")
         typer.echo(write_sweep_report(out, read_plan(out), difference))
         return
     path, overrides = split_arguments(arguments)
@@ -62,5 +63,5 @@ def command(
         )
         logger.info("report: %s", write_sweep_report(folder, plan, difference))
     if status:
-        logger.info("the same command goes on with what is not finished, with --out %s", folder)
+        logger.info("to continue with the unfinished runs, give the same command with --out %s", folder)
     raise typer.Exit(status)

@@ -283,7 +283,7 @@ def test_folder_may_be_named_in_another_way(sweep: Sweep, monkeypatch: pytest.Mo
 
 
 def test_two_sweeps_do_not_work_in_one_folder(tmp_path: Path) -> None:
-    with alone_in(tmp_path), pytest.raises(SettingError, match="another sweep is at work there"), alone_in(tmp_path):
+    with alone_in(tmp_path), pytest.raises(SettingError, match="another sweep is running there"), alone_in(tmp_path):
         pass
     with alone_in(tmp_path):
         pass
