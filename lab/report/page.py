@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from offbeat.lab.report.run_plots import DARK_COLORS, Plot
+from offbeat.lab.report.figures import DARK_COLORS, Plot
 
 
 class Figures:
@@ -19,11 +19,11 @@ class Figures:
 
     def card(self, plot: Plot) -> str:
         """The plot's frame, with its title and caption."""
-        if plot.figure is None:
+        if not plot.traces:
             drawing = f'<div class="missing">{html.escape(plot.missing)}</div>'
         else:
             drawing = f'<div class="plot" data-figure="figure-{len(self._figures)}"></div>'
-            self._figures.append(plot.figure)
+            self._figures.append({"data": plot.traces, "layout": plot.layout})
         css_class = "card wide" if plot.wide else "card"
         return (
             f'<figure class="{css_class}"><h3>{html.escape(plot.title)}</h3>{drawing}'

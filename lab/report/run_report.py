@@ -24,7 +24,7 @@ from offbeat.lab.drift import (
     part_rows,
 )
 from offbeat.lab.history import LagDrift, RunHistory, fold_rows
-from offbeat.lab.report import run_plots as report_plots
+from offbeat.lab.report import run_plots, staleness_plots
 from offbeat.lab.report.page import Figures, KeyFigure, duration, head, page_html, section, table_html, tiles, write_page
 from offbeat.learner.diagnostics.length_bias import MAX_P, MIN_EFFECT, MIN_SHARE
 
@@ -270,10 +270,10 @@ def _numbers(history: RunHistory, name: str) -> list[float]:
 
 def _learning(figures: Figures, history: RunHistory, config: _Config) -> str:
     plots = (
-        report_plots.reward_by_step(history),
-        report_plots.reward_by_time(history),
-        report_plots.gradient_norm(history, config.number("train", "max_grad_norm")),
-        report_plots.groups_without_signal(history),
+        run_plots.reward_by_step(history),
+        run_plots.reward_by_time(history),
+        run_plots.gradient_norm(history, config.number("train", "max_grad_norm")),
+        run_plots.groups_without_signal(history),
     )
     return section("Learning", "Does the policy get better, and is the optimization calm?", figures.cards(plots))
 
@@ -281,10 +281,10 @@ def _learning(figures: Figures, history: RunHistory, config: _Config) -> str:
 def _staleness(figures: Figures, history: RunHistory, config: _Config) -> str:
     clip_low, clip_high = config.number("loss", "clip_low"), config.number("loss", "clip_high")
     plots = (
-        report_plots.lag_histogram(history),
-        report_plots.lag_by_step(history),
-        report_plots.clip_fraction(history),
-        report_plots.log_ratio(history, clip_low, clip_high),
+        staleness_plots.lag_histogram(history),
+        staleness_plots.lag_by_step(history),
+        staleness_plots.clip_fraction(history),
+        staleness_plots.log_ratio(history, clip_low, clip_high),
     )
     lead = "How old were the rollouts when they were trained on, and how much of them did the objective set aside?"
     return section("Staleness", lead, figures.cards(plots))
@@ -302,9 +302,9 @@ def _drift(figures: Figures, lines: Sequence[LagDrift]) -> str:
         "is the share of each step's completions that counts, averaged over the steps by their completions."
     )
     plots = (
-        report_plots.log_ratio_by_lag(lines),
-        report_plots.clip_by_lag(lines),
-        report_plots.reward_and_length_by_lag(lines),
+        staleness_plots.log_ratio_by_lag(lines),
+        staleness_plots.clip_by_lag(lines),
+        staleness_plots.reward_and_length_by_lag(lines),
     )
     cards = "".join(figures.card(plot) for plot in plots)
     ledger = f'<div class="card wide">{table}<figcaption>{html.escape(note)}</figcaption></div>'
@@ -313,15 +313,15 @@ def _drift(figures: Figures, lines: Sequence[LagDrift]) -> str:
 
 def _rollouts(figures: Figures, history: RunHistory) -> str:
     plots = (
-        report_plots.completion_lengths(history),
-        report_plots.throughput(history),
-        report_plots.where_time_went(history),
+        run_plots.completion_lengths(history),
+        run_plots.throughput(history),
+        run_plots.where_time_went(history),
     )
     return section("Rollouts and time", "Who waits for whom, and is anything biased away?", figures.cards(plots))
 
 
 def _weights(figures: Figures, history: RunHistory) -> str:
-    plots = (report_plots.weight_sync(history), report_plots.canary(history))
+    plots = (run_plots.weight_sync(history), run_plots.canary(history))
     return section("Weights", "What the updates cost, and whether they arrived.", figures.cards(plots))
 
 

@@ -5,14 +5,16 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from offbeat.lab.report.run_plots import (
+from offbeat.lab.report.figures import (
     ACTOR_COLORS,
     BLUE,
     GOLD,
     GRAY,
     ORANGE,
     PALE_ORANGE,
+    Layout,
     Plot,
+    Trace,
     band_traces,
     line_trace,
     plot_layout,
@@ -63,8 +65,7 @@ def throughput(summary: Summary) -> Plot:
     """Tokens trained on per second."""
     caption = f"Completion tokens trained on in a second: each run (dots), and the mean with its {CONFIDENCE:.0%} interval."
     plot = _dot_plot("Throughput", caption, "tokens / s", summary, lambda run: run.measures.tokens_per_s, "tokens_per_s")
-    if plot.figure is not None:
-        plot.figure["layout"]["yaxis"] |= {"rangemode": "tozero", "tickformat": ","}
+    plot.layout["yaxis"] |= {"rangemode": "tozero", "tickformat": ","}
     return plot
 
 
@@ -109,18 +110,16 @@ def _reward_plot(title: str, x_title: str, lead: str, summary: Summary, bands: d
         f"{lead}: mean over seeds and its {CONFIDENCE:.0%} interval; each point is a mean over {NUM_SMOOTHED_STEPS} steps, and "
         "a curve ends with its shortest run."
     )
-    if not bands:
-        return Plot(title, caption, None, _NO_RUN, wide=True)
     colors = dict(zip([value.label for value in summary.values], itertools.cycle(ACTOR_COLORS), strict=False))
-    data: list[dict[str, Any]] = []
+    traces: list[Trace] = []
     for label, band in bands.items():
         if band.num_seeds > 1:
-            data += band_traces(band.xs, band.lows, band.highs, "", colors[label] + _BAND_OPACITY)
+            traces += band_traces(band.xs, band.lows, band.highs, "", colors[label] + _BAND_OPACITY)
     for label, band in bands.items():
-        data.append(line_trace(band.xs, band.means, html.escape(_title(summary, label)), colors[label]))
-    layout: dict[str, Any] = plot_layout(x_title, "reward") | {"height": 380}
+        traces.append(line_trace(band.xs, band.means, html.escape(_title(summary, label)), colors[label]))
+    layout = plot_layout(x_title, "reward") | {"height": 380}
     layout["legend"]["traceorder"] = "normal"
-    return Plot(title, caption, {"data": data, "layout": layout}, wide=True)
+    return Plot(title, caption, traces, layout, missing=_NO_RUN, wide=True)
 
 
 def _title(summary: Summary, label: str) -> str:
@@ -137,9 +136,7 @@ def _dot_plot(
         for run in summary.runs
         if run.state == "finished" and (number := number_of(run)) is not None
     ]
-    if not dots:
-        return Plot(title, caption, None, _NO_RUN)
-    data: list[dict[str, Any]] = [
+    traces: list[Trace] = [
         {
             "type": "scatter",
             "mode": "markers",
@@ -155,11 +152,11 @@ def _dot_plot(
     if not name:
         told = [(value.label, value.seconds_to_margin) for value in summary.values if value.seconds_to_margin is not None]
     if told:
-        data.append(_means(told))
-    return Plot(title, caption, {"data": data, "layout": _value_layout(summary, y_title)})
+        traces.append(_means(told))
+    return Plot(title, caption, traces if dots else [], _value_layout(summary, y_title), missing=_NO_RUN)
 
 
-def _means(told: Sequence[tuple[str, Estimate]]) -> dict[str, Any]:
+def _means(told: Sequence[tuple[str, Estimate]]) -> Trace:
     upper = [0.0 if number.high is None else number.high - number.mean for _, number in told]
     return {
         "type": "scatter",
@@ -177,11 +174,11 @@ def _bar_plot(
     title: str, caption: str, y_title: str, summary: Summary, parts: Sequence[tuple[str, str, str]], y_axis: dict[str, Any]
 ) -> Plot:
     """Bars of the estimates of these names, labels and colors, side by side for each value."""
-    data = []
+    traces: list[Trace] = []
     for name, label, color in parts:
         told = [(value.label, value.estimates[name].mean) for value in summary.values if name in value.estimates]
         if told:
-            data.append(
+            traces.append(
                 {
                     "type": "bar",
                     "name": label,
@@ -191,13 +188,11 @@ def _bar_plot(
                     "hovertemplate": "%{y:.3~g}",
                 }
             )
-    if not data:
-        return Plot(title, caption, None, _NO_RUN)
     layout = _value_layout(summary, y_title, y_axis) | {"barmode": "group", "bargap": 0.35, "hovermode": "x unified"}
-    return Plot(title, caption, {"data": data, "layout": layout})
+    return Plot(title, caption, traces, layout, missing=_NO_RUN)
 
 
-def _value_layout(summary: Summary, y_title: str, y_axis: dict[str, Any] | None = None) -> dict[str, Any]:
+def _value_layout(summary: Summary, y_title: str, y_axis: dict[str, Any] | None = None) -> Layout:
     """An axis with a place for each value, those without runs too."""
     labels = [html.escape(value.label) for value in summary.values]
     x_title = next(iter(summary.settings)).rpartition(".")[2] if len(summary.settings) == 1 else ""

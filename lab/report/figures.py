@@ -1,0 +1,188 @@
+"""What plots are made of: the palette, traces, axes and layouts, in Plotly's JSON."""
+
+import html
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from offbeat.common.rows import StepRow
+
+Trace = dict[str, Any]
+"""One series of a figure, with Plotly's keys."""
+Layout = dict[str, Any]
+"""Axes, legend and margins of a figure, with Plotly's keys."""
+
+# Each color of the light page, and what stands for it on the dark one.
+INK, MUTED, GRID, CARD = "#1d2127", "#6b7280", "#ebe8e1", "#ffffff"
+BLUE, ORANGE, GREEN, RED, PURPLE, GOLD, GRAY = (
+    "#2563c9",
+    "#d9670b",
+    "#2a8556",
+    "#c8323a",
+    "#7347b8",
+    "#b98a12",
+    "#a7adb6",
+)
+PALE_BLUE, PALE_ORANGE, PALE_RED, FAINT = "#c3d6f5", "#f7d3b3", "#f1c6c8", "#d7dade"
+DARK_COLORS = {
+    INK: "#e8e6e1",
+    MUTED: "#9aa1ac",
+    GRID: "#2c3036",
+    CARD: "#1c1f24",
+    BLUE: "#6ea8ff",
+    ORANGE: "#ff9d52",
+    GREEN: "#5cc48d",
+    RED: "#ff7b80",
+    PURPLE: "#b592f0",
+    GOLD: "#e0b848",
+    GRAY: "#79808b",
+    PALE_BLUE: "#2b4468",
+    PALE_ORANGE: "#5f4027",
+    PALE_RED: "#5c3033",
+    FAINT: "#3a3f47",
+}
+
+MAX_POINTS = 1000
+"""Longest series that is drawn point by point; a longer one is drawn in this many buckets, to keep the page light."""
+
+ACTOR_COLORS = (BLUE, ORANGE, GREEN, PURPLE, GOLD, RED, GRAY)
+
+
+class Plot(NamedTuple):
+    """One figure of a report, with its heading."""
+
+    title: str
+    caption: str
+    """One sentence on how to read the figure."""
+    traces: list[Trace]
+    layout: Layout
+    missing: str
+    """Text in place of the figure where there are no traces: the rows that it needs are missing."""
+    wide: bool = False
+    """The figure takes the whole width of the page."""
+
+
+def series(
+    rows: Sequence[StepRow], name: str, how: Callable[[list[float]], float] = statistics.fmean
+) -> tuple[list[float], list[float]]:
+    """Return policy versions and values of the steps that have this metric, in buckets made by `how` where there are many."""
+    pairs = [(row.policy_version, value) for row in rows if (value := row.number(name)) is not None]
+    return bucket([version for version, _ in pairs]), bucket([value for _, value in pairs], how)
+
+
+def bucket(values: Sequence[float], how: Callable[[list[float]], float] = statistics.fmean) -> list[float]:
+    """Return at most `MAX_POINTS` values, each made by `how` of its neighbors; every value is in one of them."""
+    if len(values) <= MAX_POINTS:
+        return list(values)
+    edges = [len(values) * index // MAX_POINTS for index in range(MAX_POINTS + 1)]
+    return [how(list(values[edges[i] : edges[i + 1]])) for i in range(MAX_POINTS)]
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Return the mean over about `window` values around each: a mean that only looks back would trail behind the curve."""
+    half = window // 2
+    return [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+
+
+def line_trace(xs: Sequence[float], ys: Sequence[float], name: str, color: str) -> Trace:
+    """Return a line, with its points where there are few."""
+    return {
+        "type": "scatter",
+        # A line through one point is invisible.
+        "mode": "lines" if len(xs) > 12 else "lines+markers",
+        "name": name,
+        "x": list(xs),
+        "y": list(ys),
+        "line": {"color": color, "width": 2},
+        "hovertemplate": "%{y:.3~g}",
+    }
+
+
+def band_traces(xs: Sequence[float], lower: Sequence[float], upper: Sequence[float], name: str, color: str) -> list[Trace]:
+    """Return the area between two lines as one entry of the legend, or none where `name` is empty."""
+    edges = [line_trace(xs, lower, "", color), line_trace(xs, upper, name, color)]
+    for edge in edges:
+        edge |= {"mode": "lines", "hoverinfo": "skip"}
+        edge["line"]["width"] = 0
+    edges[0]["showlegend"] = False
+    edges[1] |= {"fill": "tonexty", "fillcolor": color} | ({} if name else {"showlegend": False})
+    return edges
+
+
+def plot_layout(
+    x_title: str, y_title: str, *, x: Mapping[str, Any] | None = None, y: Mapping[str, Any] | None = None
+) -> Layout:
+    """Return the look that all figures share; `x` and `y` replace keys of an axis."""
+    axis = {
+        "gridcolor": GRID,
+        "linecolor": GRID,
+        "zeroline": False,
+        "automargin": True,
+        "tickfont": {"color": MUTED, "size": 11},
+    }
+    title_font = {"color": MUTED, "size": 12}
+    return {
+        "height": 270,
+        "margin": {"l": 44, "r": 14, "t": 14, "b": 36},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', sans-serif", "color": INK, "size": 12},
+        "hovermode": "x unified",
+        "hoverlabel": {"bgcolor": CARD, "bordercolor": GRID, "font": {"color": INK}},
+        "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.01, "yanchor": "bottom", "font": {"size": 11}},
+        "xaxis": axis | {"showgrid": False, "title": {"text": x_title, "standoff": 8, "font": title_font}} | dict(x or {}),
+        "yaxis": axis | {"title": {"text": y_title, "standoff": 8, "font": title_font}} | dict(y or {}),
+        "shapes": [],
+        "annotations": [],
+    }
+
+
+def step_layout(x_title: str, steps: Sequence[float], y_title: str, *, y: Mapping[str, Any] | None = None) -> Layout:
+    """Return a layout over steps or versions; a short run's axis has no ticks between them."""
+    is_short = bool(steps) and max(steps) - min(steps) <= 8
+    return plot_layout(x_title, y_title, x={"dtick": 1} if is_short else None, y=y)
+
+
+def lag_layout(y_title: str, *, y: Mapping[str, Any] | None = None) -> Layout:
+    """Return a layout over buckets of policy lags, which are names and not numbers."""
+    return plot_layout("policy lag (optimizer steps)", y_title, x={"type": "category"}, y=y)
+
+
+def log_layout(traces: Sequence[Trace], y_title: str, tick_format: str) -> Layout:
+    """Return a layout with a log axis whose ticks fit its range: 1, 2, 5 over few decades, else powers of ten."""
+    values = [value for trace in traces for value in trace["y"]] or [1.0]
+    num_decades = math.log10(max(values)) - math.log10(min(values))
+    dtick = "D2" if num_decades < 2.5 else math.ceil(num_decades / 8)
+    versions = [version for trace in traces for version in trace["x"]]
+    return step_layout("policy version", versions, y_title, y={"type": "log", "dtick": dtick, "tickformat": tick_format})
+
+
+def add_limit(layout: Layout, value: float, label: str, *, below: bool = False) -> None:
+    """Add a dashed horizontal line, with its setting's name at the right, above or below it."""
+    layout["shapes"].append(
+        {
+            "type": "line",
+            "xref": "paper",
+            "x0": 0,
+            "x1": 1,
+            "y0": value,
+            "y1": value,
+            "line": {"color": ORANGE, "width": 1.2, "dash": "dash"},
+        }
+    )
+    layout["annotations"].append(
+        {
+            "xref": "paper",
+            "x": 1,
+            "xanchor": "right",
+            "y": value,
+            "yanchor": "top" if below else "bottom",
+            "yshift": -2 if below else 2,
+            "borderpad": 1,
+            "bgcolor": CARD,
+            "text": html.escape(label),
+            "showarrow": False,
+            "font": {"color": ORANGE, "size": 10},
+        }
+    )
