@@ -117,7 +117,7 @@ def _reward_plot(title: str, x_title: str, lead: str, summary: Summary, bands: d
             traces += band_traces(band.xs, band.lows, band.highs, "", colors[label] + _BAND_OPACITY)
     for label, band in bands.items():
         traces.append(line_trace(band.xs, band.means, html.escape(_title(summary, label)), colors[label]))
-    layout = plot_layout(x_title, "reward") | {"height": 380}
+    layout: Layout = plot_layout(x_title, "reward") | {"height": 380}
     layout["legend"]["traceorder"] = "normal"
     return Plot(title, caption, traces, layout, missing=_NO_RUN, wide=True)
 
