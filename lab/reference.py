@@ -1,0 +1,112 @@
+"""The reference pages of `docs/`: every metric and every setting, written from the tables that the code itself uses.
+
+python -m offbeat.lab.reference docs
+"""
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import groupby, pairwise
+from pathlib import Path
+
+import msgspec
+
+from offbeat.common import rows
+from offbeat.common.settings import explanations
+from offbeat.common.step_metrics import ROUTING_METRICS, STEP_METRICS, Metric
+
+_WRITTEN = "<!-- Written by `python -m offbeat.lab.reference docs`; change the code's docstrings instead. -->"
+
+
+def metrics_page() -> str:
+    """Return `metrics.md`: the kinds of rows in `metrics.jsonl` and their fields, then the metrics of steps and routing."""
+    parts = [
+        _WRITTEN,
+        "# Metrics",
+        "A run appends one JSON object per line to `metrics.jsonl` in its folder. Every row has its `kind` and the `time` at "
+        "which it was written, in seconds since the epoch. The numbers of `step` and `eval` rows also go to TensorBoard and "
+        "Weights & Biases. A field marked *optional* is absent where it does not apply.",
+        "## Rows",
+    ]
+    for row_type in rows.ROW_TYPES:
+        kind = row_type.__struct_config__.tag
+        parts += [f"### `{kind}`", inspect.cleandoc(row_type.__doc__ or ""), _fields_table(row_type)]
+    parts += [
+        "### `ledger` of the final row",
+        inspect.cleandoc(rows.LedgerSums.__doc__ or ""),
+        _fields_table(rows.LedgerSums),
+        "## Metrics of a step",
+        "`<lag>` is a bucket of policy lags: `0`, `1`, `2`, `3-4`, `5-8` or `9+`. mu is the behavior policy, pi_old the "
+        "proximal one, pi the current one and s a completion's sequence ratio, `exp(mean over its tokens of log pi/anchor)`.",
+        _metrics_table(STEP_METRICS),
+        "## Metrics of routing",
+        "In `<lag>`, `3-4` is written `3_4`, `5-8` is `5_8` and `9+` is `9_up`.",
+        _metrics_table(ROUTING_METRICS),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def settings_page() -> str:
+    """Return `settings.md`: every setting with the values it takes, its default and its meaning."""
+    parts = [
+        _WRITTEN,
+        "# Settings",
+        "Give settings in a TOML file, or as `section.key=value` on the command line. `offbeat check --explain` prints this "
+        "page in a terminal.",
+    ]
+    for section, settings in groupby(explanations(), key=lambda row: row.setting.partition(".")[0]):
+        table = [(f"`{row.setting}`", f"`{row.default}`", row.type, row.text) for row in settings]
+        parts += [f"## {section}", _table(("setting", "default", "values", "meaning"), table)]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_pages(folder: Path) -> list[Path]:
+    """Write both pages into `folder` and return their paths."""
+    pages = {"metrics.md": metrics_page(), "settings.md": settings_page()}
+    for name, text in pages.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in pages]
+
+
+def _fields_table(struct: type[msgspec.Struct]) -> str:
+    """Return the fields of a struct, without `time`, which every row has."""
+    texts = _docstrings(struct)
+    lines = [
+        (f"`{field.name}`", texts.get(field.name, ""), "" if field.required else "optional")
+        for field in msgspec.structs.fields(struct)
+        if field.name not in ("time", "metrics")
+    ]
+    if "metrics" in struct.__struct_fields__:
+        lines.append(("`area/name`", "One field for each metric, see below.", ""))
+    return _table(("field", "meaning", ""), lines)
+
+
+def _metrics_table(metrics: Iterable[Metric]) -> str:
+    lines: list[tuple[str, ...]] = []
+    for metric in metrics:
+        former = f" Formerly `{metric.former_name}`." if metric.former_name else ""
+        lines.append((f"`{metric.name}`", metric.unit, f"{metric.meaning}{former}", metric.condition))
+    return _table(("name", "unit", "meaning", "present where"), lines)
+
+
+def _docstrings(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """Return the text below each field of a struct, its lines joined."""
+    tree = ast.parse(inspect.getsource(struct))
+    (definition,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    found: dict[str, str] = {}
+    for attribute, text in pairwise(definition.body):
+        match attribute, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
+                found[name] = " ".join(docstring.split())
+    return found
+
+
+def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table; a bar within a cell is escaped."""
+    cells = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in line] for line in lines)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+if __name__ == "__main__":
+    write_pages(Path(sys.argv[1]))
