@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from offbeat.common.config import RewardSection
 from offbeat.learner.diagnostics.calibration import load_calibration, save_calibration
 from offbeat.learner.objectives.bands import ClipBand
 from tests.learner.diagnostics.test_calibration import make_calibration
@@ -38,6 +39,15 @@ def test_comparison_is_the_plain_forward_pass_less_the_engines_logprobs(tiny_mod
     shares = differences.positive - differences.negative
     found = zip(differences.lengths.tolist(), differences.log_sequence_ratios.tolist(), shares.tolist(), strict=True)
     assert np.array(sorted(found)) == pytest.approx(np.array(sorted(expected)), abs=1e-6)
+
+
+def test_comparison_leaves_the_running_reward_moments_alone(tiny_model: Path) -> None:
+    with running(make_config(tiny_model, reward=RewardSection(norm_std="running"))) as trainer:
+        before = trainer._adaptive
+        trainer.compare(make_groups(3))
+        assert trainer._adaptive == before
+        trainer.train_batch(make_groups(3))
+        assert trainer._adaptive.rewards.count == 12
 
 
 def test_step_says_what_of_its_clip_fraction_and_divergence_is_noise(tiny_model: Path, tmp_path: Path) -> None:
