@@ -1,12 +1,18 @@
-"""Models that many tests share: made once a session, tiny, random, float32."""
+"""Tiny models that many tests share, the choice of tests, and the check that nothing is left when they are over."""
 
+import gc
 import os
+import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from offbeat.common.environment import BROKEN_VARIABLE, prepare_environment
+from offbeat.deploy.launch import processes
 
 # Before any test module imports transformers or vLLM.
 prepare_environment()
@@ -16,7 +22,19 @@ os.environ.pop(BROKEN_VARIABLE, None)
 
 # No time limits on single examples: on a busy machine they fail tests at random.
 settings.register_profile("offbeat", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fast", settings.get_profile("offbeat"), max_examples=20)
 settings.load_profile("offbeat")
+
+SLOW_MARKERS = ("engine", "service", "slow")
+SLOW_FILE = re.compile(rf"^pytestmark = .*\bmark\.({'|'.join(SLOW_MARKERS)})\b", re.MULTILINE)
+TEST_FUNCTION = re.compile(r"^def test_", re.MULTILINE)
+LEFT_OUT = pytest.StashKey[int]()
+LEFT_OUT_KEY = "left_out"
+MARK_VARIABLE = "OFFBEAT_TESTS"
+"""In the environment of every process that a test starts, directly or not."""
+SHARED_MEMORY = Path("/dev/shm")
+LEAVE_S = 10.0
+"""How long processes may take to end after the last test."""
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz+-=>"
 """The characters that `tiny_model` and its variants know."""
@@ -58,12 +76,119 @@ def _make(folder: Path, *, moe: bool = False, tie_embeddings: bool = True) -> Pa
     return folder
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fast", action="store_true", help="leave out tests marked engine, service or slow, and try fewer random examples"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # What is imported and collected is a million objects and no garbage: the collector need not look at them, now or later.
+    gc.disable()
+    if config.getoption("--fast"):
+        settings.load_profile("fast")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `--fast`, do not even import a file that is slow as a whole."""
+    if not config.getoption("--fast") or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text()
+    if SLOW_FILE.search(text) is None:
+        return None
+    _count(config, len(TEST_FUNCTION.findall(text)))
+    return True
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that need a GPU are for machines that have one."""
+    """Mark tests by what they start, begin with the longest, and leave out what this machine or `--fast` does not run."""
+    for item in items:
+        if "warm" in getattr(item, "fixturenames", ()):
+            item.add_marker("service")
+    # Services take their time, most of it on one core: with two workers (`-n 2`) the other one runs everything else.
+    items.sort(key=lambda item: item.get_closest_marker("service") is None)
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            group = "services" if item.get_closest_marker("service") else item.location[0]
+            item.add_marker(pytest.mark.xdist_group(group))
+    _leave_out(config, items, set(SLOW_MARKERS) if config.getoption("--fast") else set())
+    if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
+        _leave_out(config, items, {"gpu"})
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], markers: set[str]) -> None:
+    left_out = {item for item in items if any(item.get_closest_marker(marker) for marker in markers)}
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
+        _count(config, len(left_out))
+
+
+def _count(config: pytest.Config, number: int) -> None:
+    config.stash[LEFT_OUT] = config.stash.get(LEFT_OUT, 0) + number
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over the number that a worker of `-n` has left out; each has looked at all tests."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get(LEFT_OUT_KEY, 0)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput[LEFT_OUT_KEY] = session.config.stash.get(LEFT_OUT, 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.getoption("--fast"):
+        terminalreporter.write_line(
+            f"--fast left out {config.stash.get(LEFT_OUT, 0)} tests of engines, services, and slow ones"
+        )
+
+
+def _has_gpu() -> bool:
     import torch
 
-    if torch.cuda.is_available():
-        return
-    for_gpus = [item for item in items if item.get_closest_marker("gpu")]
-    items[:] = [item for item in items if item not in for_gpus]
-    config.hook.pytest_deselected(items=for_gpus)
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    """Fail the last test when a process that some test started, or its shared memory, is still there."""
+    mark = str(os.getpid())
+    os.environ[MARK_VARIABLE] = mark
+    shared_before = set(SHARED_MEMORY.iterdir()) if SHARED_MEMORY.exists() else set()
+    yield
+    deadline = time.monotonic() + LEAVE_S
+    while (left := _left_processes(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, "processes of tests that still run"
+    shared = set(SHARED_MEMORY.iterdir()) - shared_before if SHARED_MEMORY.exists() else set()
+    # What others on this machine use is theirs.
+    assert not [file for file in shared if not _is_in_use(file)], "shared memory that no process uses"
+
+
+def _left_processes(mark: str) -> list[str]:
+    started = {*processes.marked(MARK_VARIABLE, mark), *processes.descendants(os.getpid())} - {os.getpid()}
+    lines = [f"{pid}: {' '.join(filter(None, processes.arguments(pid)))}" for pid in sorted(started)]
+    # multiprocessing's own end with this process.
+    return [
+        line for line in lines if "multiprocessing.resource_tracker" not in line and "multiprocessing.forkserver" not in line
+    ]
+
+
+def _is_in_use(file: Path) -> bool:
+    maps = [text for pid in Path("/proc").glob("[0-9]*/maps") if (text := _text(pid))]
+    return not file.exists() or any(str(file) in text for text in maps)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

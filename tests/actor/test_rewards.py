@@ -14,6 +14,8 @@ import pytest
 from offbeat.actor.rewards import Rewarded, RewardFailure, RewardRunner, exact_match, load_reward, math_answer
 from offbeat.common.settings import SettingError
 
+pytestmark = pytest.mark.slow
+
 USER_REWARDS = """
 import asyncio, os, re, sys, time
 import numpy as np

@@ -14,6 +14,8 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from offbeat.common.routing import Routing, record_routing
 
+pytestmark = pytest.mark.slow
+
 NUM_LAYERS = 3
 NUM_EXPERTS = 8
 TOP_K = 2

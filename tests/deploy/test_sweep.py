@@ -328,6 +328,7 @@ def test_job_array_runs_one_command_in_each_task(sweep: Sweep) -> None:
     assert told.stdout == f"train {cells[1].folder}/run.toml\n"
 
 
+@pytest.mark.slow
 def test_command_prints_the_quick_starts_runs_and_reports_what_is_there(sweep: Sweep) -> None:
     def offbeat(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "offbeat.deploy.cli", "sweep", *arguments, "--out", "sweep"]

@@ -25,6 +25,8 @@ from tests.learner.weight_fleet import (
     stopped,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_receiver_gets_the_exact_bytes_of_every_version_in_one_epoch() -> None:
     with fleet_of(SMALL) as fleet:

@@ -18,6 +18,8 @@ from offbeat.deploy.launch.launcher import Launcher, LaunchError, RestartBudget
 from tests.deploy.services import SERVICES_S, services_in, write_config
 from tests.deploy.warm import WarmProcess
 
+pytestmark = pytest.mark.slow
+
 SERVICES = '''
 """Stands for `offbeat`: notes its start in `starts`, then does what the file `NAME.START` (or `NAME`) says."""
 import os, subprocess, sys, time

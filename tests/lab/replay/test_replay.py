@@ -33,6 +33,8 @@ from offbeat.learner.leases.rollout_log import RolloutLog, read_log
 from offbeat.protocols.messages import CompletionMeta, Segment
 from tests.learner.training.trainer_cases import make_config, make_groups
 
+pytestmark = pytest.mark.slow
+
 GROUPS_PER_STEP = 2
 NUM_STEPS = 4
 NUM_LEASES = 12

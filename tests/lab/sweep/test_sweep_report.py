@@ -19,6 +19,8 @@ from tests.common.row_lines import rows_from
 from tests.lab.report.test_report import figure_titled, figures_in, text_of
 from tests.lab.sweep.sweep_runs import START, rows_of_run, write_rows
 
+pytestmark = pytest.mark.slow
+
 CONFIG = """
 [model]
 path = "models/tiny"

@@ -24,6 +24,8 @@ from tests.learner.dispatch.dispatch_desk import (
 )
 from tests.learner.leases.taped_log import NUM_PROMPTS, PROMPTS
 
+pytestmark = pytest.mark.slow
+
 
 class Tale:
     """A log written by hand, record after record."""

@@ -39,6 +39,8 @@ from tests.learner.leases.log_entries import (
 )
 from tests.learner.leases.log_writer import accepted
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 20.0
 
 

@@ -8,6 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offbeat.learner.policy.logprobs import CompletionLogprobs, token_logprobs
 from offbeat.learner.policy.packing import Pack, pack
 
+pytestmark = pytest.mark.slow
+
 SEQUENCES = [
     ([5, 6, 7, 8, 9], [[10, 11, 12, 13, 14, 15, 16], [17], [], [18, 19, 20]]),
     ([21, 22], [[23, 24, 25, 26, 27, 28], [29, 30]]),

@@ -17,6 +17,8 @@ from offbeat.learner.policy.process_group import join_process_group
 from offbeat.learner.policy.zero import deepspeed_config, make_engine
 from tests.learner.training.trainer_cases import SGD, make_config
 
+pytestmark = pytest.mark.slow
+
 RANK, ALPHA = 4, 12.0
 SCALE = 3.0
 """`ALPHA / RANK`."""

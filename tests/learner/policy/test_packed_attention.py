@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from offbeat.learner.policy.packed_attention import ATTENTION_NAME, check_packing, packed_attention, place_spans
 from offbeat.learner.policy.packing import Span, pack
 
+pytestmark = pytest.mark.slow
+
 PROMPTS_AND_LENGTHS = (
     ((3, (5, 2, 1)),),
     ((6, (2, 3)),),

@@ -10,6 +10,8 @@ from offbeat.learner.policy.process_group import join_process_group
 from offbeat.learner.policy.zero import MAX_FULL_GRADIENTS, deepspeed_config, full_gradients, gathered_parameters, make_engine
 from tests.learner.training.trainer_cases import SGD
 
+pytestmark = pytest.mark.slow
+
 
 def test_users_deepspeed_settings_are_merged_over_ours():
     train = TrainSection(

@@ -17,7 +17,7 @@ from offbeat.common.weights import WeightBuffer
 from offbeat.learner.leases.groups import Group
 from tests.learner.training.trainer_cases import EXTRAS, SGD, make_config, make_groups
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[3]
 NOT_RESUMED = {"time/train_s", "time/prepare_s", "loss/grad_cosine"}

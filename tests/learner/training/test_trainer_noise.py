@@ -14,7 +14,7 @@ from tests.learner.training.test_trainer import running, with_own_logprobs
 from tests.learner.training.test_trainer_objectives import completion_logits
 from tests.learner.training.trainer_cases import make_config, make_groups
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def test_comparison_is_the_plain_forward_pass_less_the_engines_logprobs(tiny_model: Path) -> None:

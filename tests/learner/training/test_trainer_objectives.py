@@ -13,7 +13,7 @@ from offbeat.learner.objectives.reward_shaping import RunningMoments
 from tests.learner.training.test_trainer import running, weights_of
 from tests.learner.training.trainer_cases import SGD, make_config, make_groups
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 CRITIC = AdvantageSection(baseline="critic")
 
