@@ -164,7 +164,7 @@ class ActorHeartbeat(Message, frozen=True):
     """Version of the weights in the engine; -1 before the first update."""
     stats: ActorStats
     lease_ids: LeaseIds
-    """See `Hello`."""
+    """Leases that the actor holds, as in `Hello`."""
     seen_lease_id: NaturalOrNone
     """`newest_lease_id` of the last `LearnerHeartbeat`. A lease up to it that is not in `lease_ids` was lost on the way."""
 

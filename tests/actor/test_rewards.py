@@ -239,7 +239,7 @@ def test_an_async_reward_that_blocks_the_loop_still_times_out(make_runner):
     outcome = wait(runner, limit_s=2.5)[1]
     assert isinstance(outcome, RewardFailure)
     assert outcome.reason == "reward_timeout"
-    assert "must not call what blocks" in outcome.detail
+    assert "must not make blocking calls" in outcome.detail
 
 
 @pytest.mark.parametrize(
