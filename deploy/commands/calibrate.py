@@ -33,10 +33,11 @@ def command(
     check_files(config)
     check_functions(config)
     # Imported last: torch takes seconds, and a mistake in the config is reported before.
-    from offbeat.deploy.calibrate import calibrate, collect, show
+    from offbeat.deploy.calibrate import calibrate, collect
+    from offbeat.lab.calibration import show_calibration
 
     if reuse is None:
         status = collect(config, groups, StopRequest().install())
         if status:
             raise typer.Exit(status)
-    show(calibrate(config, reuse or folder), folder, as_json=as_json)
+    show_calibration(calibrate(config, reuse or folder), folder, as_json=as_json)

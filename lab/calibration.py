@@ -1,0 +1,246 @@
+"""The calibration of a run's log-probs: noise fitted to what a learner scored, bands checked against it, and the tables of it.
+
+scored completions  ->  noise floor, half of the groups against the other half  ->  calibration.json, and a table
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from offbeat.common.config import Config
+from offbeat.common.metrics import ROWS_FILE, read_rows
+from offbeat.common.models import hash_model, resolve_model
+from offbeat.common.objectives import DEFAULTS
+from offbeat.common.rows import EngineRow
+from offbeat.common.settings import SettingError, load
+from offbeat.lab.terminal import stdout_console
+from offbeat.learner.diagnostics.calibration import BandCheck, Calibration, engine_numerics, learner_numerics, save_calibration
+from offbeat.learner.diagnostics.noise_floor import (
+    NOISE_CLIP_SHARE,
+    ClipBand,
+    Differences,
+    NoiseFloor,
+    describe,
+    fit,
+    recommend_band,
+)
+from offbeat.learner.objectives.objective import resolve_objective
+from offbeat.protocols.messages import EngineInfo
+
+if TYPE_CHECKING:
+    import torch
+
+    from offbeat.learner.leases.groups import Group as PromptGroup
+
+
+class ScoredHalves(NamedTuple):
+    """The groups of a run, scored by the learner that is calibrated."""
+
+    halves: tuple[Differences, Differences]
+    """Every other group, and the groups between them."""
+    num_groups: int
+    device: "torch.device"
+
+
+def fit_calibration(config: Config, engine: EngineInfo, measured: ScoredHalves) -> Calibration:
+    """Fit the noise between `engine` and the learner that `config` makes, and check bands against it."""
+    every = Differences.join(measured.halves)
+    floor = fit(every)
+    loss = replace(config.loss, anchor="behavior")
+    band = resolve_objective(loss, max_new_tokens=config.rollout.max_new_tokens).engine_band
+    own = DEFAULTS[loss.objective].recomputed_band or DEFAULTS[loss.objective].band
+    checks: list[BandCheck] = []
+    recommended: ClipBand | None = None
+    if band is not None and own is not None:
+        own_band = ClipBand(own.low, own.high, band.is_sequence_ratio)
+        recommended = recommend_band(floor, every.lengths, own_band)
+        models = cross_fit(*measured.halves)
+        checks = [
+            check_band(name, of_name, models, measured.num_groups)
+            for name, of_name in (("own", own_band), ("configured", band), ("above noise", recommended))
+        ]
+        if config.loss.anchor != "behavior":
+            recommended = own_band
+    return Calibration(
+        made_at=time.strftime("%Y-%m-%d %H:%M:%S"),
+        learner=learner_numerics(config, hash_model(resolve_model(config.model.path)), measured.device),
+        engine=engine_numerics(engine),
+        num_groups=measured.num_groups,
+        objective=config.loss.objective,
+        anchor=config.loss.anchor,
+        floor=floor,
+        summaries=describe(every, floor),
+        checks=checks,
+        recommended=recommended,
+    )
+
+
+def cross_fit(first: Differences, second: Differences) -> tuple[tuple[NoiseFloor, Differences], ...]:
+    """Return a noise floor fitted to either half, each beside the other half, which it was not fitted to."""
+    return ((fit(first), second), (fit(second), first))
+
+
+def check_band(name: str, band: ClipBand, models: Sequence[tuple[NoiseFloor, Differences]], num_groups: int) -> BandCheck:
+    """Compare what each model predicts under this band for the completions beside it with what was measured.
+
+    All `num_groups` groups are of one size, and whole. The completions of a group share their prompt, and with it
+    much of the noise: the error of what was measured is that of groups, not of completions.
+    """
+    every = Differences.join([other for _, other in models])
+    expected = [floor.expected_clip(band, other.lengths, other.positive, other.negative) for floor, other in models]
+    beyond = [floor.beyond(band, other.lengths) for floor, other in models]
+    of_groups = every.clipped(band).reshape(num_groups, -1).mean(axis=1)
+    always = np.ones_like(every.log_ratios)
+    return BandCheck(
+        name=name,
+        band=band,
+        predicted=float(np.concatenate(expected).mean()),
+        measured=float(of_groups.mean()),
+        measured_error=float(of_groups.std(ddof=1) / np.sqrt(num_groups)),
+        predicted_below=float(np.concatenate([below for below, _ in beyond]).mean()),
+        measured_below=float(every._replace(advantages=-always).clipped(band).mean()),
+        predicted_above=float(np.concatenate([above for _, above in beyond]).mean()),
+        measured_above=float(every._replace(advantages=always).clipped(band).mean()),
+    )
+
+
+def load_groups(source: Path) -> "list[PromptGroup]":
+    """Return the groups in a run's log that were sampled under version 0 alone, by lease."""
+    from transformers import AutoTokenizer
+
+    from offbeat.learner.leases.prompts import load_prompts
+    from offbeat.learner.leases.recovery import recover
+    from offbeat.learner.leases.rollout_log import Position, read_log, read_record
+
+    config = load(source / "config.toml")
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(config.model.path))
+    prompts = load_prompts(config.task.train_data, config.task.train_split, config.task, tokenizer).prompts
+    folder = source / "log"
+    records = read_log(folder, Position(0, 0))
+    recovered = recover(None, records, lambda position: read_record(folder, position), prompts, config.run.seed)
+    return [group for group in recovered.ledger.ready_groups() if group.newest_version == 0]
+
+
+def engine_of(source: Path) -> EngineInfo:
+    """Return the engine that sampled the run; `SettingError` when there was none, or several kinds."""
+    rows = list(read_rows(source / ROWS_FILE)) if (source / ROWS_FILE).is_file() else []
+    engines = [row.engine for row in rows if isinstance(row, EngineRow)]
+    kinds = {engine_numerics(engine) for engine in engines}
+    if len(kinds) != 1:
+        found = ", ".join(f"{kind.name} {kind.version} {kind.dtype} {kind.device}" for kind in kinds) or "none"
+        raise SettingError(
+            "RUN", str(source), f"one engine must have sampled all of it, and it had {found}", "Calibrate without --reuse."
+        )
+    return engines[0]
+
+
+def check_source(config: Config, source: Path, engine: EngineInfo) -> None:
+    """Raise `SettingError` when the groups were sampled by other weights or at another temperature than the learner scores."""
+    sampled = load(source / "config.toml")
+    cure = "Calibrate without --reuse."
+    for setting, theirs, ours in (
+        ("model.path", sampled.model.path, config.model.path),
+        ("rollout.temperature", sampled.rollout.temperature, config.rollout.temperature),
+    ):
+        if theirs != ours:
+            raise SettingError(setting, ours, f"the run in {source} had {theirs}", cure)
+    if engine.hashes != hash_model(resolve_model(config.model.path)):
+        raise SettingError("model.path", config.model.path, f"it has changed since the run in {source}", cure)
+
+
+def show_calibration(calibration: Calibration, folder: Path, *, as_json: bool) -> None:
+    """Write the calibration into `folder`, and print it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = save_calibration(calibration, folder)
+    if as_json:
+        print(file.read_text())
+    else:
+        stdout_console().print(calibration_tables(calibration))
+        # In whole lines, however long: they are to be pasted.
+        print(settings_to_paste(calibration, file))
+
+
+def calibration_tables(calibration: Calibration) -> RenderableType:
+    """Return the calibration as text and tables."""
+    floor, engine, learner = calibration.floor, calibration.engine, calibration.learner
+    head = Text()
+    head.append(f"{engine.name} {engine.version} in {engine.dtype} on {engine.device}", style="bold")
+    head.append(" against a learner in ")
+    head.append(f"{learner.dtype}{' (float32 head)' if learner.fp32_head else ''} on {learner.device}", style="bold")
+    head.append(f", same weights: {floor.num_completions:,} completions, {floor.num_tokens:,} tokens, lag 0\n")
+    head.append(f"KL(engine || learner) per token: {floor.k1:.2e} (k1), {floor.k3:.2e} (k3)\n")
+    head.append(
+        f"log s = {floor.mean:.2e} + sqrt({floor.variance:.2e} + {floor.token_variance:.2e} / length) z, of a completion\n"
+    )
+    parts: list[RenderableType] = [head, _summary_table(calibration), ""]
+    if calibration.checks:
+        parts += [_band_table(calibration), ""]
+    return Group(*parts, _advice(calibration), "")
+
+
+def settings_to_paste(calibration: Calibration, file: Path) -> str:
+    """Return the recommended settings as TOML."""
+    band = calibration.recommended
+    clips = [] if band is None else [f"clip_low = {band.low:g}", f"clip_high = {band.high:g}"]
+    return "\n".join(["[loss]", *clips, f'noise_floor = "{file}"'])
+
+
+def _summary_table(calibration: Calibration) -> Table:
+    table = _table("Noise: d is log learner - log engine of a token, log s its mean")
+    for name in ("completions", "number", "d mean", "d std", "log s mean", "log s std", "model's", "log s < 0"):
+        table.add_column(name, justify="left" if name == "completions" else "right")
+    for row in calibration.summaries:
+        table.add_row(
+            row.name,
+            f"{row.num_completions:,}",
+            *(f"{value:.1e}" for value in (row.token_mean, row.token_std)),
+            *(f"{value:.1e}" for value in (row.sequence_mean, row.sequence_std, row.expected_std)),
+            f"{row.share_below:.0%}",
+        )
+    return table
+
+
+def _band_table(calibration: Calibration) -> Table:
+    table = _table("Clipped by noise alone: either half of the groups predicts the other")
+    for name in ("band", "low, high", "clipped", "measured", "below, above", "measured"):
+        table.add_column(name, justify="left" if name == "band" else "right")
+    for check in calibration.checks:
+        table.add_row(
+            check.name,
+            f"{check.band.low:g}, {check.band.high:g}",
+            f"{check.predicted:.1%}",
+            f"{check.measured:.1%} ± {check.measured_error:.1%}",
+            f"{check.predicted_below:.1%}, {check.predicted_above:.1%}",
+            f"{check.measured_below:.1%}, {check.measured_above:.1%}",
+        )
+    return table
+
+
+def _table(title: str) -> Table:
+    """Return a table without borders: it has to fit into 80 columns."""
+    return Table(title=title, title_justify="left", title_style="italic", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+
+
+def _advice(calibration: Calibration) -> str:
+    if calibration.recommended is None:
+        return (
+            f'loss.objective = "{calibration.objective}" clips no gradient: there is no band to set. With the noise floor the '
+            "run tells drift from noise in its divergence:"
+        )
+    if calibration.anchor != "behavior":
+        return (
+            f'With loss.anchor = "{calibration.anchor}" the ratio is to log-probs that the learner computes itself: at the '
+            "first step of a batch it is 1 whatever the engine's noise, so the objective's own band stays right. The bands "
+            'above are for loss.anchor = "behavior".'
+        )
+    return (
+        f"The narrowest band of which noise alone reaches at most {NOISE_CLIP_SHARE:.0%} on either side. How much wider it has "
+        "to be for the staleness you want, clip/drift of a run tells:"
+    )
