@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
@@ -139,11 +138,6 @@ def open_learner(
         publisher.joined(peer)
         calibration_watch.joined(hello)
 
-    def judge_canary(actor: str, policy_version: int, logprobs: np.ndarray) -> None:
-        verdict = canary.judge(actor, policy_version, logprobs)
-        if verdict is not None:
-            dispatcher.judge_canary(actor, policy_version, verdict.flaw)
-
     contract = Contract(
         run_id=run_id,
         learner_incarnation=random.SystemRandom().getrandbits(62),
@@ -169,7 +163,7 @@ def open_learner(
     listeners = Listeners(
         joined=welcome,
         weights=publisher.handle,
-        canary=judge_canary,
+        canary=canary.judge,
         routed=canary.compare_routing,
         distrusted=publisher.distrust,
         weight_problems=publisher.problems,

@@ -12,7 +12,7 @@ The hub's thread calls `handle` and `tick`, and sends what `take_outgoing` retur
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, assert_never
+from typing import NamedTuple, Protocol, assert_never
 
 import numpy as np
 
@@ -70,6 +70,15 @@ MemberMessage = (
 """What an actor says after its hello."""
 
 
+class CanaryVerdict(Protocol):
+    """The judgement on an actor's log-probs of the canary."""
+
+    @property
+    def flaw(self) -> str | None:
+        """The reason why they are wrong; None when they are right."""
+        ...
+
+
 class Listeners(NamedTuple):
     """Functions of the rest of the learner, called in the hub's thread while the dispatcher's lock is held."""
 
@@ -77,8 +86,9 @@ class Listeners(NamedTuple):
     """An actor has joined: address, hello."""
     weights: Callable[[str, WeightsStaged | WeightsCommitted], None]
     """The actor of this name has staged or committed weights."""
-    canary: Callable[[str, int, np.ndarray], None]
-    """An actor has scored the canary: name, policy version, float32 log-probs `[num_tokens - 1]`."""
+    canary: Callable[[str, int, np.ndarray], CanaryVerdict | None]
+    """Judges an actor's score of the canary: name, policy version, float32 log-probs `[num_tokens - 1]`. Returns None where
+    the version can no longer be judged."""
     routed: Callable[[str, int, np.ndarray], None]
     """An actor has routed the canary: name, policy version, int32 experts `[num_tokens - 1, num_layers, top_k]`."""
     distrusted: Callable[[bytes, str, str], None]
@@ -410,7 +420,9 @@ class Dispatcher:
                 else:
                     self._listeners.distrusted(peer, member.name, lie)
             case CanaryScored():
-                self._listeners.canary(member.name, message.policy_version, logprobs(arrays[0]).copy())
+                verdict = self._listeners.canary(member.name, message.policy_version, logprobs(arrays[0]).copy())
+                if verdict is not None:
+                    self.judge_canary(member.name, message.policy_version, verdict.flaw)
             case CanaryRouted():
                 self._listeners.routed(member.name, message.policy_version, routed_experts(message, arrays[0]))
             case ChunkRequest():

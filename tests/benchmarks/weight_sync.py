@@ -217,8 +217,8 @@ def receive(connection: Connection, port: int) -> None:
             connection.send(Received(-1, -1, int(flat[-1]), time.process_time()))
         outcome = receiver.outcome()
         if outcome is not None:
-            version, epoch, error = outcome
-            connection.send(Received(version, epoch, int(flat[-1]), time.process_time(), error))
+            epoch = outcome.as_message().epoch
+            connection.send(Received(outcome.policy_version, epoch, int(flat[-1]), time.process_time(), outcome.error or ""))
             receiver.release()
 
 
@@ -519,13 +519,13 @@ class Stage:
             actor.befell_at = received
             return
         version, epoch, error = received
-        self.publisher.handle(actor.name, WeightsStaged(policy_version=version, epoch=epoch, error=error))
+        self.publisher.handle(actor.name, received.as_message())
         if error:
             return
         actor.policy_version = version
         actor.committed_at[version] = time.monotonic()
         self.publisher.handle(actor.name, WeightsCommitted(policy_version=version, stall_s=0.0))
-        if epoch < 0:
+        if epoch is None:
             actor.num_pulled += 1
             if self.is_churning:
                 self.join(actor)
