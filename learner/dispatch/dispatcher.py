@@ -67,7 +67,7 @@ MemberMessage = (
     | Goodbye
     | ChunkRequest
 )
-"""What an actor says after its hello."""
+"""The messages of an actor after its hello."""
 
 
 class CanaryVerdict(Protocol):
@@ -121,7 +121,7 @@ class Dispatcher:
         self._clock = parts.clock
         self._ticked_at = parts.clock()
         self._is_held_back = False
-        """Since the last tick staleness alone keeps an actor with room from a lease."""
+        """Since the last tick, staleness alone has kept a lease from an actor that has room."""
         self._held_back_s = 0.0
         self._stop_reason: str | None = None
 
@@ -138,7 +138,7 @@ class Dispatcher:
             )
             self._journal.commit_late(started)
             self._desk.abort(self._roster, self._versions.current)
-            # A power failure must not take it: the next process would lease out this one's lease ids again.
+            # If a power failure lost this record, the next process would grant the same lease ids again.
             self._journal.sync()
 
     def doing(self, activity: str) -> None:

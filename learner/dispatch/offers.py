@@ -7,7 +7,7 @@ from offbeat.protocols.messages import Lease, Sampling
 
 
 class Offer(NamedTuple):
-    """What an actor is asked to generate."""
+    """One group to generate, under a fresh lease id."""
 
     lease_id: int
     prompt: Prompt

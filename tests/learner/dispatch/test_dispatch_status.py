@@ -1,4 +1,4 @@
-"""What people are told about the run."""
+"""The status report, and the line that says what a run waits for."""
 
 from offbeat.learner.dispatch.failures import RunFailedError
 from offbeat.learner.dispatch.outbox import Outgoing

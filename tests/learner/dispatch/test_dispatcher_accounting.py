@@ -1,4 +1,4 @@
-"""Whatever actors do, in any order: every prompt is accounted for, and the run can always be finished."""
+"""Every prompt is accounted for and the run can always be finished, whatever actors do in any order."""
 
 from collections import Counter
 

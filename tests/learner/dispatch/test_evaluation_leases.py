@@ -116,3 +116,10 @@ def test_no_evaluation_without_interval_or_without_prompts() -> None:
         desk.dispatcher.publish(0, last=True)
         desk.tick()
         assert desk.dispatcher.wait_evaluations(0.0)
+
+
+def test_actor_with_weights_too_old_for_evaluation_still_gets_training_leases() -> None:
+    desk = Desk("evaluation.interval=1", "evaluation.num_prompts=1", "staleness.max_staleness=2", policy_version=5)
+    old = Actor(desk, "old").join(capacity=4, policy_version=4)
+    Actor(desk, "new").join(capacity=1, policy_version=5)
+    assert [lease.prompt.split()[0] for lease in old.leases()] == ["train"] * 4

@@ -206,3 +206,12 @@ def test_at_the_end_of_a_pass_each_prompt_was_trained_or_is_listed_with_its_reas
     assert row.dropped == {"zero_variance": [same.prompt_id], "reward_error": [bad.prompt_id]}
     desk.tick()
     assert len(desk.rows_of(EpochRow)) == 1
+
+
+def test_no_training_lease_is_granted_while_the_disk_is_about_to_be_full(log: WillingLog) -> None:
+    desk = Desk(log=log)
+    actor = Actor(desk, "a").join(capacity=2)
+    log.has_room = False
+    assert actor.leases() == []
+    log.has_room = True
+    assert len(actor.leases()) == 2

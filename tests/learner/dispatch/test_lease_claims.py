@@ -119,3 +119,28 @@ def test_groups_under_weights_of_the_learner_before_are_not_from_the_future() ->
     assert actor.answer(first.lease_id, policy_version=5).outcome == "accepted"
     assert actor.answer(second.lease_id, policy_version=6).outcome == "rejected"
     assert desk.dispatcher.state().newest_version == 5
+
+
+def test_leases_wait_for_their_actors_as_long_after_the_learner_itself_was_stopped() -> None:
+    before = Desk()
+    Actor(before, "a").join(capacity=2).leases()
+    desk = restarted(before)
+    desk.jump(3600.0)
+    assert desk.dispatcher.counts().expired == 0
+    desk.tick(DEAD_AFTER_S + 1)
+    assert desk.dispatcher.counts().expired == 2
+
+
+def test_unclaimed_lease_that_has_become_too_stale_is_aborted_and_not_given_up_again() -> None:
+    before = Desk("train.groups_per_step=1")
+    (lease,) = Actor(before, "gone").join(capacity=1).leases()
+    state = before.dispatcher.state()
+    stream = PromptStream.from_state(state.stream, NUM_PROMPTS)
+    recovered = make_recovered()._replace(stream=stream, ledger=Ledger.from_state(state.ledger))
+    settings = ("train.groups_per_step=1", "staleness.max_staleness=1", "staleness.staleness_policy=abort")
+    desk = Desk(*settings, policy_version=2, recovered=recovered)
+    desk.dispatcher.begin()
+    assert [event.lease_id for event in desk.events("lease_aborted")] == [lease.lease_id]
+    desk.tick(DEAD_AFTER_S + 1)
+    counts = desk.dispatcher.counts()
+    assert (counts.dropped, counts.expired, counts.in_flight) == ({"aborted": 1}, 0, 0)

@@ -1,4 +1,4 @@
-"""What a live change of settings may be, and what of it a restart keeps."""
+"""Changes of settings in a running job: which are allowed, and that a restart keeps them."""
 
 import pytest
 from hypothesis import given

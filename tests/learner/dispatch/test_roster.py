@@ -1,4 +1,4 @@
-"""Who may join, who is heard, who is trusted, and who gets the next lease."""
+"""Actors join, are heard and are trusted; each lease goes to the one with the most room."""
 
 import pytest
 from hypothesis import given
