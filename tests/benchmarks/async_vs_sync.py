@@ -295,8 +295,8 @@ class SleepLearner:
             assert time.monotonic() < deadline, self._dispatcher.waiting_for()
             time.sleep(0.005)
 
-    def _record(self, kind: str, **row: Any) -> None:
-        self._rows.append({"kind": kind, **row})
+    def _record(self, row: Row) -> None:
+        self._rows.append(row)
 
 
 def measure_sleep(connections: list[Connection], workload: Workload, max_staleness: int) -> Trial:
