@@ -140,8 +140,10 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput[LEFT_OUT_KEY] = session.config.stash.get(LEFT_OUT, 0)
+    # xdist sets it, in workers only.
+    output = vars(session.config).get("workeroutput")
+    if output is not None:
+        output[LEFT_OUT_KEY] = session.config.stash.get(LEFT_OUT, 0)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -19,8 +19,8 @@ def keygen(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
 
 
-def names(folder: Path) -> list[tuple[str, str]]:
-    """Roles and names in the allow-list."""
+def names(folder: Path) -> list[tuple[str | None, str]]:
+    """Return roles and names in the allow-list."""
     return [(sender.role, sender.name) for sender in read_allowed_keys(folder / "allowed_keys").values()]
 
 
