@@ -53,7 +53,7 @@ class EvaluationLeases:
         self._current().fail(lease_id)
 
     def end_round(self) -> None:
-        """Recorder the current round and end it, if all of its leases have ended."""
+        """Record the current round and end it, if all of its leases have ended."""
         current = self.rounds.current
         if current is None or not current.is_finished:
             return

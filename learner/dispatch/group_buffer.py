@@ -142,13 +142,13 @@ class GroupBuffer:
         return trained
 
     def record_trained(self, groups: Sequence[Group], trained: Trained) -> None:
-        """Recorder the rows of a finished batch. Needs no lock."""
+        """Record the rows of a finished batch. Needs no lock."""
         for index, group in enumerate(groups):
             trained_at = self._scheduler.policy.trained_at(trained.policy_version, index)
             self._record_end(group, "trained", "", trained_at, trained.selected_at)
 
     def record_epochs(self) -> None:
-        """Recorder the passes over the data in which every prompt is trained on or given up."""
+        """Record the passes over the data in which every prompt is trained on or given up."""
         while (ended := self._journal.ledger.end_epoch(len(self._prompts))) is not None:
             epoch, account = ended
             self._record(EpochRow(epoch=epoch, num_trained=account.num_trained, dropped=account.dropped))

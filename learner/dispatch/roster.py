@@ -174,7 +174,7 @@ class Roster:
         return member
 
     def report_joined(self, member: Member) -> None:
-        """Recorder that an actor has joined, with its engine and harmless differences."""
+        """Record that an actor has joined, with its engine and harmless differences."""
         engine = member.hello.engine
         unlike = "".join(f"; {difference}" for difference in differences(self._contract, member.hello))
         detail = f"{engine.name} {engine.version} {engine.dtype} on {engine.device}{unlike}"
@@ -193,7 +193,7 @@ class Roster:
         self._outbox.send(member.peer, welcome, contract.canary_token_ids)
 
     def report_lost(self, member: Member, event: str, detail: str) -> None:
-        """Recorder that a member leaves (`actor_left`) or is lost (`actor_lost`)."""
+        """Record that a member leaves (`actor_left`) or is lost (`actor_lost`)."""
         report(self._record, EventRow(event=event, detail=detail, actor=member.name))
 
     def remove(self, member: Member) -> None:
@@ -222,7 +222,7 @@ class Roster:
             member.last_heard = min(now, member.last_heard + absent_s)
 
     def note_heartbeat(self, member: Member, heartbeat: ActorHeartbeat) -> None:
-        """Recorder a member's statistics, unless its heartbeats come in a flood."""
+        """Record a member's statistics, unless its heartbeats come in a flood."""
         now = member.last_heard
         if now - member.stats_at < self._hub.heartbeat_s / 2:
             return

@@ -64,3 +64,12 @@ def test_waiting_for_names_what_keeps_the_batch() -> None:
     actor.answer(leases[0].lease_id)
     assert desk.dispatcher.waiting_for() == "1 groups ready, 2 being generated"
     assert desk.dispatcher.buffer_sizes() == (1, 2)
+
+
+def test_report_names_nothing_to_wait_for_while_a_batch_is_ready() -> None:
+    desk = Desk("train.groups_per_step=1", "staleness.max_staleness=1")
+    actor = Actor(desk, "a").join(capacity=2)
+    first, _ = actor.leases()
+    assert desk.status().waiting_for == "0 groups ready, 2 being generated"
+    actor.answer(first.lease_id)
+    assert desk.status().waiting_for == ""

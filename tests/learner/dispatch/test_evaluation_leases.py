@@ -1,6 +1,7 @@
 """Leases of held-out prompts."""
 
 import math
+import threading
 
 from offbeat.common.rows import EvalRow
 from offbeat.protocols.messages import (
@@ -34,6 +35,19 @@ def test_evaluation_round_completes_beside_training() -> None:
     assert actor.answer(held_out[0].lease_id, rewards=(1.0,)).outcome == "duplicate"
     # Evaluation is not in the account of training.
     assert desk.dispatcher.counts().leased == 1
+
+
+def test_thread_that_waits_for_evaluations_is_woken_by_the_last_answer() -> None:
+    desk = Desk("evaluation.interval=1", "evaluation.num_prompts=1")
+    actor = Actor(desk, "a").join(capacity=1)
+    (lease,) = actor.leases()
+    finished: list[bool] = []
+    trainer = threading.Thread(target=lambda: finished.append(desk.dispatcher.wait_evaluations(30.0)))
+    trainer.start()
+    actor.answer(lease.lease_id, rewards=(1.0,))
+    trainer.join(5.0)
+    assert not trainer.is_alive()
+    assert finished == [True]
 
 
 def test_evaluation_with_a_lost_actor_a_rejected_group_and_a_failed_reward_completes() -> None:
