@@ -1,8 +1,9 @@
-"""One message of every type, with its arrays."""
+"""One message of every type, with its arrays, and the frames that tests make of messages."""
 
 import numpy as np
 
 from offbeat.protocols.messages import (
+    PROTOCOL_MINOR,
     Ack,
     ActorHeartbeat,
     ActorMessage,
@@ -43,8 +44,10 @@ from offbeat.protocols.messages import (
     WeightUpdate,
     Welcome,
 )
-from offbeat.protocols.wire import Array
+from offbeat.protocols.wire import MAGIC, Array, Frame, encode
 
+NEWER = MAGIC[:-1] + bytes([PROTOCOL_MINOR + 1])
+"""First frame of a peer whose minor version is one newer."""
 INTS = np.arange(-2, 5, dtype=np.int32)
 FLOATS = np.array([-0.0, -1.5, np.nan, -np.inf], dtype=np.float32)
 BYTES = np.arange(7, dtype=np.uint8)
@@ -168,3 +171,21 @@ FROM_LEARNER: list[tuple[LearnerMessage, tuple[Array, ...]]] = [
     (STATUS, ()),
     (LiveSettingsReport(policy_version=3, error="no", changed=(CHANGE,), warnings=("narrow",)), ()),
 ]
+
+
+def as_sent(frames: list[Frame]) -> list[bytes]:
+    """Return the frames as a socket delivers them."""
+    return [bytes(frame) for frame in frames]
+
+
+def group_frames(*completions: CompletionMeta, num_ids: int, num_logprobs: int) -> list[Frame]:
+    done = GroupDone(lease_id=1, completions=completions, generate_s=0.0)
+    return encode(done, np.zeros(num_ids, np.int32), np.zeros(num_logprobs, np.float32))
+
+
+def routed(num_tokens: int, num_layers: int, top_k: int) -> CanaryRouted:
+    return CanaryRouted(policy_version=1, num_tokens=num_tokens, num_layers=num_layers, top_k=top_k)
+
+
+def name_of(value: object) -> str:
+    return type(value).__name__ if not isinstance(value, tuple) else ""

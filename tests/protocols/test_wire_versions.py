@@ -1,0 +1,173 @@
+"""Peers of another minor version understand each other; another major version is refused with the cure."""
+
+from typing import Union, get_args
+
+import msgspec
+import numpy as np
+import pytest
+
+from offbeat.protocols import wire
+from offbeat.protocols.messages import (
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    ActorMessage,
+    CanaryRouted,
+    CanaryScored,
+    CompletionMeta,
+    CreditLimit,
+    GroupDone,
+    LearnerMessage,
+    Segment,
+)
+from offbeat.protocols.wire import (
+    MAGIC,
+    Array,
+    UnknownMessageError,
+    VersionError,
+    WireError,
+    decode_from_actor,
+    decode_from_learner,
+    encode,
+    refusal_for,
+)
+from tests.protocols.sample_messages import FLOATS, FROM_ACTOR, FROM_LEARNER, NEWER, STATUS, as_sent, name_of, routed
+
+
+@pytest.mark.parametrize(
+    ("first", "theirs"), [(b"offbeat\x01", "1"), (b"offbeat\x03\x00", "3.0"), (b"offbeat\xff\x07", "255.7")]
+)
+@pytest.mark.parametrize("decode", [decode_from_actor, decode_from_learner])
+def test_other_major_version_is_named_with_ours_and_the_cure(decode, first: bytes, theirs: str) -> None:
+    ours = f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
+    with pytest.raises(VersionError, match=rf"version {theirs} of .* speaks {ours}: install the same release"):
+        decode([first, b"whatever"])
+
+
+def test_refusal_of_another_major_is_in_its_own_version() -> None:
+    with pytest.raises(VersionError) as raised:
+        decode_from_actor([b"offbeat\x01", b"whatever"])
+    first, body = refusal_for(raised.value)
+    assert first == b"offbeat\x01"
+    # What every version must keep understanding.
+    assert msgspec.msgpack.decode(body) == {"type": "Refused", "reason": str(raised.value)}
+
+
+def extended(message: ActorMessage | LearnerMessage) -> bytes:
+    """The body as a newer minor might send it: more fields in every struct, also in nested ones."""
+
+    def extend(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: extend(item) for key, item in value.items()} | {"from_the_future": {"a": [1, 2]}}
+        return [extend(item) for item in value] if isinstance(value, list) else value
+
+    tree = msgspec.to_builtins(message)
+    assert isinstance(tree, dict)
+    # Dictionaries with free keys are no structs.
+    free = {key: tree[key] for key in ("ledger", "rejected", "settings") if key in tree}
+    if "stats" in tree:
+        free["stats"] = tree["stats"] | {"from_the_future": 1}
+    whole = extend(tree)
+    assert isinstance(whole, dict)
+    return msgspec.msgpack.encode(whole | free)
+
+
+@pytest.mark.parametrize(("message", "arrays"), FROM_ACTOR + FROM_LEARNER, ids=name_of)
+def test_of_a_newer_minor_what_is_known_is_taken(message: ActorMessage | LearnerMessage, arrays: tuple[Array, ...]) -> None:
+    decode = decode_from_actor if isinstance(message, ActorMessage) else decode_from_learner
+    _, body, *rest = as_sent(encode(message, *arrays))
+    assert decode([NEWER, body, *rest]).message == message
+    assert extended(message) != body
+    assert decode([NEWER, extended(message), *rest]).message == message
+    with pytest.raises(WireError, match="unknown field"):
+        decode([MAGIC, extended(message), *rest])
+
+
+def test_of_a_newer_minor_ends_of_arrays_are_left_out() -> None:
+    body = msgspec.to_builtins(GroupDone(lease_id=1, completions=(CompletionMeta(1, "stop", 1.0, ()),), generate_s=0.0))
+    body["completions"][0]["segments"] = [[4, 0, "added later"]]
+    frames = [msgspec.msgpack.encode(body), bytes(4), bytes(4)]
+    message = decode_from_actor([NEWER, *frames]).message
+    assert isinstance(message, GroupDone)
+    assert message.completions[0].segments == (Segment(4, 0),)
+    with pytest.raises(WireError):
+        decode_from_actor([MAGIC, *frames])
+
+
+@pytest.mark.parametrize("decode", [decode_from_actor, decode_from_learner])
+def test_message_that_only_a_newer_minor_has_is_told_from_a_malformed_one(decode) -> None:
+    body = msgspec.msgpack.encode({"type": "Gossip", "about": "weights"})
+    with pytest.raises(UnknownMessageError, match=r"Gossip is a message of a newer offbeat"):
+        decode([NEWER, body])
+    with pytest.raises(WireError, match="malformed") as raised:
+        decode([MAGIC, body])
+    assert not isinstance(raised.value, UnknownMessageError)
+    with pytest.raises(UnknownMessageError) as raised:
+        decode([NEWER, msgspec.msgpack.encode({"type": "x" * 1000})])
+    assert len(str(raised.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        b"\x01",
+        msgspec.msgpack.encode([]),
+        msgspec.msgpack.encode({}),
+        msgspec.msgpack.encode({"type": 1}),
+        msgspec.msgpack.encode({"type": "Credit"}),
+        msgspec.msgpack.encode({"type": "Credit", "capacity": -1}),
+        msgspec.msgpack.encode({"type": "Credit", "capacity": "1"}),
+        msgspec.msgpack.encode({"type": "Hello", "engine": [1]}),
+        msgspec.msgpack.encode({"type": "GroupDone", "completions": {"a": 1}}),
+        b"\x81\xa4type" + b"\x91" * 100_000 + b"\x01",
+        b"\x81\xa4type\xd6\xff\0\0\0\0",
+        b"\x81\x81\x01\x02\x03",
+        b"\xdf\xff\xff\xff\xff",
+    ],
+)
+def test_newer_minor_is_no_excuse_for_nonsense(body: bytes) -> None:
+    with pytest.raises(WireError, match="malformed"):
+        decode_from_actor([NEWER, body])
+
+
+def test_older_minor_may_leave_out_what_has_a_default_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "PROTOCOL_MINOR", PROTOCOL_MINOR + 1)
+    body = {"type": "LeaseFailed", "lease_id": 3, "reason": "returned"}
+    assert decode_from_actor([MAGIC, msgspec.msgpack.encode(body)]).message == msgspec.convert(body, wire.ActorMessage)
+    with pytest.raises(WireError, match="missing required field"):
+        decode_from_actor([MAGIC, msgspec.msgpack.encode({"type": "LeaseFailed", "lease_id": 3})])
+    with pytest.raises(WireError, match="unknown field"):
+        decode_from_actor([MAGIC, msgspec.msgpack.encode(body | {"more": 1})])
+
+
+def test_learner_before_routed_experts_leaves_them_out_and_takes_the_canary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minor version 0 had no such message; two arrays in `CanaryScored` it would have taken for nonsense."""
+    monkeypatch.setattr(wire, "PROTOCOL_MINOR", 0)
+    before = Union[tuple(kind for kind in get_args(ActorMessage) if kind is not CanaryRouted)]  # noqa: UP007
+    monkeypatch.setattr(wire, "_from_actor", wire._body_decoder(before))
+    with pytest.raises(UnknownMessageError, match="CanaryRouted is a message of a newer offbeat"):
+        decode_from_actor(as_sent(encode(routed(1, 1, 1), np.zeros(1, np.int32))))
+    scored = CanaryScored(policy_version=1)
+    assert decode_from_actor(as_sent(encode(scored, FLOATS))).message == scored
+
+
+def test_actor_before_routed_experts_is_understood() -> None:
+    scored = CanaryScored(policy_version=1)
+    _, *rest = as_sent(encode(scored, FLOATS))
+    assert decode_from_actor([MAGIC[:-1] + b"\0", *rest]).message == scored
+
+
+def test_actor_before_live_tuning_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "PROTOCOL_MINOR", 1)
+    before = Union[tuple(kind for kind in get_args(LearnerMessage) if kind is not CreditLimit)]  # noqa: UP007
+    monkeypatch.setattr(wire, "_from_learner", wire._body_decoder(before))
+    with pytest.raises(UnknownMessageError, match="Concurrency is a message of a newer offbeat"):
+        decode_from_learner(as_sent(encode(CreditLimit(capacity=3))))
+
+
+def test_report_of_a_learner_before_live_tuning_is_understood() -> None:
+    body = msgspec.to_builtins(STATUS)
+    del body["tuned"]
+    report = decode_from_learner([MAGIC[:-1] + b"\1", msgspec.msgpack.encode(body)]).message
+    assert report == msgspec.structs.replace(STATUS, changed_settings=())
