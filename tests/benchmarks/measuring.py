@@ -24,6 +24,9 @@ NUM_ROUNDS = 3
 
 Kind = TypeVar("Kind", bound=Row)
 
+PATIENCE_S = 60.0
+"""Longest wait for an answer of another process."""
+
 context = multiprocessing.get_context("spawn")
 
 
@@ -86,6 +89,13 @@ def processes(target: Callable[..., None], num_processes: int, *arguments: Any) 
 def _run(target: Callable[..., None], parent_pid: int, connection: Connection, *arguments: Any) -> None:
     die_with_parent(parent_pid)
     target(connection, *arguments)
+
+
+def receive_from(connection: Connection, timeout_s: float = PATIENCE_S) -> Any:
+    """Return the next message of another process. Raise TimeoutError when none comes, EOFError when the process has died."""
+    if not connection.poll(timeout_s):
+        raise TimeoutError(f"the other process did not answer within {timeout_s:g} s")
+    return connection.recv()
 
 
 def run_offbeat(*arguments: str, timeout_s: float) -> OffbeatRun:

@@ -26,10 +26,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -56,7 +55,8 @@ from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.hub_thread import HubThread
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.channels import Hub
-from tests.benchmarks.async_vs_sync import (
+from tests.benchmarks.measuring import print_table, processes, receive_from
+from tests.benchmarks.sleeping_runs import (
     GROUP_SIZE,
     GROUPS_PER_ACTOR,
     GROUPS_PER_STEP,
@@ -64,7 +64,6 @@ from tests.benchmarks.async_vs_sync import (
     Workload,
     act,
 )
-from tests.benchmarks.measuring import print_table, processes
 from tests.benchmarks.stand_ins import MAX_MESSAGE_BYTES, PATIENCE_S, make_dispatcher, make_publisher
 
 STEPS_LEFT_OUT = 10
@@ -203,19 +202,13 @@ def make_socket_run(folder: Path, setting: Setting) -> None:
         MetricsWriter(folder) as metrics,
     ):
         for connection in connections:
-            _receive(connection)
+            receive_from(connection, START_S)
         learner = SocketLearner(hub, setting, folder, metrics)
         for index, connection in enumerate(connections):
             connection.send((hub.address, f"actor-{index}", WORKLOAD.sigma))
         learner.run()
         for connection in connections:
-            _receive(connection)
-
-
-def _receive(connection: Connection) -> Any:
-    if not connection.poll(START_S):
-        raise TimeoutError(f"an actor did not answer within {START_S:g} s")
-    return connection.recv()
+            receive_from(connection, START_S)
 
 
 # The quick start

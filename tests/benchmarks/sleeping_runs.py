@@ -1,0 +1,264 @@
+"""Runs of the learner's machinery whose engines and trainer sleep: real actors, hub, dispatcher and weight publisher."""
+
+import contextlib
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from statistics import mean
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from offbeat.common.config import (
+    ActorSection,
+    Config,
+    HubSection,
+)
+from offbeat.common.environment import prepare_environment
+from offbeat.common.rows import GroupRow, Row, WeightsRow
+from offbeat.common.shutdown import StopRequest
+from offbeat.common.weights import make_layout
+from offbeat.learner.actor_link import ActorLink
+from offbeat.learner.dispatch.dispatcher import Dispatcher
+from offbeat.learner.dispatch.hub_thread import HubThread
+from offbeat.protocols.channels import Hub, Link
+from tests.benchmarks.measuring import (
+    Cost,
+    receive_from,
+)
+from tests.benchmarks.stand_ins import (
+    MAX_MESSAGE_BYTES,
+    PATIENCE_S,
+    TOKEN_S,
+    NoTokenizer,
+    SleepEngine,
+    make_dispatcher,
+    make_publisher,
+    no_reward,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+NUM_ACTORS = 4
+GROUPS_PER_STEP = 16
+GROUPS_PER_ACTOR = 4
+GROUP_SIZE = 8
+NUM_STEPS = 20
+MEAN_COMPLETION_S = 0.05
+LAYOUT = make_layout([("weights", (1 << 18,))], torch.float32)
+STEPS_LEFT_OUT = 4
+"""At either end, where the ideals and the law of the lag are asked for: they are about the steady state."""
+SAMPLE_S = 0.01
+
+
+class Workload(NamedTuple):
+    """What generation and training take."""
+
+    sigma: float
+    """Of the logarithm of a completion's time; at 1 the 99th percentile is ten times the median."""
+    train_share: float
+    """T as a multiple of `B E[X] / N`: below 1 the actors are the bottleneck, above 1 the trainer."""
+
+    @property
+    def train_s(self) -> float:
+        """Seconds of one training step."""
+        num_groups = GROUPS_PER_STEP * NUM_STEPS
+        group_s = mean(max(completion_tokens(self.sigma, lease)) * TOKEN_S for lease in range(num_groups))
+        return self.train_share * group_s * GROUPS_PER_STEP / (NUM_ACTORS * GROUPS_PER_ACTOR)
+
+
+@functools.cache
+def completion_tokens(sigma: float, lease_id: int) -> list[int]:
+    """Tokens of a lease's completions: the same whoever generates them, and under whatever staleness."""
+    generator = np.random.default_rng([round(10 * sigma), lease_id])
+    seconds = generator.lognormal(math.log(MEAN_COMPLETION_S) - sigma**2 / 2, sigma, GROUP_SIZE)
+    return [max(1, round(of_completion / TOKEN_S)) for of_completion in seconds]
+
+
+class Trial(NamedTuple):
+    """One run of all steps."""
+
+    cost: Cost
+    """From the first weights published to the last step."""
+    step_s: float
+    """Mean over the steady steps."""
+    train_s: float
+    wait_share: float
+    """Of the trainer's time, in the steady steps."""
+    group_s: list[float]
+    """Generation time of every group, in the order of training."""
+    lags: list[int]
+    """Policy lags of the groups of the steady steps."""
+    num_open: float
+    """L, in the steady steps."""
+    publish_s: float
+    """From the start of a weight update to the last actor's copy of it, mean."""
+
+    @property
+    def turnaround_s(self) -> float:
+        """Mean time between the end of a group and the start of the next in its slot, where the actors are the bottleneck."""
+        return self.step_s * NUM_ACTORS * GROUPS_PER_ACTOR / GROUPS_PER_STEP - mean(self.group_s)
+
+    @property
+    def longest_s(self) -> float:
+        """Mean over the steps of the longest generation time in a step."""
+        steps = [self.group_s[index : index + GROUPS_PER_STEP] for index in range(0, len(self.group_s), GROUPS_PER_STEP)]
+        return mean(map(max, steps))
+
+
+def act(connection: Connection) -> None:
+    """One actor after another in this process; each command is `(hub address, name, sigma)`, each result CPU seconds."""
+    prepare_environment()
+    # Imported here: they import transformers, which wants the environment prepared.
+    from offbeat.actor.contact import ActorIdentity
+    from offbeat.actor.rewards import RewardRunner
+    from offbeat.actor.service import ActorService
+
+    torch.set_num_threads(1)
+    connection.send("up")
+    while True:
+        address, name, sigma = connection.recv()
+        started = time.process_time()
+        engine = SleepEngine(lambda request_id, sigma=sigma: _length(sigma, request_id))
+        config = Config(hub=HubSection(address=address), actor=ActorSection(max_inflight_groups=GROUPS_PER_ACTOR))
+        reward = f"{no_reward.__module__}:{no_reward.__name__}"
+        identity = ActorIdentity(name, time.time_ns())
+        with (
+            contextlib.closing(RewardRunner(reward, num_workers=1, timeout_s=PATIENCE_S)) as rewards,
+            Link(address, identity=identity.peer(), max_message_bytes=MAX_MESSAGE_BYTES) as link,
+        ):
+            ActorService(
+                identity=identity,
+                config=config,
+                engine=engine,
+                tokenizer=cast("PreTrainedTokenizerBase", NoTokenizer()),
+                rewards=rewards,
+                link=link,
+                stop=StopRequest(),
+            ).run()
+        connection.send(time.process_time() - started)
+
+
+def _length(sigma: float, request_id: str) -> int:
+    lease_id, index = request_id.split("/")
+    return completion_tokens(sigma, int(lease_id))[int(index)]
+
+
+class SleepLearner:
+    """The learner's training loop with a sleep for the trainer."""
+
+    def __init__(self, hub: Hub, workload: Workload, max_staleness: int) -> None:
+        self._hub = hub
+        self._train_s = workload.train_s
+        self._rows: list[Row] = []
+        self._num_training = 0
+        self._samples: list[tuple[float, float]] = []
+        """Time, and groups begun but not trained on."""
+        self._is_over = False
+        self._publisher = make_publisher(LAYOUT, num_actors=NUM_ACTORS, max_staleness=max_staleness, record=self._record)
+        self._dispatcher: Dispatcher = make_dispatcher(
+            group_size=GROUP_SIZE,
+            groups_per_step=GROUPS_PER_STEP,
+            num_steps=NUM_STEPS,
+            max_staleness=max_staleness,
+            layout=LAYOUT,
+            record=self._record,
+            on_join=self._publisher.joined,
+            on_weights=self._publisher.handle,
+        )
+        self._hub_thread = HubThread(hub, self._dispatcher)
+
+    def run(self) -> Trial:
+        """All steps; the CPU seconds are this process's."""
+        self._hub_thread.start()
+        self._await(lambda: len(self._dispatcher.members()) == NUM_ACTORS)
+        self._publisher.start(ActorLink(self._dispatcher, self._hub_thread, PATIENCE_S))
+        sampler = threading.Thread(target=self._sample, daemon=True)
+        sampler.start()
+        cpu_before, started = time.process_time(), time.monotonic()
+        self._publish(0)
+        ends, waits, trains = [started], [], []
+        for policy_version in range(1, NUM_STEPS + 1):
+            wait_s, train_s = self._step(policy_version)
+            ends.append(time.monotonic())
+            waits.append(wait_s)
+            trains.append(train_s)
+        cost = Cost(ends[-1] - started, time.process_time() - cpu_before)
+        self._is_over = True
+        sampler.join()
+        self._leave()
+        steady = slice(STEPS_LEFT_OUT, NUM_STEPS - STEPS_LEFT_OUT)
+        steady_s = ends[steady.stop] - ends[steady.start]
+        groups = [row for row in self._rows if isinstance(row, GroupRow)]
+        assert len(groups) == GROUPS_PER_STEP * NUM_STEPS
+        return Trial(
+            cost=cost,
+            step_s=steady_s / (steady.stop - steady.start),
+            train_s=mean(trains),
+            wait_share=sum(waits[steady]) / steady_s,
+            group_s=[row.generate_s for row in groups],
+            lags=[row.policy_lag for row in groups if steady.start <= row.policy_version < steady.stop],
+            num_open=mean(num_open for at, num_open in self._samples if ends[steady.start] <= at < ends[steady.stop]),
+            publish_s=mean(row.publish_s for row in self._rows if isinstance(row, WeightsRow)),
+        )
+
+    def _step(self, policy_version: int) -> tuple[float, float]:
+        """One step, as `Learner._train` takes it; seconds waited for rollouts, and trained."""
+        started = time.monotonic()
+        groups = self._dispatcher.take_batch(PATIENCE_S)
+        assert groups is not None, self._dispatcher.waiting_for()
+        taken = time.monotonic()
+        self._num_training = len(groups)
+        time.sleep(self._train_s)
+        self._dispatcher.finish_batch(groups, policy_version)
+        self._num_training = 0
+        self._hub.wake()
+        trained = time.monotonic()
+        self._publish(policy_version)
+        return taken - started, trained - taken
+
+    def _publish(self, policy_version: int) -> None:
+        with self._publisher.writing() as buffer:
+            buffer.flat.fill_(policy_version)
+            self._publisher.publish(policy_version)
+            self._dispatcher.publish(policy_version)
+        self._hub.wake()
+
+    def _leave(self) -> None:
+        self._publisher.close()
+        self._dispatcher.stop("finished")
+        self._hub.wake()
+        self._dispatcher.wait_left(PATIENCE_S)
+        self._hub_thread.close()
+
+    def _sample(self) -> None:
+        while not self._is_over:
+            num_ready, num_in_flight = self._dispatcher.buffer_sizes()
+            self._samples.append((time.monotonic(), num_ready + num_in_flight - self._num_training))
+            time.sleep(SAMPLE_S)
+
+    def _await(self, claim: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not claim():
+            assert time.monotonic() < deadline, self._dispatcher.waiting_for()
+            time.sleep(0.005)
+
+    def _record(self, row: Row) -> None:
+        self._rows.append(row)
+
+
+def measure_sleep(connections: list[Connection], workload: Workload, max_staleness: int) -> Trial:
+    """One trial with these actors."""
+    with Hub("tcp://127.0.0.1:0", max_message_bytes=MAX_MESSAGE_BYTES) as hub:
+        learner = SleepLearner(hub, workload, max_staleness)
+        for index, connection in enumerate(connections):
+            connection.send((hub.address, f"actor-{index}", workload.sigma))
+        trial = learner.run()
+        actors_cpu_s = sum(receive_from(connection) for connection in connections)
+    return trial._replace(cost=Cost(trial.cost.wall_s, trial.cost.cpu_s + actors_cpu_s))
