@@ -1,4 +1,4 @@
-"""Where the seconds of the actor's loop go."""
+"""Time the actor's loop spends on each activity."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ Activity = Literal["generate", "commit_weights", "wait_leases", "wait_weights", 
 
 
 class LoopSeconds:
-    """Seconds since the start, by activity."""
+    """Sums the seconds spent on each activity since the start."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -1,1 +1,1 @@
-"""What both services need: configuration, logs, metrics, weights as tensors, shutdown."""
+"""Code that both services use: configuration, logs, metrics, weights as tensors, shutdown."""

@@ -11,7 +11,7 @@ PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl."""
 
 USER_ERROR_STATUS = 2
-"""Exit status for a mistake of the user, who has been told the cure: starting the service again would not help."""
+"""Exit status for a user's mistake. The message names the cure; starting the service again would not help."""
 GAVE_UP_STATUS = 3
 """Exit status of a service that cannot continue and has said why, unlike one that crashed."""
 PARENT_VARIABLE = "OFFBEAT_PARENT"

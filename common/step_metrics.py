@@ -19,9 +19,9 @@ class Metric(NamedTuple):
     unit: str
     meaning: str
     condition: str = ""
-    """Where the number is present; empty: in every row."""
+    """The condition under which a row has the metric; empty if every row has it."""
     former_name: str | None = None
-    """Its name in runs of older versions."""
+    """The metric's name in runs of older versions."""
 
 
 _CLIPPING = "the objective has a clip band"

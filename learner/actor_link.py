@@ -1,4 +1,4 @@
-"""The learner's end of the hub as its other threads use it: who is there, messages to actors, and the farewell."""
+"""The learner's end of the hub for its other threads: the actors present, messages to them, and the farewell."""
 
 import logging
 

@@ -34,7 +34,7 @@ MARK_VARIABLE = "OFFBEAT_TESTS"
 """In the environment of every process that a test starts, directly or not."""
 SHARED_MEMORY = Path("/dev/shm")
 LEAVE_S = 10.0
-"""How long processes may take to end after the last test."""
+"""Longest time that processes may take to end after the last test."""
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz+-=>"
 """The characters that `tiny_model` and its variants know."""
@@ -48,13 +48,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `tiny_model`, with an output head of its own."""
+    """Folder of a model like `tiny_model`, with an output head that is not tied to the embeddings."""
     return _make(tmp_path_factory.mktemp("tiny_untied_model"), tie_embeddings=False)
 
 
 @pytest.fixture(scope="session")
 def tiny_moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `tiny_model`, with four experts in each layer."""
+    """Folder of a model like `tiny_model`, with four experts in each layer."""
     return _make(tmp_path_factory.mktemp("tiny_moe_model"), moe=True)
 
 
@@ -83,7 +83,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # What is imported and collected is a million objects and no garbage: the collector need not look at them, now or later.
+    # Imports and collected tests are a million objects that stay alive: freezing them spares the garbage collector.
     gc.disable()
     if config.getoption("--fast"):
         settings.load_profile("fast")

@@ -1,4 +1,4 @@
-"""Which room may import which, read from the source."""
+"""Every room imports only the rooms it may, according to the source."""
 
 import ast
 import subprocess
@@ -43,9 +43,9 @@ ALLOWED = {
     "deploy/commands": {"deploy", "deploy/*", "lab", "lab/*", "actor", "learner", "learner/*", "common", "protocols"},
     "deploy": {"deploy/*", "lab/*", "lab", "learner/*", "common", "protocols"},
 }
-"""What each room may import beside itself; `learner/*` is every room of the learner."""
+"""The rooms that each room may import besides itself; `learner/*` is every room of the learner."""
 WITHOUT_TORCH = ("learner/leases", "learner/dispatch", "lab/simulation")
-"""Rooms whose modules neither import torch nor anything else that is slow to import, not even through others."""
+"""Rooms whose modules import nothing in `SLOW`, not even indirectly."""
 QUICK_COMMANDS = ("audit", "replay", "simulate", "status", "set", "check")
 SLOW = ("torch", "transformers", "datasets", "deepspeed", "vllm")
 ONLY_UNDER = {"vllm": "actor", "deepspeed": "learner", "zmq": "protocols"}

@@ -2,7 +2,7 @@
 
     seed -> plan of faults -> round: `offbeat train` and a remote actor -> audit of the run's folder -> findings -> table
 
-A chaos run works in a temporary folder, marks its processes, and makes a network of its own. All of that is taken down in any
+A chaos run works in a temporary folder, marks its processes, and makes a separate network. All of that is taken down in any
 case; a remainder is a violation.
 """
 

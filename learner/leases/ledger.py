@@ -64,7 +64,7 @@ class SavedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     epoch: int
     actor: str
     position: Position | None
-    """Where the rollout log holds its group; None while it is being generated (or without a log)."""
+    """The group's position in the rollout log; None while the group is being generated, or without a log."""
     is_ready: bool
     oldest_version: int
     """See `Granted.oldest_version`."""
@@ -95,7 +95,7 @@ class OpenLease(msgspec.Struct):
     group: Group | None = None
     """The finished group, once it is in the buffer."""
     position: Position | None = None
-    """Where the rollout log holds it."""
+    """The group's position in the rollout log; None while the group is being generated, or without a log."""
 
 
 class Ledger:

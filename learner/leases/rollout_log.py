@@ -75,7 +75,7 @@ class Record(NamedTuple):
     """An event in the log."""
 
     position: Position
-    """Where the record begins."""
+    """Start of the record."""
     event: LeaseEvent
     arrays: tuple[memoryview, ...]
     """`Accepted`: raw int32 token ids, raw float32 behavior log-probs; others: none. They are views into the mapped file, read
@@ -149,7 +149,7 @@ class RolloutLog:
 
     @property
     def end(self) -> Position:
-        """Where the next record will begin."""
+        """Position at which the next record will begin."""
         return Position(self._number, self._offset)
 
     @property

@@ -1,4 +1,4 @@
-"""What is not acknowledged is sent again, and nothing else."""
+"""The outbox sends again exactly the groups that were not acknowledged."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

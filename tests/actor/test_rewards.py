@@ -109,7 +109,7 @@ def make_runner(module: str) -> Iterator[Callable[..., RewardRunner]]:
 
 
 def wait(runner: RewardRunner, limit_s: float = 20.0) -> dict[int, Rewarded | RewardFailure]:
-    """What becomes of everything submitted, by key."""
+    """Wait for every submitted group; return the outcomes by key."""
     outcomes: dict[int, Rewarded | RewardFailure] = {}
     deadline = time.monotonic() + limit_s
     while runner.num_pending and time.monotonic() < deadline:

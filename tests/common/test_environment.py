@@ -1,4 +1,4 @@
-"""What every process sees of torch's companion packages, working or broken."""
+"""Torch's companion packages, working or broken, as every process sees them."""
 
 import gc
 import os

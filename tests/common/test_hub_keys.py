@@ -1,4 +1,4 @@
-"""What of `hub.key` and its companions is wrong is said before anything connects, by the setting's name."""
+"""Mistakes in `hub.key`, `hub.learner_key` and `hub.allowed_keys` are reported by setting before anything connects."""
 
 from pathlib import Path
 from typing import Literal

@@ -33,12 +33,13 @@ SLOW_REWARD = {"reward": "my_reward:slow_digits"}
 
 
 QUIET_S = 300.0
-"""How long a run may write no log line and no metrics row but heartbeats before its test fails.
+"""Longest time a run may write no log line and no metrics row but heartbeats before its test fails.
 
-A start is ten seconds of CPU time without a line: on a machine with ten times more to do than cores, minutes.
+A service needs ten seconds of CPU time to start and writes nothing meanwhile: minutes on a machine with ten times more
+work than cores.
 """
 CAP_S = 1800.0
-"""How long any wait may take. A service that logs forever and gets nowhere fails its test only then."""
+"""Longest time for any wait. A service that logs without making progress fails its test only then."""
 SERVICES_S = 2 * CAP_S
 """pytest's limit for a test that waits for services."""
 LOOK_S = 0.1

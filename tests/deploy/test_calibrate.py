@@ -1,4 +1,4 @@
-"""`offbeat calibrate` with real services on a tiny model: the floor it finds, what it foretells, and what a run makes of it."""
+"""`offbeat calibrate` with real services on a tiny model: its noise floor, its predictions, and a run that uses them."""
 
 import json
 from collections.abc import Iterator
@@ -24,11 +24,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(SERVICES_S)]
 
 NUM_GROUPS = 128
 GROUP_SIZE = 16
-"""So many that a half of the completions tells a share to 1 in 100."""
+"""Completions per group; half of all completions are enough to measure a share to within 0.01."""
 
 
 class Sampled(NamedTuple):
-    """What one command has sampled, and left."""
+    """The output and the files of one `offbeat calibrate`."""
 
     services: Services
     config_file: str
@@ -37,7 +37,7 @@ class Sampled(NamedTuple):
 
     @property
     def config(self) -> Config:
-        """With a learner in bfloat16, to score what an engine in float32 has sampled."""
+        """The config with a learner in bfloat16, to score completions that an engine in float32 has sampled."""
         config = load(Path(self.config_file))
         return replace(config, model=replace(config.model, dtype="bfloat16"))
 
@@ -72,7 +72,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, warm: Wa
         folder,
         tiny_model,
         rollout={"group_size": GROUP_SIZE, "max_new_tokens": 12},
-        # What calibration must do without: a key that is not there, several steps, an anchor that needs them.
+        # Calibration must work despite these settings: missing key files, several steps per batch, a warm-up.
         hub={"address": "tcp://127.0.0.1:0", "key": "nowhere", "learner_key": "nowhere", "allowed_keys": "nowhere"},
         train={"num_steps": 8, "steps_per_batch": 4, "groups_per_step": 2, "learning_rate": 1e-3, "warmup_steps": 2},
         staleness={"max_staleness": 5},
@@ -88,7 +88,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, warm: Wa
 
 
 def direct_differences(config: Config, source: Path) -> Differences:
-    """The same tokens, scored group by group by the plain model in bfloat16."""
+    """Score the sampled tokens group by group with the plain model in bfloat16."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""The same run on GPUs: another config, the same code. Deselected where there is none."""
+"""Runs on GPUs with the code of the CPU tests and another config. Deselected on machines without a GPU."""
 
 from pathlib import Path
 from typing import Any

@@ -71,7 +71,7 @@ def test_separate_services_find_each_other_and_what_was_set_again_after_the_lear
     assert services.wait(learner, "learner") == 0, services.output("learner")
     assert [services.wait(actor, name) for actor, name in zip(actors, "ab", strict=True)] == [0, 0]
     assert services.rows("run", "final")[-1]["ledger"]["trained"] == 240
-    # What was set while the run went on holds after the restart too.
+    # Settings changed during the run survive the restart.
     assert all(TUNED.items() <= row.items() for row in services.rows("run", "step")[num_before:])
     kept = {row["setting"]: row["value"] for row in services.rows("run", "event") if row["event"] == "setting_kept"}
     assert kept == {"staleness.max_staleness": "2", "train.learning_rate": "0.0001", "actor.max_inflight_groups": "3"}
@@ -86,7 +86,7 @@ def test_ten_actors_that_come_and_go_change_neither_the_sums_nor_the_number_of_s
         tmp_path,
         tiny_model,
         train={"num_steps": 100_000, "groups_per_step": 4, "learning_rate": 1e-4},
-        # The cores are for whoever starts.
+        # The cores are left to the starting services.
         task=SLOW_REWARD,
         rollout={"max_new_tokens": 4},
         actor={"max_inflight_groups": 4, **TRANSFORMERS},
@@ -211,7 +211,7 @@ def events(services: Services) -> set[tuple[str, str | None]]:
 
 
 def ask_status(services: Services, config: str, *, must_answer: bool = True) -> dict[str, Any]:
-    """What `offbeat status --json` prints."""
+    """Run `offbeat status --json`; return the decoded output, or `{}` if the command may fail and does."""
     log = services.folder / "status.log"
     log.unlink(missing_ok=True)
     asked = services.start("status", config, "--json", log="status")

@@ -43,7 +43,7 @@ class Sweep:
         (home / "run.toml").write_text(CONFIG)
 
     def does(self, name: str, script: str) -> None:
-        """What a run (`MAX_STALENESS-SEED`, or `MAX_STALENESS-SEED.START` for one start of it, or `any`) does."""
+        """Write the script of a run: `MAX_STALENESS-SEED`, `MAX_STALENESS-SEED.START` for one of its starts, or `any`."""
         (self.home / name).write_text(script)
 
     def cells(self, *values: str, seeds: int = 1, overrides: Sequence[str] = ()) -> list[Cell]:

@@ -2,8 +2,8 @@
 
     python -m tests.fuzz.fuzz_wire -runs=2000000 [FOLDER]
 
-FOLDER keeps the inputs that reached something new. Without one, those in tests/fuzz/corpus/wire are where it starts.
-Half of the mutations are of bytes; the others know msgpack: they change, drop, add or repeat one value in the tree of a body.
+FOLDER keeps the inputs that reached new code. Without FOLDER, fuzzing starts from tests/fuzz/corpus/wire.
+Half of the mutations change bytes; the others change, drop, add or repeat one value in the msgpack tree of a body.
 """
 
 import random
@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-# By name: type checkers need not have it installed.
+# Imported by name, so that type checkers do not need atheris.
 atheris = import_module("atheris")
 
 SEEDS = Path(__file__).parent / "corpus/wire"
 
-# Imported under instrumentation: coverage is what guides the fuzzer.
+# Imported under instrumentation, because coverage guides the fuzzer.
 with atheris.instrument_imports(include=["protocols", "tests.fuzz.wire_claims"]):
     from tests.fuzz.wire_claims import check_frames, pack, unpack
 
@@ -51,12 +51,12 @@ INTERESTING: tuple[Any, ...] = (
 
 
 def one_input(data: bytes) -> None:
-    """What libFuzzer calls."""
+    """Check one input; libFuzzer calls this function."""
     check_frames(data)
 
 
 def mutate(data: bytes, max_size: int, seed: int) -> bytes:
-    """One input from another; libFuzzer calls it."""
+    """Return a mutated input; libFuzzer calls this function."""
     choose = random.Random(seed)
     is_from_learner, first, frames = unpack(data)
     if not frames or choose.random() < 0.15:
@@ -102,7 +102,7 @@ def _mutate_body(body: bytes, choose: random.Random) -> bytes:
 
 
 def _places(container: Any, depth: int) -> Any:
-    """Every `container[key]` of a tree, a few levels deep."""
+    """Yield every `(container, key)` of a tree, a few levels deep."""
     for key in list(container) if isinstance(container, dict) else range(len(container)):
         yield container, key
         if isinstance(container[key], dict | list) and depth < 6:
@@ -110,7 +110,7 @@ def _places(container: Any, depth: int) -> Any:
 
 
 def _let_lengths_agree(frames: list[bytes], choose: random.Random) -> None:
-    """Mostly make a group's arrays as long as its body says: otherwise hardly any gets past that check."""
+    """Usually make a group's arrays as long as its body announces: otherwise hardly any input passes that check."""
     if len(frames) != 3 or choose.random() < 0.2:
         return
     read: Callable[[bytes], Any] = msgspec.msgpack.Decoder().decode
@@ -127,7 +127,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     if all(argument.startswith("-") for argument in arguments):
         arguments.append(f"-seed_inputs={','.join(str(path) for path in sorted(SEEDS.iterdir()))}")
-    # The decoder must not allocate what a length says before the bytes are there.
+    # The decoder must not allocate the announced length before the bytes have arrived.
     options = ["-malloc_limit_mb=256", "-rss_limit_mb=1024", "-timeout=5", *arguments]
     atheris.Setup([sys.argv[0], *options], one_input, custom_mutator=mutate)
     atheris.Fuzz()

@@ -1,4 +1,4 @@
-"""What must hold for any bytes that lie where a segment of the rollout log is expected."""
+"""Claims about the rollout log's reader that must hold for a segment of any bytes."""
 
 import contextlib
 from pathlib import Path
@@ -20,14 +20,15 @@ from offbeat.learner.leases.rollout_log import (
 
 PATH = Path("00000001.log")
 RECORD_BYTES = 16
-"""Of a record's header."""
+"""Size of a record's header."""
 
 
 def check_segment(data: bytes) -> int:
-    """Read a segment made of `data`; how many whole records it held.
+    """Check the reader on a segment made from `data`; return the number of whole records.
 
-    The first byte says how it is made: 0 as it is; 1 with every checksum made right, otherwise hardly any input would come as
-    far as the decoder; 2 as one record, with the body that follows after a byte that says how long the arrays are.
+    The first byte of `data` selects the segment: 1, the other bytes with every checksum corrected, because hardly any other
+    input reaches the decoder; 2, one record, whose array length is the second byte and whose body follows; else, the other
+    bytes unchanged.
     """
     if not data:
         return 0
@@ -52,7 +53,7 @@ def check_segment(data: bytes) -> int:
 
 
 def check_record(raw: RawRecord, whole: memoryview) -> None:
-    """A record is refused, or is what its event and arrays are encoded to."""
+    """Check that a record is refused, or equals the encoding of its event and arrays."""
     try:
         record = decode_record(raw, 1, PATH)
     except LogDamagedError:
@@ -61,7 +62,7 @@ def check_record(raw: RawRecord, whole: memoryview) -> None:
     encoded = b"".join(encode_record(record.event, *record.arrays))
     again = next(whole_records(memoryview(encoded), 0))
     assert again.end == len(encoded)
-    # An event can be spelled in several ways in msgpack, and zeros are not the only padding: ours must come back unchanged.
+    # Msgpack has several encodings of one event, and padding may be nonzero; our own encoding must come back unchanged.
     padding = whole[RECORD_BYTES + len(raw.body) : len(whole) - len(raw.arrays)]
     assert encoded == whole or again.body != raw.body or any(padding)
     decoded = decode_record(again, 1, PATH)
@@ -69,7 +70,7 @@ def check_record(raw: RawRecord, whole: memoryview) -> None:
 
 
 def one_record(content: bytearray) -> bytearray:
-    """A segment whose only record has this body, and zeros for arrays: 8 bytes for each token that the first byte says."""
+    """Return a segment of one record: the first byte of `content` is its number of tokens, all zeros; the rest is its body."""
     body, arrays = content[1:], bytes(8 * sum(content[:1]))
     lengths = len(body).to_bytes(4, "little") + len(arrays).to_bytes(4, "little")
     segment = bytearray(HEADER_BYTES + 8) + lengths + body + bytes(-len(body) % ALIGNMENT) + arrays
@@ -78,7 +79,7 @@ def one_record(content: bytearray) -> bytearray:
 
 
 def make_checksums_right(segment: bytearray) -> None:
-    """Of the header, and of every record that lies within the segment."""
+    """Correct the checksums of the header and of every record within the segment."""
     if len(segment) >= HEADER_BYTES:
         segment[HEADER_BYTES - 8 : HEADER_BYTES] = checksum(segment[: HEADER_BYTES - 8])
     offset = HEADER_BYTES
@@ -93,5 +94,5 @@ def make_checksums_right(segment: bytearray) -> None:
 
 
 def checksum(data: bytes | bytearray) -> bytes:
-    """As it lies in the file."""
+    """Return the checksum as stored in the file."""
     return xxhash.xxh3_64_intdigest(data).to_bytes(8, "little")

@@ -1,4 +1,4 @@
-"""Every input that the fuzzer of the wire found worth keeping still holds what must hold, without the fuzzer."""
+"""The claims about the wire's decoder hold for every input that the fuzzer kept, without the fuzzer."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What must hold for any frames that arrive where a message is expected."""
+"""Claims about the wire's decoder that must hold for any frames."""
 
 import struct
 from collections.abc import Sequence
@@ -22,16 +22,19 @@ from offbeat.protocols.wire import (
 
 LENGTH = struct.Struct("<I")
 FIRST_FRAMES = (MAGIC, MAGIC[:-1] + bytes([MAGIC[-1] + 1]), b"offbeat\x01")
-"""Ours, a newer minor's, another major's; a selector beyond them takes the first frame from the input."""
+"""First frames of this version, a newer minor version and another major version.
+
+A selector beyond the three takes the first frame from the input.
+"""
 
 
 def pack(is_from_learner: bool, first: int, frames: Sequence[bytes]) -> bytes:
-    """An input: a byte for the direction and the first frame, then the other frames, each after its length."""
+    """Return an input: a byte for the direction and the first frame, then every other frame after its length."""
     return bytes([is_from_learner | first << 1]) + b"".join(LENGTH.pack(len(frame)) + frame for frame in frames)
 
 
 def unpack(data: bytes) -> tuple[bool, int, list[bytes]]:
-    """What any input means: a length that goes too far is cut, and what is too short to be one is dropped."""
+    """Return direction, first frame and other frames of an input. Cut a frame at the end; drop an incomplete length."""
     frames: list[bytes] = []
     at = 1
     while at + LENGTH.size <= len(data):
@@ -43,7 +46,7 @@ def unpack(data: bytes) -> tuple[bool, int, list[bytes]]:
 
 
 def check_frames(data: bytes) -> FromActor | FromLearner | None:
-    """Decode an input; what it held, None if that was a `WireError`. Anything else that is raised is a finding."""
+    """Decode an input and check the claims; return the packet, or None after a `WireError`. Any other error is a finding."""
     is_from_learner, first, frames = unpack(data)
     if first < len(FIRST_FRAMES):
         frames = [FIRST_FRAMES[first], *frames]

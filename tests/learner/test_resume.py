@@ -66,7 +66,7 @@ class FakeTrainer:
 
 
 class FakeDispatcher:
-    """Gives the states it is told to give, and remembers where its log was pruned."""
+    """Returns preset states, and records up to which position its log was pruned."""
 
     def __init__(self) -> None:
         self.next_state: DispatcherState | LogFullError = state_with(Position(1, 0))
@@ -206,7 +206,7 @@ def test_run_of_an_older_program_goes_on_where_it_was(old_run: Path) -> None:
     recovered = resume.recover_run(old_run, state, PROMPTS, 3, has_log=True)
     assert (recovered.num_records, recovered.newest_version) == (3, 2)
     first, second = recovered.ledger.ready_groups("oldest_lease")
-    # What was trained after the checkpoint is trained again.
+    # Groups trained after the checkpoint are trained again.
     assert (first.lease_id, first.prompt_id, second.lease_id, second.prompt_id) == (1, 2, 3, 3)
     assert second.rollouts[1].token_ids.tolist() == [6, 7, 8]
     assert second.rollouts[1].behavior_logprobs.tolist() == [-3.375, -3.5, -3.625]

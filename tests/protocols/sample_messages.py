@@ -75,7 +75,7 @@ GROUP = GroupDone(
     lease_id=1,
     completions=(
         CompletionMeta(3, "stop", 1.0, (Segment(4, 0),)),
-        # The learner restarted from a checkpoint in mid-completion: versions may fall.
+        # The learner restarted from a checkpoint during the completion, so the versions fall.
         CompletionMeta(4, "length", -0.5, (Segment(4, 0), Segment(5, 1), Segment(2, 3))),
     ),
     generate_s=0.25,

@@ -44,7 +44,7 @@ def link_to(address: str, key: KeyPair | None = ACTOR, learner: KeyPair | None =
 
 
 def refusal_of(link: Link) -> str:
-    """What the link says, in bounded time, without any message having been sent."""
+    """Return the link's refusal, which must come in bounded time and without any message sent."""
     assert not link.send(Credit(capacity=1))
     return eventually(link.refusal)
 

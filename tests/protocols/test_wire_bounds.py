@@ -118,7 +118,7 @@ def test_impossible_segments_are_refused(pairs: tuple[tuple[int, int], ...]) -> 
 
 @pytest.mark.parametrize("versions", [(0, 1, 2, 3), (3, 2, 1, 0), (7, 7, 3, 4)], ids=["rising", "falling", "restarted"])
 def test_segments_of_many_versions_pass_in_any_order(versions: tuple[int, ...]) -> None:
-    # A learner that restarted from a checkpoint makes the numbers after it again.
+    # A learner that restarted from a checkpoint assigns the later versions again.
     completion = CompletionMeta(4, "length", 0.0, tuple(Segment(version, start) for start, version in enumerate(versions)))
     message, _ = decode_from_actor(group_frames(completion, num_ids=4, num_logprobs=4))
     assert isinstance(message, GroupDone)
@@ -185,6 +185,6 @@ def test_number_or_text_out_of_bounds_is_refused(kind: str, changes: dict, first
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
 def test_reward_that_is_no_number_reaches_the_learner_which_answers_by_lease(reward: float) -> None:
-    # Refused here, it could not be acknowledged, and its actor would send it for ever.
+    # A group refused by the decoder would never be acknowledged, and its actor would send it forever.
     completion = CompletionMeta(1, "stop", reward, (Segment(0, 0),))
     assert isinstance(decode_from_actor(group_frames(completion, num_ids=1, num_logprobs=1)).message, GroupDone)

@@ -48,12 +48,12 @@ def test_refusal_of_another_major_is_in_its_own_version() -> None:
         decode_from_actor([b"offbeat\x01", b"whatever"])
     first, body = refusal_for(raised.value)
     assert first == b"offbeat\x01"
-    # What every version must keep understanding.
+    # Every version must keep understanding this body.
     assert msgspec.msgpack.decode(body) == {"type": "Refused", "reason": str(raised.value)}
 
 
 def extended(message: ActorMessage | LearnerMessage) -> bytes:
-    """The body as a newer minor might send it: more fields in every struct, also in nested ones."""
+    """Return the body with unknown fields in every struct, nested ones included, as a newer minor version may send it."""
 
     def extend(value: object) -> object:
         if isinstance(value, dict):
@@ -62,7 +62,7 @@ def extended(message: ActorMessage | LearnerMessage) -> bytes:
 
     tree = msgspec.to_builtins(message)
     assert isinstance(tree, dict)
-    # Dictionaries with free keys are no structs.
+    # Mappings with arbitrary keys are not structs.
     free = {key: tree[key] for key in ("ledger", "rejected", "settings") if key in tree}
     if "stats" in tree:
         free["stats"] = tree["stats"] | {"from_the_future": 1}
@@ -142,7 +142,7 @@ def test_older_minor_may_leave_out_what_has_a_default_and_nothing_else(monkeypat
 
 
 def test_learner_before_routed_experts_leaves_them_out_and_takes_the_canary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Minor version 0 had no such message; two arrays in `CanaryScored` it would have taken for nonsense."""
+    """Minor version 0 has no `CanaryRouted`, and would have refused a second array in `CanaryScored`."""
     monkeypatch.setattr(wire, "PROTOCOL_MINOR", 0)
     before = Union[tuple(kind for kind in get_args(ActorMessage) if kind is not CanaryRouted)]  # noqa: UP007
     monkeypatch.setattr(wire, "_from_actor", wire._body_decoder(before))

@@ -362,7 +362,7 @@ def test_recovery_is_read_from_the_next_step_and_from_the_next_group_of_that_act
         seen(actor_row("a", 5))
         struck = seen(actor_row("b", 9))
         assert watch.next_step_s(struck) is None
-        # What the actor had sent before is no recovery; nor is another actor's.
+        # Neither groups that the actor sent before nor groups of another actor count as recovery.
         seen(actor_row("a", 5))
         seen(actor_row("b", 12))
         assert watch.next_group_s("a", struck) is None

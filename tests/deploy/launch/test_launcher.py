@@ -52,7 +52,7 @@ class Services:
         self.stop = StopRequest()
 
     def does(self, name: str, script: str) -> None:
-        """What the service (`NAME`, or `NAME.START` for one start of it) does."""
+        """Write the script that a service runs: `NAME` for every start, `NAME.START` for one of its starts."""
         (self.folder / name).write_text(textwrap.dedent(script))
 
     def launcher(self, *, max_restarts: int = 3, learner_processes: int = 1) -> Launcher:

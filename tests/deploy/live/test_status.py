@@ -1,4 +1,4 @@
-"""What an operator is shown, and what happens when nobody answers."""
+"""`offbeat status` shows a run to an operator, and ends when nobody answers."""
 
 import io
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Entries of a rollout log, made up, and what a test does to the files of one."""
+"""Made-up entries of a rollout log, and the operations of tests on its files."""
 
 import logging
 import tempfile
@@ -24,7 +24,7 @@ HUGE = 1 << 40
 
 
 class Entry(NamedTuple):
-    """What is given to `append`."""
+    """The arguments of `RolloutLog.append`."""
 
     event: LeaseEvent
     arrays: tuple[np.ndarray, ...] = ()

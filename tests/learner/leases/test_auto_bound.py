@@ -1,4 +1,4 @@
-"""Where the automatic bound goes, and that it never leaves its range."""
+"""The automatic bound moves as its rules say, and never leaves its range."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ NOISE = Noise(kl=0.001, clip=0.1)
 def step(
     *, kl: float = 0.001, clip: float = 0.1, lag: float = 4, waited: float = 0.5, held_back: float = 0.5, **more: Any
 ) -> dict[str, Any]:
-    """A step of 2 s; what is measured is the noise floor unless said otherwise."""
+    """Return the metrics of a step of 2 s that measures the noise floor, unless the arguments differ."""
     return {
         "lag/max": lag,
         "kl/behavior_policy_k3": kl,
@@ -43,17 +43,17 @@ def of_lag_0(kl: float, clip: float) -> dict[str, Any]:
 
 
 class Run:
-    """A bound that goes where it is sent."""
+    """An `AutoBound` and the bounds that its decisions set."""
 
     def __init__(self, bound: int = 4, hard: int | None = 16, *, least: int = 0, noise: Noise | None = NOISE) -> None:
         self.auto = AutoBound(least, noise)
         self.bounds = StalenessSection(max_staleness=bound, hard_max_staleness=hard, auto=True)
         self.num_steps = 0
         self.moves: list[tuple[int, int]] = []
-        """After so many steps, to this."""
+        """Moves: the number of steps so far and the new bound."""
 
     def see(self, metrics: dict[str, Any], times: int = 1) -> list[Decision]:
-        """Like steps, one after another."""
+        """Observe `times` steps with these metrics; return the decisions."""
         decisions: list[Decision] = []
         for _ in range(times):
             self.num_steps += 1
@@ -107,7 +107,7 @@ def test_bound_is_not_narrowed_for_what_no_bound_can_change() -> None:
 def test_small_drift_widens_where_both_sides_wait_by_half_and_up_to_the_hard_bound() -> None:
     run = Run(bound=0, hard=5)
     run.see(step(), times=100)
-    # After each move so many steps as the wider bound, then the window.
+    # After each move the bound waits as many steps as its new value, then for a window.
     assert run.moves == [(8, 1), (8 + 1 + 8, 2), (17 + 2 + 8, 3), (27 + 3 + 8, 4), (38 + 4 + 8, 5)]
 
 

@@ -31,7 +31,7 @@ class CharacterTokenizer:
 
 
 class BareTokenizer(CharacterTokenizer):
-    """Adds no token of its own."""
+    """A tokenizer that adds no special token."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return super().encode(text, add_special_tokens=False)

@@ -160,7 +160,7 @@ def test_group_of_a_checkpoint_that_the_log_lost_is_as_if_it_was_being_generated
     assert [group.lease_id for group in recovered.ledger.ready_groups()] == [2]
     assert [lease.lease_id for lease in recovered.ledger.generating()] == [1]
     assert "1 finished groups were lost" in caplog.text
-    # Its actor was told that the group is safe, and has forgotten it: the prompt is leased to whoever is there.
+    # The actor received an ack and has forgotten the group, so the prompt is leased to another actor.
     desk = Desk(num_prompts=NUM_PROMPTS, recovered=recovered)
     (lost,) = (lease for lease in state.ledger.open if lease.lease_id == 1)
     leases = Actor(desk, "a").join(capacity=1).leases()

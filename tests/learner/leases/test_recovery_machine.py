@@ -72,7 +72,7 @@ class RecoveryMachine(RuleBasedStateMachine):
             actor.send_hello()
         self.all_talk()
 
-    # What the world does
+    # Events outside the learner
 
     @rule()
     def all_talk(self) -> None:
@@ -193,7 +193,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.actors[index] = Remote(self.desk, before.name, self.incarnations)
         self.actors[index].send_hello()
 
-    # What the learner does
+    # Events in the learner
 
     @rule()
     def train(self) -> None:
@@ -370,7 +370,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         return recovered
 
     def _cut(self, count: int) -> None:
-        """What a power failure does to the last file: less of it than what was never synced stays."""
+        """Cut the log's last file as a power failure does: `count` bytes, but none that were synced."""
         paths = sorted(self.path.glob("*.log"))
         if not paths:
             return
@@ -395,7 +395,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         actor.send(done, *arrays)
 
     def _check_ack(self, message: LearnerMessage) -> None:
-        """It says that the learner has it: then the log has it."""
+        """Check that the log holds the group of an ack."""
         if not (isinstance(message, Ack) and message.outcome == "accepted"):
             return
         answers = [actor.outbox[message.lease_id][0] for actor in self.actors if message.lease_id in actor.outbox]
@@ -415,7 +415,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         return [saved.lease_id for saved in self.desk.ledger.state().open]
 
     def _trained(self) -> list[int]:
-        """Leases in the history that the weights have behind them."""
+        """Return the leases that the current weights were trained on, in order."""
         kept: list[Trained] = []
         for event in self._history():
             match event:
@@ -437,7 +437,7 @@ def _decode(saved: Saved) -> DispatcherState:
 
 
 def _token_ids(lease_id: int) -> list[int]:
-    """What the completions of this lease are: no other lease of the test has them."""
+    """Return the token ids of this lease's completions, which no other lease of the test has."""
     return [lease_id // UNSEEN_LEASES % VOCABULARY_SIZE, *divmod(lease_id % UNSEEN_LEASES, VOCABULARY_SIZE)]
 
 

@@ -107,7 +107,7 @@ def test_a_log_that_is_being_written_can_be_read(tmp_path: Path) -> None:
         reader = read_log(tmp_path)
         if lease_id:
             next(reader)
-        # What the reader comes to next grows, and ends, under its hands.
+        # The segment that the reader reads next grows and ends meanwhile.
         append_all(log, [dropped(lease_id)])
         list(reader)
         assert lease_ids(tmp_path) == list(range(lease_id + 1))

@@ -157,7 +157,7 @@ def test_pruning_loses_nothing_needed_and_keeps_no_more_than_it_must(
         assert not log.is_over(log.end)
 
 
-# What is on disk
+# The contents of the disk
 
 
 @pytest.fixture

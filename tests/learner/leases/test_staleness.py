@@ -36,7 +36,7 @@ def test_bound_that_the_settings_demand_is_the_least_under_which_the_run_ends(
 
 
 def is_allowed(max_staleness: int, steps_per_batch: int, epochs_per_batch: int, weights_interval: int) -> bool:
-    """Whether `common.setting_checks` lets a run with these settings start."""
+    """Return True if `common.setting_checks` accepts these settings."""
     batch_steps = steps_per_batch * epochs_per_batch
     config = Config(
         staleness=StalenessSection(max_staleness=max_staleness),
@@ -50,7 +50,7 @@ def is_allowed(max_staleness: int, steps_per_batch: int, epochs_per_batch: int, 
 
 
 def ends(max_staleness: int, steps_per_batch: int, epochs_per_batch: int, weights_interval: int, groups_per_step: int) -> bool:
-    """Whether a run whose actors always have the newest weights sent gets to its last step."""
+    """Return True if a run whose actors always have the newest published weights reaches its last step."""
     batch_steps = steps_per_batch * epochs_per_batch
     num_steps = 12 * batch_steps
     policy = make_policy(max_staleness, steps_per_batch, epochs_per_batch, groups_per_step=groups_per_step, num_steps=num_steps)

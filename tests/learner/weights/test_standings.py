@@ -16,7 +16,7 @@ class Bench:
         self.standings = Standings(TIMEOUT_S, always_pull=always_pull, clock=lambda: self.now)
 
     def plan(self, *recipients: Recipient) -> tuple[list[str], list[str]]:
-        """Settle, exclude who is late, and return the names by collective and by pull."""
+        """Settle, exclude late actors, and return the names by collective and by pull."""
         self.standings.settle(recipients, NEWEST)
         self.standings.exclude_late(recipients, NEWEST)
         behind = self.standings.behind(recipients, NEWEST)
