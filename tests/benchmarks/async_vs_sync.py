@@ -57,6 +57,7 @@ from tests.benchmarks.sleeping_runs import (
     GROUPS_PER_STEP,
     NUM_ACTORS,
     NUM_STEPS,
+    START_S,
     Trial,
     Workload,
     act,
@@ -75,7 +76,7 @@ def sleep() -> None:
     trials: dict[tuple[Workload, str], list[Trial]] = {}
     with processes(act, NUM_ACTORS) as connections:
         for connection in connections:
-            receive_from(connection)
+            receive_from(connection, START_S)
         for _ in range(NUM_ROUNDS):
             for workload in WORKLOADS:
                 for mode, max_staleness in MAX_STALENESS.items():

@@ -61,6 +61,7 @@ from tests.benchmarks.sleeping_runs import (
     GROUPS_PER_ACTOR,
     GROUPS_PER_STEP,
     LAYOUT,
+    START_S,
     Workload,
     act,
 )
@@ -106,8 +107,6 @@ FITTED = {
 
 WORKLOAD = Workload(0.5, 1.0)
 SOCKET_STEPS = 60
-START_S = 300.0
-"""For imports, on a machine that has other work too."""
 
 
 class SocketLearner:

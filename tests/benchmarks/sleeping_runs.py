@@ -55,6 +55,8 @@ LAYOUT = make_layout([("weights", (1 << 18,))], torch.float32)
 STEPS_LEFT_OUT = 4
 """At either end, where the ideals and the law of the lag are asked for: they are about the steady state."""
 SAMPLE_S = 0.01
+START_S = 300.0
+"""Longest time for an actor's imports, on a machine that has other work too."""
 
 
 class Workload(NamedTuple):
