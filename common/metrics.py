@@ -1,4 +1,4 @@
-"""A run's numbers: rows appended to `metrics.jsonl`, their scalars copied to TensorBoard and Weights & Biases."""
+"""A run's metrics: rows appended to `metrics.jsonl`, with their scalars copied to TensorBoard and Weights & Biases."""
 
 import errno
 import io
@@ -31,7 +31,7 @@ class MetricsWriter:
     """Appends rows to `folder/metrics.jsonl`; any thread may write.
 
     Each row reaches the file in one system call, so a killed process leaves at most one torn line. A full disk does not
-    stop training: the rows it costs are counted, and an event row tells how many once there is space again. Every
+    stop training: the rows lost are counted, and once there is space again an event row tells their number. Every
     other `OSError` propagates.
     """
 
@@ -44,17 +44,17 @@ class MetricsWriter:
         run_name: str = "",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Open (and create) the files; what an earlier process wrote to them stays.
+        """Open the files, creating those that are missing; rows of an earlier process stay.
 
         Args:
             folder: The run's folder.
             tensorboard: Also write TensorBoard events to `folder/tensorboard`.
             wandb_project: Also log to this Weights & Biases project; empty: do not.
-            run_name: How W&B shows the run; empty: the folder's name.
+            run_name: The run's name in W&B; empty: the folder's name.
             clock: Seconds since the epoch.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        # First what the user can get wrong, so that a refused run leaves no files.
+        # W&B first: the user can get it wrong, and a refused run must leave no files.
         self._wandb = _start_wandb(folder, wandb_project, run_name or folder.name) if wandb_project else None
         self._clock = clock
         self._lock = threading.Lock()
@@ -103,7 +103,7 @@ class MetricsWriter:
         if self._num_lost_in_a_row:
             loss = f"{self._num_lost_in_a_row} metrics rows were lost while the disk was full"
             event = EventRow(time=self._clock(), event="metrics_rows_lost", detail=loss)
-            # Both or neither: the short event fits long before a row does, and each try would tell of a recovery.
+            # Both in one append: the short event alone would fit long before a row does, and report a recovery at each try.
             lines = encode_row(event) + lines
         try:
             self._rows.append(lines)
@@ -124,14 +124,14 @@ class MetricsWriter:
         if self._events is not None:
             self._events.append(row.policy_version, row.time, scalars)
         if self._wandb is not None:
-            # Without `step=`: W&B drops what arrives behind its newest step, and an evaluation always does.
+            # Without `step=`: W&B drops rows behind its newest step, and an evaluation always is.
             self._wandb.log({"policy_version": row.policy_version, **scalars})
 
 
 def read_rows(path: Path, broken_lines: list[int] | None = None) -> Iterator[Row | OtherRow]:
-    """Yield the rows of a metrics file in order, without the lines that are no JSON objects.
+    """Yield the rows of a metrics file in order, without lines that are no JSON objects.
 
-    A running or killed writer may leave the last line torn. The numbers (from 1) of all lines left out are appended to
+    A running or killed writer may leave the last line torn. The numbers of skipped lines, from 1, are appended to
     `broken_lines`.
     """
     with path.open("rb") as file:
@@ -144,7 +144,7 @@ def read_rows(path: Path, broken_lines: list[int] | None = None) -> Iterator[Row
 
 
 def _scalars_of(row: StepRow | EvalRow) -> dict[str, float]:
-    """Return the row's numbers by the name they are charted under: a step's as they are, an evaluation's below `eval/`."""
+    """Return the row's numbers by their names in charts; an evaluation's begin with `eval/`."""
     prefix = "" if isinstance(row, StepRow) else "eval/"
     numbers = {name: value for name, value in row_fields(row).items() if isinstance(value, int | float)}
     return {f"{prefix}{name}": number for name, number in numbers.items() if name not in ("time", "policy_version")}
@@ -181,14 +181,14 @@ class _AppendFile:
 class _TensorBoardEvents:
     """A TensorBoard events file.
 
-    `torch.utils.tensorboard` writes from a thread of its own, which a full disk ends for good; this writes at once.
+    `torch.utils.tensorboard` writes from a background thread, which dies when the disk is full; this writes at once.
     """
 
     def __init__(self, folder: Path, now: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._num_lost = 0
         self._file = _AppendFile(folder / f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}")
-        # Imported here: it takes 0.5 s, and many runs do without it.
+        # Imported here: the import takes 0.5 s, and many runs do without TensorBoard.
         from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -220,7 +220,7 @@ class _TensorBoardEvents:
 
 
 def _start_wandb(folder: Path, project: str, run_name: str) -> Any:
-    """A W&B run, the same one again when the run resumes."""
+    """Start a W&B run, or continue the run's own when it resumes."""
     try:
         import wandb  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:

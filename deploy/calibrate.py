@@ -1,4 +1,4 @@
-"""`offbeat calibrate`: measures the noise between a config's engine and learner at lag 0, and recommends a clip band above it.
+"""`offbeat calibrate`: measures the noise between a config's engine and learner at lag 0, to recommend a clip band above it.
 
 one step of training, all groups leased under version 0  ->  rollout log
 rollout log  ->  scored by the learner that the config makes  ->  `offbeat.lab.calibration`
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 def collection_config(config: Config, num_groups: int) -> Config:
     """Return the config of a run that samples `num_groups` groups under version 0: `config` with one step, on this machine.
 
-    Groups and log-probs do not depend on the anchor; against the engine's, the run's own first step says what is clipped.
+    Groups and log-probs do not depend on the anchor. With `behavior`, the run's one step also records the clip fraction.
     """
     return replace(
         config,
@@ -39,7 +39,7 @@ def collection_config(config: Config, num_groups: int) -> Config:
             correction="none",
             correction_low=None,
             correction_high=None,
-            # A group that is dropped for its rewards has noise like any other.
+            # Groups of equal rewards have noise like any other: keep them.
             zero_variance="count",
             noise_floor="",
         ),
@@ -61,9 +61,9 @@ def collection_config(config: Config, num_groups: int) -> Config:
 
 
 def collect(config: Config, num_groups: int, stop: StopRequest) -> int:
-    """Sample the groups into `run.dir`, in real services; return the exit status of the run."""
+    """Sample the groups into `run.dir` with real services; return the exit status of the run."""
     status = Launcher(collection_config(config, num_groups), stop).run()
-    # After its one step it is nobody's model.
+    # Nobody needs the model after its one step.
     shutil.rmtree(Path(config.run.dir) / "model", ignore_errors=True)
     return status
 
@@ -71,8 +71,8 @@ def collect(config: Config, num_groups: int, stop: StopRequest) -> int:
 def calibrate(config: Config, source: Path) -> Calibration:
     """Score the groups of version 0 in the log of the run in `source`, with the learner that `config` makes.
 
-    The run may be any whose rollouts began at the same model, so that other settings of the learner can be tried on the same
-    tokens. `SettingError` for another run.
+    Any run will do whose rollouts began at the same model, so that other settings of the learner can be tried on the same
+    tokens. `SettingError` for a run of another model or temperature, or of several engines.
     """
     engine = engine_of(source)
     check_source(config, source, engine)
@@ -80,8 +80,8 @@ def calibrate(config: Config, source: Path) -> Calibration:
 
 
 def _score_in_processes(config: Config, source: Path) -> ScoredHalves:
-    """Score the log's groups in as many processes as the learner has: fewer may not hold the model."""
-    # Takes seconds, as all that the processes import.
+    """Score the log's groups in the learner's number of processes: fewer may not hold the model."""
+    # Imported here: torch takes seconds, and the command's checks come first.
     import torch
     import torch.multiprocessing as multiprocessing
 

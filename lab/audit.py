@@ -1,6 +1,6 @@
-"""The audit of a run's folder: every lease followed through the rollout log, and held against what the learner reported.
+"""The audit of a run's folder: every lease followed through the rollout log and compared with the learner's report.
 
-It does the books a second time and in another way than `learner.leases.ledger`, which it does not use.
+It counts the leases a second time and in another way than `learner.leases.ledger`, which it does not use.
 """
 
 import math
@@ -31,12 +31,12 @@ Kind = TypeVar("Kind", bound=Row)
 
 
 class Check(NamedTuple):
-    """One claim about the run, and what speaks against it."""
+    """One claim about the run, with the violations found."""
 
     claim: str
     violations: list[str]
     seen: str
-    """What the claim was held against, with numbers."""
+    """The evidence that was checked, with numbers."""
 
 
 class Turn(NamedTuple):
@@ -47,7 +47,7 @@ class Turn(NamedTuple):
 
 
 class Life(msgspec.Struct):
-    """What the log says about one lease."""
+    """The course of one lease, as the log tells it."""
 
     turn: Turn
     actor: str
@@ -55,11 +55,11 @@ class Life(msgspec.Struct):
     end: str = ""
     """`trained`, `expired`, or `dropped/REASON`; empty while it is in flight."""
     is_final: bool = False
-    """The prompt's turn is over."""
+    """The prompt's turn is over: it must not be leased again in this epoch."""
 
 
 class Lost(NamedTuple):
-    """What was destroyed on purpose: no violation is seen in leases and prompts that these events are about."""
+    """Leases and prompts whose events were destroyed on purpose; their flaws are no violations."""
 
     lease_ids: frozenset[int]
     turns: frozenset[Turn]
@@ -67,7 +67,7 @@ class Lost(NamedTuple):
 
     @classmethod
     def of(cls, events: Iterable[LeaseEvent]) -> "Lost":
-        """The leases, turns and batches in these events."""
+        """Collect the leases, turns and batches of these events."""
         lease_ids: set[int] = set()
         turns: set[Turn] = set()
         num_batches = 0
@@ -88,33 +88,33 @@ NOTHING_LOST = Lost.of(())
 
 
 class LogAudit:
-    """Reads the events of one run in order, and keeps what contradicts what was before."""
+    """Reads the events of one run in order and collects the contradictions between them."""
 
     def __init__(self, *, is_whole: bool, lost: Lost = NOTHING_LOST) -> None:
-        """`is_whole`: the log begins where the run began, nothing was deleted."""
+        """`is_whole`: the log begins where the run began, and nothing was deleted."""
         self._is_whole = is_whole
         self._lost = lost
         self.leases: dict[int, Life] = {}
         self.batches: list[Trained] = []
-        """Those that are in the weights: what a restart went back behind is out again."""
+        """Batches that are in the weights. A restart from an older checkpoint removes the batches after it."""
         self.turns: dict[Turn, list[int]] = {}
-        """All leases of a prompt's turn, in order; turns in the order of their first lease."""
+        """The leases of each prompt's turn, in order. Turns are in the order of their first lease."""
         self.num_starts = 0
         self.num_undone = 0
-        """Batches that a restart went back behind."""
+        """Batches that a restart from an older checkpoint undid."""
         self.lease_flaws: list[str] = []
         self.training_flaws: list[str] = []
         self.prompt_flaws: list[str] = []
         self._waiting: dict[Turn, int] = {}
-        """Turns whose last lease brought nothing, with it, until they are leased again."""
+        """Turns that must be leased again, with their last lease, which ended without training."""
         self._overtaken: dict[Turn, int] = {}
-        """Those of them that a new prompt was leased before."""
+        """The turns in `_waiting` that a new prompt has overtaken, with their last lease."""
         self._version: int | None = 0 if is_whole else None
-        """Optimizer steps behind the weights; None before a log without its beginning has told."""
+        """Optimizer steps behind the weights; None until an event of a log without its beginning tells."""
         self._num_batches_excused = 0
 
     def take(self, event: LeaseEvent) -> None:
-        """The next event."""
+        """Add the next event."""
         match event:
             case Started():
                 self._start(event.policy_version)
@@ -133,7 +133,7 @@ class LogAudit:
                 self._train(event)
 
     def lost_turns(self) -> list[str]:
-        """Prompts that were given back, and passed over from then on."""
+        """Return a sentence for each prompt that was given back and not leased again, although newer prompts were."""
         return [
             f"prompt {turn.prompt_id} of epoch {turn.epoch} was not leased again after lease {lease_id} "
             f"({self.leases[lease_id].end}), but newer prompts were"
@@ -203,10 +203,10 @@ class LogAudit:
             life.end, life.is_final = "trained", True
 
     def _open(self, lease_id: int, what: str) -> Life | None:
-        """The lease that this happened to, if it may."""
+        """Return the lease that `what` happened to, None for an unknown one; record a flaw where it had already ended."""
         life = self.leases.get(lease_id)
         if life is None:
-            # Of a log whose beginning was deleted nothing else is to be expected.
+            # A log whose beginning was deleted lacks the grants of old leases.
             if self._is_whole:
                 self._flaw(self.lease_flaws, lease_id, f"{what}, but never granted")
             return None
@@ -227,7 +227,7 @@ class LogAudit:
 
 
 def audit(run: Path, config: Config, lost_events: Sequence[LeaseEvent] = ()) -> list[Check]:
-    """All that can be checked about a run in its folder; `lost_events` were destroyed on purpose."""
+    """Return all checks of the run in a folder; `lost_events` were destroyed on purpose."""
     lost = Lost.of(lost_events)
     checks: list[Check] = []
     if (run / "log").exists():
@@ -240,7 +240,7 @@ def audit(run: Path, config: Config, lost_events: Sequence[LeaseEvent] = ()) -> 
 
 
 def show(checks: Sequence[Check]) -> bool:
-    """Print the checks as a table; true when none is violated."""
+    """Print the checks as a table; return True when none is violated."""
     table = Table()
     for column in ("claim", "", "detail"):
         table.add_column(column)
@@ -251,13 +251,13 @@ def show(checks: Sequence[Check]) -> bool:
 
 
 def add_claim(table: Table, claim: str, violations: Sequence[str], seen: str) -> None:
-    """A row of the table: what was seen, or the first of what speaks against the claim."""
+    """Add a row to the table: the evidence seen, or the first five violations of the claim."""
     shown = [*violations[:5], *([f"... and {len(violations) - 5} more"] if len(violations) > 5 else [])]
     table.add_row(claim, "[red]VIOLATION[/red]" if violations else "[green]OK[/green]", escape("\n".join(shown) or seen))
 
 
 def audit_log(folder: Path, config: Config, final: FinalRow | None, lost: Lost) -> list[Check]:
-    """The checks of the rollout log, read from disk; `final` is the run's last metrics row."""
+    """Return the checks of the rollout log, read from disk; `final` is the run's last metrics row."""
     is_whole = is_log_whole(folder)
     log = LogAudit(is_whole=is_whole, lost=lost)
     num_records, group_flaws, damage = 0, [], []
@@ -283,7 +283,7 @@ def audit_log(folder: Path, config: Config, final: FinalRow | None, lost: Lost) 
 
 
 def check_conservation(log: LogAudit, reported: LedgerSums | None, *, is_whole: bool, lost: Lost) -> Check:
-    """The log's sums are the learner's own."""
+    """Check that the log's sums are the learner's own, and that these add up."""
     claim = "leased = trained + dropped + expired + in flight, as the learner says"
     ends = Counter(life.end.partition("/")[0] or "in_flight" for life in log.leases.values())
     sums = {"leased": len(log.leases), **{name: ends[name] for name in ("trained", "dropped", "expired", "in_flight")}}
@@ -302,7 +302,7 @@ def check_conservation(log: LogAudit, reported: LedgerSums | None, *, is_whole: 
 
 
 def check_prompts(log: LogAudit, seed: int, num_prompts: int | None, lost: Lost) -> Check:
-    """Prompts come in the seed's order, and none is passed over. Without `num_prompts` the order is not known."""
+    """Check that prompts come in the seed's order and none is skipped; without `num_prompts`, only the latter."""
     violations = [*log.prompt_flaws, *log.lost_turns()]
     turns = list(log.turns)
     seen = f"{len(turns)} turns"
@@ -317,7 +317,7 @@ def check_prompts(log: LogAudit, seed: int, num_prompts: int | None, lost: Lost)
             violations.append(f"prompt {turn.prompt_id} of epoch {turn.epoch} was leased when it was the turn of {due}")
             break
     ended = Counter(turn.epoch for turn, leases in log.turns.items() if log.leases[leases[-1]].is_final)
-    # The last pass is going on, and the one before it may have prompts in flight.
+    # The last epoch goes on, and the one before it may have prompts in flight.
     for epoch in range(max((turn.epoch for turn in turns), default=0) - 1):
         num_lost = sum(turn.epoch == epoch for turn in lost.turns)
         if ended[epoch] + num_lost < num_prompts:
@@ -326,7 +326,7 @@ def check_prompts(log: LogAudit, seed: int, num_prompts: int | None, lost: Lost)
 
 
 def check_canaries(rows: Sequence[CanaryRow], tolerance: float) -> Check:
-    """Weights announced were weights applied."""
+    """Check that every actor sampled with the weights it reported; `tolerance` is in nats."""
     violations = [
         f"{row.actor} at version {row.policy_version}: {row.max_abs_diff}"
         for row in rows
@@ -337,7 +337,7 @@ def check_canaries(rows: Sequence[CanaryRow], tolerance: float) -> Check:
 
 
 def check_checkpoints(root: Path) -> Check:
-    """Nothing half-written is left, and what is there is whole."""
+    """Check that every checkpoint is whole and no unfinished one is left over."""
     folders = sorted(root.glob("step-*"))
     whole = [folder for folder in folders if not folder.name.endswith(".partial")]
     violations = [f"{folder.name} is left over" for folder in folders if folder not in whole]
@@ -350,7 +350,7 @@ def check_checkpoints(root: Path) -> Check:
 
 
 def check_outcome(run: Path, num_steps: int) -> Check:
-    """The run came to its end."""
+    """Check that the run made all its steps and saved a model."""
     final = _final(run)
     outcome, version = (final.outcome, final.policy_version) if final else ("none", 0)
     violations = [] if (outcome, version) == ("finished", num_steps) else [f"{outcome} at step {version} of {num_steps}"]
@@ -360,7 +360,7 @@ def check_outcome(run: Path, num_steps: int) -> Check:
 
 
 def check_learning(run: Path, least: float) -> Check:
-    """It learned what it should: reward of the last ten steps, and of the last held-out evaluation."""
+    """Check that the rewards of the last ten steps and of the last held-out evaluation are at least `least`."""
     steps = {row.policy_version: row for row in _rows(run, StepRow)}
     last = [steps[version].measured("reward/mean") for version in sorted(steps)[-10:]]
     evaluations = _rows(run, EvalRow)
@@ -390,7 +390,7 @@ def _group_flaws(event: Accepted, arrays: Sequence[memoryview]) -> list[str]:
 
 
 def is_log_whole(folder: Path) -> bool:
-    """Whether a rollout log begins where its run began."""
+    """Return True when a rollout log begins where its run began."""
     try:
         next(iter(read_log(folder, Position(0, 0))), None)
     except LogDamagedError:
@@ -401,7 +401,7 @@ def is_log_whole(folder: Path) -> bool:
 def _file_flaw(file: Path) -> str:
     if file.stat().st_size == 0:
         return "is empty"
-    # What torch saves is a zip archive, with a checksum for each part.
+    # torch saves a zip archive with a checksum for each part.
     if file.suffix != ".pt":
         return ""
     try:
@@ -412,7 +412,7 @@ def _file_flaw(file: Path) -> str:
 
 
 def _num_prompts(config: Config) -> int | None:
-    """Rows of the training data; None where only the learner knows how many it took."""
+    """Return the number of prompts in the training data; None where only the learner knows how many it took."""
     task = config.task
     file = Path(task.train_data).expanduser()
     if not is_data_file(task.train_data) or task.long_prompts == "drop" or not file.exists():
@@ -421,7 +421,7 @@ def _num_prompts(config: Config) -> int | None:
 
 
 def _final(run: Path) -> FinalRow | None:
-    """The row that ends the run; None while no learner has ended it for good."""
+    """Return the row that ends the run; None when it was resumed after that, or has not ended."""
     final = None
     for row in _rows(run, EventRow, FinalRow):
         if isinstance(row, FinalRow):

@@ -1,4 +1,4 @@
-"""The calibration of a run's log-probs: noise fitted to what a learner scored, bands checked against it, and the tables of it.
+"""The calibration of a run: noise fitted to completions that a learner scored, clip bands checked against it, and its tables.
 
 scored completions  ->  noise floor, half of the groups against the other half  ->  calibration.json, and a table
 """
@@ -88,10 +88,10 @@ def cross_fit(first: Differences, second: Differences) -> tuple[tuple[NoiseFloor
 
 
 def check_band(name: str, band: ClipBand, models: Sequence[tuple[NoiseFloor, Differences]], num_groups: int) -> BandCheck:
-    """Compare what each model predicts under this band for the completions beside it with what was measured.
+    """Compare the clipping that each model predicts for the completions beside it with the measured clipping.
 
-    All `num_groups` groups are of one size, and whole. The completions of a group share their prompt, and with it
-    much of the noise: the error of what was measured is that of groups, not of completions.
+    All `num_groups` groups are whole and of one size. The completions of a group share their prompt and with it much
+    of the noise, so the error of the measurement is taken over groups, not over completions.
     """
     every = Differences.join([other for _, other in models])
     expected = [floor.expected_clip(band, other.lengths, other.positive, other.negative) for floor, other in models]
@@ -112,7 +112,7 @@ def check_band(name: str, band: ClipBand, models: Sequence[tuple[NoiseFloor, Dif
 
 
 def load_groups(source: Path) -> "list[PromptGroup]":
-    """Return the groups in a run's log that were sampled under version 0 alone, by lease."""
+    """Return the groups in a run's log that were sampled under version 0 alone, by rising lease id."""
     from transformers import AutoTokenizer
 
     from offbeat.learner.leases.prompts import load_prompts
@@ -129,7 +129,7 @@ def load_groups(source: Path) -> "list[PromptGroup]":
 
 
 def engine_of(source: Path) -> EngineInfo:
-    """Return the engine that sampled the run; `SettingError` when there was none, or several kinds."""
+    """Return the engine that sampled the run. `SettingError` when there was none, or several kinds."""
     rows = list(read_rows(source / ROWS_FILE)) if (source / ROWS_FILE).is_file() else []
     engines = [row.engine for row in rows if isinstance(row, EngineRow)]
     kinds = {engine_numerics(engine) for engine in engines}
@@ -142,7 +142,7 @@ def engine_of(source: Path) -> EngineInfo:
 
 
 def check_source(config: Config, source: Path, engine: EngineInfo) -> None:
-    """Raise `SettingError` when the groups were sampled by other weights or at another temperature than the learner scores."""
+    """Raise `SettingError` when the groups were sampled by other weights, or at another temperature, than the learner's."""
     sampled = load(source / "config.toml")
     cure = "Calibrate without --reuse."
     for setting, theirs, ours in (
@@ -163,7 +163,7 @@ def show_calibration(calibration: Calibration, folder: Path, *, as_json: bool) -
         print(file.read_text())
     else:
         stdout_console().print(calibration_tables(calibration))
-        # In whole lines, however long: they are to be pasted.
+        # Not by the console, which would break long lines: they are to be pasted.
         print(settings_to_paste(calibration, file))
 
 
@@ -224,7 +224,7 @@ def _band_table(calibration: Calibration) -> Table:
 
 
 def _table(title: str) -> Table:
-    """Return a table without borders: it has to fit into 80 columns."""
+    """Return a table without borders, to fit into 80 columns."""
     return Table(title=title, title_justify="left", title_style="italic", box=None, padding=(0, 1, 0, 0), pad_edge=False)
 
 

@@ -1,4 +1,4 @@
-"""`offbeat drift`: what staleness did to a run, as the drift at each policy lag and the bias of what was trained on."""
+"""`offbeat drift`: the effect of staleness on a run, as drift at each policy lag and bias of the training data."""
 
 import math
 from collections.abc import Sequence
@@ -28,22 +28,22 @@ from offbeat.learner.diagnostics.length_bias import (
 )
 
 _UNFINISHED_OUTCOMES = {"lease_expired": "expired", "lease_aborted": "dropped"}
-"""Events of leases that ended without a group, and how they ended."""
+"""Outcome of a lease that ended without a group, by the event that tells of it."""
 
 
 class DriftReport(msgspec.Struct, frozen=True):
-    """All that the command prints."""
+    """The content of the command's output."""
 
     by_lag: list[LagDrift]
     bias: BiasReport
     verdict: list[str]
-    """The bias report in sentences: `verdict`."""
+    """The bias report in sentences, see `verdict`."""
     books: LedgerSums | None
     """The learner's own count of the leases; None until the run has ended."""
 
 
 def show_drift(run_folder: Path, *, as_json: bool) -> None:
-    """Print the drift ledger and the bias report of a run; it may still be going on. `SettingError` for another folder."""
+    """Print the drift and bias report of a run, finished or not. `SettingError` for a folder that holds no run."""
     rows_file = run_folder / ROWS_FILE
     if not rows_file.is_file():
         raise SettingError("RUN", str(run_folder), f"it has no {ROWS_FILE}", "Name the folder of a run.")
@@ -55,15 +55,15 @@ def show_drift(run_folder: Path, *, as_json: bool) -> None:
 
 
 def drift_report(history: RunHistory) -> DriftReport:
-    """The run's drift ledger and bias report."""
+    """Return the run's drift by policy lag and its bias report."""
     bias = bias_report(ended_leases(history))
     return DriftReport(history.drift_by_lag, bias, verdict(bias, history.ledger), history.ledger)
 
 
 def ended_leases(history: RunHistory) -> list[EndedLease]:
-    """The run's leases that are no longer in flight, in the order in which they ended, as far as a row tells of them.
+    """Return the run's leases that have ended, in the order of their ends.
 
-    A lease that brought no group is known of by the event of its end alone, where it was taken back or aborted.
+    Of the leases without a group, only those taken back or aborted have a row that tells of them.
     """
     ended = [
         (
@@ -96,7 +96,7 @@ def _unfinished(row: EventRow) -> EndedLease | None:
 
 
 def verdict(report: BiasReport, books: LedgerSums | None) -> list[str]:
-    """The bias report in sentences: the alarms, or that there is no sign of bias and why; then what else should be known."""
+    """Return the bias report in sentences: the alarms or the reason for their absence, then lateness and unknown leases."""
     trained = next(part.count for part in report.parts if part.name == "trained")
     if not trained:
         return ["No group has been trained on: there is nothing to compare."]
@@ -148,7 +148,7 @@ COMPARISON_HEAD = ("compared", "quantity", "leases", "mean", "effect", "p")
 
 
 def drift_cells(line: LagDrift) -> tuple[str, ...]:
-    """The line as text, under `DRIFT_HEAD`."""
+    """Return a line's cells as text, under `DRIFT_HEAD`."""
     return (
         line.bucket,
         f"{line.count:,}",
@@ -163,7 +163,7 @@ def drift_cells(line: LagDrift) -> tuple[str, ...]:
 
 
 def part_rows(report: BiasReport, books: LedgerSums | None) -> list[tuple[str, ...]]:
-    """The bias report's parts as text under `PART_HEAD`, and what the books alone know of."""
+    """Return the bias report's parts as text under `PART_HEAD`, with the leases that only the learner's books know."""
     rows = [_part_cells(part) for part in report.parts]
     if books is None:
         return rows
@@ -183,7 +183,7 @@ def _part_cells(part: Part) -> tuple[str, ...]:
 
 
 def comparison_rows(report: BiasReport) -> list[tuple[str, ...]]:
-    """The tests as text under `COMPARISON_HEAD`, those left out that had nothing to compare."""
+    """Return the tests as text under `COMPARISON_HEAD`, without those that had nothing to compare."""
     return [_comparison_cells(comparison) for comparison in report.comparisons if comparison.count and comparison.num_others]
 
 
@@ -201,7 +201,7 @@ def _comparison_cells(comparison: BiasTest) -> tuple[str, ...]:
 
 
 def render(report: DriftReport) -> RenderableType:
-    """The report as tables and sentences."""
+    """Return the report as tables and sentences."""
     if not report.by_lag:
         drift: RenderableType = Text("No step has recorded its drift by policy lag.", style="yellow")
     else:

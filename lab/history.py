@@ -1,4 +1,4 @@
-"""A run's metrics rows folded into what its report shows: series, counts, and what became of every group."""
+"""The history of a run, folded from its metrics rows: series, counts, and the end of every group."""
 
 import math
 import re
@@ -29,15 +29,15 @@ from offbeat.common.rows import (
 )
 
 _END_OF_TIME = 4.1e9
-"""The year 2099: a larger time is damage, which dates and plots could not show."""
+"""The year 2099, in seconds since the epoch. A later time is damage, which dates and plots could not show."""
 
 _MOST_COMPLETIONS = 1e12
-"""More in one step is damage, too."""
+"""A larger number in one step is damage."""
 _LAG_COUNT = re.compile(r"by_lag/(\d{1,9}(?:-\d{1,9}|\+)?)/count")
 
 
 class Interval(NamedTuple):
-    """Tokens that were produced between two times (seconds since the epoch)."""
+    """Tokens produced between two times, in seconds since the epoch."""
 
     start: float
     end: float
@@ -45,67 +45,67 @@ class Interval(NamedTuple):
 
 
 class GroupFate(NamedTuple):
-    """What became of one generated group."""
+    """The end of one generated group."""
 
     outcome: str
     """`trained` or `dropped`."""
     reason: str
-    """Why it was dropped; empty for a trained group."""
+    """The reason for the drop; empty for a trained group."""
     lengths: "array[int]"
     """Tokens of each completion."""
     ended_at: float
-    """When it was trained on or dropped; as the other times, seconds since the epoch."""
+    """Time at which it was trained on or dropped. All times are seconds since the epoch."""
     reward: float = math.nan
-    """Mean over its completions; nan, here and below, where the row does not tell."""
+    """Mean over its completions. This and the fields below are nan where the row lacks the value."""
     generate_s: float = math.nan
     ready_at: float = math.nan
-    """When it was in the learner's buffer."""
+    """Time at which it entered the learner's buffer."""
     taken_at: float = math.nan
-    """When it left the buffer: selected with its batch, or dropped."""
+    """Time at which it left the buffer: selected with its batch, or dropped."""
 
 
 class LagDrift(msgspec.Struct, frozen=True):
-    """What was trained on at one bucket of policy lags, over the whole run; None for what no step has recorded."""
+    """The training data at one bucket of policy lags, over the whole run. A field is None where no step recorded it."""
 
     bucket: str
     """Lowest and highest lag, in optimizer steps: `0`, `3-4`, `9+`."""
     count: int
-    """Completions; where a batch is passed over more than once, each time."""
+    """Completions; one counts again in every epoch over its batch."""
     log_ratio_mean: float | None
-    """Of the log sequence ratio between policy and anchor, before anything is masked or clipped."""
+    """Mean log sequence ratio between policy and anchor, before masking and clipping."""
     log_ratio_std: float | None
-    """Of all completions: the steps' mean variance and the variance of their means together."""
+    """Standard deviation over all completions: the steps' mean variance plus the variance of their means."""
     ess: float | None
-    """Sequence effective sample size per completion: mean over the steps by their counts, each over its own completions."""
+    """Effective sample size over sequences, per completion; mean over the steps, weighted by their completions."""
     clip_fraction: float | None
-    """Share of completions; under an objective that clips tokens, their mean share of clipped tokens."""
+    """Share of completions that are clipped; under an objective that clips tokens, mean share of clipped tokens."""
     masked: float | None
-    """Share of tokens that the off-policy correction masked; None, too, without one."""
+    """Share of tokens that the off-policy correction masked; None also for a run without a correction."""
     reward: float | None
-    """Mean, as the task gave it."""
+    """Mean reward, as the task gave it."""
     length: float | None
-    """Mean tokens."""
+    """Mean tokens of a completion."""
 
 
 @dataclass
 class ActorHistory:
-    """One actor, over all its restarts under the same name."""
+    """One actor, over all its restarts under one name."""
 
     name: str
     policy_version: int = -1
-    """The newest one it reported."""
+    """The newest version it reported; -1 before the first."""
     num_groups_sent: int = 0
     num_generated_tokens: int = 0
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Main-loop seconds by what they went to."""
+    """Main-loop seconds by kind of work."""
     times: "array[float]" = field(default_factory=lambda: array("d"))
-    """When it reported, seconds since the epoch."""
+    """Times of its reports, in seconds since the epoch."""
     tokens: "array[float]" = field(default_factory=lambda: array("d"))
-    """`num_generated_tokens` at those times, restarts added up."""
+    """Tokens generated up to each of these times, added up over restarts."""
     _last: ActorRow | None = None
 
     def take(self, row: ActorRow) -> None:
-        """Add one report; its counters only grow until the actor is started again."""
+        """Add one report, whose counters grow until the actor restarts and counts from zero."""
         before = self._last
         if before is not None and row.num_generated_tokens < before.num_generated_tokens:
             before = None
@@ -120,13 +120,13 @@ class ActorHistory:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Mean over the time from the first report to the last; None for less than two reports."""
+        """Mean rate from the first report to the last; None with fewer than two reports."""
         if len(self.times) < 2 or self.times[-1] <= self.times[0]:
             return None
         return (self.tokens[-1] - self.tokens[0]) / (self.times[-1] - self.times[0])
 
     def intervals(self) -> Iterable[Interval]:
-        """The tokens generated between each two reports."""
+        """Yield the tokens generated between consecutive reports."""
         for index in range(1, len(self.times)):
             tokens = self.tokens[index] - self.tokens[index - 1]
             yield Interval(self.times[index - 1], self.times[index], tokens)
@@ -134,13 +134,13 @@ class ActorHistory:
 
 @dataclass
 class RunHistory:
-    """Everything the report shows; all times are seconds since the epoch."""
+    """A run as its report shows it. All times are seconds since the epoch."""
 
     num_rows: int = 0
     first_time: float | None = None
     last_time: float | None = None
     steps: list[StepRow] = field(default_factory=list)
-    """One row for each optimizer step; steps repeated after a resume are in it once, as last done."""
+    """One row for each optimizer step. A step repeated after a resume is listed once, as last done."""
     evaluations: dict[int, EvalRow] = field(default_factory=dict)
     """By policy version."""
     publishes: list[WeightsRow] = field(default_factory=list)
@@ -149,18 +149,18 @@ class RunHistory:
     events: list[EventRow] = field(default_factory=list)
     actors: dict[str, ActorHistory] = field(default_factory=dict)
     groups: dict[int, GroupFate] = field(default_factory=dict)
-    """By lease id; a group trained on again after a resume is in it once."""
+    """Groups by lease id. A group trained on again after a resume is listed once."""
     final: FinalRow | None = None
-    """None while the run goes on, and for a run that was killed."""
+    """None while the run goes on, and after the learner was killed."""
 
     @property
     def ledger(self) -> LedgerSums | None:
-        """The learner's own books, which only a run that came to its end has written."""
+        """The learner's own count of the leases; None until the run has ended."""
         return self.final.ledger if self.final else None
 
     @property
     def wall_s(self) -> float:
-        """Duration of the run, so far if it has not ended."""
+        """Duration of the run in seconds, up to its newest row while it goes on."""
         if self.final is not None:
             return self.final.wall_s
         return 0.0 if self.first_time is None or self.last_time is None else self.last_time - self.first_time
@@ -175,28 +175,28 @@ class RunHistory:
 
     @property
     def drift_by_lag(self) -> list[LagDrift]:
-        """The drift ledger: one line for each bucket of lags that occurred, by rising lag."""
+        """The drift at each bucket of lags that occurred, by rising lag."""
         names = {name for row in self.steps for name in row.metrics if name.startswith("by_lag/")}
         buckets = [match[1] for name in names if (match := _LAG_COUNT.fullmatch(name))]
         return [_drift(bucket, self.steps) for bucket in sorted(buckets, key=lambda bucket: int(re.split("[-+]", bucket)[0]))]
 
     @property
     def groups_by_drop_reason(self) -> dict[str, int]:
-        """Dropped groups by reason, as far as they were generated."""
+        """Generated groups that were dropped, by reason."""
         return dict(Counter(group.reason for group in self.groups.values() if group.outcome == "dropped"))
 
     @property
     def num_groups_trained(self) -> int:
-        """Groups whose last outcome is `trained`."""
+        """Number of groups whose last outcome is `trained`."""
         return sum(group.outcome == "trained" for group in self.groups.values())
 
     def lengths(self, *, trained_only: bool) -> list[int]:
-        """Completion lengths of all generated groups, or of those trained on."""
+        """Return the completion lengths, in tokens, of all generated groups or of those trained on."""
         groups = self.groups.values()
         return [n for group in groups if group.outcome == "trained" or not trained_only for n in group.lengths]
 
     def learner_seconds(self) -> dict[str, float]:
-        """The learner's seconds by what they went to; `other` is what no row accounts for."""
+        """Return the learner's seconds by kind of work; `other` is the time that no metric covers."""
         seconds = dict.fromkeys(("wait_rollouts", "train", "prepare", "snapshot", "publish_wait"), 0.0)
         total = 0.0
         for row in self.steps:
@@ -206,7 +206,7 @@ class RunHistory:
         return seconds | {"other": max(0.0, total - sum(seconds.values()))}
 
     def training_intervals(self) -> list[Interval]:
-        """The tokens trained on in each step."""
+        """Return the tokens trained on in each step."""
         return [
             Interval(row.time - (row.number("time/step_s") or 0.0), row.time, row.number("tokens/trained") or 0)
             for row in self.steps
@@ -214,9 +214,9 @@ class RunHistory:
 
 
 def fold_rows(rows: Iterable[Row | OtherRow]) -> RunHistory:
-    """Read a run's rows, in the order they were written.
+    """Return the history that a run's rows tell, in the order in which they were written.
 
-    A row that lacks what its kind needs (another version wrote it, or it is damaged) is left out.
+    A row with an impossible time is left out. Of a damaged or unknown one only the time counts.
     """
     history = RunHistory()
     for row in rows:
@@ -231,7 +231,7 @@ def fold_rows(rows: Iterable[Row | OtherRow]) -> RunHistory:
 
 
 def sum_seconds(actors: Iterable[ActorHistory]) -> dict[str, float]:
-    """Return the main-loop seconds of these actors together, by what they went to."""
+    """Return the main-loop seconds of these actors together, by kind of work."""
     total: dict[str, float] = defaultdict(float)
     for actor in actors:
         for work, seconds in actor.seconds.items():
@@ -240,7 +240,7 @@ def sum_seconds(actors: Iterable[ActorHistory]) -> dict[str, float]:
 
 
 def rate_over_time(intervals: Iterable[Interval], edges: list[float]) -> list[float]:
-    """Tokens per second in each bin `[edges[i], edges[i + 1])` of equal width; an interval's tokens spread evenly over it."""
+    """Return tokens per second in each bin `[edges[i], edges[i + 1])` of equal width, spreading an interval's tokens evenly."""
     width = edges[1] - edges[0]
     tokens = [0.0] * (len(edges) - 1)
     for interval in intervals:
@@ -304,7 +304,7 @@ def _or_nan(value: float | None) -> float:
 
 
 class _Weighted(NamedTuple):
-    """A number of one step, and what it weighs."""
+    """A number of one step, with its weight in the mean."""
 
     value: float
     weight: float

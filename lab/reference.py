@@ -1,4 +1,4 @@
-"""The reference pages of `docs/`: every metric and every setting, written from the tables that the code itself uses.
+"""The reference pages of `docs/`: every metric and every setting, written from the tables that the code uses.
 
 python -m offbeat.lab.reference docs
 """

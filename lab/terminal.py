@@ -5,9 +5,9 @@ import sys
 from rich.console import Console
 
 PIPE_WIDTH = 150
-"""Columns of text where stdout is no terminal: tables go into a pipe or a file whole."""
+"""Width in columns where stdout is a pipe or a file, so that tables are not cut."""
 
 
 def stdout_console() -> Console:
-    """As wide as the terminal, or `PIPE_WIDTH`."""
+    """Return a console as wide as the terminal, or `PIPE_WIDTH` wide without one."""
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)

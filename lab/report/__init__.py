@@ -1,1 +1,1 @@
-"""Write the report of a run."""
+"""The report of a run, as one HTML page."""

@@ -1,4 +1,4 @@
-"""What plots are made of: the palette, traces, axes and layouts, in Plotly's JSON."""
+"""The building blocks of plots: palette, traces, axes and layouts, in Plotly's JSON."""
 
 import html
 import math
@@ -13,7 +13,7 @@ Trace = dict[str, Any]
 Layout = dict[str, Any]
 """Axes, legend and margins of a figure, with Plotly's keys."""
 
-# Each color of the light page, and what stands for it on the dark one.
+# The colors of the light page; DARK_COLORS replaces them on the dark one.
 INK, MUTED, GRID, CARD = "#1d2127", "#6b7280", "#ebe8e1", "#ffffff"
 BLUE, ORANGE, GREEN, RED, PURPLE, GOLD, GRAY = (
     "#2563c9",
@@ -44,7 +44,7 @@ DARK_COLORS = {
 }
 
 MAX_POINTS = 1000
-"""Longest series that is drawn point by point; a longer one is drawn in this many buckets, to keep the page light."""
+"""Length of the longest series drawn point by point. A longer one is drawn in this many buckets, to keep the page small."""
 
 ACTOR_COLORS = (BLUE, ORANGE, GREEN, PURPLE, GOLD, RED, GRAY)
 
@@ -58,7 +58,7 @@ class Plot(NamedTuple):
     traces: list[Trace]
     layout: Layout
     missing: str
-    """Text in place of the figure where there are no traces: the rows that it needs are missing."""
+    """Text in place of a figure without traces, whose rows are missing."""
     wide: bool = False
     """The figure takes the whole width of the page."""
 
@@ -66,13 +66,13 @@ class Plot(NamedTuple):
 def series(
     rows: Sequence[StepRow], name: str, how: Callable[[list[float]], float] = statistics.fmean
 ) -> tuple[list[float], list[float]]:
-    """Return policy versions and values of the steps that have this metric, in buckets made by `how` where there are many."""
+    """Return policy versions and values of the steps that have this metric; `how` reduces each bucket of a long series."""
     pairs = [(row.policy_version, value) for row in rows if (value := row.number(name)) is not None]
     return bucket([version for version, _ in pairs]), bucket([value for _, value in pairs], how)
 
 
 def bucket(values: Sequence[float], how: Callable[[list[float]], float] = statistics.fmean) -> list[float]:
-    """Return at most `MAX_POINTS` values, each made by `how` of its neighbors; every value is in one of them."""
+    """Return at most `MAX_POINTS` values, reducing neighbors of a longer series by `how`; no value is left out."""
     if len(values) <= MAX_POINTS:
         return list(values)
     edges = [len(values) * index // MAX_POINTS for index in range(MAX_POINTS + 1)]
@@ -80,13 +80,13 @@ def bucket(values: Sequence[float], how: Callable[[list[float]], float] = statis
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Return the mean over about `window` values around each: a mean that only looks back would trail behind the curve."""
+    """Return the mean over about `window` values around each. A mean of past values alone would lag behind the curve."""
     half = window // 2
     return [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
 def line_trace(xs: Sequence[float], ys: Sequence[float], name: str, color: str) -> Trace:
-    """Return a line, with its points where there are few."""
+    """Return a line, with markers where it has few points."""
     return {
         "type": "scatter",
         # A line through one point is invisible.
@@ -100,7 +100,7 @@ def line_trace(xs: Sequence[float], ys: Sequence[float], name: str, color: str) 
 
 
 def band_traces(xs: Sequence[float], lower: Sequence[float], upper: Sequence[float], name: str, color: str) -> list[Trace]:
-    """Return the area between two lines as one entry of the legend, or none where `name` is empty."""
+    """Return the area between two lines, as one entry of the legend; with an empty `name`, without an entry."""
     edges = [line_trace(xs, lower, "", color), line_trace(xs, upper, name, color)]
     for edge in edges:
         edge |= {"mode": "lines", "hoverinfo": "skip"}
@@ -139,18 +139,18 @@ def plot_layout(
 
 
 def step_layout(x_title: str, steps: Sequence[float], y_title: str, *, y: Mapping[str, Any] | None = None) -> Layout:
-    """Return a layout over steps or versions; a short run's axis has no ticks between them."""
+    """Return a layout over steps or policy versions. A short run's axis has ticks at whole numbers only."""
     is_short = bool(steps) and max(steps) - min(steps) <= 8
     return plot_layout(x_title, y_title, x={"dtick": 1} if is_short else None, y=y)
 
 
 def lag_layout(y_title: str, *, y: Mapping[str, Any] | None = None) -> Layout:
-    """Return a layout over buckets of policy lags, which are names and not numbers."""
+    """Return a layout over buckets of policy lags, which are names such as `3-4`, not numbers."""
     return plot_layout("policy lag (optimizer steps)", y_title, x={"type": "category"}, y=y)
 
 
 def log_layout(traces: Sequence[Trace], y_title: str, tick_format: str) -> Layout:
-    """Return a layout with a log axis whose ticks fit its range: 1, 2, 5 over few decades, else powers of ten."""
+    """Return a layout over policy versions with a log axis: ticks at 1, 2 and 5 over few decades, else at powers of ten."""
     values = [value for trace in traces for value in trace["y"]] or [1.0]
     num_decades = math.log10(max(values)) - math.log10(min(values))
     dtick = "D2" if num_decades < 2.5 else math.ceil(num_decades / 8)
@@ -159,7 +159,7 @@ def log_layout(traces: Sequence[Trace], y_title: str, tick_format: str) -> Layou
 
 
 def add_limit(layout: Layout, value: float, label: str, *, below: bool = False) -> None:
-    """Add a dashed horizontal line, with its setting's name at the right, above or below it."""
+    """Add a dashed horizontal line, with `label` at its right end, above it or below."""
     layout["shapes"].append(
         {
             "type": "line",

@@ -1,4 +1,4 @@
-"""What the reports' pages are made of: the frame of a page, its head, sections, tables, tiles, and the figures it carries."""
+"""The building blocks of the reports' pages: frame, head, sections, tables, tiles and figures, as HTML."""
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,13 +12,13 @@ from offbeat.lab.report.figures import DARK_COLORS, Plot
 
 
 class Figures:
-    """Collects the figures of the page while its text is made."""
+    """Collects the figures of a page while its text is made."""
 
     def __init__(self) -> None:
         self._figures: list[dict[str, Any]] = []
 
     def card(self, plot: Plot) -> str:
-        """The plot's frame, with its title and caption."""
+        """Return the plot's frame with title and caption, and keep its figure for `scripts`."""
         if not plot.traces:
             drawing = f'<div class="missing">{html.escape(plot.missing)}</div>'
         else:
@@ -31,14 +31,14 @@ class Figures:
         )
 
     def cards(self, plots: Iterable[Plot]) -> str:
-        """A grid of such frames."""
+        """Return the frames of several plots in a grid."""
         return f'<div class="grid">{"".join(self.card(plot) for plot in plots)}</div>'
 
     def scripts(self) -> str:
-        """Plotly, the figures as JSON, and what draws them; nothing at all for a page without figures."""
+        """Return Plotly, the figures as JSON and the script that draws them; empty for a page without figures."""
         if not self._figures:
             return ""
-        # Imported here: it reads 5 MB.
+        # Imported here: Plotly reads 5 MB.
         from plotly.offline import get_plotlyjs
 
         data = "\n".join(
@@ -59,8 +59,8 @@ class KeyFigure(NamedTuple):
 
 
 def page_html(title: str, body: str, figures: Figures) -> str:
-    """The whole page; `body` is ready-made HTML."""
-    # The policy makes the browser itself refuse every request that the page could make.
+    """Return the whole page; `body` is HTML."""
+    # Under this policy the browser refuses every request that the page could make.
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -83,15 +83,15 @@ def page_html(title: str, body: str, figures: Figures) -> str:
 
 
 def write_page(path: Path, text: str) -> Path:
-    """Write the page, whole or not at all; returns its path."""
-    # Under another name first: someone may be reading the report of a running run.
+    """Write the page, whole or not at all; return its path."""
+    # Under another name first: a browser may be reading the report of a running run.
     unfinished = path.with_name(f"{path.name}.tmp")
     unfinished.write_text(text, encoding="utf-8")
     return unfinished.rename(path)
 
 
 def head(name: str, tone: str, outcome: str, detail: str, facts: Mapping[str, str]) -> str:
-    """The page's head: what it is about, how that ended, in a CSS class of color, and facts by their labels."""
+    """Return the page's head: name, outcome in the color of the CSS class `tone`, and facts by their labels."""
     terms = "".join(f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(fact)}</dd></div>" for label, fact in facts.items())
     return f"""<header>
 <div class="wordmark">{_WORDMARK} offbeat</div>
@@ -113,7 +113,7 @@ _WORDMARK = (
 
 
 def tiles(figures: Iterable[KeyFigure]) -> str:
-    """The large numbers, side by side."""
+    """Return the large numbers, side by side."""
     boxes = "".join(
         f'<div class="figure"><div class="label">{html.escape(label)}</div>'
         f'<div class="value">{html.escape(value)} <small>{html.escape(unit)}</small></div>'
@@ -124,12 +124,12 @@ def tiles(figures: Iterable[KeyFigure]) -> str:
 
 
 def section(title: str, lead: str, content: str) -> str:
-    """A headed part of the page; `content` is ready-made HTML."""
+    """Return a part of the page with a heading; `content` is HTML."""
     return f"<section><h2>{html.escape(title)}</h2><p>{html.escape(lead)}</p>{content}</section>"
 
 
 def table_html(head: Sequence[str], rows: Iterable[Sequence[str]], *, num_text_columns: int) -> str:
-    """A table of ready-made HTML cells; the columns after the text ones are aligned as numbers."""
+    """Return a table; its cells are HTML. Columns after the first `num_text_columns` are aligned as numbers."""
 
     def line(tag: str, cells: Sequence[str]) -> str:
         aligned = (
@@ -142,7 +142,7 @@ def table_html(head: Sequence[str], rows: Iterable[Sequence[str]], *, num_text_c
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words: `9.5 s`, `3 min 05 s`, `2 h 10 min`."""
+    """Return seconds in words: `9.5 s`, `3 min 05 s`, `2 h 10 min`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -151,7 +151,7 @@ def duration(seconds: float) -> str:
 
 
 def _script_json(value: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """Return JSON that cannot close the script element around it."""
     return msgspec.json.encode(value).decode().replace("<", "\\u003c")
 
 

@@ -1,4 +1,4 @@
-"""Plots of what a run learned, where its time went, and how its weights travelled."""
+"""Plots of a run's learning, rollouts, time and weight updates."""
 
 import html
 import math
@@ -35,7 +35,7 @@ from offbeat.lab.report.figures import (
 )
 
 MAX_BARS = 40
-"""Most actors that have their own bar; the others are added up in one."""
+"""Largest number of actors with a bar each; the others share one."""
 
 LEARNER_WORK = {
     "train": ("train", BLUE),
@@ -90,7 +90,7 @@ def reward_by_step(history: RunHistory) -> Plot:
 
 
 def reward_by_time(history: RunHistory) -> Plot:
-    """Return the same rewards over wall time."""
+    """Return the mean reward of each step over wall time, with the held-out evaluations."""
     unit, start = time_unit(history), history.first_time or 0.0
     return Plot(
         "Reward by wall time",
@@ -119,7 +119,7 @@ def gradient_norm(history: RunHistory, max_grad_norm: float | None) -> Plot:
 
 
 def groups_without_signal(history: RunHistory) -> Plot:
-    """Return the groups whose completions all got the same reward."""
+    """Return the number of groups in each step whose completions all got one reward."""
     steps, counts = series(history.steps, "reward/zero_variance_groups")
     bars = {"type": "bar", "x": steps, "y": counts, "marker": {"color": GOLD}, "hovertemplate": "%{y:.3~g} groups"}
     return Plot(
@@ -132,7 +132,7 @@ def groups_without_signal(history: RunHistory) -> Plot:
 
 
 def _reward_traces(history: RunHistory, x_of: Callable[[StepRow | EvalRow], float]) -> list[Trace]:
-    """Return the rewards of steps, their running mean, and those of evaluations if there are any; nothing without steps."""
+    """Return the rewards of steps, their running mean, and the evaluations' if any; no traces without steps."""
     rewards = [(row, reward) for row in history.steps if (reward := row.number("reward/mean")) is not None]
     if not rewards:
         return []
@@ -224,7 +224,7 @@ def _bins(start: float, generated: Sequence[Interval], trained: Sequence[Interva
 
 
 def where_time_went(history: RunHistory) -> Plot:
-    """Return each service's time by what it went to."""
+    """Return each service's time by kind of work."""
     bars: dict[str, list[TimeShare]] = {}
     if history.steps:
         seconds = history.learner_seconds()
@@ -256,7 +256,7 @@ def _actor_bar(seconds: Mapping[str, float]) -> list[TimeShare]:
 
 
 def _stacked_bars(bars: Mapping[str, Sequence[TimeShare]]) -> list[Trace]:
-    """Return one trace for each kind of work, in the order in which the bars name them; values are shares of each bar."""
+    """Return one trace for each kind of work, in the order of first appearance; values are shares of a bar."""
     kinds = {(share.label, share.color): None for shares in bars.values() for share in shares}
     totals = {service: sum(share.seconds for share in shares) for service, shares in bars.items()}
     traces: list[Trace] = []
@@ -293,7 +293,7 @@ def time_unit(history: RunHistory) -> TimeUnit:
 
 
 def weight_sync(history: RunHistory) -> Plot:
-    """Return the publish and stall times of every update."""
+    """Return the publish and stall times of every weight update."""
     publish = _points([(row.policy_version, row.publish_s) for row in history.publishes], "publish", INK)
     stalls = _by_actor([(row, row.stall_s) for row in history.commits], "stall, ")
     traces = [trace for trace in (publish, *stalls) if trace["x"]]
@@ -321,7 +321,7 @@ def canary(history: RunHistory) -> Plot:
 
 
 def _by_actor(measured: Iterable[tuple[CommitRow | CanaryRow, float | None]], prefix: str) -> list[Trace]:
-    """Return points of each actor; of more actors than there are colors, the middle and the highest one of each version."""
+    """Return each actor's points; with more actors than colors, the median and the highest of each version."""
     values: dict[str, dict[int, float]] = {}
     for row, value in measured:
         if value is not None:
@@ -342,7 +342,7 @@ def _by_actor(measured: Iterable[tuple[CommitRow | CanaryRow, float | None]], pr
 
 
 def _points(pairs: Iterable[tuple[float, float]], label: str, color: str) -> Trace:
-    """Return points over the policy version; values that are not positive have no place on a log axis."""
+    """Return points over the policy version, without values that a log axis cannot show."""
     positive = [(version, value) for version, value in pairs if value > 0]
     xs, ys = bucket([version for version, _ in positive]), bucket([value for _, value in positive], max)
     trace = line_trace(xs, ys, label, color) | {"mode": "markers", "marker": {"size": 5, "color": color, "opacity": 0.8}}

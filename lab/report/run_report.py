@@ -1,4 +1,4 @@
-"""The report of a run: one HTML page that needs neither a network nor anything beside it."""
+"""The report of a run: one HTML page that needs neither a network nor other files."""
 
 import html
 import logging
@@ -32,16 +32,16 @@ logger = logging.getLogger(__name__)
 
 REPORT_FILE = "report.html"
 CONFIG_FILE = "config.toml"
-"""The resolved settings, as the learner wrote them into the run's folder."""
+"""The file of resolved settings that the learner writes into the run's folder."""
 
 MAX_EVENT_ROWS = 400
-"""Of a longer list of events the page shows the first and the last half."""
+"""Number of events that the page shows; of a longer list, the first and the last half of this number."""
 
 ALIVE_WITHIN_S = 60.0
-"""A run without a final row counts as running when its newest row is no older."""
+"""Age of the newest row up to which a run without a final row counts as running."""
 
 _NUM_EDGE_STEPS = 10
-"""The first and the last reward are means over so many steps."""
+"""Steps that the first and the last reward are averaged over."""
 
 _EVENT_TONES = {
     "actor_joined": "good",
@@ -65,10 +65,9 @@ _OUTCOME_TONES = {"finished": "good", "stopped": "warn", "failed": "bad", "runni
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write `run_folder/report.html` from the run's metrics rows and settings; returns its path.
+    """Write `run_folder/report.html` from the run's metrics rows and settings; return its path.
 
-    Works at any time: a run that is short, empty, failed or still going gives a page that says so. `FileNotFoundError`
-    for a folder without metrics.
+    The page of a run that is short, empty, failed or still going says so. `FileNotFoundError` for a folder without metrics.
     """
     rows_file = run_folder / ROWS_FILE
     if not rows_file.is_file():
@@ -80,18 +79,18 @@ def write_report(run_folder: Path) -> Path:
 
 
 class _Config(NamedTuple):
-    """The run's settings, as far as they could be read."""
+    """The run's settings as text and, where they could be read, by section."""
 
     text: str
     sections: Mapping[str, Any]
 
     def setting(self, section: str, name: str) -> Any:
-        """The setting's value, or None: the run may have been made by another version."""
+        """Return the setting's value; None where the version that made the run did not have it."""
         found = self.sections.get(section)
         return found.get(name) if isinstance(found, dict) else None
 
     def number(self, section: str, name: str) -> float | None:
-        """The setting's value if it is a number."""
+        """Return the setting's value if it is a finite number, else None."""
         value = self.setting(section, name)
         return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
 
@@ -141,7 +140,7 @@ def _head(name: str, history: RunHistory, config: _Config, now: float) -> str:
 
 
 def _outcome(history: RunHistory, now: float) -> tuple[str, str]:
-    """A word for the outcome, and a sentence."""
+    """Return the outcome in a word and in a sentence."""
     if history.final is not None:
         return history.final.outcome, history.final.detail
     if history.last_time is None:
@@ -394,7 +393,7 @@ def _term(label: str, count: int, tone: str) -> str:
 
 
 def _reasons(dropped: Mapping[str, int]) -> str:
-    """` { stale 18, reward_error 2 }`, or nothing."""
+    """Return ` { stale 18, reward_error 2 }`, empty without drops."""
     parts = sorted(dropped.items(), key=lambda item: -item[1])
     text = ", ".join(f"{html.escape(reason or 'no reason')} {count:,}" for reason, count in parts)
     return f" {{ {text} }}" if text else ""

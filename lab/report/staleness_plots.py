@@ -1,4 +1,4 @@
-"""Plots of how stale the rollouts were, what the objective clipped, and the drift at each policy lag."""
+"""Plots of the rollouts' staleness, the objective's clipping, and the drift at each policy lag."""
 
 import html
 import math
@@ -28,7 +28,7 @@ _NO_DRIFT = "No step has recorded its drift by policy lag."
 
 
 def lag_histogram(history: RunHistory) -> Plot:
-    """Return trained groups by policy lag."""
+    """Return the number of trained groups at each policy lag."""
     counts = history.groups_by_lag
     total = sum(counts.values())
     bars = {
@@ -54,7 +54,7 @@ def lag_histogram(history: RunHistory) -> Plot:
 
 
 def lag_by_step(history: RunHistory) -> Plot:
-    """Return mean and largest lag of each step, and the bound."""
+    """Return the mean and the largest policy lag of each step, with the bound."""
     steps, means = series(history.steps, "lag/mean")
     _, largest = series(history.steps, "lag/max", max)
     bounded_steps, bounds = series(history.steps, "staleness/bound", max)
@@ -84,7 +84,7 @@ _CLIP_SIDES = (
 
 
 def clip_fraction(history: RunHistory) -> Plot:
-    """Return the completions outside the clip band, by sign of advantage and side."""
+    """Return the share of completions outside the clip band, by sign of the advantage and side of the band."""
     caption = (
         "Share of completions whose sequence ratio left the clip band: the two strong colors lose their gradient, "
         "the two pale ones keep it (A < 0, above, no more than loss.dual_clip leaves, where that is set)."

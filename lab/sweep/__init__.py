@@ -1,1 +1,1 @@
-"""Compare runs that differ in a few settings."""
+"""The comparison of runs that differ in a few settings."""

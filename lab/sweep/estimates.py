@@ -1,7 +1,7 @@
 """The statistics of a sweep: means over seeds with their uncertainty, comparisons of two values, curves over seeds.
 
-All of it is about independent runs that differ in their seeds only. Intervals are Student's, at `CONFIDENCE`; two values are
-compared by Welch's t-test, which lets each have a spread of its own. Scipy's distributions; Welch 1947, Biometrika 34.
+The runs of one value are independent and differ in their seeds only. Intervals are Student's, at `CONFIDENCE`. Two values are
+compared by Welch's t-test (1947, Biometrika 34), which does not assume that they spread alike. Distributions are Scipy's.
 """
 
 import bisect
@@ -14,11 +14,11 @@ import numpy as np
 from scipy import stats
 
 CONFIDENCE = 0.9
-"""Of every interval; two values are told apart when their difference's does not hold 0."""
+"""Confidence of every interval. Two values are told apart when the interval of their difference excludes 0."""
 POWER = 0.8
-"""The chance of telling two values apart for which a number of seeds is called enough."""
+"""Chance of telling two values apart that `seeds_needed` aims at."""
 MAX_SEEDS = 1000
-"""More are not considered."""
+"""Largest number of seeds that `seeds_needed` considers."""
 
 
 @dataclass(frozen=True)
@@ -27,38 +27,39 @@ class Estimate:
 
     mean: float
     std: float | None
-    """Between seeds, with n - 1; None for one seed."""
+    """Standard deviation between seeds, with n - 1; None for one seed."""
     low: float | None
     """Lower end of the mean's interval; None for one seed."""
     high: float | None
+    """Upper end; None for one seed."""
     num_seeds: int
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How two values differ: the second less the first."""
+    """The difference of two values: the second minus the first, or their ratio (`compare_ratio`)."""
 
     difference: float
     low: float | None
-    """Lower end of the difference's interval; None where one of the two has less than two seeds."""
+    """Lower end of the difference's interval; None where either value has fewer than two seeds."""
     high: float | None
     p_value: float | None
-    """Of Welch's two-sided test."""
+    """Result of Welch's two-sided test; None where either value has fewer than two seeds."""
     num_seeds: tuple[int, int]
 
     @property
     def is_told_apart(self) -> bool:
-        """Whether the interval leaves out 0."""
+        """True when the interval excludes 0."""
         return self.is_told_apart_from(0)
 
     def is_told_apart_from(self, value: float) -> bool:
-        """Whether the interval leaves out this value; where there is none it is not known to."""
+        """Return True when there is an interval and it excludes `value`."""
         return self.low is not None and self.high is not None and not self.low <= value <= self.high
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Something measured along a run; `xs` grow."""
+    """A measurement along a run; `xs` grow."""
 
     xs: list[float]
     ys: list[float]
@@ -66,18 +67,18 @@ class Curve:
 
 @dataclass(frozen=True)
 class Band:
-    """The mean over seeds of a curve, and its interval at each point."""
+    """The mean of a curve over seeds, with its interval at each point."""
 
     xs: list[float]
     means: list[float]
     lows: list[float]
-    """Equal to the means for one seed."""
+    """Lower ends; equal to the means for one seed."""
     highs: list[float]
     num_seeds: int
 
 
 def estimate(values: Sequence[float], confidence: float = CONFIDENCE) -> Estimate | None:
-    """Mean, and its interval `mean ± t(n - 1) s / sqrt(n)`; None without values."""
+    """Return the mean and its interval `mean ± t(n - 1) s / sqrt(n)`; None without values."""
     if not values:
         return None
     mean = statistics.fmean(values)
@@ -89,9 +90,9 @@ def estimate(values: Sequence[float], confidence: float = CONFIDENCE) -> Estimat
 
 
 def compare(first: Sequence[float], second: Sequence[float], confidence: float = CONFIDENCE) -> Comparison | None:
-    """The mean of `second` less that of `first`, with Welch's interval and p-value; None where one of them is empty.
+    """Return the mean of `second` minus that of `first`, with Welch's interval and p-value; None where either is empty.
 
-    Where neither spreads at all the test is not defined; its limit is given: an interval without width.
+    The test is undefined where neither spreads. The result is then its limit, an interval of no width.
     """
     if not first or not second:
         return None
@@ -111,7 +112,10 @@ def compare(first: Sequence[float], second: Sequence[float], confidence: float =
 
 
 def compare_ratio(first: Sequence[float], second: Sequence[float], confidence: float = CONFIDENCE) -> Comparison | None:
-    """As `compare`, of positive numbers by their ratio: `second / first` of the geometric means, 1 where they are equal."""
+    """Return the ratio of the geometric means of positive numbers, `second / first`, with Welch's interval of the logs.
+
+    None where either is empty.
+    """
     logs = compare([math.log(value) for value in first], [math.log(value) for value in second], confidence)
     if logs is None:
         return None
@@ -122,9 +126,10 @@ def compare_ratio(first: Sequence[float], second: Sequence[float], confidence: f
 def seeds_needed(
     std_first: float, std_second: float, difference: float, *, confidence: float = CONFIDENCE, power: float = POWER
 ) -> int | None:
-    """Seeds of each of two values so that Welch's test tells a true `difference` of their means with a chance of `power`.
+    """Return the seeds per value with which Welch's test detects a true `difference` of two means with a chance of `power`.
 
-    By the noncentral t distribution, taking the standard deviations between seeds for the true ones. None: above `MAX_SEEDS`.
+    Uses the noncentral t distribution and takes the standard deviations between seeds as the true ones. None when more than
+    `MAX_SEEDS` are needed, or the difference is 0.
     """
     variances = (std_first**2, std_second**2)
     if difference == 0:
@@ -137,7 +142,7 @@ def seeds_needed(
         degrees = _welch_degrees(share, (num_seeds, num_seeds))
         critical = stats.t.ppf((1 + confidence) / 2, degrees)
         shift = abs(difference) / math.sqrt(sum(variances) / num_seeds)
-        # The other tail is a wrong sign, which nobody wants to be told.
+        # One tail only: the other detects a difference of the wrong sign.
         return bool(stats.nct.sf(critical, degrees, shift) >= power)
 
     numbers = range(2, MAX_SEEDS + 1)
@@ -146,7 +151,7 @@ def seeds_needed(
 
 
 def average_curves(curves: Sequence[Curve], num_points: int = 200, confidence: float = CONFIDENCE) -> Band | None:
-    """Mean and interval over seeds at points that all curves have: from the latest start to the earliest end.
+    """Return mean and interval over seeds at `num_points` points of the range that all curves have in common.
 
     Between its points a curve is a straight line. None where the curves have no common range.
     """
@@ -164,17 +169,17 @@ def average_curves(curves: Sequence[Curve], num_points: int = 200, confidence: f
 
 
 def trailing_mean(curve: Curve, window: int) -> Curve:
-    """Each point with the mean of the last `window` values up to it; from the first point that has so many, or the last."""
+    """Return the mean of the last `window` values at each point that has them; of a shorter curve, one point with its mean."""
     window = max(1, min(window, len(curve.ys)))
     means = [statistics.fmean(curve.ys[end - window : end]) for end in range(window, len(curve.ys) + 1)]
     return Curve(curve.xs[window - 1 :], means)
 
 
 def first_reach(curve: Curve, target: float) -> float | None:
-    """Where the curve is first at `target` or above; None where it never is."""
+    """Return the first x at which the curve is at `target` or above; None where it never is."""
     return next((x for x, y in zip(curve.xs, curve.ys, strict=True) if y >= target), None)
 
 
 def _welch_degrees(share: float, num_seeds: tuple[int, int]) -> float:
-    """Welch and Satterthwaite's degrees of freedom, where the first value has this share of the squared error."""
+    """Return the Welch-Satterthwaite degrees of freedom; `share` is the first value's part of the squared error."""
     return 1 / (share**2 / (num_seeds[0] - 1) + (1 - share) ** 2 / (num_seeds[1] - 1))

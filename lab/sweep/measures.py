@@ -1,7 +1,7 @@
-"""What a sweep compares runs by: a run's history as a few numbers and two curves.
+"""The measures that a sweep compares: a run's history as a few numbers and two curves.
 
-A run's clock starts when its first batch of rollouts is there, and stands still while it is restarted: how long services take
-to start is the machine's, and would be the larger part of a short run.
+A run's clock starts when its first batch of rollouts is there, and stands still during a restart. The time that services take
+to start depends on the machine, and would be the larger part of a short run.
 """
 
 import statistics
@@ -17,68 +17,68 @@ from offbeat.lab.sweep.estimates import Curve
 from offbeat.learner.diagnostics.length_bias import Part, bias_report
 
 NUM_FINAL_STEPS = 10
-"""A run's final reward is the mean over so many last steps."""
+"""Number of last steps that a run's final reward is averaged over."""
 
 
 @dataclass(frozen=True)
 class RunMeasures:
-    """One run; None is what its rows do not tell."""
+    """The numbers of one run; None for a number that its rows do not tell."""
 
     final_reward: float | None
     """Mean of `reward/mean` over the last `NUM_FINAL_STEPS` steps."""
     held_out_reward: float | None
-    """Of the newest evaluation."""
+    """Reward of the newest evaluation."""
     num_steps: int
     num_groups: int
-    """Trained on; a group counts once, however many passes are made over it."""
+    """Groups trained on; a group counts once, however many epochs its batch is trained for."""
     train_s: float
     """Seconds on the run's clock."""
     tokens_per_s: float | None
-    """Completion tokens trained on."""
+    """Completion tokens trained on per second of `train_s`."""
     groups_per_s: float | None
     learner_idle_share: float | None
     """Share of `train_s` in which the learner waited for rollouts."""
     actor_shares: dict[str, float]
-    """Actors' main-loop time by what it went to, all actors together."""
+    """Shares of the actors' main-loop time by kind of work, all actors together."""
     lag_mean: float | None
-    """Policy lag of the trained groups, in optimizer steps."""
+    """Mean policy lag of the trained groups, in optimizer steps."""
     lag_max: int | None
     kl_behavior_policy: float | None
     """`kl/behavior_policy_k3`, mean over steps, in nats per token."""
     clip_fraction: float | None
-    """Mean over steps."""
+    """Mean of `clip/fraction` over steps."""
     log_ratio_std: float | None
     """`ratio/log_std`, mean over steps."""
     generated_length: float | None
     """Mean completion length of the generated groups, in tokens."""
     trained_length: float | None
     passed_over_share: float | None
-    """Trained groups that were ready when a batch with younger leases was taken without them (`length_bias`)."""
+    """Share of the trained groups that were ready when a batch with younger leases was taken without them (`length_bias`)."""
     bias_alarms: tuple[str, ...]
-    """What of the training is biased, in sentences (`learner.diagnostics.length_bias`)."""
+    """One sentence for each kind of bias found (`learner.diagnostics.length_bias`)."""
     dropped_share: float | None
-    """Of the generated groups."""
+    """Share of the generated groups."""
     dropped: dict[str, int]
-    """Groups by reason."""
+    """Generated groups that were dropped, by reason."""
 
 
 @dataclass(frozen=True)
 class RunCurves:
-    """How the reward of a run went."""
+    """The reward of a run at the end of each step."""
 
     by_groups: Curve
-    """Mean reward of each step over the groups trained on so far."""
+    """Mean reward of each step, over the groups trained on by its end."""
     by_seconds: Curve
-    """The same over the run's clock."""
+    """Mean reward of each step, over seconds on the run's clock."""
 
 
 def final_reward(history: RunHistory) -> float | None:
-    """Mean reward of the last `NUM_FINAL_STEPS` steps; None before the first."""
+    """Return the mean reward of the last `NUM_FINAL_STEPS` steps; None before the first."""
     return _mean(history, "reward/mean", NUM_FINAL_STEPS)
 
 
 def measure(history: RunHistory, train: TrainSection) -> RunMeasures:
-    """The numbers of a run, finished or not."""
+    """Return the numbers of a run, finished or not."""
     train_s, num_groups = sum(_seconds(history, train)), sum(_groups(history, train))
     num_tokens = sum(row.number("tokens/trained") or 0 for row in history.steps) / train.epochs_per_batch
     waited_s = sum(_wait_s(row) for row, is_first in _steps(history, train) if not is_first)
@@ -113,7 +113,7 @@ def measure(history: RunHistory, train: TrainSection) -> RunMeasures:
 
 
 def reward_curves(history: RunHistory, train: TrainSection) -> RunCurves:
-    """The reward of each step that has one, against what had been trained on and how long it had taken by its end."""
+    """Return the reward of each step that has one, over the groups and the seconds by its end."""
     groups, seconds = list(accumulate(_groups(history, train))), list(accumulate(_seconds(history, train)))
     known = [
         (groups[index], seconds[index], reward)
@@ -125,13 +125,13 @@ def reward_curves(history: RunHistory, train: TrainSection) -> RunCurves:
 
 
 def numbers_of(measures: RunMeasures) -> dict[str, float]:
-    """The run's numbers by name, without those that are not told; an actor's share of time is `actor_WORK_share`."""
+    """Return the run's known numbers by name; the actors' shares of time are named `actor_WORK_share`."""
     every: dict[str, float] = {name: value for name, value in asdict(measures).items() if isinstance(value, int | float)}
     return every | {f"actor_{work}_share": share for work, share in measures.actor_shares.items()}
 
 
 def _steps(history: RunHistory, train: TrainSection) -> Iterator[tuple[StepRow, bool]]:
-    """Each step's row, and whether it is of the first batch that a process trained: its wait is for services to start."""
+    """Yield each step's row, with True in the first batch of a learner process, which waits for services to start."""
     starts = [event.time for event in history.events if event.event == "run_started"]
     batch_steps = train.steps_per_batch * train.epochs_per_batch
     process, num_of_process = -1, 0
@@ -142,7 +142,7 @@ def _steps(history: RunHistory, train: TrainSection) -> Iterator[tuple[StepRow, 
 
 
 def _seconds(history: RunHistory, train: TrainSection) -> Iterator[float]:
-    """What each step took on the run's clock."""
+    """Yield the seconds of each step on the run's clock."""
     for row, is_first in _steps(history, train):
         step_s = row.number("time/step_s") or 0.0
         yield max(0.0, step_s - _wait_s(row) if is_first else step_s)
@@ -153,13 +153,13 @@ def _wait_s(row: StepRow) -> float:
 
 
 def _groups(history: RunHistory, train: TrainSection) -> Iterator[float]:
-    """Groups that each step trained on; a pass over a batch counts for its share of it."""
+    """Yield the groups that each step trained on; each of a batch's epochs counts an equal part of them."""
     for row in history.steps:
         yield sum(row.groups_by_lag.values()) / train.epochs_per_batch
 
 
 def _mean(history: RunHistory, name: str, num_last: int = 0) -> float | None:
-    """Mean of a metric over the last steps, or all; None where no step has it."""
+    """Return the mean of a metric over the last `num_last` steps, 0 for all; None where no step has it."""
     values = [value for row in history.steps[-num_last:] if (value := row.number(name)) is not None]
     return statistics.fmean(values) if values else None
 

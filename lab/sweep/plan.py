@@ -1,4 +1,4 @@
-"""The plan of a sweep: which settings it varies, and which runs that makes."""
+"""The plan of a sweep: the settings that it varies, and its runs."""
 
 import itertools
 import re
@@ -15,7 +15,7 @@ from offbeat.lab.history import RunHistory, fold_rows
 
 PLAN_FILE = "plan.json"
 CONFIG_FILE = "run.toml"
-"""The settings of a cell, all of them, in its folder."""
+"""The file with all settings of a run, in its folder."""
 
 _NOT_SWEPT = {
     "run.seed": "Use --seeds, which counts up from run.seed.",
@@ -29,14 +29,14 @@ class Planned(NamedTuple):
     """One run of a plan."""
 
     values: tuple[str, ...]
-    """Of the settings that are varied, in their order, as the user wrote them."""
+    """Values of the varied settings, in the plan's order, as the user wrote them."""
     seed: int
     name: str
-    """Its folder, below the sweep's: `max_staleness=4/seed=1`."""
+    """Its folder below the sweep's: `max_staleness=4/seed=1`."""
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is varied: `plan.json`."""
+    """The content of `plan.json`."""
 
     settings: dict[str, list[str]]
     """The values of each setting (`section.key`), as the user wrote them."""
@@ -45,18 +45,20 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def keys(self) -> list[str]:
-        """What the settings are called in names: the bare key where only one section has it."""
+        """Short names of the settings: the bare key where only one section has it."""
         return [_short(setting) for setting in self.settings]
 
     @property
     def combinations(self) -> list[tuple[str, ...]]:
-        """The product of all values, the last setting's changing fastest."""
+        """Every combination of values, the last setting's changing fastest."""
         return list(itertools.product(*self.settings.values()))
 
     @property
     def cells(self) -> list[Planned]:
-        """All runs in their order: a seed of every combination before the next seed, so that a sweep that is not done yet
-        compares like with like, and what changes on the machine meanwhile falls on all of them."""
+        """All runs in their order: every combination with one seed before the next seed.
+
+        So an unfinished sweep compares like with like, and changes of the machine's speed affect all combinations alike.
+        """
         keys = self.keys
         return [
             Planned(values, seed, "/".join((*map(_folder_name, keys, values), f"seed={seed}")))
@@ -66,7 +68,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def make_plan(settings: Sequence[str], *, num_seeds: int, first_seed: int) -> Plan:
-    """The plan of `KEY=v1,v2,...` and seeds; raises `SettingError`."""
+    """Return the plan for settings `KEY=v1,v2,...` and seeds counted from `first_seed`. Raise `SettingError` for a bad one."""
     values: dict[str, list[str]] = {}
     for text in settings:
         key, equals, listed = text.partition("=")
@@ -88,7 +90,7 @@ def make_plan(settings: Sequence[str], *, num_seeds: int, first_seed: int) -> Pl
 
 
 def split_values(listed: str) -> list[str]:
-    """The parts between commas; those in brackets and quotes belong to a value: `[0.9,0.95],[0.8,0.9]` are two."""
+    """Return the values between commas; those in brackets or quotes do not count: `[0.9,0.95],[0.8,0.9]` are two values."""
     parts, depth, quote = [""], 0, ""
     for character in listed:
         if quote:
@@ -105,7 +107,7 @@ def split_values(listed: str) -> list[str]:
 
 
 def read_plan(folder: Path) -> Plan:
-    """The plan of a sweep's folder; `SettingError` when it has none."""
+    """Return the plan in a sweep's folder. `SettingError` when there is none, or it is damaged."""
     try:
         return msgspec.json.decode((folder / PLAN_FILE).read_bytes(), type=Plan)
     except FileNotFoundError as error:
@@ -115,13 +117,13 @@ def read_plan(folder: Path) -> Plan:
 
 
 def read_run(folder: Path) -> RunHistory:
-    """What the rows of a run tell; empty before its first one."""
+    """Return the history of the run in a folder; empty before its first row."""
     rows_file = folder / ROWS_FILE
     return fold_rows(read_rows(rows_file)) if rows_file.exists() else RunHistory()
 
 
 def state_of(history: RunHistory) -> State:
-    """Whether a run is done, or begun."""
+    """Return the state of a run with this history."""
     if history.final is not None and history.final.outcome == "finished":
         return "finished"
     return "broken off" if history.num_rows else "new"
@@ -136,6 +138,6 @@ def _short(setting: str) -> str:
 
 
 def _folder_name(key: str, value: str) -> str:
-    """`key=value` without what has a meaning in paths and shells."""
+    """Return `key=value`, with an underscore for characters that mean something in paths and shells."""
     plain = re.sub(r"[^\w.,:+-]+", "_", value)
     return f"{key}={plain}"

@@ -1,4 +1,4 @@
-"""The plots of a sweep's report: curves with confidence bands, and each value's runs side by side."""
+"""The plots of a sweep's report: curves with confidence bands, and the runs of all values side by side."""
 
 import html
 import itertools
@@ -25,34 +25,34 @@ from offbeat.lab.sweep.measures import RunCurves
 from offbeat.lab.sweep.summary import Run, Summary
 
 NUM_SMOOTHED_STEPS = 5
-"""A plotted reward is the mean over so many steps around it."""
+"""Steps around each point that a plotted reward is averaged over."""
 
 _BAND_OPACITY = "2e"
-"""Of a band's color, in hexadecimal."""
+"""Opacity of a band's color, in hexadecimal."""
 _NO_RUN = "No run has finished."
 
 
 def reward_by_groups(summary: Summary, curves: dict[str, list[RunCurves]]) -> Plot:
-    """Reward against rollouts."""
+    """Return the reward over the groups trained on."""
     bands = _bands(curves, lambda run: run.by_groups)
     return _reward_plot("Reward by rollouts", "groups trained on", "How much a rollout teaches at each value", summary, bands)
 
 
 def reward_by_time(summary: Summary, curves: dict[str, list[RunCurves]]) -> Plot:
-    """Reward against wall-clock."""
+    """Return the reward over wall-clock time."""
     bands = _bands(curves, lambda run: run.by_seconds)
     lead = "What counts in the end: reward against the clock, which starts with the first batch of rollouts"
     return _reward_plot("Reward by wall-clock", "seconds", lead, summary, bands)
 
 
 def final_reward(summary: Summary) -> Plot:
-    """Final reward of each value's runs."""
+    """Return the final reward of each value's runs."""
     caption = f"Mean of the last steps: each run (dots), and the mean over seeds with its {CONFIDENCE:.0%} interval."
     return _dot_plot("Final reward", caption, "reward", summary, lambda run: run.measures.final_reward, "final_reward")
 
 
 def seconds_to_margin(summary: Summary) -> Plot:
-    """Time of each value's runs to the reference's reward."""
+    """Return the time that each value's runs took to come within the margin of the reference's reward."""
     caption = (
         f"Seconds until the mean of ten steps was within {summary.margin:g} of the final reward of {summary.reference}; a run "
         "that never was has no dot."
@@ -62,7 +62,7 @@ def seconds_to_margin(summary: Summary) -> Plot:
 
 
 def throughput(summary: Summary) -> Plot:
-    """Tokens trained on per second."""
+    """Return the tokens trained on per second."""
     caption = f"Completion tokens trained on in a second: each run (dots), and the mean with its {CONFIDENCE:.0%} interval."
     plot = _dot_plot("Throughput", caption, "tokens / s", summary, lambda run: run.measures.tokens_per_s, "tokens_per_s")
     plot.layout["yaxis"] |= {"rangemode": "tozero", "tickformat": ","}
@@ -70,7 +70,7 @@ def throughput(summary: Summary) -> Plot:
 
 
 def waiting(summary: Summary) -> Plot:
-    """Who waits for whom."""
+    """Return the shares of time that learner and actors waited."""
     caption = (
         "Share of the learner's time without rollouts to train on, and of the actors' without leases (nothing may be generated "
         "yet) or new weights; means over seeds."
@@ -84,14 +84,14 @@ def waiting(summary: Summary) -> Plot:
 
 
 def lag(summary: Summary) -> Plot:
-    """Mean and largest policy lag."""
+    """Return the mean and the largest policy lag."""
     caption = "Policy lag of the groups trained on, in optimizer steps: the mean, and the largest of a run; means over seeds."
     parts = (("lag_mean", "mean", BLUE), ("lag_max", "largest", GRAY))
     return _bar_plot("Policy lag", caption, "optimizer steps", summary, parts, {"rangemode": "tozero"})
 
 
 def drift(summary: Summary) -> Plot:
-    """How far the policy had moved from what sampled."""
+    """Return the spread of the log-ratio and the clip fraction."""
     caption = "Standard deviation of the log sequence ratio, and share of completions clipped; means over seeds."
     parts = (("log_ratio_std", "std of log ratio", BLUE), ("clip_fraction", "clip fraction", GOLD))
     return _bar_plot("Drift", caption, "", summary, parts, {"rangemode": "tozero"})
@@ -123,14 +123,14 @@ def _reward_plot(title: str, x_title: str, lead: str, summary: Summary, bands: d
 
 
 def _title(summary: Summary, label: str) -> str:
-    """A value with what it is a value of."""
+    """Return a value's label with its setting."""
     return f"{next(iter(summary.settings)).rpartition('.')[2]} = {label}" if len(summary.settings) == 1 else label
 
 
 def _dot_plot(
     title: str, caption: str, y_title: str, summary: Summary, number_of: Callable[[Run], float | None], name: str
 ) -> Plot:
-    """Every finished run, and the estimate of this name, if it has one, beside."""
+    """Return a dot for each finished run beside the estimate `name`; with an empty name, beside `seconds_to_margin`."""
     dots = [
         (run.label, run.seed, number)
         for run in summary.runs
@@ -173,7 +173,7 @@ def _means(told: Sequence[tuple[str, Estimate]]) -> Trace:
 def _bar_plot(
     title: str, caption: str, y_title: str, summary: Summary, parts: Sequence[tuple[str, str, str]], y_axis: dict[str, Any]
 ) -> Plot:
-    """Bars of the estimates of these names, labels and colors, side by side for each value."""
+    """Return bars side by side for each value; `parts` are names of estimates, with labels and colors."""
     traces: list[Trace] = []
     for name, label, color in parts:
         told = [(value.label, value.estimates[name].mean) for value in summary.values if name in value.estimates]
@@ -193,9 +193,9 @@ def _bar_plot(
 
 
 def _value_layout(summary: Summary, y_title: str, y_axis: dict[str, Any] | None = None) -> Layout:
-    """An axis with a place for each value, those without runs too."""
+    """Return a layout with a place for each value, even without runs."""
     labels = [html.escape(value.label) for value in summary.values]
     x_title = next(iter(summary.settings)).rpartition(".")[2] if len(summary.settings) == 1 else ""
-    # Numbers would be placed by size, and fold 1 and 1.0 into one.
+    # As categories: a numeric axis would place values by size, and merge 1 and 1.0.
     x_axis = {"type": "category", "categoryorder": "array", "categoryarray": labels, "range": [-0.5, len(labels) - 0.5]}
     return plot_layout(x_title, y_title, x=x_axis, y=y_axis) | {"hovermode": "closest"}

@@ -1,4 +1,4 @@
-"""What a sweep recommends: one value by a stated rule, in sentences that say what its seeds can and cannot tell."""
+"""The recommendation of a sweep: one value by a stated rule, in sentences that say what its seeds can and cannot tell."""
 
 import math
 import statistics
@@ -12,35 +12,35 @@ RULE = (
     "interval, the one that comes soonest within the margin of the reference's final reward in every seed, by the geometric "
     "mean of the seeds' times."
 )
-"""How the value is chosen."""
+"""The choice of the recommended value, as the page states it."""
 
 
 @dataclass(frozen=True)
 class ValueResult:
-    """What the finished runs of one value came to."""
+    """The results of one value's finished runs."""
 
     label: str
     rewards: list[float]
     """Final reward of each seed."""
     times_s: list[float | None]
-    """Seconds in which each seed came within the margin of the reference's final reward; None: it did not."""
+    """Seconds in which each seed came within the margin of the reference's final reward; None for a seed that did not."""
 
     @property
     def every_time_s(self) -> list[float]:
-        """The times, if every seed came there; else nothing."""
+        """The times of all seeds; empty where one did not come there."""
         times = [time_s for time_s in self.times_s if time_s is not None]
         return times if len(times) == len(self.times_s) else []
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What a sweep says."""
+    """The conclusion of a sweep."""
 
     label: str | None
     """The recommended value; None when there is none."""
     headline: str
     sentences: list[str]
-    """What is known and what is not, each to be read by itself."""
+    """Findings and limits of the comparison, one each."""
 
 
 def recommend(results: Sequence[ValueResult], reference: str, margin: float) -> Recommendation:

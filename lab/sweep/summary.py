@@ -1,4 +1,4 @@
-"""What a sweep came to: its runs, values and comparisons, as they stand in `sweep.json`."""
+"""The summary of a sweep: its runs, values and comparisons, as they stand in `sweep.json`."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -27,12 +27,12 @@ STALENESS = "staleness.max_staleness"
 
 @dataclass(frozen=True)
 class Reach:
-    """When a run came to a reward: the mean of `NUM_FINAL_STEPS` steps was there; None: it never was."""
+    """The point of a run at which the mean reward of `NUM_FINAL_STEPS` steps reached a target; None: it never did."""
 
     seconds: float | None
     """On the run's clock."""
     groups: float | None
-    """Trained on by then."""
+    """Groups trained on by then."""
 
 
 @dataclass(frozen=True)
@@ -40,68 +40,68 @@ class Run:
     """One run."""
 
     name: str
-    """Its folder below the sweep's."""
+    """The run's folder below the sweep's."""
     label: str
-    """Of its value."""
+    """Label of the run's value."""
     seed: int
     state: State
     measures: RunMeasures
     to_margin: Reach
-    """To the reference's final reward less the margin."""
+    """The point at which it reached the reference's final reward minus the margin."""
     to_reference: Reach
-    """To the reference's final reward itself."""
+    """The point at which it reached the reference's final reward."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """All finished runs of one value."""
+    """One value of the sweep, with estimates over its finished runs."""
 
     label: str
     settings: dict[str, str]
     num_planned: int
     num_finished: int
     estimates: dict[str, Estimate]
-    """Of `numbers_of` each run, by name; without those that no run tells."""
+    """Estimates of the runs' `numbers_of`, by name, without names that no run has."""
     seconds_to_margin: Estimate | None
-    """None unless every seed came there."""
+    """Seconds until the mean reward was within the margin; None unless every seed came there."""
     groups_to_margin: Estimate | None
     time_ratio: Comparison | None
-    """`seconds_to_margin` over the reference's, by geometric means; None unless every seed of both came there, and for the
-    reference itself."""
+    """Ratio of `seconds_to_margin` to the reference's, by geometric means; None for the reference itself, and unless every seed
+    of both came there."""
     num_to_margin: int
-    """Seeds that came there."""
+    """Seeds that came within the margin."""
     seconds_to_reference: Estimate | None
-    """Over the seeds that came there, which favors the value where not all did."""
+    """Seconds to the reference's reward, over the seeds that reached it. This favors a value of which not all did."""
     num_to_reference: int
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two values."""
+    """The comparison of two values."""
 
     first: str
     second: str
     final_reward: Comparison
-    """The second less the first."""
+    """The second minus the first."""
     held_out_reward: Comparison | None
     train_s: Comparison | None
-    """The second over the first, by geometric means."""
+    """Ratio of the second to the first, by geometric means."""
     seeds_needed: int | None
-    """Seeds of each that would tell a difference of the margin in final reward; None without spread, and for too many."""
+    """Seeds of each that detect a difference of the margin in final reward; None with fewer than two seeds, or for too many."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """`sweep.json`."""
+    """The content of `sweep.json`."""
 
     settings: dict[str, list[str]]
     seeds: list[int]
     reference: str
-    """Label of the value that the others are measured by."""
+    """Label of the value that the others are compared with."""
     reference_reward: float | None
-    """Mean of its runs' final rewards."""
+    """Mean of the reference's final rewards; None while it has no finished run."""
     margin: float
-    """The loss of final reward that does not matter."""
+    """Loss of final reward that does not matter to the user."""
     recommendation: Recommendation
     values: list[Value]
     pairs: list[Pair]
@@ -110,17 +110,17 @@ class Summary:
 
 @dataclass(frozen=True)
 class Gathered:
-    """What lies in a sweep's folder."""
+    """The content of a sweep's folder."""
 
     summary: Summary
     curves: dict[str, list[RunCurves]]
-    """Of the finished runs of each value, by label."""
+    """Curves of the finished runs of each value, by label."""
     config: Config
     """The settings of the first run."""
 
 
 def gather(folder: Path, plan: Plan, margin: float) -> Gathered:
-    """Read all runs and work out the summary; a run that is not finished is listed, and counts for nothing."""
+    """Read all runs and summarize them. Unfinished runs are listed, and count in no estimate."""
     labels = [_label(plan, values) for values in plan.combinations]
     configs = [load(folder / cell.name / CONFIG_FILE) for cell in plan.cells]
     by_values = dict(zip((cell.values for cell in plan.cells), configs, strict=True))
@@ -168,14 +168,14 @@ def gather(folder: Path, plan: Plan, margin: float) -> Gathered:
 
 
 def _label(plan: Plan, values: Sequence[str]) -> str:
-    """How the page calls a value: by itself where only one setting is varied."""
+    """Return the name of a value on the page: the value alone where only one setting is varied."""
     if len(plan.settings) == 1:
         return values[0]
     return ", ".join(f"{key}={value}" for key, value in zip(plan.keys, values, strict=True))
 
 
 def _reference(plan: Plan, configs: Sequence[Config]) -> int:
-    """The synchronous run, or the one nearest to it, with the first values of the other settings; else the first of all."""
+    """Return the index of the first value with the smallest `max_staleness`; 0 where staleness is not varied."""
     if STALENESS not in plan.settings:
         return 0
     return min(range(len(configs)), key=lambda index: configs[index].staleness.max_staleness)
@@ -193,7 +193,7 @@ def _reach(curves: RunCurves, target: float) -> Reach:
     def reach(curve: Curve) -> float | None:
         return first_reach(trailing_mean(curve, NUM_FINAL_STEPS), target)
 
-    # No seconds at all is not known rather than no time.
+    # 0 seconds mean that the time is unknown.
     return Reach(reach(curves.by_seconds) or None, reach(curves.by_groups))
 
 

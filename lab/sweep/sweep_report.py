@@ -1,4 +1,4 @@
-"""The report of a sweep: one HTML page that needs no network, and its numbers beside it."""
+"""The report of a sweep: one HTML page that needs no network, and a file with its numbers."""
 
 import html
 import time
@@ -19,13 +19,13 @@ from offbeat.lab.sweep.recommendation import RULE
 from offbeat.lab.sweep.summary import Gathered, Run, Summary, Value, gather
 
 SUMMARY_FILE = "sweep.json"
-"""Every number of the page, and more."""
+"""The file of the sweep's `Summary`."""
 
 _STATE_TONES = {"finished": "good", "broken off": "bad", "new": "idle"}
 
 
 def write_sweep_report(folder: Path, plan: Plan, margin: float) -> Path:
-    """Write `folder/report.html` and `folder/sweep.json` from what its runs have written so far; returns the page's path.
+    """Write `folder/report.html` and `folder/sweep.json` from the rows of its runs so far; return the page's path.
 
     `margin` is the loss of final reward that does not matter, see `lab.sweep.recommendation`.
     """
@@ -300,7 +300,7 @@ def _settings(config: Config) -> str:
 
 
 def _value_table(summary: Summary, columns: dict[str, Callable[[Value], str]], caption: str) -> str:
-    """A card with a line for each value; the columns give ready-made HTML."""
+    """Return a card with a line for each value; `columns` makes the HTML cells under each heading."""
     rows = [(_label(summary, value), *(cell(value) for cell in columns.values())) for value in summary.values]
     table = table_html((_setting_names(summary), *columns), rows, num_text_columns=1)
     return f'<div class="card stacked">{table}<figcaption>{html.escape(caption)}</figcaption></div>'
@@ -320,14 +320,14 @@ def _shown(name: str, form: str) -> Callable[[Value], str]:
 
 
 def _estimate(number: Estimate | None, form: str) -> str:
-    """Mean and spread."""
+    """Return mean and standard deviation as text."""
     if number is None:
         return "–"
     return f"{number.mean:{form}}" if number.std is None else f"{number.mean:{form}} ± {number.std:{form}}"
 
 
 def _reach(seconds: Estimate | None, num_seeds: int, value: Value) -> str:
-    """Seconds, and of how many seeds, where it is not all."""
+    """Return the seconds, and where not every seed came there, the number that did."""
     if seconds is None:
         return f"{num_seeds} of {value.num_finished}" if value.num_finished else "–"
     some = "" if num_seeds == value.num_finished else f" ({num_seeds} of {value.num_finished})"

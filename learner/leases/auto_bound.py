@@ -1,18 +1,18 @@
-"""The automatic bound: moves `staleness.max_staleness` by what the optimizer steps measured.
+"""The automatic bound: moves `staleness.max_staleness` by the drift that the optimizer steps measure.
 
-Drift is what staleness alone put between the policy that sampled (mu) and the one that is trained (pi):
+Drift is the part of the distance between the policy that sampled (mu) and the one in training (pi) that staleness causes:
 
     drift = measured - noise floor    of KL(mu || pi) per token (k3), and of the share of the step that the objective clips
 
-The noise floor is `loss.noise_floor`'s where the run has one, else what the newest groups of lag 0 showed: before the first
-of those nothing is decided. Means over `WINDOW_STEPS` steps decide:
+The noise floor is that of `loss.noise_floor` where it is set, else the measurement of the newest groups of lag 0; before the
+first of these the bound does not move. Means over `WINDOW_STEPS` steps decide:
 
     narrow, to half of the lag in use   either drift is above its limit
     widen, by half, at least 1          both are below a quarter of it, the learner waited for rollouts, and staleness alone
                                         kept actors from generating them; otherwise a wider bound would make nothing faster
 
-Twice the lag lets the policy move twice as far, and KL grows with the square of that at most: hence the quarter, from which a
-widening does not lead above the limit. Only steps count whose groups were all leased under the bound of now.
+Twice the lag lets the policy move twice as far, and KL grows at most with the square of the distance. So a widening from below
+a quarter of the limit does not exceed the limit. Steps count only if all their groups were leased under the present bound.
 """
 
 import math
@@ -28,19 +28,20 @@ MAX_KL_DRIFT = 0.02
 """Nats per token. M2PO stays stable 256 steps behind with the mean squared log-ratio held to 0.04, which is twice the KL where
 ratios are near 1: https://arxiv.org/abs/2510.01161."""
 MAX_CLIP_DRIFT = 0.2
-"""A fifth of what was generated then teaches nothing for being late. GSPO's own paper clips 0.15 of its tokens, and learns."""
+"""At this drift a fifth of the completions teach nothing because they are late. The GSPO paper clips 0.15 of its tokens, and
+its policy still learns."""
 SMALL = 0.25
 """Share of the limits below which drift is small; see the module's docstring."""
 MIN_LOST_SHARE = 0.05
-"""Smallest lost share of the steps' time that widens the bound: a wider one cannot win back more."""
+"""Smallest lost share of the steps' time that widens the bound. A wider bound cannot win back more than that share."""
 WINDOW_STEPS = 8
-"""Steps that are averaged: the KL of one step is easily half of the next one's, or twice."""
+"""Steps that are averaged: the KL of one step is often half or twice that of the next."""
 NOISE_MEMORY = 8
-"""Steps with lag 0 over which the noise is averaged, roughly: it changes with the policy."""
+"""Approximate number of steps with lag 0 over which the noise, which changes with the policy, is averaged."""
 
 
 class Noise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Drift measured on groups of lag 0, where staleness has no part in it."""
+    """Divergence and clipping measured on groups of lag 0, which staleness does not cause."""
 
     kl: float
     clip: float
@@ -58,19 +59,19 @@ class Measured(NamedTuple):
 
     largest_lag: float
     kl: float
-    """Drift."""
+    """Drift of the KL, in nats per token."""
     clip: float
-    """Drift."""
+    """Drift of the clip fraction."""
     lost: float
-    """Share of the step's time in which the learner waited for rollouts, at most the share in which staleness alone kept actors
-    from generating: not at the same moment, for the learner waits later for what was not generated."""
+    """Share of the step's time: the learner's wait for rollouts or, where that is less, the time in which staleness alone kept
+    actors from generating. The two need not coincide: the learner waits later for rollouts that were not generated."""
 
 
 class AutoBound:
-    """Decides from the rows of all steps, in order; keeps only what the next decision needs."""
+    """Decides on the bound from the rows of all steps, in order."""
 
     def __init__(self, least: int, noise: Noise | None = None) -> None:
-        """`least` is the smallest bound that the run's steps allow; `noise` is that of the learner process before this one."""
+        """`least` is the smallest bound that the run's steps allow; `noise` is the last learner process's measurement."""
         self._least = least
         self.noise = noise
         """Noise floor; None before the first group of lag 0."""
@@ -106,7 +107,7 @@ class AutoBound:
         )
 
     def _follow(self, bound: int) -> None:
-        """Skip the steps on groups leased under another bound, whoever moved it."""
+        """Start anew at another bound, and skip the steps on groups leased under the old one."""
         if bound == self._bound:
             return
         self._num_to_skip = max(bound, self._bound or 0)
@@ -121,10 +122,10 @@ class AutoBound:
         if mean.clip > MAX_CLIP_DRIFT:
             causes.append(f"the clip fraction drifts by {mean.clip:.2g}, more than {MAX_CLIP_DRIFT:g}")
         in_use = int(min(bound, largest_lag))
-        # Where no group lags by more than the least there can be, a narrower bound changes nothing.
+        # Where no group lags by more than the least possible bound, a narrower bound changes nothing.
         if not causes or in_use <= self._least:
             return None
-        # A widening that had to be taken back is tried again later, and later still the next time.
+        # A widening that was taken back is tried again later, each time after twice the wait.
         self._wait_steps = 2 * max(self._wait_steps, WINDOW_STEPS) if self._has_widened else self._wait_steps
         self._has_widened = False
         reason = f"{' and '.join(causes)} (mean of {WINDOW_STEPS} steps; largest lag {largest_lag:g})"
@@ -153,7 +154,7 @@ class AutoBound:
 
     def _measure(self, step: StepRow) -> Measured | None:
         if "kl/drift" in step.metrics:
-            # Where an objective clips no ratio to engine log-probs, no clip is noise.
+            # Where the clipped ratio is not to engine log-probs, noise clips nothing, and all clipping is drift.
             kl = step.measured("kl/drift")
             clip = step.measured("clip/drift" if "clip/drift" in step.metrics else "clip/fraction")
         elif self.noise is not None:

@@ -44,7 +44,7 @@ def started(version: int = 0) -> Started:
 
 
 def granted(lease_id: int, turn: int | None = None, actor: str = "a") -> Granted:
-    """The lease of this id, for the prompt whose turn is the `turn`-th of the run (default: the id's)."""
+    """Return the grant of a lease for the prompt of the run's `turn`-th turn (default: `lease_id`)."""
     epoch, index = divmod(lease_id if turn is None else turn, NUM_PROMPTS)
     return Granted(
         at=0, lease_id=lease_id, prompt_id=order(epoch)[index], epoch=epoch, actor=actor, policy_version=0, oldest_version=0
@@ -76,7 +76,7 @@ def followed(*events: LeaseEvent, is_whole: bool = True, lost: Lost = NOTHING_LO
 
 
 def flaws(*events: LeaseEvent, lost: Lost = NOTHING_LOST) -> list[str]:
-    """All that speaks against a history."""
+    """Return all violations in a history."""
     log = followed(*events, lost=lost)
     return [*log.lease_flaws, *log.training_flaws, *check_prompts(log, SEED, NUM_PROMPTS, lost).violations]
 

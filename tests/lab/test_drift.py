@@ -25,7 +25,7 @@ START = 1_700_000_000.0
 
 
 def step(version: int, **by_lag: dict[str, float]) -> dict[str, Any]:
-    """A step's row; `lag0={...}` are its metrics of bucket 0, `lag3_4` those of bucket 3-4."""
+    """Return a step's row; `lag0={...}` are its metrics of bucket 0, `lag3_4` those of bucket 3-4."""
     row: dict[str, Any] = {"kind": "step", "time": START + version, "policy_version": version, "lag/counts": {}}
     for bucket, numbers in by_lag.items():
         name = bucket.removeprefix("lag").replace("_up", "+").replace("_", "-")
@@ -52,7 +52,7 @@ def final(**books: Any) -> dict[str, Any]:
 
 
 def first_finished() -> list[dict[str, Any]]:
-    """400 groups, 4 to a batch; every fourth one is long, ready in its turn, and passed over twice."""
+    """Return 400 groups in batches of 4. Every fourth is long, ready in its turn, and passed over twice."""
     rows = []
     for index in range(400):
         is_long = index % 4 == 0

@@ -1,4 +1,4 @@
-"""Long curves are drawn in buckets that leave out nothing, axes fit what they show."""
+"""Claims about `lab.report.figures`: long curves are drawn in buckets without loss, and axes fit their values."""
 
 import pytest
 from hypothesis import given

@@ -108,14 +108,14 @@ def figures_in(page: str) -> list[dict[str, Any]]:
 
 
 def figure_titled(page: str, title: str) -> dict[str, Any]:
-    """The figure under this heading."""
+    """Return the figure under a heading."""
     match = re.search(rf"<h3>{re.escape(title)}</h3><div class=\"plot\" data-figure=\"figure-(\d+)\">", page)
     assert match, f"no figure is titled {title}"
     return figures_in(page)[int(match[1])]
 
 
 def text_of(page: str) -> str:
-    """What a reader reads: no scripts, styles or tags."""
+    """Return the text of a page without scripts, styles and tags."""
     body = re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
     return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", body)))
 

@@ -42,7 +42,7 @@ exec(next(script for script in scripts if script.exists()).read_text())
 
 
 def stand_in(home: Path) -> tuple[str, ...]:
-    """The program, which finds in `home` what to do."""
+    """Write the program into `home`, where it finds its instructions; return its command."""
     file = home / "stand_in.py"
     file.write_text(STAND_IN)
     (home / "any").write_text("write('step', 'final')")
@@ -50,7 +50,7 @@ def stand_in(home: Path) -> tuple[str, ...]:
 
 
 def starts(home: Path) -> list[str]:
-    """`MAX_STALENESS-SEED train [SETTING]...` of each start so far."""
+    """Return a line `MAX_STALENESS-SEED train [SETTING]...` for each start so far."""
     file = home / "starts"
     return file.read_text().splitlines() if file.exists() else []
 
@@ -58,7 +58,7 @@ def starts(home: Path) -> list[str]:
 def rows_of_run(
     rewards: Sequence[float], *, step_s: float = 2.0, first_wait_s: float = 30.0, waited_s: float = 0.5, lag: int = 1
 ) -> list[dict[str, Any]]:
-    """A finished run of two groups a step, that waits `first_wait_s` for its actors to start, and `waited_s` in later steps."""
+    """Return the rows of a finished run of two groups a step, waiting `first_wait_s` at first and `waited_s` in later steps."""
     rows: list[dict[str, Any]] = [{"kind": "event", "time": START, "event": "run_started", "detail": "offbeat 9.9"}]
     at = START
     for index, reward in enumerate(rewards):
@@ -90,6 +90,6 @@ def _group(lease_id: int, at: float) -> dict[str, Any]:
 
 
 def write_rows(folder: Path, rows: Sequence[object]) -> None:
-    """As the rows of a run in this folder."""
+    """Write the rows into the folder of a run."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""Claims about `lab.sweep.estimates`: the textbook's numbers, and what holds whatever the numbers are."""
+"""Claims about `lab.sweep.estimates`: textbook numbers, and properties that hold for any numbers."""
 
 import math
 

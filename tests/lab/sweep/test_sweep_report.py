@@ -36,7 +36,7 @@ LEARNED = [0.0, 0.5, *([0.9] * 10)]
 
 
 def sweep_in(folder: Path, *varied: str, seeds: int) -> Plan:
-    """A sweep's folder with its plan, and no run yet."""
+    """Plan a sweep in `folder`, without any rows."""
     (folder / "run.toml").write_text(CONFIG)
     plan = make_plan(varied, num_seeds=seeds, first_seed=0)
     prepare(plan, make_cells(plan, folder / "run.toml", [], folder), folder)
@@ -44,7 +44,7 @@ def sweep_in(folder: Path, *varied: str, seeds: int) -> Plan:
 
 
 def whole_sweep(folder: Path) -> Plan:
-    """Bounds 0, 4 and 8 with three seeds: 4 is as good in half the time, 8 is worse."""
+    """Write a sweep of bounds 0, 4 and 8 with three seeds: 4 is as good in half the time, 8 is worse."""
     plan = sweep_in(folder, "max_staleness=0,4,8", seeds=3)
     for seed in range(3):
         for bound, step_s, loss in ((0, 2.0, 0.0), (4, 1.0, 0.0), (8, 1.0, 0.3)):
@@ -55,13 +55,13 @@ def whole_sweep(folder: Path) -> Plan:
 
 
 def report_of(folder: Path, plan: Plan, margin: float = 0.02) -> tuple[str, dict[str, Any]]:
-    """The page and the JSON."""
+    """Write the report; return the page and the JSON."""
     page = write_sweep_report(folder, plan, margin).read_text()
     return page, json.loads((folder / "sweep.json").read_text())
 
 
 def cells_of(page: str, title: str) -> list[list[str]]:
-    """The lines of the first table after a heading, the head's first."""
+    """Return the lines of the first table after a heading, beginning with its head."""
     section = page[page.index(f"<h2>{title}</h2>") :]
     table = section[section.index("<table>") : section.index("</table>")]
     lines = re.findall(r"<tr>(.*?)</tr>", table)
