@@ -62,6 +62,7 @@ class EvalRow(Stamped, frozen=True, kw_only=True, tag="eval"):
     length: float | None
     """Mean tokens of the completions; nan, null in the file, where every prompt failed."""
     num_completions: int
+    """Completions that were rewarded."""
     num_failed: int
     """Prompts without completions after all attempts."""
 
@@ -70,8 +71,11 @@ class GroupRow(Stamped, frozen=True, kw_only=True, tag="group"):
     """The end of a generated group."""
 
     lease_id: int
+    """The lease that the group answered."""
     prompt_id: int
+    """Number of the prompt in the training data, counted from 0."""
     actor: str
+    """The actor that generated the group."""
     outcome: str
     """`trained` or `dropped`."""
     reason: str
@@ -98,11 +102,15 @@ class ActorRow(Stamped, frozen=True, kw_only=True, tag="actor"):
     """An actor's report; its counters only grow until the actor is started again."""
 
     actor: str
+    """The actor that sent the heartbeat."""
     policy_version: int
     """The version of the actor's weights; -1 before the first."""
     num_generated_tokens: int
+    """Tokens that its engine has sampled since the start."""
     num_groups_sent: int
+    """Groups that it has sent since the start."""
     num_running_completions: int
+    """Completions in its engine now."""
     seconds: dict[str, float]
     """Main-loop seconds by what they went to: `generate`, `commit_weights`, `wait_leases`, `wait_weights`, `wait_rewards`."""
 
@@ -111,6 +119,7 @@ class WeightsRow(Stamped, frozen=True, kw_only=True, tag="weights"):
     """Weights sent to actors in one collective."""
 
     policy_version: int
+    """The version that was published."""
     publish_s: float
     """Seconds from the start of the update until every member was done or had been given up."""
     num_members: int
@@ -123,7 +132,9 @@ class CommitRow(Stamped, frozen=True, kw_only=True, tag="commit"):
     """An actor's engine has changed to new weights."""
 
     actor: str
+    """The actor that committed the weights."""
     policy_version: int
+    """The version that its engine samples with from now on."""
     stall_s: float
     """Seconds the engine stood still for it."""
 
@@ -132,7 +143,9 @@ class CanaryRow(Stamped, frozen=True, kw_only=True, tag="canary"):
     """An engine's log-probs of a fixed sequence, compared with the learner's under the same weights."""
 
     actor: str
+    """The actor whose engine scored the canary."""
     policy_version: int
+    """The version that the canary was scored under."""
     max_abs_diff: float | None
     """Largest difference of a token, in nats; nan, null in the file, where a log-prob was not finite."""
 
@@ -143,6 +156,7 @@ class RoutingRow(Stamped, frozen=True, kw_only=True, tag="routing"):
     actor: str | None = None
     """The actor whose engine is compared with the learner; absent where versions of the learner are."""
     policy_version: int
+    """The version whose routing is compared."""
     metrics: Mapping[str, int | float | None]
     """Numbers by name (`offbeat.common.step_metrics`)."""
 
@@ -151,7 +165,9 @@ class EngineRow(Stamped, frozen=True, kw_only=True, tag="engine"):
     """An actor has joined with this engine."""
 
     actor: str
+    """The actor that joined."""
     engine: EngineInfo
+    """Name, version, dtype and device of its engine, and hashes of its model, tokenizer and chat template."""
 
 
 class EventRow(Stamped, frozen=True, kw_only=True, tag="event"):
@@ -195,6 +211,7 @@ class EpochRow(Stamped, frozen=True, kw_only=True, tag="epoch"):
     epoch: int
     """Number of the pass, from 0."""
     num_trained: int
+    """Prompts of the epoch that were trained on."""
     dropped: dict[str, list[int]]
     """Prompts that were not trained on in this pass, by reason."""
 
@@ -203,11 +220,15 @@ class LedgerSums(msgspec.Struct, frozen=True):
     """Leases of the run by how they ended."""
 
     leased: int
+    """Leases granted."""
     trained: int
+    """Leases whose group was trained on."""
     dropped: dict[str, int]
     """By reason."""
     expired: int
+    """Leases that ended without a group."""
     in_flight: int
+    """Leases that had not ended."""
 
     @property
     def num_accounted(self) -> int:
@@ -219,9 +240,11 @@ class FinalRow(Stamped, frozen=True, kw_only=True, tag="final"):
     """The end of the run."""
 
     policy_version: int
+    """The version that training reached."""
     wall_s: float
     """Seconds since the learner process was started."""
     ledger: LedgerSums
+    """Sums over all leases of the run."""
     outcome: str
     """`finished`, `stopped` or `failed`."""
     detail: str
