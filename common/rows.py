@@ -73,7 +73,7 @@ class GroupRow(Stamped, frozen=True, kw_only=True, tag="group"):
     lease_id: int
     """The lease that the group answered."""
     prompt_id: int
-    """Number of the prompt in the training data, counted from 0."""
+    """Number of the prompt, counted from 0; rows that `task.long_prompts` leaves out do not count."""
     actor: str
     """The actor that generated the group."""
     outcome: str
