@@ -1,21 +1,21 @@
-"""Asynchronous against synchronous training: the same rollouts under `max_staleness` 4 and 0.
+"""Asynchronous compared with synchronous training: the same rollouts under `max_staleness` 4 and 0.
 
-    python -m tests.benchmarks.async_vs_sync sleep     # the machinery alone: generation and training are sleeps; 2.5 minutes
+    python -m tests.benchmarks.async_vs_sync sleep     # generation and training are sleeps; 2.5 minutes
     python -m tests.benchmarks.async_vs_sync engine    # `offbeat train` on a tiny random model under vLLM; 3 minutes
 
-`sleep` asks what leases, sockets, gate, buffer and weight updates cost beside compute. Everything but engine and trainer is
-the product: actors in processes of their own, one hub, one publisher. With B groups in a step, N groups in flight, group
-time X and training time T, the ideals are made of the times measured in the same trial:
+`sleep` measures the cost of leases, sockets, gate, buffer and weight updates. Everything but engine and trainer is production
+code: actors in separate processes, one hub, one publisher. With B groups in a step, N groups in flight, group time X and
+training time T, the ideals follow from the times measured in the same trial:
 
     sync       E[longest of a step's B groups] + T
     async      max(B E[X] / N, T)
-    colocated  E[longest of a step's B groups] + T / 2: synchronous, the devices of both services doing both in turn
-    divisible  (B E[X] / N + T) / 2: no tail, no switching; no synchronous system reaches it
+    colocated  E[longest of a step's B groups] + T / 2: synchronous, all devices sample and train in turn
+    divisible  (B E[X] / N + T) / 2: without a tail and without switching; no synchronous system reaches it
 
-Here N = B: both modes have the same slots, and the actor uses as many devices as the trainer.
+Here N = B: both modes have the same slots, and actors and trainer use equally many devices.
 
-Lag: by Little's law E[policy lag] = L / B, L being the mean number of groups that were begun and not yet trained on. It
-is N / B + 1/2 where actors are the bottleneck (plus the time a weight update takes), and `max_staleness` where the trainer is.
+By Little's law E[policy lag] = L / B, where L is the mean number of groups begun and not yet trained on. The lag is
+N / B + 1/2 if actors are the bottleneck (plus the time of a weight update), and `max_staleness` if the trainer is.
 """
 
 import os
@@ -71,7 +71,7 @@ WORKLOADS = (Workload(0.5, 0.5), Workload(1.0, 0.5), Workload(1.0, 1.5))
 
 
 def sleep() -> None:
-    """Measure and print."""
+    """Measure all workloads in both modes and print the tables."""
     torch.set_num_threads(1)
     trials: dict[tuple[Workload, str], list[Trial]] = {}
     with processes(act, NUM_ACTORS) as connections:
@@ -133,7 +133,7 @@ def _ideal_row(workload: Workload, of_sync: list[Trial], of_async: list[Trial]) 
 
 
 def _generate_s(trial: Trial) -> float:
-    """`B E[X] / N`."""
+    """Return `B E[X] / N`, the seconds of sampling per step."""
     return mean(trial.group_s) * GROUPS_PER_STEP / (NUM_ACTORS * GROUPS_PER_ACTOR)
 
 
@@ -167,7 +167,7 @@ ENGINE_TIMEOUT_S = 150.0
 
 
 def engine() -> None:
-    """Measure and print."""
+    """Run `offbeat train` in both modes and print the tables."""
     from transformers.utils.logging import disable_progress_bar
 
     from offbeat.deploy.quickstart.tiny_models import make_tiny_model
@@ -176,7 +176,7 @@ def engine() -> None:
     runs: dict[str, list[OffbeatRun]] = {mode: [] for mode in MAX_STALENESS}
     with tempfile.TemporaryDirectory(prefix="offbeat-benchmark-") as name:
         folder = Path(name)
-        # Forty letters and the end: completions end after about 44 tokens, one in 300 not before the limit.
+        # With 40 characters and an end token, completions end after about 44 tokens; one in 300 reaches the limit.
         make_tiny_model(folder / "model", alphabet="0123456789abcdefghijklmnopqrstuvwxyz+-=>")
         prompts = [{"prompt": f"{index:03d}+{index % 7}>", "answer": "none"} for index in range(64)]
         (folder / "train.jsonl").write_bytes(b"".join(msgspec.json.encode(prompt) + b"\n" for prompt in prompts))
@@ -203,12 +203,12 @@ def engine() -> None:
 
 
 def _engine_config(folder: Path) -> Config:
-    # No completion is ever right, so the policy stands still: both modes sample from one distribution of lengths.
+    # Every reward is 0, so the policy does not change and both modes sample from one distribution of lengths.
     return Config(
         model=ModelSection(path=str(folder / "model"), dtype="float32", max_length=272),
         task=TaskSection(train_data=str(folder / "train.jsonl"), max_prompt_tokens=16),
         rollout=RolloutSection(group_size=GROUP_SIZE, max_new_tokens=256),
-        # Small micro-batches: with all 64 completions in one, most of the training would be padding.
+        # Micro-batches are small, because padding would dominate one of all 64 completions.
         train=TrainSection(num_steps=ENGINE_STEPS, groups_per_step=ENGINE_GROUPS_PER_STEP, micro_batch_tokens=2048),
         hub=HubSection(address="tcp://127.0.0.1:0", heartbeat_s=0.2),
         actor=ActorSection(max_inflight_groups=ENGINE_GROUPS_PER_STEP),
@@ -226,7 +226,7 @@ def _tokens(run: OffbeatRun) -> float:
 
 
 def _busy_s(run: OffbeatRun) -> tuple[float, float]:
-    """Seconds that the actor sampled, and that the learner did not wait, first to last step."""
+    """Return the seconds that the actor sampled and that the learner did not wait, first to last step."""
     wall_s = _between_steps_s(run)
     shares = learner_shares(run)
     return mean(actor_shares(run)["generate"]) * wall_s, (1 - shares["wait_rollouts"] - shares["publish_wait"]) * wall_s
@@ -246,9 +246,9 @@ def _engine_row(mode: str, runs: list[OffbeatRun]) -> list[str]:
 
 
 def _colocated_ratios(of_sync: list[OffbeatRun], of_async: list[OffbeatRun]) -> list[float]:
-    """A synchronous run on the cores of both services, against the asynchronous one.
+    """Estimate the time of a synchronous run on the cores of both services, relative to the asynchronous run.
 
-    Its tail stays as long (the longest completion is one sequence), its training takes half. It is estimated, not run.
+    The tail stays as long, because the longest completion is one sequence; training takes half the time.
     """
     ratios = []
     for one, other in zip(of_sync, of_async, strict=True):
@@ -258,7 +258,7 @@ def _colocated_ratios(of_sync: list[OffbeatRun], of_async: list[OffbeatRun]) -> 
 
 
 def _shares_text(shares: list[dict[str, float]]) -> str:
-    """Medians would not add up: means, in per cent."""
+    """Return the mean shares in percent; medians would not add up."""
     return ", ".join(f"{name} {mean(of_run[name] for of_run in shares):.0%}" for name in shares[0])
 
 
@@ -267,7 +267,7 @@ def _actor_text(runs: list[OffbeatRun]) -> str:
 
 
 def main() -> None:
-    """The parts named on the command line; both if none is."""
+    """Run the parts named on the command line, or both."""
     prepare_environment()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     parts = {"sleep": sleep, "engine": engine}

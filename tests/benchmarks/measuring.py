@@ -1,4 +1,4 @@
-"""What the benchmarks share: processes that end with the benchmark, costs, spreads and tables."""
+"""Tools of all benchmarks: processes that end with the benchmark, costs, spreads and tables."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ from offbeat.common.rows import ActorRow, OtherRow, Row, StepRow
 from offbeat.common.shutdown import die_with_parent
 
 NUM_ROUNDS = 3
-"""How often each variant is measured; the variants take turns within a round, so that other load hits all of them."""
+"""Measurements of each variant. The variants take turns within a round, so that other load affects all of them."""
 
 Kind = TypeVar("Kind", bound=Row)
 
@@ -31,19 +31,19 @@ context = multiprocessing.get_context("spawn")
 
 
 class Cost(NamedTuple):
-    """What one trial took."""
+    """The time of one trial."""
 
     wall_s: float
     cpu_s: float
-    """Of all processes that took part."""
+    """CPU time of all processes of the trial."""
 
 
 class OffbeatRun(NamedTuple):
-    """A run of `offbeat train` that ended well."""
+    """A run of `offbeat train` that succeeded."""
 
     rows: list[Row | OtherRow]
     cost: Cost
-    """Start-up and report included."""
+    """The cost of the whole command, start-up and report included."""
 
     def of_kind(self, kind: type[Kind]) -> list[Kind]:
         """Return the rows of one kind, in order."""
@@ -51,13 +51,13 @@ class OffbeatRun(NamedTuple):
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """`median (min–max)`."""
+    """Return `median (min–max)`."""
     low, middle, high = (f"{value:,.{digits}f}" for value in (min(values), median(values), max(values)))
     return f"{middle} ({low}–{high})"
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A Markdown table whose columns are aligned, the machine's load under it."""
+    """Print a Markdown table with aligned columns, and the machine's load under it."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     print(f"\n{title}\n")
     for row in (header, ["-" * width for width in widths], *rows):
@@ -68,7 +68,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 @contextmanager
 def processes(target: Callable[..., None], num_processes: int, *arguments: Any) -> Iterator[list[Connection]]:
-    """Run `target(connection, *arguments)` in processes of their own; they are killed when the context ends."""
+    """Run `target(connection, *arguments)` in new processes; yield their connections. Kill the processes at the end."""
     connections: list[Connection] = []
     started = []
     try:
@@ -99,7 +99,7 @@ def receive_from(connection: Connection, timeout_s: float = PATIENCE_S) -> Any:
 
 
 def run_offbeat(*arguments: str, timeout_s: float) -> OffbeatRun:
-    """`offbeat train ARGUMENTS` with a run folder of its own; a run that fails or takes longer ends the benchmark."""
+    """Run `offbeat train ARGUMENTS` with a temporary run folder. End the benchmark if the run fails or takes longer."""
     started, cpu_before = time.monotonic(), _children_cpu_s()
     with tempfile.TemporaryDirectory(prefix="offbeat-benchmark-") as folder:
         log = Path(folder) / "train.log"
@@ -112,7 +112,7 @@ def run_offbeat(*arguments: str, timeout_s: float) -> OffbeatRun:
             sys.exit(f"offbeat train did not end within {timeout_s:g} s:\n{log.read_text(errors='replace')[-4000:]}")
         finally:
             if process.poll() is None:
-                # Its children ask the kernel to die with it.
+                # The children of `offbeat train` ask the kernel to die with it.
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         if status:
@@ -127,9 +127,9 @@ def _children_cpu_s() -> float:
 
 
 def actor_shares(run: OffbeatRun) -> dict[str, list[float]]:
-    """For every second that an actor keeps account of, the share of each actor's time, between first and last step.
+    """Return each actor's share of time in each activity, between the first and the last step.
 
-    `other` is what no account names: messages, and the loop itself.
+    `other` is the time of no activity: messages, and the loop itself.
     """
     steps = run.of_kind(StepRow)
     first_time, last_time = steps[0].time, steps[-1].time
@@ -145,7 +145,7 @@ def actor_shares(run: OffbeatRun) -> dict[str, list[float]]:
 
 
 def learner_shares(run: OffbeatRun) -> dict[str, float]:
-    """What the training loop's time went to, as shares, between first and last step."""
+    """Return the share of each activity in the training loop's time, between the first and the last step."""
     steps = run.of_kind(StepRow)[1:]
     wall_s = sum(step.measured("time/step_s") for step in steps)
     names = ("wait_rollouts", "train", "snapshot", "publish_wait")

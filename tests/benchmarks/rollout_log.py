@@ -1,16 +1,16 @@
-"""What the rollout log costs, against writing and copying the same bytes in the same run.
+"""The cost of the rollout log, compared with writing and copying the same bytes in the same run.
 
-    python -m tests.benchmarks.rollout_log [FOLDER]    # 1 minute; FOLDER: on the disk to be measured, default the current one
+    python -m tests.benchmarks.rollout_log [FOLDER]    # 1 minute; FOLDER: on the disk to measure, default the current one
 
 One process appends groups of 8 completions, and reads them again:
 
-    copy      the same bytes into another buffer, nothing else
-    os.write  the same bytes as one block into a file of their own, nothing else
-    off, second, ack  append and commit, by fsync policy; a commit for each group
-    ack/16    as ack, a commit for 16 groups: what a learner does that finds several groups waiting
-    replay    read_log: map, check, decode each record; hand out its arrays
+    copy      only copies the same bytes into another buffer
+    os.write  only writes the same bytes as one block into another file
+    off, second, ack  append and commit, by fsync policy; one commit for each group
+    ack/16    fsync policy ack with one commit for 16 groups, as in a learner that finds several groups waiting
+    replay    read_log: map, check and decode each record; return its arrays
 
-Segments have the default size; files are warm in the page cache when they are read.
+Segments have the default size; files are in the page cache when they are read.
 """
 
 import sys
@@ -31,9 +31,9 @@ from tests.benchmarks.measuring import print_table, spread
 NUM_ROUNDS = 5
 GROUP_SIZE = 8
 NUM_GROUPS = {64: 8000, 1024: 2000, 4096: 600}
-"""Groups of one trial, by tokens of a completion."""
+"""Number of groups in one trial, by tokens per completion."""
 NUM_SYNCED_GROUPS = 200
-"""Of a trial that syncs each group."""
+"""Number of groups in a trial with fsync policy ack."""
 SEGMENT_BYTES = LogSection().segment_mb << 20
 HUGE = 1 << 50
 
@@ -41,7 +41,7 @@ Payload = tuple[Accepted, np.ndarray, np.ndarray]
 
 
 def make_payload(num_tokens: int) -> Payload:
-    """A group whose completions have `num_tokens` tokens each."""
+    """Return a group whose completions have `num_tokens` tokens each."""
     generator = np.random.default_rng(num_tokens)
     completions = tuple(CompletionMeta(num_tokens, "stop", 1.0, (Segment(0, 0),)) for _ in range(GROUP_SIZE))
     event = Accepted(at=0.0, lease_id=1, actor="actor-0", completions=completions, generate_s=1.0, policy_version=0)
@@ -50,10 +50,10 @@ def make_payload(num_tokens: int) -> Payload:
 
 
 def copy(folder: Path, payload: Payload, num_groups: int) -> float:
-    """Seconds for all groups."""
+    """Copy the bytes of all groups; return the seconds."""
     block = b"".join(encode_record(*payload))
     target = memoryview(bytearray(len(block) * num_groups))
-    # The pages are there, as a page cache that was in use has them.
+    # Touch every page first: a page cache in use has its pages already.
     target[:] = bytes(len(target))
     started = time.perf_counter()
     for index in range(num_groups):
@@ -62,7 +62,7 @@ def copy(folder: Path, payload: Payload, num_groups: int) -> float:
 
 
 def plain_write(folder: Path, payload: Payload, num_groups: int) -> float:
-    """Seconds for all groups."""
+    """Write the bytes of all groups to a file; return the seconds."""
     block = b"".join(encode_record(*payload))
     with (folder / "plain").open("wb", buffering=0) as file:
         started = time.perf_counter()
@@ -72,7 +72,7 @@ def plain_write(folder: Path, payload: Payload, num_groups: int) -> float:
 
 
 def append(folder: Path, payload: Payload, num_groups: int, *, fsync: Fsync, groups_per_commit: int = 1) -> float:
-    """Seconds for all groups."""
+    """Append and commit all groups; return the seconds."""
     log = RolloutLog(folder, fsync=fsync, segment_bytes=SEGMENT_BYTES, retain_bytes=HUGE, min_free_bytes=0)
     started = time.perf_counter()
     for index in range(num_groups):
@@ -85,7 +85,7 @@ def append(folder: Path, payload: Payload, num_groups: int, *, fsync: Fsync, gro
 
 
 def replay(folder: Path, payload: Payload, num_groups: int) -> float:
-    """Seconds for all groups."""
+    """Read all groups from a log; return the seconds, without those of writing."""
     append(folder, payload, num_groups, fsync="off")
     started = time.perf_counter()
     num_read = sum(len(record.arrays) == 2 for record in read_log(folder))
@@ -105,7 +105,7 @@ VARIANTS: dict[str, Callable[[Path, Payload, int], float]] = {
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure all variants and print the table."""
     parent = Path(sys.argv[1]) if len(sys.argv) > 1 else Path.cwd()
     rows = []
     for num_tokens, num_groups in NUM_GROUPS.items():
@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def table_row(variant: str, num_tokens: int, num_bytes: int, seconds: dict[str, list[float]]) -> list[str]:
-    """One line of the table: rates, and the ratio to the plain write of the same round."""
+    """Return one line of the table: rates, and the ratio to the plain write of the same round."""
     pairs = zip(seconds[variant], seconds["os.write"], strict=True)
     return [
         f"{GROUP_SIZE} x {num_tokens}",

@@ -1,7 +1,7 @@
-"""Many actors in one process: their sockets and messages, no engines. They cost as little as Python allows.
+"""Many actors in one process, with sockets and messages but no engines, as cheap as Python allows.
 
-An actor answers every lease at once, with the same group. Bodies are decoded by msgspec alone; the answer is encoded once, and
-takes the id of its lease by a patch.
+An actor answers every lease at once with the same group. Only msgspec decodes the bodies; the answer is encoded once, and each
+lease id is patched into its bytes.
 """
 
 import time
@@ -31,7 +31,7 @@ from offbeat.protocols.wire import Frame, encode
 from tests.benchmarks.stand_ins import ENGINE, VOCABULARY_SIZE
 
 PATIENCE_S = 30.0
-# Of eight bytes in msgpack, as any id is that is patched into its place.
+# Takes eight bytes in msgpack, like the ids that are patched into its place.
 _ANY_LEASE_ID = 0x0123456789ABCDEF
 
 _decoder = msgspec.msgpack.Decoder(LearnerMessage)
@@ -53,24 +53,24 @@ class EncodedGroup:
         self._before, self._after = bytes(body).split(_ANY_LEASE_ID.to_bytes(8, "big"))
         self._arrays = arrays
         self.num_bytes = len(magic) + len(body) + sum(map(len, arrays))
-        """ZeroMQ's own framing aside."""
+        """Bytes of all frames, without ZeroMQ's framing."""
 
     def frames(self, lease_id: int) -> list[Frame]:
-        """The answer to this lease."""
+        """Return the frames that answer this lease."""
         return [self._magic, self._before + lease_id.to_bytes(8, "big") + self._after, *self._arrays]
 
 
 class Answered(NamedTuple):
-    """What the actors saw of a trial."""
+    """Times of a trial as its actors measure them."""
 
     wall_s: float
-    """From the first lease asked for to the last acknowledgement."""
+    """Seconds from the first request for leases to the last acknowledgement."""
     ack_s: list[float]
-    """Of every group: from its being sent to its acknowledgement."""
+    """Seconds from sending to acknowledgement, of every group."""
 
 
 class SimulatedActors:
-    """So many actors at one hub. `learner_key` goes with `key`, which all of them share."""
+    """`num_actors` actors at one hub, which share `key`. Without `key` there is no encryption, and no `learner_key`."""
 
     def __init__(self, address: str, num_actors: int, *, key: KeyPair | None, learner_key: PublicKey | None) -> None:
         self._context = zmq.Context()
@@ -83,7 +83,7 @@ class SimulatedActors:
             self._poller.register(socket, zmq.POLLIN)
 
     def join(self) -> None:
-        """All say hello, and are welcome when this returns; none asks for work yet."""
+        """Say hello as every actor and wait until all are welcome. No actor asks for work yet."""
         for index, socket in enumerate(self._sockets):
             send(socket, make_hello(f"actor-{index}"))
         num_welcome = 0
@@ -96,7 +96,7 @@ class SimulatedActors:
             send(socket, WeightsCommitted(policy_version=0, stall_s=0.0))
 
     def answer(self, group: EncodedGroup, num_groups: int, capacity: int) -> Answered:
-        """Ask for work, and answer leases until so many groups are acknowledged."""
+        """Ask for work, and answer leases until `num_groups` groups are acknowledged."""
         sent_at: dict[zmq.Socket, deque[float]] = {socket: deque() for socket in self._sockets}
         ack_s: list[float] = []
         started = time.monotonic()
@@ -110,7 +110,7 @@ class SimulatedActors:
                         socket.send_multipart(group.frames(message.lease_id), zmq.NOBLOCK, copy=group.num_bytes < 1 << 16)
                     else:
                         assert isinstance(message, Ack) and message.outcome == "accepted", message
-                        # In the order of the groups: the hub is one thread.
+                        # The hub is one thread, so acks arrive in the order of the groups.
                         ack_s.append(time.monotonic() - sent_at[socket].popleft())
         return Answered(time.monotonic() - started, ack_s)
 
@@ -128,7 +128,7 @@ class SimulatedActors:
 def open_dealer(
     context: zmq.Context, address: str, name: str, *, key: KeyPair | None, learner_key: PublicKey | None
 ) -> zmq.Socket:
-    """A socket like a `Link`'s, without its comforts."""
+    """Return a connected DEALER socket with the options of a `Link`'s."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, f"{name}/{time.time_ns()}".encode())
     socket.setsockopt(zmq.RCVTIMEO, round(PATIENCE_S * 1000))
@@ -141,7 +141,7 @@ def open_dealer(
 
 
 def make_hello(name: str) -> Hello:
-    """An actor's, welcome by the stand-in learner's contract."""
+    """Return an actor's hello that satisfies the stand-in learner's contract."""
     return Hello(
         actor=name,
         incarnation=1,
@@ -153,7 +153,7 @@ def make_hello(name: str) -> Hello:
 
 
 def send(socket: zmq.Socket, message: ActorMessage) -> None:
-    """A message without arrays."""
+    """Send a message without arrays."""
     socket.send_multipart(encode(message))
 
 

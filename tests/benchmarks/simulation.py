@@ -1,19 +1,19 @@
-"""What `offbeat simulate` predicts, against runs: throughput, and mean policy lag.
+"""Throughput and mean policy lag as `offbeat simulate` predicts them, compared with runs.
 
     python -m tests.benchmarks.simulation sockets OUT       # real sockets, sleeping engines; 3 minutes
     python -m tests.benchmarks.simulation quickstart OUT    # `offbeat train` on the quick start; 12 minutes a round
-    python -m tests.benchmarks.simulation compare RUN... --fit RUN...    # runs that are there already
+    python -m tests.benchmarks.simulation compare RUN... --fit RUN...    # existing runs
 
-The first two make `--rounds` run folders for each number of actors and bound in OUT, round by round; called again, they make
-those that are not finished, so they may be stopped at any time. Then all are compared, and OUT/simulation.json has the figures.
-Two of the settings (`FITTED`) give the simulation its times, and are marked in the table: it has seen neither the bounds nor
-the numbers of actors of the others. With `compare` it is the runs after `--fit`.
+The first two make `--rounds` run folders for each setting in OUT, round by round; called again, they make the unfinished ones,
+so they may be stopped at any time. They compare all runs, and write the figures to OUT/simulation.json.
+Two of the settings (`FITTED`, or the runs after `--fit`) give the simulation its times and are marked in the table. The
+simulation knows neither the bounds nor the numbers of actors of the other settings.
 
-Both sides are measured alike: all optimizer steps but the first `STEPS_LEFT_OUT`, the mean over `NUM_SEEDS` simulations, and
-over the runs of a setting. How far these are from each other bounds what a prediction can be: `±` is half of their range.
+Runs and simulations are measured alike: all optimizer steps but the first `STEPS_LEFT_OUT`, the mean over `NUM_SEEDS`
+simulations, and over the runs of a setting. The runs' spread limits the accuracy of a prediction: `±` is half their range.
 
-`sockets` asks whether leases, weights and selection are simulated as they are: every group's time is known, no core is short.
-`quickstart` asks what is left of it where engines, learner and their helpers crowd on a machine's cores.
+`sockets` tests the simulation of leases, weights and selection: the time of every group is known, and no core is short.
+`quickstart` tests it where engines, learner and their helpers share the cores of one machine.
 """
 
 import argparse
@@ -74,7 +74,7 @@ LOADS_FILE = "loads.json"
 
 
 class Setting(NamedTuple):
-    """One configuration."""
+    """One configuration of a run."""
 
     num_actors: int
     max_staleness: int
@@ -83,7 +83,7 @@ class Setting(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its runs' folder."""
+        """Name of the setting in its runs' folders."""
         return f"actors-{self.num_actors}-staleness-{self.max_staleness}-slots-{self.num_slots}"
 
 
@@ -98,19 +98,19 @@ SETTINGS = {
 }
 FITTED = {
     "sockets": [Setting(4, 4, 4), Setting(4, 0, 4)],
-    # Unlike ones: training alone and beside busy actors, actors with few groups and with many.
+    # These two differ: training alone and beside busy actors, actors with few groups and with many.
     "quickstart": [Setting(2, 4, 16), Setting(2, 0, 4)],
 }
 
 
-# Sockets: runs whose engines and trainer sleep
+# Runs whose engines and trainer sleep
 
 WORKLOAD = Workload(0.5, 1.0)
 SOCKET_STEPS = 60
 
 
 class SocketLearner:
-    """The learner's loop with a sleep for the trainer; it leaves a run's folder, as `learner.service` does."""
+    """The learner's loop with a sleep in place of the trainer. It writes a run folder like `learner.service`."""
 
     def __init__(self, hub: Hub, setting: Setting, folder: Path, metrics: MetricsWriter) -> None:
         self._hub = hub
@@ -135,7 +135,7 @@ class SocketLearner:
         self._hub_thread = HubThread(hub, self._dispatcher)
 
     def run(self) -> None:
-        """All steps."""
+        """Run all steps and write the final row."""
         self._dispatcher.begin()
         self._hub_thread.start()
         deadline = time.monotonic() + PATIENCE_S
@@ -182,7 +182,7 @@ class SocketLearner:
 
 
 def make_socket_run(folder: Path, setting: Setting) -> None:
-    """A run of `SOCKET_STEPS` steps in this folder."""
+    """Make a run of `SOCKET_STEPS` steps in this folder."""
     config = Config(
         run=RunSection(dir=str(folder)),
         model=ModelSection(path="sleeping"),
@@ -214,7 +214,7 @@ def make_socket_run(folder: Path, setting: Setting) -> None:
 
 
 def make_quickstart_run(folder: Path, setting: Setting) -> None:
-    """`offbeat train`, its output in `NAME.log` in the folder `logs` beside it."""
+    """Run `offbeat train` in this folder, with its output in the folder `logs` beside it."""
     settings = [
         f"launch.num_actors={setting.num_actors}",
         f"staleness.max_staleness={setting.max_staleness}",
@@ -223,7 +223,7 @@ def make_quickstart_run(folder: Path, setting: Setting) -> None:
     command = [sys.executable, "-m", "offbeat.deploy.cli", "train", *settings, f'run.dir="{folder}"']
     log = folder.parent / "logs" / f"{folder.name}.log"
     log.parent.mkdir(exist_ok=True)
-    # It ends with this process, and its services with it.
+    # The command and its services end with this process.
     environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
     with log.open("wb") as stream:
         subprocess.run(command, env=environment, stdout=stream, stderr=stream, timeout=RUN_TIMEOUT_S, check=True)
@@ -233,7 +233,7 @@ def make_quickstart_run(folder: Path, setting: Setting) -> None:
 
 
 class Outcome(NamedTuple):
-    """What a run did, or would do, after the first steps."""
+    """Measured or predicted figures of a run after the first steps."""
 
     groups_per_s: float
     mean_lag: float
@@ -245,7 +245,7 @@ FIGURES: dict[str, Figure] = {
     "groups/s": lambda outcome: outcome.groups_per_s,
     "mean lag": lambda outcome: outcome.mean_lag,
 }
-"""What a prediction is judged by."""
+"""The figures that predictions are compared by."""
 
 
 class Comparison(NamedTuple):
@@ -256,20 +256,20 @@ class Comparison(NamedTuple):
     runs: list[Outcome]
     predicted: Outcome
     loads: list[float]
-    """Load averages (1 minute) of the machine before and after each run, where they were noted."""
+    """Load averages (1 minute) of the machine before and after each run that recorded them."""
 
     def measured(self, figure: Figure) -> float:
-        """The mean over the runs."""
+        """Return the mean of a figure over the runs."""
         return mean(figure(outcome) for outcome in self.runs)
 
     def half_range(self, figure: Figure) -> float:
-        """Over the runs."""
+        """Return half the range of a figure over the runs."""
         values = [figure(outcome) for outcome in self.runs]
         return (max(values) - min(values)) / 2
 
 
 def measure(run: Path) -> Outcome:
-    """From a run's rows."""
+    """Return the figures of a run from its rows."""
     rows = list(read_rows(run / ROWS_FILE))
     steps = [row for row in rows if isinstance(row, StepRow)]
     seconds = steps[-1].time - steps[STEPS_LEFT_OUT - 1].time
@@ -280,7 +280,7 @@ def measure(run: Path) -> Outcome:
 
 
 def predict(config: Config, source: Source) -> Outcome:
-    """The same of simulations of the run's own config."""
+    """Return the mean figures of `NUM_SEEDS` simulations of a run's config."""
     outcomes = []
     for seed in range(NUM_SEEDS):
         batches = simulate_batches(config, source, num_actors=config.launch.num_actors, seconds=math.inf, seed=seed)
@@ -295,7 +295,7 @@ def predict(config: Config, source: Source) -> Outcome:
 
 
 def compare(runs: Sequence[Path], fitted: Sequence[Path], cores: int | None, out: Path | None) -> None:
-    """Print, and write to `out`, how far predictions are off."""
+    """Print the errors of the predictions, and write the comparisons to `out`."""
     source = fitted_times(load(fitted[0] / "config.toml"), fitted, cores)
     runs_of: dict[Setting, list[Path]] = {}
     configs: dict[Setting, Config] = {}
@@ -351,7 +351,7 @@ def _row(one: Comparison) -> list[str]:
 
 
 def _error(predicted: float, measured: float) -> float | None:
-    """Relative; None where nothing happened, and nothing was predicted."""
+    """Return the relative error; None if both values are 0."""
     if not measured:
         return None if not predicted else math.inf
     return predicted / measured - 1
@@ -361,9 +361,9 @@ def _error(predicted: float, measured: float) -> float | None:
 
 
 def make_runs(part: str, out: Path, num_rounds: int) -> None:
-    """The runs of a part that are not finished yet, and the comparison of all.
+    """Make the unfinished runs of a part, then compare all runs.
 
-    Every setting once before any of them again: the machine's moods meet all alike.
+    A round has every setting once, so that changes in the machine's load affect all settings alike.
     """
     make = {"sockets": make_socket_run, "quickstart": make_quickstart_run}[part]
     out.mkdir(parents=True, exist_ok=True)
@@ -379,7 +379,7 @@ def make_runs(part: str, out: Path, num_rounds: int) -> None:
         make(folder, setting)
         (folder / LOADS_FILE).write_text(json.dumps([before, os.getloadavg()[0]]))
         print(f"{folder.name}: {measure(folder)}", flush=True)
-    # Sleeping services share no core.
+    # Sleeping services do not compete for cores.
     cores = 0 if part == "sockets" else None
     fitted = [folder for (_, setting), folder in folders.items() if setting in FITTED[part]]
     compare(list(folders.values()), fitted, cores, out / "simulation.json")
@@ -392,7 +392,7 @@ def _is_finished(run: Path) -> bool:
 
 
 def main() -> None:
-    """What the command line says."""
+    """Run the part that the command line names."""
     prepare_environment()
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

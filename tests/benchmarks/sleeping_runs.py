@@ -53,17 +53,17 @@ NUM_STEPS = 20
 MEAN_COMPLETION_S = 0.05
 LAYOUT = make_layout([("weights", (1 << 18,))], torch.float32)
 STEPS_LEFT_OUT = 4
-"""At either end, where the ideals and the law of the lag are asked for: they are about the steady state."""
+"""Steps left out at either end of a run, because the ideals and the law of the lag describe the steady state."""
 SAMPLE_S = 0.01
 START_S = 300.0
 """Longest time for an actor's imports, on a machine that has other work too."""
 
 
 class Workload(NamedTuple):
-    """What generation and training take."""
+    """The times of generation and training."""
 
     sigma: float
-    """Of the logarithm of a completion's time; at 1 the 99th percentile is ten times the median."""
+    """Standard deviation of the logarithm of a completion's time; at 1 the 99th percentile is ten times the median."""
     train_share: float
     """T as a multiple of `B E[X] / N`: below 1 the actors are the bottleneck, above 1 the trainer."""
 
@@ -77,7 +77,7 @@ class Workload(NamedTuple):
 
 @functools.cache
 def completion_tokens(sigma: float, lease_id: int) -> list[int]:
-    """Tokens of a lease's completions: the same whoever generates them, and under whatever staleness."""
+    """Return the lengths of a lease's completions, which depend on neither actor nor staleness."""
     generator = np.random.default_rng([round(10 * sigma), lease_id])
     seconds = generator.lognormal(math.log(MEAN_COMPLETION_S) - sigma**2 / 2, sigma, GROUP_SIZE)
     return [max(1, round(of_completion / TOKEN_S)) for of_completion in seconds]
@@ -87,24 +87,24 @@ class Trial(NamedTuple):
     """One run of all steps."""
 
     cost: Cost
-    """From the first weights published to the last step."""
+    """The cost from the first published weights to the last step."""
     step_s: float
-    """Mean over the steady steps."""
+    """Mean seconds of a steady step."""
     train_s: float
     wait_share: float
-    """Of the trainer's time, in the steady steps."""
+    """Share of waiting in the trainer's time, in the steady steps."""
     group_s: list[float]
     """Generation time of every group, in the order of training."""
     lags: list[int]
     """Policy lags of the groups of the steady steps."""
     num_open: float
-    """L, in the steady steps."""
+    """L, the mean number of groups begun and not yet trained on, in the steady steps."""
     publish_s: float
-    """From the start of a weight update to the last actor's copy of it, mean."""
+    """Mean seconds from the start of a weight update until the last actor has it."""
 
     @property
     def turnaround_s(self) -> float:
-        """Mean time between the end of a group and the start of the next in its slot, where the actors are the bottleneck."""
+        """Mean seconds from the end of a group to the next one's start in the same slot, if the actors are the bottleneck."""
         return self.step_s * NUM_ACTORS * GROUPS_PER_ACTOR / GROUPS_PER_STEP - mean(self.group_s)
 
     @property
@@ -115,9 +115,9 @@ class Trial(NamedTuple):
 
 
 def act(connection: Connection) -> None:
-    """One actor after another in this process; each command is `(hub address, name, sigma)`, each result CPU seconds."""
+    """Run one actor after another. A command is `(hub address, name, sigma)`, its result CPU seconds."""
     prepare_environment()
-    # Imported here: they import transformers, which wants the environment prepared.
+    # Imported here, because transformers needs the prepared environment.
     from offbeat.actor.contact import ActorIdentity
     from offbeat.actor.rewards import RewardRunner
     from offbeat.actor.service import ActorService
@@ -161,7 +161,7 @@ class SleepLearner:
         self._rows: list[Row] = []
         self._num_training = 0
         self._samples: list[tuple[float, float]] = []
-        """Time, and groups begun but not trained on."""
+        """Pairs of time and number of groups begun but not trained on."""
         self._is_over = False
         self._publisher = make_publisher(LAYOUT, num_actors=NUM_ACTORS, max_staleness=max_staleness, record=self._record)
         self._dispatcher: Dispatcher = make_dispatcher(
@@ -177,7 +177,7 @@ class SleepLearner:
         self._hub_thread = HubThread(hub, self._dispatcher)
 
     def run(self) -> Trial:
-        """All steps; the CPU seconds are this process's."""
+        """Run all steps. The CPU seconds of the trial are those of this process."""
         self._hub_thread.start()
         self._await(lambda: len(self._dispatcher.members()) == NUM_ACTORS)
         self._publisher.start(ActorLink(self._dispatcher, self._hub_thread, PATIENCE_S))
@@ -211,7 +211,7 @@ class SleepLearner:
         )
 
     def _step(self, policy_version: int) -> tuple[float, float]:
-        """One step, as `Learner._train` takes it; seconds waited for rollouts, and trained."""
+        """Take one step like the learner's loop; return the seconds waited for rollouts and the seconds trained."""
         started = time.monotonic()
         groups = self._dispatcher.take_batch(PATIENCE_S)
         assert groups is not None, self._dispatcher.waiting_for()
@@ -256,7 +256,7 @@ class SleepLearner:
 
 
 def measure_sleep(connections: list[Connection], workload: Workload, max_staleness: int) -> Trial:
-    """One trial with these actors."""
+    """Run one trial with these actors' processes."""
     with Hub("tcp://127.0.0.1:0", max_message_bytes=MAX_MESSAGE_BYTES) as hub:
         learner = SleepLearner(hub, workload, max_staleness)
         for index, connection in enumerate(connections):

@@ -1,4 +1,4 @@
-"""Stand-ins for compute: an engine that sleeps instead of sampling, a dispatcher over prompts of no meaning."""
+"""Stand-ins for compute: an engine that sleeps instead of sampling, a dispatcher over meaningless prompts."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -46,16 +46,16 @@ ENGINE = EngineInfo("sleep", "1", "float32", "cpu", MAX_LENGTH, ModelHashes("", 
 CANARY = np.array([1, 2, 3], np.int32)
 NUM_PROMPTS = 64
 TOKEN_S = 0.001
-"""A completion of `n` tokens takes `n * TOKEN_S` from its submission, however many others run: an engine with room."""
+"""Seconds per token. A completion of `n` tokens takes `n * TOKEN_S` from its submission, however many others run."""
 MAX_MESSAGE_BYTES = 1 << 28
 PATIENCE_S = 60.0
 LONGEST_STEP_S = 0.01
-"""A real engine's step on a small model; messages and new weights wait for its end."""
+"""Longest sleep of an engine step, as long as a real step on a small model. Messages and new weights wait for its end."""
 
 
 @dataclass
 class Sleeping:
-    """A completion that will be finished."""
+    """A running completion."""
 
     started_at: float
     num_tokens: int
@@ -63,15 +63,15 @@ class Sleeping:
 
     @property
     def ends_at(self) -> float:
-        """When its last token is due."""
+        """The time at which the last token is due."""
         return self.started_at + self.num_tokens * TOKEN_S
 
 
 class SleepEngine:
-    """`actor.engine.Engine`: every completion takes the time of its length, and no CPU."""
+    """An `actor.engine.Engine` whose completions take time in proportion to their length, and no CPU."""
 
     def __init__(self, num_tokens: Callable[[str], int]) -> None:
-        """`num_tokens` gives the length of the completion of this request."""
+        """`num_tokens` returns the length of a request's completion."""
         self._num_tokens = num_tokens
         self._running: dict[str, Sleeping] = {}
         self.info = ENGINE
@@ -118,14 +118,14 @@ class SleepEngine:
 
 
 class NoTokenizer:
-    """Decodes every completion to nothing; the only part of a tokenizer that the actor's loop uses."""
+    """Decodes every completion to an empty text. The actor's loop uses no other part of a tokenizer."""
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
         return ""
 
 
 async def no_reward(prompt: str, completion: str, row: dict[str, Any]) -> float:
-    """The reward of every completion; async, so that it needs no process of its own."""
+    """Return 0. The function is async, so that it runs without a separate process."""
     return 0.0
 
 
@@ -141,7 +141,7 @@ def make_dispatcher(
     on_join: Callable[[bytes], None],
     on_weights: Callable[[str, WeightsStaged | WeightsCommitted], None],
 ) -> Dispatcher:
-    """The learner's own dispatcher, ledger and gate, at policy version 0; lease ids count from 0."""
+    """Return the production dispatcher, with ledger and gate, at policy version 0. Lease ids count from 0."""
     prompts = [Prompt(index, "", np.array([1, 2, 3], np.int32), "{}") for index in range(NUM_PROMPTS)]
     config = Config(
         rollout=RolloutSection(group_size=group_size, max_new_tokens=MAX_LENGTH // 2),
@@ -181,7 +181,7 @@ def make_dispatcher(
 
 
 def make_publisher(layout: tuple[TensorSpec, ...], *, num_actors: int, max_staleness: int, record: Recorder) -> WeightPublisher:
-    """Return the learner's own weight publisher, over gloo and loopback."""
+    """Return the production weight publisher, over gloo and loopback."""
     return WeightPublisher(
         layout=layout,
         transport=Transport(

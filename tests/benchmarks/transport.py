@@ -1,18 +1,17 @@
-"""How fast rollouts travel from actors to the learner, against raw ZeroMQ that moves the same frames.
+"""The speed of rollouts from actors to the learner, compared with raw ZeroMQ moving the same frames.
 
     python -m tests.benchmarks.transport [sizes] [actors] [memory] [flood]    # 10 minutes; the log is in the current folder
 
-This process is all actors (`simulated_actors`: light ones), another one the learner:
+This process runs all actors (`simulated_actors`), another process the learner:
 
-    copy  every frame of a group copied once, and nothing else
-    raw   ROUTER, the same frames in both directions (groups; an acknowledgement and a lease for each), no look into any
-    hub   what the learner has: Hub, HubThread, Dispatcher with every check, Ledger, gate; the training thread does nothing but
-          take batches
+    copy  copies every frame of a group once, and does nothing else
+    raw   a ROUTER moves the same frames in both directions (groups; an acknowledgement and a lease for each) unread
+    hub   the production Hub, HubThread, Dispatcher with every check, Ledger and gate; the training thread only takes batches
 
-`keys`: CURVE; `log`: the rollout log at its default settings. The actors may have `WINDOW` groups unanswered in all,
-or one each where they are more; so at full speed the time to an acknowledgement is that window, divided by the throughput.
+`keys`: with CURVE; `log`: with the rollout log at its default settings. All actors together may have `WINDOW` groups
+unanswered, at least one each; so at full speed the time to an acknowledgement is that number divided by the throughput.
 
-Not in it: metrics rows (a learner writes one per group), weights, training.
+Metrics rows (a learner writes one per group), weights and training are left out.
 """
 
 import contextlib
@@ -49,12 +48,12 @@ from tests.benchmarks.transport_trials import (
 
 NUM_ROUNDS = 5
 NUM_GROUPS = {64: 6400, 1024: 3200, 4096: 1280}
-"""Groups of one trial, by tokens of a completion."""
+"""Number of groups in one trial, by tokens per completion."""
 NUM_ACTORS = (1, 8, 64, 512)
 
 
 def throughput(keys: Keys, title: str, trials: list[Trial]) -> None:
-    """Measure and print: each trial in every round, and copying beside each raw one."""
+    """Measure each trial in every round, copies included, and print the table."""
     outcomes: dict[Trial | int, list[Outcome]] = {}
     with processes(serve, 1) as (connection,):
         for _ in range(NUM_ROUNDS):
@@ -82,7 +81,7 @@ def throughput(keys: Keys, title: str, trials: list[Trial]) -> None:
 def throughput_row(
     name: str, num_tokens: int, num_actors: int, num_groups: int, outcomes: list[Outcome], of_raw: list[Outcome]
 ) -> list[str]:
-    """One line of the table; the last figure compares with the raw trial of the same round."""
+    """Return one line of the table; the last figure compares with the raw trial of the same round."""
     num_bytes = EncodedGroup(GROUP_SIZE, num_tokens).num_bytes
     rates = [num_groups / outcome.wall_s for outcome in outcomes]
     pairs = zip(outcomes, of_raw, strict=True)
@@ -100,7 +99,7 @@ def throughput_row(
 
 
 def sizes(keys: Keys) -> None:
-    """All variants, by the size of the groups."""
+    """Measure all variants by the size of the groups."""
     trials = [
         Trial(learner, has_keys, has_log, num_tokens, 8, num_groups)
         for num_tokens, num_groups in NUM_GROUPS.items()
@@ -111,7 +110,7 @@ def sizes(keys: Keys) -> None:
 
 
 def actors(keys: Keys) -> None:
-    """The whole hub, by the number of actors."""
+    """Measure the whole hub by the number of actors."""
     trials = [
         Trial(learner, has_keys, has_log, 1024, num_actors, NUM_GROUPS[1024])
         for num_actors in NUM_ACTORS
@@ -124,7 +123,7 @@ def actors(keys: Keys) -> None:
 
 
 def memory(keys: Keys) -> None:
-    """What a connected actor takes at the learner, each figure from a process of its own."""
+    """Measure the learner's memory per connected actor, each figure in a separate process."""
     rows = []
     for of_all in (None, keys):
         for num_actors in (64, 512):
@@ -145,7 +144,7 @@ def memory(keys: Keys) -> None:
 
 
 def measure_memory(trial: Trial) -> tuple[int, int]:
-    """Bytes that the learner grew by: when all actors were welcome, and when all groups were trained on."""
+    """Return the learner's growth in bytes once all actors are welcome, and once all groups are trained on."""
     with processes(serve_memory, 1) as (connection,):
         connection.send(trial)
         actors = connect_actors(receive_from(connection), trial.num_actors, trial.keys)
@@ -163,7 +162,7 @@ def measure_memory(trial: Trial) -> tuple[int, int]:
 
 
 def serve_memory(connection: Connection) -> None:
-    """As `serve_hub`, with a look at the resident memory before, between and after."""
+    """Serve one trial; send the growth of resident memory after the actors join and after the last batch."""
     trial: Trial = connection.recv()
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix="transport-benchmark-") as folder, open_hub(trial.keys) as hub:
         log = RolloutLog(Path(folder), fsync="off", segment_bytes=64 * MEBI, retain_bytes=1 << 40, min_free_bytes=MEBI)
@@ -187,7 +186,7 @@ def serve_memory(connection: Connection) -> None:
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -195,7 +194,7 @@ def resident_bytes() -> int:
 
 
 def flood(keys: Keys) -> None:
-    """What an honest actor gets done beside the holder of another key who sends as much as it can."""
+    """Measure an honest actor while the holder of another key sends as much as it can."""
     trial = Trial("hub", keys, True, 1024, 1, NUM_GROUPS[1024])
     outcomes: dict[str, list[Outcome]] = {}
     with processes(serve, 1) as (learner,), processes(intrude, 1) as (intruder,):
@@ -223,7 +222,7 @@ def flood(keys: Keys) -> None:
 
 
 def set_to(intruder: Connection, deed: str, keys: Keys, address: str) -> None:
-    """Have the intruder do this from now on."""
+    """Make the intruder start a deed."""
     if deed != "nothing":
         intruder.send((deed, keys, address))
         assert receive_from(intruder) == "begun"
@@ -233,7 +232,7 @@ DEEDS = ("nothing", "computes", "sends what is no message", "sends groups for th
 
 
 def intrude(connection: Connection) -> None:
-    """Do what is asked for until told to end."""
+    """Carry out each deed that arrives until the next message."""
     foreign, magic = EncodedGroup(GROUP_SIZE, 1024), bytes(MAGIC)
     while True:
         deed, keys, address = connection.recv()
@@ -251,7 +250,7 @@ def intrude(connection: Connection) -> None:
                         foreign.frames(lease_id)
                     else:
                         frames = [magic, os.urandom(8192)] if deed == "sends what is no message" else foreign.frames(lease_id)
-                        # A full queue is no reason to wait: the next look is whether this is to end.
+                        # Do not wait for a full queue, so that the end is noticed.
                         with contextlib.suppress(zmq.Again):
                             socket.send_multipart(frames, zmq.NOBLOCK)
             connection.recv()
@@ -260,7 +259,7 @@ def intrude(connection: Connection) -> None:
 
 
 def main() -> None:
-    """The parts named on the command line; all if none is."""
+    """Run the parts named on the command line, or all of them."""
     parts = {"sizes": sizes, "actors": actors, "memory": memory, "flood": flood}
     with tempfile.TemporaryDirectory(prefix="transport-benchmark-") as folder:
         keys = make_keys(Path(folder))

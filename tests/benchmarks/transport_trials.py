@@ -33,19 +33,19 @@ MEBI = 1 << 20
 
 
 class Keys(NamedTuple):
-    """Of all who take part."""
+    """Keys of all peers in a trial."""
 
     learner: KeyPair
     actors: KeyPair
-    """One for all of them."""
+    """The key that all actors share."""
     intruder: KeyPair
-    """Allowed too, to be an actor."""
+    """Another key that is allowed to be an actor."""
     allowed: Path
-    """The list of those allowed."""
+    """File with the allowed keys."""
 
 
 class Trial(NamedTuple):
-    """What is measured."""
+    """One measurement's configuration."""
 
     learner: str
     """`raw` or `hub`."""
@@ -62,23 +62,23 @@ class Trial(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As in the tables."""
+        """The name of the variant in the tables."""
         return self.learner + ", keys" * (self.keys is not None) + ", log" * self.has_log
 
 
 class Outcome(NamedTuple):
-    """What a trial took."""
+    """Times of a trial."""
 
     wall_s: float
     learner_cpu_s: float
-    """All threads of the learner's process."""
+    """CPU seconds of all threads of the learner's process."""
     actors_cpu_s: float
     ack_s: list[float]
-    """Of every group: from its being sent to its acknowledgement."""
+    """Seconds from sending to acknowledgement, of every group."""
 
 
 def make_keys(folder: Path) -> Keys:
-    """New ones, and the list of them."""
+    """Return new keys, and write their list."""
     learner, actors, intruder = (
         make_key_pair("learner", "main"),
         make_key_pair("actor", "actor-*"),
@@ -93,7 +93,7 @@ def make_keys(folder: Path) -> Keys:
 
 
 def serve(connection: Connection) -> None:
-    """Serve one trial after another; the answers to each: the address, this process's CPU seconds, `closed`."""
+    """Serve one trial after another. Send the address, this process's CPU seconds and `closed` for each."""
     serve_by_name = {"raw": serve_raw, "hub": serve_hub}
     while True:
         trial = connection.recv()
@@ -103,7 +103,7 @@ def serve(connection: Connection) -> None:
 
 
 def serve_raw(connection: Connection, trial: Trial) -> None:
-    """Answer each group with an acknowledgement and a lease, by the number of its frames alone."""
+    """Answer each group with an acknowledgement and a lease, recognizing it by its number of frames."""
     welcome, ack, lease = raw_answers()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.LINGER, 500)
@@ -127,7 +127,7 @@ def serve_raw(connection: Connection, trial: Trial) -> None:
                     router.send_multipart([peer, *ack], zmq.NOBLOCK)
                     num_answered += 1
                 else:
-                    # Hello, the version of the weights, how many leases are asked for: always in this order.
+                    # Actors send hello, the version of their weights and credit, always in this order.
                     num_small[peer] += 1
                     if num_small[peer] == 1:
                         router.send_multipart([peer, *welcome], zmq.NOBLOCK)
@@ -142,7 +142,7 @@ def serve_raw(connection: Connection, trial: Trial) -> None:
 
 
 def receive_raw(router: zmq.Socket) -> list[zmq.Frame]:
-    """The next message's frames; nothing when there is none."""
+    """Return the next message's frames; empty when no message waits."""
     try:
         frames = [router.recv(zmq.NOBLOCK, copy=False)]
     except zmq.Again:
@@ -153,7 +153,7 @@ def receive_raw(router: zmq.Socket) -> list[zmq.Frame]:
 
 
 def raw_answers() -> tuple[list[Frame], list[Frame], list[Frame]]:
-    """A welcome, an acknowledgement and a lease as large as the hub's."""
+    """Return the frames of a welcome, an acknowledgement and a lease as large as the hub's."""
     welcome = Welcome(run_id="", learner_incarnation=0, max_message_bytes=0, layout=(), policy_version=0)
     lease = Lease(
         lease_id=1000,
@@ -169,7 +169,7 @@ def raw_answers() -> tuple[list[Frame], list[Frame], list[Frame]]:
 
 
 def serve_hub(connection: Connection, trial: Trial) -> None:
-    """What the learner does with rollouts, training itself left out."""
+    """Process rollouts like the learner, but without training."""
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix="transport-benchmark-") as folder, open_hub(trial.keys) as hub:
         settings = LogSection()
         log = RolloutLog(
@@ -199,19 +199,19 @@ def serve_hub(connection: Connection, trial: Trial) -> None:
 
 
 def open_hub(keys: Keys | None) -> Hub:
-    """The learner's hub."""
+    """Return the learner's hub, encrypted if there are keys."""
     if keys is None:
         return Hub(LOOPBACK, max_message_bytes=MAX_MESSAGE_BYTES)
     return Hub(LOOPBACK, max_message_bytes=MAX_MESSAGE_BYTES, key=keys.learner, allowed=AllowList(keys.allowed))
 
 
 def open_dispatcher(num_steps: int, log: RolloutLog | None) -> Dispatcher:
-    """A dispatcher whose actors have all weights that they need."""
+    """Return a dispatcher whose actors have all the weights they need."""
     dispatcher = make_dispatcher(
         group_size=GROUP_SIZE,
         groups_per_step=GROUPS_PER_STEP,
         num_steps=num_steps,
-        # Never the bound: credit is.
+        # Large enough that credit alone limits the leases.
         max_staleness=num_steps,
         layout=(),
         log=log,
@@ -227,7 +227,7 @@ def open_dispatcher(num_steps: int, log: RolloutLog | None) -> Dispatcher:
 
 
 def measure(connection: Connection, trial: Trial, joined: Callable[[str], None] = lambda address: None) -> Outcome:
-    """One trial, from the first lease asked for to the last acknowledgement; `joined` is called before it."""
+    """Run one trial; call `joined` with the hub's address once all actors are welcome, before the measurement."""
     group = EncodedGroup(GROUP_SIZE, trial.num_tokens)
     connection.send(trial)
     address = receive_from(connection)
@@ -242,7 +242,7 @@ def measure(connection: Connection, trial: Trial, joined: Callable[[str], None] 
         actors_cpu_s = time.process_time() - cpu_before
         learner_cpu_s = receive_from(connection)
         connection.send("answered")
-        # Its folder is deleted then.
+        # The learner has deleted its folder by then.
         assert receive_from(connection) == "closed"
         return Outcome(wall_s, learner_cpu_s, actors_cpu_s, ack_s)
     finally:
@@ -250,14 +250,14 @@ def measure(connection: Connection, trial: Trial, joined: Callable[[str], None] 
 
 
 def connect_actors(address: str, num_actors: int, keys: Keys | None) -> SimulatedActors:
-    """Actors that have not said anything yet."""
+    """Return actors that have not said hello yet."""
     if keys is None:
         return SimulatedActors(address, num_actors, key=None, learner_key=None)
     return SimulatedActors(address, num_actors, key=keys.actors, learner_key=keys.learner.owner)
 
 
 def measure_copy(num_tokens: int, num_groups: int) -> Outcome:
-    """Copy a window's groups, again and again: from frame to buffer, in memory that is there already."""
+    """Copy `num_groups` groups from frames to `WINDOW` buffers whose memory is allocated already."""
     frames = [np.frombuffer(frame, np.uint8) for frame in EncodedGroup(GROUP_SIZE, num_tokens).frames(1)]
     buffers = [[np.ones_like(frame) for frame in frames] for _ in range(WINDOW)]
     started = time.monotonic()

@@ -30,7 +30,7 @@ from tests.benchmarks.weight_transfer import (
 
 
 class Actor:
-    """An actor as the publisher knows it: its process, and the version that it has committed."""
+    """An actor as the publisher knows it: its process, and the version it has committed."""
 
     def __init__(self, connection: Connection, rank: int) -> None:
         self.connection = connection
@@ -40,11 +40,11 @@ class Actor:
         self.committed_at: dict[int, float] = {}
         self.num_pulled = 0
         self.befell_at = 0.0
-        """When it was killed or stopped."""
+        """Time at which the actor was killed or stopped."""
 
 
 def act(connection: Connection) -> None:
-    """An actor's process: announcements in, outcomes out. A signal's number: send it to itself half-way through the next."""
+    """Run an actor: take announcements and send outcomes. On a signal's number, raise it half-way through the next transfer."""
     torch.set_num_threads(1)
     rank = connection.recv()
     receiver = WeightReceiver(LAYOUT, lambda address: open_link(address, rank))
@@ -69,13 +69,13 @@ def act(connection: Connection) -> None:
 
 
 class Stage:
-    """A publisher, its actors, and a thread in the hub's place."""
+    """A publisher, its actors, and a thread in place of the hub."""
 
     def __init__(self, connections: list[Connection], *, num_steady: int, timeout_s: float, max_pulls: int) -> None:
         self.actors = [Actor(connection, rank) for rank, connection in enumerate(connections, start=1)]
         self.live = self.actors[:num_steady]
         self.is_churning = False
-        """Whoever has pulled joins again at once."""
+        """True while an actor that has pulled joins again at once."""
         self.failures: list[BaseException] = []
         self.policy_version = -1
         for rank, connection in enumerate(connections, start=1):
@@ -99,18 +99,18 @@ class Stage:
         return [Recipient(actor.peer, actor.name, actor.policy_version) for actor in self.live]
 
     def fail(self, error: BaseException) -> None:
-        """Keep what ended a thread of the publisher."""
+        """Keep the error that ended a thread of the publisher."""
         self.failures.append(error)
 
     def join(self, *actors: Actor) -> None:
-        """Have these actors join as new ones."""
+        """Let these actors join as new ones."""
         for actor in actors:
             actor.policy_version = None
             self.live = [*(other for other in self.live if other is not actor), actor]
             self.publisher.joined(actor.peer)
 
     def publish(self) -> float:
-        """Write the next version, every byte another than before; seconds waited for the buffer."""
+        """Write the next version, which differs in every byte, and publish it; return the seconds waited for the buffer."""
         started = time.monotonic()
         with self.publisher.writing() as buffer:
             waited_s = time.monotonic() - started
@@ -120,7 +120,7 @@ class Stage:
         return waited_s
 
     def wait(self, claim: Callable[[], bool]) -> None:
-        """Until it is true."""
+        """Wait until the claim is true."""
         deadline = time.monotonic() + TIMEOUT_S
         while not claim():
             if self.failures:
@@ -131,7 +131,7 @@ class Stage:
     def post(self, peer: bytes, message: LearnerMessage) -> None:
         """Send an announcement to an actor."""
         actor = next(actor for actor in self.actors if actor.peer == peer)
-        # A dead one's pipe is closed at the other end.
+        # The pipe of a dead actor is closed at the other end.
         with contextlib.suppress(OSError):
             actor.connection.send(message)
 
@@ -170,13 +170,13 @@ NUM_JOINERS = 4
 
 
 def train_step(matrix: torch.Tensor) -> None:
-    """Stands in for an optimizer step: many short operations, so that waiting for the interpreter's lock would show."""
+    """Stand in for an optimizer step with many short operations, which would show waits for the interpreter's lock."""
     for _ in range(STEP_MATMULS):
         torch.mm(matrix, matrix)
 
 
 def steps_per_second(stage: Stage, duration_s: float) -> float:
-    """Of a loop that trains and publishes a version after each step."""
+    """Return the rate of a loop that trains and publishes a version after each step."""
     matrix = torch.rand(384, 384)
     num_steps, started = 0, time.monotonic()
     while time.monotonic() - started < duration_s:
@@ -189,7 +189,7 @@ def steps_per_second(stage: Stage, duration_s: float) -> float:
 
 
 def join() -> None:
-    """Measure and print. The learner keeps to one core and the actors to the others, as if on machines of their own."""
+    """Measure training while actors join. Learner and actors run on different cores, as if on two machines."""
     torch.set_num_threads(1)
     first, *others = sorted(os.sched_getaffinity(0))
     rows = []
@@ -210,7 +210,7 @@ def join() -> None:
                     stage.join(*joiners[:num_joiners])
                     rate = steps_per_second(stage, JOIN_S)
                     stage.is_churning = False
-                    # The first round makes buffers and connections and is not counted.
+                    # The first round allocates buffers, makes connections, and is not counted.
                     if round_index:
                         measured.append(rate)
                     if round_index and num_joiners:
@@ -234,7 +234,7 @@ NUM_MEMBERS = 3
 
 
 def death() -> None:
-    """Measure and print."""
+    """Measure updates while a member dies or stops, and print the table."""
     torch.set_num_threads(1)
     rows = []
     for mishap in (signal.SIGKILL, signal.SIGSTOP):

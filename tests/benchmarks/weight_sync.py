@@ -1,16 +1,16 @@
-"""What a weight update costs: in a quick-start run, against memcpy and a bare gloo broadcast, and when actors come or die.
+"""The cost of a weight update: in a quick-start run, against memcpy and a bare gloo broadcast, and as actors join or die.
 
     python -m tests.benchmarks.weight_sync run         # `offbeat train` on the quick start: stalls, waits, shares; 1 minute
     python -m tests.benchmarks.weight_sync transfer    # 256 MB to one and to two receivers; 20 seconds
     python -m tests.benchmarks.weight_sync checksum    # 256 MB, against memcpy
-    python -m tests.benchmarks.weight_sync join        # optimizer steps a second while 4 newcomers pull, against none; 1 minute
-    python -m tests.benchmarks.weight_sync death       # a member is killed, or stopped, in mid-broadcast; 1 minute
+    python -m tests.benchmarks.weight_sync join        # optimizer steps a second, also while 4 newcomers pull; 1 minute
+    python -m tests.benchmarks.weight_sync death       # a member is killed, or stopped, during a broadcast; 1 minute
 
-`transfer` measures from the moment the weights are ready to the moment the last receiver has said that it has all of them:
+`transfer` measures from the moment the weights are ready until the last receiver has confirmed them:
 
-    memcpy      the bytes copied inside this process, once for each receiver, by one thread
-    gloo        one `broadcast` of the whole buffer in a process group that exists already
-    gloo 8 MB   the same in pieces of the publisher's size
+    memcpy      one thread of this process copies the bytes once for each receiver
+    gloo        one `broadcast` of the whole buffer in an existing process group
+    gloo 8 MB   broadcasts of the buffer in pieces of the publisher's size
     offbeat     WeightPublisher -> announcement -> checksum -> ready, go -> broadcast -> WeightReceiver -> checksum
 """
 
@@ -43,7 +43,7 @@ RUN_TIMEOUT_S = 170.0
 
 
 def run() -> None:
-    """One quick-start run, and what its rows say about weights."""
+    """Run the quick start and print the costs of its weight updates."""
     of_run = run_offbeat(
         "deploy/quickstart/quickstart.toml", f"train.num_steps={RUN_STEPS}", "hub.heartbeat_s=0.2", timeout_s=RUN_TIMEOUT_S
     )
@@ -81,7 +81,7 @@ def _percent(shares: list[float]) -> str:
 
 
 def _generating_s(of_run: OffbeatRun) -> float:
-    """Of all actors, over the whole run."""
+    """Return the sampling seconds of all actors over the whole run."""
     last_beats = {row.actor: row.seconds["generate"] for row in of_run.of_kind(ActorRow)}
     return sum(last_beats.values())
 
@@ -91,7 +91,7 @@ def _stalled_s(of_run: OffbeatRun) -> float:
 
 
 def _stall_share(of_run: OffbeatRun) -> float:
-    """Of the time of all actors between first and last step."""
+    """Return the share of stalls in the time of all actors, between the first and the last step."""
     steps = of_run.of_kind(StepRow)
     first_time, last_time = steps[0].time, steps[-1].time
     stalled_s = sum(row.stall_s for row in of_run.of_kind(CommitRow) if first_time < row.time <= last_time)
@@ -100,7 +100,7 @@ def _stall_share(of_run: OffbeatRun) -> float:
 
 
 def _generate_s_per_step(of_run: OffbeatRun) -> list[float]:
-    """For every actor, its sampling time between first and last step, per step."""
+    """Return each actor's sampling seconds per step, between the first and the last step."""
     steps = of_run.of_kind(StepRow)
     step_s = (steps[-1].time - steps[0].time) / (len(steps) - 1)
     return [share * step_s for share in actor_shares(of_run)["generate"]]
@@ -110,7 +110,7 @@ def _generate_s_per_step(of_run: OffbeatRun) -> list[float]:
 
 
 def checksum() -> None:
-    """Measure and print."""
+    """Measure the checksum against memcpy and CRC-32, and print the table."""
     torch.set_num_threads(1)
     flat = torch.randint(0, 256, (NUM_BYTES,), dtype=torch.uint8)
     copy = torch.zeros_like(flat)
@@ -130,7 +130,7 @@ def checksum() -> None:
 
 
 def main() -> None:
-    """The parts named on the command line; all if none is."""
+    """Run the parts named on the command line, or all of them."""
     prepare_environment()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     parts = {"run": run, "transfer": transfer, "checksum": checksum, "join": join, "death": death}

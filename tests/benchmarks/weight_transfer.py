@@ -33,12 +33,12 @@ LAYOUT = make_layout([("weights", (NUM_BYTES // 4,))], torch.float32)
 
 
 def open_hub() -> Hub:
-    """The weight server's socket."""
+    """Return the weight server's socket."""
     return Hub("tcp://127.0.0.1:0", max_message_bytes=1 << 16)
 
 
 def open_link(address: str, rank: int) -> Link:
-    """A puller's socket."""
+    """Return the socket of a receiver that pulls."""
     return Link(address, identity=actor_name(rank - 1).encode(), max_message_bytes=2 * BUCKET_BYTES)
 
 
@@ -63,26 +63,26 @@ def make_publisher(*, timeout_s: float = TIMEOUT_S, max_pulls: int = 2) -> Weigh
 
 
 class Broadcast(NamedTuple):
-    """Receive the buffer in the bare group of this many receivers."""
+    """Command to receive the buffer in the bare group of this many receivers."""
 
     num_receivers: int
     bucket_bytes: int
 
 
 class Received(NamedTuple):
-    """What a receiver says at the end of a transfer."""
+    """A receiver's report at the end of a transfer."""
 
     policy_version: int
     epoch: int
     value: int
     """The buffer's last byte."""
     cpu_s: float
-    """Of its process, since it started."""
+    """CPU seconds of the receiver's process since its start."""
     error: str = ""
 
 
 def bare_groups(store: TCPStore, rank: int) -> dict[int, ProcessGroup]:
-    """Process groups of 1, 2, ... receivers beside rank 0, by that number; a receiver is in those that reach its rank."""
+    """Return the process groups that contain this rank, by number of receivers; rank 0 sends in all of them."""
     groups = {}
     for num_receivers in NUM_RECEIVERS:
         if rank <= num_receivers:
@@ -93,7 +93,7 @@ def bare_groups(store: TCPStore, rank: int) -> dict[int, ProcessGroup]:
 
 
 def broadcast(group: ProcessGroup, flat: torch.Tensor, bucket_bytes: int) -> None:
-    """From rank 0, piece by piece."""
+    """Broadcast the buffer from rank 0, piece by piece."""
     options = BroadcastOptions()
     options.rootRank = 0
     for bucket in flat.split(bucket_bytes):
@@ -101,7 +101,7 @@ def broadcast(group: ProcessGroup, flat: torch.Tensor, bucket_bytes: int) -> Non
 
 
 def receive(connection: Connection, port: int) -> None:
-    """A receiver's process: commands in, `Received` out. The first message is its rank."""
+    """Run a receiver: take its rank, then commands; send a `Received` after each transfer."""
     torch.set_num_threads(1)
     rank = connection.recv()
     groups = bare_groups(TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), rank)
@@ -109,7 +109,7 @@ def receive(connection: Connection, port: int) -> None:
     flat = receiver.buffer.flat
     connection.send("up")
     while True:
-        # As often as an actor that has nothing to sample looks for a transfer that is about to end.
+        # An actor without work looks for the end of a transfer as often.
         command = connection.recv() if connection.poll(0.002) else None
         if isinstance(command, WeightUpdate | WeightPull):
             receiver.announce(command)
@@ -124,7 +124,7 @@ def receive(connection: Connection, port: int) -> None:
 
 
 class Fleet:
-    """The publisher's process: publisher, bare groups, and the connections to the receivers in place of the hub."""
+    """A publisher, bare process groups, and connections to the receivers in place of the hub."""
 
     def __init__(self, connections: list[Connection], store: TCPStore) -> None:
         self._connections = connections
@@ -132,12 +132,12 @@ class Fleet:
         self._versions: list[int | None] = [None] * len(connections)
         self._num_members = 0
         self._value = 0
-        """Last byte of the buffer that is being sent."""
+        """Last byte of the buffer being sent."""
         self._failures: list[BaseException] = []
         self._policy_version = 0
         self._copy = torch.zeros(NUM_BYTES, dtype=torch.uint8)
         self._flat = self._copy
-        """What is in the publisher's buffer."""
+        """The publisher's buffer, as bytes."""
         for rank, connection in enumerate(connections, start=1):
             connection.send(rank)
         self._groups = bare_groups(store, 0)
@@ -163,14 +163,14 @@ class Fleet:
         self._await(num_receivers)
 
     def offbeat(self, num_receivers: int) -> None:
-        """Publish the buffer to so many actors."""
+        """Publish the buffer to `num_receivers` receivers."""
         self._policy_version += 1
         self._num_members = num_receivers
         self._publisher.publish(self._policy_version)
         self._await(num_receivers)
 
     def measure(self, transfer: Callable[[int], None], num_receivers: int, value: int) -> Cost:
-        """One transfer of a buffer whose last byte is `value`."""
+        """Return the cost of one transfer of a buffer filled with `value`."""
         with self._publisher.writing() as buffer:
             buffer.flat.fill_(value)
         self._flat = buffer.flat
@@ -211,7 +211,7 @@ class Fleet:
         ]
 
     def fail(self, error: BaseException) -> None:
-        """Keep what ended a thread of the publisher."""
+        """Keep the error that ended a thread of the publisher."""
         self._failures.append(error)
 
     def post(self, peer: bytes, message: LearnerMessage) -> None:
@@ -221,7 +221,7 @@ class Fleet:
 
 
 def transfer() -> None:
-    """Measure and print."""
+    """Measure all variants and print the table."""
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rows = []
@@ -235,7 +235,7 @@ def transfer() -> None:
         }
         for num_receivers in NUM_RECEIVERS:
             costs: dict[str, list[Cost]] = {variant: [] for variant in variants}
-            # The first round makes connections, and one newcomer pulls in it; it is not counted.
+            # The first round is not counted: connections are made, and a newcomer pulls.
             for round_index in range(NUM_ROUNDS + 1):
                 for index, (variant, transfer_to) in enumerate(variants.items()):
                     value = (len(variants) * round_index + index) % 255 + 1
@@ -252,7 +252,7 @@ def transfer() -> None:
 
 
 def _transfer_row(num_receivers: int, variant: str, costs: dict[str, list[Cost]]) -> list[str]:
-    """GB/s of all receivers together; ratios to the same round."""
+    """Return one line of the table: GB/s of all receivers together, and ratios to variants of the same round."""
     of_variant = costs[variant]
     gigabytes = NUM_BYTES * num_receivers / 1e9
     return [
