@@ -1,4 +1,4 @@
-"""Tiny models that many tests share, the choice of tests, and the check that nothing is left when they are over."""
+"""Tiny models that many tests share, the selection of tests, and the check that they leave nothing behind."""
 
 import gc
 import os
@@ -17,7 +17,7 @@ from offbeat.deploy.launch import processes
 # Before any test module imports transformers or vLLM.
 prepare_environment()
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Processes that tests start find out for themselves which packages are broken, as they do anywhere else.
+# Processes started by tests find broken packages by themselves, as elsewhere.
 os.environ.pop(BROKEN_VARIABLE, None)
 
 # No time limits on single examples: on a busy machine they fail tests at random.
@@ -31,7 +31,7 @@ TEST_FUNCTION = re.compile(r"^def test_", re.MULTILINE)
 LEFT_OUT = pytest.StashKey[int]()
 LEFT_OUT_KEY = "left_out"
 MARK_VARIABLE = "OFFBEAT_TESTS"
-"""In the environment of every process that a test starts, directly or not."""
+"""Environment variable of every process that a test starts, directly or indirectly."""
 SHARED_MEMORY = Path("/dev/shm")
 LEAVE_S = 10.0
 """Longest time that processes may take to end after the last test."""
@@ -106,7 +106,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests by what they start, begin with the longest, and leave out what this machine or `--fast` does not run."""
+    """Mark tests by what they start, sort the longest first, and leave out those that this machine or `--fast` does not run."""
     for item in items:
         if "warm" in getattr(item, "fixturenames", ()):
             item.add_marker("service")
@@ -135,7 +135,7 @@ def _count(config: pytest.Config, number: int) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take over the number that a worker of `-n` has left out; each has looked at all tests."""
+    """Take over the number of tests that a worker of `-n` left out; each worker has collected all tests."""
     node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get(LEFT_OUT_KEY, 0)
 
 
@@ -179,7 +179,7 @@ def _leaves_nothing_behind() -> Iterator[None]:
 def _left_processes(mark: str) -> list[str]:
     started = {*processes.marked(MARK_VARIABLE, mark), *processes.descendants(os.getpid())} - {os.getpid()}
     lines = [f"{pid}: {' '.join(filter(None, processes.arguments(pid)))}" for pid in sorted(started)]
-    # multiprocessing's own end with this process.
+    # Helpers of multiprocessing end with this process.
     return [
         line for line in lines if "multiprocessing.resource_tracker" not in line and "multiprocessing.forkserver" not in line
     ]

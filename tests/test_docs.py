@@ -1,4 +1,4 @@
-"""Claims about the pages: links lead somewhere, and commands and paths named in them exist."""
+"""Links in the pages lead somewhere, and the commands and paths they name exist."""
 
 import re
 from pathlib import Path

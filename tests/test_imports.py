@@ -52,7 +52,7 @@ ONLY_UNDER = {"vllm": "actor", "deepspeed": "learner", "zmq": "protocols"}
 
 
 def room_of(path: Path) -> str:
-    """The folder of a module: `learner/leases`, `common`."""
+    """Return the folder of a module: `learner/leases`, `common`."""
     return str(path.parent.relative_to(ROOT))
 
 

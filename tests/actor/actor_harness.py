@@ -142,7 +142,7 @@ class Learner:
         self.incarnation = 1
         self.max_message_bytes = LIMIT
         self.newest_lease_id = -1
-        """Answer to heartbeats."""
+        """The newest lease id that heartbeats report."""
         self.unread: list[FromActor] = []
 
     def send(self, message: LearnerMessage, *arrays: NDArray[np.int32]) -> None:
@@ -177,7 +177,7 @@ class Learner:
         self.hub.wait(timeout_s)
         while (received := self.hub.receive()) is not None:
             if received.peer != PEER:
-                # Of a connection that the actor has given up: the ROUTER has given its name to the new one.
+                # The message came from a connection that the actor has replaced; its name belongs to the new one.
                 continue
             assert isinstance(received.packet, FromActor)
             if isinstance(received.packet.message, ActorHeartbeat):
@@ -224,7 +224,7 @@ class Learner:
         self.send(lease, np.array([1, 2], np.int32))
 
     def restart(self) -> None:
-        """Replace the hub by one at the same address that knows nobody."""
+        """Replace the hub by a new one at the same address, which knows no actor."""
         address = self.hub.address
         self.hub.close()
         self.unread.clear()
@@ -239,7 +239,7 @@ class Actor:
         self.rewards = FakeRewards()
         self.stop = FakeStop()
         self.skipped_s = 0.0
-        """Seconds that the actor's clock is ahead."""
+        """Seconds by which the actor's clock is ahead."""
         self.reason = ""
         self.error: BaseException | None = None
         self._link = Link(config.hub.address, identity=PEER, max_message_bytes=LIMIT)
@@ -269,7 +269,7 @@ class Actor:
         return self.reason
 
     def close(self) -> None:
-        """End the actor without the acknowledgements that it waits for."""
+        """End the actor without waiting for acknowledgements."""
         self.terminate()
         deadline = time.monotonic() + PATIENCE_S
         while self.thread.is_alive() and time.monotonic() < deadline:

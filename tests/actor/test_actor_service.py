@@ -1,4 +1,4 @@
-"""The actor's loop against a real hub: credit, and how it ends."""
+"""The actor's loop against a real hub: credit, and the loop's end."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Both engines, by the same claims: what they report is what a plain forward pass of the same weights says."""
+"""Both engines report what a plain forward pass of the same weights computes."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -50,7 +50,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def engine(kind: str, tiny_model: Path) -> Iterator[Engine]:
-    """One engine for all tests of the dense model; every test loads the weights it asks about."""
+    """Yield one engine for all tests of the dense model; each test loads the weights that it needs."""
     engine = start(kind, tiny_model)
     yield engine
     engine.close()
@@ -58,12 +58,12 @@ def engine(kind: str, tiny_model: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def references(tiny_model: Path) -> list[PreTrainedModel]:
-    """The dense model as it is on disk and with two other sets of weights: policy versions 0, 1 and 2."""
+    """Return the dense model with the weights on disk and with two others: policy versions 0, 1 and 2."""
     return [load_reference(tiny_model, seed) for seed in (None, 1, 2)]
 
 
 def load_reference(folder: Path, seed: int | None) -> PreTrainedModel:
-    """The model in `folder`; with a seed, its weights are moved far enough to change every distribution."""
+    """Return the model in `folder`; a seed moves its weights far enough to change every distribution."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
@@ -82,7 +82,7 @@ def load(engine: Engine, reference: PreTrainedModel, policy_version: int, *, rec
 def reference_logprobs(
     reference: PreTrainedModel, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0
 ) -> NDArray[np.float32]:
-    """Log-probs `[len(completion)]` by one forward pass."""
+    """Return log-probs `[len(completion)]` from one forward pass."""
     ids = torch.tensor([[*prompt, *completion]])
     logits = reference(ids).logits[0, len(prompt) - 1 : -1] / temperature
     return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
@@ -200,7 +200,7 @@ def test_weights_that_sampled_no_token_have_no_segment(engine, references):
 
 
 def test_new_prompts_never_start_from_keys_of_older_weights(engine, references):
-    """While completions run, their keys stay in the cache: also those of a prompt that comes again."""
+    """Keys of running completions stay in the cache, and a later request may have the same prompt."""
     prompt = [5 + index % 30 for index in range(200)]
     load(engine, references[0], 0)
     engine.submit("old", prompt, Sampling(50))
@@ -256,7 +256,7 @@ def test_tokens_of_running_and_aborted_completions_are_counted(engine, reference
 
 @pytest.mark.parametrize("model", ["tiny_model", "tiny_untied_model", "tiny_moe_model"])
 def test_every_update_reaches_scores_and_samples(kind, model, request):
-    """Tied heads and experts are what vLLM on a CPU gets wrong when left alone, experts from the second update on."""
+    """Without our code vLLM on a CPU keeps old tied heads, and old experts from the second update on."""
     folder = request.getfixturevalue(model)
     engine = request.getfixturevalue("engine") if model == "tiny_model" else start(kind, folder)
     tokens = [5, 6, 7, 8, 30, 2, 9]
@@ -274,7 +274,7 @@ def test_every_update_reaches_scores_and_samples(kind, model, request):
 
 
 def test_experts_that_the_engine_tells_are_those_of_the_learners_pass(tiny_moe_model):
-    """The engine that can tell them on any machine: transformers'. They are as many tokens' as there are log-probs."""
+    """The transformers engine records experts on any machine, for as many tokens as it returns log-probs."""
     engine = start("transformers", tiny_moe_model)
     tokens = [5 + (7 * index) % 30 for index in range(40)]
     packed = pack([(tokens[:1], [tokens[1:]])])
@@ -293,13 +293,13 @@ def test_experts_that_the_engine_tells_are_those_of_the_learners_pass(tiny_moe_m
         assert routing is not None
         assert routing_metrics(routing.experts, torch.from_numpy(scored.routed_experts).long())["overlap"] == 1.0
         told.append(routing.experts)
-    # Not because all weights route alike.
+    # The weights do not all route alike.
     assert routing_metrics(*told)["overlap"] < 1.0
     engine.close()
 
 
 def test_vllms_record_is_cut_to_the_canary_and_to_the_layers_that_have_experts():
-    """Only the shapes: what is recorded it takes a GPU to see."""
+    """Only the shapes are tested, because vLLM records experts on GPUs only."""
     pytest.importorskip("vllm")
     from offbeat.actor.vllm_engine import _routed_experts
 

@@ -12,7 +12,7 @@ def failed(lease_id: int) -> LeaseFailed:
 
 
 def due_ids(outbox: Outbox, now: float) -> list[int]:
-    """Send what is due; the leases."""
+    """Send the due messages; return their leases."""
     lease_ids = []
     for parcel in outbox.due(now):
         assert isinstance(parcel.message, LeaseFailed)

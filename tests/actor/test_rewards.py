@@ -1,4 +1,4 @@
-"""Rewards: what users write badly is reported in words, takes no longer than allowed, and leaves nothing behind."""
+"""Faulty reward functions are reported in words, end at the time limit, and leave nothing behind."""
 
 import os
 import signal
@@ -275,7 +275,7 @@ def test_close_ends_stuck_workers_at_once(make_runner, module):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_workers_do_not_outlive_a_killed_actor(module, number):
-    """Also those in the middle of a call that holds the interpreter."""
+    """Workers inside a call that holds the interpreter end too."""
     script = textwrap.dedent("""
         import time
         from offbeat.actor.rewards import RewardRunner
@@ -309,7 +309,7 @@ def test_workers_do_not_outlive_a_killed_actor(module, number):
 
 
 def children_of(pid: int) -> list[int]:
-    """Live children, multiprocessing's resource tracker (it ends by itself) aside."""
+    """Return live children except multiprocessing's resource tracker, which ends by itself."""
     lists = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")]
     children = " ".join(lists).split()
     return [int(child) for child in children if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()]
@@ -363,7 +363,7 @@ def test_built_in_rewards_are_loaded_by_name():
 
 @pytest.fixture
 def no_actor_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget modules named `actor`: the folder of that name at the top of the repository is one where tests run."""
+    """Forget modules named `actor`, because the repository's folder of that name can be imported in tests."""
     for name in [name for name in sys.modules if name.split(".")[0] == "actor"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "actor").is_dir()])

@@ -1,4 +1,4 @@
-"""A model over two worker processes: as exact as in one process, through updates, and gone with the actor."""
+"""A model over two worker processes is as exact as in one process, also after updates, and ends with the actor."""
 
 import importlib.util
 import json

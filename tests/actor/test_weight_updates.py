@@ -1,4 +1,4 @@
-"""Weight updates at the actor: received beside the engine, committed once, scored, and never those of another learner."""
+"""Weight updates are received beside the engine, committed once, scored, and never taken from an earlier learner."""
 
 import threading
 import time
@@ -36,7 +36,7 @@ from tests.actor.actor_harness import CANARY, LAYOUT, LIMIT, PATIENCE_S, PEER, F
 
 
 class OneActor:
-    """The publisher's list of actors: the one of the test."""
+    """The publisher's list of actors, with the test's only actor."""
 
     def __init__(self) -> None:
         self.posted: list[LearnerMessage] = []
@@ -128,7 +128,7 @@ def test_experts_are_not_sent_where_there_are_none_or_nobody_measures_them(
 
 def test_idle_actor_commits_an_update_at_once(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offbeat.actor.service.IDLE_WAIT_S", 2.0)
-    # Nothing but the update must end its waiting.
+    # Only the update may end the actor's wait.
     with actor_of(learner, heartbeat_s=60.0) as actor, published(1, torch.ones(3, 2), learner) as update:
         learner.welcome()
         learner.send(update)
@@ -140,7 +140,7 @@ def test_idle_actor_commits_an_update_at_once(learner: Learner, monkeypatch: pyt
 
 
 class ChunkServer:
-    """The learner's end of pulls: one chunk for each version, sent when the test says so."""
+    """The learner's end of pulls: one chunk for each version, sent when the test asks for it."""
 
     def __init__(self) -> None:
         self.hub = Hub("tcp://127.0.0.1:0", max_message_bytes=LIMIT)

@@ -40,7 +40,7 @@ def step(version: int, **metrics: float | dict[str, int] | None) -> StepRow:
 
 
 def tensorboard_points(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """`{tag: [(step, value), ...]}` as TensorBoard's own reader sees the folder."""
+    """Return `{tag: [(step, value), ...]}` from TensorBoard's reader."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder / "tensorboard"))
@@ -149,7 +149,7 @@ def test_write_after_close_is_an_error(tmp_path: Path):
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a file system of 64 KiB."""
+    """Yield a folder on a file system of 64 KiB."""
     libc = ctypes.CDLL(None, use_errno=True)
     folder = tmp_path / "disk"
     folder.mkdir()

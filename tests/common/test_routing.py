@@ -1,4 +1,4 @@
-"""Routing as it is read from running models, beside what transformers itself tells of them."""
+"""Routing recorded from running models equals the routing that transformers reports."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ def route(model: nn.Module, ids: Tensor = IDS) -> Routing | None:
 
 
 class Router(nn.Module):
-    """Chooses the two largest of the logits that it is given."""
+    """A router that chooses the two largest logits."""
 
     def forward(self, logits: Tensor) -> Any:
         weights, experts = logits.topk(2, dim=-1)
@@ -67,7 +67,7 @@ class Router(nn.Module):
 
 
 class SilentRouter(Router):
-    """Keeps to itself what it chose, as Llama 4's."""
+    """A router that does not return its choice, like Llama 4's."""
 
     def forward(self, logits: Tensor) -> Any:
         weights, _, logits = super().forward(logits)
@@ -75,7 +75,7 @@ class SilentRouter(Router):
 
 
 class UndecidedRouter(Router):
-    """Which of its integers are the experts it does not say."""
+    """A router that returns two integer tensors, either of which may be the experts."""
 
     def forward(self, logits: Tensor) -> Any:
         _, experts, logits = super().forward(logits)
@@ -83,14 +83,14 @@ class UndecidedRouter(Router):
 
 
 class BareRouter(Router):
-    """Returns nothing but its choice."""
+    """A router that returns only its choice."""
 
     def forward(self, logits: Tensor) -> Any:
         return super().forward(logits)[1]
 
 
 class ContraryRouter(Router):
-    """Chooses the two smallest."""
+    """A router that chooses the two smallest logits."""
 
     def forward(self, logits: Tensor) -> Any:
         weights, experts, _ = super().forward(-logits)
@@ -218,7 +218,7 @@ def test_the_last_pass_counts_and_layers_keep_their_order(tiny_moe_model) -> Non
 
 
 def test_checkpointed_layers_are_recorded_once_and_gradients_stay(tiny_moe_model) -> None:
-    """In a backward pass checkpointed layers run again: the same choices, of the same layers."""
+    """Checkpointed layers run again in the backward pass and make the same choices."""
     model = AutoModelForCausalLM.from_pretrained(tiny_moe_model).eval()
     expected = route(model)
     model(IDS).logits.sum().backward()

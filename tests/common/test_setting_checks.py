@@ -1,4 +1,4 @@
-"""Contradicting settings are refused with their reason and cure; what is merely odd is warned about."""
+"""Contradicting settings are refused with reason and cure; odd ones only cause a warning."""
 
 import re
 from pathlib import Path
@@ -106,7 +106,7 @@ def test_greedy_evaluation_in_groups_is_warned_about() -> None:
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[str]:
-    """Overrides that name files which are there."""
+    """Return overrides that name existing files."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""Settings as text: read, overridden, written back, explained; mistakes name the setting and the cure."""
+"""Settings are read, overridden, written back and explained; errors name the setting and the cure."""
 
 from pathlib import Path
 

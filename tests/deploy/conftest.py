@@ -1,4 +1,4 @@
-"""Fixtures of several of these files."""
+"""Fixtures of several test files in this folder."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.deploy.warm import WarmProcess
 
 @pytest.fixture(scope="session")
 def warm() -> Iterator[WarmProcess]:
-    """The process that services are forked from. Every test that uses it gets the marker `service`."""
+    """Yield the process that services are forked from. Tests that use it get the marker `service`."""
     process = WarmProcess()
     yield process
     process.close()
@@ -21,7 +21,7 @@ def warm() -> Iterator[WarmProcess]:
 
 @pytest.fixture
 def services(tmp_path: Path, warm: WarmProcess) -> Iterator[Services]:
-    """Commands that run in the test's folder and end with the test."""
+    """Yield services that run in the test's folder and end with the test."""
     with services_in(tmp_path, warm) as running:
         yield running
 

@@ -66,7 +66,7 @@ def test_collecting_run_of_any_config_is_a_legal_one_of_a_single_step_that_drops
 
 @pytest.fixture(scope="module")
 def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, warm: WarmProcess) -> Iterator[Sampled]:
-    """`offbeat calibrate` in float32 on both sides."""
+    """Run `offbeat calibrate` in float32 on both sides."""
     folder = tmp_path_factory.mktemp("calibrate")
     config = write_config(
         folder,
@@ -96,7 +96,7 @@ def direct_differences(config: Config, source: Path) -> Differences:
     differences, lengths, advantages = [], [], []
     for group in load_groups(source):
         mean = np.mean([rollout.reward for rollout in group.rollouts])
-        # Padded on the right, where a causal model does not look.
+        # Padding is on the right, where it does not affect a causal model.
         completions = [torch.from_numpy(rollout.token_ids.astype(np.int64)) for rollout in group.rollouts]
         padded = torch.nn.utils.rnn.pad_sequence(completions, batch_first=True)
         prompt = torch.from_numpy(group.prompt_token_ids.astype(np.int64)).expand(len(completions), -1)

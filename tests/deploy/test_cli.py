@@ -1,4 +1,4 @@
-"""The command line as its user meets it: what is wrong is one line that names the setting, the value and the cure."""
+"""Mistakes on the command line are reported in one line that names the setting, the value and the cure."""
 
 import socket
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The configs that come with the project are valid, and each example says how to run it."""
+"""The project's configs are valid, and each example says how to run it."""
 
 from pathlib import Path
 

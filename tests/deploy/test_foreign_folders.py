@@ -1,4 +1,4 @@
-"""Claims about the user's own folders: a `common` or `learner` beside a config is none of ours."""
+"""Folders of the user named `common` or `learner` beside a config are never imported as ours."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ REWARD = "from common.scores import score\n\n\ndef reward(prompt, completion, ro
 
 @pytest.fixture(params=["packages", "namespace packages"])
 def home(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A folder with a user's folders of our rooms' names; with an `__init__.py` in each, importing one of them fails."""
+    """Return a folder with subfolders named like our rooms. With an `__init__.py`, importing one of them fails."""
     for name in FOREIGN:
         folder = tmp_path / name
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""Real services that are killed, stopped, joined, left and locked out: what a run must survive, and who must stay outside."""
+"""A run survives services that are killed, stopped, join and leave; strangers stay outside."""
 
 import os
 import signal
@@ -112,7 +112,7 @@ def test_ten_actors_that_come_and_go_change_neither_the_sums_nor_the_number_of_s
     assert services.wait(steady, "steady") == 0
     joined = {row["actor"] for row in services.rows("run", "event") if row["event"] == "actor_joined"}
     assert joined == {"steady", *(f"guest-{index}" for index in range(10))}
-    # Whoever came late pulled the weights, and none of them held up an update.
+    # Late actors pulled the weights, and none of them delayed an update.
     assert not [row for row in services.rows("run", "event") if row["event"] == "actor_excluded"]
     steps = [row["policy_version"] for row in services.rows("run", "step")]
     assert steps == list(range(1, len(steps) + 1))
@@ -132,7 +132,7 @@ def test_keys_let_in_who_is_listed_and_a_revoked_key_ends_its_actor_not_the_run(
         tmp_path,
         tiny_model,
         task=SLOW_REWARD,
-        # Beyond loopback, which only keys allow, and every byte of the weights under them too.
+        # The hub binds beyond loopback, which needs keys; the weights are encrypted too.
         hub={
             "address": f"tcp://127.0.0.1:{(port := free_port())}",
             "bind": f"tcp://0.0.0.0:{port}",
@@ -192,7 +192,7 @@ def test_status_answers_while_the_learner_is_inside_a_long_step(services: Servic
 
 
 def child_of(launcher: Process, service: str) -> psutil.Process:
-    """The process of a service that `offbeat train` has started."""
+    """Return the process id of a service that `offbeat train` started."""
     (child,) = [child for child in psutil.Process(launcher.pid).children() if service in child.cmdline()]
     return child
 

@@ -1,4 +1,4 @@
-"""Claims about `deploy.sweep`, with a stand-in for `offbeat train`: what is run, resumed, begun anew, and refused."""
+"""A sweep runs, resumes, restarts and refuses runs; a stand-in replaces `offbeat train`."""
 
 import signal
 import subprocess
@@ -31,7 +31,7 @@ num_steps = 1
 
 
 class Sweep:
-    """A sweep of max_staleness in a folder, and what ran."""
+    """A sweep of max_staleness in a folder, and its runs."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -47,7 +47,7 @@ class Sweep:
         (self.home / name).write_text(script)
 
     def cells(self, *values: str, seeds: int = 1, overrides: Sequence[str] = ()) -> list[Cell]:
-        """The runs of such a sweep, written into its folder."""
+        """Write the runs of a sweep into its folder and return them."""
         plan = make_plan([f"max_staleness={','.join(values)}"], num_seeds=seeds, first_seed=0)
         cells = make_cells(plan, self.home / "run.toml", overrides, self.folder)
         self.folder.mkdir(exist_ok=True)
@@ -55,7 +55,7 @@ class Sweep:
         return cells
 
     def run(self, *values: str, seeds: int = 1) -> int:
-        """One `offbeat sweep`; the exit status."""
+        """Run one `offbeat sweep`; return the exit status."""
         self.said.clear()
         cells = self.cells(*values, seeds=seeds)
         return run_cells(cells, self.stop, say=self.said.append, after_each=self._report, program=self.program)

@@ -1,4 +1,4 @@
-"""A run on other hardware or software than its noise floor was measured on says so."""
+"""A run warns when its hardware or software differs from that of its noise floor."""
 
 from typing import Any, cast
 

@@ -245,7 +245,7 @@ def read_terminal(fd: int) -> bytes:
 
 
 def play(text: str, height: int) -> list[str]:
-    """The non-empty lines that a terminal shows after these bytes; knows the few controls that rich uses."""
+    """Return the non-empty lines that a terminal shows after these bytes, interpreting the controls that rich uses."""
     rows, row = [""] * height, 0
     for token in re.findall(r"\x1b\[[0-9;?]*[a-zA-Z]|\r|\n|[^\x1b\r\n]+", text):
         if token == "\n":

@@ -1,4 +1,4 @@
-"""Checkpoints, and what a restarted learner makes of them and of the rollout log."""
+"""A restarted learner continues from its checkpoints and the rollout log."""
 
 import shutil
 from collections.abc import Callable

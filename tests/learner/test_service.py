@@ -100,13 +100,13 @@ class FakeDispatcher:
         self._clock, self._calls, self._config, self._waits, self._stop = clock, calls, config, waits, stop
         self.live = [ACTOR]
         self.joins_at = float("inf")
-        """When an actor joins, for a moment."""
+        """Time at which an actor joins for a moment."""
         self.is_over = False
         self.num_evaluation_waits = 0
         """Waits until the last evaluation is finished."""
         self.counted = LedgerCounts(leased=3, trained=3)
         self.signal_at = float("inf")
-        """When the run is asked to stop."""
+        """Time at which the run is asked to stop."""
         self.leave = True
 
     def doing(self, what: str) -> None:
@@ -168,7 +168,7 @@ class FakeDispatcher:
 
 
 class FakePublisher:
-    """Takes `PUBLISH_WAIT_S` to have a buffer free."""
+    """A publisher that takes `PUBLISH_WAIT_S` to free a buffer."""
 
     def __init__(self, clock: Clock, calls: list[str], canary: Canary) -> None:
         self._clock, self._calls, self._canary = clock, calls, canary
@@ -201,11 +201,11 @@ class FakeCheckpoints:
 
 
 class FakeStepRows:
-    """Remembers the seconds of each batch."""
+    """Step rows that record the seconds of each batch."""
 
     def __init__(self) -> None:
         self.recorded: list[tuple[int, int, dict[str, float]]] = []
-        """Of each batch: number of steps, version before them, seconds."""
+        """Number of steps, version before them and seconds of each batch."""
 
     def record(self, steps: list[Any], groups: list[Any], first_version: int, seconds: dict[str, float]) -> None:
         self.recorded.append((len(steps), first_version, seconds))

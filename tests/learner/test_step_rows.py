@@ -50,7 +50,7 @@ class FakeDispatcher:
 
 
 class FakeBound:
-    """Decides to move the bound at the second step that it sees."""
+    """An automatic bound that moves at the second step it observes."""
 
     def __init__(self) -> None:
         self.seen: list[StepRow] = []

@@ -1,4 +1,4 @@
-"""Pulls with a real publisher and real receivers: actors that come late, are excluded, or die while they pull."""
+"""Pulls with a real publisher and real receivers: actors join late, are excluded, or die during a pull."""
 
 import multiprocessing
 import signal

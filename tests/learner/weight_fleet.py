@@ -1,4 +1,4 @@
-"""A publisher, and receivers in other processes, which tests kill, stop, or have a wrong byte."""
+"""A publisher, and receivers in other processes, which tests kill, stop or corrupt."""
 
 import multiprocessing
 import os
@@ -44,7 +44,7 @@ def open_hub() -> Hub:
 
 
 def receive_weights(connection: Connection, layout: tuple[TensorSpec, ...], peer: bytes, mishap: Mishap, poll_s: float) -> None:
-    """An actor's part: announcements in, `(outcome, checksum)` out. With a `mishap`, it befalls the first transfer half-way."""
+    """Play an actor: take announcements, send `(outcome, checksum)`. A `mishap` happens half-way through the first transfer."""
     collectives.POLL_S = poll_s
     receiver = WeightReceiver(layout, lambda address: Link(address, identity=peer, max_message_bytes=MAX_MESSAGE_BYTES))
     connection.send("up")
@@ -74,8 +74,8 @@ class Receiver:
         self.policy_version: int | None = None
         self.is_mute = False
         self.num_breaks = 0
-        """Transfers to come that it says have broken."""
-        """It takes the weights and never says so."""
+        """Number of coming transfers that the receiver reports as broken."""
+        """True for a receiver that takes the weights and never reports them."""
         self.checksums: dict[int, int] = {}
         self.epochs: dict[int, int] = {}
         self.connection, theirs = context.Pipe()
@@ -111,9 +111,9 @@ class Fleet:
         self.announced: list[tuple[str, int]] = []
         """Receivers by name and the versions announced to them."""
         self.pulled: list[tuple[str, int]] = []
-        """Those of them that were to pull."""
+        """Announcements of pulls among them."""
         self.most_pulls = 0
-        """At once."""
+        """Largest number of simultaneous pulls."""
         self.sent_checksums: dict[int, int] = {}
         self.publisher = WeightPublisher(
             layout=layout,

@@ -1,4 +1,4 @@
-"""Shared by tests of the sockets: waiting, a peer that speaks ZMTP byte by byte, a proxy that records."""
+"""Tools for tests of the sockets: waiting, a peer that speaks ZMTP byte by byte, a recording proxy."""
 
 import contextlib
 import itertools
@@ -146,7 +146,7 @@ def replay(port: int, recorded: bytes) -> bytes:
     with socket.create_connection(("127.0.0.1", port), timeout=0.2) as stream, contextlib.suppress(OSError):
         for part in parts:
             stream.sendall(part)
-            # Messages have no answer, handshakes have.
+            # Handshakes are answered, messages are not.
             with contextlib.suppress(TimeoutError):
                 answers += stream.recv(65536)
     return answers

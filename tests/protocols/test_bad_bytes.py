@@ -1,4 +1,4 @@
-"""Whatever a peer sends: it is counted, the hub's memory stays as it is, and honest actors do not notice."""
+"""Bad bytes are counted, do not grow the hub's memory, and do not disturb honest actors."""
 
 import contextlib
 import multiprocessing
@@ -186,7 +186,7 @@ def test_every_honest_group_arrives_while_a_key_holder_floods_on_ever_new_connec
         introduce(hub, honest)
         with flooded(flood_with_key, hub.address, rogue, learner.owner):
             assert_honest_groups_arrive(hub, honest)
-            # It sent enough for its key to be shut out.
+            # The peer has sent enough for its key to be shut out.
             eventually(lambda: hub.receive() is None and hub.num_refused > 0)
 
 

@@ -1,4 +1,4 @@
-"""The sockets for real, over loopback: messages arrive, and what cannot arrive hurts nobody."""
+"""Real sockets over loopback: messages arrive, and undeliverable ones do no harm."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""Sockets with keys: the right ones meet, everybody else gets nothing and is told why."""
+"""Sockets with keys connect to allowed peers; all others receive nothing but the reason."""
 
 import contextlib
 import logging
@@ -137,7 +137,7 @@ def test_refused_peer_goes_on_trying_until_another_learner_takes_it(allowed: All
 
 def test_nobody_is_let_in_when_nobody_answers_for_the_allow_list(allowed: AllowList, monkeypatch: pytest.MonkeyPatch) -> None:
     class Absent:
-        """Takes the place of the authenticator and answers no handshake."""
+        """A stand-in for the authenticator that answers no handshake."""
 
         def __init__(self, context: zmq.Context, log: logging.Logger) -> None:
             pass
@@ -169,7 +169,7 @@ def test_revoked_key_is_dropped_in_mid_connection_and_others_are_not(hub: Hub, a
         assert not hub.send(b"actor-0", SayHello())
         introduce(hub, other)
         assert hub.send(b"gpu-1", SayHello())
-        # Who finds the learner silent connects again, and learns why.
+        # A peer that finds the learner silent connects again and receives the reason.
         revoked.reconnect()
         assert "does not know the key" in eventually(revoked.refusal)
 

@@ -1,4 +1,4 @@
-"""Key files and the allow-list: what is written is read back, and whatever else is refused in words."""
+"""Key files and the allow-list are read back as written; anything else is refused with the reason."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Chaos: its plans, each of its faults on real processes, files and sockets, and a whole round on real services."""
+"""Chaos: plans, every fault on real processes, files and sockets, and a whole round on real services."""
 
 import os
 import random
@@ -64,7 +64,7 @@ class Sleepers:
             child = "import subprocess, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
             self.processes[target] = subprocess.Popen([sys.executable, "-c", child], process_group=0)
         self.states: list[str] = []
-        """Of the learner, seen during each pause."""
+        """The learner's states, seen during each pause."""
 
     def find(self, target: Target) -> int:
         return self.processes[target].pid
@@ -198,7 +198,7 @@ def test_disk_that_cannot_be_made_is_a_fault_that_cannot_be_committed(tmp_path: 
 
 
 class Echo:
-    """Stands for the hub: sends back what it receives."""
+    """A stand-in for the hub that sends back what it receives."""
 
     def __init__(self, host: str) -> None:
         self._server = socket.create_server((host, 0))
@@ -242,7 +242,7 @@ except OSError:
 
 
 class Caller:
-    """Stands for the remote actor: sends lines to the hub, and tells what comes back."""
+    """A stand-in for the remote actor that sends lines to the hub and collects the answers."""
 
     def __init__(self, network: Network, port: int) -> None:
         self._process = subprocess.Popen(
@@ -330,7 +330,7 @@ def test_processes_are_found_by_the_mark_that_they_inherit() -> None:
         assert processes.marked("MARK", "of") == []
         for pid in both:
             processes.kill(pid)
-        # Dead, though this process has not taken notice.
+        # The process is dead, but not yet collected by this one.
         assert processes.marked("MARK", "of this test") == []
     finally:
         process.kill()
@@ -412,7 +412,7 @@ def test_any_violation_makes_the_report_a_bad_one() -> None:
 @pytest.mark.engine
 @pytest.mark.timeout(SERVICES_S)
 def test_round_of_all_faults_on_real_services_has_no_violation(services: Services, tmp_path: Path) -> None:
-    """The two-minute version: each kind of fault once."""
+    """The round takes two minutes and has each kind of fault once."""
     chaos = services.start("chaos", "--seed", "1", "--minutes", "0", is_real=True)
     assert services.wait(chaos, "chaos") == 0, services.output("chaos")
     found = msgspec.json.decode(next(tmp_path.glob("runs/*/chaos.json")).read_bytes(), type=ChaosReport)

@@ -1,4 +1,4 @@
-"""`offbeat keygen`: one command, and learner, actors and operators know each other."""
+"""One `offbeat keygen` introduces learner, actors and operators to each other."""
 
 import stat
 import subprocess

@@ -1,4 +1,4 @@
-"""The launcher with stand-ins for the services: what is started again, what ends the run, and what is left behind (nothing)."""
+"""The launcher restarts services, ends the run, and leaves nothing behind; stand-ins replace the services."""
 
 import signal
 import subprocess
@@ -64,13 +64,13 @@ class Services:
         return Launcher(config, self.stop, (sys.executable, str(self.folder / "services.py"), str(self.folder)))
 
     def starts(self, name: str) -> list[list[str]]:
-        """Process id and further words of each start."""
+        """Return process id and further words of each start."""
         file = self.folder / "starts"
         lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
         return [line[1:] for line in lines if line[0] == name]
 
     def when(self, claim: Callable[[], bool], act: Callable[[], object]) -> None:
-        """Do something in a thread once the claim holds."""
+        """Call a function in a thread once the claim holds."""
 
         def wait() -> None:
             wait_for(claim)
@@ -137,7 +137,7 @@ def test_service_that_keeps_dying_ends_the_run_when_its_restarts_are_spent(servi
     with pytest.raises(LaunchError, match=f"{name} ended with exit status 1 after 2 of 2 restarts") as error:
         services.launcher(max_restarts=2).run()
     assert len(services.starts(name)) == 3
-    # The learner speaks on the terminal itself.
+    # The learner writes to the terminal directly.
     assert ("out of memory" in str(error.value)) == (name == "actor-0")
 
 
@@ -187,7 +187,7 @@ def test_signal_asks_the_learner_to_stop_and_leaves_nothing_behind(services: Ser
 def test_kill_of_the_launcher_leaves_no_service_and_no_child_of_one(
     tmp_path: Path, tiny_model: Path, warm: WarmProcess
 ) -> None:
-    """With the real command line: an actor that has reward workers, and a learner."""
+    """The real command line starts a learner, and an actor with reward workers."""
     with services_in(tmp_path, warm) as services:
         config = write_config(tmp_path, tiny_model, actor={"engine": "transformers", "engine_options": {}})
         train = services.start("train", config, is_real=True)

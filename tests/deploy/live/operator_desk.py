@@ -1,4 +1,4 @@
-"""A stand-in for the learner's hub, for those who ask it questions."""
+"""A stand-in for the learner's hub, for tests of operators' commands."""
 
 import threading
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.deploy.services import free_port
 
 
 class Desk:
-    """A hub that answers every question with the same message, and remembers who asked what."""
+    """A hub that answers every question with the same message, and records sender and question."""
 
     def __init__(self, folder: Path, answer: StatusReport | LiveSettingsReport | Refused) -> None:
         make_keys(folder, [], [])

@@ -1,4 +1,4 @@
-"""`offbeat set` as its user meets it: what is asked, printed and refused."""
+"""`offbeat set` asks for changes, prints the outcome, and refuses mistakes."""
 
 import getpass
 import socket

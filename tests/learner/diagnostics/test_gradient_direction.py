@@ -75,7 +75,7 @@ def test_no_more_coordinates_are_kept_than_allowed_and_every_tensor_has_its_shar
 
 
 def test_a_tensor_that_comes_late_takes_room_from_the_others():
-    """A new expert gets coordinates; the samples of the last call shrink with those that remain."""
+    """A new expert gets coordinates, and the samples of the other tensors shrink."""
     first, second = pair_of_gradients(0.9)
     direction = GradientDirection(max_coordinates=5000)
     direction.compare([("200", first["200"])])

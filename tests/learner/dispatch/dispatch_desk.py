@@ -1,4 +1,4 @@
-"""A dispatcher with hand-made messages and a clock that the test moves; used by the tests of everything in learner/dispatch."""
+"""A dispatcher with hand-made messages and a clock that the test moves, for all tests of learner/dispatch."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -63,7 +63,7 @@ LEASE_TIMEOUT_S = 100.0
 DEAD_AFTER_S = 15.0
 NUM_PROMPTS = 20
 TICK_S = DEAD_AFTER_S / 3
-"""Shorter than what the dispatcher takes for its own absence."""
+"""Seconds per tick; a longer gap counts as the dispatcher's own absence."""
 HASHES = ModelHashes(config="c0", tokenizer="t0", chat_template="x0")
 ENGINE = EngineInfo("vllm", "1", "float32", "cpu", 64, HASHES)
 CONTRACT = Contract(
@@ -92,7 +92,7 @@ CONFIG = Config(
     loss=LossSection(zero_variance="count"),
     train=TrainSection(groups_per_step=2, num_steps=50, max_failed_leases=100),
 )
-"""The settings of a test that says nothing else."""
+"""The default settings of a test."""
 OPERATOR = Sender("ops", "operator")
 
 M = TypeVar("M", bound=LearnerMessage)
@@ -100,7 +100,7 @@ R = TypeVar("R", bound=Row)
 
 
 class Actor:
-    """Says what an actor would say, and reads what it was sent."""
+    """A test's actor: sends messages, and reads the answers."""
 
     def __init__(self, desk: "Desk", name: str, *, incarnation: int = 1, sender: Sender = NO_KEYS) -> None:
         self.desk = desk
@@ -292,7 +292,7 @@ class Desk:
 
 
 class WillingLog(RolloutLog):
-    """A real log that refuses when the test says so."""
+    """A real log that the test can make refuse records."""
 
     will_append = True
     has_room = True

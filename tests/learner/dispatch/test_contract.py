@@ -1,4 +1,4 @@
-"""Whoever works for a run agrees with it in everything that would bias or break it, and is told what to do when not."""
+"""Actors that would bias or break a run are refused with the reason and the cure."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[Hello, tuple[str, ...]]] = {
     "temperature": (make_hello(temperature=0.8), ("rollout.temperature", "0.8", "0.7", "same config")),
     "reward": (make_hello(reward="rewards:other"), ("task.reward", "rewards:other", "rewards:solved", "same config")),
 }
-"""By the field that differs: a hello, and what the refusal must say."""
+"""Hellos, and texts that their refusals must contain, by the field that differs."""
 
 RECORDED: dict[str, tuple[Hello, tuple[str, ...]]] = {
     "software": (make_hello(software="0.9"), ("offbeat 0.9", "1.0")),

@@ -1,4 +1,4 @@
-"""The way of messages, and what the training thread sees of the dispatcher."""
+"""The dispatcher's handling of messages, and its interface to the training thread."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Every prompt is accounted for and the run can always be finished, whatever actors do in any order."""
+"""Every prompt is accounted for and the run can be finished, whatever actors do and in whatever order."""
 
 from collections import Counter
 
@@ -19,7 +19,7 @@ NUM_STEPS = 6
 
 
 class DispatcherMachine(RuleBasedStateMachine):
-    """Three actors that do anything at any time, right or wrong."""
+    """Three actors that send right and wrong messages at any time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=DispatcherState) == state
 
     def teardown(self) -> None:
-        """One good actor finishes the run, evaluations included, whatever came before."""
+        """Finish the run, evaluations included, with one good actor."""
         savior = Actor(self.desk, "savior", incarnation=1).join(capacity=99, policy_version=self.version)
         for actor in self.actors:
             actor.say(Goodbye(reason="x"))
@@ -161,7 +161,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.nobody_holds_what_is_not_open()
 
     def _lease_id(self, number: int) -> int:
-        """One of the leases granted, the last ones more often; or one that never was."""
+        """Return the id of a granted lease, more often of a recent one, or an id that was never granted."""
         recent = self.leases[-(number % 8 or 1000) :]
         return recent[number % len(recent)] if recent else number
 

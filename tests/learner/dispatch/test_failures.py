@@ -1,4 +1,4 @@
-"""Prompts that keep failing are given up, and a run in which nothing succeeds ends."""
+"""Prompts that keep failing are dropped, and a run in which nothing succeeds ends."""
 
 import pytest
 

@@ -24,7 +24,7 @@ MUTED = "actor-0: not listened to after a flood of bad messages"
 
 
 class FakeDispatcher:
-    """Answers every message with the next of `answers`, over and over."""
+    """A dispatcher that answers every message with the next of `answers`, in a cycle."""
 
     def __init__(self, answers: list[LearnerMessage]) -> None:
         self.num_handled = 0
@@ -54,7 +54,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def ask(link: Link) -> bool:
-    """Send a message and wait for its answer; False when there is none for a while."""
+    """Send a message; return False when no answer comes in time."""
     eventually(lambda: link.send(Goodbye(reason="x")))
     return link.receive(0.5) is not None
 

@@ -1,4 +1,4 @@
-"""The rollout log as the dispatcher writes it, and the end of a pass over the data."""
+"""The dispatcher writes the rollout log, also at the end of a pass over the data."""
 
 from collections.abc import Iterator
 from pathlib import Path

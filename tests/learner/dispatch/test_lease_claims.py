@@ -57,7 +57,7 @@ def test_actor_heard_on_waking_up_is_not_thought_alive_for_as_long_as_the_learne
 
 
 def restarted(desk: Desk) -> Desk:
-    """Return the next learner process, which knows about leases everything that the process of `desk` knew."""
+    """Return the next learner process, which knows all leases of the process of `desk`."""
     state = desk.dispatcher.state()
     stream = PromptStream.from_state(state.stream, NUM_PROMPTS)
     return Desk(recovered=make_recovered()._replace(stream=stream, ledger=Ledger.from_state(state.ledger)))

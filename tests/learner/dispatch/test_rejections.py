@@ -1,4 +1,4 @@
-"""Refusals are counted by sender and reason, told now and then, and never grow without bound."""
+"""Rejections are counted by sender and reason, logged now and then, and take bounded memory."""
 
 from hypothesis import given
 from hypothesis import strategies as st

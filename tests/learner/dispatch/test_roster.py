@@ -1,4 +1,4 @@
-"""Actors join, are heard and are trusted; each lease goes to the one with the most room."""
+"""Actors join, send heartbeats and are trusted; each lease goes to the actor with the most room."""
 
 import pytest
 from hypothesis import given
@@ -237,7 +237,7 @@ def test_actor_is_who_its_key_says() -> None:
     assert [name for _, name, _ in desk.dispatcher.members()] == ["gpu-7"]
 
 
-# Who gets the next lease
+# The choice of the next lease's actor
 
 # Capacity, leases held, policy version, reachable, quarantined.
 members = st.lists(

@@ -1,4 +1,4 @@
-"""Settings that an operator changes while the run goes on."""
+"""Settings that an operator changes during the run."""
 
 from collections.abc import Iterator
 from pathlib import Path

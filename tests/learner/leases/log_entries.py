@@ -114,7 +114,7 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
 
 @contextmanager
 def new_folder() -> Iterator[Path]:
-    """For properties, which need one for every example; in memory, where there is such a place."""
+    """Yield a new folder for one example of a property, in memory if possible."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         yield Path(folder) / "log"

@@ -1,4 +1,4 @@
-"""A process that appends groups to a rollout log for ever, and prints each one's number when it is acknowledged.
+"""A process that appends groups to a rollout log forever, and prints each one's number when it is acknowledged.
 
 python -m tests.learner.leases.log_writer FOLDER FIRST_LEASE_ID
 """
@@ -27,7 +27,7 @@ def accepted(lease_id: int) -> tuple[Accepted, np.ndarray, np.ndarray]:
 
 
 def main() -> None:
-    """Write until killed."""
+    """Append groups until the process is killed."""
     folder, first_lease_id = Path(sys.argv[1]), int(sys.argv[2])
     log = RolloutLog(folder, fsync="off", segment_bytes=SEGMENT_BYTES, retain_bytes=1 << 40, min_free_bytes=0)
     for lease_id in range(first_lease_id, 1 << 31):

@@ -1,4 +1,4 @@
-"""A run in a few lines, driven by the scheduler, whose bookkeeping of versions is written out by hand."""
+"""A small run driven by the scheduler, which counts versions and steps one by one."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -77,9 +77,9 @@ class Shape(NamedTuple):
 
 @dataclass
 class Run:
-    """A learner, its books and its actors, which always have room and the newest weights.
+    """A learner, its accounts and its actors, which always have room and the newest weights.
 
-    Counts versions and steps one by one: it is the model that policy and scheduler are held against.
+    The run counts versions and steps one by one, as a model to compare policy and scheduler with.
     """
 
     policy: StalenessPolicy
@@ -193,7 +193,7 @@ def play(
     staleness_policy: Literal["gate", "drop", "abort"] = "gate",
     selection: Selection = "oldest_lease",
 ) -> Run:
-    """Play a run to its end; fails when nothing moves any more. Without `in_order` groups finish in any order."""
+    """Play a run to its end; fail when it makes no progress. Without `in_order` groups finish in any order."""
     policy = make_policy(
         *shape[:3],
         groups_per_step=shape.groups_per_step,

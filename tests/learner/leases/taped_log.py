@@ -1,4 +1,4 @@
-"""A rollout log that notes what it is given, and an actor that outlives learners."""
+"""A rollout log that records its entries, and an actor that outlives learners."""
 
 from collections import deque
 from pathlib import Path
@@ -33,7 +33,7 @@ PROMPTS = make_prompts(NUM_PROMPTS, "train")
 
 
 class TapedLog(RolloutLog):
-    """A real log that remembers what it was given, and refuses when the test says that the disk is full."""
+    """A real log that records its entries, and refuses them while the test declares the disk full."""
 
     tape: list[tuple[Position, LeaseEvent]]
     is_disk_full: bool
@@ -67,9 +67,9 @@ class Remote(Actor):
         self.seen = -1
         self.version = -1
         self.sent: deque[tuple[ActorMessage, tuple[np.ndarray, ...]]] = deque()
-        """On their way to the learner."""
+        """Messages on their way to the learner."""
         self.inbox: deque[LearnerMessage] = deque()
-        """On their way from it."""
+        """Messages on their way from the learner."""
 
     @property
     def held(self) -> tuple[int, ...]:

@@ -72,7 +72,7 @@ class Run:
 
 def test_large_drift_halves_the_bound_with_the_reason() -> None:
     run = Run(bound=8)
-    # Whatever was leased before the bound was what it is comes first: 8 steps.
+    # Groups leased before the bound's last change come first: 8 steps.
     assert run.see(step(kl=0.5, lag=8), times=8 + WINDOW_STEPS - 1) == []
     (decision,) = run.see(step(kl=0.5, lag=8))
     assert decision.max_staleness == 4
@@ -122,7 +122,7 @@ def test_bound_stays_where_widening_is_of_no_use_or_drift_not_small(measured: di
 
 def test_waits_that_the_bound_does_not_cause_are_no_reason_to_widen() -> None:
     run = Run()
-    # Now the learner waits while all actors are at work, now actors have room while it has all it needs.
+    # Now the learner waits while no actor is held back, now actors are held back while the learner has enough.
     for _ in range(30):
         assert run.see(step(waited=0.5, held_back=0.0)) == run.see(step(waited=0.0, held_back=0.5)) == []
 

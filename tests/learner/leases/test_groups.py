@@ -1,4 +1,4 @@
-"""A group is cut out of its frames without a copy, and one that cannot be trained on says why."""
+"""Groups are views of their frames, and groups that cannot be trained on are refused with a reason."""
 
 import math
 from typing import Any

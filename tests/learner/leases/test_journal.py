@@ -1,4 +1,4 @@
-"""Log, then apply: what a full log refuses has not happened, and what cannot wait is logged in its order."""
+"""Events are logged, then applied: a full log refuses an event entirely, and later logs delayed events in order."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The account of leases, against a model of a few lines: whatever the order of events, the sums agree."""
+"""The ledger's sums equal those of a small model in any order of events."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -61,7 +61,7 @@ def through_a_checkpoint(ledger: Ledger) -> Ledger:
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Any order of grants, ends and restarts."""
+    """Grants, ends and restarts in any order."""
 
     generating = Bundle("generating")
     ready = Bundle("ready")
@@ -121,7 +121,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """A new process, from a checkpoint; the groups come back from the log."""
+        """Restore the ledger in a new process from a checkpoint, with the groups from the log."""
         groups = {group.lease_id: self.ledger.find(group.lease_id) for group in self.ledger.ready_groups()}
         self.ledger = through_a_checkpoint(self.ledger)
         assert self.ledger.num_ready == 0

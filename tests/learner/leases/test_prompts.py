@@ -17,7 +17,7 @@ from offbeat.learner.leases.prompts import LoadedPrompts, Prompt, PromptStream, 
 
 
 class CharacterTokenizer:
-    """One token for each character, 1 before a text unless special tokens are declined."""
+    """A tokenizer with one token per character, which begins a text with token 1 unless special tokens are off."""
 
     def __init__(self, chat_template: str | None = None) -> None:
         self.chat_template = chat_template
@@ -144,7 +144,7 @@ def test_missing_chat_template_is_an_error(tmp_path: Path) -> None:
 
 @pytest.fixture
 def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder is the one kind of Hugging Face dataset that needs no hub."""
+    """Return a Hugging Face dataset in a folder, the only kind that needs no hub."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "questions"
     folder.mkdir()

@@ -82,7 +82,7 @@ class Tale:
         )
 
     def checkpoint(self) -> DispatcherState:
-        """Of a learner that knows all of this."""
+        """Return the checkpoint of a learner that knows the whole log."""
         recovered = self.recover()
         return DispatcherState(
             recovered.stream.state(), recovered.ledger.state(), self.log.end, recovered.newest_version, recovered.tuned
@@ -305,7 +305,7 @@ def test_settings_that_were_changed_are_known_from_log_and_checkpoint(tale: Tale
     rate = tale.tune("train.learning_rate", "0.001")
     assert tale.recover().tuned == {"staleness.max_staleness": newest, "train.learning_rate": rate}
     state = tale.checkpoint()
-    # Of the checkpoint alone: the log may have been shortened.
+    # The state comes from the checkpoint alone, because the log may have been shortened.
     assert tale.recover(state).tuned == {"staleness.max_staleness": newest, "train.learning_rate": rate}
     later = tale.tune("staleness.max_staleness", "2")
     assert tale.recover(state).tuned == {"staleness.max_staleness": later, "train.learning_rate": rate}

@@ -1,4 +1,4 @@
-"""Whatever happens to a run, in any order, deaths of the learner included: a restart loses nothing and does nothing twice."""
+"""A restart loses nothing and repeats nothing, whatever happens before it and in whatever order."""
 
 import tempfile
 from collections import Counter, deque
@@ -61,7 +61,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.path = Path(self.folder.name) / "log"
         self.tape: list[tuple[Position, LeaseEvent]] = []
         self.turn_of: dict[int, Turn] = {}
-        """Of every lease that any learner granted, cut off or not."""
+        """The turn of every lease that any learner granted, even if the log lost it."""
         self.granted_at: dict[int, Position] = {}
         self.checkpoints: list[Saved] = []
         self.synced = Position(0, 0)
@@ -76,7 +76,7 @@ class RecoveryMachine(RuleBasedStateMachine):
 
     @rule()
     def all_talk(self) -> None:
-        """Whatever is on its way arrives, and leases come of it."""
+        """Deliver all messages on their way, and the leases that follow from them."""
         for _ in range(2):
             for index in range(3):
                 self.arrive(index, 99)
@@ -99,7 +99,7 @@ class RecoveryMachine(RuleBasedStateMachine):
 
     @rule(can_send=st.sampled_from([True, True, True, False]), seconds=st.sampled_from([0.0, 0.0, 0.1, DEAD_AFTER_S / 2]))
     def hub_round(self, can_send: bool, seconds: float) -> None:
-        """Time passes; what the dispatcher wants sent is on its way."""
+        """Let time pass, and send the dispatcher's messages."""
         self.desk.tick(seconds)
         self._note_grants()
         for outgoing in self.desk.dispatcher.take_outgoing():
@@ -315,7 +315,7 @@ class RecoveryMachine(RuleBasedStateMachine):
             assert row.num_trained + len(listed) == NUM_PROMPTS
 
     def teardown(self) -> None:
-        """One good actor finishes the run, whatever came before."""
+        """Finish the run with one good actor."""
         if not hasattr(self, "desk"):
             return
         self.disk_has_room()
@@ -345,7 +345,7 @@ class RecoveryMachine(RuleBasedStateMachine):
     # Details
 
     def _start(self, saved: Saved | None) -> Recovered:
-        """A learner process from its start to its first message."""
+        """Start a learner process, up to its first message."""
         state = _decode(saved) if saved else None
         log_end = state.log_end if state else Position(0, 0)
         self.log = open_log(self.path, self.tape, after=log_end)

@@ -138,7 +138,7 @@ def test_pages_that_never_reached_the_disk_are_a_torn_tail(tmp_path: Path) -> No
     log = open_log(tmp_path, segment_bytes=1)
     append_all(log, [dropped(1), dropped(2)])
     log.close()
-    # After a power failure: the file's length is on disk, what was written of it is not.
+    # After a power failure the file's length may be on disk without its content.
     segments(tmp_path)[1].write_bytes(bytes(5000))
     assert lease_ids(tmp_path) == [1]
     with cuts() as cut:
@@ -248,7 +248,7 @@ def test_an_event_of_another_version_is_an_error_and_stays(tmp_path: Path, monke
 
 
 class NewerEncoder:
-    """Of a version that knows one event more."""
+    """An encoder of a newer version, which has one more event."""
 
     def encode(self, event: LeaseEvent) -> bytes:
         return b"\x81\xa4type\xa9Cancelled"

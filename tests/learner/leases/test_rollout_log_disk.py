@@ -162,7 +162,7 @@ def test_pruning_loses_nothing_needed_and_keeps_no_more_than_it_must(
 
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of what is had on disk, in order."""
+    """Return the names of the synced files and folders, in order."""
     names: list[str] = []
     sync = rollout_log._sync
 

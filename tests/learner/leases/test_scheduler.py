@@ -1,4 +1,4 @@
-"""The scheduler's order of questions, against a few leases kept by hand, and its promises over whole runs in any order."""
+"""The scheduler's decisions on hand-made leases, and its guarantees over whole runs in any order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from tests.learner.leases.scheduled_runs import SHAPES, InFlight, Shape, make_gr
 
 @dataclass
 class Shelf:
-    """Books kept by hand."""
+    """Hand-made accounts of leases."""
 
     in_flight: list[InFlight] = field(default_factory=list)
     ready: list[Group] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The adapter with real models, the real peft and, where weights are trained, real DeepSpeed."""
+"""The adapter with real models and real peft; tests that train use real DeepSpeed."""
 
 import sys
 from collections.abc import Iterator

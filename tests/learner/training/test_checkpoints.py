@@ -106,7 +106,7 @@ def test_death_at_any_moment_of_replacing_a_checkpoint_leaves_a_whole_one(tmp_pa
 
 
 class Death(BaseException):
-    """The process ends here."""
+    """Raised in place of the process's death."""
 
 
 class Life:

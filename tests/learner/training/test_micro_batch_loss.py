@@ -19,7 +19,7 @@ ENTROPIES = torch.tensor([[0.5, 1.0, 0.25], [2.0, 0.75, 0.0]])
 VALUES, FROZEN_VALUES = torch.full((2, 3), 2.0), torch.full((2, 3), 0.5)
 RETURNS = torch.tensor([[1.0, 3.0, 2.0], [0.0, -1.0, 0.0]])
 BEHAVIOR = torch.where(MASK, -1.5, 0.0)
-"""`micro_batch`'s."""
+"""The behavior log-probs of `micro_batch`."""
 ADVANTAGES = torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]])
 
 

@@ -57,7 +57,7 @@ def with_own_logprobs(trainer, groups: list[Group]) -> list[Group]:
 
 @pytest.fixture(scope="module")
 def trainer(tiny_model):
-    """A trainer for tests that do not change its weights."""
+    """Yield a trainer for tests that do not change its weights."""
     with running(make_config(tiny_model)) as trainer:
         yield trainer
 
@@ -210,7 +210,7 @@ def test_micro_batches_zero_stage_and_checkpointing_do_not_change_the_step(tiny_
 
 @pytest.fixture(scope="module")
 def tiny_weights(tiny_model):
-    """Metrics and weights of the step that the settings above must not change."""
+    """Return metrics and weights of the step that the settings above must not change."""
     with running(make_config(tiny_model, deepspeed=SGD)) as trainer:
         (metrics,) = trainer.train_batch(make_groups(3))
         return metrics, weights_of(trainer)
@@ -379,7 +379,7 @@ def test_a_model_that_caps_its_logits_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def two_ranks(tiny_model, tmp_path_factory):
-    """The results of two processes of `tests.learner.training.rank_worker`."""
+    """Return the results of two processes of `tests.learner.training.rank_worker`."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(2, tiny_model, folder / "result.pt")
     return folder, torch.load(folder / "result.pt", weights_only=True)

@@ -87,7 +87,7 @@ def test_version_that_is_not_kept_is_not_judged() -> None:
 
 
 def routing_of(*experts: int) -> Routing:
-    """One layer that sends each token to one of four experts."""
+    """Return the routing of one layer that sends each token to one of four experts."""
     chosen = torch.tensor(experts).reshape(-1, 1, 1)
     return Routing(chosen, torch.ones(len(experts), 1), num_experts=4)
 

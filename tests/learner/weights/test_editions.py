@@ -1,4 +1,4 @@
-"""Buffers that are written while an older version is read."""
+"""Buffers are written while an older version is read."""
 
 import threading
 

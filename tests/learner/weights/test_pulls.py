@@ -1,4 +1,4 @@
-"""Pulls: a few at a time, all of one edition, which is lent no longer than it is pulled."""
+"""A few pulls run at a time, all of one edition, which is lent only while it is pulled."""
 
 import time
 from typing import cast
@@ -28,7 +28,7 @@ TRANSPORT = Transport(
 
 
 class FakeServer:
-    """Serves nobody, and remembers who may ask and for what."""
+    """A server that serves nobody, and records the admitted peers and the version."""
 
     port = 4711
 

@@ -1,4 +1,4 @@
-"""Which actors get weights, by which transport; which are left out, and for how long."""
+"""Standings choose each actor's transport, and exclude actors that fail for a while."""
 
 import pytest
 
@@ -23,7 +23,7 @@ class Bench:
         return [one.name for one in behind.by_collective], [one.name for one in behind.by_pull]
 
     def exclude(self, name: str = "a") -> float:
-        """Exclude an actor; return for how many seconds."""
+        """Exclude an actor; return the seconds of the exclusion."""
         self.standings.exclude(name.encode(), name, "failed")
         (news,) = self.standings.take_news()
         assert news[:2] == (name, "failed")

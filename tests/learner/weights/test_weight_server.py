@@ -1,4 +1,4 @@
-"""The weight server and those who pull from it: real sockets, with a proxy between them that cuts and corrupts."""
+"""The weight server and its pullers over real sockets, with a proxy that cuts connections and corrupts bytes."""
 
 import contextlib
 import socket
@@ -37,7 +37,7 @@ def open_link(address: str) -> Link:
 
 @pytest.fixture
 def server() -> Iterator[WeightServer]:
-    """It lends random bytes as `VERSION`, and has admitted `PEER`."""
+    """Yield a server that lends random bytes as `VERSION` and has admitted `PEER`."""
     failures: list[BaseException] = []
     server = WeightServer(open_hub=open_hub, chunk_bytes=CHUNK_BYTES)
     server.start(tend=lambda: None, on_failure=failures.append)
@@ -54,7 +54,7 @@ FLAT = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, generator=torch.Gene
 
 
 class Proxy:
-    """Carries bytes between a puller and the server; `tamper` sees what the server sends: None in place of it cuts."""
+    """A proxy between a puller and the server. `tamper` replaces the server's bytes; None cuts the connection."""
 
     def __init__(self, port: int, tamper: Callable[[int, bytearray], bytearray | None]) -> None:
         self._to = ("127.0.0.1", port)
