@@ -1,5 +1,6 @@
 """The recommendation of a sweep: one value by a stated rule, in sentences that say what its seeds can and cannot tell."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -54,40 +55,42 @@ def recommend(results: Sequence[ValueResult], reference: str, margin: float) -> 
         return Recommendation(None, f"Nothing can be said yet: {reference}, the reference, has no finished run.", [])
     if min(len(result.rewards) for result in results) < 2:
         return _without_spread(results)
-    against_base = {other.label: _compare(base, other) for other in results if other is not base}
-    below = [label for label, comparison in against_base.items() if _is_worse(comparison, margin)]
-    timed = [result for result in results if result.label not in below and result.every_time_s]
-    sentences = [_reward_sentence(reference, label, comparison) for label, comparison in against_base.items()]
-    sentences += [
-        f"{result.label}: {len(result.times_s) - result.times_s.count(None)} of {_seeds(len(result.times_s))} came within "
-        f"{margin:g} of the final reward of {reference}."
-        for result in results
-        if not result.every_time_s
+    others = [result for result in results if result is not base]
+    against_base = {other.label: _compare(base, other) for other in others}
+    eligible = [result for result in results if result is base or not _is_worse(against_base[result.label], margin)]
+    best = _soonest(eligible)
+    rivalries = _rivalries(best, base, eligible)
+    sentences = [
+        *(_reward_sentence(reference, label, comparison) for label, comparison in against_base.items()),
+        *_missed_sentences(results, reference, margin),
+        *(_reward_sentence(first.label, second.label, _compare(first, second)) for first, second in rivalries),
+        *_time_sentences(best, base, eligible),
+        *_seed_sentences([*((base, other) for other in others), *rivalries], margin),
     ]
-    compared = [(base, result) for result in results if result is not base]
-    if timed:
-        best = min(timed, key=lambda result: statistics.fmean(map(math.log, result.every_time_s)))
-        headline = _headline(best, base, against_base.get(best.label), margin)
-        rivals = [result for result in results if result not in (best, base) and result.label not in below]
-        if best is not base:
-            pairs = [(rival, best) if results.index(rival) < results.index(best) else (best, rival) for rival in rivals]
-            sentences += [_reward_sentence(first.label, second.label, _compare(first, second)) for first, second in pairs]
-            compared += pairs
-        sentences += [_time_sentence(best, rival) for rival in timed if rival not in (best, base)]
-    else:
-        best = None
-        headline = (
-            f"Nothing can be recommended: of no value did every seed come within {margin:g} of the final reward of {reference} "
-            "without ending below it."
-        )
-    sentences += _seed_sentences(compared, margin)
-    return Recommendation(best.label if best else None, headline, sentences)
+    if best is None:
+        return Recommendation(None, _headline_without_best(reference, margin), sentences)
+    return Recommendation(best.label, _headline(best, base, against_base.get(best.label), margin), sentences)
 
 
 def _is_worse(comparison: Comparison, margin: float) -> bool:
-    """Whether a value ends below the reference, by what may matter."""
+    """Return True when a value is told to be below the reference, and its interval reaches below the margin."""
     assert comparison.low is not None, "every value has two seeds"
     return comparison.is_told_apart and comparison.difference < 0 and comparison.low < -margin
+
+
+def _soonest(eligible: Sequence[ValueResult]) -> ValueResult | None:
+    """Return the first value with the smallest geometric mean of its times; None where no value has them all."""
+    timed = [result for result in eligible if result.every_time_s]
+    return min(timed, key=lambda result: statistics.fmean(map(math.log, result.every_time_s)), default=None)
+
+
+def _rivalries(
+    best: ValueResult | None, base: ValueResult, eligible: Sequence[ValueResult]
+) -> list[tuple[ValueResult, ValueResult]]:
+    """Return the best value's pairs with the other eligible ones, in the sweep's order; pairs with the reference are known."""
+    if best is None or best is base:
+        return []
+    return [pair for pair in itertools.combinations(eligible, 2) if best in pair and base not in pair]
 
 
 def _compare(first: ValueResult, second: ValueResult) -> Comparison:
@@ -129,12 +132,36 @@ def _headline(best: ValueResult, base: ValueResult, reward: Comparison | None, m
     return f"{text}, which leaves room for a loss of {-reward.low:.3f}, more than {margin:g}."
 
 
+def _headline_without_best(reference: str, margin: float) -> str:
+    return (
+        f"Nothing can be recommended: of no value did every seed come within {margin:g} of the final reward of {reference} "
+        "without ending below it."
+    )
+
+
 def _reward_sentence(first: str, second: str, comparison: Comparison) -> str:
     if comparison.is_told_apart:
         end = "higher" if comparison.difference > 0 else "lower"
         return f"{second} ends {end} than {first}: by {abs(comparison.difference):.3f}, {_interval(comparison)}."
     told = f"difference {comparison.difference:+.3f}, {_interval(comparison)}"
     return f"{first} and {second} cannot be told apart with {_seeds(*comparison.num_seeds)}: {told}."
+
+
+def _missed_sentences(results: Sequence[ValueResult], reference: str, margin: float) -> list[str]:
+    """Return a sentence for each value of which some seed did not come within the margin."""
+    return [
+        f"{result.label}: {len(result.times_s) - result.times_s.count(None)} of {_seeds(len(result.times_s))} came within "
+        f"{margin:g} of the final reward of {reference}."
+        for result in results
+        if not result.every_time_s
+    ]
+
+
+def _time_sentences(best: ValueResult | None, base: ValueResult, eligible: Sequence[ValueResult]) -> list[str]:
+    """Return a sentence for the time of each eligible value against the best; the headline has the reference's."""
+    if best is None:
+        return []
+    return [_time_sentence(best, rival) for rival in eligible if rival.every_time_s and rival not in (best, base)]
 
 
 def _time_sentence(best: ValueResult, rival: ValueResult) -> str:
@@ -149,7 +176,7 @@ def _time_sentence(best: ValueResult, rival: ValueResult) -> str:
 
 
 def _seed_sentences(compared: Sequence[tuple[ValueResult, ValueResult]], margin: float) -> list[str]:
-    """What more seeds would be good for, and how many of the comparisons chance alone would decide."""
+    """Return the seeds needed to detect the margin, and the number of pairs that chance alone would tell apart."""
     if not compared:
         return []
     sentences = []
