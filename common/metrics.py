@@ -62,8 +62,6 @@ class MetricsWriter:
         self._rows.end_torn_line()
         self._events = _TensorBoardEvents(folder / "tensorboard", clock()) if tensorboard else None
         self._num_lost_in_a_row = 0
-        self.num_lost_rows = 0
-        """Rows that a full disk has cost this process."""
 
     def write(self, row: Row) -> Row:
         """Append a row, stamped with the current time unless it has one; return the stamped row.
@@ -110,7 +108,6 @@ class MetricsWriter:
         except OSError as error:
             if error.errno not in _DISK_FULL:
                 raise
-            self.num_lost_rows += 1
             self._num_lost_in_a_row += 1
             if self._num_lost_in_a_row == 1:
                 logger.warning("metrics rows are being lost, training goes on: %s", error)
