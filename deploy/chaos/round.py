@@ -11,12 +11,11 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import Generic, NamedTuple, TypeVar
 
 from offbeat.common.config import Config
 from offbeat.common.metrics import ROWS_FILE
+from offbeat.common.rows import ActorRow, EventRow, StepRow, decode_row
 from offbeat.common.shutdown import PARENT_VARIABLE, StopRequest
 from offbeat.deploy.chaos.faults import Clock, Committed, Disk, Scene, commit
 from offbeat.deploy.chaos.network import Network
@@ -94,11 +93,14 @@ class Room(NamedTuple):
     """Environment variables that the services get in addition."""
 
 
-class Sight(NamedTuple):
+SeenRow = TypeVar("SeenRow", StepRow, ActorRow)
+
+
+class Sight(NamedTuple, Generic[SeenRow]):
     """A row of the metrics, and the monotonic time at which it was read."""
 
     at: float
-    row: dict[str, Any]
+    row: SeenRow
 
 
 class Watch:
@@ -108,15 +110,15 @@ class Watch:
         self._file = file
         self._offset = 0
         self._torn = b""
-        self.steps: list[Sight] = []
-        self.actors: list[Sight] = []
+        self.steps: list[Sight[StepRow]] = []
+        self.actors: list[Sight[ActorRow]] = []
         self.members: set[str] = set()
         """Names of the actors that are connected to the learner."""
 
     @property
     def newest_step(self) -> int:
         """The highest policy version so far, 0 before the first step."""
-        return max((sight.row["policy_version"] for sight in self.steps), default=0)
+        return max((sight.row.policy_version for sight in self.steps), default=0)
 
     def look(self) -> None:
         """Read the rows written since the last call."""
@@ -129,26 +131,23 @@ class Watch:
         self._offset += len(new)
         *lines, self._torn = (self._torn + new).split(b"\n")
         for line in lines:
-            try:
-                row = msgspec.json.decode(line, type=dict[str, Any])
-            # A killed learner may leave a torn line, even inside a character.
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                continue
-            if row["kind"] == "step":
-                self.steps.append(Sight(now, row))
-            elif row["kind"] == "actor":
-                self.actors.append(Sight(now, row))
-            elif row["kind"] == "event":
-                self._follow_members(row)
+            # A torn line, which a killed learner may leave, is no row.
+            match decode_row(line):
+                case StepRow() as row:
+                    self.steps.append(Sight(now, row))
+                case ActorRow() as row:
+                    self.actors.append(Sight(now, row))
+                case EventRow() as row:
+                    self._follow_members(row)
 
-    def _follow_members(self, event: Mapping[str, Any]) -> None:
-        match event["event"]:
-            case "run_started":
+    def _follow_members(self, row: EventRow) -> None:
+        match row.event, row.actor:
+            case "run_started", _:
                 self.members.clear()
-            case "actor_joined":
-                self.members.add(event["actor"])
-            case "actor_left" | "actor_lost":
-                self.members.discard(event["actor"])
+            case "actor_joined", str(actor):
+                self.members.add(actor)
+            case "actor_left" | "actor_lost", str(actor):
+                self.members.discard(actor)
 
     def next_step_s(self, since: float) -> float | None:
         """Return the seconds from `since` to the next optimizer step, None before there is one."""
@@ -156,12 +155,12 @@ class Watch:
 
     def next_group_s(self, actor: str, since: float) -> float | None:
         """Return the seconds from `since` to this actor's next heartbeat that reports a new group, None before there is one."""
-        own = [sight for sight in self.actors if sight.row["actor"] == actor]
-        num_before = max((sight.row["num_groups_sent"] for sight in own if sight.at <= since), default=0)
+        own = [sight for sight in self.actors if sight.row.actor == actor]
+        num_before = max((sight.row.num_groups_sent for sight in own if sight.at <= since), default=0)
         for sight in own:
             if sight.at <= since:
                 continue
-            num_sent = sight.row["num_groups_sent"]
+            num_sent = sight.row.num_groups_sent
             if num_sent > num_before:
                 return sight.at - since
             # A restarted actor counts from zero.

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.common.metrics import MetricsWriter
-from offbeat.common.rows import ActorRow, Row, StepRow
+from offbeat.common.rows import ActorRow, EventRow, Row, StepRow
 from offbeat.deploy.chaos.chaos import ChaosReport, RoundReport, show
 from offbeat.deploy.chaos.faults import DAMAGES, Clock, Committed, Disk, Scene, commit, corrupt_log, open_disk
 from offbeat.deploy.chaos.network import Namespace, Network, Proxy, open_network
@@ -383,6 +383,24 @@ def test_recovery_is_read_from_the_next_step_and_from_the_next_group_of_that_act
         file.write(b'sion":8}\n')
     watch.look()
     assert watch.newest_step == 8
+
+
+def test_watch_knows_the_actors_that_are_connected(tmp_path: Path) -> None:
+    watch = Watch(tmp_path / "metrics.jsonl")
+    with MetricsWriter(tmp_path) as metrics:
+
+        def members_after(event: str, actor: str | None = None) -> set[str]:
+            metrics.write(EventRow(event=event, detail="", actor=actor))
+            watch.look()
+            return watch.members
+
+        assert members_after("actor_joined", "a") == {"a"}
+        assert members_after("actor_joined", "b") == {"a", "b"}
+        assert members_after("actor_excluded", "b") == {"a", "b"}
+        assert members_after("actor_left", "a") == {"b"}
+        assert members_after("actor_lost", "b") == set()
+        members_after("actor_joined", "c")
+        assert members_after("run_started") == set(), "a new learner knows nobody"
 
 
 def report(*checks: Check, left_over: list[str] | None = None) -> ChaosReport:
