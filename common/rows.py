@@ -150,6 +150,10 @@ class CanaryRow(Stamped, frozen=True, kw_only=True, tag="canary"):
     """Largest difference of a token, in nats; nan, null in the file, where a log-prob was not finite."""
 
 
+CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+"""Largest `max_abs_diff` that numerics alone explain between an engine and the learner, by the weights' dtype."""
+
+
 class RoutingRow(Stamped, frozen=True, kw_only=True, tag="routing"):
     """Expert routing of the canary in a mixture-of-experts model."""
 

@@ -17,15 +17,12 @@ from rich.table import Table
 
 from offbeat.common.config import Config
 from offbeat.common.metrics import ROWS_FILE, read_rows
-from offbeat.common.rows import CanaryRow, EvalRow, EventRow, FinalRow, LedgerSums, Row, StepRow
+from offbeat.common.rows import CANARY_TOLERANCE, CanaryRow, EvalRow, EventRow, FinalRow, LedgerSums, Row, StepRow
 from offbeat.common.settings import is_data_file
 from offbeat.lab.terminal import stdout_console
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
+from offbeat.learner.leases.prompts import Turn
 from offbeat.learner.leases.rollout_log import LogDamagedError, Position, read_log
-
-CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
-"""Largest believable difference per token between engine and learner under the same weights, in nats."""
-
 
 Kind = TypeVar("Kind", bound=Row)
 
@@ -37,13 +34,6 @@ class Check(NamedTuple):
     violations: list[str]
     seen: str
     """The evidence that was checked, with numbers."""
-
-
-class Turn(NamedTuple):
-    """A prompt's turn in one pass over the data."""
-
-    epoch: int
-    prompt_id: int
 
 
 class Life(msgspec.Struct):
@@ -78,7 +68,7 @@ class Lost(NamedTuple):
                     num_batches += 1
                 case Granted():
                     lease_ids.add(event.lease_id)
-                    turns.add(Turn(event.epoch, event.prompt_id))
+                    turns.add(Turn(event.prompt_id, event.epoch))
                 case Accepted() | Dropped() | Expired():
                     lease_ids.add(event.lease_id)
         return cls(frozenset(lease_ids), frozenset(turns), num_batches)
@@ -155,7 +145,7 @@ class LogAudit:
         self._version = version
 
     def _grant(self, event: Granted) -> None:
-        turn = Turn(event.epoch, event.prompt_id)
+        turn = Turn(event.prompt_id, event.epoch)
         if event.lease_id in self.leases:
             self._flaw(self.lease_flaws, event.lease_id, "granted twice")
         previous = self.turns.setdefault(turn, [])
@@ -239,7 +229,7 @@ def audit(run: Path, config: Config, lost_events: Sequence[LeaseEvent] = ()) -> 
     ]
 
 
-def show(checks: Sequence[Check]) -> bool:
+def print_checks(checks: Sequence[Check]) -> bool:
     """Print the checks as a table; return True when none is violated."""
     table = Table()
     for column in ("claim", "", "detail"):
@@ -314,7 +304,8 @@ def check_prompts(log: LogAudit, seed: int, num_prompts: int | None, lost: Lost)
         while due != turn and due in lost.turns:
             due = next(expected)
         if due != turn:
-            violations.append(f"prompt {turn.prompt_id} of epoch {turn.epoch} was leased when it was the turn of {due}")
+            text = f"prompt {due.prompt_id} of epoch {due.epoch}"
+            violations.append(f"prompt {turn.prompt_id} of epoch {turn.epoch} was leased when it was the turn of {text}")
             break
     ended = Counter(turn.epoch for turn, leases in log.turns.items() if log.leases[leases[-1]].is_final)
     # The last epoch goes on, and the one before it may have prompts in flight.
@@ -376,7 +367,7 @@ def check_learning(run: Path, least: float) -> Check:
 
 def _order(seed: int, epoch: int, num_prompts: int) -> Iterable[Turn]:
     order = np.random.default_rng([seed, epoch]).permutation(num_prompts)
-    return (Turn(epoch, int(prompt_id)) for prompt_id in order)
+    return (Turn(int(prompt_id), epoch) for prompt_id in order)
 
 
 def _group_flaws(event: Accepted, arrays: Sequence[memoryview]) -> list[str]:

@@ -51,7 +51,7 @@ def show_drift(run_folder: Path, *, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
-        stdout_console().print(render(report))
+        stdout_console().print(drift_tables(report))
 
 
 def drift_report(history: RunHistory) -> DriftReport:
@@ -65,22 +65,7 @@ def ended_leases(history: RunHistory) -> list[EndedLease]:
 
     Of the leases without a group, only those taken back or aborted have a row that tells of them.
     """
-    ended = [
-        (
-            group.ended_at,
-            EndedLease(
-                lease_id,
-                group.outcome,
-                group.reason,
-                sum(group.lengths) / len(group.lengths) if group.lengths else math.nan,
-                group.generate_s,
-                group.reward,
-                group.ready_at,
-                group.taken_at,
-            ),
-        )
-        for lease_id, group in history.groups.items()
-    ]
+    ended = [(group.ended_at, group.lease) for group in history.groups.values()]
     ended += [
         (row.time, lease) for row in history.events if (lease := _unfinished(row)) and lease.lease_id not in history.groups
     ]
@@ -200,7 +185,7 @@ def _comparison_cells(comparison: BiasTest) -> tuple[str, ...]:
     )
 
 
-def render(report: DriftReport) -> RenderableType:
+def drift_tables(report: DriftReport) -> RenderableType:
     """Return the report as tables and sentences."""
     if not report.by_lag:
         drift: RenderableType = Text("No step has recorded its drift by policy lag.", style="yellow")

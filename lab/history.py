@@ -27,6 +27,7 @@ from offbeat.common.rows import (
     StepRow,
     WeightsRow,
 )
+from offbeat.learner.diagnostics.length_bias import EndedLease
 
 _END_OF_TIME = 4.1e9
 """The year 2099, in seconds since the epoch. A later time is damage, which dates and plots could not show."""
@@ -44,24 +45,15 @@ class Interval(NamedTuple):
     num_tokens: float
 
 
-class GroupFate(NamedTuple):
+class EndedGroup(NamedTuple):
     """The end of one generated group."""
 
-    outcome: str
-    """`trained` or `dropped`."""
-    reason: str
-    """The reason for the drop; empty for a trained group."""
+    lease: EndedLease
+    """The lease it was generated for."""
     lengths: "array[int]"
     """Tokens of each completion."""
     ended_at: float
-    """Time at which it was trained on or dropped. All times are seconds since the epoch."""
-    reward: float = math.nan
-    """Mean over its completions. This and the fields below are nan where the row lacks the value."""
-    generate_s: float = math.nan
-    ready_at: float = math.nan
-    """Time at which it entered the learner's buffer."""
-    taken_at: float = math.nan
-    """Time at which it left the buffer: selected with its batch, or dropped."""
+    """Time at which it was trained on or dropped, in seconds since the epoch."""
 
 
 class LagDrift(msgspec.Struct, frozen=True):
@@ -148,7 +140,7 @@ class RunHistory:
     canaries: list[CanaryRow] = field(default_factory=list)
     events: list[EventRow] = field(default_factory=list)
     actors: dict[str, ActorHistory] = field(default_factory=dict)
-    groups: dict[int, GroupFate] = field(default_factory=dict)
+    groups: dict[int, EndedGroup] = field(default_factory=dict)
     """Groups by lease id. A group trained on again after a resume is listed once."""
     final: FinalRow | None = None
     """None while the run goes on, and after the learner was killed."""
@@ -183,17 +175,17 @@ class RunHistory:
     @property
     def groups_by_drop_reason(self) -> dict[str, int]:
         """Generated groups that were dropped, by reason."""
-        return dict(Counter(group.reason for group in self.groups.values() if group.outcome == "dropped"))
+        return dict(Counter(group.lease.reason for group in self.groups.values() if group.lease.outcome == "dropped"))
 
     @property
     def num_groups_trained(self) -> int:
         """Number of groups whose last outcome is `trained`."""
-        return sum(group.outcome == "trained" for group in self.groups.values())
+        return sum(group.lease.outcome == "trained" for group in self.groups.values())
 
     def lengths(self, *, trained_only: bool) -> list[int]:
         """Return the completion lengths, in tokens, of all generated groups or of those trained on."""
         groups = self.groups.values()
-        return [n for group in groups if group.outcome == "trained" or not trained_only for n in group.lengths]
+        return [n for group in groups if group.lease.outcome == "trained" or not trained_only for n in group.lengths]
 
     def learner_seconds(self) -> dict[str, float]:
         """Return the learner's seconds by kind of work; `other` is the time that no metric covers."""
@@ -266,7 +258,7 @@ def _take(history: RunHistory, row: Row | OtherRow) -> None:
         case EvalRow():
             history.evaluations[row.policy_version] = row
         case GroupRow():
-            history.groups[row.lease_id] = _fate(row)
+            history.groups[row.lease_id] = _ended_group(row)
         case ActorRow():
             history.actors.setdefault(row.actor, ActorHistory(row.actor)).take(row)
         case WeightsRow():
@@ -285,18 +277,19 @@ def _take(history: RunHistory, row: Row | OtherRow) -> None:
             assert_never(row)
 
 
-def _fate(row: GroupRow) -> GroupFate:
+def _ended_group(row: GroupRow) -> EndedGroup:
     rewards = [reward for reward in row.rewards if reward is not None]
-    return GroupFate(
+    lease = EndedLease(
+        lease_id=row.lease_id,
         outcome=row.outcome,
         reason=row.reason,
-        lengths=array("i", row.lengths),
-        ended_at=row.time,
+        length=sum(row.lengths) / len(row.lengths) if row.lengths else math.nan,
+        duration_s=row.generate_s,
         reward=sum(rewards) / len(rewards) if rewards else math.nan,
-        generate_s=row.generate_s,
         ready_at=_or_nan(row.ready_at),
         taken_at=_or_nan(row.taken_at),
     )
+    return EndedGroup(lease, array("i", row.lengths), row.time)
 
 
 def _or_nan(value: float | None) -> float:

@@ -4,7 +4,7 @@ import typer
 
 from offbeat.common.settings import SettingError, load
 from offbeat.deploy.commands.arguments import RunFolder
-from offbeat.lab.audit import audit, show
+from offbeat.lab.audit import audit, print_checks
 
 
 def command(run: RunFolder) -> None:
@@ -12,4 +12,4 @@ def command(run: RunFolder) -> None:
     config_file = run / "config.toml"
     if not config_file.exists():
         raise SettingError("RUN", str(run), "it has no config.toml", "Name the folder of a run.")
-    raise typer.Exit(0 if show(audit(run, load(config_file))) else 1)
+    raise typer.Exit(0 if print_checks(audit(run, load(config_file))) else 1)

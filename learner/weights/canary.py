@@ -11,14 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.common.routing import Routing
-from offbeat.common.rows import CanaryRow, Recorder, RoutingRow
+from offbeat.common.rows import CANARY_TOLERANCE, CanaryRow, Recorder, RoutingRow
 from offbeat.learner.diagnostics.routing_history import RoutingHistory
 
 CANARY_TOKENS = 64
 CANARY_VERSIONS = 64
 """Published versions whose log-probs are kept for actors that answer late."""
-CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
-"""Largest difference per token, in nats, that numerics alone explain between engine and learner, by the weights' dtype."""
 
 
 class Verdict(NamedTuple):

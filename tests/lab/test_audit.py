@@ -116,7 +116,10 @@ def test_good_history_has_no_flaw() -> None:
         ([expired(2)], "lease 2: expired, but it had ended: expired"),
         ([granted(15, turn=4)], f"lease 13: in flight, but its prompt {order(1)[0]} of epoch 1 was leased again"),
         ([granted(15, turn=0)], f"lease 0: trained, but its prompt {order(0)[0]} of epoch 0 was leased again"),
-        ([granted(15, turn=7)], f"prompt {order(1)[3]} of epoch 1 was leased when it was the turn of"),
+        (
+            [granted(15, turn=7)],
+            f"prompt {order(1)[3]} of epoch 1 was leased when it was the turn of prompt {order(1)[2]} of epoch 1",
+        ),
         ([expired(14), granted(15, turn=6)], f"prompt {order(1)[1]} of epoch 1 was not leased again after lease 14 (expired)"),
     ],
 )

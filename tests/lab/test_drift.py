@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from offbeat.common.settings import SettingError
 from offbeat.deploy.cli import make_app
-from offbeat.lab.drift import drift_report, ended_leases, render, show_drift
+from offbeat.lab.drift import drift_report, drift_tables, ended_leases, show_drift
 from offbeat.lab.history import RunHistory, fold_rows
 from offbeat.learner.diagnostics.length_bias import EndedLease
 from tests.common.row_lines import rows_from
@@ -71,7 +71,7 @@ def history_of(rows: list[dict[str, Any]]) -> RunHistory:
 
 def shown(history: RunHistory) -> str:
     console = Console(file=io.StringIO(), width=150)
-    console.print(render(drift_report(history)))
+    console.print(drift_tables(drift_report(history)))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
