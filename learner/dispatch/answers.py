@@ -36,7 +36,7 @@ class GroupCheck(NamedTuple):
             vocabulary_size=self.vocabulary_size,
             newest_version=self.versions.newest,
         )
-        return flaw(done.completions, arrays, limits) or None
+        return flaw(done.completions, arrays, limits)
 
 
 class Answers:

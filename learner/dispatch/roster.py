@@ -243,9 +243,10 @@ class Roster:
 
     def note_commit(self, member: Member, commit: WeightsCommitted) -> str | None:
         """Note which weights a member samples with; return the reason to distrust it, for weights that nobody has sent."""
-        published = -1 if self._versions.published is None else self._versions.published
-        if commit.policy_version > published:
-            why = f"claims to have weights {commit.policy_version}; the newest published are {published}"
+        published = self._versions.published
+        if published is None or commit.policy_version > published:
+            newest = "none are published" if published is None else f"the newest published are {published}"
+            why = f"claims to have weights {commit.policy_version}; {newest}"
             self.rejections.count(member.name, "weights from the future")
             report(self._record, EventRow(event="actor_lied", detail=why, actor=member.name))
             return why

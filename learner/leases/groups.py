@@ -121,8 +121,8 @@ def unpack(completions: Sequence[CompletionMeta], arrays: Sequence[Frame]) -> tu
     return tuple(rollouts)
 
 
-def flaw(completions: Sequence[CompletionMeta], arrays: Sequence[Frame], limits: Limits) -> str:
-    """Return why this group cannot be trained on, or "" when it can. `protocols.wire` has checked that the lengths agree."""
+def flaw(completions: Sequence[CompletionMeta], arrays: Sequence[Frame], limits: Limits) -> str | None:
+    """Return why this group cannot be trained on; None for a good one. `protocols.wire` has checked that the lengths agree."""
     if len(completions) != limits.group_size:
         return f"{len(completions)} completions for a group of {limits.group_size}"
     for index, completion in enumerate(completions):
@@ -141,4 +141,4 @@ def flaw(completions: Sequence[CompletionMeta], arrays: Sequence[Frame], limits:
     # Not `>`: a NaN must not pass.
     if not (values.min() > -math.inf and values.max() <= LARGEST_LOGPROB):
         return "it has impossible log-probs"
-    return ""
+    return None

@@ -16,8 +16,6 @@ from offbeat.protocols.messages import TensorSpec
 
 PATIENCE_S = 1.0
 """How long training waits for a transfer to end before it takes memory for a second buffer instead."""
-UNPUBLISHED = -1
-"""The version of the first buffer before anything is published."""
 
 
 @dataclass(eq=False)
@@ -25,11 +23,17 @@ class Edition:
     """One version in a buffer, which is not overwritten while it has readers."""
 
     buffer: WeightBuffer
-    policy_version: int
-    """The trainer's version when the buffer was written."""
+    published: int | None
+    """The trainer's version when the buffer was written; None while nothing is published."""
     num_readers: int = 0
     checksum: int = 0
     """Checksum of the whole buffer, computed by the first `take`."""
+
+    @property
+    def policy_version(self) -> int:
+        """The version of an edition that was taken."""
+        assert self.published is not None, "nothing is taken before the first publication"
+        return self.published
 
 
 class Editions:
@@ -37,7 +41,7 @@ class Editions:
 
     def __init__(self, layout: tuple[TensorSpec, ...]) -> None:
         self._layout = layout
-        self._current = Edition(WeightBuffer(layout), UNPUBLISHED)
+        self._current = Edition(WeightBuffer(layout), None)
         self._spare: WeightBuffer | None = None
         self._has_second = False
         self._is_writing = False
@@ -46,8 +50,7 @@ class Editions:
     @property
     def newest_version(self) -> int | None:
         """The version published last; None before the first."""
-        version = self._current.policy_version
-        return None if version == UNPUBLISHED else version
+        return self._current.published
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[WeightBuffer]:
@@ -65,7 +68,7 @@ class Editions:
             if self._current.num_readers:
                 assert self._spare is not None
                 buffer, self._spare = self._spare, None
-            self._current = Edition(buffer, self._current.policy_version)
+            self._current = Edition(buffer, self._current.published)
             self._is_writing = True
         try:
             yield buffer
@@ -77,7 +80,7 @@ class Editions:
     def publish(self, policy_version: int) -> None:
         """Name the version that was written last."""
         with self._changed:
-            self._current.policy_version = policy_version
+            self._current.published = policy_version
 
     def take(self) -> Edition:
         """Return the newest edition, checksum computed, to read it until `give_back`. Waits for: the end of `writing`."""

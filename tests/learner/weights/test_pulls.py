@@ -6,50 +6,12 @@ from typing import cast
 import pytest
 import torch
 
-from offbeat.common.weights import checksum, make_layout
+from offbeat.common.weights import checksum
 from offbeat.learner.weights import pulls as pulls_module
 from offbeat.learner.weights.editions import Editions
 from offbeat.learner.weights.pulls import PullService
 from offbeat.learner.weights.server import Visitor, WeightServer
-from offbeat.learner.weights.standings import Recipient
-from offbeat.learner.weights.transport import Transport
-
-LAYOUT = make_layout([("w", (64,))], torch.float32)
-TRANSPORT = Transport(
-    host="learner",
-    listen_on="learner",
-    backend="pull",
-    port=0,
-    timeout_s=5.0,
-    bucket_bytes=100,
-    chunk_bytes=100,
-    max_pulls=2,
-)
-
-
-class FakeServer:
-    """A server that serves nobody, and records the admitted peers and the version."""
-
-    port = 4711
-
-    def __init__(self) -> None:
-        self.visitors: dict[bytes, Visitor] = {}
-        self.lent_version: int | None = None
-
-    def lend(self, policy_version: int, flat: torch.Tensor) -> None:
-        self.lent_version = policy_version
-
-    def withdraw(self) -> None:
-        self.lent_version = None
-
-    def admit(self, peer: bytes) -> None:
-        self.visitors[peer] = Visitor(time.monotonic())
-
-    def dismiss(self, peer: bytes) -> None:
-        del self.visitors[peer]
-
-    def visitor(self, peer: bytes) -> Visitor:
-        return self.visitors[peer]
+from tests.learner.weights.weight_fakes import LAYOUT, TRANSPORT, FakeServer, actor
 
 
 class Bench:
@@ -62,10 +24,6 @@ class Bench:
             self.editions.publish(3)
         self.pulls = PullService(self.editions, cast(WeightServer, self.server), TRANSPORT)
         self.pulls.lend(self.pulls.borrow())
-
-
-def actor(name: str, policy_version: int | None = None) -> Recipient:
-    return Recipient(name.encode(), name, policy_version)
 
 
 def test_no_more_actors_pull_at_once_than_allowed() -> None:

@@ -1,0 +1,202 @@
+"""Collective updates name the actors that are not ready, and begin a new epoch after any failure."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from offbeat.common.collectives import CollectiveError
+from offbeat.common.weights import WeightBuffer
+from offbeat.learner.weights import collective as collective_module
+from offbeat.learner.weights.collective import RETRY_READY_S, Absent, CollectiveUpdates, Transfer
+from offbeat.learner.weights.editions import Edition
+from offbeat.protocols.messages import WeightUpdate
+from tests.learner.weights.weight_fakes import LAYOUT, TRANSPORT, actor
+
+GLOO = TRANSPORT._replace(backend="gloo")
+A, B = actor("a"), actor("b")
+SENT = Transfer(is_sent=True, absent=[])
+
+
+class Clock:
+    """Stands in for the `time` module; a sleep moves it, and lets the actors act."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.act: Callable[[], None] = lambda: None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += 0.1
+        self.act()
+
+
+class FakeStore:
+    """The keys of a rendezvous store."""
+
+    port = 4711
+
+    def __init__(self) -> None:
+        self.keys: set[str] = set()
+
+    def set(self, key: str, value: str) -> None:
+        self.keys.add(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.keys.issuperset(keys)
+
+    def delete_key(self, key: str) -> None:
+        self.keys.discard(key)
+
+
+class FakeGroup:
+    """A process group that broadcasts to nobody, and breaks when it is told to."""
+
+    num_breaks = 0
+    """Broadcasts to come that break."""
+
+    def __init__(self, store: FakeStore, *, epoch: int, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+        assert (rank, backend, timeout_s) == (0, "gloo", GLOO.timeout_s)
+
+    def broadcast(self, flat: torch.Tensor, bucket_bytes: int) -> None:
+        if FakeGroup.num_breaks:
+            FakeGroup.num_breaks -= 1
+            raise CollectiveError("bucket 1 of 3: Connection reset by peer")
+
+    def close(self) -> None:
+        pass
+
+
+class Bench:
+    """Collective updates to actors that get ready as soon as they are asked, unless they are in `asleep`."""
+
+    def __init__(self, clock: Clock, store: FakeStore) -> None:
+        self.clock, self.store = clock, store
+        self.closing = threading.Event()
+        self.updates = CollectiveUpdates(GLOO, self.closing)
+        self.asleep: set[bytes] = set()
+        self.gone: set[bytes] = set()
+        self.posted: list[tuple[bytes, WeightUpdate]] = []
+
+    @property
+    def epochs(self) -> list[int]:
+        """The epoch of each announcement so far."""
+        return [update.epoch for _, update in self.posted]
+
+    def post(self, peer: bytes, message: Any) -> None:
+        assert isinstance(message, WeightUpdate)
+        self.posted.append((peer, message))
+        if peer not in self.asleep:
+            self.store.set(f"weights/{message.epoch}/{message.policy_version}/ready/{message.rank}", "1")
+
+    def send(self, policy_version: int, *recipients: Any) -> Transfer:
+        edition = Edition(WeightBuffer(LAYOUT), policy_version, checksum=9)
+        live = {A.peer, B.peer}
+        return self.updates.send(recipients or (A, B), edition, live=lambda: live - self.gone, post=self.post)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    clock, store = Clock(), FakeStore()
+    monkeypatch.setattr(collective_module, "time", clock)
+    monkeypatch.setattr(collective_module, "serve_store", lambda *_, **__: store)
+    monkeypatch.setattr(collective_module, "WeightGroup", FakeGroup)
+    monkeypatch.setattr(FakeGroup, "num_breaks", 0)
+    return Bench(clock, store)
+
+
+def test_every_recipient_is_told_its_rank_and_enters_the_same_epoch(bench: Bench) -> None:
+    assert bench.send(3) == SENT
+    (first, a), (second, b) = bench.posted
+    assert (first, a.rank, second, b.rank) == (b"a", 1, b"b", 2)
+    assert (a.world_size, a.policy_version, a.store_port, a.checksum) == (3, 3, 4711, 9)
+    assert "weights/1/3/go" in bench.store.keys
+
+
+def test_recipient_that_is_not_ready_at_the_deadline_is_named_and_nothing_is_sent(bench: Bench) -> None:
+    assert bench.send(2) == SENT
+    bench.asleep.add(B.peer)
+    began = bench.clock.now
+    late = "did not enter epoch 1 within 5 s (weights.timeout_s)"
+    assert bench.send(3) == Transfer(is_sent=False, absent=[Absent(B, late)])
+    assert bench.clock.now - began == pytest.approx(GLOO.timeout_s, abs=0.25)
+    assert "weights/1/3/go" not in bench.store.keys
+    bench.asleep.clear()
+    assert bench.send(3) == SENT
+    assert bench.epochs[:4] == [1] * 4
+    assert bench.epochs[4] > 1, "a was ready for a transfer that never came: its keys are not used again"
+
+
+def test_recipient_that_leaves_is_not_blamed_and_ends_the_wait(bench: Bench) -> None:
+    bench.asleep.add(B.peer)
+    began = bench.clock.now
+    bench.clock.act = lambda: bench.gone.add(B.peer)
+    assert bench.send(3) == Transfer(is_sent=False, absent=[Absent(B, None)])
+    assert bench.clock.now - began < 0.5
+
+
+def test_error_that_a_recipient_reports_about_this_epoch_ends_the_wait(bench: Bench) -> None:
+    bench.asleep |= {A.peer, B.peer}
+
+    def report() -> None:
+        bench.updates.report("a", 0, "of an epoch before")
+        bench.updates.report("b", 1, "no such store")
+
+    bench.clock.act = report
+    a, b = sorted(bench.send(3).absent, key=lambda absent: absent.recipient.name)
+    assert b == Absent(B, "no such store")
+    assert a.why is not None and a.why.startswith("did not enter")
+
+
+def test_nobody_is_blamed_when_the_publisher_closes(bench: Bench) -> None:
+    bench.asleep |= {A.peer, B.peer}
+    bench.clock.act = bench.closing.set
+    assert bench.send(3) == Transfer(is_sent=False, absent=[Absent(A, None), Absent(B, None)])
+
+
+def test_broadcast_that_breaks_blames_nobody_until_somebody_is_missing_from_the_retry(bench: Bench) -> None:
+    FakeGroup.num_breaks = 1
+    assert bench.send(3) == Transfer(is_sent=False, absent=[])
+    bench.asleep.add(B.peer)
+    began = bench.clock.now
+    (absent,) = bench.send(3).absent
+    assert absent.why is not None and absent.why.endswith("within 2 s of a broken broadcast")
+    assert bench.clock.now - began == pytest.approx(RETRY_READY_S, abs=0.25)
+    # A broadcast that succeeds ends the haste.
+    assert bench.send(3, A) == SENT
+    (absent,) = bench.send(4).absent
+    assert absent.why is not None and "(weights.timeout_s)" in absent.why
+
+
+def test_epoch_lasts_until_members_change_or_a_version_is_sent_again_or_the_group_is_distrusted(bench: Bench) -> None:
+    for version in (1, 2, 3):
+        bench.send(version, A)
+    bench.send(3, A)
+    bench.updates.distrust_group()
+    bench.send(4, A)
+    bench.send(5, A)
+    bench.send(6, B)
+    assert bench.epochs == [1, 1, 1, 2, 3, 3, 4]
+
+
+def test_report_on_an_epoch_that_is_over_counts_no_more(bench: Bench) -> None:
+    bench.send(1, A)
+    bench.updates.report("a", 1, "bucket 2 of 3")
+    bench.send(1, A)
+    assert bench.updates.take_error("a") is None
+    bench.updates.report("a", 1, "bucket 2 of 3")
+    assert bench.updates.take_error("a") is None
+    bench.updates.report("a", 2, "bucket 3 of 3")
+    assert [bench.updates.take_error("a") for _ in range(2)] == ["bucket 3 of 3", None]
+
+
+def test_store_keeps_only_the_keys_of_the_last_transfer(bench: Bench) -> None:
+    bench.send(1)
+    num_keys = len(bench.store.keys)
+    for version in range(2, 9):
+        bench.send(version)
+    assert len(bench.store.keys) == num_keys == 3
