@@ -6,6 +6,7 @@ checkpoint (model, optimizer, ServiceState) + log records after it -> the run as
 import logging
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -125,7 +126,9 @@ def open_log(run_folder: Path, settings: LogSection, state: ServiceState | None)
     )
 
 
-def recover_run(run_folder: Path, state: ServiceState | None, prompts: list[Prompt], seed: int, *, has_log: bool) -> Recovered:
+def recover_run(
+    run_folder: Path, state: ServiceState | None, prompts: Sequence[Prompt], seed: int, *, has_log: bool
+) -> Recovered:
     """Return the ledger, buffer and prompt order as they were when the process before this one ended."""
     folder = run_folder / LOG
     log_end = state.dispatcher.log_end if state else Position(0, 0)

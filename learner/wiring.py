@@ -6,10 +6,10 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoTokenizer
@@ -24,7 +24,7 @@ from offbeat.common.settings import resolved_toml
 from offbeat.common.shutdown import StopRequest
 from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.calibration_watch import CalibrationWatch
-from offbeat.learner.diagnostics.calibration import learner_numerics, load_calibration
+from offbeat.learner.diagnostics.calibration import Calibration, learner_numerics, load_calibration
 from offbeat.learner.dispatch.contract import Contract
 from offbeat.learner.dispatch.dispatcher import Dispatcher, Listeners
 from offbeat.learner.dispatch.hub_thread import HubThread
@@ -34,6 +34,8 @@ from offbeat.learner.dispatch.versions import Versions
 from offbeat.learner.leases.auto_bound import AutoBound
 from offbeat.learner.leases.journal import LeaseJournal
 from offbeat.learner.leases.prompts import Prompt, load_prompts
+from offbeat.learner.leases.recovery import Recovered
+from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.progress import Progress
 from offbeat.learner.resume import Checkpoints, load_checkpoint, open_log, recover_run, tell_kept_settings, tell_resumed
 from offbeat.learner.service import Learner, Outcome, TrainingLoop
@@ -45,7 +47,7 @@ from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.addresses import host_of
 from offbeat.protocols.channels import Hub
-from offbeat.protocols.messages import Hello
+from offbeat.protocols.messages import Hello, ModelHashes, TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -99,69 +101,127 @@ def open_learner(
 ) -> Learner:
     """Make every part of rank 0: load the model, resume or begin the run, wire the services; nothing is running yet."""
     started = time.monotonic()
+    inputs = _load_inputs(config)
+    trainer = RankedTrainer(Trainer(config))
+    run = _resume(config, folder, trainer, inputs.prompts.train, record)
+    canary = _make_canary(config, inputs.prompts.train, record)
+    publisher = WeightPublisher(
+        layout=trainer.layout(),
+        transport=_transport(config, trainer.device),
+        open_hub=open_weight_hub,
+        max_pull_lag=lambda: run.settings.staleness.bounds.max_staleness,
+        record=record,
+    )
+    watch = CalibrationWatch(inputs.calibration, record)
+    watch.check_learner(learner_numerics(config, inputs.hashes, trainer.device))
+    contract = _make_contract(config, inputs, run.run_id, trainer.layout(), canary)
+    listeners = _make_listeners(hub, publisher, canary, watch)
+    dispatcher = _make_dispatcher(contract, run, inputs.prompts, listeners, trainer.policy_version, record)
+    loop = TrainingLoop(
+        config,
+        trainer=trainer,
+        dispatcher=dispatcher,
+        publisher=publisher,
+        canary=canary,
+        checkpoints=_make_checkpoints(config, folder, run, trainer, dispatcher, record),
+        step_rows=StepRows(config.train, dispatcher, run.auto_bound, record),
+        wake_hub=hub.wake,
+    )
+    # An actor that is cut off may be back before it counts as dead.
+    link = ActorLink(dispatcher, HubThread(hub, dispatcher), config.hub.dead_after_s + config.hub.heartbeat_s)
+    logger.info("run %s in %s; hub at %s", run.run_id, folder, hub.address)
+    return Learner(loop, link=link, publisher=publisher, log=run.log, record=record, started=started)
+
+
+class _Inputs(NamedTuple):
+    """The files that a run reads and never changes, but for the weights."""
+
+    prompts: Prompts
+    hashes: ModelHashes
+    vocabulary_size: int
+    calibration: Calibration | None
+
+
+class _Run(NamedTuple):
+    """The run as the learner process before this one left it, or at its beginning."""
+
+    run_id: str
+    recovered: Recovered
+    settings: LiveSettings
+    auto_bound: AutoBound
+    log: RolloutLog | None
+
+
+def _load_inputs(config: Config) -> _Inputs:
     task = config.task
     model = resolve_model(config.model.path)
     hashes = hash_model(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     calibration = load_calibration(config.loss.noise_floor) if config.loss.noise_floor else None
-    prompts = _load_prompts(config, task.train_data, task.train_split, "task.train_data", tokenizer)
-    eval_prompts = _load_prompts(config, task.eval_data, task.eval_split, "task.eval_data", tokenizer) if task.eval_data else []
-    trainer = RankedTrainer(Trainer(config))
+    train = _load_prompts(config, task.train_data, task.train_split, "task.train_data", tokenizer)
+    held_out = _load_prompts(config, task.eval_data, task.eval_split, "task.eval_data", tokenizer) if task.eval_data else []
+    return _Inputs(
+        prompts=Prompts(train, held_out),
+        hashes=hashes,
+        vocabulary_size=AutoConfig.from_pretrained(model).get_text_config().vocab_size,
+        calibration=calibration,
+    )
+
+
+def _resume(config: Config, folder: Path, trainer: RankedTrainer, prompts: Sequence[Prompt], record: Recorder) -> _Run:
+    """Bring trainer, leases and settings to where the run stands; begin it without `run.resume`."""
     has_log = config.log.enabled
     state = load_checkpoint(folder, trainer, has_log=has_log) if config.run.resume else None
     log = open_log(folder, config.log, state)
     recovered = recover_run(folder, state, prompts, config.run.seed, has_log=has_log)
     if config.run.resume:
         tell_resumed(recovered, trainer.policy_version, record)
-    run_id = (state.run_id if state else recovered.run_id) or uuid.uuid4().hex[:12]
-    layout = trainer.layout()
     settings = LiveSettings(config, recovered.tuned)
     tell_kept_settings(settings, folder, record)
-    auto_bound = AutoBound(least_staleness(config), state.noise if state else None)
-    canary = Canary(
-        canary_token_ids([prompt.token_ids for prompt in prompts], min(CANARY_TOKENS, config.model.max_length - 1)),
+    return _Run(
+        run_id=(state.run_id if state else recovered.run_id) or uuid.uuid4().hex[:12],
+        recovered=recovered,
+        settings=settings,
+        auto_bound=AutoBound(least_staleness(config), state.noise if state else None),
+        log=log,
+    )
+
+
+def _make_canary(config: Config, prompts: Sequence[Prompt], record: Recorder) -> Canary:
+    token_ids = [prompt.token_ids for prompt in prompts]
+    return Canary(
+        canary_token_ids(token_ids, min(CANARY_TOKENS, config.model.max_length - 1)),
         dtype=config.model.dtype,
         routing_interval=config.metrics.routing_interval,
         publish_interval=config.weights.interval,
         record=record,
     )
-    calibration_watch = CalibrationWatch(calibration, record)
-    publisher = WeightPublisher(
-        layout=layout,
-        transport=_transport(config, trainer.device),
-        open_hub=open_weight_hub,
-        max_pull_lag=lambda: settings.staleness.bounds.max_staleness,
-        record=record,
-    )
 
-    def welcome(peer: bytes, hello: Hello) -> None:
-        publisher.joined(peer)
-        calibration_watch.joined(hello)
 
-    contract = Contract(
+def _make_contract(config: Config, inputs: _Inputs, run_id: str, layout: tuple[TensorSpec, ...], canary: Canary) -> Contract:
+    return Contract(
         run_id=run_id,
         learner_incarnation=random.SystemRandom().getrandbits(62),
         layout=layout,
         canary_token_ids=canary.token_ids,
         dtype=config.model.dtype,
-        hashes=hashes,
-        max_length=task.max_prompt_tokens + config.rollout.max_new_tokens,
-        vocabulary_size=AutoConfig.from_pretrained(model).get_text_config().vocab_size,
+        hashes=inputs.hashes,
+        max_length=config.task.max_prompt_tokens + config.rollout.max_new_tokens,
+        vocabulary_size=inputs.vocabulary_size,
         temperature=config.rollout.temperature,
-        reward=task.reward,
+        reward=config.task.reward,
         software=importlib.metadata.version("offbeat"),
         max_message_bytes=config.hub.max_message_mb << 20,
     )
-    parts = make_parts(
-        contract,
-        settings,
-        Prompts(prompts, eval_prompts),
-        LeaseJournal(log, recovered.ledger, recovered.stream),
-        Versions(trainer.policy_version, recovered.newest_version),
-        record,
-    )
-    listeners = Listeners(
-        joined=welcome,
+
+
+def _make_listeners(hub: Hub, publisher: WeightPublisher, canary: Canary, watch: CalibrationWatch) -> Listeners:
+    def joined(peer: bytes, hello: Hello) -> None:
+        publisher.joined(peer)
+        watch.joined(hello)
+
+    return Listeners(
+        joined=joined,
         weights=publisher.handle,
         canary=canary.judge,
         routed=canary.compare_routing,
@@ -169,30 +229,29 @@ def open_learner(
         weight_problems=publisher.problems,
         hub_rejections=lambda: _hub_rejections(hub),
     )
-    dispatcher = Dispatcher(parts, listeners)
-    # An actor that is cut off may be back before it counts as dead.
-    link = ActorLink(dispatcher, HubThread(hub, dispatcher), config.hub.dead_after_s + config.hub.heartbeat_s)
-    loop = TrainingLoop(
-        config,
+
+
+def _make_dispatcher(
+    contract: Contract, run: _Run, prompts: Prompts, listeners: Listeners, policy_version: int, record: Recorder
+) -> Dispatcher:
+    recovered = run.recovered
+    journal = LeaseJournal(run.log, recovered.ledger, recovered.stream)
+    versions = Versions(policy_version, recovered.newest_version)
+    return Dispatcher(make_parts(contract, run.settings, prompts, journal, versions, record), listeners)
+
+
+def _make_checkpoints(
+    config: Config, folder: Path, run: _Run, trainer: RankedTrainer, dispatcher: Dispatcher, record: Recorder
+) -> Checkpoints:
+    return Checkpoints(
+        folder,
         trainer=trainer,
         dispatcher=dispatcher,
-        publisher=publisher,
-        canary=canary,
-        checkpoints=Checkpoints(
-            folder,
-            trainer=trainer,
-            dispatcher=dispatcher,
-            auto_bound=auto_bound,
-            run_id=run_id,
-            keep=config.train.keep_checkpoints,
-            record=record,
-        ),
-        step_rows=StepRows(config.train, dispatcher, auto_bound, record),
-        wake_hub=hub.wake,
+        auto_bound=run.auto_bound,
+        run_id=run.run_id,
+        keep=config.train.keep_checkpoints,
+        record=record,
     )
-    calibration_watch.check_learner(learner_numerics(config, hashes, trainer.device))
-    logger.info("run %s in %s; hub at %s", run_id, folder, hub.address)
-    return Learner(loop, link=link, publisher=publisher, log=log, record=record, started=started)
 
 
 def _load_prompts(config: Config, source: str, split: str, setting: str, tokenizer: Any) -> list[Prompt]:
