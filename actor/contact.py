@@ -69,7 +69,7 @@ class LearnerContact:
 
     @property
     def is_welcome(self) -> bool:
-        """The learner knows this actor, as far as the actor can tell."""
+        """True while the learner is believed to know this actor."""
         return self._is_welcome
 
     def send(self, message: ActorMessage, *arrays: Array) -> bool:
@@ -81,7 +81,7 @@ class LearnerContact:
         try:
             received = self._link.receive(timeout_s)
         except UnknownMessageError as error:
-            # A newer learner does without an answer to messages that are new.
+            # A newer learner expects no answer to messages that this version does not know.
             logger.debug("ignored: %s", error)
             return None
         except VersionError as error:

@@ -22,7 +22,7 @@ class Job:
     lease: Lease
     prompt_token_ids: list[int]
     started_at: float | None = None
-    """When its completions were submitted; None while it waits for weights."""
+    """Time at which the completions were submitted; None while the job waits for weights."""
     generated_s: float = 0.0
     """Seconds from submission to the last completion's end."""
     completions: dict[int, Completion] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Job:
 
     @property
     def is_generated(self) -> bool:
-        """All completions are finished."""
+        """True when all completions are finished."""
         return len(self.completions) == self.lease.group_size
 
     def in_order(self) -> list[Completion]:
@@ -90,7 +90,7 @@ class Jobs:
 
     @property
     def are_waiting_for_weights(self) -> bool:
-        """A lease asks for newer weights than the engine's."""
+        """True while a lease needs newer weights than the engine has."""
         return bool(self._waiting)
 
     def add(self, lease: Lease, prompt_token_ids: list[int]) -> None:

@@ -138,7 +138,7 @@ class ActorService:
         self._capacity = config.actor.max_inflight_groups
         """Leases that the actor holds at most. An operator may change it; it is 0 once the actor is to leave."""
         self._end_reason: str | None = None
-        """None while the loop goes on."""
+        """Reason for the end of the loop; None while the loop runs."""
 
     def run(self) -> str:
         """Work until the learner says stop or a signal asks for it. Return the reason for the end.

@@ -84,7 +84,7 @@ class VllmEngine:
         )
         self._num_workers = config.parallel_config.world_size
         self._shared_weights: SharedWeights | None = None
-        """Of an engine with worker processes, from its first update on."""
+        """Weights of the last update for worker processes; None before it, and without worker processes."""
         self._sampling_params: dict[Sampling, SamplingParams] = {}
         self._finished: list[Completion] = []
         """Completions that finished while `score` stepped the engine."""
@@ -282,6 +282,6 @@ def _cpu_kv_cache_bytes(config: VllmConfig) -> int:
     model, parallel = config.model_config, config.parallel_config
     assert isinstance(model.dtype, torch.dtype)
     numbers_per_token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
-    # One block more each: a completion's last block is partly empty.
+    # One more block for each completion, because its last block is partly empty.
     num_tokens = 2 * (model.max_model_len + config.cache_config.block_size)
     return max(CPU_KV_CACHE_BYTES, num_tokens * numbers_per_token * model.dtype.itemsize)

@@ -72,7 +72,7 @@ class WeightReceiver:
 
     @property
     def is_busy(self) -> bool:
-        """An update is announced or under way, or has an outcome that was not fetched."""
+        """True while an update is announced or under way, or has an outcome that was not fetched."""
         with self._changed:
             return self._is_receiving or self._announced is not None or self._outcome is not None
 

@@ -53,7 +53,7 @@ class WeightUpdates:
 
     @property
     def is_busy(self) -> bool:
-        """An update is announced, under way, or waits for its commit."""
+        """True while an update is announced, under way, or waiting for its commit."""
         return self._receiver is not None and self._receiver.is_busy
 
     def join(self, layout: tuple[TensorSpec, ...], canary: list[int], *, is_another_learner: bool) -> None:

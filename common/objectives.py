@@ -61,7 +61,7 @@ DEFAULTS: dict[str, Defaults] = {
     "reinforce": Defaults("seq-mean-token-mean"),
     "ppo": Defaults("token-mean", band=Bounds(0.2, 0.2), dual_clip=True, baseline="critic", divide_by_std=False),
 }
-"""By `loss.objective`. Dr. GRPO and DAPO are GRPO's clip with other values; PPO is the same clip with a critic."""
+"""The defaults of each `loss.objective`. Dr. GRPO and DAPO are GRPO's clip with other values; PPO adds a critic."""
 
 CORRECTION_BANDS: dict[str, Bounds] = {
     "token_tis": Bounds(0.0, 2.0),
@@ -72,7 +72,7 @@ CORRECTION_BANDS: dict[str, Bounds] = {
     "opsm": Bounds(0.0, 1e-4),
     "m2po": Bounds(0.0, 0.04),
 }
-"""By `loss.correction`: bounds of its ratio. opsm and m2po have a threshold instead, in `high`."""
+"""Bounds of the ratio of each `loss.correction`. opsm and m2po have a threshold instead, in `high`."""
 LOWER_BOUNDED = ("token_tis", "icepop", "sequence_mask", "geometric_mask")
 """Corrections that have a lower bound."""
 

@@ -131,7 +131,7 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("buffer/ready", "groups", "Groups that wait in the learner's buffer at the end of the batch."),
     Metric("buffer/in_flight", "groups", "Groups that are being generated at the end of the batch."),
 )
-"""In the order in which a step row has them, nearly."""
+"""The metrics of a step row, nearly in the row's order."""
 
 _COMPARISONS = (
     ("overlap", "share", "Mean over tokens and layers of the share of experts that both chose"),

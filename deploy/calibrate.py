@@ -63,7 +63,7 @@ def collection_config(config: Config, num_groups: int) -> Config:
 def collect(config: Config, num_groups: int, stop: StopRequest) -> int:
     """Sample the groups into `run.dir` with real services; return the exit status of the run."""
     status = Launcher(collection_config(config, num_groups), stop).run()
-    # Nobody needs the model after its one step.
+    # The model is not needed after its one step.
     shutil.rmtree(Path(config.run.dir) / "model", ignore_errors=True)
     return status
 

@@ -33,7 +33,7 @@ COMMANDS = (
     "replay",
     "keygen",
 )
-"""In the order of `offbeat --help`."""
+"""The commands in the order of `offbeat --help`."""
 
 
 class LazyCommands(TyperGroup):

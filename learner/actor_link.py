@@ -42,7 +42,7 @@ class ActorLink:
         """Tell every actor that the run is over and why, stop serving, and return what became of the leases."""
         self._dispatcher.stop(reason)
         self._hub_thread.wake()
-        # What an actor has not read when the connection closes is lost to it: it would wait for a learner that is gone.
+        # Messages that an actor has not read when the connection closes are lost; it would wait for a learner that is gone.
         if not self._dispatcher.wait_left(self._leave_timeout_s):
             names = [recipient.name for recipient in self.recipients()]
             logger.warning("actors that did not leave within %g s: %s", self._leave_timeout_s, names)

@@ -1,4 +1,4 @@
-"""Warnings that a run's noise may not be the one that was calibrated: the learner, or an engine, is another."""
+"""Warnings that a run's noise may differ from the calibrated one, because its learner or an engine differs."""
 
 import logging
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class CalibrationWatch:
-    """Warns when the learner or an engine is not the one that `loss.noise_floor` was measured on."""
+    """Warns when the learner or an engine differs from the one that `loss.noise_floor` was measured on."""
 
     def __init__(self, calibration: Calibration | None, record: Recorder) -> None:
         self._calibration = calibration

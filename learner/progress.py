@@ -223,7 +223,7 @@ class Progress:
 
     def _actor_table(self) -> Table:
         table = Table.grid(padding=(0, 2))
-        # Those who need attention are never among the hidden ones.
+        # Actors that need attention are never hidden.
         by_attention = sorted(self._actors.items(), key=lambda item: (item[1].is_present, item[0]))
         for name, actor in sorted(by_attention[:MAX_ACTOR_LINES]):
             state, style = actor.state(self._clock())

@@ -74,7 +74,7 @@ class TrainingLoop:
         Consumes: batches of groups. Waits for: the dispatcher, in `_wait_batch` and `_finish_evaluations`. Produces: published
         weights, checkpoints, rows, and the trained model.
         """
-        # Before any wait for data: actors that are there already need these weights to produce it.
+        # Published before any wait for data, because the actors need these weights to produce it.
         self._publish()
         while self._trainer.policy_version < self._config.train.num_steps:
             started = time.monotonic()
@@ -178,7 +178,7 @@ class TrainingLoop:
         """Waits for: the last evaluations, `WAIT_S` at a time. Unblocked by: their end, a signal, `rollout.lease_timeout_s`."""
         deadline = time.monotonic() + self._config.rollout.lease_timeout_s
         while not self._dispatcher.wait_evaluations(WAIT_S):
-            # The other ranks wait for a command meanwhile, and not for ever.
+            # The other ranks wait for a command meanwhile, but only `COMMAND_TIMEOUT_S`.
             self._trainer.idle()
             if stop or time.monotonic() > deadline:
                 logger.warning("the last evaluation was not finished in time: %s", self._dispatcher.waiting_for())
@@ -226,7 +226,7 @@ class Learner:
 
     def _end(self, outcome: str, detail: str) -> None:
         """Tell every actor and close every part, whatever state the run is in."""
-        # First, so that an update under way is finished, or given up, by all: actors that leave it look like failures.
+        # First, so that all finish or give up an update under way: actors that leave it look like failures.
         self._publisher.close()
         counts = self._link.close(f"{outcome} {detail}".strip())
         final = FinalRow(

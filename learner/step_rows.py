@@ -65,7 +65,7 @@ class StepRows:
         try:
             self._dispatcher.tune(change, "auto", decision.reason)
         except (SettingError, LogFullError) as error:
-            # An operator was faster, or the disk is full: the steps to come will tell again.
+            # An operator was faster, or the disk is full. Later steps decide again.
             logger.info("the automatic bound stays where it is: %s", error)
 
 

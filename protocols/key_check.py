@@ -39,7 +39,7 @@ class KeyCheck:
         """Return the public key that a message came under, and its owner; None for a key that was revoked."""
         key = cast(str, first_frame.get("User-Id")).encode()
         remember(self._keys_of, first_frame.bytes, key)
-        # The handshake looked at the list as it was then.
+        # The handshake used the list of its time; the key may have been revoked since.
         return key, self._allowed.sender(key)
 
     def key_of(self, peer: bytes) -> bytes | None:

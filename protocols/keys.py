@@ -66,7 +66,7 @@ class Sender(NamedTuple):
     name: str = "*"
     """The actor's name, or a pattern for a fleet that shares a key: `fnmatch` decides."""
     role: Literal["actor", "operator"] | None = None
-    """None where no keys are in use, and everybody may do everything."""
+    """The peer's role; None without keys, when every peer may do everything."""
 
     def may_be(self, name: str) -> bool:
         """Return True when the service of this name may use the key."""

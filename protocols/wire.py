@@ -227,7 +227,7 @@ def _check_routing(message: CanaryRouted, array: Frame) -> None:
 
 
 def _check_segments(index: int, completion: CompletionMeta) -> None:
-    # Versions may fall: a learner that restarted from a checkpoint makes the numbers after it again.
+    # Versions may fall, because a learner that restarted from a checkpoint assigns the later numbers again.
     starts = [segment.first_token for segment in completion.segments]
     increasing = all(a < b for a, b in itertools.pairwise(starts))
     if not starts or starts[0] != 0 or starts[-1] >= completion.num_tokens or not increasing:

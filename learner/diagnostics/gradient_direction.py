@@ -21,7 +21,7 @@ class GradientDirection:
     def __init__(self, *, max_coordinates: int = MAX_COORDINATES) -> None:
         """Keep at most `max_coordinates`, which must be at least the number of tensors."""
         self._max_coordinates = max_coordinates
-        # A generator of its own: the learner's random state is in its checkpoints and must not depend on diagnostics.
+        # A separate generator, because checkpoints hold the learner's random state, which must not depend on diagnostics.
         self._generator = torch.Generator().manual_seed(0)
         self._share = 1.0
         """Share of each tensor's coordinates that is kept."""

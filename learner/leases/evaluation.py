@@ -85,7 +85,7 @@ class Evaluations:
         """Note a published version: a round is due where one crosses the interval, and for the last one."""
         if not self._interval or not self._num_prompts:
             return
-        # Crosses, not meets: with several steps between two published versions no multiple need be among them.
+        # The version must cross a multiple, not equal one: published versions may be several steps apart.
         previous = policy_version - 1 if self._reached is None else self._reached
         self._reached = policy_version
         if last or policy_version // self._interval > previous // self._interval:

@@ -69,7 +69,7 @@ class Trained(Event, frozen=True):
     """Before the first of the steps."""
     num_steps: int
     selected_at: float
-    """When the batch was selected, in seconds since the epoch."""
+    """Time at which the batch was selected, in seconds since the epoch."""
     selected_after: int
     """Records of this learner process before the selection: groups accepted after them could not be selected."""
 

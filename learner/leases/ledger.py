@@ -27,7 +27,7 @@ class LedgerCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     leased: int = 0
     trained: int = 0
     dropped: dict[str, int] = {}
-    """By reason."""
+    """Dropped leases by reason."""
     expired: int = 0
     """Taken back from an actor that was late, lost or left; the prompt was leased again."""
     in_flight: int = 0

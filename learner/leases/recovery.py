@@ -29,7 +29,7 @@ class DispatcherState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stream: StreamState
     ledger: LedgerState
     log_end: Position | None
-    """None: the run keeps no log."""
+    """End of the log; None for a run without a log."""
     newest_version: int
     """The newest policy version made, by this learner process or one before it."""
     tuned: dict[str, Tuned] = {}
@@ -48,7 +48,7 @@ class Recovered(NamedTuple):
     newest_version: int
     """The newest policy version that any process of the run made."""
     run_id: str
-    """Of the log; empty when it has no record."""
+    """The log's run id; empty when the log has no record."""
     num_records: int
     """Records applied after the checkpoint."""
     tuned: dict[str, Tuned]
@@ -78,7 +78,7 @@ def recover(
         num_records += 1
         match record.event:
             case Started(run_id=run_id):
-                # The process before it may have granted leases after the last of its records.
+                # The previous process may have granted leases after its last record.
                 ledger.skip_lease_ids()
             case Trained(policy_version=version, num_steps=num_steps):
                 newest_version = max(newest_version, version + num_steps)
@@ -100,7 +100,7 @@ def _refill(
     """
     num_lost = 0
     ready = [saved for saved in state.ledger.open if saved.is_ready]
-    # In the order of arrival, as they were in the buffer.
+    # The groups return to the buffer in their order of arrival.
     for saved in sorted(ready, key=lambda saved: saved.position or Position(0, 0)):
         record = read(saved.position) if saved.position is not None else None
         if record is not None and isinstance(record.event, Accepted) and record.event.lease_id == saved.lease_id:

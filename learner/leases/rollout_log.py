@@ -55,7 +55,7 @@ _CHECKSUM = struct.Struct("<Q")
 _LENGTHS = struct.Struct("<II")
 HEADER_BYTES = _SEGMENT.size
 _NAME = re.compile(r"\d{8,}\.log")
-# EFBIG is what a limit on file sizes says.
+# A limit on file sizes raises EFBIG.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 _encoder = msgspec.msgpack.Encoder()
@@ -66,7 +66,7 @@ class Position(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=Tr
     """A place in the log; ordered as the history is."""
 
     segment: int
-    """From 1; never used again by a later process."""
+    """Number of the segment, from 1; no later process uses it again."""
     offset: int
     """Bytes into the segment's file."""
 
@@ -263,7 +263,7 @@ class RolloutLog:
 
     def _begin_segment(self) -> int:
         path = _path(self._folder, self._number)
-        # Appending, so that a record that was taken back leaves no hole before the next one.
+        # Opened for appending, so that a removed record leaves no hole before the next one.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
         try:
             _write_all(descriptor, [segment_header(self._history_end)], HEADER_BYTES)
@@ -278,7 +278,7 @@ class RolloutLog:
         return descriptor
 
     def _end_segment(self) -> None:
-        # On disk before the next one exists: a power failure must not leave a hole in what was never acknowledged.
+        # Synced before the next segment exists, so that a power failure leaves no hole in the log.
         if self._fsync != "off":
             self.sync()
         self._close_segment()
@@ -444,7 +444,7 @@ def _open_segment(path: Path) -> tuple[memoryview, Position] | None:
     try:
         return segment, read_segment_header(segment, path)
     except LogDamagedError:
-        # After a power failure a file can be longer than what was written of it.
+        # After a power failure a file can be longer than its written content.
         if next(whole_records(segment, HEADER_BYTES), None) is None:
             return None
         raise

@@ -65,7 +65,7 @@ class StalenessPolicy:
     @bounds.setter
     def bounds(self, bounds: StalenessSection) -> None:
         self._bounds = bounds
-        # Once for all: it is asked for at every message.
+        # Computed once, because every message asks for it.
         self._most_open = self._count_most_open()
 
     @property

@@ -107,7 +107,7 @@ class Evaluation(NamedTuple):
     clipped: Tensor
     """`TokenLosses.clipped`."""
     clipped_ratio: ClippedRatio | None
-    """None for an objective that does not clip."""
+    """The ratio that the objective clips; None for an objective that does not clip."""
     correction: Correction | None
 
 

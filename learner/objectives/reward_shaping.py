@@ -170,7 +170,7 @@ def load_length_penalty(path: str) -> LengthPenalty:
 
     def length_penalty(lengths: NDArray[np.int64], max_new_tokens: int) -> NDArray[np.float64]:
         try:
-            # A copy: the user's function may write to its argument.
+            # Pass a copy, because the user's function may write to its argument.
             penalties = np.asarray(function(lengths.copy(), max_new_tokens), dtype=np.float64)
         except Exception as error:  # the user's code
             raise _setting_error(path, f"it raised {located(error)}", "Correct the function.") from error

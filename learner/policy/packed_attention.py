@@ -204,7 +204,7 @@ def check_packing(policy: PreTrainedModel) -> None:
     finally:
         policy.set_attn_implementation(ATTENTION_NAME)
     difference = (logprobs - torch.cat(plain)).abs().mean().item()
-    # With `not <=`, nan is refused too.
+    # `not <=` refuses nan too.
     if not difference <= _MAX_MEAN_DIFFERENCE[policy.dtype]:
         raise ValueError(
             f"{_model(policy)}: {type(policy).__name__} cannot be packed: "

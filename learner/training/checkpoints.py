@@ -44,7 +44,7 @@ def partial_folder(folder: Path) -> Path:
 def publish(folder: Path) -> None:
     """Rename the finished `partial_folder(folder)` to `folder`, replacing an older checkpoint of that name."""
     partial = partial_folder(folder)
-    # On disk before the rename: after a power failure a whole name must mean whole files.
+    # Synced before the rename, so that a complete name means complete files even after a power failure.
     for path in [*partial.rglob("*"), partial]:
         _sync(path)
     if folder.exists():
@@ -72,7 +72,7 @@ def prune(root: Path, *, keep: int) -> None:
 
 
 def _delete(folder: Path) -> None:
-    # Renamed first: a kill in the middle must not leave half a checkpoint under a whole one's name.
+    # Renamed first, so that a kill in between leaves no partial checkpoint under a complete one's name.
     doomed = folder.with_name(folder.name + ".deleted.partial")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
