@@ -2,6 +2,7 @@
 
 import multiprocessing
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -241,6 +242,10 @@ def update_from(port: int, timeout_s: float) -> WeightUpdate:
     )
 
 
+def receiver_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "weight-receiver"]
+
+
 def no_link(address: str) -> Link:
     raise AssertionError(f"nobody pulls from {address} here")
 
@@ -255,7 +260,7 @@ def test_receiver_that_waits_for_the_learners_go_ends_when_it_is_closed() -> Non
         assert time.monotonic() < deadline
         time.sleep(0.01)
     receiver.close()
-    assert not receiver._thread.is_alive()
+    assert not receiver_threads()
 
 
 def test_receiver_without_a_learner_reports_an_error_and_lives() -> None:
@@ -269,7 +274,7 @@ def test_receiver_without_a_learner_reports_an_error_and_lives() -> None:
         assert outcome.error
     finally:
         receiver.close()
-    assert not receiver._thread.is_alive()
+    assert not receiver_threads()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -31,7 +31,7 @@ from offbeat.learner.leases.journal import LeaseJournal
 from offbeat.learner.leases.ledger import Ledger
 from offbeat.learner.leases.prompts import Prompt, PromptStream
 from offbeat.learner.leases.recovery import Recovered
-from offbeat.learner.leases.rollout_log import LogFullError, Position, RolloutLog, read_log
+from offbeat.learner.leases.rollout_log import LogFullError, Position, Record, RolloutLog, read_log
 from offbeat.protocols.keys import NO_KEYS, Sender
 from offbeat.protocols.messages import (
     Ack,
@@ -298,6 +298,10 @@ class WillingLog(RolloutLog):
     has_room = True
     num_commits = 0
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 20, min_free_bytes=0)
+        self.folder = folder
+
     @property
     def is_full(self) -> bool:
         return not self.has_room
@@ -311,8 +315,12 @@ class WillingLog(RolloutLog):
         super().commit()
         self.num_commits += 1
 
+    def records(self) -> list[Record]:
+        """Return the records that a restart would read."""
+        return list(read_log(self.folder))
+
     def events(self) -> list[LeaseEvent]:
-        return [record.event for record in read_log(self._folder)]
+        return [record.event for record in self.records()]
 
 
 def with_settings(config: Config, *settings: str) -> Config:
@@ -333,10 +341,6 @@ def make_hello(actor: str = "a", incarnation: int = 1, **fields: Any) -> Hello:
 
 def make_prompts(number: int, text: str) -> list[Prompt]:
     return [Prompt(index, f"{text} {index}", np.array([index], np.int32), f'{{"row": {index}}}') for index in range(number)]
-
-
-def open_log(folder: Path) -> WillingLog:
-    return WillingLog(folder, fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 20, min_free_bytes=0)
 
 
 def prompts_in_order() -> Iterator[int]:

@@ -24,13 +24,12 @@ from tests.learner.dispatch.dispatch_desk import (
     Actor,
     Desk,
     WillingLog,
-    open_log,
 )
 
 
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[WillingLog]:
-    log = open_log(tmp_path / "log")
+    log = WillingLog(tmp_path / "log")
     yield log
     log.close()
 
@@ -69,7 +68,7 @@ def test_group_is_in_the_log_when_its_acknowledgement_leaves(log: WillingLog) ->
     (lease,) = actor.leases()
     commits = log.num_commits
     actor.answer(lease.lease_id, ids=(8, 9))
-    (record,) = [record for record in read_log(log._folder) if isinstance(record.event, Accepted)]
+    (record,) = [record for record in log.records() if isinstance(record.event, Accepted)]
     assert token_ids(record.arrays[0]).tolist() == [8, 9, 8, 9]
     assert needed_position(desk.ledger.state().open, Position(9, 0)) == record.position
     desk.tick()

@@ -19,13 +19,12 @@ from tests.learner.dispatch.dispatch_desk import (
     Desk,
     WillingLog,
     make_recovered,
-    open_log,
 )
 
 
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[WillingLog]:
-    log = open_log(tmp_path / "log")
+    log = WillingLog(tmp_path / "log")
     yield log
     log.close()
 

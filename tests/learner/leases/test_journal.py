@@ -11,9 +11,9 @@ from offbeat.learner.leases.groups import Group, make_group
 from offbeat.learner.leases.journal import LeaseJournal
 from offbeat.learner.leases.ledger import Ledger
 from offbeat.learner.leases.prompts import PromptStream, Turn
-from offbeat.learner.leases.rollout_log import LogFullError, read_log
+from offbeat.learner.leases.rollout_log import LogFullError
 from offbeat.protocols.messages import CompletionMeta, Segment
-from tests.learner.dispatch.dispatch_desk import WillingLog, make_prompts, open_log
+from tests.learner.dispatch.dispatch_desk import WillingLog, make_prompts
 
 NUM_PROMPTS = 4
 PROMPTS = make_prompts(NUM_PROMPTS, "train")
@@ -21,7 +21,7 @@ PROMPTS = make_prompts(NUM_PROMPTS, "train")
 
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[WillingLog]:
-    log = open_log(tmp_path / "log")
+    log = WillingLog(tmp_path / "log")
     yield log
     log.close()
 
@@ -56,7 +56,7 @@ def test_committed_event_is_in_the_log_the_ledger_and_the_prompt_stream(log: Wil
     assert journal.stream.position == 1
     assert Turn(journal.ledger.find(0).prompt_id, journal.ledger.find(0).epoch) == first
     journal.commit(*accept(journal, 0))
-    (_, record) = read_log(log._folder)
+    (_, record) = log.records()
     assert [group.lease_id for group in journal.ledger.ready_groups()] == [0]
     assert journal.ledger.find(0).position == record.position
     assert journal.num_events == 2
