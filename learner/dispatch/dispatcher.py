@@ -121,7 +121,7 @@ class Dispatcher:
         self._clock = parts.clock
         self._ticked_at = parts.clock()
         self._is_held_back = False
-        """Since the last tick, staleness alone has kept a lease from an actor that has room."""
+        """Staleness alone has kept a lease from an actor with room since the last tick."""
         self._held_back_s = 0.0
         self._stop_reason: str | None = None
 

@@ -49,10 +49,10 @@ class Member:
     is_quarantined: bool = False
     """Its log-probs of the canary were wrong at the last comparison."""
     stats: ActorStats = field(default_factory=ActorStats)
-    """From its last heartbeat that was recorded."""
+    """Statistics of the last recorded heartbeat."""
     stats_at: float = -math.inf
     tokens_per_s: float = 0.0
-    """Between the last two heartbeats that were recorded."""
+    """Generation speed between the last two recorded heartbeats."""
     lease_ids: set[int] = field(default_factory=set)
     """Leases it must answer, evaluation included. `LeaseDesk` maintains them."""
     newest_lease_id: int | None = None

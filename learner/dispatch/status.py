@@ -17,7 +17,7 @@ class Activity(NamedTuple):
 
     name: str
     since: float
-    """On the dispatcher's clock."""
+    """Start of the activity, in seconds on the dispatcher's clock."""
 
 
 class Status:

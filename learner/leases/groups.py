@@ -13,7 +13,7 @@ from offbeat.protocols.messages import CompletionMeta, Segment
 from offbeat.protocols.wire import Frame, logprobs, token_ids
 
 LagOf = Literal["oldest_token", "token_mean", "last_segment"]
-"""How a group's lag is measured when the weights changed during a completion: `staleness.lag_of`."""
+"""The measure of a group's lag when the weights changed during a completion: `staleness.lag_of`."""
 
 # Rounding may put the log-prob of a sure token a hair above 0.
 LARGEST_LOGPROB = 1e-4

@@ -20,7 +20,7 @@ from offbeat.protocols.messages import LearnerMessage, WeightUpdate
 logger = logging.getLogger(__name__)
 
 RETRY_READY_S = 2.0
-"""How long actors have to get ready after a broadcast that broke: those that are alive are waiting for just that."""
+"""Deadline for getting ready after a broken broadcast. It is short: live actors already wait for the retry."""
 
 
 class Absent(NamedTuple):

@@ -15,7 +15,7 @@ from offbeat.common.weights import WeightBuffer, buffer_bytes, checksum
 from offbeat.protocols.messages import TensorSpec
 
 PATIENCE_S = 1.0
-"""How long training waits for a transfer to end before it takes memory for a second buffer instead."""
+"""Longest wait of training for a transfer to end; after it, training allocates a second buffer."""
 
 
 @dataclass(eq=False)

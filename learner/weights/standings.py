@@ -1,4 +1,4 @@
-"""What the publisher remembers about each actor: what it was sent, how it failed, until when it is left out of updates."""
+"""The publisher's memory of each actor: the version sent, the failures, the time until which updates leave the actor out."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +34,7 @@ class Exclusion(NamedTuple):
     name: str
     why: str
     seconds: float
-    """How long it is left out."""
+    """Length of the exclusion."""
 
 
 @dataclass

@@ -12,7 +12,7 @@ class Transport(NamedTuple):
     """Address that the collective's rendezvous store listens on."""
     backend: Literal["gloo", "nccl", "pull"]
     port: int
-    """Of the rendezvous store; 0: any."""
+    """Port of the rendezvous store; 0: any."""
     timeout_s: float
     """Deadline for each phase of an update."""
     bucket_bytes: int
