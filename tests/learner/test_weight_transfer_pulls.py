@@ -19,6 +19,8 @@ from tests.learner.weight_fleet import (
     stopped,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def test_joiner_pulls_while_collectives_go_on_for_the_others_and_enters_the_next() -> None:
     with fleet_of(LARGE, "a", "b") as fleet:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +27,8 @@ from offbeat.protocols.messages import Cancel, CompletionMeta, GroupDone, Lease,
 from tests.lab.replay.test_counterfactual import adds_up, lease_ids, make_config
 from tests.learner.dispatch.dispatch_desk import CONFIG, Actor, Desk, make_prompts
 from tests.learner.leases.taped_log import open_log
+
+pytestmark = pytest.mark.slow
 
 NUM_PROMPTS = 7
 PROMPTS = make_prompts(NUM_PROMPTS, "train")

@@ -17,6 +17,8 @@ from offbeat.lab.report.figures import MAX_POINTS
 from offbeat.lab.report.run_report import write_report
 from tests.common.row_lines import rows_from
 
+pytestmark = pytest.mark.slow
+
 START = 1_700_000_000.0
 
 CONFIG = """

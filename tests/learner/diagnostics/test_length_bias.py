@@ -27,6 +27,8 @@ from offbeat.learner.leases.ledger import Selection
 from offbeat.learner.leases.staleness import StalenessPolicy
 from offbeat.protocols.messages import Segment
 
+pytestmark = pytest.mark.slow
+
 NAN = math.nan
 
 

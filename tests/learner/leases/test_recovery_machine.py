@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -37,6 +38,8 @@ from tests.learner.dispatch.dispatch_desk import (
     Desk,
 )
 from tests.learner.leases.taped_log import NUM_PROMPTS, PROMPTS, Remote, open_log
+
+pytestmark = pytest.mark.slow
 
 NUM_STEPS = 8
 GROUPS_PER_STEP = 2

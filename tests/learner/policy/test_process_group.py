@@ -11,6 +11,8 @@ from torch._C._distributed_c10d import FileStore
 
 from offbeat.learner.policy.process_group import gather_rows
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 60.0
 
 context = multiprocessing.get_context("forkserver")
