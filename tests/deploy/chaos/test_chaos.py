@@ -1,5 +1,6 @@
 """Chaos: plans, every fault on real processes, files and sockets, and a whole round on real services."""
 
+import contextlib
 import os
 import random
 import signal
@@ -75,9 +76,9 @@ class Sleepers:
 
     def close(self) -> None:
         for process in self.processes.values():
-            for child in processes.descendants(process.pid):
-                processes.kill(child)
-            process.kill()
+            # The whole group: the child of one that a fault has killed is nobody's descendant any more.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
