@@ -9,6 +9,8 @@ import pytest
 from offbeat.common.config import Config, ModelSection, TaskSection
 from offbeat.common.settings import resolved_toml
 
+pytestmark = pytest.mark.slow
+
 FOREIGN = ("protocols", "common", "actor", "learner", "lab", "deploy")
 REWARD = "from common.scores import score\n\n\ndef reward(prompt, completion, row):\n    return score(completion)\n"
 

@@ -20,6 +20,8 @@ from offbeat.deploy.sweep import Cell, alone_in, check_cells, make_cells, prepar
 from offbeat.lab.sweep.plan import Plan, make_plan, read_plan, split_values
 from tests.lab.sweep.sweep_runs import stand_in, starts
 
+pytestmark = pytest.mark.slow
+
 CONFIG = """
 [model]
 path = "no/model"

@@ -30,6 +30,8 @@ from offbeat.learner.leases.events import Expired
 from offbeat.learner.leases.rollout_log import RolloutLog, read_log
 from tests.deploy.services import SERVICES_S, Services
 
+pytestmark = pytest.mark.slow
+
 IS_ROOT = os.geteuid() == 0
 needs_root = pytest.mark.skipif(not IS_ROOT, reason="needs root")
 

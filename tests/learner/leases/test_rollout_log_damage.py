@@ -34,6 +34,8 @@ from tests.learner.leases.log_entries import (
     segments,
 )
 
+pytestmark = pytest.mark.slow
+
 CORPUS = Path(__file__).parents[2] / "fuzz/corpus/rollout_log"
 
 

@@ -33,6 +33,8 @@ from offbeat.learner.training.ranks import (
 )
 from offbeat.protocols.messages import Segment
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     from offbeat.learner.training.trainer import Trainer
 
