@@ -154,8 +154,10 @@ def load_reward(name: str) -> RewardFunction:
         return BUILT_IN[name]
     try:
         return load_function(name, setting="task.reward", parameters=("prompt", "completion", "row"))
-    except SettingError:
-        # The user's own module of that name comes first.
+    except SettingError as error:
+        # A module of the user's that is there but wrong must be seen, not replaced by a built-in reward.
+        if not isinstance(error.__cause__, ModuleNotFoundError):
+            raise
         former = name.removeprefix(_FORMER_MODULE)
         if former == name or former not in BUILT_IN:
             raise

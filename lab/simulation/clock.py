@@ -6,7 +6,7 @@ from itertools import count
 
 
 class EventKind(Enum):
-    """What happens at an event."""
+    """Kind of an event."""
 
     GROUPS_END = auto()
     """An actor has generated its next group."""

@@ -1,4 +1,4 @@
-"""What a simulation is given: the times that stand for the compute, the fleet of actors, and how values are drawn."""
+"""Inputs of a simulation: the times that stand for the compute, the fleet of actors, and how values are drawn."""
 
 from collections.abc import Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar

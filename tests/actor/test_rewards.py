@@ -382,7 +382,19 @@ def test_rewards_of_old_run_folders_are_loaded(tmp_path, monkeypatch):
 def test_a_users_own_module_comes_before_the_old_name_of_a_built_in_reward(tmp_path, monkeypatch):
     (tmp_path / "actor").mkdir()
     (tmp_path / "actor" / "rewards.py").write_text("def exact_match(prompt, completion, row):\n    return 0.5\n")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     assert load_reward("actor.rewards:exact_match")("", "", {}) == 0.5
     for name in ("actor.rewards", "actor"):
         del sys.modules[name]
+
+
+@pytest.mark.usefixtures("no_actor_imported")
+def test_a_users_own_module_that_is_broken_is_not_replaced_by_a_built_in_reward(tmp_path, monkeypatch):
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor" / "rewards.py").write_text("raise ValueError('mended soon')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SettingError, match="mended soon"):
+        load_reward("actor.rewards:exact_match")
+    sys.modules.pop("actor", None)

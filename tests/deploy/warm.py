@@ -148,7 +148,7 @@ def _agree(environment: Mapping[str, str], imported: tuple[Mapping[str, str], Ma
 
 
 class _Imported:
-    """What a forked process needs to know about the warm one."""
+    """Facts about the warm process that a forked one needs."""
 
     environments: tuple[dict[str, str], dict[str, str]] = ({}, {})
 
