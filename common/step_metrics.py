@@ -39,7 +39,11 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("lag/max", "optimizer steps", "Largest policy lag of a group."),
     Metric("lag/counts", "groups", "Groups by policy lag, as a mapping."),
     Metric("length/mean", "tokens", "Mean completion length."),
+    Metric("length/min", "tokens", "Shortest completion."),
+    Metric("length/p50", "tokens", "Median completion length."),
+    Metric("length/p95", "tokens", "95th percentile of the completion lengths."),
     Metric("length/max", "tokens", "Longest completion."),
+    Metric("length/cut", "share", "Completions cut off at rollout.max_new_tokens; the others stopped by themselves."),
     Metric("tokens/trained", "tokens", "Completion tokens trained on."),
     Metric("tokens/prompt", "tokens", "Prompt tokens, once for each completion."),
     Metric("by_lag/<lag>/reward_mean", "reward", "reward/mean of the completions in the bucket.", _IN_BUCKET),
@@ -109,7 +113,9 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("kl/reference", "nats per token", "KL of the policy from the reference.", "kl.loss_coef or kl.reward_coef is set"),
     Metric("kl/coefficient", "", "Coefficient of that KL, which kl.target adapts.", "kl.loss_coef or kl.reward_coef is set"),
     Metric("kl/reward", "nats per token", "KL of the behavior policy from the reference.", "kl.reward_coef is set"),
-    Metric("entropy/mean", "nats", "Mean entropy of the policy's distribution at a token.", "loss.entropy_coef is set"),
+    Metric(
+        "entropy/mean", "nats", "Mean entropy of the policy's distribution over the next token, over all completion tokens."
+    ),
     Metric("loss/value", "", "Mean value loss per token.", "the run has a critic"),
     Metric("loss/grad_cosine", "", "Cosine between this step's gradient and the last one's.", "not a process's first step"),
     Metric("loss/grad_norm", "", "Norm of the gradient before it is clipped."),

@@ -20,7 +20,9 @@ def group_metrics(groups: Sequence[Group], policy_version: int) -> Metrics:
     """
     rewards = [[rollout.reward for rollout in group.rollouts] for group in groups]
     every_reward = np.concatenate(rewards)
-    lengths = np.array([len(rollout.token_ids) for group in groups for rollout in group.rollouts])
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
+    median, near_longest = np.percentile(lengths, (50, 95))
     lags = [group.policy_lag(policy_version) for group in groups]
     return {
         "reward/mean": float(every_reward.mean()),
@@ -30,7 +32,11 @@ def group_metrics(groups: Sequence[Group], policy_version: int) -> Metrics:
         "lag/max": max(lags),
         "lag/counts": {str(lag): count for lag, count in sorted(Counter(lags).items())},
         "length/mean": float(lengths.mean()),
+        "length/min": int(lengths.min()),
+        "length/p50": float(median),
+        "length/p95": float(near_longest),
         "length/max": int(lengths.max()),
+        "length/cut": float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),
         "tokens/trained": int(lengths.sum()),
         "tokens/prompt": sum(len(group.prompt_token_ids) * len(group.rollouts) for group in groups),
         **_metrics_by_lag(groups, lags),

@@ -35,7 +35,6 @@ def load_policy(config: Config) -> CompletionLogprobs:
     return CompletionLogprobs(
         policy,
         fp32_head=config.train.fp32_head,
-        with_entropy=config.loss.entropy_coef > 0,
         value_head=resolve_baseline(config.advantage, config.loss.objective) == "critic",
     )
 

@@ -154,15 +154,14 @@ def _columns(token_ids: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
 class CompletionHead(nn.Module):
     """The policy's output layer, applied to the states that predict completion tokens."""
 
-    def __init__(self, output_layer: nn.Linear, *, max_chunk_logits: int, fp32_head: bool, with_entropy: bool) -> None:
+    def __init__(self, output_layer: nn.Linear, *, max_chunk_logits: int, fp32_head: bool) -> None:
         super().__init__()
         self.output_layer = output_layer
         self._max_chunk_logits = max_chunk_logits
         self._fp32_head = fp32_head
-        self._with_entropy = with_entropy
 
     def forward(self, hidden_states: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor | None]:
-        """See `token_logprobs`."""
+        """See `token_logprobs`; entropies only where gradients are computed."""
         # Use the layer's parameters, not the layer: under ZeRO-3 each call gathers its weight, a collective, and ranks have
         # different numbers of chunks.
         return token_logprobs(
@@ -173,7 +172,8 @@ class CompletionHead(nn.Module):
             temperature=temperature,
             max_chunk_logits=self._max_chunk_logits,
             fp32_head=self._fp32_head,
-            with_entropy=self._with_entropy,
+            # Frozen passes need no entropy, and it costs them a chunk of logits more.
+            with_entropy=torch.is_grad_enabled(),
         )
 
 
@@ -191,7 +191,6 @@ class CompletionLogprobs(nn.Module):
         *,
         max_chunk_logits: int = MAX_CHUNK_LOGITS,
         fp32_head: bool = False,
-        with_entropy: bool = False,
         value_head: bool = False,
     ) -> None:
         super().__init__()
@@ -200,9 +199,7 @@ class CompletionLogprobs(nn.Module):
             raise TypeError(f"the policy's output layer is {type(output_layer).__name__}; only a plain Linear is supported")
         use_packed_attention(policy)
         self.policy = policy
-        self.head = CompletionHead(
-            output_layer, max_chunk_logits=max_chunk_logits, fp32_head=fp32_head, with_entropy=with_entropy
-        )
+        self.head = CompletionHead(output_layer, max_chunk_logits=max_chunk_logits, fp32_head=fp32_head)
         self.value_head: nn.Linear | None = None
         if value_head:
             weight = output_layer.weight
@@ -221,7 +218,7 @@ class CompletionLogprobs(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return log-probs, entropies and values of a `learner.policy.packing.Pack`, `[num_completion_tokens]` float32 each.
 
-        Entropies and values are None unless the constructor asked for them. A value is that of the state before its token.
+        Entropies are None without gradients, values without a value head. A value is that of the state before its token.
         """
         states = self.policy.base_model(
             input_ids=token_ids[None],

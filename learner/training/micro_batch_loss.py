@@ -64,7 +64,9 @@ def compute_loss(
         if kl.loss_coef:
             losses = losses + kl_coefficient * divergence
     if outputs.entropies is not None:
-        losses = losses - objective.entropy_coef * outputs.entropies
+        # Without a bonus the entropy stays out of the graph: its gradient would cost time and be 0.
+        if objective.entropy_coef:
+            losses = losses - objective.entropy_coef * outputs.entropies
         sums = sums._replace(entropy=outputs.entropies.detach().sum())
     if outputs.values is not None:
         errors = _value_errors(prepared, outputs.values, critic)

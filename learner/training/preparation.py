@@ -51,7 +51,7 @@ class Outputs(NamedTuple):
 
     logprobs: Tensor
     entropies: Tensor | None
-    """None unless the run has an entropy bonus."""
+    """None where no gradient is computed."""
     values: Tensor | None
     """None without a critic."""
 

@@ -350,13 +350,11 @@ class Trainer:
     def _term_metrics(self, means: TermSums) -> dict[str, float]:
         """Name the means of the loss terms that the run has."""
         kl = self._config.kl
-        metrics: dict[str, float] = {}
+        metrics: dict[str, float] = {"entropy/mean": means.entropy.item()}
         if kl.loss_coef or kl.reward_coef:
             metrics |= {"kl/reference": means.reference_kl.item(), "kl/coefficient": self._adaptive.kl_coefficient}
         if kl.reward_coef:
             metrics["kl/reward"] = means.reward_kl.item()
-        if self._objective.entropy_coef:
-            metrics["entropy/mean"] = means.entropy.item()
         if self._module.value_head is not None:
             metrics["loss/value"] = means.value_loss.item()
         return metrics

@@ -32,7 +32,11 @@ def test_group_metrics_are_over_completions_and_lags_over_groups():
         "lag/max": 2,
         "lag/counts": {"0": 1, "2": 1},
         "length/mean": 5.0,
+        "length/min": 4,
+        "length/p50": 5.0,
+        "length/p95": 6.0,
         "length/max": 6,
+        "length/cut": 0.0,
         "tokens/trained": 20,
         "tokens/prompt": 12,
         "by_lag/2/reward_mean": 1.0,
@@ -52,3 +56,12 @@ def test_rewards_and_lengths_by_lag_are_means_over_all_completions_in_the_bucket
         "by_lag/0/reward_mean": 7.0,
         "by_lag/0/length_mean": 1.0,
     }
+
+
+def test_the_share_cut_is_over_completions_and_percentiles_are_over_their_lengths():
+    groups = [make_group([0.0], length, 9) for length in (1, 2, 3, 10)]
+    groups[3] = groups[3]._replace(rollouts=(groups[3].rollouts[0]._replace(finish_reason="length"),))
+    metrics = group_metrics(groups, policy_version=9)
+    assert metrics["length/cut"] == 0.25
+    # Linear between neighbors: 3 + 0.85 * (10 - 3).
+    assert (metrics["length/min"], metrics["length/p50"], metrics["length/p95"]) == (1, 2.5, pytest.approx(8.95))

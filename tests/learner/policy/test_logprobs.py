@@ -230,7 +230,7 @@ def test_a_completion_changes_no_bit_of_anothers_logprobs(tiny_model):
 
 
 def test_without_completions_there_are_no_logprobs_and_every_gradient_is_zero(tiny_untied_model):
-    module = CompletionLogprobs(load(tiny_untied_model), with_entropy=True, value_head=True)
+    module = CompletionLogprobs(load(tiny_untied_model), value_head=True)
     logprobs, entropies, values = run(module, pack([]))
     assert logprobs.shape == entropies.shape == values.shape == (0,)
     (logprobs.sum() + entropies.sum() + values.sum()).backward()

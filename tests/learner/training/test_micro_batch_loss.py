@@ -33,7 +33,7 @@ def loss_of(
     )
     loss = compute_loss(
         PreparedMicroBatch(micro_batch(), frozen, ADVANTAGES, RETURNS if critic is not None else None),
-        Outputs(logprobs, ENTROPIES if entropy_coef else None, VALUES if critic is not None else None),
+        Outputs(logprobs, ENTROPIES, VALUES if critic is not None else None),
         resolve_objective(
             LossSection(objective="reinforce", aggregation="token-mean", entropy_coef=entropy_coef), max_new_tokens=9
         ),
@@ -48,10 +48,10 @@ def loss_of(
 PLAIN = float(-(ADVANTAGES * LOGPROBS).sum())
 
 
-def test_objective_alone_has_no_other_sums() -> None:
+def test_objective_alone_has_no_other_sum_but_the_entropy_which_is_only_measured() -> None:
     loss, _ = loss_of()
     assert loss.total.item() == PLAIN
-    assert [value.item() for value in loss.sums] == [0.0] * 4
+    assert [value.item() for value in loss.sums] == [0.0, 0.0, 4.5, 0.0]
 
 
 @pytest.mark.parametrize("is_unbiased", [False, True])

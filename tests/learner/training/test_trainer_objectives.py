@@ -67,6 +67,15 @@ def test_decoupled_token_objective_with_kl_and_entropy_has_the_gradient_of_its_f
         torch.testing.assert_close(weights[name], parameter.detach() - 0.1 * parameter.grad, rtol=0, atol=2e-6)
 
 
+def test_entropy_is_measured_without_a_bonus(tiny_model: Path, policy: Any) -> None:
+    groups = make_groups(3)
+    with running(make_config(tiny_model)) as trainer:
+        (metrics,) = trainer.train_batch(groups)
+    with torch.no_grad():
+        logits = torch.cat([completion_logits(policy, group, index) for group in groups for index in range(4)])
+    assert metrics["entropy/mean"] == pytest.approx(-(logits.exp() * logits).sum(-1).mean().item(), rel=1e-5)
+
+
 def test_weight_of_a_group_scales_its_gradient(tiny_model: Path, policy: Any) -> None:
     light, heavy = make_groups(3), make_groups(3)
     heavy[1] = heavy[1]._replace(weight=3.0)
