@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
+from offbeat.actor.reward_guard import guard_session
 from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import die_with_parent
 from offbeat.common.user_functions import load_function, one_line, shortened
@@ -199,6 +200,7 @@ class _WorkerProcesses:
 
 def _prepare_worker(parent_pid: int) -> None:
     die_with_parent(parent_pid)
+    guard_session()
     # Pebble's handler waits for the interpreter, which never runs again inside a catastrophic regular expression.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -215,7 +217,7 @@ def _group_rewards(path: str, prompt: str, completions: tuple[str, ...], row: di
     for completion in completions:
         try:
             rewards.append(_as_reward(function(prompt, completion, row)))
-        except Exception as error:  # noqa: BLE001, the user's code
+        except (Exception, SystemExit) as error:  # noqa: BLE001, the user's code
             raise RewardError(_describe(error, function)) from None
     return tuple(rewards)
 
@@ -254,7 +256,7 @@ class _EventLoopThread:
     async def _reward(self, prompt: str, completion: str, row: dict[str, Any]) -> float:
         try:
             return _as_reward(await self._function(prompt, completion, row))
-        except Exception as error:  # noqa: BLE001, the user's code
+        except (Exception, SystemExit) as error:  # noqa: BLE001, the user's code
             raise RewardError(_describe(error, self._function)) from None
 
 
@@ -275,7 +277,7 @@ def _as_reward(value: object) -> float:
     return reward
 
 
-def _describe(error: Exception, function: RewardFunction) -> str:
+def _describe(error: BaseException, function: RewardFunction) -> str:
     """Return exception, message and the innermost line in the function's own file, on one line."""
     file = sys.modules[function.__module__].__file__
     # The first frame is the call, here.

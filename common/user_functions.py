@@ -21,7 +21,8 @@ def load_function(path: str, *, setting: str, parameters: Sequence[str]) -> Call
     module_name, _, function_name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code
+    # Importing runs the user's code, which may also call `sys.exit`: that must not end this program without a word.
+    except (Exception, SystemExit) as error:
         problem = _import_problem(error, module_name)
         raise SettingError(setting, path, problem, "Name it as module:function.") from error
     function = vars(module).get(function_name)
@@ -51,7 +52,7 @@ def shortened(text: str) -> str:
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
-def _import_problem(error: Exception, module_name: str) -> str:
+def _import_problem(error: BaseException, module_name: str) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
         return f"there is no module {error.name!r} in {Path.cwd()}, and none installed"
     return f"importing it raised {located(error)}"

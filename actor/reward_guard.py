@@ -1,0 +1,77 @@
+"""The end of everything that a reward started: a guard for each reward process ends the processes that it leaves behind.
+
+A reward may start programs (a compiler, a test run, a sandbox). At the time limit only the reward's own process is killed,
+and after kill -9 of the actor nobody is left to kill anything. So each reward process leads a session of its own, in which its
+children stay, and forks a guard, which the kernel wakes when the reward process ends.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from offbeat.common.shutdown import PR_SET_PDEATHSIG
+
+KILL_TIMEOUT_S = 10.0
+"""Longest time in which a guard tries to end the processes of its session, in seconds."""
+
+
+def guard_session() -> None:
+    """Make this process the leader of a new session, all of whose processes are killed when it ends, however it ends.
+
+    A process that leaves the session (a daemon) is not found. Only Linux has the guard. Call it before any thread is started.
+    """
+    os.setsid()
+    if sys.platform != "linux":
+        return
+    # Blocked before the fork: the signal must not reach the guard before it waits for it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    leader = os.getpid()
+    if os.fork():
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+    try:
+        _await_end(leader)
+        _kill_session(leader)
+    finally:
+        os._exit(0)
+
+
+def _await_end(leader: int) -> None:
+    """Wait, in the guard, for the end of the process that forked it."""
+    os.setsid()
+    # Pipes of the reward process: readers at their other ends wait for their last holder.
+    for number in list(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(OSError):
+            os.close(int(number.name))
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    while os.getppid() == leader:
+        signal.sigwait({signal.SIGTERM})
+
+
+def _kill_session(leader: int) -> None:
+    """Kill the processes of a session, again until there is none: one may fork before it is killed."""
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while (members := _session_members(leader)) and time.monotonic() < deadline:
+        for pid in members:
+            # It may have ended since, or be another user's.
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _session_members(leader: int) -> list[int]:
+    """Return the processes of a session that are not dead."""
+    members: list[int] = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # The name, in parentheses, may hold anything; the state and the session are the 1st and the 4th field after it.
+            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] not in "ZX" and int(fields[3]) == leader:
+            members.append(int(stat.parent.name))
+    return members
