@@ -21,8 +21,9 @@ from offbeat.common.rows import CANARY_TOLERANCE, CanaryRow, EvalRow, EventRow, 
 from offbeat.common.settings import is_data_file
 from offbeat.lab.terminal import stdout_console
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
+from offbeat.learner.leases.log_reading import read_log
+from offbeat.learner.leases.log_records import LogDamagedError, Position
 from offbeat.learner.leases.prompts import Turn
-from offbeat.learner.leases.rollout_log import LogDamagedError, Position, read_log
 
 Kind = TypeVar("Kind", bound=Row)
 

@@ -115,9 +115,10 @@ def load_groups(source: Path) -> "list[PromptGroup]":
     """Return the groups in a run's log that were sampled under version 0 alone, by rising lease id."""
     from transformers import AutoTokenizer
 
+    from offbeat.learner.leases.log_reading import read_log, read_record
+    from offbeat.learner.leases.log_records import Position
     from offbeat.learner.leases.prompts import load_prompts
     from offbeat.learner.leases.recovery import recover
-    from offbeat.learner.leases.rollout_log import Position, read_log, read_record
 
     config = load(source / "config.toml")
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(config.model.path))

@@ -18,9 +18,11 @@ from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.leases.auto_bound import AutoBound, Noise
 from offbeat.learner.leases.ledger import needed_position
+from offbeat.learner.leases.log_reading import read_log, read_record
+from offbeat.learner.leases.log_records import Position
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.recovery import DispatcherState, Recovered, recover
-from offbeat.learner.leases.rollout_log import LogFullError, Position, RolloutLog, read_log, read_record
+from offbeat.learner.leases.rollout_log import LogFullError, RolloutLog
 from offbeat.learner.training import checkpoints
 from offbeat.learner.training.ranks import RankedTrainer
 

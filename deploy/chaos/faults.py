@@ -15,7 +15,8 @@ from offbeat.deploy.chaos.network import Network
 from offbeat.deploy.chaos.schedule import Fault, Target
 from offbeat.deploy.launch import processes
 from offbeat.learner.leases.events import LeaseEvent
-from offbeat.learner.leases.rollout_log import HEADER_BYTES, read_log
+from offbeat.learner.leases.log_reading import read_log
+from offbeat.learner.leases.log_records import HEADER_BYTES
 
 CHECKPOINT_WAIT_S = 30.0
 """Seconds to wait until the learner writes a checkpoint."""

@@ -34,7 +34,7 @@ from offbeat.learner.leases.evaluation import Evaluations, Round
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
 from offbeat.learner.leases.groups import Group, Rollout, unpack
 from offbeat.learner.leases.ledger import Ledger
-from offbeat.learner.leases.rollout_log import Record
+from offbeat.learner.leases.log_records import Record
 from offbeat.learner.leases.scheduler import RolloutScheduler
 from offbeat.learner.leases.staleness import StalenessPolicy
 from offbeat.protocols.messages import Segment

@@ -26,8 +26,8 @@ from offbeat.common.settings import SettingError
 from offbeat.learner.diagnostics.group_metrics import Metrics
 from offbeat.learner.leases.events import Accepted, Dropped, Granted
 from offbeat.learner.leases.groups import Group, unpack
+from offbeat.learner.leases.log_records import Record
 from offbeat.learner.leases.prompts import Prompt, load_prompts
-from offbeat.learner.leases.rollout_log import Record
 from offbeat.learner.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from offbeat.lab.audit import is_log_whole
 from offbeat.lab.replay.counterfactual import Outcome, Recording, differences, read_recording, recorded_outcome, replay
 from offbeat.lab.terminal import stdout_console
 from offbeat.learner.leases.events import Accepted, Tuned
-from offbeat.learner.leases.rollout_log import read_log
+from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.training import checkpoints
 
 if TYPE_CHECKING:

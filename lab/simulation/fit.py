@@ -20,7 +20,7 @@ from offbeat.common.settings import SettingError
 from offbeat.lab.history import RunHistory, fold_rows
 from offbeat.lab.simulation.timings import Timings
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
-from offbeat.learner.leases.rollout_log import read_log
+from offbeat.learner.leases.log_reading import read_log
 
 Floats = NDArray[np.float64]
 

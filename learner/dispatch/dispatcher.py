@@ -25,8 +25,9 @@ from offbeat.learner.dispatch.roster import Member
 from offbeat.learner.leases.events import Started, Tuned
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.ledger import LedgerCounts
+from offbeat.learner.leases.log_records import Position
 from offbeat.learner.leases.recovery import DispatcherState
-from offbeat.learner.leases.rollout_log import LogFullError, Position
+from offbeat.learner.leases.rollout_log import LogFullError
 from offbeat.protocols.keys import NO_KEYS, Sender
 from offbeat.protocols.messages import (
     ActorHeartbeat,

@@ -12,8 +12,9 @@ from typing import assert_never
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.ledger import Ledger
+from offbeat.learner.leases.log_records import Position
 from offbeat.learner.leases.prompts import PromptStream
-from offbeat.learner.leases.rollout_log import LogFullError, Position, RolloutLog
+from offbeat.learner.leases.rollout_log import LogFullError, RolloutLog
 from offbeat.protocols.wire import Frame
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
 from offbeat.learner.leases.groups import Group
-from offbeat.learner.leases.rollout_log import Position
+from offbeat.learner.leases.log_records import Position
 
 Selection = Literal["oldest_lease", "first_finished"]
 """`staleness.selection`."""

@@ -24,7 +24,9 @@ import numpy as np
 
 from offbeat.common.config import LogSection
 from offbeat.learner.leases.events import Accepted
-from offbeat.learner.leases.rollout_log import Fsync, RolloutLog, encode_record, read_log
+from offbeat.learner.leases.log_reading import read_log
+from offbeat.learner.leases.log_records import encode_record
+from offbeat.learner.leases.rollout_log import Fsync, RolloutLog
 from offbeat.protocols.messages import CompletionMeta, Segment
 from tests.benchmarks.measuring import print_table, spread
 

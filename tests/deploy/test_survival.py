@@ -12,7 +12,7 @@ import pytest
 from offbeat.common.settings import load
 from offbeat.lab.audit import audit
 from offbeat.learner.leases.events import Accepted, Expired, Granted
-from offbeat.learner.leases.rollout_log import read_log
+from offbeat.learner.leases.log_reading import read_log
 from tests.deploy.services import SERVICES_S, SLOW_REWARD, Process, Services, free_port, write_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(SERVICES_S)]

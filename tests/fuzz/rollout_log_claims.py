@@ -5,7 +5,7 @@ from pathlib import Path
 
 import xxhash
 
-from offbeat.learner.leases.rollout_log import (
+from offbeat.learner.leases.log_records import (
     ALIGNMENT,
     HEADER_BYTES,
     LogDamagedError,

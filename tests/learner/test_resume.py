@@ -20,9 +20,10 @@ from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.leases.auto_bound import AutoBound, Noise
 from offbeat.learner.leases.events import Tuned
 from offbeat.learner.leases.ledger import LedgerCounts, LedgerState, SavedLease
+from offbeat.learner.leases.log_records import Position
 from offbeat.learner.leases.prompts import Prompt, StreamState, Turn
 from offbeat.learner.leases.recovery import DispatcherState
-from offbeat.learner.leases.rollout_log import LogFullError, Position
+from offbeat.learner.leases.rollout_log import LogFullError
 from offbeat.learner.resume import Checkpoints, ServiceState
 from offbeat.learner.training import checkpoints
 from offbeat.learner.training.ranks import RankedTrainer

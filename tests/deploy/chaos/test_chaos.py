@@ -27,7 +27,8 @@ from offbeat.deploy.chaos.schedule import KINDS, Fault, Kind, Target, plan, roun
 from offbeat.deploy.launch import processes
 from offbeat.lab.audit import Check
 from offbeat.learner.leases.events import Expired
-from offbeat.learner.leases.rollout_log import RolloutLog, read_log
+from offbeat.learner.leases.log_reading import read_log
+from offbeat.learner.leases.rollout_log import RolloutLog
 from tests.deploy.services import SERVICES_S, Services
 
 pytestmark = pytest.mark.slow

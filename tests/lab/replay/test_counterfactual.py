@@ -15,7 +15,7 @@ from offbeat.lab.replay.counterfactual import (
     replay,
 )
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
-from offbeat.learner.leases.rollout_log import Position, Record
+from offbeat.learner.leases.log_records import Position, Record
 from offbeat.protocols.messages import CompletionMeta, Segment
 
 # Hand-made logs

@@ -21,8 +21,10 @@ from offbeat.lab.replay.counterfactual import (
     replay,
 )
 from offbeat.learner.leases.groups import Group
+from offbeat.learner.leases.log_reading import read_log, read_record
+from offbeat.learner.leases.log_records import Position
 from offbeat.learner.leases.recovery import DispatcherState, recover
-from offbeat.learner.leases.rollout_log import LogFullError, Position, read_log, read_record
+from offbeat.learner.leases.rollout_log import LogFullError
 from offbeat.protocols.messages import Cancel, CompletionMeta, GroupDone, Lease, LeaseFailed, Segment
 from tests.lab.replay.test_counterfactual import adds_up, lease_ids, make_config
 from tests.learner.dispatch.dispatch_desk import CONFIG, Actor, Desk, make_prompts

@@ -29,7 +29,8 @@ from offbeat.lab.replay.gradients import (
 from offbeat.lab.replay.replay import CANNOT_TELL, CANNOT_TELL_OF_GRADIENTS, Report, Request, render, replay_run
 from offbeat.learner.leases.events import Accepted, Granted, Started, Trained, Tuned
 from offbeat.learner.leases.groups import Group
-from offbeat.learner.leases.rollout_log import RolloutLog, read_log
+from offbeat.learner.leases.log_reading import read_log
+from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.messages import CompletionMeta, Segment
 from tests.learner.training.trainer_cases import make_config, make_groups
 

@@ -29,9 +29,11 @@ from offbeat.learner.leases.events import LeaseEvent
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.journal import LeaseJournal
 from offbeat.learner.leases.ledger import Ledger
+from offbeat.learner.leases.log_reading import read_log
+from offbeat.learner.leases.log_records import Position, Record
 from offbeat.learner.leases.prompts import Prompt, PromptStream
 from offbeat.learner.leases.recovery import Recovered
-from offbeat.learner.leases.rollout_log import LogFullError, Position, Record, RolloutLog, read_log
+from offbeat.learner.leases.rollout_log import LogFullError, RolloutLog
 from offbeat.protocols.keys import NO_KEYS, Sender
 from offbeat.protocols.messages import (
     Ack,

@@ -8,7 +8,9 @@ import pytest
 from offbeat.common.rows import EpochRow
 from offbeat.learner.leases.events import Accepted, Expired, Granted, Started, Trained
 from offbeat.learner.leases.ledger import needed_position
-from offbeat.learner.leases.rollout_log import LogFullError, Position, RolloutLog, read_log
+from offbeat.learner.leases.log_reading import read_log
+from offbeat.learner.leases.log_records import Position
+from offbeat.learner.leases.rollout_log import LogFullError, RolloutLog
 from offbeat.protocols.messages import (
     Ack,
     Cancel,

@@ -12,12 +12,9 @@ from hypothesis import strategies as st
 
 from offbeat.learner.leases import rollout_log
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
-from offbeat.learner.leases.rollout_log import (
-    Position,
-    Record,
-    RolloutLog,
-    read_log,
-)
+from offbeat.learner.leases.log_reading import read_log
+from offbeat.learner.leases.log_records import Position, Record
+from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.messages import CompletionMeta, Segment
 
 HUGE = 1 << 40

@@ -21,7 +21,7 @@ from offbeat.learner.leases.ledger import (
     SavedLease,
     needed_position,
 )
-from offbeat.learner.leases.rollout_log import Position
+from offbeat.learner.leases.log_records import Position
 
 
 def make_group(lease_id: int, prompt_id: int = 0) -> Group:

@@ -8,16 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.learner.leases import rollout_log
+from offbeat.learner.leases import log_records
 from offbeat.learner.leases.events import LeaseEvent
-from offbeat.learner.leases.rollout_log import (
-    HEADER_BYTES,
-    LogDamagedError,
-    LogFormatError,
-    Position,
-    read_log,
-    read_record,
-)
+from offbeat.learner.leases.log_reading import read_log, read_record
+from offbeat.learner.leases.log_records import HEADER_BYTES, LogDamagedError, LogFormatError, Position
 from tests.fuzz.rollout_log_claims import check_segment
 from tests.learner.leases.log_entries import (
     ENTRIES,
@@ -238,7 +232,7 @@ def test_a_log_in_another_format_is_left_alone(tmp_path: Path) -> None:
 def test_an_event_of_another_version_is_an_error_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = open_log(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(rollout_log, "_encoder", NewerEncoder())
+        patch.setattr(log_records, "_encoder", NewerEncoder())
         position = log.append(dropped(1).event)
     log.close()
     with cuts() as cut:

@@ -1,0 +1,150 @@
+"""The records of the rollout log, in memory: their bytes, encoded and decoded.
+
+    segment header   magic and format | where the history before this segment ended | checksum
+    record           checksum | length of body | length of arrays | body: the event, msgpack | zeros up to 8 bytes | arrays
+
+A record is whole when it lies within the file and its checksum is right. Everything read is untrusted: nothing is taken for a
+length before it is known to lie within the file.
+"""
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from offbeat.common.shutdown import ServiceError
+from offbeat.learner.leases.events import Accepted, LeaseEvent
+from offbeat.protocols.wire import ITEM_BYTES
+
+Buffer = bytes | bytearray | memoryview
+
+MAGIC = b"offbeat" + bytes([1])
+"""The last byte is the format's version."""
+ALIGNMENT = 8
+"""Arrays begin at multiples of this: numpy and torch are slow on unaligned data."""
+
+_SEGMENT = struct.Struct("<8sQQQ")
+_RECORD = struct.Struct("<QII")
+_CHECKSUM = struct.Struct("<Q")
+_LENGTHS = struct.Struct("<II")
+HEADER_BYTES = _SEGMENT.size
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(LeaseEvent)
+
+
+class Position(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True, array_like=True):
+    """A place in the log; ordered as the history is."""
+
+    segment: int
+    """Number of the segment, from 1; no later process uses it again."""
+    offset: int
+    """Bytes into the segment's file."""
+
+
+class Record(NamedTuple):
+    """An event in the log."""
+
+    position: Position
+    """Start of the record."""
+    event: LeaseEvent
+    arrays: tuple[memoryview, ...]
+    """`Accepted`: raw int32 token ids, raw float32 behavior log-probs; others: none. They are views into the mapped file, read
+    from disk when they are used, and valid for as long as they are held: a deleted segment's space is not free before."""
+
+
+class RawRecord(NamedTuple):
+    """A whole record, not decoded."""
+
+    offset: int
+    body: memoryview
+    arrays: memoryview
+    end: int
+    """Offset of what follows."""
+
+
+class LogDamagedError(ServiceError):
+    """Records that others follow are lost or not understood; the text names the file, the offset and what to do."""
+
+
+class LogFormatError(ServiceError):
+    """Another version of offbeat wrote the log, in a format that this one does not know."""
+
+
+def segment_header(previous_end: Position) -> bytes:
+    """Return the first bytes of a segment's file."""
+    unchecked = _SEGMENT.pack(MAGIC, previous_end.segment, previous_end.offset, 0)[: -_CHECKSUM.size]
+    return unchecked + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(unchecked))
+
+
+def read_segment_header(segment: memoryview, path: Path) -> Position:
+    """Return where the history before this segment ended. `segment` holds a whole header; `path` is for errors."""
+    magic, number, offset, checksum = _SEGMENT.unpack_from(segment)
+    if magic[:-1] == MAGIC[:-1] and magic != MAGIC:
+        raise LogFormatError(
+            f"{path} is in format {magic[-1]} of the log, and this version of offbeat reads and writes format {MAGIC[-1]}: "
+            "resume with the version that wrote it."
+        )
+    if magic != MAGIC or checksum != xxhash.xxh3_64_intdigest(segment[: HEADER_BYTES - _CHECKSUM.size]):
+        raise LogDamagedError(
+            f"{path}: the header at offset 0 is damaged. Resume from a checkpoint made after this segment; or delete it and "
+            "the segments after it to go on without them: their groups are generated again."
+        )
+    return Position(number, offset)
+
+
+def encode_record(event: LeaseEvent, *arrays: Buffer | NDArray[Any]) -> list[Buffer]:
+    """Return the parts of a record, to write one after another."""
+    body = _encoder.encode(event)
+    views = [memoryview(array.data if isinstance(array, np.ndarray) else array).cast("B") for array in arrays]
+    assert [len(view) for view in views] == _array_lengths(event), f"{type(event).__name__} with arrays of another size"
+    checked = _LENGTHS.pack(len(body), sum(map(len, views))) + body + bytes(-len(body) % ALIGNMENT)
+    checksum = xxhash.xxh3_64(checked)
+    for view in views:
+        checksum.update(view)
+    return [_CHECKSUM.pack(checksum.intdigest()) + checked, *views]
+
+
+def whole_records(segment: memoryview, offset: int) -> Iterator[RawRecord]:
+    """Yield the records of a segment from `offset` on, up to the first that is not whole."""
+    while offset + _RECORD.size <= len(segment):
+        checksum, num_body_bytes, num_array_bytes = _RECORD.unpack_from(segment, offset)
+        body_start = offset + _RECORD.size
+        arrays_start = body_start + num_body_bytes + -num_body_bytes % ALIGNMENT
+        end = arrays_start + num_array_bytes
+        if end > len(segment) or checksum != xxhash.xxh3_64_intdigest(segment[offset + _CHECKSUM.size : end]):
+            return
+        yield RawRecord(offset, segment[body_start : body_start + num_body_bytes], segment[arrays_start:end], end)
+        offset = end
+
+
+def decode_record(raw: RawRecord, number: int, path: Path) -> Record:
+    """Return the decoded record; raise `LogDamagedError`, naming `path`, when it is whole and not understood."""
+    try:
+        event = _decoder.decode(raw.body)
+        lengths = _array_lengths(event)
+        if sum(lengths) != len(raw.arrays):
+            raise msgspec.ValidationError(f"{len(raw.arrays)} bytes of arrays, expected {sum(lengths)}")
+    # msgspec reports text that is not UTF-8 as UnicodeDecodeError, which is none of its own errors.
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise LogDamagedError(
+            f"{path}: the record at offset {raw.offset} is whole, but not understood ({error}). If another version of "
+            "offbeat wrote it, resume with that version; else delete this segment and those after it to go on without them: "
+            "their groups are generated again."
+        ) from error
+    position = Position(number, raw.offset)
+    if not lengths:
+        return Record(position, event, ())
+    return Record(position, event, (raw.arrays[: lengths[0]], raw.arrays[lengths[0] :]))
+
+
+def _array_lengths(event: LeaseEvent) -> list[int]:
+    """Return the bytes of each array that belongs to the event."""
+    if not isinstance(event, Accepted):
+        return []
+    return [ITEM_BYTES * sum(completion.num_tokens for completion in event.completions)] * 2
