@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 from offbeat.common.config import Config, HubSection, LogSection, TrainSection
-from offbeat.common.metrics import ROWS_FILE
 from offbeat.common.objective_checks import check_objective, objective_warnings
+from offbeat.common.run_folder import check_run_folder
 from offbeat.common.settings import SettingError, is_data_file
 from offbeat.protocols.addresses import is_loopback
 
@@ -38,17 +38,7 @@ def check_files(config: Config) -> None:
         source = getattr(config.task, key)
         if is_data_file(source) and not Path(source).expanduser().is_file():
             raise SettingError(f"task.{key}", source, "there is no such file", "Give the path of a JSONL file.")
-    if not config.run.resume and (Path(config.run.dir) / ROWS_FILE).exists():
-        raise SettingError(
-            "run.dir",
-            config.run.dir,
-            "the folder already holds a run",
-            "Set run.resume=true to continue it, or another run.dir.",
-        )
-    if config.run.resume and not Path(config.run.dir).is_dir():
-        raise SettingError(
-            "run.dir", config.run.dir, "there is no such folder to resume from", "Give the folder of an earlier run."
-        )
+    check_run_folder(config.run)
 
 
 def least_staleness(config: Config) -> int:

@@ -13,7 +13,7 @@ import msgspec
 
 from offbeat.common.config import LogSection
 from offbeat.common.rows import EventRow, Recorder
-from offbeat.common.settings import SettingError
+from offbeat.common.run_folder import CHECKPOINTS, LOG
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.leases.auto_bound import AutoBound, Noise
@@ -28,8 +28,6 @@ from offbeat.learner.training.ranks import RankedTrainer
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINTS = "checkpoints"
-LOG = "log"
 CHECKPOINT_BYTES_PER_PARAMETER = 16
 """Weights in two precisions at most, and AdamW's two moments."""
 
@@ -94,23 +92,17 @@ def needed_by_oldest(root: Path) -> Position:
 
 
 def load_checkpoint(run_folder: Path, trainer: RankedTrainer, *, has_log: bool) -> ServiceState | None:
-    """Bring the trainer to the newest checkpoint and return the state in it; None when there is a log, but no checkpoint.
+    """Bring the trainer to the newest checkpoint and return the state in it; None when there is no checkpoint.
 
-    Raise `SettingError` when the folder has neither; a run without `log.enabled` has no log, whatever lies there.
+    A run without `log.enabled` has no log, whatever lies there.
     """
     newest = checkpoints.newest(run_folder / CHECKPOINTS)
     if newest is not None:
         extra = trainer.load_checkpoint(newest)
         logger.info("resumed from %s", newest)
         return msgspec.msgpack.decode(extra, type=ServiceState)
-    if not (has_log and (run_folder / LOG).is_dir()):
-        raise SettingError(
-            "run.resume",
-            True,
-            f"there is neither a checkpoint in {run_folder / CHECKPOINTS} nor a rollout log",
-            "Start anew in another run.dir, and set train.checkpoint_interval to have checkpoints.",
-        )
-    logger.info("no checkpoint in %s: training begins again, with the rollout log's groups", run_folder / CHECKPOINTS)
+    kept = "the rollout log's groups" if has_log and (run_folder / LOG).is_dir() else "nothing: there is no rollout log either"
+    logger.warning("no checkpoint in %s: training begins again at policy version 0, with %s", run_folder / CHECKPOINTS, kept)
     return None
 
 

@@ -19,6 +19,7 @@ from offbeat.common.hub_keys import keys_of_learner
 from offbeat.common.metrics import MetricsWriter
 from offbeat.common.models import hash_model, resolve_model
 from offbeat.common.rows import Recorder, Row
+from offbeat.common.run_folder import CONFIG_FILE, check_run_folder, locked, set_aside_failed_start
 from offbeat.common.setting_checks import least_staleness
 from offbeat.common.settings import resolved_toml
 from offbeat.common.shutdown import StopRequest
@@ -60,8 +61,11 @@ def run_learner(config: Config, stop: StopRequest) -> Outcome:
     if int(os.environ.get("RANK", "0")) > 0:
         RankedTrainer(Trainer(config)).follow()
         return "finished"
+    folder = Path(config.run.dir)
     with ExitStack() as stack:
-        folder = prepare_folder(config)
+        # Before anything is written: also without a rollout log, two learners must not write the same files.
+        stack.enter_context(locked(folder))
+        prepare_folder(config)
         metrics = MetricsWriter(folder, tensorboard=config.metrics.tensorboard, wandb_project=config.metrics.wandb_project)
         stack.enter_context(metrics)
         bind = config.hub.bind or config.hub.address
@@ -84,12 +88,17 @@ def run_learner(config: Config, stop: StopRequest) -> Outcome:
             return learner.run(stop)
 
 
-def prepare_folder(config: Config) -> Path:
-    """Make the run's folder and write the resolved config there."""
+def prepare_folder(config: Config) -> None:
+    """Write the resolved config to the run's folder, which is locked; before a new run, set aside what a failed start left.
+
+    Raises `SettingError` for a folder that cannot be used so.
+    """
     folder = Path(config.run.dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(resolved_toml(config))
-    return folder
+    # Checked again now that no other learner can be at work there.
+    check_run_folder(config.run)
+    if not config.run.resume and (aside := set_aside_failed_start(folder)) is not None:
+        logger.info("an earlier start made no step: its files are in %s", aside)
+    (folder / CONFIG_FILE).write_text(resolved_toml(config))
 
 
 def open_learner(

@@ -2,8 +2,8 @@
 
 The learner writes to the terminal; each actor and each further learner rank writes to `run.dir/logs`. Every process leads its
 own process group. So Ctrl-C reaches only the launcher, which then asks the learner to stop, and the children of a process
-(reward workers, engine workers) end with it. A restarted learner continues from its newest checkpoint and its log; the actors
-wait for it at the same address.
+(reward workers, engine workers) end with it. A restarted learner continues from its newest checkpoint and its log, or begins
+again where it had neither; the actors wait for it at the same address.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from offbeat.common.config import Config
 from offbeat.common.metrics import ROWS_FILE
+from offbeat.common.run_folder import LAUNCH_FILE, has_checkpoint, locked
 from offbeat.common.settings import SettingError, resolved_toml
 from offbeat.common.shutdown import GAVE_UP_STATUS, PARENT_VARIABLE, USER_ERROR_STATUS, ServiceError, StopRequest
 
@@ -143,7 +144,7 @@ class Launcher:
         self._config = _with_free_port(config)
         self._stop = stop
         self._folder = Path(config.run.dir)
-        self._config_file = self._folder / "launch.toml"
+        self._config_file = self._folder / LAUNCH_FILE
         max_restarts = config.launch.max_restarts
         self._learner = Service("learner", RestartBudget(max_restarts), list(program))
         self._actors = [
@@ -151,8 +152,12 @@ class Launcher:
         ]
 
     def run(self) -> int:
-        """Run to the end, write the report if the run has metrics, and return the exit status."""
-        (self._folder / "logs").mkdir(parents=True, exist_ok=True)
+        """Run to the end, write the report if the run has metrics, and return the exit status.
+
+        Raises `SettingError`, and changes nothing, where a learner is at work in the run's folder.
+        """
+        with locked(self._folder):
+            (self._folder / "logs").mkdir(exist_ok=True)
         self._config_file.write_text(resolved_toml(self._config))
         try:
             self._start_learner()
@@ -249,10 +254,14 @@ class Launcher:
         return None
 
     def _restart_learner(self) -> None:
+        # Without log and checkpoint the run begins again, under another run id, and actors of the former one are refused.
+        begins_again = not self._config.log.enabled and not has_checkpoint(self._folder)
         self._start_learner("run.resume=true")
-        # The learner may have dismissed the actors when it ended.
         for index, actor in enumerate(self._actors):
-            if actor.restart_at is None and actor.status == 0:
+            if begins_again:
+                actor.kill()
+            # The learner may have dismissed the actors when it ended.
+            if begins_again or (actor.restart_at is None and actor.status == 0):
                 self._start_actor(index)
 
     def _await_actors(self) -> None:

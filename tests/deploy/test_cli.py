@@ -88,12 +88,13 @@ def test_port_in_use_is_said_before_the_model_is_loaded(services: Services, tmp_
 def test_folder_that_holds_a_run_is_not_written_over(services: Services, tmp_path: Path, tiny_model: Path) -> None:
     config = write_config(tmp_path, tiny_model)
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"kind": "event"}\n')
+    rows = '{"kind": "step", "time": 1.0, "policy_version": 1}\n'
+    (tmp_path / "run" / "metrics.jsonl").write_text(rows)
     result = services.run("train", config)
     assert result.returncode == 2
     assert "run.dir" in result.stderr.splitlines()[-1]
     assert "run.resume" in result.stderr.splitlines()[-1]
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"kind": "event"}\n'
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == rows
 
 
 def test_learner_without_actors_says_so_and_stops_by_a_setting(services: Services, tmp_path: Path, tiny_model: Path) -> None:

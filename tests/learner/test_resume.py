@@ -12,7 +12,6 @@ import torch
 
 from offbeat.common.config import Config, LogSection, ModelSection, TaskSection
 from offbeat.common.rows import row_fields
-from offbeat.common.settings import SettingError
 from offbeat.common.weights import make_layout
 from offbeat.learner import resume
 from offbeat.learner.dispatch.dispatcher import Dispatcher
@@ -160,16 +159,27 @@ def test_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path: Path, monkeypatc
     assert "the run goes on" in row["detail"]
 
 
-def test_folder_without_checkpoint_and_log_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="neither a checkpoint"):
-        resume.load_checkpoint(tmp_path, cast(RankedTrainer, FakeTrainer()), has_log=True)
+@pytest.mark.parametrize(
+    ("has_folder", "has_log", "said"),
+    [(True, True, "the rollout log's groups"), (True, False, "nothing"), (False, True, "nothing")],
+)
+def test_run_without_a_checkpoint_begins_again_and_says_what_it_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, has_folder: bool, has_log: bool, said: str
+) -> None:
+    if has_folder:
+        (tmp_path / "log").mkdir()
+    trainer = FakeTrainer()
+    assert resume.load_checkpoint(tmp_path, cast(RankedTrainer, trainer), has_log=has_log) is None
+    assert trainer.policy_version == 0
+    assert f"begins again at policy version 0, with {said}" in caplog.text
 
 
-def test_log_without_a_checkpoint_begins_training_again_unless_the_run_keeps_no_log(tmp_path: Path) -> None:
-    (tmp_path / "log").mkdir()
-    assert resume.load_checkpoint(tmp_path, cast(RankedTrainer, FakeTrainer()), has_log=True) is None
-    with pytest.raises(SettingError, match="neither a checkpoint"):
-        resume.load_checkpoint(tmp_path, cast(RankedTrainer, FakeTrainer()), has_log=False)
+def test_learner_that_died_before_its_first_record_has_nothing_to_recover(tmp_path: Path) -> None:
+    log = resume.open_log(tmp_path, NO_FSYNC, None)
+    assert log is not None
+    log.close()
+    recovered = resume.recover_run(tmp_path, None, PROMPTS, 3, has_log=True)
+    assert (recovered.num_records, recovered.run_id, recovered.ledger.counts()) == (0, "", LedgerCounts())
 
 
 @pytest.fixture

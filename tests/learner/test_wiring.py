@@ -4,9 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
-from offbeat.common.config import Config, HubSection, ModelSection, RunSection, TaskSection, WeightsSection
-from offbeat.learner.wiring import _transport, prepare_folder
+from offbeat.common.config import Config, HubSection, LogSection, ModelSection, RunSection, TaskSection, WeightsSection
+from offbeat.common.settings import SettingError
+from offbeat.common.shutdown import StopRequest
+from offbeat.learner.wiring import _transport, prepare_folder, run_learner
+from tests.common.test_run_folder import held_by_another_process
 
 
 def config_with(*, run_dir: str = "run", **weights: str | int) -> Config:
@@ -37,5 +41,23 @@ def test_sizes_of_transfers_are_in_bytes_and_hosts_without_ports() -> None:
 
 
 def test_folder_of_a_run_holds_the_resolved_config(tmp_path: Path) -> None:
-    folder = prepare_folder(config_with(run_dir=str(tmp_path / "a" / "run"), bucket_mb=3))
-    assert "bucket_mb = 3" in (folder / "config.toml").read_text()
+    prepare_folder(config_with(run_dir=str(tmp_path), bucket_mb=3))
+    assert "bucket_mb = 3" in (tmp_path / "config.toml").read_text()
+
+
+def test_config_of_a_run_that_has_made_steps_is_not_overwritten_by_a_new_one(tmp_path: Path) -> None:
+    prepare_folder(config_with(run_dir=str(tmp_path), bucket_mb=3))
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    with pytest.raises(SettingError, match="already holds a run"):
+        prepare_folder(config_with(run_dir=str(tmp_path), bucket_mb=5))
+    assert "bucket_mb = 3" in (tmp_path / "config.toml").read_text()
+
+
+def test_second_learner_without_a_log_is_refused_and_writes_nothing(tmp_path: Path) -> None:
+    config = config_with(run_dir=str(tmp_path))
+    config = structs.replace(config, log=LogSection(enabled=False))
+    with held_by_another_process(tmp_path):
+        before = sorted(tmp_path.iterdir())
+        with pytest.raises(SettingError, match=r"run\.dir.*another learner \(process \d+ on"):
+            run_learner(config, StopRequest())
+        assert sorted(tmp_path.iterdir()) == before

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.config import Config, HubSection, LaunchSection, RunSection
+from offbeat.common.config import Config, HubSection, LaunchSection, LogSection, RunSection
+from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.launch import launcher
 from offbeat.deploy.launch.launcher import Launcher, LaunchError, RestartBudget
+from tests.common.test_run_folder import held_by_another_process
 from tests.deploy.services import SERVICES_S, services_in, write_config
 from tests.deploy.warm import WarmProcess
 
@@ -55,10 +57,11 @@ class Services:
         """Write the script that a service runs: `NAME` for every start, `NAME.START` for one of its starts."""
         (self.folder / name).write_text(textwrap.dedent(script))
 
-    def launcher(self, *, max_restarts: int = 3, learner_processes: int = 1) -> Launcher:
+    def launcher(self, *, max_restarts: int = 3, learner_processes: int = 1, has_log: bool = True) -> Launcher:
         config = Config(
             run=RunSection(dir=str(self.folder / "run")),
             hub=HubSection(address="tcp://127.0.0.1:0"),
+            log=LogSection(enabled=has_log),
             launch=LaunchSection(max_restarts=max_restarts, learner_processes=learner_processes),
         )
         return Launcher(config, self.stop, (sys.executable, str(self.folder / "services.py"), str(self.folder)))
@@ -108,6 +111,33 @@ def test_killed_learner_is_started_again_and_told_to_resume_while_its_actor_work
     assert "run.resume=true" not in first
     assert "run.resume=true" in second
     assert len(services.starts("actor-0")) == 1
+
+
+def test_actors_of_a_learner_that_kept_nothing_are_started_again_with_it(services: Services) -> None:
+    # They belong to a run whose leases the new learner cannot know.
+    services.does("learner.1", "time.sleep(0.3); os.kill(os.getpid(), 9)")
+    services.when(lambda: len(services.starts("actor-0")) == 2, services.end)
+    assert services.launcher(has_log=False).run() == 0
+    first, second = services.starts("actor-0")
+    assert first[0] != second[0]
+    assert not is_alive(int(first[0]))
+
+
+def test_checkpoint_without_a_log_lets_the_actors_of_a_killed_learner_work_on(services: Services) -> None:
+    (services.folder / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    services.does("learner.1", "os.kill(os.getpid(), 9)")
+    services.when(lambda: len(services.starts("learner")) == 2, services.end)
+    assert services.launcher(has_log=False).run() == 0
+    assert len(services.starts("actor-0")) == 1
+
+
+def test_folder_of_a_living_learner_is_left_as_it_is(services: Services) -> None:
+    run = services.folder / "run"
+    with held_by_another_process(run):
+        with pytest.raises(SettingError, match="is at work in the folder"):
+            services.launcher().run()
+        assert not (run / "launch.toml").exists()
+    assert services.starts("learner") == []
 
 
 def test_all_ranks_of_the_learner_are_started_again_when_one_dies(services: Services) -> None:
