@@ -154,6 +154,11 @@ CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 """Largest `max_abs_diff` that numerics alone explain between an engine and the learner, by the weights' dtype."""
 
 
+def canary_tolerance(setting: float | None, dtype: str) -> float:
+    """Return the largest `max_abs_diff` of a right engine: `weights.canary_tolerance`, or the default of the dtype."""
+    return CANARY_TOLERANCE[dtype] if setting is None else setting
+
+
 class RoutingRow(Stamped, frozen=True, kw_only=True, tag="routing"):
     """Expert routing of the canary in a mixture-of-experts model."""
 

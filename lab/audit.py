@@ -17,9 +17,10 @@ from rich.table import Table
 
 from offbeat.common.config import Config
 from offbeat.common.metrics import ROWS_FILE, read_rows
-from offbeat.common.rows import CANARY_TOLERANCE, CanaryRow, EvalRow, EventRow, FinalRow, LedgerSums, Row, StepRow
-from offbeat.common.settings import is_data_file
+from offbeat.common.rows import CanaryRow, EvalRow, EventRow, FinalRow, LedgerSums, Row, StepRow, canary_tolerance
+from offbeat.common.settings import is_data_file, replace_settings
 from offbeat.lab.terminal import stdout_console
+from offbeat.learner.dispatch.live_settings import CANARY_TOLERANCE
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.log_records import LogDamagedError, Position
@@ -225,7 +226,7 @@ def audit(run: Path, config: Config, lost_events: Sequence[LeaseEvent] = ()) -> 
         checks += audit_log(run / "log", config, _final(run), lost)
     return [
         *checks,
-        check_canaries(_rows(run, CanaryRow), CANARY_TOLERANCE[config.model.dtype]),
+        check_canaries(_rows(run, CanaryRow), _largest_tolerance(run, config)),
         check_checkpoints(run / "checkpoints"),
     ]
 
@@ -315,6 +316,13 @@ def check_prompts(log: LogAudit, seed: int, num_prompts: int | None, lost: Lost)
         if ended[epoch] + num_lost < num_prompts:
             violations.append(f"epoch {epoch}: {ended[epoch]} of {num_prompts} prompts were trained or finally dropped")
     return Check("prompts keep to the seed's order, none is lost", violations, f"{seen} of {num_prompts} prompts")
+
+
+def _largest_tolerance(run: Path, config: Config) -> float:
+    """Return the largest `weights.canary_tolerance` that was in force, in nats."""
+    changes = [{row.setting: row.after} for row in _rows(run, EventRow) if row.after and row.setting == CANARY_TOLERANCE]
+    in_force = [config, *(replace_settings(config, change) for change in changes)]
+    return max(canary_tolerance(one.weights.canary_tolerance, one.model.dtype) for one in in_force)
 
 
 def check_canaries(rows: Sequence[CanaryRow], tolerance: float) -> Check:

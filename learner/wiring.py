@@ -18,7 +18,7 @@ from offbeat.common.config import Config
 from offbeat.common.hub_keys import keys_of_learner
 from offbeat.common.metrics import MetricsWriter
 from offbeat.common.models import hash_model, resolve_model
-from offbeat.common.rows import Recorder, Row
+from offbeat.common.rows import Recorder, Row, canary_tolerance
 from offbeat.common.run_folder import CONFIG_FILE, check_run_folder, locked, set_aside_failed_start
 from offbeat.common.setting_checks import least_staleness
 from offbeat.common.settings import resolved_toml
@@ -113,7 +113,7 @@ def open_learner(
     inputs = _load_inputs(config)
     trainer = RankedTrainer(Trainer(config))
     run = _resume(config, folder, trainer, inputs.prompts.train, record)
-    canary = _make_canary(config, inputs.prompts.train, record)
+    canary = _make_canary(run.settings, inputs.prompts.train, record)
     publisher = WeightPublisher(
         layout=trainer.layout(),
         transport=_transport(config, trainer.device),
@@ -196,11 +196,12 @@ def _resume(config: Config, folder: Path, trainer: RankedTrainer, prompts: Seque
     )
 
 
-def _make_canary(config: Config, prompts: Sequence[Prompt], record: Recorder) -> Canary:
+def _make_canary(settings: LiveSettings, prompts: Sequence[Prompt], record: Recorder) -> Canary:
+    config = settings.config
     token_ids = [prompt.token_ids for prompt in prompts]
     return Canary(
         canary_token_ids(token_ids, min(CANARY_TOKENS, config.model.max_length - 1)),
-        dtype=config.model.dtype,
+        tolerance=lambda: canary_tolerance(settings.config.weights.canary_tolerance, config.model.dtype),
         routing_interval=config.metrics.routing_interval,
         publish_interval=config.weights.interval,
         record=record,

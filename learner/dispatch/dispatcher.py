@@ -1,6 +1,7 @@
 """The learner's decisions about rollouts, behind one lock: no sockets, and no clock but the one passed in.
 
-    actors' messages -> handle --> Roster            who is here, heard and trusted
+    actors' messages -> handle --> Roster            who is here and heard
+                                   Quarantine        whose weights are trusted
                                    LeaseDesk         grant, expire, abort, give back
                                    Answers           groups and failures: check, book, acknowledge
                                    EvaluationLeases  leases of held-out prompts
@@ -21,7 +22,7 @@ from offbeat.common.settings import SettingError
 from offbeat.learner.dispatch.live_settings import CREDIT_LIMIT, record_change
 from offbeat.learner.dispatch.outbox import Outgoing
 from offbeat.learner.dispatch.parts import Parts
-from offbeat.learner.dispatch.roster import Member
+from offbeat.learner.dispatch.roster import Member, Mismatch
 from offbeat.learner.leases.events import Started, Tuned
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.ledger import LedgerCounts
@@ -79,6 +80,11 @@ class CanaryVerdict(Protocol):
         """The reason why they are wrong; None when they are right."""
         ...
 
+    @property
+    def agrees_with(self) -> Sequence[str]:
+        """The other actors whose log-probs are wrong too, and the same as this one's."""
+        ...
+
 
 class Listeners(NamedTuple):
     """Functions of the rest of the learner, called in the hub's thread while the dispatcher's lock is held."""
@@ -117,6 +123,7 @@ class Dispatcher:
         self._desk = parts.desk
         self._buffer = parts.buffer
         self._answers = parts.answers
+        self._quarantine = parts.quarantine
         self._status = parts.status
         self._listeners = listeners
         self._clock = parts.clock
@@ -268,22 +275,16 @@ class Dispatcher:
         with self._lock:
             return self._status.waiting_for()
 
-    def judge_canary(self, actor: str, policy_version: int, flaw: str | None) -> None:
-        """Trust an actor whose log-probs of the canary are right; quarantine one whose log-probs have this flaw."""
+    def judge_canary(self, actor: str, policy_version: int, flaw: str | None, agrees_with: Sequence[str] = ()) -> None:
+        """Trust an actor whose log-probs of the canary are right; quarantine one whose log-probs have this flaw.
+
+        `agrees_with` names the actors whose log-probs have the same flaw.
+        """
         with self._lock:
-            member = self._roster.named(actor)
-            if member is None:
-                return
-            if not flaw:
-                self._roster.trust(member, policy_version)
-                return
-            self._roster.quarantine(member, flaw)
-            held = sorted(member.lease_ids)
-            self._desk.give_back_all(member, "its actor was quarantined")
-            self._desk.cancel(member, held)
-            keep = self._settings.config.weights.on_canary_mismatch != "drop"
-            self._buffer.drop_doubtful(member.name, member.good_version, keep=keep)
-            self._listeners.distrusted(member.peer, member.name, flaw)
+            if flaw is None:
+                self._quarantine.release(actor, policy_version)
+            elif (member := self._quarantine.impose(actor, Mismatch(flaw, tuple(agrees_with)))) is not None:
+                self._listeners.distrusted(member.peer, actor, flaw)
 
     # The hub's thread
 
@@ -423,7 +424,7 @@ class Dispatcher:
             case CanaryScored():
                 verdict = self._listeners.canary(member.name, message.policy_version, logprobs(arrays[0]).copy())
                 if verdict is not None:
-                    self.judge_canary(member.name, message.policy_version, verdict.flaw)
+                    self.judge_canary(member.name, message.policy_version, verdict.flaw, verdict.agrees_with)
             case CanaryRouted():
                 self._listeners.routed(member.name, message.policy_version, routed_experts(message, arrays[0]))
             case ChunkRequest():

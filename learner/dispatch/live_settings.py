@@ -5,6 +5,7 @@
 | `staleness.*` | the next lease, selection and eviction; the automatic bound; the publisher's limit for pulls |
 | `actor.max_inflight_groups` | every actor, also one that joins later, by a `CreditLimit` message |
 | `loss.clip_low`, `loss.clip_high`, `train.learning_rate` | every rank's trainer, from the next batch on |
+| `weights.canary_tolerance` | the next comparison of an engine with the learner |
 """
 
 import logging
@@ -22,12 +23,14 @@ from offbeat.protocols.messages import SettingChange
 logger = logging.getLogger(__name__)
 
 CREDIT_LIMIT = "actor.max_inflight_groups"
+CANARY_TOLERANCE = "weights.canary_tolerance"
 CHANGEABLE = (
     *(f"staleness.{name}" for name in StalenessSection.__struct_fields__),
     CREDIT_LIMIT,
     "loss.clip_low",
     "loss.clip_high",
     "train.learning_rate",
+    CANARY_TOLERANCE,
 )
 
 

@@ -14,6 +14,7 @@ from offbeat.learner.dispatch.group_buffer import GroupBuffer
 from offbeat.learner.dispatch.lease_desk import LeaseDesk
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.dispatch.outbox import Outbox
+from offbeat.learner.dispatch.quarantine import Quarantine
 from offbeat.learner.dispatch.roster import Roster
 from offbeat.learner.dispatch.status import Status
 from offbeat.learner.dispatch.versions import Versions
@@ -47,6 +48,7 @@ class Parts(NamedTuple):
     desk: LeaseDesk
     buffer: GroupBuffer
     answers: Answers
+    quarantine: Quarantine
     status: Status
 
 
@@ -84,6 +86,7 @@ def make_parts(
         versions=versions,
     )
     answers = Answers(check, desk, buffer, evaluations, failures, roster.rejections, outbox, record)
+    quarantine = Quarantine(roster, desk, buffer, failures, settings, record)
     status = Status(contract.run_id, settings, roster, desk, journal, scheduler, versions, now)
     return Parts(
         clock=clock,
@@ -100,5 +103,6 @@ def make_parts(
         desk=desk,
         buffer=buffer,
         answers=answers,
+        quarantine=quarantine,
         status=status,
     )

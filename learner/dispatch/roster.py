@@ -1,9 +1,10 @@
-"""The live actors: who is here, when each was last heard, and whose weights can be trusted."""
+"""The live actors: who is here, when each was last heard, and which weights each has."""
 
 import heapq
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,6 +30,15 @@ MAX_REPLACED = 1000
 """Replaced actor processes that are remembered, to refuse them when they come back."""
 
 
+class Mismatch(NamedTuple):
+    """A comparison in which an actor's log-probs of the canary were wrong."""
+
+    flaw: str
+    """The reason why they are wrong."""
+    agrees_with: tuple[str, ...] = ()
+    """Other actors whose log-probs are wrong too, and the same as this one's."""
+
+
 @dataclass
 class Member:
     """One actor between its hello and its end."""
@@ -46,8 +56,8 @@ class Member:
     """The newest version it has committed since it joined; weights from before may be of another learner process."""
     good_version: int | None = None
     """The newest version under which its log-probs of the canary were right."""
-    is_quarantined: bool = False
-    """Its log-probs of the canary were wrong at the last comparison."""
+    mismatches: list[Mismatch] = field(default_factory=list)
+    """Wrong log-probs of the canary since its last right ones, oldest first; at most `MAX_MISMATCHES` are kept."""
     stats: ActorStats = field(default_factory=ActorStats)
     """Statistics of the last recorded heartbeat."""
     stats_at: float = -math.inf
@@ -64,6 +74,11 @@ class Member:
     def name(self) -> str:
         """The actor's name."""
         return self.hello.actor
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Its log-probs of the canary were wrong at the last comparison."""
+        return bool(self.mismatches)
 
     @property
     def takes_leases(self) -> bool:
@@ -103,7 +118,7 @@ class Member:
 class Roster:
     """Owns the members, the names of replaced actors, and the count of refusals.
 
-    Decides who may join and who is trusted. Which leases end with a member is the lease desk's to say.
+    Decides who may join. Which leases end with a member is the lease desk's to say, who is trusted the quarantine's.
     """
 
     def __init__(self, contract: Contract, hub: HubSection, versions: Versions, outbox: Outbox, record: Recorder) -> None:
@@ -253,21 +268,6 @@ class Roster:
         member.policy_version = commit.policy_version
         self._record(CommitRow(actor=member.name, policy_version=commit.policy_version, stall_s=commit.stall_s))
         return None
-
-    def trust(self, member: Member, policy_version: int) -> None:
-        """Note that a member's log-probs of the canary are right under this version; a quarantine ends."""
-        member.good_version = policy_version
-        if member.is_quarantined:
-            member.is_quarantined = False
-            detail = f"its log-probs are right under version {policy_version}"
-            report(self._record, EventRow(event="actor_released", detail=detail, actor=member.name))
-
-    def quarantine(self, member: Member, detail: str) -> None:
-        """Send a member no leases until its log-probs of the canary are right again."""
-        report(self._record, EventRow(event="actor_quarantined", detail=detail, actor=member.name))
-        member.is_quarantined = True
-        # The publisher then treats the actor as one without weights, and has it pull them.
-        member.policy_version = None
 
 
 class Room:

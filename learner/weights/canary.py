@@ -4,14 +4,14 @@ training thread: add(version, the learner's log-probs)
 hub's thread:    judge(version, an actor's log-probs) -> Verdict
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.common.routing import Routing
-from offbeat.common.rows import CANARY_TOLERANCE, CanaryRow, Recorder, RoutingRow
+from offbeat.common.rows import CanaryRow, Recorder, RoutingRow
 from offbeat.learner.diagnostics.routing_history import RoutingHistory
 
 CANARY_TOKENS = 64
@@ -26,6 +26,8 @@ class Verdict(NamedTuple):
     """The reason why the actor cannot have the weights that it reports; None when its log-probs are right."""
     max_abs_diff: float | None
     """Largest difference to the learner's log-probs, in nats; None when the lengths differ."""
+    agrees_with: tuple[str, ...] = ()
+    """Other actors whose log-probs of the newest version are wrong, and differ from this one's within the tolerance."""
 
 
 class Canary:
@@ -35,7 +37,7 @@ class Canary:
         self,
         token_ids: NDArray[np.int32],
         *,
-        dtype: str,
+        tolerance: Callable[[], float],
         routing_interval: int,
         publish_interval: int,
         record: Recorder,
@@ -43,17 +45,19 @@ class Canary:
         """
         Args:
             token_ids: The canary, `[tokens]`.
-            dtype: The weights' dtype, a key of `CANARY_TOLERANCE`.
+            tolerance: Returns the largest difference of a log-prob that is no flaw, in nats; it may change during the run.
             routing_interval: Optimizer steps between two comparisons of routing; 0: none.
             publish_interval: Optimizer steps between two published versions.
             record: Writes a metrics row.
         """
         self.token_ids = token_ids
-        self._tolerance = CANARY_TOLERANCE[dtype]
+        self._tolerance = tolerance
         self._routing_interval = routing_interval
         self._publish_interval = publish_interval
         self._record = record
         self._logprobs: dict[int, NDArray[np.float32]] = {}
+        self._wrong: dict[str, NDArray[np.float32]] = {}
+        """Wrong log-probs of the newest version, by actor."""
         self._routings = RoutingHistory()
 
     def add(self, policy_version: int, logprobs: NDArray[np.float32], routing: Routing | None) -> None:
@@ -62,6 +66,8 @@ class Canary:
         `routing` is None for a dense model.
         """
         self._logprobs[policy_version] = logprobs
+        # Replaced, not cleared: the hub's thread may be comparing.
+        self._wrong = {}
         if len(self._logprobs) > CANARY_VERSIONS:
             del self._logprobs[next(iter(self._logprobs))]
         if routing is not None and self._routing_interval:
@@ -80,10 +86,28 @@ class Canary:
         max_abs_diff = float(np.abs(expected - logprobs).max())
         self._record(CanaryRow(actor=actor, policy_version=policy_version, max_abs_diff=max_abs_diff))
         # Not `>`: a NaN must not pass.
-        if not max_abs_diff <= self._tolerance:
-            flaw = f"its log-probs of the canary differ by {max_abs_diff:.2g} at version {policy_version}"
-            return Verdict(flaw, max_abs_diff)
+        if not max_abs_diff <= self._tolerance():
+            flaw = (
+                f"its log-probs of the canary differ by {max_abs_diff:.2g} at version {policy_version} "
+                f"(tolerance {self._tolerance():g})"
+            )
+            return Verdict(flaw, max_abs_diff, self._compare_wrong(actor, policy_version, logprobs))
+        self._wrong.pop(actor, None)
         return Verdict(None, max_abs_diff)
+
+    def _compare_wrong(self, actor: str, policy_version: int, logprobs: NDArray[np.float32]) -> tuple[str, ...]:
+        """Return the other actors with the same wrong log-probs of the newest version, and remember these."""
+        wrong = self._wrong
+        if policy_version != max(self._logprobs):
+            return ()
+        wrong[actor] = logprobs
+        return tuple(
+            sorted(
+                name
+                for name, others in wrong.items()
+                if name != actor and float(np.abs(others - logprobs).max()) <= self._tolerance()
+            )
+        )
 
     def compare_routing(self, actor: str, policy_version: int, experts: NDArray[Any]) -> None:
         """Record how an engine's routing of the canary, `experts` `[tokens, layers, top_k]`, differs from the learner's."""

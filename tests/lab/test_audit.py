@@ -195,6 +195,20 @@ def test_canary_that_differs_or_is_no_number_is_seen() -> None:
     assert violations(None) == ["a at version 1: None"]
 
 
+def test_canary_is_held_to_the_largest_tolerance_that_was_in_force(tmp_path: Path) -> None:
+    def changed(after: str) -> EventRow:
+        return EventRow(event="setting_changed", detail="", setting="weights.canary_tolerance", after=after)
+
+    with MetricsWriter(tmp_path) as metrics:
+        for row in (changed("0.01"), changed("1e-12"), changed("none")):
+            metrics.write(row)
+        metrics.write(CanaryRow(actor="a", policy_version=1, max_abs_diff=0.009))
+        metrics.write(CanaryRow(actor="a", policy_version=2, max_abs_diff=0.011))
+    checks = audit(tmp_path, load(None, ['model.dtype="float32"']))
+    (canaries,) = (check for check in checks if check.claim == "actors sampled with the weights they said")
+    assert canaries.violations == ["a at version 2: 0.011"]
+
+
 def test_checkpoint_that_is_half_written_or_damaged_is_seen(tmp_path: Path) -> None:
     def archive() -> bytes:
         stream = io.BytesIO()

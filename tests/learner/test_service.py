@@ -262,7 +262,9 @@ class Bench:
         self.dispatcher = FakeDispatcher(self.clock, self.calls, self.config, waits, self.stop)
         self.step_rows = FakeStepRows()
         self.rows: list[dict[str, Any]] = []
-        canary = Canary(np.array([5, 6], np.int32), dtype="float32", routing_interval=0, publish_interval=1, record=self.record)
+        canary = Canary(
+            np.array([5, 6], np.int32), tolerance=lambda: 1e-3, routing_interval=0, publish_interval=1, record=self.record
+        )
         publisher = cast(WeightPublisher, FakePublisher(self.clock, self.calls, canary))
         self.loop = TrainingLoop(
             self.config,

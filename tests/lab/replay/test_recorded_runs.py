@@ -20,6 +20,7 @@ from offbeat.lab.replay.counterfactual import (
     recorded_outcome,
     replay,
 )
+from offbeat.learner.dispatch.quarantine import MAX_MISMATCHES
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.log_reading import read_log, read_record
 from offbeat.learner.leases.log_records import Position
@@ -136,7 +137,11 @@ class Play:
                 lease_id = worker.jobs.popitem()[0]
                 worker.say(LeaseFailed(lease_id=lease_id, reason="returned" if pick % 2 else "reward_error"))
             case "distrust" if self.training is None:
-                self.desk.dispatcher.judge_canary(worker.name, worker.version, "wrong" if pick % 2 else "")
+                member = self.desk.parts.roster.named(worker.name)
+                # One more would end the run.
+                is_last = member is not None and len(member.mismatches) == MAX_MISMATCHES - 1
+                flaw = "wrong" if pick % 2 and not is_last else None
+                self.desk.dispatcher.judge_canary(worker.name, worker.version, flaw)
             case "tune":
                 least = self.desk.parts.settings.staleness.batch_steps - 1
                 self.desk.dispatcher.tune({"staleness.max_staleness": str(least + pick % 4)}, "me")

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from offbeat.learner.dispatch.quarantine import MAX_MISMATCHES
 from offbeat.learner.leases.prompts import PromptStream, Turn
 from offbeat.learner.leases.recovery import DispatcherState
 from offbeat.protocols.messages import CompletionMeta, Goodbye, GroupDone, Lease, LeaseFailed, Segment
@@ -74,7 +75,11 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(index=ACTORS, is_wrong=st.booleans())
     def judge_canary(self, index: int, is_wrong: bool) -> None:
-        self.desk.dispatcher.judge_canary(self.actors[index].name, self.version, "wrong" if is_wrong else "")
+        member = self.desk.parts.roster.named(self.actors[index].name)
+        # One more would end the run.
+        is_last = member is not None and len(member.mismatches) == MAX_MISMATCHES - 1
+        flaw = "wrong" if is_wrong and not is_last else None
+        self.desk.dispatcher.judge_canary(self.actors[index].name, self.version, flaw)
 
     @rule(index=ACTORS, numbers=st.lists(ANY_LEASE, max_size=5), seen=ANY_LEASE, says_hello=st.booleans())
     def say_what_it_holds(self, index: int, numbers: list[int], seen: int, says_hello: bool) -> None:

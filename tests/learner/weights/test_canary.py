@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from offbeat.common.routing import Routing
-from offbeat.common.rows import row_fields
+from offbeat.common.rows import canary_tolerance, row_fields
 from offbeat.learner.weights.canary import CANARY_VERSIONS, Canary, canary_token_ids
 
 LOGPROBS = np.array([-1.0, -2.0, -3.0], np.float32)
@@ -17,20 +17,27 @@ TOKEN_IDS = np.array([5, 6, 7, 8], np.int32)
 class Bench:
     """A canary of four tokens, and the rows that it records."""
 
-    def __init__(self, dtype: str = "float32", *, routing_interval: int = 0, publish_interval: int = 1) -> None:
+    def __init__(self, tolerance: float = 1e-3, *, routing_interval: int = 0, publish_interval: int = 1) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.tolerance = tolerance
         self.canary = Canary(
             TOKEN_IDS,
-            dtype=dtype,
+            tolerance=lambda: self.tolerance,
             routing_interval=routing_interval,
             publish_interval=publish_interval,
             record=lambda row: self.rows.append(row_fields(row)),
         )
 
 
-@pytest.mark.parametrize(("dtype", "tolerated", "too_much"), [("float32", 0.0009, 0.0011), ("bfloat16", 0.49, 0.51)])
-def test_engine_may_differ_by_the_numerics_of_its_dtype_and_by_no_more(dtype: str, tolerated: float, too_much: float) -> None:
-    bench = Bench(dtype)
+@pytest.mark.parametrize(
+    ("setting", "dtype", "tolerated", "too_much"),
+    [(None, "float32", 0.0009, 0.0011), (None, "bfloat16", 0.49, 0.51), (0.01, "float32", 0.009, 0.011)],
+)
+def test_engine_may_differ_by_the_tolerance_and_by_no_more(
+    setting: float | None, dtype: str, tolerated: float, too_much: float
+) -> None:
+    tolerance = canary_tolerance(setting, dtype)
+    bench = Bench(tolerance)
     # Near zero, so that float32 does not round the difference.
     bench.canary.add(4, np.zeros(3, np.float32), None)
     right = bench.canary.judge("a", 4, np.array([0.0, -tolerated, 0.0], np.float32))
@@ -39,14 +46,45 @@ def test_engine_may_differ_by_the_numerics_of_its_dtype_and_by_no_more(dtype: st
     assert wrong is not None
     assert right.flaw is None
     assert right.max_abs_diff == pytest.approx(tolerated)
-    assert wrong.flaw == f"its log-probs of the canary differ by {too_much:.2g} at version 4"
+    assert wrong.flaw == f"its log-probs of the canary differ by {too_much:.2g} at version 4 (tolerance {tolerance:g})"
     assert [row["max_abs_diff"] for row in bench.rows] == [pytest.approx(tolerated), pytest.approx(too_much)]
     assert {(row["kind"], row["actor"], row["policy_version"]) for row in bench.rows} == {("canary", "a", 4)}
 
 
+def test_wrong_engines_that_agree_with_each_other_are_named_until_one_is_right_or_the_version_is_old() -> None:
+    bench = Bench()
+    bench.canary.add(7, np.zeros(3, np.float32), None)
+
+    def judge(actor: str, version: int, value: float) -> tuple[str, ...]:
+        verdict = bench.canary.judge(actor, version, np.full(3, value, np.float32))
+        assert verdict is not None
+        return verdict.agrees_with
+
+    assert judge("a", 7, 0.5) == ()
+    assert judge("b", 7, 0.5005) == ("a",)
+    assert judge("c", 7, 0.6) == (), "wrong in another way"
+    assert judge("a", 7, 0.5) == ("b",)
+    assert judge("b", 7, 0.0) == (), "right"
+    assert judge("a", 7, 0.5) == ()
+    bench.canary.add(8, np.zeros(3, np.float32), None)
+    assert judge("b", 8, 0.5) == (), "what a said is of an older version"
+    assert judge("a", 7, 0.5) == (), "an answer about an older version is compared with none"
+
+
+def test_tolerance_may_change_between_two_comparisons() -> None:
+    bench = Bench(1e-3)
+    bench.canary.add(0, np.zeros(3, np.float32), None)
+    answer = np.full(3, 0.005, np.float32)
+    before = bench.canary.judge("a", 0, answer)
+    bench.tolerance = 0.01
+    after = bench.canary.judge("a", 0, answer)
+    assert before is not None and before.flaw is not None
+    assert after is not None and after.flaw is None
+
+
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
 def test_engine_whose_log_probs_are_no_numbers_is_wrong(value: float) -> None:
-    bench = Bench("bfloat16")
+    bench = Bench(0.5)
     bench.canary.add(0, LOGPROBS, None)
     verdict = bench.canary.judge("a", 0, np.array([-1.0, value, -3.0], np.float32))
     assert verdict is not None

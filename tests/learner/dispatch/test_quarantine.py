@@ -1,0 +1,141 @@
+"""Actors with wrong weights are put in quarantine; when all are, the learner is doubted and the run ends."""
+
+import pytest
+
+from offbeat.learner.dispatch.failures import RunFailedError
+from offbeat.learner.dispatch.quarantine import MAX_MISMATCHES
+from offbeat.protocols.messages import Cancel, Goodbye, Lease
+from tests.learner.dispatch.dispatch_desk import Actor, Desk
+
+FLAW = "its log-probs of the canary differ by 0.0051 at version 0 (tolerance 0.001)"
+
+
+def test_actor_with_wrong_weights_gets_no_lease_until_they_are_right() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=2)
+    held = tuple(lease.lease_id for lease in actor.leases())
+    desk.dispatcher.judge_canary("a", 0, "they differ")
+    assert actor.heard(Cancel) == [Cancel(lease_ids=held)]
+    assert desk.distrusted == [(actor.peer, "a", "they differ")]
+    assert desk.dispatcher.members() == [(actor.peer, "a", None)], "it needs weights"
+    assert desk.status().members[0].state == "quarantined"
+    assert actor.leases() == []
+    other = Actor(desk, "other").join(capacity=2)
+    assert len(other.leases()) == 2
+    actor.commit(0)
+    desk.dispatcher.judge_canary("a", 0, "they differ")
+    actor.commit(0)
+    assert actor.leases() == [], "it says that it has them: that is not enough"
+    desk.dispatcher.judge_canary("a", 0, None)
+    assert len(actor.leases()) == 2
+    assert [event.actor for event in desk.events("actor_released")] == ["a"]
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_groups_sampled_since_the_last_good_weights_are_dropped_or_flagged(drop: bool) -> None:
+    desk = Desk("staleness.max_staleness=2", f"weights.on_canary_mismatch={'drop' if drop else 'flag'}")
+    actor = Actor(desk, "a").join(capacity=4)
+    honest = Actor(desk, "honest").join(capacity=1)
+    desk.tick()
+    leases, (other,) = actor.heard(Lease), honest.heard(Lease)
+    desk.dispatcher.judge_canary("a", 0, None)
+    desk.versions.newest = 1
+    actor.answer(leases[0].lease_id, policy_version=0)
+    actor.answer(leases[1].lease_id, policy_version=1)
+    honest.answer(other.lease_id, policy_version=1)
+    desk.dispatcher.judge_canary("a", 1, "they differ")
+    counts = desk.dispatcher.counts()
+    assert counts.dropped == ({"quarantined": 1} if drop else {})
+    assert [event.detail for event in desk.events("groups_doubtful")] == [
+        f"{'dropped' if drop else 'kept (weights.on_canary_mismatch)'}: leases {leases[1].lease_id}"
+    ]
+    ready = [group.lease_id for group in desk.ledger.ready_groups()]
+    doubtful = [] if drop else [leases[1].lease_id]
+    assert sorted(ready) == sorted([leases[0].lease_id, *doubtful, other.lease_id])
+    if drop:
+        honest.credit(9)
+        assert leases[1].prompt_id in {lease.prompt_id for lease in honest.leases()}
+
+
+def test_actor_that_is_quarantined_while_its_group_is_trained_on_leaves_that_group_alone() -> None:
+    desk = Desk("train.groups_per_step=1")
+    actor = Actor(desk, "a").join(capacity=2)
+    for lease in actor.leases():
+        actor.answer(lease.lease_id)
+    batch = desk.batch()
+    assert batch is not None
+    desk.dispatcher.judge_canary("a", 0, "wrong")
+    desk.dispatcher.finish_batch(batch, 1)
+    counts = desk.dispatcher.counts()
+    assert (counts.trained, counts.dropped) == (1, {"quarantined": 1})
+
+
+def test_judgement_about_an_actor_that_left_changes_nothing() -> None:
+    desk = Desk()
+    desk.dispatcher.judge_canary("gone", 0, "they differ")
+    assert desk.rows == []
+    assert desk.distrusted == []
+
+
+def test_two_actors_that_differ_alike_end_the_run_with_the_learner_named_after_a_bounded_number_of_pulls() -> None:
+    desk = Desk()
+    for name in ("a", "b"):
+        Actor(desk, name).join(capacity=2)
+    for _ in range(MAX_MISMATCHES - 1):
+        desk.dispatcher.judge_canary("a", 0, FLAW, ["b"])
+        desk.dispatcher.judge_canary("b", 0, FLAW, ["a"])
+        assert desk.batch() is None, "pulling again may still help"
+    desk.dispatcher.judge_canary("a", 0, FLAW, ["b"])
+    assert desk.batch() is None, "b may be right the next time"
+    desk.dispatcher.judge_canary("b", 0, FLAW, ["a"])
+    with pytest.raises(RunFailedError) as failed:
+        desk.batch()
+    assert str(failed.value).startswith(
+        f"4 times in a row every actor's log-probs of the canary differ from the learner's (a: {FLAW}; b: {FLAW}). "
+        "a, b agree with each other, so it is the learner that is wrong. "
+    )
+    assert "weights.canary_tolerance" in str(failed.value)
+    (told,) = desk.events("learner_doubted")
+    assert FLAW in told.detail
+    assert any("the run is ending: 4 times in a row every actor" in problem for problem in desk.status().problems)
+
+
+def test_one_right_comparison_starts_the_count_anew_and_a_trusted_actor_keeps_the_run_going() -> None:
+    desk = Desk()
+    for name in ("a", "b"):
+        Actor(desk, name).join(capacity=2)
+    for _ in range(MAX_MISMATCHES):
+        desk.dispatcher.judge_canary("a", 0, FLAW)
+    assert desk.batch() is None, "b is trusted: a is what is wrong"
+    for _ in range(MAX_MISMATCHES - 1):
+        desk.dispatcher.judge_canary("b", 0, FLAW)
+    desk.dispatcher.judge_canary("b", 0, None)
+    for _ in range(MAX_MISMATCHES - 1):
+        desk.dispatcher.judge_canary("b", 0, FLAW)
+    assert desk.batch() is None
+    assert len(desk.events("learner_doubted")) == 2, "once in each of the two times"
+
+
+def test_actor_that_has_not_been_compared_yet_keeps_the_run_going_until_it_leaves() -> None:
+    desk = Desk()
+    Actor(desk, "a").join(capacity=2)
+    newcomer = Actor(desk, "new").join(capacity=2, policy_version=None)
+    for _ in range(MAX_MISMATCHES):
+        desk.dispatcher.judge_canary("a", 0, FLAW)
+    assert desk.batch() is None
+    newcomer.say(Goodbye(reason="x"))
+    desk.dispatcher.judge_canary("a", 0, FLAW)
+    with pytest.raises(RunFailedError, match="every actor's log-probs"):
+        desk.batch()
+
+
+def test_only_the_first_few_of_many_actors_are_named() -> None:
+    desk = Desk()
+    for index in range(6):
+        Actor(desk, f"actor-{index}").join(capacity=1)
+    for index in range(6):
+        desk.dispatcher.judge_canary(f"actor-{index}", 0, FLAW)
+    (told,) = desk.events("learner_doubted")
+    assert "actor-3" in told.detail
+    assert "actor-4" not in told.detail
+    assert "and 2 more" in told.detail
