@@ -48,22 +48,31 @@ class TaskSection(Section, frozen=True):
     """The prompts, and the reward for completions."""
 
     train_data: str = ""
-    """Training prompts: a JSONL file, or the name of a Hugging Face dataset (`owner/name` or `owner/name/config`). Required."""
+    """Training prompts: a file (.jsonl, .json, .parquet, .csv, .tsv, .arrow), a folder of such files, or the name of a Hugging
+    Face dataset (`owner/name` or `owner/name/config`). Required."""
     train_split: str = "train"
-    """Split of the Hugging Face training dataset. Ignored for a file."""
+    """Split of the training folder or dataset. Ignored for a file."""
     eval_data: str = ""
     """Held-out prompts for evaluation, given as for `task.train_data`. Empty: the run has no evaluation."""
     eval_split: str = "test"
-    """Split of the Hugging Face evaluation dataset. Ignored for a file."""
+    """Split of the evaluation folder or dataset. Ignored for a file."""
     prompt_field: str = "prompt"
-    """Name of the field that holds the prompt in each row."""
+    """Name of the field that holds the prompt in each row: text, or a list of messages, which needs `task.chat_template`."""
     weight_field: str = ""
     """Name of the field that holds the weight of a row's groups in the loss, a number of at least 0. Empty: every group weighs
     1."""
     system_prompt: str = ""
     """System message placed before each prompt. It needs `task.chat_template`. Empty: no system message."""
+    system_prompt_field: str = ""
+    """Name of the field that holds a row's own system message, used in place of `task.system_prompt` where it is not empty.
+    Empty: rows have none."""
     chat_template: bool = False
     """Format each prompt with the tokenizer's chat template."""
+    template_arguments: dict[str, Any] = {}
+    """Arguments of the chat template, for example `{enable_thinking = false}`."""
+    template_arguments_field: str = ""
+    """Name of the field that holds a row's own arguments of the chat template, an object, which replace those of
+    `task.template_arguments`. Empty: rows have none."""
     max_prompt_tokens: PositiveInt = 1024
     """Maximum length of a prompt, in tokens. `task.long_prompts` decides what happens to longer ones."""
     long_prompts: Literal["error", "drop"] = "error"

@@ -7,7 +7,7 @@ from pathlib import Path
 from offbeat.common.config import Config, HubSection, LogSection, TrainSection
 from offbeat.common.objective_checks import check_objective, objective_warnings
 from offbeat.common.run_folder import check_run_folder
-from offbeat.common.settings import SettingError, is_data_file
+from offbeat.common.settings import SettingError, is_local_data
 from offbeat.protocols.addresses import is_loopback
 
 BYTES_PER_TOKEN = 8
@@ -36,8 +36,8 @@ def check_files(config: Config) -> None:
     _check_model_folder(config.model.path)
     for key in ("train_data", "eval_data"):
         source = getattr(config.task, key)
-        if is_data_file(source) and not Path(source).expanduser().is_file():
-            raise SettingError(f"task.{key}", source, "there is no such file", "Give the path of a JSONL file.")
+        if source and is_local_data(source) and not Path(source).expanduser().exists():
+            raise SettingError(f"task.{key}", source, "there is no such file", "Give the path of a file or folder with data.")
     check_run_folder(config.run)
 
 
@@ -179,13 +179,14 @@ def _check_task(config: Config) -> None:
             "there are no prompts to evaluate on",
             "Set task.eval_data, or evaluation.interval=0.",
         )
-    if task.system_prompt and not task.chat_template:
-        raise SettingError(
-            "task.system_prompt",
-            task.system_prompt,
-            "it is only used with the chat template",
-            "Set task.chat_template=true, or remove it.",
-        )
+    for key in ("system_prompt", "system_prompt_field", "template_arguments", "template_arguments_field"):
+        if getattr(task, key) and not task.chat_template:
+            raise SettingError(
+                f"task.{key}",
+                getattr(task, key),
+                "it is only used with the chat template",
+                "Set task.chat_template=true, or remove it.",
+            )
 
 
 def _check_hub(hub: HubSection) -> None:

@@ -8,6 +8,7 @@ import difflib
 import inspect
 import json
 import math
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -24,6 +25,10 @@ from offbeat.common.objectives import complete
 
 ALIASES = {"staleness.max_off_policy_steps": "max_staleness"}
 """Names from other systems, as `section.key`, with the key of the setting they stand for."""
+
+
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".arrow")
+"""Suffixes of data files."""
 
 
 class SettingError(Exception):
@@ -137,10 +142,15 @@ def setting_text(config: Config, setting: str) -> str:
     return _shown(getattr(getattr(config, section_name), key))
 
 
-def is_data_file(source: str) -> bool:
-    """Return True when a data setting names a JSONL file rather than a Hugging Face dataset."""
+def is_local_data(source: str) -> bool:
+    """Return True when a data setting names a file or folder rather than a dataset of the Hugging Face Hub.
+
+    What exists on this machine always does; what does not exist does by its suffix, or by a name that the hub cannot have.
+    """
     path = Path(source).expanduser()
-    return path.suffix in (".jsonl", ".json", ".ndjson") or path.is_file()
+    return (
+        path.exists() or path.suffix.lower() in DATA_SUFFIXES or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*){0,2}", source)
+    )
 
 
 def _sections() -> dict[str, type[Section]]:

@@ -18,13 +18,14 @@ from rich.table import Table
 from offbeat.common.config import Config
 from offbeat.common.metrics import ROWS_FILE, read_rows
 from offbeat.common.rows import CanaryRow, EvalRow, EventRow, FinalRow, LedgerSums, Row, StepRow, canary_tolerance
-from offbeat.common.settings import is_data_file, replace_settings
+from offbeat.common.settings import replace_settings
 from offbeat.lab.terminal import stdout_console
 from offbeat.learner.dispatch.live_settings import CANARY_TOLERANCE
+from offbeat.learner.leases import data_rows
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.log_records import LogDamagedError, Position
-from offbeat.learner.leases.prompts import Turn
+from offbeat.learner.leases.prompt_stream import Turn
 
 Kind = TypeVar("Kind", bound=Row)
 
@@ -414,10 +415,9 @@ def _file_flaw(file: Path) -> str:
 def _num_prompts(config: Config) -> int | None:
     """Return the number of prompts in the training data; None where only the learner knows how many it took."""
     task = config.task
-    file = Path(task.train_data).expanduser()
-    if not is_data_file(task.train_data) or task.long_prompts == "drop" or not file.exists():
+    if task.long_prompts == "drop" or not Path(task.train_data).expanduser().exists():
         return None
-    return sum(bool(line.strip()) for line in file.read_bytes().splitlines())
+    return sum(1 for _ in data_rows.read_rows(task.train_data, task.train_split, "task.train_data"))
 
 
 def _final(run: Path) -> FinalRow | None:

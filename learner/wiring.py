@@ -34,7 +34,7 @@ from offbeat.learner.dispatch.parts import Prompts, make_parts
 from offbeat.learner.dispatch.versions import Versions
 from offbeat.learner.leases.auto_bound import AutoBound
 from offbeat.learner.leases.journal import LeaseJournal
-from offbeat.learner.leases.prompts import Prompt, load_prompts
+from offbeat.learner.leases.prompts import MUCH_LEFT_OUT, Prompt, load_prompts
 from offbeat.learner.leases.recovery import Recovered
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.progress import Progress
@@ -267,7 +267,8 @@ def _make_checkpoints(
 def _load_prompts(config: Config, source: str, split: str, setting: str, tokenizer: Any) -> list[Prompt]:
     loaded = load_prompts(source, split, config.task, tokenizer, setting=setting)
     if loaded.num_dropped:
-        logger.info("%s: %d prompts left out as too long", setting, loaded.num_dropped)
+        level = logging.WARNING if loaded.share_dropped > MUCH_LEFT_OUT else logging.INFO
+        logger.log(level, "%s: %s", setting, loaded.dropped_text())
     return loaded.prompts
 
 

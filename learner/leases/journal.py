@@ -13,7 +13,7 @@ from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, L
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.ledger import Ledger
 from offbeat.learner.leases.log_records import Position
-from offbeat.learner.leases.prompts import PromptStream
+from offbeat.learner.leases.prompt_stream import PromptStream
 from offbeat.learner.leases.rollout_log import LogFullError, RolloutLog
 from offbeat.protocols.wire import Frame
 

@@ -18,7 +18,8 @@ from offbeat.learner.leases.groups import Group, make_group
 from offbeat.learner.leases.journal import apply_event
 from offbeat.learner.leases.ledger import Ledger, LedgerState
 from offbeat.learner.leases.log_records import Position, Record
-from offbeat.learner.leases.prompts import Prompt, PromptStream, StreamState
+from offbeat.learner.leases.prompt_stream import PromptStream, StreamState
+from offbeat.learner.leases.prompts import Prompt
 
 logger = logging.getLogger(__name__)
 

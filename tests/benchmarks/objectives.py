@@ -44,7 +44,8 @@ from offbeat.common.weights import WeightBuffer
 from offbeat.deploy.quickstart.quickstart import expand
 from offbeat.learner.diagnostics.group_metrics import Metrics
 from offbeat.learner.leases.groups import Group, Rollout
-from offbeat.learner.leases.prompts import Prompt, PromptStream, load_prompts
+from offbeat.learner.leases.prompt_stream import PromptStream
+from offbeat.learner.leases.prompts import Prompt, load_prompts
 from offbeat.protocols.messages import Segment
 from tests.benchmarks.measuring import print_table, processes
 

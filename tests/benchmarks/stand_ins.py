@@ -25,7 +25,8 @@ from offbeat.learner.dispatch.parts import Prompts, make_parts
 from offbeat.learner.dispatch.versions import Versions
 from offbeat.learner.leases.journal import LeaseJournal
 from offbeat.learner.leases.ledger import Ledger
-from offbeat.learner.leases.prompts import Prompt, PromptStream
+from offbeat.learner.leases.prompt_stream import PromptStream
+from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.transport import Transport

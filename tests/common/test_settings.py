@@ -14,7 +14,7 @@ from offbeat.common.settings import (
     explain,
     explanations,
     full_name,
-    is_data_file,
+    is_local_data,
     load,
     replace_settings,
     resolved_toml,
@@ -240,8 +240,17 @@ def test_text_of_a_value_gives_the_value_again(setting: str) -> None:
     assert replace_settings(config, {setting: text}) == config
 
 
-def test_data_file_is_told_from_a_dataset_by_suffix_or_by_being_there(tmp_path: Path) -> None:
+def test_data_on_this_machine_is_told_from_a_dataset_by_being_there_or_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "rows").write_text("{}")
-    assert is_data_file("absent/train.jsonl")
-    assert is_data_file(str(tmp_path / "rows"))
-    assert not is_data_file("openai/gsm8k/main")
+    assert is_local_data("absent/train.jsonl")
+    assert is_local_data("absent/train.PARQUET")
+    assert is_local_data("./absent/folder")
+    assert is_local_data("a/b/c/d")
+    assert is_local_data(str(tmp_path / "rows"))
+    assert not is_local_data("openai/gsm8k/main")
+
+
+def test_folder_with_a_path_of_three_parts_is_not_a_dataset_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "openai/gsm8k/main").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert is_local_data("openai/gsm8k/main")

@@ -20,7 +20,8 @@ from offbeat.learner.leases.auto_bound import AutoBound, Noise
 from offbeat.learner.leases.events import Tuned
 from offbeat.learner.leases.ledger import LedgerCounts, LedgerState, SavedLease
 from offbeat.learner.leases.log_records import Position
-from offbeat.learner.leases.prompts import Prompt, StreamState, Turn
+from offbeat.learner.leases.prompt_stream import StreamState, Turn
+from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.recovery import DispatcherState
 from offbeat.learner.leases.rollout_log import LogFullError
 from offbeat.learner.resume import Checkpoints, ServiceState

@@ -31,7 +31,8 @@ from offbeat.learner.leases.journal import LeaseJournal
 from offbeat.learner.leases.ledger import Ledger
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.log_records import Position, Record
-from offbeat.learner.leases.prompts import Prompt, PromptStream
+from offbeat.learner.leases.prompt_stream import PromptStream
+from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.recovery import Recovered
 from offbeat.learner.leases.rollout_log import LogFullError, RolloutLog
 from offbeat.protocols.keys import NO_KEYS, Sender

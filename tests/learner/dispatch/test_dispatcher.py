@@ -8,7 +8,7 @@ import pytest
 from offbeat.common.rows import CommitRow
 from offbeat.learner.dispatch.outbox import Outgoing
 from offbeat.learner.leases.groups import Group
-from offbeat.learner.leases.prompts import Turn
+from offbeat.learner.leases.prompt_stream import Turn
 from offbeat.protocols.keys import Sender
 from offbeat.protocols.messages import (
     ActorHeartbeat,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from offbeat.learner.dispatch.quarantine import MAX_MISMATCHES
-from offbeat.learner.leases.prompts import PromptStream, Turn
+from offbeat.learner.leases.prompt_stream import PromptStream, Turn
 from offbeat.learner.leases.recovery import DispatcherState
 from offbeat.protocols.messages import CompletionMeta, Goodbye, GroupDone, Lease, LeaseFailed, Segment
 from tests.learner.dispatch.dispatch_desk import DEAD_AFTER_S, LEASE_TIMEOUT_S, NUM_PROMPTS, Actor, Desk

@@ -1,7 +1,7 @@
 """Leases when the learner itself stops, or another learner process takes over."""
 
 from offbeat.learner.leases.ledger import Ledger
-from offbeat.learner.leases.prompts import PromptStream
+from offbeat.learner.leases.prompt_stream import PromptStream
 from offbeat.protocols.messages import (
     Cancel,
     Credit,

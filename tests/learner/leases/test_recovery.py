@@ -13,7 +13,7 @@ from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, S
 from offbeat.learner.leases.ledger import UNSEEN_LEASES, needed_position
 from offbeat.learner.leases.log_reading import read_log, read_record
 from offbeat.learner.leases.log_records import Position
-from offbeat.learner.leases.prompts import PromptStream, Turn
+from offbeat.learner.leases.prompt_stream import PromptStream, Turn
 from offbeat.learner.leases.recovery import DispatcherState, Recovered, RecoveryError, recover
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.messages import (

@@ -17,7 +17,7 @@ from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, L
 from offbeat.learner.leases.ledger import UNSEEN_LEASES, needed_position
 from offbeat.learner.leases.log_reading import read_log, read_record
 from offbeat.learner.leases.log_records import HEADER_BYTES, Position
-from offbeat.learner.leases.prompts import PromptStream, Turn
+from offbeat.learner.leases.prompt_stream import PromptStream, Turn
 from offbeat.learner.leases.recovery import DispatcherState, Recovered, recover
 from offbeat.learner.leases.rollout_log import LogFullError
 from offbeat.protocols.messages import (

@@ -1,0 +1,155 @@
+"""The rows of a task's data: a file or folder in a common format, or a dataset of the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from offbeat.common.settings import SettingError, is_local_data
+
+_UTF8_MARK = b"\xef\xbb\xbf"
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".parquet": ("parquet", {}),
+    ".arrow": ("arrow", {}),
+    # Spreadsheets write the byte order mark, which would become part of the first column's name.
+    ".csv": ("csv", {"encoding": "utf-8-sig"}),
+    ".tsv": ("csv", {"encoding": "utf-8-sig", "sep": "\t"}),
+}
+"""The builder of `datasets` for a file's suffix, and its options. Files with any other suffix hold JSON."""
+
+
+class DataRow(NamedTuple):
+    """One row of the data."""
+
+    place: str
+    """The row's place, for messages: `train.jsonl:7`, or `row 7 of openai/gsm8k`."""
+    fields: dict[str, Any]
+    json: str
+    """The fields as a JSON object."""
+
+
+def read_rows(source: str, split: str, setting: str) -> Iterable[DataRow]:
+    """Return the rows of a file, of a folder's or dataset's `split`; what is on this machine comes before the hub's.
+
+    Rows of JSON lines are read as they are asked for. Raises `SettingError` about `setting` for data that is missing or
+    malformed.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir() or not is_local_data(source):
+        return _dataset_rows(source, split, setting)
+    suffix = path.suffix.lower()
+    if suffix in _BUILDERS:
+        builder, options = _BUILDERS[suffix]
+        if not path.is_file():
+            raise _unreadable(path, setting, "No such file")
+        return _loaded_rows(source, setting, builder, split="train", data_files=str(path), **options)
+    return _json_rows(path, setting)
+
+
+def _json_rows(path: Path, setting: str) -> Iterator[DataRow]:
+    """Yield the objects of JSON lines, or of one JSON array."""
+    content = _read(path, setting).removeprefix(_UTF8_MARK)
+    if content.startswith(_UTF16_MARKS):
+        raise SettingError(setting, str(path), "the file is UTF-16", "Save it as UTF-8.")
+    if content.lstrip()[:1] == b"[" and path.suffix == ".json":
+        yield from _array_rows(content, path, setting)
+        return
+    for number, line in enumerate(content.splitlines(), start=1):
+        if line.strip():
+            place = f"{path}:{number}"
+            cure = "Write one JSON object on each line."
+            yield DataRow(place, _decode(line, dict[str, Any], place, path, setting, cure), line.decode())
+
+
+def _array_rows(content: bytes, path: Path, setting: str) -> Iterator[DataRow]:
+    rows = _decode(content, list[dict[str, Any]], str(path), path, setting, "Write an array of objects.")
+    for number, fields in enumerate(rows, start=1):
+        yield DataRow(f"row {number} of {path}", fields, msgspec.json.encode(fields).decode())
+
+
+def _decode(text: bytes, kind: Any, place: str, path: Path, setting: str, cure: str) -> Any:
+    try:
+        text.decode()
+        return msgspec.json.decode(text, type=kind)
+    except UnicodeDecodeError as error:
+        raise SettingError(setting, str(path), f"{place} is not UTF-8 ({error.reason})", "Save the file as UTF-8.") from error
+    except msgspec.DecodeError as error:
+        kind_name = "a JSON array of objects" if kind == list[dict[str, Any]] else "a JSON object"
+        raise SettingError(setting, str(path), f"{place} is not {kind_name} ({error})", cure) from error
+
+
+def _read(path: Path, setting: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, setting, error.strerror) from error
+
+
+def _unreadable(path: Path, setting: str, reason: str | None) -> SettingError:
+    return SettingError(setting, str(path), f"cannot be read ({reason})", "Give the path of a file or folder with data.")
+
+
+def _dataset_rows(source: str, split: str, setting: str) -> Iterable[DataRow]:
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        name, config = _split_dataset_name(source)
+        return _loaded_rows(source, setting, name, name=config, split=split)
+    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        return _saved_rows(folder, split, setting)
+    return _loaded_rows(source, setting, str(folder), split=split)
+
+
+def _saved_rows(folder: Path, split: str, setting: str) -> Iterator[DataRow]:
+    """Yield the rows that `save_to_disk` of `datasets` wrote."""
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError) as error:
+        raise SettingError(setting, str(folder), f"the dataset cannot be loaded ({error})", "Save it again.") from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            there = ", ".join(map(str, loaded))
+            raise SettingError(setting, str(folder), f"it has no split {split!r}", f"Its splits are: {there}.")
+        loaded = loaded[split]
+    yield from _numbered(loaded, str(folder))
+
+
+def _loaded_rows(source: str, setting: str, builder: str, *, split: str, **options: Any) -> Iterator[DataRow]:
+    """Yield the rows that `datasets.load_dataset` loads."""
+    # Imported here: it takes a second, and JSON lines do not need it.
+    import datasets
+    from datasets.exceptions import DatasetsError
+    from huggingface_hub.errors import HfHubHTTPError
+
+    datasets.disable_progress_bars()
+    try:
+        loaded = datasets.load_dataset(builder, split=split, **options)
+    except (OSError, ValueError, DatasetsError, HfHubHTTPError) as error:
+        reason = re.sub(r"\s+", " ", str(error.__cause__ or error))
+        raise SettingError(
+            setting,
+            source,
+            f"the data or its split {split!r} cannot be loaded ({reason})",
+            "Give a file (.jsonl, .json, .parquet, .csv, .tsv, .arrow), a folder of such files, or a dataset's name "
+            "(owner/name or owner/name/config) on a machine that reaches the hub.",
+        ) from error
+    yield from _numbered(loaded, source)
+
+
+def _numbered(rows: Iterable[Any], source: str) -> Iterator[DataRow]:
+    for number, row in enumerate(rows):
+        fields = dict(row)
+        # Datasets hold values that JSON does not (dates, bytes, images): the reward gets those as text.
+        yield DataRow(f"row {number} of {source}", fields, msgspec.json.encode(fields, enc_hook=str).decode())
+
+
+def _split_dataset_name(source: str) -> tuple[str, str | None]:
+    """Split `owner/name/config` into `owner/name` and `config`, which is None when it is missing."""
+    parts = source.split("/")
+    return ("/".join(parts[:2]), parts[2]) if len(parts) == 3 else (source, None)

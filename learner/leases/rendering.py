@@ -1,0 +1,103 @@
+"""Rendering of a row's prompt: plain text or a conversation, through the tokenizer's chat template, to token ids."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.common.config import TaskSection
+from offbeat.common.settings import SettingError
+from offbeat.learner.leases.data_rows import DataRow
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+"""A message of a conversation: `role`, `content`, and whatever else the chat template knows."""
+
+
+def render(row: DataRow, task: TaskSection, tokenizer: PreTrainedTokenizerBase) -> tuple[str, NDArray[np.int32]]:
+    """Return a row's prompt as text, for the reward, and as token ids, `[num_tokens]`.
+
+    The text of a conversation is the content of its last message. Raises `SettingError` that names the row.
+    """
+    prompt = _field(row, "task.prompt_field", task.prompt_field)
+    if isinstance(prompt, str):
+        if not task.chat_template:
+            return prompt, np.asarray(tokenizer.encode(prompt), dtype=np.int32)
+        messages: list[Message] = [{"role": "user", "content": prompt}]
+    else:
+        messages = _conversation(prompt, row, task)
+    return messages[-1]["content"], _apply_template(_with_system_prompt(messages, row, task), row, task, tokenizer)
+
+
+def _field(row: DataRow, setting: str, name: str) -> Any:
+    if name not in row.fields:
+        there = ", ".join(row.fields) or "none"
+        raise SettingError(setting, name, f"{row.place} has no such field", f"Its fields are: {there}.")
+    return row.fields[name]
+
+
+def _conversation(prompt: object, row: DataRow, task: TaskSection) -> list[Message]:
+    """Return a prompt that is a list of messages, checked; the last one must leave the answer to the model."""
+    if not isinstance(prompt, list) or not prompt or not all(_is_message(message) for message in prompt):
+        kind = "a list with other things than messages" if isinstance(prompt, list) else f"a {type(prompt).__name__}"
+        cure = 'Choose a field that holds text, or a list of messages: [{"role": "user", "content": "..."}].'
+        raise SettingError("task.prompt_field", task.prompt_field, f"in {row.place} it is {kind}", cure)
+    if not task.chat_template:
+        problem = f"{row.place} is a conversation, which only a chat template turns into text"
+        raise SettingError("task.chat_template", False, problem, "Set task.chat_template=true.")
+    if prompt[-1]["role"] == "assistant":
+        problem = f"the conversation of {row.place} ends with a message of the assistant, whose turn it should be"
+        raise SettingError("task.prompt_field", task.prompt_field, problem, "Remove the last message.")
+    # Tables hold every key of any message in each message, with null where a message lacks it.
+    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def _with_system_prompt(messages: list[Message], row: DataRow, task: TaskSection) -> list[Message]:
+    """Return the messages after the row's own system prompt, or the task's; a conversation may begin with its own."""
+    content: object = task.system_prompt
+    if task.system_prompt_field:
+        content = _field(row, "task.system_prompt_field", task.system_prompt_field) or content
+    if not isinstance(content, str):
+        problem = f"in {row.place} it is a {type(content).__name__}"
+        raise SettingError("task.system_prompt_field", task.system_prompt_field, problem, "Choose a field that holds text.")
+    if not content or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": content}, *messages]
+
+
+def _apply_template(
+    messages: list[Message], row: DataRow, task: TaskSection, tokenizer: PreTrainedTokenizerBase
+) -> NDArray[np.int32]:
+    if tokenizer.chat_template is None:
+        raise SettingError("task.chat_template", True, "the tokenizer has no chat template", "Set task.chat_template=false.")
+    try:
+        rendered = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **_template_arguments(row, task)
+        )
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        problem = f"the template refuses the prompt of {row.place} ({error})"
+        raise SettingError("task.chat_template", True, problem, "Correct the messages or the template's arguments.") from error
+    assert isinstance(rendered, str)
+    # The template has put the special tokens into the text already.
+    return np.asarray(tokenizer.encode(rendered, add_special_tokens=False), dtype=np.int32)
+
+
+def _template_arguments(row: DataRow, task: TaskSection) -> dict[str, Any]:
+    """Return the task's arguments of the template with the row's own over them."""
+    field = task.template_arguments_field
+    if not field:
+        return task.template_arguments
+    own = _field(row, "task.template_arguments_field", field)
+    if not isinstance(own, dict | None):
+        problem = f"in {row.place} it is a {type(own).__name__}"
+        raise SettingError("task.template_arguments_field", field, problem, "Choose a field that holds an object.")
+    return {**task.template_arguments, **(own or {})}

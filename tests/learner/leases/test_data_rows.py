@@ -1,0 +1,113 @@
+"""Rows come out the same whatever format they are in; what cannot be read is refused with its place and the cure."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow
+import pyarrow.csv
+import pyarrow.feather
+import pyarrow.parquet
+import pytest
+
+from offbeat.common.settings import SettingError
+from offbeat.learner.leases.data_rows import read_rows
+
+ROWS = [{"prompt": "ab", "answer": 1}, {"prompt": "é", "answer": 2}]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def read(path: Path, split: str = "train") -> list[dict[str, Any]]:
+    return [row.fields for row in read_rows(str(path), split, "task.train_data")]
+
+
+def write(path: Path) -> Path:
+    """Write `ROWS` in the format of the path's suffix."""
+    table = pyarrow.Table.from_pylist(ROWS)
+    match path.suffix:
+        case ".jsonl" | ".ndjson":
+            path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in ROWS))
+        case ".json":
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(ROWS)))
+        case ".parquet":
+            pyarrow.parquet.write_table(table, path)
+        case ".csv":
+            pyarrow.csv.write_csv(table, path)
+        case ".tsv":
+            path.write_text("prompt\tanswer\nab\t1\né\t2\n")
+        case ".arrow":
+            with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+                writer.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".arrow"])
+def test_rows_are_the_same_in_every_format(suffix: str, tmp_path: Path) -> None:
+    assert read(write(tmp_path / f"rows{suffix}")) == ROWS
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".csv"])
+def test_folder_of_files_is_read_by_split(suffix: str, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder / f"train{suffix}")
+    assert read(folder) == ROWS
+    with pytest.raises(SettingError, match="split 'test' cannot be loaded"):
+        read(folder, "test")
+
+
+def test_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "saved")
+    assert read(tmp_path / "saved") == ROWS
+    with pytest.raises(SettingError, match=r"no split 'test'\. Its splits are: train"):
+        read(tmp_path / "saved", "test")
+
+
+def test_local_folder_wins_over_a_dataset_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "openai/gsm8k/main"
+    folder.mkdir(parents=True)
+    write(folder / "train.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert read(Path("openai/gsm8k/main")) == ROWS
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
+def test_byte_order_mark_is_no_part_of_the_data(suffix: str, tmp_path: Path) -> None:
+    path = write(tmp_path / f"rows{suffix}")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read(path) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('{"prompt": "é"}'.encode("latin-1"), r"rows\.jsonl:1 is not UTF-8 .* Save the file as UTF-8"),
+        ('{"prompt": "a"}'.encode("utf-16"), r"the file is UTF-16.* Save it as UTF-8"),
+        (b'{"prompt": "a"}\n{"prompt": ', r"rows\.jsonl:2 is not a JSON object"),
+    ],
+)
+def test_file_in_another_encoding_or_broken_is_refused_with_its_place(content: bytes, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(SettingError, match=problem):
+        read(path)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_damaged_table_is_refused(suffix: str, tmp_path: Path) -> None:
+    path = write(tmp_path / f"rows{suffix}")
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(SettingError, match=r"rows.*cannot be loaded \(.+\)"):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["absent.jsonl", "absent.parquet"])
+def test_missing_file_is_refused(name: str) -> None:
+    with pytest.raises(SettingError, match="cannot be read"):
+        read(Path(name))

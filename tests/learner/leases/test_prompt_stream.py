@@ -1,0 +1,103 @@
+"""The stream serves every prompt once an epoch, in an order that only seed and position decide."""
+
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.common.settings import SettingError
+from offbeat.learner.leases.prompt_stream import PromptStream, StreamState, Turn
+
+
+def drain(stream: PromptStream, count: int) -> list[int]:
+    return [turn.prompt_id for turn in drain_turns(stream, count)]
+
+
+def drain_turns(stream: PromptStream, count: int) -> list[Turn]:
+    return [stream.next() for _ in range(count)]
+
+
+@given(num_prompts=st.integers(1, 20), seed=st.integers(0, 2**63), epochs=st.integers(1, 4))
+def test_every_epoch_serves_every_prompt_once(num_prompts: int, seed: int, epochs: int) -> None:
+    stream = PromptStream(num_prompts, seed)
+    for _ in range(epochs):
+        assert sorted(drain(stream, num_prompts)) == list(range(num_prompts))
+    assert stream.position == epochs * num_prompts
+
+
+def test_epochs_and_seeds_differ_in_their_order() -> None:
+    first, second = PromptStream(50, seed=0), PromptStream(50, seed=1)
+    orders = [drain(first, 50), drain(first, 50), drain(second, 50)]
+    assert len({tuple(order) for order in orders}) == 3
+
+
+@given(num_prompts=st.integers(1, 9), seed=st.integers(0, 99), position=st.integers(0, 40))
+def test_order_is_a_function_of_seed_and_position(num_prompts: int, seed: int, position: int) -> None:
+    whole = PromptStream(num_prompts, seed)
+    drain(whole, position)
+    assert drain(PromptStream(num_prompts, seed, position), 20) == drain(whole, 20)
+
+
+def test_prompts_given_back_come_first_and_oldest_first() -> None:
+    stream = PromptStream(5, seed=0)
+    first, second, third = drain(stream, 3)
+    stream.give_back(third, 0)
+    stream.give_back(first, 0)
+    assert drain(stream, 2) == [third, first]
+    assert stream.position == 3
+    assert sorted([first, second, third, *drain(stream, 2)]) == [0, 1, 2, 3, 4]
+
+
+@given(position=st.integers(0, 12), num_returned=st.integers(0, 2))
+def test_peeking_serves_nothing(position: int, num_returned: int) -> None:
+    stream = PromptStream(4, seed=0, position=position)
+    for prompt_id in range(num_returned):
+        stream.give_back(prompt_id, 0)
+    before = stream.state()
+    assert stream.peek() == stream.peek()
+    assert stream.state() == before
+    assert stream.peek() == stream.next()
+
+
+def test_prompt_keeps_the_pass_it_belongs_to_when_it_is_given_back() -> None:
+    stream = PromptStream(3, seed=0)
+    turns = drain_turns(stream, 5)
+    assert [turn.epoch for turn in turns] == [0, 0, 0, 1, 1]
+    stream.give_back(*turns[1])
+    stream.give_back(*turns[4])
+    rest = ({0, 1, 2} - {turns[3].prompt_id, turns[4].prompt_id}).pop()
+    assert drain_turns(stream, 3) == [turns[1], turns[4], Turn(rest, 1)]
+    assert stream.epoch == 2
+    assert stream.share_served == 0.0
+
+
+@given(num_prompts=st.integers(1, 8), gives_back=st.lists(st.booleans(), max_size=60))
+def test_each_prompt_is_served_once_an_epoch_and_once_more_for_each_return(num_prompts: int, gives_back: list[bool]) -> None:
+    stream = PromptStream(num_prompts, seed=3)
+    served: Counter[int] = Counter()
+    returned: Counter[int] = Counter()
+    for is_given_back in gives_back:
+        turn = stream.next()
+        served[turn.prompt_id] += 1
+        if is_given_back:
+            stream.give_back(*turn)
+            returned[turn.prompt_id] += 1
+    served.update(drain(stream, len(stream.state().returned)))
+    assert served - returned == Counter(drain(PromptStream(num_prompts, seed=3), stream.position))
+
+
+@given(served=st.integers(0, 12), returns=st.integers(0, 4), num_prompts=st.integers(1, 6))
+def test_restored_stream_goes_on_as_the_saved_one(served: int, returns: int, num_prompts: int) -> None:
+    stream = PromptStream(num_prompts, seed=1)
+    for turn in drain_turns(stream, served)[:returns]:
+        stream.give_back(*turn)
+    saved = msgspec.json.decode(msgspec.json.encode(stream.state()), type=StreamState)
+    restored = PromptStream.from_state(saved, num_prompts)
+    assert drain_turns(restored, 15) == drain_turns(stream, 15)
+
+
+def test_stream_over_other_data_is_not_restored() -> None:
+    with pytest.raises(SettingError, match=r"made with 5 prompts, and task\.train_data now has 6"):
+        PromptStream.from_state(PromptStream(5, seed=0).state(), 6)
