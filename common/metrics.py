@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -16,12 +17,17 @@ from typing import Any, Self
 
 import msgspec
 
-from offbeat.common.rows import EvalRow, EventRow, OtherRow, Row, StepRow, decode_row, encode_row, row_fields
+from offbeat.common.rows import EvalRow, EventRow, OtherRow, Row, SampleRow, StepRow, decode_row, encode_row, row_fields
 
 logger = logging.getLogger(__name__)
 
 ROWS_FILE = "metrics.jsonl"
 """Name of the rows file in a run's folder."""
+
+MAX_TABLE_SAMPLES = 100
+"""Rows of the table of samples in W&B; older ones leave it."""
+
+_SAMPLE_COLUMNS = tuple(name for name in SampleRow.__struct_fields__ if name != "time")
 
 # A used-up quota is the full disk of a shared cluster.
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -62,12 +68,14 @@ class MetricsWriter:
         self._rows.end_torn_line()
         self._events = _TensorBoardEvents(folder / "tensorboard", clock()) if tensorboard else None
         self._num_lost_in_a_row = 0
+        self._samples: deque[SampleRow] = deque(maxlen=MAX_TABLE_SAMPLES)
 
     def write(self, row: Row) -> Row:
         """Append a row, stamped with the current time unless it has one; return the stamped row.
 
-        The numbers of step and evaluation rows also go to TensorBoard and W&B, over `policy_version`. Numbers that are not
-        finite become null in the file. `TypeError` for values that JSON cannot hold, numpy scalars included.
+        The numbers of step and evaluation rows also go to TensorBoard and W&B, over `policy_version`; samples are a table in
+        W&B. Numbers that are not finite become null in the file. `TypeError` for values that JSON cannot hold, numpy scalars
+        included.
         """
         with self._lock:
             if math.isnan(row.time):
@@ -75,6 +83,8 @@ class MetricsWriter:
             self._append_row(row)
             if isinstance(row, StepRow | EvalRow):
                 self._copy_scalars(row)
+            elif isinstance(row, SampleRow) and self._wandb is not None:
+                self._log_samples(row)
         return row
 
     def close(self) -> None:
@@ -115,6 +125,15 @@ class MetricsWriter:
         if loss:
             self._num_lost_in_a_row = 0
             logger.warning("metrics are written again; %s", loss)
+
+    def _log_samples(self, row: SampleRow) -> None:
+        """Replace the run's table of samples in W&B by one with this row."""
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        self._samples.append(row)
+        cells = [[row_fields(sample).get(name) for name in _SAMPLE_COLUMNS] for sample in self._samples]
+        assert self._wandb is not None
+        self._wandb.log({"policy_version": row.policy_version, "samples": wandb.Table(columns=[*_SAMPLE_COLUMNS], data=cells)})
 
     def _copy_scalars(self, row: StepRow | EvalRow) -> None:
         scalars = _scalars_of(row)

@@ -98,6 +98,34 @@ class GroupRow(Stamped, frozen=True, kw_only=True, tag="group"):
     """Time at which the group left the buffer: selected with its batch, or dropped."""
 
 
+class SampleRow(Stamped, frozen=True, kw_only=True, tag="sample"):
+    """A completion that was trained on, as text; the best and the worst of some steps of a run.
+
+    Long texts lack their middle. All texts are as the model wrote them: escape them before they are shown.
+    """
+
+    policy_version: int
+    """The learner's version after the step."""
+    lease_id: int
+    """The lease that its group answered."""
+    prompt_id: int
+    """Number of the prompt, as in `group` rows."""
+    policy_lag: int
+    """The policy lag of its group, in optimizer steps."""
+    reward: float | None
+    """Reward of the completion, as the task gave it."""
+    above_mean: float | None
+    """The reward less the mean reward of its group: the advantage before it is scaled."""
+    finish_reason: str
+    """`stop`, or `length` for a completion cut off at `rollout.max_new_tokens`."""
+    num_tokens: int
+    """Tokens of the completion."""
+    prompt: str
+    """The prompt with the chat template and the special tokens."""
+    completion: str
+    """The completion, special tokens included."""
+
+
 class ActorRow(Stamped, frozen=True, kw_only=True, tag="actor"):
     """An actor's report; its counters only grow until the actor is started again."""
 
@@ -272,6 +300,7 @@ Row = (
     StepRow
     | EvalRow
     | GroupRow
+    | SampleRow
     | ActorRow
     | WeightsRow
     | CommitRow
@@ -289,6 +318,7 @@ ROW_TYPES: tuple[type[Row], ...] = (
     StepRow,
     EvalRow,
     GroupRow,
+    SampleRow,
     ActorRow,
     WeightsRow,
     CommitRow,

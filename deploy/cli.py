@@ -22,6 +22,7 @@ COMMANDS = (
     "actor",
     "check",
     "report",
+    "samples",
     "status",
     "audit",
     "chaos",

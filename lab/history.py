@@ -24,6 +24,7 @@ from offbeat.common.rows import (
     OtherRow,
     RoutingRow,
     Row,
+    SampleRow,
     StepRow,
     WeightsRow,
 )
@@ -142,6 +143,8 @@ class RunHistory:
     actors: dict[str, ActorHistory] = field(default_factory=dict)
     groups: dict[int, EndedGroup] = field(default_factory=dict)
     """Groups by lease id. A group trained on again after a resume is listed once."""
+    samples: list[SampleRow] = field(default_factory=list)
+    """Completions as text, by rising policy version."""
     final: FinalRow | None = None
     """None while the run goes on, and after the learner was killed."""
 
@@ -253,12 +256,16 @@ def _take(history: RunHistory, row: Row | OtherRow) -> None:
             # A run resumed from a checkpoint does the steps after it again.
             while history.steps and history.steps[-1].policy_version >= row.policy_version:
                 history.steps.pop()
+            while history.samples and history.samples[-1].policy_version >= row.policy_version:
+                history.samples.pop()
             history.steps.append(row)
             history.final = None
         case EvalRow():
             history.evaluations[row.policy_version] = row
         case GroupRow():
             history.groups[row.lease_id] = _ended_group(row)
+        case SampleRow():
+            history.samples.append(row)
         case ActorRow():
             history.actors.setdefault(row.actor, ActorHistory(row.actor)).take(row)
         case WeightsRow():

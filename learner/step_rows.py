@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from offbeat.common.config import TrainSection
 from offbeat.common.rows import MetricValue, Recorder, StepRow
 from offbeat.common.settings import SettingError
+from offbeat.learner.diagnostics.sample_rows import SampleRows
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.leases.auto_bound import AutoBound
 from offbeat.learner.leases.groups import Group
@@ -16,12 +17,15 @@ logger = logging.getLogger(__name__)
 
 
 class StepRows:
-    """Records the steps of each batch, then moves `max_staleness` where the automatic bound decides so."""
+    """Records the steps of each batch and samples of them, then moves `max_staleness` where the automatic bound decides so."""
 
-    def __init__(self, train: TrainSection, dispatcher: Dispatcher, auto_bound: AutoBound, record: Recorder) -> None:
+    def __init__(
+        self, train: TrainSection, dispatcher: Dispatcher, auto_bound: AutoBound, samples: SampleRows, record: Recorder
+    ) -> None:
         self._train = train
         self._dispatcher = dispatcher
         self._auto_bound = auto_bound
+        self._samples = samples
         self._record = record
 
     def record(
@@ -52,6 +56,7 @@ class StepRows:
             }
             rows.append(StepRow(policy_version=first_version + index + 1, metrics=metrics))
             self._record(rows[-1])
+            self._samples.record(of_step, rows[-1].policy_version)
         for row in rows:
             self._move_bound(row)
         if first_version == 0:

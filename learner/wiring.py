@@ -26,6 +26,7 @@ from offbeat.common.shutdown import StopRequest
 from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.calibration_watch import CalibrationWatch
 from offbeat.learner.diagnostics.calibration import Calibration, learner_numerics, load_calibration
+from offbeat.learner.diagnostics.sample_rows import Decode, SampleRows
 from offbeat.learner.dispatch.contract import Contract
 from offbeat.learner.dispatch.dispatcher import Dispatcher, Listeners
 from offbeat.learner.dispatch.hub_thread import HubThread
@@ -133,7 +134,9 @@ def open_learner(
         publisher=publisher,
         canary=canary,
         checkpoints=_make_checkpoints(config, folder, run, trainer, dispatcher, record),
-        step_rows=StepRows(config.train, dispatcher, run.auto_bound, record),
+        step_rows=StepRows(
+            config.train, dispatcher, run.auto_bound, SampleRows(config.train.num_steps, inputs.decode, record), record
+        ),
         wake_hub=hub.wake,
     )
     # An actor that is cut off may be back before it counts as dead.
@@ -146,6 +149,7 @@ class _Inputs(NamedTuple):
     """The files that a run reads and never changes, but for the weights."""
 
     prompts: Prompts
+    decode: Decode
     hashes: ModelHashes
     vocabulary_size: int
     calibration: Calibration | None
@@ -171,6 +175,7 @@ def _load_inputs(config: Config) -> _Inputs:
     held_out = _load_prompts(config, task.eval_data, task.eval_split, "task.eval_data", tokenizer) if task.eval_data else []
     return _Inputs(
         prompts=Prompts(train, held_out),
+        decode=tokenizer.decode,
         hashes=hashes,
         vocabulary_size=AutoConfig.from_pretrained(model).get_text_config().vocab_size,
         calibration=calibration,

@@ -26,6 +26,7 @@ from offbeat.lab.drift import (
 from offbeat.lab.history import LagDrift, RunHistory, fold_rows
 from offbeat.lab.report import run_plots, staleness_plots
 from offbeat.lab.report.page import Figures, KeyFigure, duration, head, page_html, section, table_html, tiles, write_page
+from offbeat.lab.report.sample_section import samples_section
 from offbeat.learner.diagnostics.length_bias import MAX_P, MIN_EFFECT, MIN_SHARE
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,7 @@ def _page(name: str, history: RunHistory, config: _Config, broken_lines: Sequenc
             _learning(figures, history, config),
             _staleness(figures, history, config),
             _drift(figures, drift.by_lag),
+            samples_section(history.samples),
             _rollouts(figures, history),
             _bias(drift),
             _weights(figures, history),

@@ -4,16 +4,19 @@ import ctypes
 import errno
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
 from offbeat.common.metrics import MetricsWriter, read_rows
-from offbeat.common.rows import ActorRow, EvalRow, EventRow, OtherRow, Row, StepRow
+from offbeat.common.rows import ActorRow, EvalRow, EventRow, OtherRow, Row, SampleRow, StepRow
 
 
 def rows_of(folder: Path) -> list[Row | OtherRow]:
@@ -243,3 +246,30 @@ def test_rows_are_plain_json_lines(tmp_path: Path):
         metrics.write(event("line\nbreak"))
     lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
     assert [msgspec.json.decode(line)["event"] for line in lines] == ["line\nbreak"]
+
+
+def test_samples_are_a_growing_table_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[dict[str, Any]] = []
+    run = SimpleNamespace(log=logged.append, finish=lambda: None, define_metric=lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run, Table=lambda **table: table))
+    sample = SampleRow(
+        policy_version=1,
+        lease_id=2,
+        prompt_id=3,
+        policy_lag=0,
+        reward=1.0,
+        above_mean=0.5,
+        finish_reason="stop",
+        num_tokens=4,
+        prompt="p",
+        completion="c",
+    )
+    with MetricsWriter(tmp_path, wandb_project="mine") as metrics:
+        metrics.write(sample)
+        metrics.write(msgspec.structs.replace(sample, policy_version=2))
+    tables = [row["samples"] for row in logged]
+    assert [row["policy_version"] for row in logged] == [1, 2]
+    assert [len(table["data"]) for table in tables] == [1, 2]
+    names = ["policy_version", "lease_id", "prompt_id", "policy_lag", "reward", "above_mean", "finish_reason", "num_tokens"]
+    assert tables[1]["columns"] == [*names, "prompt", "completion"]
+    assert tables[1]["data"][1] == [2, 2, 3, 0, 1.0, 0.5, "stop", 4, "p", "c"]

@@ -40,6 +40,8 @@ RECORDED = b"""\
 {"kind":"group","time":8.5,"lease_id":9,"prompt_id":9,"actor":"actor-1","outcome":"trained","reason":"",\
 "policy_version":0,"policy_lag":0,"lengths":[6,7],"rewards":[0.0,1.0],"generate_s":0.25,"num_segments":1,\
 "ready_at":8.0,"taken_at":8.25}
+{"kind":"sample","time":8.5,"policy_version":1,"lease_id":9,"prompt_id":9,"policy_lag":0,"reward":1.0,"above_mean":0.5,\
+"finish_reason":"length","num_tokens":2,"prompt":"ab>","completion":"\u001b[31m<b>"}
 {"kind":"step","time":8.5,"policy_version":1,"reward/mean":0.25,"reward/zero_variance_groups":7,"lag/max":0,\
 "lag/counts":{"0":32},"by_lag/0/count":256,"loss/policy":null,"time/prepare_s":0.5,"staleness/bound":4}
 {"kind":"eval","time":8.5,"policy_version":20,"reward":0.5,"length":6.25,"num_completions":64,"num_failed":0}

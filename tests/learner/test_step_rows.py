@@ -7,6 +7,7 @@ import pytest
 from offbeat.common.config import Config, ModelSection, StalenessSection, TaskSection, TrainSection
 from offbeat.common.rows import StepRow, row_fields
 from offbeat.common.settings import SettingError
+from offbeat.learner.diagnostics.sample_rows import SampleRows
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.leases.auto_bound import AutoBound, Decision
 from offbeat.learner.leases.groups import Group, LagOf
@@ -60,6 +61,11 @@ class FakeBound:
         return Decision(6, "too stale") if len(self.seen) == 2 else None
 
 
+class NoSamples:
+    def record(self, groups: list[Group], policy_version: int) -> None:
+        pass
+
+
 class Bench:
     def __init__(self, max_staleness: int = 1, **train: int) -> None:
         section = TrainSection(**train)  # pyright: ignore[reportArgumentType]
@@ -69,6 +75,7 @@ class Bench:
             section,
             cast(Dispatcher, self.dispatcher),
             cast(AutoBound, self.bound),
+            cast(SampleRows, NoSamples()),
             lambda row: self.rows.append(row_fields(row)),
         )
 

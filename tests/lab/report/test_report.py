@@ -122,6 +122,30 @@ def text_of(page: str) -> str:
     return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", body)))
 
 
+def sample(version: int, completion: str = "42") -> dict[str, Any]:
+    row = {"kind": "sample", "time": START + 2 * version, "policy_version": version, "lease_id": version, "prompt_id": 7}
+    row |= {"policy_lag": 1, "reward": 0.5, "above_mean": -0.25, "finish_reason": "length", "num_tokens": 2}
+    return row | {"prompt": "6*7=", "completion": completion}
+
+
+def test_samples_show_what_the_model_wrote_as_data(tmp_path: Path):
+    page = report_of(tmp_path, [step(1, {"0": 1}), sample(1, "<script>alert(1)</script>\x1b[2J" + "x" * 9000)])
+    assert "<script>alert" not in page and "\x1b" not in page
+    text = text_of(page)
+    assert "step 1: reward 0.5 (-0.25 above its group's mean)" in text
+    assert "prompt 7, lag 1, 2 tokens, cut at rollout.max_new_tokens 6*7= <script>alert(1)</script>\\x1b[2Jxx" in text
+    assert "x" * 1001 not in text
+
+
+def test_samples_of_steps_that_a_resume_repeats_are_replaced_and_their_number_is_bounded(tmp_path: Path):
+    rows = [row for version in range(1, 4) for row in (step(version, {"0": 1}), sample(version, f"first{version}"))]
+    text = text_of(report_of(tmp_path, [*rows, step(2, {"0": 1}), sample(2, "again2")]))
+    assert "first1" in text and "again2" in text and "first2" not in text and "first3" not in text
+    many = [row for version in range(1, 100) for row in (step(version, {"0": 1}), sample(version, f"text{version}."))]
+    text = text_of(report_of(tmp_path, many))
+    assert [f"text{version}." in text for version in (1, 30, 31, 69, 70, 99)] == [True, True, False, False, True, True]
+
+
 def test_folder_without_metrics_is_refused_by_name(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=re.escape(f"{tmp_path} has no metrics.jsonl")):
         write_report(tmp_path)

@@ -1,0 +1,32 @@
+"""`offbeat samples`: what the model wrote."""
+
+from typing import Annotated
+
+import msgspec
+import typer
+
+from offbeat.common.settings import SettingError
+from offbeat.deploy.commands.arguments import RunFolder
+from offbeat.lab.samples import Request, read_samples, show
+from offbeat.lab.terminal import stdout_console
+
+
+def command(
+    run: RunFolder,
+    worst: Annotated[bool, typer.Option("--worst", help="Groups with the lowest reward first.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Groups with the highest reward first.")] = False,
+    step: Annotated[int | None, typer.Option(metavar="N", help="Only groups of this optimizer step, from 1.")] = None,
+    prompt: Annotated[int | None, typer.Option(metavar="ID", help="Only groups of this prompt, as rows number it.")] = None,
+    groups: Annotated[int, typer.Option(min=1, help="Groups to show.")] = 4,
+    completions: Annotated[int, typer.Option(min=1, help="Completions to show of each group.")] = 4,
+    full: Annotated[bool, typer.Option("--full", help="Print long texts whole.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the groups as JSON, texts whole.")] = False,
+) -> None:
+    """Show prompts and completions that a run was trained on, the newest first; the run may be going on."""
+    if worst and best:
+        raise SettingError("--worst", "", "it contradicts --best", "Give one of them.")
+    found = read_samples(run, Request("worst" if worst else "best" if best else "newest", step, prompt, groups, completions))
+    if as_json:
+        typer.echo(msgspec.json.encode(found).decode())
+    else:
+        show(stdout_console(), found, full=full)

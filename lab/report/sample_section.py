@@ -1,0 +1,41 @@
+"""The report's samples: what the model wrote at some steps of the run."""
+
+import html
+from collections.abc import Sequence
+
+from offbeat.common.rows import SampleRow
+from offbeat.lab.report.page import section
+from offbeat.lab.samples import printable
+from offbeat.learner.diagnostics.sample_rows import MAX_TEXT, shorten
+
+MAX_SAMPLES = 60
+"""Number of samples on the page; of more, those of the first and the last steps."""
+
+
+def samples_section(samples: Sequence[SampleRow]) -> str:
+    """Return the part of the page with prompts and completions, oldest step first; all but the last ones are folded."""
+    lead = "The best and the worst completion of some steps, as the model wrote them. All others: offbeat samples RUN."
+    if not samples:
+        return section("Samples", lead, '<div class="card"><div class="missing">No step was sampled.</div></div>')
+    shown = [*samples]
+    if len(shown) > MAX_SAMPLES:
+        shown = shown[: MAX_SAMPLES // 2] + shown[-MAX_SAMPLES // 2 :]
+    last = shown[-1].policy_version
+    return section("Samples", lead, "".join(_card(sample, is_open=sample.policy_version == last) for sample in shown))
+
+
+def _card(sample: SampleRow, *, is_open: bool) -> str:
+    reward = "–" if sample.reward is None else f"{sample.reward:.3g}"
+    above = "" if sample.above_mean is None else f" ({sample.above_mean:+.3g} above its group's mean)"
+    ended = "cut at rollout.max_new_tokens" if sample.finish_reason == "length" else "stopped"
+    facts = f"step {sample.policy_version:,}: reward {reward}{above}"
+    more = f"prompt {sample.prompt_id:,}, lag {sample.policy_lag}, {sample.num_tokens:,} tokens, {ended}"
+    return (
+        f'<details class="card"{" open" if is_open else ""}><summary>{html.escape(facts)}</summary>'
+        f"<p>{html.escape(more)}</p><pre>{_text(sample.prompt)}</pre><pre>{_text(sample.completion)}</pre></details>"
+    )
+
+
+def _text(text: str) -> str:
+    # Rows are files that anybody may have written: their length is not trusted.
+    return html.escape(printable(shorten(text, MAX_TEXT)))

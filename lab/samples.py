@@ -1,0 +1,234 @@
+"""`offbeat samples`: the prompts and completions that a run was trained on, read from its rollout log."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from offbeat.common.config import Config
+from offbeat.common.models import resolve_model
+from offbeat.common.settings import SettingError, load
+from offbeat.learner.diagnostics.sample_rows import shorten
+from offbeat.learner.leases.events import Accepted, Granted, Started, Trained
+from offbeat.learner.leases.groups import unpack
+from offbeat.learner.leases.log_reading import read_log, read_record
+from offbeat.learner.leases.log_records import Position, Record
+from offbeat.learner.leases.prompts import Prompt, load_prompts
+
+Order = Literal["newest", "best", "worst"]
+MAX_TEXT = 2000
+"""Longest text that is printed without `--full`, in characters."""
+
+
+class Request(NamedTuple):
+    """The trained groups to show."""
+
+    order: Order = "newest"
+    step: int | None = None
+    """Only groups of the optimizer step that made this policy version."""
+    prompt_id: int | None = None
+    """Only groups of this prompt."""
+    num_groups: int = 4
+    num_completions: int = 4
+    """Completions of each group, the best ones first, or the worst ones in that order."""
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """One completion of a group."""
+
+    reward: float
+    above_mean: float
+    """The reward less the mean reward of the group: the advantage before it is scaled."""
+    finish_reason: str
+    """`stop`, or `length` for a completion cut off at `rollout.max_new_tokens`."""
+    num_tokens: int
+    text: str
+    """As the model wrote it, special tokens included."""
+
+
+class SampledGroup(msgspec.Struct, frozen=True):
+    """A trained group, decoded."""
+
+    step: int
+    """The policy version that the optimizer step made."""
+    policy_lag: int
+    lease_id: int
+    prompt_id: int | None
+    """None where the log does not reach back to the lease's grant."""
+    actor: str
+    prompt: str | None
+    """None where the data does not have the prompt any more."""
+    completions: tuple[Completion, ...]
+
+
+class TrainedGroup(NamedTuple):
+    """A trained group as the log tells of it, without its arrays."""
+
+    step: int
+    policy_lag: int
+    lease_id: int
+    prompt_id: int | None
+    actor: str
+    rewards: tuple[float, ...]
+    position: Position
+    """The record of its `Accepted` event."""
+
+
+def read_samples(run: Path, request: Request) -> list[SampledGroup]:
+    """Return the groups that are asked for; raise `SettingError` for a run without a log, model or such groups."""
+    if not (run / "config.toml").exists():
+        raise SettingError("RUN", str(run), "it has no config.toml", "Name the folder of a run.")
+    config = load(run / "config.toml")
+    folder = run / "log"
+    if not folder.is_dir():
+        problem = (
+            "it has no rollout log, so there is nothing to read" if not config.log.enabled else "it has no rollout log yet"
+        )
+        cure = "Its report shows some samples: offbeat report RUN. Runs with log.enabled=true keep all completions."
+        raise SettingError("RUN", str(run), problem, cure)
+    chosen = choose(trained_groups(read_log(folder), config.train.groups_per_step), request)
+    if not chosen:
+        cure = "Ask for a step or prompt that was trained on; the log keeps log.retain_mb of the newest groups."
+        raise SettingError("RUN", str(run), "its log has no trained group of that kind", cure)
+    decode, prompts = _open_texts(config)
+    return list(_decoded(folder, chosen, decode, prompts, request))
+
+
+def trained_groups(records: Iterable[Record], groups_per_step: int) -> list[TrainedGroup]:
+    """Return the groups whose optimizer steps are in the weights, in the order of training."""
+    prompt_ids: dict[int, int] = {}
+    accepted: dict[int, tuple[Accepted, Position]] = {}
+    batches: list[Trained] = []
+    for record in records:
+        match record.event:
+            case Started(policy_version=version):
+                # Steps after the checkpoint that a learner began from are undone.
+                while batches and batches[-1].policy_version + batches[-1].num_steps > version:
+                    batches.pop()
+            case Granted() as event:
+                prompt_ids[event.lease_id] = event.prompt_id
+            case Accepted() as event:
+                accepted[event.lease_id] = event, record.position
+            case Trained() as event:
+                batches.append(event)
+            case _:
+                pass
+    return [
+        _trained(batch.policy_version + index // groups_per_step, *accepted[lease_id], prompt_ids.get(lease_id))
+        for batch in batches
+        for index, lease_id in enumerate(batch.lease_ids)
+        if lease_id in accepted
+    ]
+
+
+def _trained(version: int, accepted: Accepted, position: Position, prompt_id: int | None) -> TrainedGroup:
+    """Return the group that the step after `version` trained on."""
+    oldest = min(segment.policy_version for completion in accepted.completions for segment in completion.segments)
+    rewards = tuple(completion.reward for completion in accepted.completions)
+    return TrainedGroup(version + 1, max(0, version - oldest), accepted.lease_id, prompt_id, accepted.actor, rewards, position)
+
+
+def choose(groups: Sequence[TrainedGroup], request: Request) -> list[TrainedGroup]:
+    """Return the groups to show, the last trained first among equals.
+
+    The best group is the one with the best completion, the worst one that with the worst.
+    """
+    found = [
+        group
+        for group in reversed(groups)
+        if request.step in (None, group.step) and request.prompt_id in (None, group.prompt_id)
+    ]
+    if request.order == "best":
+        found.sort(key=lambda group: -max(group.rewards))
+    elif request.order == "worst":
+        found.sort(key=lambda group: min(group.rewards))
+    return found[: request.num_groups]
+
+
+def show(console: Console, groups: Sequence[SampledGroup], *, full: bool = False) -> None:
+    """Print the groups. Texts are data: control characters are escaped, and markup stands as it is."""
+    limit = None if full else MAX_TEXT
+    for group in groups:
+        named = "unknown" if group.prompt_id is None else str(group.prompt_id)
+        title = f"step {group.step}  prompt {named}  lag {group.policy_lag}  {printable(group.actor)}"
+        console.rule(Text(title), align="left")
+        _print_text(console, group.prompt or "(the data does not have this prompt any more)", limit, style="dim")
+        for completion in group.completions:
+            ended = "cut at the limit" if completion.finish_reason == "length" else "stopped"
+            scored = f"reward {completion.reward:g}  above mean {completion.above_mean:+.3g}"
+            console.print(Text(f"{scored}  {completion.num_tokens} tokens, {ended}", style="bold"))
+            _print_text(console, completion.text, limit)
+        console.print()
+
+
+def printable(text: str) -> str:
+    """Return the text with every character escaped that a terminal or a reader could take for something else.
+
+    These are control characters, separators other than blank, line break and tab, and marks that change the direction.
+    """
+    return "".join(
+        character if character in "\n\t" or character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+def _print_text(console: Console, text: str, limit: int | None, style: str = "") -> None:
+    shown = printable(text if limit is None else shorten(text, limit))
+    console.print(Text("\n".join(f"  {line}" for line in shown.split("\n"))), style=style, soft_wrap=True)
+
+
+def _open_texts(config: Config) -> tuple[Callable[[Sequence[int]], str], dict[int, Prompt]]:
+    """Return what decodes token ids, and the prompts by id; no prompts where the data cannot be read any more."""
+    folder = resolve_model(config.model.path)
+    if (folder / "tokenizer.json").is_file():
+        # Not AutoTokenizer, which imports torch: it would take four times as long.
+        from transformers import PreTrainedTokenizerFast as Tokenizer
+    else:
+        from transformers import AutoTokenizer as Tokenizer
+    tokenizer = Tokenizer.from_pretrained(folder)
+    try:
+        loaded = load_prompts(config.task.train_data, config.task.train_split, config.task, tokenizer)
+    except SettingError:
+        # The completions can be read without the data.
+        return tokenizer.decode, {}
+    return tokenizer.decode, {prompt.prompt_id: prompt for prompt in loaded.prompts}
+
+
+def _decoded(
+    folder: Path,
+    chosen: Sequence[TrainedGroup],
+    decode: Callable[[Sequence[int]], str],
+    prompts: Mapping[int, Prompt],
+    request: Request,
+) -> Iterator[SampledGroup]:
+    for group in chosen:
+        record = read_record(folder, group.position)
+        # A live run may have deleted the segment meanwhile.
+        if record is None or not isinstance(record.event, Accepted):
+            continue
+        rollouts = unpack(record.event.completions, record.arrays)
+        mean = sum(group.rewards) / len(group.rewards)
+        completions = [
+            Completion(
+                rollout.reward,
+                rollout.reward - mean,
+                rollout.finish_reason,
+                len(rollout.token_ids),
+                decode(rollout.token_ids.tolist()),
+            )
+            for rollout in rollouts
+        ]
+        completions.sort(key=lambda completion: completion.reward, reverse=request.order != "worst")
+        prompt = None if group.prompt_id is None else prompts.get(group.prompt_id)
+        yield SampledGroup(
+            step=group.step,
+            policy_lag=group.policy_lag,
+            lease_id=group.lease_id,
+            prompt_id=group.prompt_id,
+            actor=group.actor,
+            prompt=None if prompt is None else decode(prompt.token_ids.tolist()),
+            completions=tuple(completions[: request.num_completions]),
+        )

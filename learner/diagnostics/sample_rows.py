@@ -1,0 +1,57 @@
+"""The sample rows of a run: the best and the worst completion of some of its steps, as text."""
+
+from collections.abc import Callable, Sequence
+
+from offbeat.common.rows import Recorder, SampleRow
+from offbeat.learner.leases.groups import Group
+
+NUM_SAMPLED_STEPS = 25
+"""Steps of a run that are sampled, spread evenly, besides the first and the last."""
+MAX_TEXT = 2000
+"""Longest text in a row, in characters: 25 steps of two completions stay below half a megabyte."""
+
+Decode = Callable[[Sequence[int]], str]
+"""Turns token ids into text, special tokens included."""
+
+
+class SampleRows:
+    """Records what the model wrote."""
+
+    def __init__(self, num_steps: int, decode: Decode, record: Recorder) -> None:
+        """`num_steps` is `train.num_steps`."""
+        self._num_steps = num_steps
+        self._interval = max(1, num_steps // NUM_SAMPLED_STEPS)
+        self._decode = decode
+        self._record = record
+
+    def record(self, groups: Sequence[Group], policy_version: int) -> None:
+        """Record samples of the step that trained on `groups` and made `policy_version`, if the step is one of the sampled."""
+        if policy_version not in (1, self._num_steps) and policy_version % self._interval:
+            return
+        found = [(group, index) for group in groups for index in range(len(group.rollouts))]
+        best, worst = (pick(found, key=lambda at: at[0].rollouts[at[1]].reward) for pick in (max, min))
+        for group, index in (best,) if best == worst else (best, worst):
+            self._record(self._row(group, index, policy_version))
+
+    def _row(self, group: Group, index: int, policy_version: int) -> SampleRow:
+        rollout = group.rollouts[index]
+        return SampleRow(
+            policy_version=policy_version,
+            lease_id=group.lease_id,
+            prompt_id=group.prompt_id,
+            policy_lag=group.policy_lag(policy_version - 1),
+            reward=rollout.reward,
+            above_mean=rollout.reward - sum(other.reward for other in group.rollouts) / len(group.rollouts),
+            finish_reason=rollout.finish_reason,
+            num_tokens=len(rollout.token_ids),
+            prompt=shorten(self._decode(group.prompt_token_ids.tolist()), MAX_TEXT),
+            completion=shorten(self._decode(rollout.token_ids.tolist()), MAX_TEXT),
+        )
+
+
+def shorten(text: str, limit: int) -> str:
+    """Return the text, or its beginning and its end, with the number of characters left out between them."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} [... {len(text) - 2 * half:,} characters left out ...] {text[len(text) - half :]}"

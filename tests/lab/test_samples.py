@@ -1,0 +1,150 @@
+"""`offbeat samples` shows what the log holds, also of a live run, and takes every text for data."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from offbeat.common.config import Config, ModelSection, RunSection, TaskSection, TrainSection
+from offbeat.common.settings import SettingError, resolved_toml
+from offbeat.lab.samples import Completion, Request, SampledGroup, choose, printable, read_samples, show, trained_groups
+from offbeat.learner.leases.events import Accepted, Granted, Started, Trained
+from offbeat.learner.leases.log_reading import read_log
+from offbeat.learner.leases.rollout_log import RolloutLog
+from offbeat.protocols.messages import CompletionMeta, Segment
+
+LETTER_A = 8
+"""Token id of `a`."""
+
+
+def started(version: int) -> Started:
+    return Started(at=0, run_id="r", learner_incarnation=1, policy_version=version)
+
+
+def trained(version: int, *lease_ids: int) -> Trained:
+    return Trained(at=0, lease_ids=lease_ids, policy_version=version, num_steps=2, selected_at=0.0, selected_after=0)
+
+
+class Run:
+    """A run's folder with a log that a learner is writing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        vocabulary = {letter: index for index, letter in enumerate("01234567ab")}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        (folder / "model").mkdir()
+        tokenizer.save(str(folder / "model/tokenizer.json"))
+        (folder / "data.jsonl").write_text('{"prompt": "01"}\n{"prompt": "23"}\n{"prompt": "45"}\n{"prompt": "67"}\n')
+        config = Config(
+            model=ModelSection(path=str(folder / "model")),
+            task=TaskSection(train_data=str(folder / "data.jsonl"), chat_template=False),
+            run=RunSection(dir=str(folder)),
+            train=TrainSection(groups_per_step=1, steps_per_batch=2),
+        )
+        (folder / "config.toml").write_text(resolved_toml(config))
+        self.log = RolloutLog(folder / "log", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
+
+    def group(self, lease_id: int, rewards: tuple[float, float], version: int) -> None:
+        """Lease prompt `lease_id % 4` and accept two completions, `aa` and `aab`."""
+        grant = {"epoch": 0, "actor": "a", "policy_version": version, "oldest_version": version}
+        self.log.append(Granted(at=0, lease_id=lease_id, prompt_id=lease_id % 4, **grant))
+        completions = tuple(
+            CompletionMeta(num_tokens=2 + index, finish_reason=reason, reward=reward, segments=(Segment(version, 0),))
+            for index, (reward, reason) in enumerate(zip(rewards, ("stop", "length"), strict=True))
+        )
+        ids = np.array([LETTER_A, LETTER_A, LETTER_A, LETTER_A, LETTER_A + 1], np.int32)
+        accepted = Accepted(at=0, lease_id=lease_id, actor="a", completions=completions, generate_s=0.1, policy_version=version)
+        self.log.append(accepted, ids, np.zeros(5, np.float32))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path)
+    run.log.append(started(0))
+    run.group(0, (0.0, 1.0), 0)
+    run.group(1, (0.25, 0.5), 0)
+    run.log.append(trained(0, 0, 1))
+    run.group(2, (-1.0, 0.5), 1)
+    run.group(3, (0.0, 0.0), 2)
+    run.log.append(trained(2, 2, 3))
+    return run
+
+
+def steps_and_leases(run: Run) -> list[tuple[int, int, int]]:
+    return [(group.step, group.lease_id, group.policy_lag) for group in trained_groups(read_log(run.folder / "log"), 1)]
+
+
+def test_each_group_has_the_step_and_the_lag_that_it_was_trained_with(run: Run) -> None:
+    assert steps_and_leases(run) == [(1, 0, 0), (2, 1, 1), (3, 2, 1), (4, 3, 1)]
+
+
+def test_steps_that_a_restart_undid_are_not_shown(run: Run) -> None:
+    run.log.append(started(2))
+    assert steps_and_leases(run) == [(1, 0, 0), (2, 1, 1)]
+    run.log.append(trained(2, 3, 2))
+    assert steps_and_leases(run)[2:] == [(3, 3, 0), (4, 2, 2)]
+
+
+@pytest.mark.slow
+def test_groups_are_decoded_with_their_prompt_best_completion_first(run: Run) -> None:
+    (group,) = read_samples(run.folder, Request(step=3))
+    assert (group.prompt_id, group.prompt, group.actor) == (2, "45", "a")
+    assert group.completions == (
+        Completion(reward=0.5, above_mean=0.75, finish_reason="length", num_tokens=3, text="aab"),
+        Completion(reward=-1.0, above_mean=-0.75, finish_reason="stop", num_tokens=2, text="aa"),
+    )
+    (worst,) = read_samples(run.folder, Request(order="worst", num_groups=1, num_completions=1))
+    assert (worst.lease_id, worst.completions[0].reward) == (2, -1.0)
+
+
+def test_groups_are_chosen_by_order_step_and_prompt(run: Run) -> None:
+    groups = trained_groups(read_log(run.folder / "log"), 1)
+
+    def lease_ids(request: Request) -> list[int]:
+        return [group.lease_id for group in choose(groups, request)]
+
+    assert lease_ids(Request()) == [3, 2, 1, 0]
+    assert lease_ids(Request(order="best")) == [0, 2, 1, 3]
+    assert lease_ids(Request(order="worst")) == [2, 3, 0, 1]
+    assert lease_ids(Request(prompt_id=1)) == [1]
+    assert lease_ids(Request(num_groups=1)) == [3]
+
+
+@pytest.mark.slow
+def test_completions_are_shown_when_the_data_is_gone(run: Run) -> None:
+    (run.folder / "data.jsonl").unlink()
+    (group,) = read_samples(run.folder, Request(step=1))
+    assert group.prompt is None and group.completions[0].text == "aab"
+
+
+def test_run_without_a_log_says_that_there_is_nothing_to_read(tmp_path: Path) -> None:
+    text = resolved_toml(Config(model=ModelSection(path="model"), task=TaskSection(train_data="d.jsonl")))
+    (tmp_path / "config.toml").write_text(text.replace("[log]\nenabled = true", "[log]\nenabled = false"))
+    with pytest.raises(SettingError, match=r"no rollout log, so there is nothing to read.*log.enabled=true"):
+        read_samples(tmp_path, Request())
+
+
+def test_step_that_was_not_trained_is_refused(run: Run) -> None:
+    with pytest.raises(SettingError, match="no trained group of that kind"):
+        read_samples(run.folder, Request(step=9))
+
+
+def test_text_of_a_model_is_printed_as_data() -> None:
+    completion = Completion(1.0, 0.5, "stop", 3, "[bold]a[/bold] \x1b[31mred\x07 \u202e\n\tnext [link=file:///x]y[/link]")
+    output = io.StringIO()
+    console = Console(file=output, width=200, force_terminal=True, color_system=None)
+    show(console, [SampledGroup(1, 0, 0, 0, "ac\x1b[2Jtor", "[red]prompt[/red]", (completion,))])
+    shown = output.getvalue()
+    assert "[bold]a[/bold] \\x1b[31mred\\x07 \\u202e" in shown
+    assert "[red]prompt[/red]" in shown and "ac\\x1b[2Jtor" in shown and "[link=file:///x]y[/link]" in shown
+    assert "\x07" not in shown and "\u202e" not in shown and "\x1b[31m" not in shown and "\x1b[2J" not in shown
+
+
+def test_letters_of_every_script_stay() -> None:
+    assert printable("é 中 ß\n😀") == "é 中 ß\n😀"
+    assert printable("\x85\x9b\u2028\ud800") == "\\x85\\x9b\\u2028\\ud800"

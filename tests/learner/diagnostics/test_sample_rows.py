@@ -1,0 +1,62 @@
+"""The samples among a run's rows: which steps, which completions, and how long their texts may be."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from offbeat.common.rows import Row, SampleRow
+from offbeat.learner.diagnostics.sample_rows import MAX_TEXT, SampleRows, shorten
+from offbeat.learner.leases.groups import Group, Rollout
+from offbeat.protocols.messages import Segment
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    return "".join(map(chr, token_ids))
+
+
+def group(lease_id: int, rewards: list[float], texts: list[str], version: int = 0) -> Group:
+    rollouts = tuple(
+        Rollout(
+            np.array([ord(letter) for letter in text], np.int32),
+            np.zeros(len(text), np.float32),
+            reward,
+            "length" if len(text) > 2 else "stop",
+            (Segment(version, 0),),
+        )
+        for reward, text in zip(rewards, texts, strict=True)
+    )
+    return Group(lease_id, lease_id + 100, np.array([ord("p")], np.int32), rollouts, "actor", 0.0)
+
+
+def samples_of(num_steps: int, versions: Sequence[int], groups: list[Group]) -> list[SampleRow]:
+    rows: list[Row] = []
+    samples = SampleRows(num_steps, decode, rows.append)
+    for version in versions:
+        samples.record(groups, version)
+    return [row for row in rows if isinstance(row, SampleRow)]
+
+
+def test_a_sampled_step_has_its_best_and_its_worst_completion() -> None:
+    groups = [group(1, [0.5, 2.0], ["ab", "abc"], version=3), group(2, [1.0, -1.0], ["x", "y"], version=4)]
+    best, worst = samples_of(5, [5], groups)
+    assert (best.reward, best.above_mean, best.completion, best.finish_reason, best.policy_lag) == (
+        2.0,
+        0.75,
+        "abc",
+        "length",
+        1,
+    )
+    assert (worst.reward, worst.above_mean, worst.completion, worst.finish_reason, worst.policy_lag) == (-1, -1, "y", "stop", 0)
+    assert (worst.prompt, worst.prompt_id, worst.lease_id, worst.num_tokens, worst.policy_version) == ("p", 102, 2, 1, 5)
+
+
+def test_steps_are_sampled_evenly_with_the_first_and_the_last() -> None:
+    versions = [row.policy_version for row in samples_of(110, range(1, 111), [group(1, [0.0], ["a"])])]
+    # Every 4th of 110, which makes 27.
+    assert versions == [1, *range(4, 109, 4), 110]
+
+
+def test_long_texts_lack_their_middle() -> None:
+    (row,) = samples_of(1, [1], [group(1, [0.0], ["a" * 5000 + "z"])])
+    assert row.completion == f"{'a' * 1000} [... 3,001 characters left out ...] {'a' * 999}z"
+    assert shorten("a" * MAX_TEXT, MAX_TEXT) == "a" * MAX_TEXT
