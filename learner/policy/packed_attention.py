@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import cached_property
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -24,13 +25,25 @@ computations round differently."""
 
 @dataclass(frozen=True, eq=False)
 class PlacedSpans:
-    """The spans of a pack, and their places in the tensors of a kernel for sequences of many lengths.
-
-    To such a kernel a span is a sequence whose queries are the span and whose keys are its prefix and the span. Made once per
-    forward pass.
-    """
+    """The spans of a pack, arranged for the kernel that attends; made once per forward pass and used by every layer."""
 
     spans: tuple[Span, ...]
+    device: torch.device
+
+    @cached_property
+    def in_line(self) -> "SpansInLine":
+        """For a kernel that takes sequences of many lengths at once."""
+        return _in_line(self.spans, self.device)
+
+    @cached_property
+    def by_shape(self) -> "SpansByShape":
+        """For a kernel that takes sequences of one length at a time."""
+        return _by_shape(self.spans, self.device)
+
+
+class SpansInLine(NamedTuple):
+    """Each span is a sequence whose queries are the span and whose keys are its prefix and the span."""
+
     key_indices: Tensor
     """Inputs that are keys, span by span, a prompt's inputs once for each of its completions, `[num_keys]` int64."""
     query_offsets: Tensor
@@ -43,8 +56,33 @@ class PlacedSpans:
     """Length of the longest span with its prefix."""
 
 
+class Shape(NamedTuple):
+    """Spans of the same length and prefix length; their keys are the prefix and the span."""
+
+    num_spans: int
+    num_queries: int
+    """Queries of each span: as many as keys where the prefix's are added, else its length."""
+    num_keys: int
+
+
+class SpansByShape(NamedTuple):
+    """Queries and keys of all spans, those of one shape next to each other."""
+
+    shapes: tuple[Shape, ...]
+    query_indices: Tensor
+    """Inputs that are queries, `[sum of num_spans * num_queries]` int64."""
+    key_indices: Tensor
+    """Inputs that are keys, `[sum of num_spans * num_keys]` int64."""
+    results: Tensor
+    """Entry of `query_indices` that is each input's own query, `[num_inputs]` int64."""
+
+
 def place_spans(spans: tuple[Span, ...], device: torch.device) -> PlacedSpans:
     """Return the model's keyword argument `placed_spans` for a pack of these spans on `device`."""
+    return PlacedSpans(spans, device)
+
+
+def _in_line(spans: Sequence[Span], device: torch.device) -> SpansInLine:
     queries = [span.length for span in spans]
     keys = [span.prefix_length + span.length for span in spans]
     indices = [
@@ -52,14 +90,39 @@ def place_spans(spans: tuple[Span, ...], device: torch.device) -> PlacedSpans:
         for span in spans
         for start, length in ((span.prefix_start, span.prefix_length), (span.start, span.length))
     ]
-    return PlacedSpans(
-        spans,
+    return SpansInLine(
         torch.from_numpy(np.concatenate(indices)).to(device),
         torch.tensor(np.cumsum([0, *queries]), dtype=torch.int32, device=device),
         torch.tensor(np.cumsum([0, *keys]), dtype=torch.int32, device=device),
         max(queries),
         max(keys),
     )
+
+
+def _by_shape(spans: Sequence[Span], device: torch.device) -> SpansByShape:
+    alike: dict[tuple[int, int], list[Span]] = {}
+    for span in spans:
+        alike.setdefault((span.length, span.prefix_length), []).append(span)
+    shapes: list[Shape] = []
+    query_indices: list[NDArray[np.int64]] = []
+    key_indices: list[NDArray[np.int64]] = []
+    results = np.empty(sum(span.length for span in spans), dtype=np.int64)
+    num_before = 0
+    for (length, prefix_length), members in alike.items():
+        prefixes = np.array([[span.prefix_start] for span in members]) + np.arange(prefix_length)
+        own = np.array([[span.start] for span in members]) + np.arange(length)
+        keys = np.concatenate([prefixes, own], axis=1)
+        # Adding the prefix's queries makes a square, of which a causal kernel computes half: less than the rectangle.
+        queries = keys if prefix_length < length else own
+        num_queries = queries.shape[1]
+        first_own = num_before + num_queries * np.arange(len(members))[:, None] + num_queries - length
+        results[own] = first_own + np.arange(length)
+        num_before += queries.size
+        shapes.append(Shape(len(members), num_queries, prefix_length + length))
+        query_indices.append(queries.ravel())
+        key_indices.append(keys.ravel())
+    arrays = (np.concatenate(query_indices), np.concatenate(key_indices), results)
+    return SpansByShape(tuple(shapes), *(torch.from_numpy(array).to(device) for array in arrays))
 
 
 def use_packed_attention(policy: PreTrainedModel) -> None:
@@ -103,12 +166,12 @@ def packed_attention(
         raise ValueError("packed attention has no soft-capping, no attention sinks and no dropout")
     assert attention_mask is None and len(query) == 1
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-        return _attend_at_once(query, key, value, placed_spans, scaling, sliding_window), None
-    return _attend_by_shape(query, key, value, placed_spans.spans, scaling, sliding_window), None
+        return _attend_at_once(query, key, value, placed_spans.in_line, scaling, sliding_window), None
+    return _attend_by_shape(query, key, value, placed_spans.by_shape, scaling, sliding_window), None
 
 
 def _attend_at_once(
-    query: Tensor, key: Tensor, value: Tensor, placed: PlacedSpans, scaling: float | None, sliding_window: int | None
+    query: Tensor, key: Tensor, value: Tensor, placed: SpansInLine, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
     """Attend with one call of flash attention, which aligns the last query with the last key: both are a span's last input."""
     attended = varlen_attn(
@@ -128,54 +191,33 @@ def _attend_at_once(
 
 
 def _attend_by_shape(
-    query: Tensor, key: Tensor, value: Tensor, spans: Sequence[Span], scaling: float | None, sliding_window: int | None
+    query: Tensor, key: Tensor, value: Tensor, placed: SpansByShape, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
     """Attend with one call of torch's attention for all spans of the same length and prefix length."""
-    # split() and not slices: the gradient of a slice is as large as the sliced tensor.
-    lengths = [span.length for span in spans]
-    queries, keys, values = (tensor.split(lengths, dim=2) for tensor in (query, key, value))
-    indices = {span.start: index for index, span in enumerate(spans)}
-    alike: dict[tuple[int, int], list[int]] = {}
-    for index, span in enumerate(spans):
-        alike.setdefault((span.length, span.prefix_length), []).append(index)
-    attended: list[Tensor] = [query] * len(spans)
-    for (length, prefix_length), members in alike.items():
-        of_query, of_key, of_value = ([parts[index] for index in members] for parts in (queries, keys, values))
-        num_keys = prefix_length + length
-        window = sliding_window if sliding_window is not None and sliding_window < num_keys else None
-        added_queries = 0
-        if prefix_length > 0:
-            prefixes = [indices[spans[index].prefix_start] for index in members]
-            of_key = _joined(keys, prefixes, of_key)
-            of_value = _joined(values, prefixes, of_value)
-            if window is None and prefix_length < length:
-                # Adding the prefix's queries makes a square, of which a causal kernel computes half: less than the rectangle.
-                of_query = _joined(queries, prefixes, of_query)
-                added_queries = prefix_length
-        square = length + added_queries == num_keys
-        of_members = F.scaled_dot_product_attention(
-            torch.cat(of_query),
-            torch.cat(of_key),
-            torch.cat(of_value),
-            attn_mask=None if square and window is None else _visible(length, prefix_length, window, query.device),
-            is_causal=square and window is None,
+    # Gathered at once and then split: gradients of many small pieces took longer than the attention.
+    num_queries = [shape.num_spans * shape.num_queries for shape in placed.shapes]
+    num_keys = [shape.num_spans * shape.num_keys for shape in placed.shapes]
+    queries = query[0].transpose(0, 1).index_select(0, placed.query_indices).split(num_queries)
+    keys, values = (part[0].transpose(0, 1).index_select(0, placed.key_indices).split(num_keys) for part in (key, value))
+    attended: list[Tensor] = []
+    for shape, of_query, of_key, of_value in zip(placed.shapes, queries, keys, values, strict=True):
+        window = sliding_window if sliding_window is not None and sliding_window < shape.num_keys else None
+        is_causal = shape.num_queries == shape.num_keys and window is None
+        of_shape = F.scaled_dot_product_attention(
+            *(part.unflatten(0, (shape.num_spans, -1)).transpose(1, 2) for part in (of_query, of_key, of_value)),
+            attn_mask=None if is_causal else _visible(shape, window, query.device),
+            is_causal=is_causal,
             scale=scaling,
             enable_gqa=True,
         )
-        for index, of_span in zip(members, of_members[:, :, added_queries:].transpose(1, 2).split(1), strict=True):
-            attended[index] = of_span
-    return torch.cat(attended, dim=1)
+        attended.append(of_shape.transpose(1, 2).flatten(0, 1))
+    return torch.cat(attended).index_select(0, placed.results)[None]
 
 
-def _joined(parts: Sequence[Tensor], prefixes: Sequence[int], of_spans: Sequence[Tensor]) -> list[Tensor]:
-    """Join each span's part to the part of its prefix."""
-    return [torch.cat([parts[prefix], of_span], dim=2) for prefix, of_span in zip(prefixes, of_spans, strict=True)]
-
-
-def _visible(length: int, prefix_length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return the keys that each input of a span sees, `[length, prefix_length + length]` bool."""
-    keys = torch.arange(prefix_length + length, device=device)
-    before = keys[prefix_length:, None] - keys
+def _visible(shape: Shape, window: int | None, device: torch.device) -> Tensor:
+    """Return the keys that each query of a span sees, `[num_queries, num_keys]` bool."""
+    keys = torch.arange(shape.num_keys, device=device)
+    before = keys[shape.num_keys - shape.num_queries :, None] - keys
     return before >= 0 if window is None else (before >= 0) & (before < window)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offbeat.learner.policy.packed_attention import ATTENTION_NAME, check_packing, packed_attention, place_spans
+from offbeat.learner.policy.packed_attention import ATTENTION_NAME, Shape, check_packing, packed_attention, place_spans
 from offbeat.learner.policy.packing import Span, pack
 
 pytestmark = pytest.mark.slow
@@ -103,12 +103,22 @@ def test_on_a_gpu_in_bfloat16_attention_is_that_of_the_whole_matrix_in_value_and
 
 
 def test_a_kernel_for_many_lengths_finds_a_prompts_keys_once_for_each_completion():
-    placed = place_spans((Span(0, 2), Span(2, 3, 0, 2), Span(5, 1, 0, 2)), torch.device("cpu"))
+    placed = place_spans((Span(0, 2), Span(2, 3, 0, 2), Span(5, 1, 0, 2)), torch.device("cpu")).in_line
     assert placed.key_indices.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 5]
     assert placed.query_offsets.tolist() == [0, 2, 5, 6]
     assert placed.key_offsets.tolist() == [0, 2, 7, 10]
     assert placed.query_offsets.dtype == placed.key_offsets.dtype == torch.int32
     assert (placed.max_queries, placed.max_keys) == (3, 5)
+
+
+def test_a_kernel_for_one_length_gets_the_prompts_queries_too_where_a_square_is_less_work():
+    spans = (Span(0, 2), Span(2, 3, 0, 2), Span(5, 1, 0, 2), Span(6, 3, 0, 2))
+    placed = place_spans(spans, torch.device("cpu")).by_shape
+    assert placed.shapes == (Shape(1, 2, 2), Shape(2, 5, 5), Shape(1, 1, 3))
+    assert placed.query_indices.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 6, 7, 8, 5]
+    assert placed.key_indices.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 6, 7, 8, 0, 1, 5]
+    assert placed.query_indices[placed.results].tolist() == list(range(9))
+    assert placed.results.tolist() == [0, 1, 4, 5, 6, 12, 9, 10, 11]
 
 
 @pytest.mark.parametrize("setting", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}])
