@@ -12,6 +12,7 @@ from msgspec import Meta
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 ImportPath = Annotated[str, Meta(pattern=r"^[\w.]+:\w+$")]
@@ -302,7 +303,7 @@ class TrainSection(Section, frozen=True):
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory for about a third more computation."""
     deepspeed: dict[str, Any] = {}
-    """DeepSpeed options that replace those derived from the settings above."""
+    """DeepSpeed options beside those derived from the settings above."""
     checkpoint_interval: NonNegativeInt = 0
     """Number of optimizer steps between checkpoints. 0: only the final model is saved, and checkpoints that `log.retain_mb`
     needs; a learner that dies then trains again from the first step, on the groups in its log."""
@@ -336,7 +337,7 @@ class HubSection(Section, frozen=True):
     """Time between two heartbeats of an actor, in seconds."""
     dead_after_s: PositiveFloat = 15.0
     """Silence after which a peer counts as dead, in seconds. A dead actor's leases go to others."""
-    max_message_mb: PositiveInt = 256
+    max_message_mb: Annotated[int, Meta(ge=1, le=65536)] = 256
     """Maximum size of a message, in MB; larger messages are not received."""
 
 
@@ -363,9 +364,9 @@ class WeightsSection(Section, frozen=True):
     backend: Literal["auto", "gloo", "nccl", "pull"] = "auto"
     """Transport. gloo: collective broadcast of CPU tensors. nccl: collective broadcast of GPU tensors. pull: each actor fetches
     each version from the learner, encrypted where the hub is. auto: nccl when the learner trains on a GPU, else gloo."""
-    port: NonNegativeInt = 0
+    port: Port = 0
     """Port of the collective's rendezvous store on the learner's host. 0: any free port."""
-    pull_port: NonNegativeInt = 0
+    pull_port: Port = 0
     """Port of the weight server on the learner's host. 0: any free port."""
     max_pulls: PositiveInt = 2
     """Maximum number of actors that pull at the same time."""

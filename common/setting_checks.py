@@ -2,12 +2,14 @@
 
 import math
 import re
+from functools import partial
 from pathlib import Path
 
-from offbeat.common.config import Config, HubSection, LogSection, TrainSection
+from offbeat.common.config import Config, TrainSection
+from offbeat.common.deepspeed_options import check_deepspeed_options, deepspeed_warnings
 from offbeat.common.objective_checks import check_objective, objective_warnings
 from offbeat.common.run_folder import check_run_folder
-from offbeat.common.settings import SettingError, is_local_data
+from offbeat.common.settings import SettingError, collect_errors, is_local_data
 from offbeat.protocols.addresses import is_loopback
 
 BYTES_PER_TOKEN = 8
@@ -15,16 +17,12 @@ BYTES_PER_TOKEN = 8
 
 
 def check(config: Config) -> list[str]:
-    """Raise `SettingError` for the first contradiction; return warnings about valid settings that are probably not meant."""
-    _check_sampling(config)
-    _check_lengths(config)
-    check_objective(config)
-    _check_staleness(config)
-    _check_steps(config)
-    _check_task(config)
-    _check_hub(config.hub)
-    _check_log(config.log)
-    _check_launch(config)
+    """Raise `SettingError` for the contradictions; return warnings about valid settings that are probably not meant."""
+    checks = (
+        *(_check_sampling, _check_lengths, check_objective, _check_staleness, _check_steps, _check_task, _check_leases),
+        *(_check_hub, _check_ports, _check_log, _check_launch, _check_gpus, _check_run_name),
+    )
+    collect_errors([*(partial(check, config) for check in checks), partial(check_deepspeed_options, config.train)])
     return _warnings(config)
 
 
@@ -189,7 +187,19 @@ def _check_task(config: Config) -> None:
             )
 
 
-def _check_hub(hub: HubSection) -> None:
+def _check_leases(config: Config) -> None:
+    lease_s, reward_s = config.rollout.lease_timeout_s, config.task.reward_timeout_s
+    if lease_s < reward_s:
+        raise SettingError(
+            "rollout.lease_timeout_s",
+            lease_s,
+            f"a lease would expire while the rewards of its group may still be computed: task.reward_timeout_s = {reward_s}",
+            "Set it well above that, or lower task.reward_timeout_s.",
+        )
+
+
+def _check_hub(config: Config) -> None:
+    hub = config.hub
     if hub.heartbeat_s >= hub.dead_after_s:
         raise SettingError(
             "hub.dead_after_s",
@@ -209,7 +219,8 @@ def _check_hub(hub: HubSection) -> None:
                 "Set it too (`offbeat keygen` says how), or remove the others.",
             )
     for name, address in (("address", hub.address), ("bind", hub.bind)):
-        if address and not _is_loopback(f"hub.{name}", address) and not hub.key:
+        is_given = address or name == "address"
+        if is_given and not _is_loopback(f"hub.{name}", address) and not hub.key:
             raise SettingError(
                 f"hub.{name}",
                 address,
@@ -227,7 +238,30 @@ def _is_loopback(setting: str, address: str) -> bool:
     return is_loopback(address)
 
 
-def _check_log(log: LogSection) -> None:
+def _check_ports(config: Config) -> None:
+    """Refuse ports that two listeners of the learner would share."""
+    taken: dict[str, str] = {}
+    bound = (config.hub.bind or config.hub.address).rpartition(":")[2]
+    ports = {"hub.address": bound, "weights.port": str(config.weights.port), "weights.pull_port": str(config.weights.pull_port)}
+    for setting, port in ports.items():
+        if port != "0" and port in taken:
+            raise SettingError(
+                setting, int(port), f"{taken[port]} has the same port", "Give each a port of its own, or 0 for any free port."
+            )
+        taken[port] = setting
+
+
+def _check_run_name(config: Config) -> None:
+    folder = config.run.dir
+    if not folder.strip():
+        raise SettingError("run.dir", folder, "no folder is given", 'Name one, for example "runs/{time}".')
+    placeholder = re.search(r"\{\w*\}", folder)
+    if placeholder is not None and placeholder[0] != "{time}":
+        raise SettingError("run.dir", folder, f"{placeholder[0]} stands for nothing", "Write {time} for the start time.")
+
+
+def _check_log(config: Config) -> None:
+    log = config.log
     if log.retain_mb < 2 * log.segment_mb:
         raise SettingError(
             "log.retain_mb",
@@ -239,6 +273,13 @@ def _check_log(log: LogSection) -> None:
 
 def _check_launch(config: Config) -> None:
     launch = config.launch
+    if launch.num_actors > config.hub.max_actors:
+        raise SettingError(
+            "launch.num_actors",
+            launch.num_actors,
+            f"the learner would refuse some of them: hub.max_actors = {config.hub.max_actors}",
+            "Lower it, or raise hub.max_actors.",
+        )
     if launch.actor_gpus and len(launch.actor_gpus) != launch.num_actors:
         raise SettingError(
             "launch.actor_gpus",
@@ -255,6 +296,16 @@ def _check_launch(config: Config) -> None:
         )
 
 
+def _check_gpus(config: Config) -> None:
+    """Refuse a GPU that two learner processes, or one actor twice, would use."""
+    launch = config.launch
+    for setting, gpus in (("learner_gpus", launch.learner_gpus), *(("actor_gpus", gpus) for gpus in launch.actor_gpus)):
+        twice = [gpu for gpu in set(gpus) if gpus.count(gpu) > 1]
+        if twice or any(gpu < 0 for gpu in gpus):
+            problem = f"GPU {twice[0]} is there twice" if twice else "an index is below 0"
+            raise SettingError(f"launch.{setting}", gpus, problem, "Give each process a GPU of its own, counted from 0.")
+
+
 def _check_model_folder(path: str) -> None:
     folder = Path(path)
     if folder.is_dir():
@@ -268,7 +319,13 @@ def _check_model_folder(path: str) -> None:
 
 
 def _warnings(config: Config) -> list[str]:
-    warnings = objective_warnings(config)
+    warnings = [*objective_warnings(config), *deepspeed_warnings(config.train)]
+    ranks, groups = config.launch.learner_processes, config.train.groups_per_step
+    if groups % ranks:
+        warnings.append(
+            f"train.groups_per_step = {groups} is not a multiple of launch.learner_processes = {ranks}: some ranks wait for "
+            "others in each step."
+        )
     evaluation = config.evaluation
     if evaluation.interval and evaluation.temperature == 0 and evaluation.group_size > 1:
         warnings.append(

@@ -10,7 +10,8 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,9 @@ from msgspec.structs import FieldInfo
 from offbeat.common import config as config_module
 from offbeat.common.config import Config, Section
 from offbeat.common.objectives import complete
+
+LARGEST_NUMBER = 2**53
+"""No whole number of a setting is larger: floats count exactly up to here."""
 
 ALIASES = {"staleness.max_off_policy_steps": "max_staleness"}
 """Names from other systems, as `section.key`, with the key of the setting they stand for."""
@@ -37,6 +41,30 @@ class SettingError(Exception):
     def __init__(self, setting: str, value: object, problem: str, cure: str) -> None:
         super().__init__(f"{setting} = {_shown(value)}: {problem}. {cure}")
         self.setting = setting
+        self.texts = (str(self),)
+
+
+class SeveralSettingsError(SettingError):
+    """Several mistakes of the user, told at once; the text has a line for each."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        Exception.__init__(self, "\n".join(texts))
+        self.setting = "several settings"
+        self.texts = tuple(texts)
+
+
+def collect_errors(checks: Iterable[Callable[[], object]]) -> None:
+    """Run independent checks; raise the `SettingError` of the only one that raises, or those of all together."""
+    errors: list[SettingError] = []
+    for check in checks:
+        try:
+            check()
+        except SettingError as error:
+            errors.append(error)
+    if len(errors) > 1:
+        raise SeveralSettingsError([text for error in errors for text in error.texts])
+    for error in errors:
+        raise error
 
 
 class Explanation(NamedTuple):
@@ -61,8 +89,7 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """
     data: dict[str, Any] = {} if path is None else _read_toml(path)
     _replace_aliases(data)
-    for override in overrides:
-        _apply_override(data, override)
+    collect_errors([partial(_apply_override, data, override) for override in overrides])
     return complete(_convert(data))
 
 
@@ -234,14 +261,22 @@ def _did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def _convert(data: dict[str, Any]) -> Config:
-    sections: dict[str, Section] = {}
-    for section_name, table in data.items():
+    """Return the config of nested tables; raise all mistakes in them at once."""
+    values: dict[str, dict[str, Any]] = {}
+
+    def convert_section(section_name: str, table: object) -> None:
         if not isinstance(table, dict):
             raise SettingError(section_name, table, "it is outside of any section", "Put it under its [section].")
         if section_name not in _sections():
             _find_field(section_name, "")
-        values = {key: _convert_value(section_name, _find_field(section_name, key), table[key]) for key in table}
-        sections[section_name] = _sections()[section_name](**values)
+        values[section_name] = {}
+        collect_errors([partial(convert, section_name, key, value) for key, value in table.items()])
+
+    def convert(section_name: str, key: str, value: object) -> None:
+        values[section_name][key] = _convert_value(section_name, _find_field(section_name, key), value)
+
+    collect_errors([partial(convert_section, section_name, table) for section_name, table in data.items()])
+    sections = {name: _sections()[name](**of_section) for name, of_section in values.items()}
     return Config(**sections)  # pyright: ignore[reportArgumentType], each name goes with its own section
 
 
@@ -254,9 +289,12 @@ def _convert_value(section_name: str, field: FieldInfo, value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise SettingError(setting, value, "the number is not finite", cure)
     try:
-        return msgspec.convert(value, field.type)
+        converted = msgspec.convert(value, field.type)
     except msgspec.ValidationError as error:
         raise SettingError(setting, value, "the value is not accepted", cure) from error
+    if isinstance(converted, int) and converted > LARGEST_NUMBER:
+        raise SettingError(setting, value, f"the number is above {LARGEST_NUMBER}", cure)
+    return converted
 
 
 def _describe(accepted: types.Type) -> str:

@@ -71,14 +71,17 @@ def main() -> None:
         die_with_parent(int(parent))
     try:
         make_app()()
-    except (SettingError, ChannelError) as error:
-        _fail(error, USER_ERROR_STATUS)
+    except SettingError as error:
+        _fail(error.texts, USER_ERROR_STATUS)
+    except ChannelError as error:
+        _fail((str(error),), USER_ERROR_STATUS)
     except ServiceError as error:
-        _fail(error, GAVE_UP_STATUS)
+        _fail((str(error),), GAVE_UP_STATUS)
 
 
-def _fail(error: Exception, status: int) -> None:
-    print(f"error: {error}", file=sys.stderr)
+def _fail(texts: tuple[str, ...], status: int) -> None:
+    for text in texts:
+        print(f"error: {text}", file=sys.stderr)
     sys.exit(status)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from offbeat.common.config import TrainSection
+from offbeat.common.deepspeed_options import check_deepspeed_options
 from offbeat.common.environment import fast_imports
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 
@@ -22,22 +23,10 @@ GATHER_BUCKET_NUMEL = 2**26
 MAX_FULL_GRADIENTS = 16
 """Number of gradients that `full_gradients` reads under ZeRO."""
 
-_REPLACEMENTS = {
-    "train_batch_size": "train.groups_per_step",
-    "train_micro_batch_size_per_gpu": "train.micro_batch_tokens",
-    "gradient_accumulation_steps": "train.micro_batch_tokens",
-    "scheduler": "train.lr_schedule",
-    "bf16": "model.dtype",
-    "fp16": "model.dtype",
-}
-"""DeepSpeed settings that `train.deepspeed` may not contain, and the setting to use instead."""
-
 
 def deepspeed_config(train: TrainSection, dtype: Literal["float32", "bfloat16"]) -> dict[str, Any]:
-    """Return the DeepSpeed config of these settings, with `train.deepspeed` merged over it."""
-    for name in train.deepspeed:
-        if name in _REPLACEMENTS:
-            raise ValueError(f"train.deepspeed: {name!r} cannot be set there; use {_REPLACEMENTS[name]}")
+    """Return the DeepSpeed config of these settings with `train.deepspeed`; raise `SettingError` for its wrong options."""
+    check_deepspeed_options(train)
     config: dict[str, Any] = {
         # Micro-batches have any number of rows and accumulate by hand; these two only satisfy DeepSpeed's arithmetic.
         "train_micro_batch_size_per_gpu": 1,

@@ -63,6 +63,27 @@ def test_defaults_with_a_model_and_data_pass_without_warnings() -> None:
         (["launch.num_actors=2", "launch.actor_gpus=[[0]]"], ["launch.actor_gpus = [[0]]", "1 entries", "num_actors = 2"]),
         (["launch.learner_gpus=[0, 1]"], ["launch.learner_gpus = [0, 1]"]),
         (["model.path="], ["model.path"]),
+        (["hub.address="], ['hub.address = ""', "not an address"]),
+        (["weights.pull_port=5700"], ["weights.pull_port = 5700", "hub.address has the same port"]),
+        (["weights.port=6000", "weights.pull_port=6000"], ["weights.pull_port = 6000", "weights.port has the same port"]),
+        (["launch.num_actors=2000"], ["launch.num_actors = 2000", "hub.max_actors = 1024"]),
+        (["launch.num_actors=100000000"], ["launch.num_actors = 100000000", "hub.max_actors"]),
+        (["launch.learner_processes=2", "launch.learner_gpus=[0, 0]"], ["launch.learner_gpus = [0, 0]", "GPU 0", "twice"]),
+        (["launch.actor_gpus=[[1, 1]]"], ["launch.actor_gpus = [1, 1]", "twice"]),
+        (["launch.learner_gpus=[-1]"], ["launch.learner_gpus = [-1]", "below 0"]),
+        (["rollout.lease_timeout_s=10"], ["rollout.lease_timeout_s = 10.0", "task.reward_timeout_s = 30.0"]),
+        (["run.dir="], ['run.dir = ""', "no folder"]),
+        (["run.dir=runs/{tme}"], ["run.dir", "{tme} stands for nothing", "{time}"]),
+        (["train.deepspeed.optimiser={}"], ["train.deepspeed.optimiser", "no such option"]),
+        (["train.deepspeed.train_batch_size=4"], ["train.deepspeed.train_batch_size = 4", "train.groups_per_step"]),
+        (["train.deepspeed.fp16={enabled = true}"], ["train.deepspeed.fp16", "model.dtype"]),
+        (["train.deepspeed.gradient_clipping=0.5"], ["train.deepspeed.gradient_clipping = 0.5", "train.max_grad_norm"]),
+        (["train.deepspeed.zero_optimization=3"], ["train.deepspeed.zero_optimization = 3", "a table"]),
+        (["train.deepspeed.dump_state={}"], ["train.deepspeed.dump_state", "a single value"]),
+        (
+            ["train.deepspeed.zero_optimization={stage = 3}"],
+            ["train.deepspeed.zero_optimization.stage = 3", "train.zero_stage is 0"],
+        ),
         (["task.train_data="], ["task.train_data"]),
     ],
 )
@@ -91,6 +112,24 @@ def test_contradiction_is_refused(overrides: list[str], parts: list[str]) -> Non
 )
 def test_settings_at_the_edge_pass(overrides: list[str]) -> None:
     assert check(load(None, [*GOOD, *overrides])) == []
+
+
+def test_all_contradictions_are_told_at_once() -> None:
+    with pytest.raises(SettingError) as raised:
+        check(load(None, [*GOOD, "rollout.top_p=0.9", "train.warmup_steps=2000", "hub.dead_after_s=1"]))
+    assert [text.split(" = ")[0] for text in raised.value.texts] == ["rollout.top_p", "train.warmup_steps", "hub.dead_after_s"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        (['train.deepspeed={optimizer = {type = "SGD"}}'], "train.deepspeed.optimizer replaces AdamW"),
+        (["train.groups_per_step=3", "launch.learner_processes=2"], "train.groups_per_step = 3 is not a multiple"),
+    ],
+)
+def test_odd_settings_are_warned_about(overrides: list[str], part: str) -> None:
+    (warning,) = check(load(None, [*GOOD, *overrides]))
+    assert part in warning
 
 
 def test_band_narrower_than_the_engine_noise_is_warned_about() -> None:

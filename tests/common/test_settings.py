@@ -254,3 +254,27 @@ def test_folder_with_a_path_of_three_parts_is_not_a_dataset_of_the_hub(tmp_path:
     (tmp_path / "openai/gsm8k/main").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert is_local_data("openai/gsm8k/main")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.num_steps=1e30",
+        "run.seed=1e30",
+        "hub.max_message_mb=1e15",
+        "weights.port=65536",
+        "weights.pull_port=70000",
+        "log.min_free_mb=1e30",
+    ],
+)
+def test_number_beyond_every_use_is_refused(override: str) -> None:
+    with pytest.raises(SettingError, match=override.split("=")[0]):
+        load(None, [override])
+
+
+def test_all_values_that_are_not_accepted_are_told_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[train]\nnum_steps = "many"\n[hub]\nheartbeat_s = -1\nport = 3\n')
+    with pytest.raises(SettingError) as raised:
+        load(file)
+    assert [text.split(" = ")[0] for text in raised.value.texts] == ["train.num_steps", "hub.heartbeat_s", "setting"]

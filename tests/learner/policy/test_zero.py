@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.common.config import TrainSection
+from offbeat.common.settings import SettingError
 from offbeat.learner.policy.process_group import join_process_group
 from offbeat.learner.policy.zero import MAX_FULL_GRADIENTS, deepspeed_config, full_gradients, gathered_parameters, make_engine
 from tests.learner.training.trainer_cases import SGD
@@ -32,7 +33,7 @@ def test_bfloat16_accumulates_gradients_in_float32_at_every_stage():
 
 @pytest.mark.parametrize("name", ["gradient_accumulation_steps", "train_batch_size", "scheduler", "bf16"])
 def test_a_setting_that_has_another_place_is_refused_by_name(name):
-    with pytest.raises(ValueError, match=f"train.deepspeed: '{name}' cannot be set there; use "):
+    with pytest.raises(SettingError, match=rf"train\.deepspeed\.{name} = 1: another setting decides this. Use "):
         deepspeed_config(TrainSection(deepspeed={name: 1}), "float32")
 
 
