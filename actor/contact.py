@@ -144,12 +144,16 @@ class LearnerContact:
         """Return True when `hub.heartbeat_s` passed since the last heartbeat."""
         return self._clock() - self._heartbeat_at >= self._config.hub.heartbeat_s
 
-    def send_heartbeat(self, policy_version: int, stats: ActorStats, lease_ids: tuple[int, ...]) -> None:
+    def send_heartbeat(self, policy_version: int | None, stats: ActorStats, lease_ids: tuple[int, ...]) -> None:
         """Tell the learner the state of this actor."""
         self._heartbeat_at = self._clock()
-        newest_lease_id = -1 if self._newest_lease_id is None else self._newest_lease_id
         self._link.send(
-            ActorHeartbeat(policy_version=policy_version, stats=stats, lease_ids=lease_ids, seen_lease_id=newest_lease_id)
+            ActorHeartbeat(
+                policy_version=-1 if policy_version is None else policy_version,
+                stats=stats,
+                lease_ids=lease_ids,
+                seen_lease_id=-1 if self._newest_lease_id is None else self._newest_lease_id,
+            )
         )
 
     def _check_patience(self, searching_s: float) -> None:

@@ -48,8 +48,8 @@ class Engine(Protocol):
         ...
 
     @property
-    def policy_version(self) -> int:
-        """Version of the weights that the next step samples with; -1 before the first `load_weights`."""
+    def policy_version(self) -> int | None:
+        """Version of the weights that the next step samples with; None before the first `load_weights`."""
         ...
 
     @property
@@ -63,7 +63,7 @@ class Engine(Protocol):
         ...
 
     def submit(self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
-        """Queue one completion."""
+        """Queue one completion. Weights must have been loaded."""
         ...
 
     def step(self) -> list[Completion]:

@@ -102,6 +102,8 @@ class Jobs:
     def start_ready(self) -> None:
         """Submit the leases whose weights are here to the engine."""
         version = self._engine.policy_version
+        if version is None:
+            return
         ready = [job for job in self._waiting if job.lease.min_policy_version <= version]
         self._waiting = [job for job in self._waiting if job.lease.min_policy_version > version]
         for job in ready:

@@ -220,7 +220,7 @@ class ActorService:
     def _reason_to_wait(self) -> Activity:
         if self._rewards.num_pending:
             return "wait_rewards"
-        is_behind = self._jobs.are_waiting_for_weights or self._engine.policy_version < 0
+        is_behind = self._jobs.are_waiting_for_weights or self._engine.policy_version is None
         return "wait_weights" if is_behind else "wait_leases"
 
     def _handle(self, message: LearnerMessage, arrays: tuple[Frame, ...]) -> None:

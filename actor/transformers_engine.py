@@ -73,7 +73,7 @@ class TransformersEngine:
             max_model_len=max_model_len,
             hashes=hashes,
         )
-        self._policy_version = -1
+        self._policy_version: int | None = None
         self._segments: dict[str, list[Segment]] = {}
         """Segments of every unfinished completion, by request id."""
         self._num_ended_tokens = 0
@@ -83,7 +83,7 @@ class TransformersEngine:
         return self._info
 
     @property
-    def policy_version(self) -> int:
+    def policy_version(self) -> int | None:
         return self._policy_version
 
     @property
@@ -97,6 +97,7 @@ class TransformersEngine:
     def submit(self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
         num_prompt_tokens = len(prompt_token_ids)
         check_prompt_length(num_prompt_tokens, self._info.max_model_len)
+        assert self._policy_version is not None, "weights come before prompts"
         self._segments[request_id] = [Segment(self._policy_version, 0)]
         self._batches.scheduler.add_waiting_request(
             RequestState(

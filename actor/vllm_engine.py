@@ -89,14 +89,14 @@ class VllmEngine:
         self._finished: list[Completion] = []
         """Completions that finished while `score` stepped the engine."""
         self._num_ended_tokens = 0
-        self._set_policy_version(-1)
+        self._policy_version: int | None = None
 
     @property
     def info(self) -> EngineInfo:
         return self._info
 
     @property
-    def policy_version(self) -> int:
+    def policy_version(self) -> int | None:
         return self._policy_version
 
     @property
@@ -132,7 +132,8 @@ class VllmEngine:
             self._engine.collective_rpc(WeightLoading.load_host_weights.__name__, args=(weights,))
         else:
             self._share_weights(dict(weights))
-        self._set_policy_version(policy_version)
+        self._policy_version = policy_version
+        self._engine.set_weight_version(str(policy_version))
         # With completions running vLLM keeps the prefix cache too; `_prompt` keeps new prompts from using that.
         if recompute_kv or not self._engine.has_unfinished_requests():
             self._engine.reset_prefix_cache(reset_running_requests=recompute_kv)
@@ -168,10 +169,6 @@ class VllmEngine:
         self._shared_weights.write(weights.values())
         arguments = (self._shared_weights.path, self._shared_weights.layout)
         self._engine.collective_rpc(WeightLoading.load_shared_weights.__name__, args=arguments)
-
-    def _set_policy_version(self, policy_version: int) -> None:
-        self._policy_version = policy_version
-        self._engine.set_weight_version(str(policy_version))
 
     def _prompt(self, token_ids: Sequence[int]) -> TokensInput:
         """Return the prompt with a salt that keeps it from starting on cached keys of older weights."""

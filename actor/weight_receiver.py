@@ -24,7 +24,7 @@ from offbeat.protocols.messages import TensorSpec, WeightPull, WeightsStaged, We
 logger = logging.getLogger(__name__)
 
 
-class Outcome(NamedTuple):
+class TransferEnd(NamedTuple):
     """The end of a transfer."""
 
     policy_version: int
@@ -52,7 +52,7 @@ class WeightReceiver:
         self.buffer = WeightBuffer(layout)
         self._open_link = open_link
         self._announced: WeightUpdate | WeightPull | None = None
-        self._outcome: Outcome | None = None
+        self._outcome: TransferEnd | None = None
         self._is_receiving = False
         self._store: TCPStore | None = None
         self._store_address = ("", 0)
@@ -76,7 +76,7 @@ class WeightReceiver:
         with self._changed:
             return self._is_receiving or self._announced is not None or self._outcome is not None
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> TransferEnd | None:
         """Return the transfer that ended since the last call. After a success, commit from `buffer`, then `release`."""
         with self._changed:
             if self._failure is not None:
@@ -112,7 +112,7 @@ class WeightReceiver:
                     # The learner does not care how an update failed that it has replaced by a newer one.
                     if error is None or self._announced is None:
                         epoch = update.epoch if isinstance(update, WeightUpdate) else None
-                        self._outcome = Outcome(update.policy_version, epoch, error)
+                        self._outcome = TransferEnd(update.policy_version, epoch, error)
             self._drop_group()
             self._store = None
         except BaseException as error:  # noqa: BLE001  a dead receiver must raise in the actor's loop

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from offbeat.actor.engine import Engine
-from offbeat.actor.weight_receiver import Outcome, WeightReceiver
+from offbeat.actor.weight_receiver import TransferEnd, WeightReceiver
 from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import (
     ActorMessage,
@@ -70,7 +70,7 @@ class WeightUpdates:
         if self._receiver is not None:
             self._receiver.announce(update)
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> TransferEnd | None:
         """Return the transfer that ended since the last call. After a success, call `commit`."""
         return None if self._receiver is None else self._receiver.outcome()
 

@@ -6,7 +6,7 @@ under names that `offbeat.common.step_metrics` lists.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, get_args
 
 import msgspec
 
@@ -131,8 +131,8 @@ class ActorRow(Stamped, frozen=True, kw_only=True, tag="actor"):
 
     actor: str
     """The actor that sent the heartbeat."""
-    policy_version: int
-    """The version of the actor's weights; -1 before the first."""
+    policy_version: int | None
+    """The version of the actor's weights; None before the first, written as -1."""
     num_generated_tokens: int
     """Tokens that its engine has sampled since the start."""
     num_groups_sent: int
@@ -314,29 +314,20 @@ Row = (
 Recorder = Callable[[Row], None]
 """Takes a row to where rows are kept."""
 
-ROW_TYPES: tuple[type[Row], ...] = (
-    StepRow,
-    EvalRow,
-    GroupRow,
-    SampleRow,
-    ActorRow,
-    WeightsRow,
-    CommitRow,
-    CanaryRow,
-    RoutingRow,
-    EngineRow,
-    EventRow,
-    EpochRow,
-    FinalRow,
-)
+ROW_TYPES: tuple[type[Row], ...] = get_args(Row)
+_NO_VERSION = -1
+"""Stands in the file for the version of an actor without weights."""
 _TYPES_BY_KIND = {str(row_type.__struct_config__.tag): row_type for row_type in ROW_TYPES}
 
 
 def row_fields(row: Row) -> dict[str, Any]:
     """Return the JSON object that a row is written as. `TypeError` for values that JSON cannot hold, numpy's included."""
     fields = msgspec.to_builtins(row)
-    metrics = fields.pop("metrics") if isinstance(row, StepRow | RoutingRow) else {}
-    return fields | metrics
+    if isinstance(row, StepRow | RoutingRow):
+        return fields | fields.pop("metrics")
+    if isinstance(row, ActorRow) and row.policy_version is None:
+        fields["policy_version"] = _NO_VERSION
+    return fields
 
 
 def encode_row(row: Row) -> bytes:
@@ -358,6 +349,8 @@ def decode_row(line: bytes) -> Row | OtherRow | None:
             own = row_type.__struct_fields__
             metrics = {current_name(name): value for name, value in fields.items() if name not in own and _is_metric(value)}
             return msgspec.convert(fields | {"metrics": metrics}, row_type)
+        if row_type is ActorRow and fields.get("policy_version") == _NO_VERSION:
+            fields["policy_version"] = None
         if row_type is not None:
             return msgspec.convert(fields, row_type)
     except msgspec.ValidationError:

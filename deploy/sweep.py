@@ -138,7 +138,7 @@ def run_cells(
     return 130 if stop else 1 if num_failed else 0
 
 
-def show_commands(cells: Sequence[Cell], folder: Path, *, as_job: bool) -> str:
+def render_commands(cells: Sequence[Cell], folder: Path, *, as_job: bool) -> str:
     """Return the commands of the unfinished runs, one per line or as one job array, and log how to make the report."""
     todo = [cell for cell in cells if state_of(read_run(cell.folder)) != "finished"]
     logger.info(

@@ -156,19 +156,19 @@ def check_source(config: Config, source: Path, engine: EngineInfo) -> None:
         raise SettingError("model.path", config.model.path, f"it has changed since the run in {source}", cure)
 
 
-def show_calibration(calibration: Calibration, folder: Path, *, as_json: bool) -> None:
+def print_calibration(calibration: Calibration, folder: Path, *, as_json: bool) -> None:
     """Write the calibration into `folder`, and print it."""
     folder.mkdir(parents=True, exist_ok=True)
     file = save_calibration(calibration, folder)
     if as_json:
         print(file.read_text())
     else:
-        stdout_console().print(calibration_tables(calibration))
+        stdout_console().print(render_calibration(calibration))
         # Not by the console, which would break long lines: they are to be pasted.
         print(settings_to_paste(calibration, file))
 
 
-def calibration_tables(calibration: Calibration) -> RenderableType:
+def render_calibration(calibration: Calibration) -> RenderableType:
     """Return the calibration as text and tables."""
     floor, engine, learner = calibration.floor, calibration.engine, calibration.learner
     head = Text()

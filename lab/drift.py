@@ -42,7 +42,7 @@ class DriftReport(msgspec.Struct, frozen=True):
     """The learner's own count of the leases; None until the run has ended."""
 
 
-def show_drift(run_folder: Path, *, as_json: bool) -> None:
+def print_drift(run_folder: Path, *, as_json: bool) -> None:
     """Print the drift and bias report of a run, finished or not. `SettingError` for a folder that holds no run."""
     rows_file = run_folder / ROWS_FILE
     if not rows_file.is_file():
@@ -51,7 +51,7 @@ def show_drift(run_folder: Path, *, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
-        stdout_console().print(drift_tables(report))
+        stdout_console().print(render_drift(report))
 
 
 def drift_report(history: RunHistory) -> DriftReport:
@@ -185,7 +185,7 @@ def _comparison_cells(comparison: BiasTest) -> tuple[str, ...]:
     )
 
 
-def drift_tables(report: DriftReport) -> RenderableType:
+def render_drift(report: DriftReport) -> RenderableType:
     """Return the report as tables and sentences."""
     if not report.by_lag:
         drift: RenderableType = Text("No step has recorded its drift by policy lag.", style="yellow")

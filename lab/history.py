@@ -85,8 +85,8 @@ class ActorHistory:
     """One actor, over all its restarts under one name."""
 
     name: str
-    policy_version: int = -1
-    """The newest version it reported; -1 before the first."""
+    policy_version: int | None = None
+    """The version it reported last; None before it has weights."""
     num_groups_sent: int = 0
     num_generated_tokens: int = 0
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))

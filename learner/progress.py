@@ -50,7 +50,7 @@ _ACTOR_EVENTS = {"actor_joined": "joined", "actor_lost": "lost", "actor_left": "
 
 
 class Progress:
-    """Shows metrics rows as they are written; any thread may call `show`.
+    """Shows metrics rows as they are written; any thread may call `add`.
 
     Log lines that go through `common.logs` appear above the live display. Leaving the context prints the end line:
     outcome, steps, final reward, wall time.
@@ -91,10 +91,10 @@ class Progress:
             self._live.stop()
         logger.info("%s", self._end_line(exc_type))
 
-    def show(self, row: Row) -> None:
+    def add(self, row: Row) -> None:
         """Update the display by one metrics row; kinds that are not displayed do nothing."""
         with self._lock:
-            line = self._add(row)
+            line = self._add_row(row)
         if line and self._live is None:
             logger.info("%s", line)
 
@@ -103,7 +103,7 @@ class Progress:
         with self._lock:
             return Group(self._steps_bar(), self._figures(), self._actor_table())
 
-    def _add(self, row: Row) -> str | None:
+    def _add_row(self, row: Row) -> str | None:
         """Update the state; return the plain line that is due, if any."""
         match row:
             case StepRow():
@@ -228,7 +228,8 @@ class Progress:
         for name, actor in sorted(by_attention[:MAX_ACTOR_LINES]):
             state, style = actor.state(self._clock())
             rate = f"{actor.tokens_per_s():,.0f} tok/s" if actor.is_present else ""
-            table.add_row(Text(name, style="bold"), f"version {actor.policy_version}", Text(rate), Text(state, style=style))
+            version = "no weights yet" if actor.policy_version is None else f"version {actor.policy_version}"
+            table.add_row(Text(name, style="bold"), version, Text(rate), Text(state, style=style))
         num_hidden = len(self._actors) - MAX_ACTOR_LINES
         if num_hidden > 0:
             table.add_row(Text(f"and {num_hidden} more", style="dim"))
@@ -241,8 +242,8 @@ class _ActorLine:
     def __init__(self) -> None:
         self.status: str | None = None
         """`joined`, `lost`, `left` or `excluded`; None while all is well."""
-        self.policy_version = -1
-        """The version that the actor's rows report; -1, as there, before it has weights."""
+        self.policy_version: int | None = None
+        """The version that the actor's rows report; None before it has weights."""
         self._stats: deque[ActorRow] = deque()
         """Actor rows of the last `RATE_WINDOW_S`, at least two once there were two."""
 

@@ -28,7 +28,7 @@ from offbeat.learner.weights.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
-Outcome = Literal["finished", "stopped"]
+RunOutcome = Literal["finished", "stopped"]
 
 MODEL = "model"
 WAIT_S = 1.0
@@ -68,7 +68,7 @@ class TrainingLoop:
         """The trainer's."""
         return self._trainer.policy_version
 
-    def run(self, stop: StopRequest) -> Outcome:
+    def run(self, stop: StopRequest) -> RunOutcome:
         """Train to the end, or until `stop`.
 
         Consumes: batches of groups. Waits for: the dispatcher, in `_wait_batch` and `_finish_evaluations`. Produces: published
@@ -211,7 +211,7 @@ class Learner:
         self._record = record
         self._started = started
 
-    def run(self, stop: StopRequest) -> Outcome:
+    def run(self, stop: StopRequest) -> RunOutcome:
         """Run to the end; raises what ended the run early, after writing the final row."""
         try:
             self._record(EventRow(event="run_started", detail=_software()))

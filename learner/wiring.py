@@ -40,7 +40,7 @@ from offbeat.learner.leases.recovery import Recovered
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.progress import Progress
 from offbeat.learner.resume import Checkpoints, load_checkpoint, open_log, recover_run, tell_kept_settings, tell_resumed
-from offbeat.learner.service import Learner, Outcome, TrainingLoop
+from offbeat.learner.service import Learner, RunOutcome, TrainingLoop
 from offbeat.learner.step_rows import StepRows
 from offbeat.learner.training.ranks import RankedTrainer
 from offbeat.learner.training.trainer import Trainer
@@ -57,7 +57,7 @@ CHUNK_REQUEST_BYTES = 4096
 """No message to the weight server is longer."""
 
 
-def run_learner(config: Config, stop: StopRequest) -> Outcome:
+def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
     """Train until `train.num_steps` or a signal; every rank of the learner calls this."""
     if int(os.environ.get("RANK", "0")) > 0:
         RankedTrainer(Trainer(config)).follow()
@@ -82,7 +82,7 @@ def run_learner(config: Config, stop: StopRequest) -> Outcome:
         progress = Progress(config.train.num_steps)
 
         def record(row: Row) -> None:
-            progress.show(metrics.write(row))
+            progress.add(metrics.write(row))
 
         learner = open_learner(config, folder, hub, open_weight_hub, record)
         with progress:

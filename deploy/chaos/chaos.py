@@ -27,7 +27,7 @@ from offbeat.common.settings import load, resolved_toml
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.chaos.faults import Clock, open_disk
 from offbeat.deploy.chaos.network import Network, open_network
-from offbeat.deploy.chaos.round import LOCAL, REMOTE, Happened, Room, StoppedError, run_round
+from offbeat.deploy.chaos.round import LOCAL, REMOTE, Happened, Site, StoppedError, run_round
 from offbeat.deploy.chaos.schedule import KINDS, plan, round_seed
 from offbeat.deploy.launch import processes
 from offbeat.deploy.launch.keygen import ALLOWED_KEYS, make_keys
@@ -115,10 +115,10 @@ def run_chaos(
             while not rounds or time.monotonic() < deadline:
                 name, one_seed = f"round-{len(rounds)}", round_seed(seed, len(rounds))
                 with ExitStack() as round_stack:
-                    room = _open_room(config, work / name, folder / name, network, mark, round_stack)
-                    room = _write_config(room, one_seed, is_quickstart=is_quickstart)
-                    has_disk = room.disk is not None
-                    rounds.append(_run_audited(room, one_seed, mark, stop, is_quickstart=is_quickstart))
+                    site = _open_site(config, work / name, folder / name, network, mark, round_stack)
+                    site = _write_config(site, one_seed, is_quickstart=is_quickstart)
+                    has_disk = site.disk is not None
+                    rounds.append(_run_audited(site, one_seed, mark, stop, is_quickstart=is_quickstart))
                 shutil.rmtree(work / name)
                 _log_round(len(rounds) - 1, rounds[-1])
         except StoppedError:
@@ -128,7 +128,7 @@ def run_chaos(
     return report
 
 
-def _open_room(config: Config, work: Path, keep: Path, network: Network, mark: str, stack: ExitStack) -> Room:
+def _open_site(config: Config, work: Path, keep: Path, network: Network, mark: str, stack: ExitStack) -> Site:
     """Make the folders, keys, clock and disk of a round below `work`, to be taken down by `stack`; logs go to `keep`."""
     run = work / "run"
     run.mkdir(parents=True)
@@ -140,7 +140,7 @@ def _open_room(config: Config, work: Path, keep: Path, network: Network, mark: s
     temporary.mkdir()
     make_keys(work / "keys", [LOCAL, REMOTE])
     keep.mkdir()
-    return Room(
+    return Site(
         run=run,
         config=config,
         config_file=work / "run.toml",
@@ -154,12 +154,12 @@ def _open_room(config: Config, work: Path, keep: Path, network: Network, mark: s
     )
 
 
-def _write_config(room: Room, seed: int, *, is_quickstart: bool) -> Room:
-    """Write the round's config file; return the room with that config."""
-    config, work = room.config, room.config_file.parent
+def _write_config(site: Site, seed: int, *, is_quickstart: bool) -> Site:
+    """Write the round's config file; return the site with that config."""
+    config, work = site.config, site.config_file.parent
     hub = replace(
         config.hub,
-        address=f"tcp://{room.network.learner_host}:{room.hub_port}",
+        address=f"tcp://{site.network.learner_host}:{site.hub_port}",
         key=f"{work}/keys/{{name}}.key",
         learner_key=f"{work}/keys/learner.pub",
         allowed_keys=f"{work}/keys/{ALLOWED_KEYS}",
@@ -170,30 +170,30 @@ def _write_config(room: Room, seed: int, *, is_quickstart: bool) -> Room:
         rows = Path(task.train_data).read_text().splitlines(keepends=True)
         data.write_text("".join(rows[:NUM_PROMPTS]))
         task = replace(task, train_data=str(data))
-    config = replace(config, run=replace(config.run, dir=str(room.run), seed=seed), hub=hub, task=task)
-    room.config_file.write_text(resolved_toml(config))
-    return room._replace(config=config)
+    config = replace(config, run=replace(config.run, dir=str(site.run), seed=seed), hub=hub, task=task)
+    site.config_file.write_text(resolved_toml(config))
+    return site._replace(config=config)
 
 
-def _run_audited(room: Room, seed: int, mark: str, stop: StopRequest, *, is_quickstart: bool) -> RoundReport:
+def _run_audited(site: Site, seed: int, mark: str, stop: StopRequest, *, is_quickstart: bool) -> RoundReport:
     """Run a round and audit its folder; copy the folder to the logs, whole when the round is bad."""
-    num_steps = room.config.train.num_steps
-    faults = plan(seed, num_steps=num_steps, dead_after_s=room.config.hub.dead_after_s)
-    result = run_round(faults, room, stop)
+    num_steps = site.config.train.num_steps
+    faults = plan(seed, num_steps=num_steps, dead_after_s=site.config.hub.dead_after_s)
+    result = run_round(faults, site, stop)
     checks = [
         Check("the services keep going, and leave when it is over", result.violations, f"{result.wall_s:.0f} s"),
-        check_outcome(room.run, num_steps),
-        *([check_learning(room.run, LEAST_REWARD)] if is_quickstart else []),
-        *audit(room.run, room.config, result.lost),
+        check_outcome(site.run, num_steps),
+        *([check_learning(site.run, LEAST_REWARD)] if is_quickstart else []),
+        *audit(site.run, site.config, result.lost),
         Check("no process is left", _end_processes(mark), "none"),
     ]
     report = RoundReport(seed, result.wall_s, result.happened, checks)
     large = shutil.ignore_patterns("checkpoints", "model", "log", "tensorboard", "report.html")
-    shutil.copytree(room.run, room.logs / "run", ignore=large if report.is_good else None)
+    shutil.copytree(site.run, site.logs / "run", ignore=large if report.is_good else None)
     return report
 
 
-def show(report: ChaosReport) -> None:
+def print_chaos(report: ChaosReport) -> None:
     """Print a table of the faults and a table of the claims."""
     console = stdout_console()
     console.print(_fault_table(report))

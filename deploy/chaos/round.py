@@ -74,7 +74,7 @@ class RoundResult(NamedTuple):
     violations: list[str]
 
 
-class Room(NamedTuple):
+class Site(NamedTuple):
     """The files of a round, and the parts of the machine that its faults act on."""
 
     run: Path
@@ -171,23 +171,23 @@ class Watch:
 class Services:
     """The processes of a round: `offbeat train`, and the remote actor, which is started again whenever it dies."""
 
-    def __init__(self, room: Room, watch: Watch, stop: StopRequest) -> None:
+    def __init__(self, site: Site, watch: Watch, stop: StopRequest) -> None:
         """Start both."""
-        self._logs = room.logs
+        self._logs = site.logs
         self._remote_command = [
-            *room.network.prefix,
+            *site.network.prefix,
             *PROGRAM,
             "actor",
-            str(room.config_file),
+            str(site.config_file),
             f'actor.name="{REMOTE}"',
-            f'hub.address="{room.network.hub_address(room.hub_port)}"',
+            f'hub.address="{site.network.hub_address(site.hub_port)}"',
         ]
-        self._environment = {**os.environ, **room.environment, PARENT_VARIABLE: str(os.getpid())}
+        self._environment = {**os.environ, **site.environment, PARENT_VARIABLE: str(os.getpid())}
         self._watch = watch
         self._stop = stop
         self._moved_at = time.monotonic()
         self._restart_at: float | None = None
-        self._train = self._popen([*PROGRAM, "train", str(room.config_file)], "train")
+        self._train = self._popen([*PROGRAM, "train", str(site.config_file)], "train")
         self._remote = self._popen(self._remote_command, REMOTE)
 
     @property
@@ -267,15 +267,15 @@ class Strike(NamedTuple):
     outcome: Committed
 
 
-def run_round(plan: list[Fault], room: Room, stop: StopRequest) -> RoundResult:
+def run_round(plan: list[Fault], site: Site, stop: StopRequest) -> RoundResult:
     """Commit the plan's faults on a run, and follow the run to its end.
 
     A round that fails returns violations. Raises `StoppedError` when the user asks to stop.
     """
     started = time.monotonic()
-    watch = Watch(room.run / ROWS_FILE)
-    services = Services(room, watch, stop)
-    scene = Scene(services, room.network, room.clock, room.disk, room.run)
+    watch = Watch(site.run / ROWS_FILE)
+    services = Services(site, watch, stop)
+    scene = Scene(services, site.network, site.clock, site.disk, site.run)
     strikes: list[Strike] = []
     violations: list[str] = []
     try:

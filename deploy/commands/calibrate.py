@@ -34,10 +34,10 @@ def command(
     check_functions(config)
     # Imported last: torch takes seconds, and a mistake in the config is reported before.
     from offbeat.deploy.calibrate import calibrate, collect
-    from offbeat.lab.calibration import show_calibration
+    from offbeat.lab.calibration import print_calibration
 
     if reuse is None:
         status = collect(config, groups, StopRequest().install())
         if status:
             raise typer.Exit(status)
-    show_calibration(calibrate(config, reuse or folder), folder, as_json=as_json)
+    print_calibration(calibrate(config, reuse or folder), folder, as_json=as_json)

@@ -8,7 +8,7 @@ import typer
 
 from offbeat.common.logs import configure_logs
 from offbeat.common.shutdown import StopRequest
-from offbeat.deploy.chaos.chaos import run_chaos, show
+from offbeat.deploy.chaos.chaos import print_chaos, run_chaos
 from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, split_arguments, start_time
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,6 @@ def command(
     folder = Path(f"runs/chaos-{start_time()}")
     stop = StopRequest().install()
     report = run_chaos(path, overrides, is_quickstart=is_quickstart, seed=seed, minutes=minutes, folder=folder, stop=stop)
-    show(report)
+    print_chaos(report)
     logger.info("all findings: %s", folder / "chaos.json")
     raise typer.Exit(130 if stop else 0 if report.is_good else 1)

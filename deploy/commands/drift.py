@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from offbeat.deploy.commands.arguments import RunFolder
-from offbeat.lab.drift import show_drift
+from offbeat.lab.drift import print_drift
 
 
 def command(
@@ -13,4 +13,4 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Show what staleness did to a run: the drift at each policy lag, and whether what was trained on is biased."""
-    show_drift(run, as_json=as_json)
+    print_drift(run, as_json=as_json)

@@ -6,7 +6,7 @@ import typer
 
 from offbeat.common.logs import configure_logs
 from offbeat.deploy.commands.arguments import RunFolder, split_list, split_numbers
-from offbeat.lab.replay.replay import Request, replay_run, show
+from offbeat.lab.replay.replay import Request, print_replay, replay_run
 
 
 def command(
@@ -27,5 +27,5 @@ def command(
     bounds = split_numbers("--staleness", staleness, at_least=0)
     request = Request(tuple(bounds), *(tuple(split_list(text)) for text in (policy, selection, loss)))
     report = replay_run(run, request)
-    show(report, as_json=as_json)
+    print_replay(report, as_json=as_json)
     raise typer.Exit(1 if report.differences else 0)

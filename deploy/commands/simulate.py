@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from offbeat.deploy.commands.arguments import Arguments, read_config, split_numbers
-from offbeat.lab.simulation.predict import Given, fitted_times, given_times, show, simulate
+from offbeat.lab.simulation.predict import Given, fitted_times, given_times, print_predictions, simulate
 
 
 def command(
@@ -47,4 +47,4 @@ def command(
         seconds=60 * minutes,
         seed=seed,
     )
-    show(predictions, source, config, as_json=as_json)
+    print_predictions(predictions, source, config, as_json=as_json)

@@ -7,7 +7,7 @@ import typer
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.commands.arguments import Operator, read_config_of_run
 from offbeat.deploy.live.link import open_link_to
-from offbeat.deploy.live.status import show_status, watch_status
+from offbeat.deploy.live.status import print_status, watch_status
 
 
 def command(
@@ -25,4 +25,4 @@ def command(
     if watch:
         watch_status(open_link, hub.address, StopRequest().install())
     else:
-        show_status(open_link, hub.address, as_json=as_json)
+        print_status(open_link, hub.address, as_json=as_json)

@@ -13,7 +13,7 @@ from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, split_arguments, start_time
 from offbeat.deploy.commands.user_functions import check_functions
 from offbeat.deploy.quickstart.quickstart import expand
-from offbeat.deploy.sweep import alone_in, check_cells, make_cells, prepare, run_cells, show_commands
+from offbeat.deploy.sweep import alone_in, check_cells, make_cells, prepare, render_commands, run_cells
 from offbeat.lab.sweep.plan import make_plan, read_plan
 from offbeat.lab.sweep.sweep_report import write_sweep_report
 
@@ -52,7 +52,7 @@ def command(
     cells = make_cells(plan, path, overrides, folder)
     if as_commands or as_job:
         prepare(plan, cells, folder)
-        typer.echo(show_commands(cells, folder, as_job=as_job))
+        typer.echo(render_commands(cells, folder, as_job=as_job))
         return
     check_cells(cells, lambda config: check_files(expand(config)))
     check_cells(cells, check_functions)

@@ -17,14 +17,14 @@ WATCH_INTERVAL_S = 1.0
 """Seconds between two questions of `--watch`."""
 
 
-def show_status(open_link: OpenLink, address: str, *, as_json: bool) -> None:
+def print_status(open_link: OpenLink, address: str, *, as_json: bool) -> None:
     """Ask once and print the answer; raise `ServiceError` when there is none."""
     with open_link() as link:
         report = ask(link, address, StatusRequest(), StatusReport)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
-        stdout_console().print(render(report))
+        stdout_console().print(render_status(report))
 
 
 def watch_status(open_link: OpenLink, address: str, stop: StopRequest) -> None:
@@ -32,13 +32,13 @@ def watch_status(open_link: OpenLink, address: str, stop: StopRequest) -> None:
     with open_link() as link, Live(refresh_per_second=4) as live:
         while not stop:
             try:
-                live.update(render(ask(link, address, StatusRequest(), StatusReport)))
+                live.update(render_status(ask(link, address, StatusRequest(), StatusReport)))
             except ServiceError as error:
                 live.update(Text(str(error), style="red"))
             time.sleep(WATCH_INTERVAL_S)
 
 
-def render(report: StatusReport) -> RenderableType:
+def render_status(report: StatusReport) -> RenderableType:
     """Return the report as text and tables."""
     head = Text()
     head.append(f"run {report.run_id}", style="bold")

@@ -82,7 +82,7 @@ class TrainedGroup(NamedTuple):
     """Its lag, measured by `staleness.lag_of`, exceeded `max_staleness`."""
 
 
-class Batch(NamedTuple):
+class TrainedBatch(NamedTuple):
     """Optimizer steps on one selection."""
 
     policy_version: int
@@ -92,7 +92,7 @@ class Batch(NamedTuple):
     """When the steps were made, in seconds since the epoch."""
 
 
-class Outcome(NamedTuple):
+class LeaseEnds(NamedTuple):
     """The ends of the recorded leases."""
 
     num_recorded: int
@@ -103,9 +103,9 @@ class Outcome(NamedTuple):
     dropped: list[tuple[int, str]]
     """Leases with the reasons, in order."""
     expired: list[int]
-    trainings: list[Batch]
+    trainings: list[TrainedBatch]
     """All batches in order, including those that a restart undid."""
-    batches: list[Batch]
+    batches: list[TrainedBatch]
     """Batches that are in the weights."""
     num_older: int
     """Admitted leases that began under older weights than the bound lets begin: the actor would have waited."""
@@ -151,12 +151,12 @@ def read_recording(records: Iterable[Record]) -> Recording:
     )
 
 
-def recorded_outcome(recording: Recording, config: Config) -> Outcome:
+def recorded_ends(recording: Recording, config: Config) -> LeaseEnds:
     """Return the ends of the leases that the log tells of; `config` measures lags and decides nothing."""
     policy = StalenessPolicy(config.staleness, config.train)
     arrived: dict[int, Group] = {}
-    trainings: list[Batch] = []
-    batches: list[Batch] = []
+    trainings: list[TrainedBatch] = []
+    batches: list[TrainedBatch] = []
     admitted, dropped, expired = [], [], []
     for index, event in enumerate(recording.events):
         match event:
@@ -179,7 +179,7 @@ def recorded_outcome(recording: Recording, config: Config) -> Outcome:
                 config = replace_settings(config, event.settings)
                 policy.bounds = config.staleness
     num_trained = sum(len(batch.groups) for batch in batches)
-    return Outcome(
+    return LeaseEnds(
         num_recorded=len(admitted),
         admitted=admitted,
         arrived=list(arrived),
@@ -193,17 +193,17 @@ def recorded_outcome(recording: Recording, config: Config) -> Outcome:
     )
 
 
-def replay(recording: Recording, config: Config, changed: Mapping[str, str] | None = None) -> Outcome:
+def replay(recording: Recording, config: Config, changed: Mapping[str, str] | None = None) -> LeaseEnds:
     """Return the ends of the leases in a run with this config: see the module's docstring.
 
     `changed`: settings of `[staleness]` (`section.key` to TOML) that hold instead, from beginning to end.
     """
     learner = _ReplayedLearner(recording, config, changed or {})
     learner.run()
-    return learner.outcome()
+    return learner.ends()
 
 
-def differences(recorded: Outcome, replayed: Outcome) -> list[str]:
+def differences(recorded: LeaseEnds, replayed: LeaseEnds) -> list[str]:
     """Return the differences between the log and its replay with the recorded settings; empty when there are none."""
     found: list[str] = []
     for name, of_recorded, of_replayed in (
@@ -256,8 +256,8 @@ class _ReplayedLearner:
         self._num_older = 0
         self._dropped: list[tuple[int, str]] = []
         self._expired: list[int] = []
-        self._trainings: list[Batch] = []
-        self._batches: list[Batch] = []
+        self._trainings: list[TrainedBatch] = []
+        self._batches: list[TrainedBatch] = []
 
     def run(self) -> None:
         """Go through the log."""
@@ -275,9 +275,9 @@ class _ReplayedLearner:
             self._now = max(self._now, event.at)
             before = event
 
-    def outcome(self) -> Outcome:
+    def ends(self) -> LeaseEnds:
         """Return the ends of the leases."""
-        return Outcome(
+        return LeaseEnds(
             num_recorded=sum(isinstance(event, Granted) for event in self._recording.events),
             admitted=list(self._granted),
             arrived=list(self._arrived),
@@ -447,13 +447,13 @@ def _group(accepted: Accepted, rollouts: tuple[Rollout, ...]) -> Group:
     return Group(accepted.lease_id, -1, _NO_TOKENS, rollouts, accepted.actor, accepted.generate_s)
 
 
-def _batch(policy: StalenessPolicy, groups: Sequence[Group], policy_version: int, at: float) -> Batch:
+def _batch(policy: StalenessPolicy, groups: Sequence[Group], policy_version: int, at: float) -> TrainedBatch:
     trained: list[TrainedGroup] = []
     for index, group in enumerate(groups):
         trained_at = policy.trained_at(policy_version, index)
         is_over = policy.count_over_bound([group], trained_at) > 0
         trained.append(TrainedGroup(group.lease_id, group.policy_lag(trained_at), is_over))
-    return Batch(policy_version, tuple(trained), at)
+    return TrainedBatch(policy_version, tuple(trained), at)
 
 
 def _trained(lease_id: int, policy_version: int, at: float) -> Trained:
@@ -469,11 +469,11 @@ def _is_dropped_at_once(before: LeaseEvent | None, event: LeaseEvent) -> bool:
     )
 
 
-def _duration(recording: Recording, batches: Sequence[Batch]) -> float:
+def _duration(recording: Recording, batches: Sequence[TrainedBatch]) -> float:
     return batches[-1].at - recording.events[0].at if batches else 0.0
 
 
-def _without_times(batches: Sequence[Batch]) -> list[tuple[int, tuple[TrainedGroup, ...]]]:
+def _without_times(batches: Sequence[TrainedBatch]) -> list[tuple[int, tuple[TrainedGroup, ...]]]:
     return [(batch.policy_version, batch.groups) for batch in batches]
 
 

@@ -17,7 +17,7 @@ from offbeat.common.config import Config
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load, replace_settings
 from offbeat.lab.audit import is_log_whole
-from offbeat.lab.replay.counterfactual import Outcome, Recording, differences, read_recording, recorded_outcome, replay
+from offbeat.lab.replay.counterfactual import LeaseEnds, Recording, differences, read_recording, recorded_ends, replay
 from offbeat.lab.terminal import stdout_console
 from offbeat.learner.leases.events import Accepted, Tuned
 from offbeat.learner.leases.log_reading import read_log
@@ -116,19 +116,18 @@ def replay_run(run: Path, request: Request) -> Report:
     if request.objectives:
         _check_objectives(config, request.objectives)
     recording = read_recording(read_log(_log_folder(run, config)))
-    recorded = recorded_outcome(recording, config)
+    recorded = recorded_ends(recording, config)
     exact = replay(recording, config)
     outcomes = [replay(recording, config, changed) for changed in variants]
     lengths = _lengths(recording)
     rows = [
-        bound_row(replace_settings(config, changed), outcome, lengths)
-        for changed, outcome in zip(variants, outcomes, strict=True)
+        bound_row(replace_settings(config, changed), ends, lengths) for changed, ends in zip(variants, outcomes, strict=True)
     ]
     notes = _changes(recording)
     gradients: list[GradientRow] = []
     if request.objectives:
         lags = {RECORDED: exact.lags}
-        lags |= {row.label: outcome.lags for row, outcome in zip(rows, outcomes, strict=True)}
+        lags |= {row.label: ends.lags for row, ends in zip(rows, outcomes, strict=True)}
         gradients, more_notes = _gradients(run, config, request.objectives, recorded, lags)
         notes += more_notes
     return Report(
@@ -141,15 +140,15 @@ def replay_run(run: Path, request: Request) -> Report:
     )
 
 
-def show(report: Report, *, as_json: bool) -> None:
+def print_replay(report: Report, *, as_json: bool) -> None:
     """Print the report."""
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
-        stdout_console().print(render(report))
+        stdout_console().print(render_replay(report))
 
 
-def render(report: Report) -> RenderableType:
+def render_replay(report: Report) -> RenderableType:
     """Return the report as text and tables."""
     parts: list[RenderableType] = [_verdict(report), _bound_table(report), _lag_table(report)]
     if report.gradients:
@@ -160,29 +159,29 @@ def render(report: Report) -> RenderableType:
     return Group(*parts)
 
 
-def bound_row(config: Config, outcome: Outcome, lengths: Mapping[int, Sequence[int]]) -> BoundRow:
-    """Return an outcome in numbers; `lengths` are those of each lease's completions, in tokens."""
+def bound_row(config: Config, ends: LeaseEnds, lengths: Mapping[int, Sequence[int]]) -> BoundRow:
+    """Return the ends of a run's leases in numbers; `lengths` are those of each lease's completions, in tokens."""
     bounds = config.staleness
-    trained = [group for batch in outcome.batches for group in batch.groups]
-    lags = outcome.lags
+    trained = [group for batch in ends.batches for group in batch.groups]
+    lags = ends.lags
     return BoundRow(
         max_staleness=bounds.max_staleness,
         policy=bounds.staleness_policy,
         selection=bounds.selection,
-        num_recorded=outcome.num_recorded,
-        num_admitted=len(outcome.admitted),
-        num_older=outcome.num_older,
+        num_recorded=ends.num_recorded,
+        num_admitted=len(ends.admitted),
+        num_older=ends.num_older,
         num_trained=len(trained),
-        dropped=dict(Counter(reason for _, reason in outcome.dropped)),
-        num_expired=len(outcome.expired),
-        num_left=outcome.num_left,
-        num_batches=len(outcome.batches),
-        duration_s=outcome.duration_s,
+        dropped=dict(Counter(reason for _, reason in ends.dropped)),
+        num_expired=len(ends.expired),
+        num_left=ends.num_left,
+        num_batches=len(ends.batches),
+        duration_s=ends.duration_s,
         lag_mean=statistics.fmean(lags) if lags else None,
         lag_max=max(lags, default=None),
         over_bound=statistics.fmean(group.is_over_bound for group in trained) if trained else None,
         length_trained=_mean_length(lengths, [group.lease_id for group in trained]),
-        length_generated=_mean_length(lengths, outcome.arrived),
+        length_generated=_mean_length(lengths, ends.arrived),
         lags={str(lag): count for lag, count in sorted(Counter(lags).items())},
     )
 
@@ -251,7 +250,7 @@ def _check_objectives(config: Config, objectives: Sequence[str]) -> None:
 
 
 def _gradients(
-    run: Path, config: Config, objectives: Sequence[str], recorded: Outcome, lags: Mapping[str, Sequence[int]]
+    run: Path, config: Config, objectives: Sequence[str], recorded: LeaseEnds, lags: Mapping[str, Sequence[int]]
 ) -> "tuple[list[GradientRow], list[str]]":
     """Return the gradients' rows, and notes on them."""
     folders = checkpoints.whole(run / "checkpoints")

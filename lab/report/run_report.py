@@ -412,7 +412,7 @@ def _actors(history: RunHistory) -> str:
     rows = [
         (
             html.escape(actor.name),
-            f"{actor.policy_version:,}",
+            "–" if actor.policy_version is None else f"{actor.policy_version:,}",
             f"{actor.num_groups_sent:,}",
             f"{actor.num_generated_tokens:,}",
             "–" if actor.tokens_per_s is None else f"{actor.tokens_per_s:,.0f}",

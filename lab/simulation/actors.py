@@ -54,7 +54,7 @@ class SimulatedGroup:
 
 
 class Slots:
-    """The free slots of all actors; chooses as `learner.dispatch.roster.Room`, without a look at every actor for each lease."""
+    """The free slots of all actors; chooses as `learner.dispatch.roster.LeaseTurns` does, without a look at each actor."""
 
     def __init__(self, num_actors: int, num_slots: int) -> None:
         self._free = [num_slots] * num_actors

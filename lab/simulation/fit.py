@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 WARM_UP = 0.1
 """Share of a run's batches that is left out: compilation, caches, an empty buffer."""
 MARGIN_S = 1e5
-"""Seconds around a recording in which nothing is busy."""
+"""Seconds around a run_times in which nothing is busy."""
 MIN_BATCHES = 5
 MIN_GROUPS = 50
 LOADS = [1 + 0.05 * step for step in range(21)]
@@ -84,7 +84,7 @@ class LearnerBatch(NamedTuple):
 
 
 @dataclass
-class Recording:
+class RunTimes:
     """The times of a run."""
 
     generations: list[Generation] = field(default_factory=list)
@@ -125,45 +125,45 @@ def fit(runs: Sequence[Path], cores: int | None) -> Fit:
     Raises `SettingError` for a folder without a run that kept a rollout log, for a run that is too short, and for runs whose
     groups differ in size.
     """
-    recordings = []
+    all_times = []
     for run in runs:
         rows_file, log = run / ROWS_FILE, run / "log"
         if not rows_file.exists() or not log.is_dir():
             problem = f"it has no {ROWS_FILE}, or no rollout log"
             raise SettingError("--fit", str(run), problem, "Name the folder of a run that had log.enabled = true.")
-        recording = read_recording(fold_rows(read_rows(rows_file)), (record.event for record in read_log(log)))
-        num_batches, num_groups = len(recording.steady_batches), len(recording.steady_generations)
+        run_times = read_times(fold_rows(read_rows(rows_file)), (record.event for record in read_log(log)))
+        num_batches, num_groups = len(run_times.steady_batches), len(run_times.steady_generations)
         if num_batches < MIN_BATCHES or num_groups < MIN_GROUPS:
             problem = f"after its first tenth it has {num_batches} batches and {num_groups} groups"
             raise SettingError("--fit", str(run), problem, f"Name a longer run: {MIN_BATCHES} and {MIN_GROUPS} are needed.")
-        recordings.append(recording)
-    sizes = sorted({len(one.lengths) for recording in recordings for one in recording.steady_generations})
+        all_times.append(run_times)
+    sizes = sorted({len(one.lengths) for run_times in all_times for one in run_times.steady_generations})
     if len(sizes) > 1:
         runs_text = ", ".join(map(str, runs))
         raise SettingError("--fit", runs_text, f"their groups have {sizes} completions", "Fit runs of one rollout.group_size.")
-    return fit_recordings(recordings, cores)
+    return fit_times(all_times, cores)
 
 
-def read_recording(history: RunHistory, events: Iterable[LeaseEvent]) -> Recording:
+def read_times(history: RunHistory, events: Iterable[LeaseEvent]) -> RunTimes:
     """Read the times of the run's last learner process: a restart may have undone the steps of those before."""
-    recording = Recording()
+    run_times = RunTimes()
     open_leases: dict[int, Generation] = {}
     trained: dict[int, Trained] = {}
     for event in events:
         match event:
             case Started():
-                open_leases, trained, recording.generations = {}, {}, []
+                open_leases, trained, run_times.generations = {}, {}, []
             case Granted():
                 open_leases[event.lease_id] = Generation(event.actor, event.at)
             case Accepted() if event.lease_id in open_leases:
                 generation = open_leases.pop(event.lease_id)
                 generation.ended_at, generation.generate_s = event.at, event.generate_s
                 generation.lengths = tuple(completion.num_tokens for completion in event.completions)
-                recording.generations.append(generation)
+                run_times.generations.append(generation)
             case Dropped() | Expired() if event.lease_id in open_leases:
                 generation = open_leases.pop(event.lease_id)
                 generation.ended_at = event.at
-                recording.generations.append(generation)
+                run_times.generations.append(generation)
             case Trained():
                 trained[event.policy_version + event.num_steps] = event
     for row in history.steps:
@@ -172,26 +172,26 @@ def read_recording(history: RunHistory, events: Iterable[LeaseEvent]) -> Recordi
             event = trained[version]
             busy_s = (row.number("time/step_s") or 0.0) - (row.number("time/wait_rollouts_s") or 0.0)
             selected_at = row.time - busy_s * event.num_steps
-            recording.batches.append(LearnerBatch(version, event.num_steps, selected_at, event.at, row.time))
+            run_times.batches.append(LearnerBatch(version, event.num_steps, selected_at, event.at, row.time))
     num_commits = Counter(row.actor for row in history.commits)
     for row in history.commits:
         name, committed_at = row.actor, row.time
         arrived_at = committed_at - row.stall_s
-        recording.arrivals.setdefault(row.policy_version, []).append(arrived_at)
+        run_times.arrivals.setdefault(row.policy_version, []).append(arrived_at)
         # The actor measures swap and check together, and only their sum over all versions is known.
         stall_s = history.actors[name].seconds["commit_weights"] / num_commits[name] if name in history.actors else 0.0
         stall = Stall(arrived_at, committed_at, max(committed_at, arrived_at + stall_s))
-        recording.stalls.setdefault(name, []).append(stall)
+        run_times.stalls.setdefault(name, []).append(stall)
     for version, row in history.evaluations.items():
-        if version in recording.arrivals:
-            recording.evaluations.append((min(recording.arrivals[version]), row.time))
-    return recording
+        if version in run_times.arrivals:
+            run_times.evaluations.append((min(run_times.arrivals[version]), row.time))
+    return run_times
 
 
-def fit_recordings(recordings: Sequence[Recording], cores: int | None) -> Fit:
-    """Fit timings to all of these recordings."""
-    load = _load(recordings, cores) if len(recordings) > 1 else 1.0
-    parts = [_measure(recording, Work(recording, load, cores)) for recording in recordings]
+def fit_times(all_times: Sequence[RunTimes], cores: int | None) -> Fit:
+    """Fit timings to all of these all_times."""
+    load = _load(all_times, cores) if len(all_times) > 1 else 1.0
+    parts = [_measure(run_times, Work(run_times, load, cores)) for run_times in all_times]
     lengths = np.concatenate([part.lengths for part in parts])
     start_s, token_s, crowding = alone(
         np.concatenate([part.generated_s for part in parts]),
@@ -212,7 +212,7 @@ def fit_recordings(recordings: Sequence[Recording], cores: int | None) -> Fit:
         ),
         tokens_per_group=float(lengths.sum(axis=1).mean()),
         num_groups=len(lengths),
-        num_steps=sum(batch.num_steps for recording in recordings for batch in recording.steady_batches),
+        num_steps=sum(batch.num_steps for run_times in all_times for batch in run_times.steady_batches),
     )
 
 
@@ -245,12 +245,12 @@ class Track(NamedTuple):
 
 
 class Work:
-    """A recording's time as work: while busy processes outnumber the cores, work passes more slowly than time."""
+    """A run_times's time as work: while busy processes outnumber the cores, work passes more slowly than time."""
 
-    def __init__(self, recording: Recording, load: float, cores: int | None) -> None:
-        self.tracks = _tracks(recording)
-        times = [np.array([(batch.selected_at, batch.rested_at) for batch in recording.batches]).ravel()]
-        changes = [np.tile([1, -1], len(recording.batches))]
+    def __init__(self, run_times: RunTimes, load: float, cores: int | None) -> None:
+        self.tracks = _tracks(run_times)
+        times = [np.array([(batch.selected_at, batch.rested_at) for batch in run_times.batches]).ravel()]
+        changes = [np.tile([1, -1], len(run_times.batches))]
         for track in self.tracks.values():
             times.append(track.times)
             is_busy = (track.num_running > 0) | ~track.is_sampling
@@ -291,10 +291,10 @@ class _Parts(NamedTuple):
     check_s: Floats
 
 
-def _measure(recording: Recording, work: Work) -> _Parts:
-    generations, batches = recording.steady_generations, recording.steady_batches
+def _measure(run_times: RunTimes, work: Work) -> _Parts:
+    generations, batches = run_times.steady_generations, run_times.steady_batches
     num_steps = np.array([batch.num_steps for batch in batches])
-    stalls = [stall for stalls in recording.stalls.values() for stall in stalls if stall.arrived_at >= recording.steady_since]
+    stalls = [stall for stalls in run_times.stalls.values() for stall in stalls if stall.arrived_at >= run_times.steady_since]
     generated_s, crowd = np.zeros(len(generations)), np.zeros(len(generations))
     for actor, track in work.tracks.items():
         mine = [index for index, one in enumerate(generations) if one.actor == actor]
@@ -312,44 +312,44 @@ def _measure(recording: Recording, work: Work) -> _Parts:
         handoff_s=work.during([(one.generated_at, one.ended_at) for one in generations]),
         train_s=work.during([(batch.selected_at, batch.trained_at) for batch in batches]) / num_steps,
         rest_s=work.during([(batch.trained_at, batch.rested_at) for batch in batches]),
-        sync_s=_sync_s(recording, work),
+        sync_s=_sync_s(run_times, work),
         swap_s=work.during([(stall.arrived_at, stall.committed_at) for stall in stalls]) if stalls else np.zeros(1),
         check_s=work.during([(stall.committed_at, stall.checked_at) for stall in stalls]) if stalls else np.zeros(1),
     )
 
 
-def _sync_s(recording: Recording, work: Work) -> Floats:
+def _sync_s(run_times: RunTimes, work: Work) -> Floats:
     """Return the transfer of every version, from the end of its step or of the transfer before it, until the actors have it."""
     sync_s = []
     before = 0.0
-    for batch in recording.batches:
-        arrivals = recording.arrivals.get(batch.policy_version)
+    for batch in run_times.batches:
+        arrivals = run_times.arrivals.get(batch.policy_version)
         if not arrivals:
             continue
         trained, arrived = float(work.until([batch.trained_at])[0]), float(work.until(arrivals).mean())
-        if batch.selected_at >= recording.steady_since:
+        if batch.selected_at >= run_times.steady_since:
             sync_s.append(max(0.0, arrived - max(trained, before)))
         before = arrived
     return np.array(sync_s or [0.0])
 
 
-def _load(recordings: Sequence[Recording], cores: int | None) -> float:
+def _load(all_times: Sequence[RunTimes], cores: int | None) -> float:
     """Return the cores that a busy process takes: those under which steps vary least in work, whatever else is busy."""
     if cores is None:
         return 1.0
 
     def unevenness(load: float) -> float:
-        steps = np.concatenate([_measure(recording, Work(recording, load, cores)).train_s for recording in recordings])
+        steps = np.concatenate([_measure(run_times, Work(run_times, load, cores)).train_s for run_times in all_times])
         return float(steps.std() / steps.mean())
 
     return min(LOADS, key=unevenness)
 
 
-def _tracks(recording: Recording) -> Mapping[str, Track]:
+def _tracks(run_times: RunTimes) -> Mapping[str, Track]:
     changes: dict[str, list[tuple[float, int, int]]] = {}
-    for one in recording.generations:
+    for one in run_times.generations:
         changes.setdefault(one.actor, []).extend([(one.granted_at, 1, 0), (one.generated_at, -1, 0)])
-    for actor, stalls in recording.stalls.items():
+    for actor, stalls in run_times.stalls.items():
         for stall in stalls:
             changes.setdefault(actor, []).extend([(stall.arrived_at, 0, 1), (stall.checked_at, 0, -1)])
     tracks = {}

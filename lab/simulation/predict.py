@@ -20,7 +20,7 @@ from offbeat.common.rows import EventRow
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load
 from offbeat.lab.simulation.fit import fit
-from offbeat.lab.simulation.simulation import ASSUMPTIONS, Batch, Simulation
+from offbeat.lab.simulation.simulation import ASSUMPTIONS, SimulatedBatch, Simulation
 from offbeat.lab.simulation.timings import Fleet, Timings
 from offbeat.lab.terminal import stdout_console
 from offbeat.learner.leases.evaluation import Evaluations
@@ -113,7 +113,7 @@ def simulate(
     return predictions
 
 
-def simulate_batches(config: Config, source: Source, *, num_actors: int, seconds: float, seed: int) -> list[Batch]:
+def simulate_batches(config: Config, source: Source, *, num_actors: int, seconds: float, seed: int) -> list[SimulatedBatch]:
     """Simulate one run of the config from its beginning."""
     evaluation = config.evaluation
     simulation = Simulation(
@@ -132,7 +132,7 @@ def simulate_batches(config: Config, source: Source, *, num_actors: int, seconds
     return simulation.run(config.train.num_steps, seconds)
 
 
-def steady_batches(batches: Sequence[Batch], config: Config) -> Sequence[Batch]:
+def steady_batches(batches: Sequence[SimulatedBatch], config: Config) -> Sequence[SimulatedBatch]:
     """Return the batches without the beginning, and without the end, where nothing is leased any more."""
     num_ahead = config.staleness.max_staleness + 1
     end = len(batches)
@@ -141,7 +141,9 @@ def steady_batches(batches: Sequence[Batch], config: Config) -> Sequence[Batch]:
     return batches[max(int(WARM_UP * len(batches)), num_ahead) : end]
 
 
-def predict(batches: Sequence[Batch], config: Config, *, num_actors: int, tokens_per_group: float | None) -> Prediction:
+def predict(
+    batches: Sequence[SimulatedBatch], config: Config, *, num_actors: int, tokens_per_group: float | None
+) -> Prediction:
     """Return the figures of these batches, at least two; the first only says when the others began."""
     first, last = batches[0], batches[-1]
     before, after = first.totals, last.totals
@@ -230,7 +232,7 @@ def _is_on_cpu(run: Path) -> bool:
 # Output
 
 
-def show(predictions: Iterable[Prediction], source: Source, config: Config, *, as_json: bool) -> None:
+def print_predictions(predictions: Iterable[Prediction], source: Source, config: Config, *, as_json: bool) -> None:
     """Print the predictions with their times and assumptions, as a table or as JSON."""
     if as_json:
         told = {"times": times_text(source), "assumptions": ASSUMPTIONS, "predictions": msgspec.to_builtins([*predictions])}

@@ -37,7 +37,7 @@ ASSUMPTIONS = (
 )
 
 
-class Batch(NamedTuple):
+class SimulatedBatch(NamedTuple):
     """The optimizer steps on one selection."""
 
     policy_version: int
@@ -103,13 +103,13 @@ class Simulation:
         self._free_since = 0.0
         self._waited_s = 0.0
 
-    def run(self, num_steps: int, seconds: float = math.inf) -> list[Batch]:
+    def run(self, num_steps: int, seconds: float = math.inf) -> list[SimulatedBatch]:
         """Return the batches of `num_steps` optimizer steps, or of `seconds` simulated seconds if those are over before.
 
         Consumes: the events of the clock, in order. Produces: a batch at each `STEPS_END`.
         After every event the learner grants what it can, and, if it is free, selects its next batch.
         """
-        batches: list[Batch] = []
+        batches: list[SimulatedBatch] = []
         self._publish()
         self._grant()
         while self._policy_version < num_steps:
@@ -151,7 +151,7 @@ class Simulation:
         self._scheduler.grant(self._policy_version, self)
 
     def lease_evaluation(self, round_: Round) -> bool:
-        """Lease the round's next prompt: see `learner.leases.scheduler.Actors`."""
+        """Lease the round's next prompt: see `learner.leases.scheduler.LeaseTakers`."""
         version = self._transfer.committed_version
         if version is None or version < round_.policy_version:
             return False
@@ -162,7 +162,7 @@ class Simulation:
         return True
 
     def lease_training(self, min_policy_version: int) -> bool:
-        """Lease the next training prompt: see `learner.leases.scheduler.Actors`."""
+        """Lease the next training prompt: see `learner.leases.scheduler.LeaseTakers`."""
         version = self._transfer.committed_version
         if version is None or version < min_policy_version:
             self._needs_weights = True
@@ -225,7 +225,7 @@ class Simulation:
         if self._account.num_dropped > num_dropped:
             self._grant()
 
-    def _end_batch(self) -> Batch:
+    def _end_batch(self) -> SimulatedBatch:
         groups = self._account.end_batch()
         began_at = self._policy_version
         self._policy_version += self._policy.batch_steps
@@ -235,7 +235,7 @@ class Simulation:
         self._abort()
         self._clock.schedule_after(self._timings.rest_s, EventKind.REST_ENDS)
         lags = (self._policy.trained_at(began_at, index) - group.oldest_version for index, group in enumerate(groups))
-        return Batch(
+        return SimulatedBatch(
             policy_version=self._policy_version,
             ended_at=self._clock.seconds,
             waited_s=self._waited_s,

@@ -8,10 +8,10 @@ from offbeat.learner.dispatch.evaluation_leases import EvaluationLeases
 from offbeat.learner.dispatch.failures import Failures
 from offbeat.learner.dispatch.group_buffer import GroupBuffer
 from offbeat.learner.dispatch.lease_desk import LeaseDesk
-from offbeat.learner.dispatch.outbox import Outbox
 from offbeat.learner.dispatch.rejections import Rejections
 from offbeat.learner.dispatch.reports import report
 from offbeat.learner.dispatch.roster import Member
+from offbeat.learner.dispatch.send_queue import SendQueue
 from offbeat.learner.dispatch.versions import Versions
 from offbeat.learner.leases.groups import Limits, flaw
 from offbeat.learner.leases.rollout_log import LogFullError
@@ -53,7 +53,7 @@ class Answers:
         evaluations: EvaluationLeases,
         failures: Failures,
         rejections: Rejections,
-        outbox: Outbox,
+        send_queue: SendQueue,
         record: Recorder,
     ) -> None:
         self._check = check
@@ -62,7 +62,7 @@ class Answers:
         self._evaluations = evaluations
         self._failures = failures
         self._rejections = rejections
-        self._outbox = outbox
+        self._send_queue = send_queue
         self._record = record
 
     def take_group(self, member: Member, done: GroupDone, arrays: Sequence[Frame]) -> None:
@@ -84,7 +84,7 @@ class Answers:
             return
         self._desk.release(member, lease_id)
         outcome = "accepted" if flaw is None else "rejected"
-        self._outbox.send(member.peer, Ack(lease_id=lease_id, outcome=outcome, detail=flaw or ""))
+        self._send_queue.send(member.peer, Ack(lease_id=lease_id, outcome=outcome, detail=flaw or ""))
         if flaw is not None:
             self._rejections.count(member.name, flaw)
             report(self._record, EventRow(event="group_rejected", detail=flaw, actor=member.name, lease_id=lease_id))
@@ -99,7 +99,7 @@ class Answers:
                 self._desk.give_back(member, failure.lease_id, "handed back by the actor")
             elif not self._fail(member, failure):
                 return
-        self._outbox.send(member.peer, Ack(lease_id=failure.lease_id, outcome="accepted"))
+        self._send_queue.send(member.peer, Ack(lease_id=failure.lease_id, outcome="accepted"))
 
     def _fail(self, member: Member, failure: LeaseFailed) -> bool:
         """End a lease as failed; return False while the log is full."""
@@ -120,7 +120,7 @@ class Answers:
         """Answer a group for a lease that the sender does not hold."""
         # A late answer to a lease that has ended is nothing unusual.
         if self._desk.has_answer(lease_id):
-            self._outbox.send(member.peer, Ack(lease_id=lease_id, outcome="duplicate"))
+            self._send_queue.send(member.peer, Ack(lease_id=lease_id, outcome="duplicate"))
             return
         self._rejections.count(member.name, "a lease that is not its own")
-        self._outbox.send(member.peer, Ack(lease_id=lease_id, outcome="unknown"))
+        self._send_queue.send(member.peer, Ack(lease_id=lease_id, outcome="unknown"))

@@ -20,9 +20,9 @@ import numpy as np
 from offbeat.common.config import Config
 from offbeat.common.settings import SettingError
 from offbeat.learner.dispatch.live_settings import CREDIT_LIMIT, record_change
-from offbeat.learner.dispatch.outbox import Outgoing
 from offbeat.learner.dispatch.parts import Parts
 from offbeat.learner.dispatch.roster import Member, Mismatch
+from offbeat.learner.dispatch.send_queue import Outgoing
 from offbeat.learner.leases.events import Started, Tuned
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.ledger import LedgerCounts
@@ -116,7 +116,7 @@ class Dispatcher:
         self._journal = parts.journal
         self._versions = parts.versions
         self._record = parts.record
-        self._outbox = parts.outbox
+        self._send_queue = parts.send_queue
         self._failures = parts.failures
         self._evaluations = parts.evaluations
         self._roster = parts.roster
@@ -196,7 +196,7 @@ class Dispatcher:
         with self._lock:
             self._stop_reason = reason
             for member in self._roster:
-                self._outbox.send(member.peer, Stop(reason=reason))
+                self._send_queue.send(member.peer, Stop(reason=reason))
 
     def wait_left(self, timeout_s: float) -> bool:
         """Wait until every actor has said goodbye or is lost; return False when the time is over."""
@@ -351,12 +351,12 @@ class Dispatcher:
     def take_outgoing(self) -> list[Outgoing]:
         """Return the messages to send, in order."""
         with self._lock:
-            return self._outbox.take()
+            return self._send_queue.take()
 
     def post(self, peer: bytes, message: LearnerMessage) -> None:
         """Queue a message of another part (the weight publisher)."""
         with self._lock:
-            self._outbox.send(peer, message)
+            self._send_queue.send(peer, message)
 
     # Messages
 
@@ -399,7 +399,7 @@ class Dispatcher:
         member = self._roster.hear(peer, now)
         if member is None:
             if not isinstance(message, Goodbye):
-                self._outbox.send(peer, SayHello())
+                self._send_queue.send(peer, SayHello())
             return
         match message:
             case Credit():
@@ -412,7 +412,7 @@ class Dispatcher:
                 self._roster.note_heartbeat(member, message)
                 self._desk.reconcile(member, message.lease_ids, message.seen_lease_id)
                 newest = -1 if member.newest_lease_id is None else member.newest_lease_id
-                self._outbox.send(peer, LearnerHeartbeat(newest_lease_id=newest))
+                self._send_queue.send(peer, LearnerHeartbeat(newest_lease_id=newest))
             case WeightsStaged():
                 self._listeners.weights(member.name, message)
             case WeightsCommitted():
@@ -441,9 +441,9 @@ class Dispatcher:
             return
         match message:
             case StatusRequest():
-                self._outbox.send(peer, self._report(now))
+                self._send_queue.send(peer, self._report(now))
             case LiveSettingsRequest():
-                self._outbox.send(peer, self._change_settings(message, sender))
+                self._send_queue.send(peer, self._change_settings(message, sender))
             case _:
                 assert_never(message)
 
@@ -488,9 +488,9 @@ class Dispatcher:
     def _tell_end(self, peer: bytes) -> None:
         """Tell an actor that has not heard of it, or came too late, that the run is over."""
         if self._stop_reason is not None:
-            self._outbox.send(peer, Stop(reason=self._stop_reason))
+            self._send_queue.send(peer, Stop(reason=self._stop_reason))
 
     def _send_credit_limit(self, member: Member) -> None:
         limit = self._settings.credit_limit
         if limit is not None:
-            self._outbox.send(member.peer, CreditLimit(capacity=limit))
+            self._send_queue.send(member.peer, CreditLimit(capacity=limit))

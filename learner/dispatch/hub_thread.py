@@ -18,7 +18,7 @@ MESSAGES_PER_TICK = 1000
 class HubThread:
     """Serves the hub until it is closed.
 
-    Consumes: actors' messages. Waits for: a message, `wake`, `TICK_S`. Produces: the messages of the dispatcher's outbox.
+    Consumes: actors' messages. Waits for: a message, `wake`, `TICK_S`. Produces: the messages of the dispatcher's send queue.
     """
 
     def __init__(self, hub: Hub, dispatcher: Dispatcher, clock: Callable[[], float] = time.monotonic) -> None:

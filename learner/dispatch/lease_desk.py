@@ -11,9 +11,9 @@ from offbeat.common.config import RolloutSection
 from offbeat.common.rows import EventRow, Recorder
 from offbeat.learner.dispatch.evaluation_leases import EvaluationLeases
 from offbeat.learner.dispatch.offers import Offer
-from offbeat.learner.dispatch.outbox import Outbox
 from offbeat.learner.dispatch.reports import report
-from offbeat.learner.dispatch.roster import Member, Room, Roster
+from offbeat.learner.dispatch.roster import LeaseTurns, Member, Roster
+from offbeat.learner.dispatch.send_queue import SendQueue
 from offbeat.learner.leases.evaluation import Round
 from offbeat.learner.leases.events import Dropped, Expired, Granted
 from offbeat.learner.leases.groups import Group
@@ -37,7 +37,7 @@ class LeaseDesk:
         journal: LeaseJournal,
         scheduler: RolloutScheduler[Group],
         evaluations: EvaluationLeases,
-        outbox: Outbox,
+        send_queue: SendQueue,
         record: Recorder,
         claims_until: float,
     ) -> None:
@@ -53,7 +53,7 @@ class LeaseDesk:
         self._journal = journal
         self._scheduler = scheduler
         self._evaluations = evaluations
-        self._outbox = outbox
+        self._send_queue = send_queue
         self._record = record
         self._unclaimed = {lease.lease_id: lease.actor for lease in journal.ledger.generating()}
         """Actors of the leases that a learner process before this one granted and that are not claimed yet."""
@@ -121,7 +121,7 @@ class LeaseDesk:
     def cancel(self, member: Member, lease_ids: Sequence[int]) -> None:
         """Tell a member to stop working on leases."""
         if lease_ids:
-            self._outbox.send(member.peer, Cancel(lease_ids=tuple(lease_ids)))
+            self._send_queue.send(member.peer, Cancel(lease_ids=tuple(lease_ids)))
 
     def expire_late(self, roster: Roster, now: float) -> None:
         """Give back the leases whose deadline is over."""
@@ -209,7 +209,7 @@ class LeaseDesk:
         member.lease_ids.add(offer.lease_id)
         member.newest_lease_id = offer.lease_id
         self.deadlines[offer.lease_id] = now + self._timeout_s
-        self._outbox.send(member.peer, offer.lease(self._timeout_s), offer.prompt.token_ids)
+        self._send_queue.send(member.peer, offer.lease(self._timeout_s), offer.prompt.token_ids)
 
     def _expire(self, lease_id: int, reason: str) -> None:
         self._end(Expired(at=self._journal.now(), lease_id=lease_id, reason=reason), "lease_expired", reason)
@@ -231,14 +231,14 @@ class _Grants:
         self._roster = roster
         self._policy_version = policy_version
         self._now = now
-        self._evaluation_room: Room | None = None
-        self._training_room: Room | None = None
+        self._evaluation_turns: LeaseTurns | None = None
+        self._training_turns: LeaseTurns | None = None
         """Made when evaluation has taken its share."""
 
     def lease_evaluation(self, round_: Round) -> bool:
         """Lease a held-out prompt, or return False when no member takes it."""
-        self._evaluation_room = self._evaluation_room or Room(self._roster)
-        member = self._evaluation_room.take(round_.policy_version)
+        self._evaluation_turns = self._evaluation_turns or LeaseTurns(self._roster)
+        member = self._evaluation_turns.take(round_.policy_version)
         if member is not None:
             self._desk.lease_evaluation(member, round_, self._now)
         return member is not None
@@ -247,8 +247,8 @@ class _Grants:
         """Lease a training prompt, or return False when no member takes it."""
         if self._desk.is_log_full:
             return False
-        self._training_room = self._training_room or Room(self._roster)
-        member = self._training_room.take(min_policy_version)
+        self._training_turns = self._training_turns or LeaseTurns(self._roster)
+        member = self._training_turns.take(min_policy_version)
         if member is not None:
             self._desk.lease_training(member, self._policy_version, min_policy_version, self._now)
         return member is not None

@@ -13,9 +13,9 @@ from offbeat.learner.dispatch.failures import Failures
 from offbeat.learner.dispatch.group_buffer import GroupBuffer
 from offbeat.learner.dispatch.lease_desk import LeaseDesk
 from offbeat.learner.dispatch.live_settings import LiveSettings
-from offbeat.learner.dispatch.outbox import Outbox
 from offbeat.learner.dispatch.quarantine import Quarantine
 from offbeat.learner.dispatch.roster import Roster
+from offbeat.learner.dispatch.send_queue import SendQueue
 from offbeat.learner.dispatch.status import Status
 from offbeat.learner.dispatch.versions import Versions
 from offbeat.learner.leases.journal import LeaseJournal
@@ -41,7 +41,7 @@ class Parts(NamedTuple):
     record: Recorder
     journal: LeaseJournal
     versions: Versions
-    outbox: Outbox
+    send_queue: SendQueue
     failures: Failures
     evaluations: EvaluationLeases
     roster: Roster
@@ -67,13 +67,13 @@ def make_parts(
     rollout = config.rollout
     progress = threading.Condition()
     wake = progress.notify_all
-    outbox = Outbox()
+    send_queue = SendQueue()
     failures = Failures(rollout.max_lease_attempts, config.train.max_failed_leases, wake)
     evaluations = EvaluationLeases(config.evaluation, rollout, prompts.evaluation, record, wake)
     scheduler = RolloutScheduler(settings.staleness, evaluations.rounds, journal.ledger)
-    roster = Roster(contract, config.hub, versions, outbox, record)
+    roster = Roster(contract, config.hub, versions, send_queue, record)
     claims_until = now + config.hub.dead_after_s
-    desk = LeaseDesk(rollout, prompts.train, journal, scheduler, evaluations, outbox, record, claims_until)
+    desk = LeaseDesk(rollout, prompts.train, journal, scheduler, evaluations, send_queue, record, claims_until)
     drop_zero_variance = config.loss.zero_variance == "drop"
     buffer = GroupBuffer(
         prompts.train, journal, scheduler, versions, failures, record, wake, drop_zero_variance=drop_zero_variance
@@ -85,7 +85,7 @@ def make_parts(
         vocabulary_size=contract.vocabulary_size,
         versions=versions,
     )
-    answers = Answers(check, desk, buffer, evaluations, failures, roster.rejections, outbox, record)
+    answers = Answers(check, desk, buffer, evaluations, failures, roster.rejections, send_queue, record)
     quarantine = Quarantine(roster, desk, buffer, failures, settings, record)
     status = Status(contract.run_id, settings, roster, desk, journal, scheduler, versions, now)
     return Parts(
@@ -96,7 +96,7 @@ def make_parts(
         record=record,
         journal=journal,
         versions=versions,
-        outbox=outbox,
+        send_queue=send_queue,
         failures=failures,
         evaluations=evaluations,
         roster=roster,

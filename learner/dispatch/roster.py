@@ -11,9 +11,9 @@ import msgspec
 from offbeat.common.config import HubSection
 from offbeat.common.rows import ActorRow, CommitRow, EventRow, Recorder
 from offbeat.learner.dispatch.contract import Contract, differences, objection
-from offbeat.learner.dispatch.outbox import Outbox
 from offbeat.learner.dispatch.rejections import Rejections
 from offbeat.learner.dispatch.reports import report
+from offbeat.learner.dispatch.send_queue import SendQueue
 from offbeat.learner.dispatch.versions import Versions
 from offbeat.protocols.keys import Sender
 from offbeat.protocols.messages import (
@@ -121,13 +121,15 @@ class Roster:
     Decides who may join. Which leases end with a member is the lease desk's to say, who is trusted the quarantine's.
     """
 
-    def __init__(self, contract: Contract, hub: HubSection, versions: Versions, outbox: Outbox, record: Recorder) -> None:
+    def __init__(
+        self, contract: Contract, hub: HubSection, versions: Versions, send_queue: SendQueue, record: Recorder
+    ) -> None:
         self.rejections = Rejections()
         """Everything that was refused, by sender and reason."""
         self._contract = contract
         self._hub = hub
         self._versions = versions
-        self._outbox = outbox
+        self._send_queue = send_queue
         self._record = record
         self._by_peer: dict[bytes, Member] = {}
         self._replaced: dict[tuple[str, int], None] = {}
@@ -170,7 +172,7 @@ class Roster:
         """Refuse an actor that wants to join."""
         if self.rejections.count(hello.actor, reason):
             report(self._record, EventRow(event="actor_refused", detail=reason, actor=hello.actor))
-        self._outbox.send(peer, Refused(reason=reason))
+        self._send_queue.send(peer, Refused(reason=reason))
 
     def replaced_by(self, peer: bytes, hello: Hello) -> Member | None:
         """Return the live member whose name a newer process has taken, and refuse that member from now on."""
@@ -205,7 +207,7 @@ class Roster:
             layout=contract.layout,
             policy_version=self._versions.current,
         )
-        self._outbox.send(member.peer, welcome, contract.canary_token_ids)
+        self._send_queue.send(member.peer, welcome, contract.canary_token_ids)
 
     def report_lost(self, member: Member, event: str, detail: str) -> None:
         """Record that a member leaves (`actor_left`) or is lost (`actor_lost`)."""
@@ -246,13 +248,14 @@ class Roster:
         member.tokens_per_s = tokens / seconds if math.isfinite(seconds) else 0.0
         member.stats, member.stats_at = heartbeat.stats, now
         stats = msgspec.structs.asdict(heartbeat.stats)
-        self._record(ActorRow(actor=member.name, policy_version=heartbeat.policy_version, **stats))
+        version = None if heartbeat.policy_version < 0 else heartbeat.policy_version
+        self._record(ActorRow(actor=member.name, policy_version=version, **stats))
 
     def reject(self, peer: bytes, name: str, reason: str, cure: str | None = None) -> None:
         """Count a message that changes nothing, and tell its sender why and what to do."""
         if self.rejections.count(name, reason):
             report(self._record, EventRow(event="bad_message", detail=reason, peer=name))
-        self._outbox.send(peer, Refused(reason=f"{reason}: {cure}" if cure else reason))
+        self._send_queue.send(peer, Refused(reason=f"{reason}: {cure}" if cure else reason))
 
     # Trust
 
@@ -270,7 +273,7 @@ class Roster:
         return None
 
 
-class Room:
+class LeaseTurns:
     """The members that take leases now, for one round of granting: each turn goes to the one with the most room."""
 
     def __init__(self, members: Iterable[Member]) -> None:

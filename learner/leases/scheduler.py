@@ -42,7 +42,7 @@ class Books(Protocol[ReadyGroup]):
         ...
 
 
-class Actors(Protocol):
+class LeaseTakers(Protocol):
     """The actors as the scheduler sees them: each call leases one prompt to one of them."""
 
     def lease_evaluation(self, round_: Round) -> bool:
@@ -66,7 +66,7 @@ class RolloutScheduler(Generic[G]):
         self._evaluations = evaluations
         self._books = books
 
-    def grant(self, policy_version: int, actors: Actors) -> None:
+    def grant(self, policy_version: int, actors: LeaseTakers) -> None:
         """Lease prompts to actors, those of a due evaluation first.
 
         Consumes: prompts of the current evaluation round, and training leases that the bound admits at `policy_version`.

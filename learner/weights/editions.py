@@ -26,14 +26,20 @@ class Edition:
     published: int | None
     """The trainer's version when the buffer was written; None while nothing is published."""
     num_readers: int = 0
-    checksum: int = 0
-    """Checksum of the whole buffer, computed by the first `take`."""
+    known_checksum: int | None = None
+    """Checksum of the whole buffer; None until the first `take` has computed it."""
 
     @property
     def policy_version(self) -> int:
         """The version of an edition that was taken."""
         assert self.published is not None, "nothing is taken before the first publication"
         return self.published
+
+    @property
+    def checksum(self) -> int:
+        """Checksum of the whole buffer of an edition that was taken."""
+        assert self.known_checksum is not None, "`take` computes it"
+        return self.known_checksum
 
 
 class Editions:
@@ -88,7 +94,8 @@ class Editions:
             self._changed.wait_for(lambda: not self._is_writing)
             edition = self._current
             edition.num_readers += 1
-        edition.checksum = edition.checksum or checksum(edition.buffer.flat)
+        if edition.known_checksum is None:
+            edition.known_checksum = checksum(edition.buffer.flat)
         return edition
 
     def give_back(self, edition: Edition) -> None:

@@ -34,7 +34,7 @@ LOOK_S = 0.05
 """Longest time between two looks for actors that fell behind without telling."""
 
 
-class Actors(Protocol):
+class Subscribers(Protocol):
     """The publisher's way to the actors; its threads call it without holding the publisher's lock."""
 
     def recipients(self) -> list[Recipient]:
@@ -88,7 +88,7 @@ class WeightPublisher:
 
     # The training thread
 
-    def start(self, actors: Actors) -> None:
+    def start(self, actors: Subscribers) -> None:
         """Begin to look for actors that are behind."""
         self._server.start(tend=lambda: self._tend_pulls(actors), on_failure=actors.fail)
         if self._collective is not None:
@@ -151,7 +151,7 @@ class WeightPublisher:
     def distrust(self, peer: bytes, name: str, why: str) -> None:
         """Leave out an actor that does not sample with the weights that it reports, then have it pull.
 
-        `Actors.recipients` must give it no version until it has committed what it pulls.
+        `Subscribers.recipients` must give it no version until it has committed what it pulls.
         """
         with self._changed:
             if peer in self._pulls:
@@ -213,7 +213,7 @@ class WeightPublisher:
 
     # The server's thread
 
-    def _tend_pulls(self, actors: Actors) -> None:
+    def _tend_pulls(self, actors: Subscribers) -> None:
         """End the pulls that are over, begin those that are due."""
         recipients = actors.recipients()
         with self._changed:
@@ -247,7 +247,7 @@ class WeightPublisher:
 
     # The publisher's thread
 
-    def _run(self, actors: Actors, collective: CollectiveUpdates) -> None:
+    def _run(self, actors: Subscribers, collective: CollectiveUpdates) -> None:
         """Consumes: published versions, the actors' versions. Waits for: an actor that is behind. Unblocked by: `publish`, a
         message of an actor, every `LOOK_S`. Produces: announcements and broadcasts."""
         try:
@@ -263,7 +263,7 @@ class WeightPublisher:
         except BaseException as error:  # noqa: BLE001  a dead publisher must raise in the training thread
             actors.fail(error)
 
-    def _update(self, behind: Sequence[Recipient], actors: Actors, collective: CollectiveUpdates) -> None:
+    def _update(self, behind: Sequence[Recipient], actors: Subscribers, collective: CollectiveUpdates) -> None:
         started = time.monotonic()
         with self._changed:
             # The server's thread may have begun to serve one of them, the first commit of a run having come in between.

@@ -48,7 +48,7 @@ M = TypeVar("M", bound=ActorMessage)
 class FakeEngine:
     """Completes the request `lease/index` with the tokens `[lease, index]`, one request a step, unless `is_held`."""
 
-    def __init__(self, policy_version: int = 0) -> None:
+    def __init__(self, policy_version: int | None = 0) -> None:
         self.info = ENGINE
         self.policy_version = policy_version
         self.num_generated_tokens = 0
@@ -70,6 +70,7 @@ class FakeEngine:
             time.sleep(0.001)
             return []
         request_id = self.running.pop()
+        assert self.policy_version is not None, "the actor started a lease without weights"
         self.num_generated_tokens += 2
         tokens = np.array([int(part) for part in request_id.split("/")], np.int32)
         return [Completion(request_id, tokens, -tokens.astype(np.float32), "stop", (Segment(self.policy_version, 0),))]
@@ -289,7 +290,7 @@ class Actor:
 def actor_of(
     learner: Learner,
     *,
-    policy_version: int = 0,
+    policy_version: int | None = 0,
     max_inflight_groups: int = 4,
     connect_timeout_s: float = 0.0,
     heartbeat_s: float = 0.1,

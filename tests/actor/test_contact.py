@@ -11,7 +11,7 @@ from tests.actor.actor_harness import CANARY, ENGINE, Learner, actor_of
 
 
 def test_hello_says_who_is_there_and_credit_follows_the_welcome(learner: Learner) -> None:
-    with actor_of(learner, policy_version=-1, max_inflight_groups=7):
+    with actor_of(learner, policy_version=None, max_inflight_groups=7):
         hello = learner.wait(Hello)
         assert (hello.actor, hello.incarnation, hello.engine) == ("actor-0", 1, ENGINE)
         assert (hello.temperature, hello.reward) == (RolloutSection().temperature, TaskSection().reward)

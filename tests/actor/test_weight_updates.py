@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.actor.weight_receiver import Outcome
+from offbeat.actor.weight_receiver import TransferEnd
 from offbeat.actor.weight_updates import WeightUpdates
 from offbeat.common.weights import ALIGNMENT, WeightBuffer, checksum, make_layout
 from offbeat.learner.weights.publisher import WeightPublisher
@@ -83,7 +83,7 @@ def published(policy_version: int, weights: torch.Tensor, learner: Learner) -> I
 
 def test_update_is_committed_reported_and_scored(learner: Learner) -> None:
     weights = torch.arange(6.0).view(3, 2)
-    with actor_of(learner, policy_version=-1) as actor, published(0, weights, learner) as update:
+    with actor_of(learner, policy_version=None) as actor, published(0, weights, learner) as update:
         learner.welcome()
         learner.lease(1)
         learner.send(update)
@@ -99,7 +99,7 @@ def test_update_is_committed_reported_and_scored(learner: Learner) -> None:
 
 def test_experts_of_the_canary_follow_its_log_probs(learner: Learner) -> None:
     experts = np.arange(12, dtype=np.int32).reshape(2, 3, 2)
-    with actor_of(learner, policy_version=-1) as actor, published(0, torch.ones(3, 2), learner) as update:
+    with actor_of(learner, policy_version=None) as actor, published(0, torch.ones(3, 2), learner) as update:
         actor.engine.routed_experts = experts
         learner.welcome()
         learner.send(update)
@@ -114,7 +114,7 @@ def test_experts_are_not_sent_where_there_are_none_or_nobody_measures_them(
     learner: Learner, is_dense: bool, routing_interval: int
 ) -> None:
     with (
-        actor_of(learner, policy_version=-1, routing_interval=routing_interval) as actor,
+        actor_of(learner, policy_version=None, routing_interval=routing_interval) as actor,
         published(0, torch.ones(3, 2), learner) as update,
     ):
         actor.engine.routed_experts = None if is_dense else np.zeros((2, 3, 2), np.int32)
@@ -185,7 +185,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.server = ChunkServer()
-        self.engine = FakeEngine(policy_version=-1)
+        self.engine = FakeEngine(policy_version=None)
         self.sent: list[ActorMessage] = []
         self.updates = WeightUpdates(self.engine, self.send, self.open_link, recompute_kv=False, sends_routing=True)
 
@@ -196,7 +196,7 @@ class Bench:
     def open_link(self, address: str) -> Link:
         return Link(address, identity=PEER, max_message_bytes=LIMIT)
 
-    def outcome(self, patience_s: float = PATIENCE_S) -> Outcome | None:
+    def outcome(self, patience_s: float = PATIENCE_S) -> TransferEnd | None:
         """Return the next outcome, or None when there is none in time."""
         deadline = time.monotonic() + patience_s
         while (outcome := self.updates.outcome()) is None and time.monotonic() < deadline:
@@ -218,7 +218,7 @@ def test_every_update_is_received_and_committed_not_only_the_first(bench: Bench)
         bench.updates.announce(bench.server.offer(version, value=version / 2))
         assert bench.updates.is_busy
         bench.server.serve(version)
-        assert bench.outcome() == Outcome(version, None, None)
+        assert bench.outcome() == TransferEnd(version, None, None)
         bench.updates.commit(version)
         assert not bench.updates.is_busy
         assert bench.engine.policy_version == version
@@ -231,14 +231,14 @@ def test_buffer_is_not_overwritten_before_the_commit(bench: Bench) -> None:
     bench.updates.join(LAYOUT, CANARY.tolist(), is_another_learner=False)
     bench.updates.announce(bench.server.offer(1, value=1.0))
     bench.server.serve(1)
-    assert bench.outcome() == Outcome(1, None, None)
+    assert bench.outcome() == TransferEnd(1, None, None)
     bench.updates.announce(bench.server.offer(2, value=2.0))
     assert bench.outcome(0.2) is None
     assert bench.server.hub.receive() is None, "the second pull has begun"
     bench.updates.commit(1)
     assert bench.engine.weights["w"].unique().tolist() == [1.0]
     bench.server.serve(2)
-    assert bench.outcome() == Outcome(2, None, None)
+    assert bench.outcome() == TransferEnd(2, None, None)
 
 
 def test_weights_of_the_learner_before_are_not_committed_to_the_next(bench: Bench) -> None:
@@ -257,7 +257,7 @@ def test_second_welcome_of_one_learner_does_not_lose_its_update(bench: Bench) ->
     bench.updates.announce(bench.server.offer(9, value=1.0))
     bench.updates.join(LAYOUT, [8, 9], is_another_learner=False)
     bench.server.serve(9)
-    assert bench.outcome() == Outcome(9, None, None)
+    assert bench.outcome() == TransferEnd(9, None, None)
 
 
 def test_another_layout_gets_another_buffer(bench: Bench) -> None:
@@ -265,11 +265,11 @@ def test_another_layout_gets_another_buffer(bench: Bench) -> None:
     bench.updates.join(LAYOUT, CANARY.tolist(), is_another_learner=False)
     bench.updates.announce(bench.server.offer(1, value=1.0))
     bench.server.serve(1)
-    assert bench.outcome() == Outcome(1, None, None)
+    assert bench.outcome() == TransferEnd(1, None, None)
 
 
 def test_actor_commits_a_second_update_and_samples_with_it(learner: Learner, bench: Bench) -> None:
-    with actor_of(learner, policy_version=-1) as actor:
+    with actor_of(learner, policy_version=None) as actor:
         learner.welcome()
         for version in (1, 2):
             learner.send(bench.server.offer(version, value=float(version)))

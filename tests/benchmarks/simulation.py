@@ -232,7 +232,7 @@ def make_quickstart_run(folder: Path, setting: Setting) -> None:
 # Comparison
 
 
-class Outcome(NamedTuple):
+class RunFigures(NamedTuple):
     """Measured or predicted figures of a run after the first steps."""
 
     groups_per_s: float
@@ -240,7 +240,7 @@ class Outcome(NamedTuple):
     learner_waits: float
 
 
-Figure = Callable[[Outcome], float]
+Figure = Callable[[RunFigures], float]
 FIGURES: dict[str, Figure] = {
     "groups/s": lambda outcome: outcome.groups_per_s,
     "mean lag": lambda outcome: outcome.mean_lag,
@@ -253,8 +253,8 @@ class Comparison(NamedTuple):
 
     setting: Setting
     is_fitted: bool
-    runs: list[Outcome]
-    predicted: Outcome
+    runs: list[RunFigures]
+    predicted: RunFigures
     loads: list[float]
     """Load averages (1 minute) of the machine before and after each run that recorded them."""
 
@@ -268,7 +268,7 @@ class Comparison(NamedTuple):
         return (max(values) - min(values)) / 2
 
 
-def measure(run: Path) -> Outcome:
+def measure(run: Path) -> RunFigures:
     """Return the figures of a run from its rows."""
     rows = list(read_rows(run / ROWS_FILE))
     steps = [row for row in rows if isinstance(row, StepRow)]
@@ -276,10 +276,10 @@ def measure(run: Path) -> Outcome:
     groups = [row for row in rows if isinstance(row, GroupRow) and row.outcome == "trained"]
     lags = [row.policy_lag for row in groups if row.policy_version >= STEPS_LEFT_OUT]
     waited_s = sum(row.measured("time/wait_rollouts_s") for row in steps[STEPS_LEFT_OUT:])
-    return Outcome(len(lags) / seconds, mean(lags), waited_s / seconds)
+    return RunFigures(len(lags) / seconds, mean(lags), waited_s / seconds)
 
 
-def predict(config: Config, source: Source) -> Outcome:
+def predict(config: Config, source: Source) -> RunFigures:
     """Return the mean figures of `NUM_SEEDS` simulations of a run's config."""
     outcomes = []
     for seed in range(NUM_SEEDS):
@@ -290,8 +290,8 @@ def predict(config: Config, source: Source) -> Outcome:
         lags = sum((Counter(batch.lags) for batch in steady), Counter())
         mean_lag = sum(lag * count for lag, count in lags.items()) / lags.total()
         waits = sum(batch.waited_s for batch in steady) / seconds
-        outcomes.append(Outcome(lags.total() / seconds, mean_lag, waits))
-    return Outcome(*(mean(values) for values in zip(*outcomes, strict=True)))
+        outcomes.append(RunFigures(lags.total() / seconds, mean_lag, waits))
+    return RunFigures(*(mean(values) for values in zip(*outcomes, strict=True)))
 
 
 def compare(runs: Sequence[Path], fitted: Sequence[Path], cores: int | None, out: Path | None) -> None:

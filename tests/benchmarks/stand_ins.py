@@ -76,7 +76,7 @@ class SleepEngine:
         self._num_tokens = num_tokens
         self._running: dict[str, Sleeping] = {}
         self.info = ENGINE
-        self.policy_version = -1
+        self.policy_version: int | None = None
         self.num_generated_tokens = 0
 
     @property
@@ -84,6 +84,7 @@ class SleepEngine:
         return len(self._running)
 
     def submit(self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+        assert self.policy_version is not None
         segments = (Segment(self.policy_version, 0),)
         self._running[request_id] = Sleeping(time.monotonic(), self._num_tokens(request_id), segments)
 

@@ -35,8 +35,8 @@ from tests.benchmarks.transport_trials import (
     GROUPS_PER_STEP,
     MEBI,
     Keys,
-    Outcome,
     Trial,
+    TrialTimes,
     connect_actors,
     make_keys,
     measure,
@@ -54,7 +54,7 @@ NUM_ACTORS = (1, 8, 64, 512)
 
 def throughput(keys: Keys, title: str, trials: list[Trial]) -> None:
     """Measure each trial in every round, copies included, and print the table."""
-    outcomes: dict[Trial | int, list[Outcome]] = {}
+    outcomes: dict[Trial | int, list[TrialTimes]] = {}
     with processes(serve, 1) as (connection,):
         for _ in range(NUM_ROUNDS):
             for trial in trials:
@@ -79,7 +79,7 @@ def throughput(keys: Keys, title: str, trials: list[Trial]) -> None:
 
 
 def throughput_row(
-    name: str, num_tokens: int, num_actors: int, num_groups: int, outcomes: list[Outcome], of_raw: list[Outcome]
+    name: str, num_tokens: int, num_actors: int, num_groups: int, outcomes: list[TrialTimes], of_raw: list[TrialTimes]
 ) -> list[str]:
     """Return one line of the table; the last figure compares with the raw trial of the same round."""
     num_bytes = EncodedGroup(GROUP_SIZE, num_tokens).num_bytes
@@ -196,7 +196,7 @@ def resident_bytes() -> int:
 def flood(keys: Keys) -> None:
     """Measure an honest actor while the holder of another key sends as much as it can."""
     trial = Trial("hub", keys, True, 1024, 1, NUM_GROUPS[1024])
-    outcomes: dict[str, list[Outcome]] = {}
+    outcomes: dict[str, list[TrialTimes]] = {}
     with processes(serve, 1) as (learner,), processes(intrude, 1) as (intruder,):
         for _ in range(NUM_ROUNDS):
             for deed in DEEDS:

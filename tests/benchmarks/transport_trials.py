@@ -66,7 +66,7 @@ class Trial(NamedTuple):
         return self.learner + ", keys" * (self.keys is not None) + ", log" * self.has_log
 
 
-class Outcome(NamedTuple):
+class TrialTimes(NamedTuple):
     """Times of a trial."""
 
     wall_s: float
@@ -226,7 +226,7 @@ def open_dispatcher(num_steps: int, log: RolloutLog | None) -> Dispatcher:
 # The actors' process
 
 
-def measure(connection: Connection, trial: Trial, joined: Callable[[str], None] = lambda address: None) -> Outcome:
+def measure(connection: Connection, trial: Trial, joined: Callable[[str], None] = lambda address: None) -> TrialTimes:
     """Run one trial; call `joined` with the hub's address once all actors are welcome, before the measurement."""
     group = EncodedGroup(GROUP_SIZE, trial.num_tokens)
     connection.send(trial)
@@ -244,7 +244,7 @@ def measure(connection: Connection, trial: Trial, joined: Callable[[str], None] 
         connection.send("answered")
         # The learner has deleted its folder by then.
         assert receive_from(connection) == "closed"
-        return Outcome(wall_s, learner_cpu_s, actors_cpu_s, ack_s)
+        return TrialTimes(wall_s, learner_cpu_s, actors_cpu_s, ack_s)
     finally:
         actors.close()
 
@@ -256,7 +256,7 @@ def connect_actors(address: str, num_actors: int, keys: Keys | None) -> Simulate
     return SimulatedActors(address, num_actors, key=keys.actors, learner_key=keys.learner.owner)
 
 
-def measure_copy(num_tokens: int, num_groups: int) -> Outcome:
+def measure_copy(num_tokens: int, num_groups: int) -> TrialTimes:
     """Copy `num_groups` groups from frames to `WINDOW` buffers whose memory is allocated already."""
     frames = [np.frombuffer(frame, np.uint8) for frame in EncodedGroup(GROUP_SIZE, num_tokens).frames(1)]
     buffers = [[np.ones_like(frame) for frame in frames] for _ in range(WINDOW)]
@@ -265,4 +265,4 @@ def measure_copy(num_tokens: int, num_groups: int) -> Outcome:
     for index in range(num_groups):
         for buffer, frame in zip(buffers[index % WINDOW], frames, strict=True):
             buffer[:] = frame
-    return Outcome(time.monotonic() - started, time.process_time() - cpu_before, 0.0, [0.0])
+    return TrialTimes(time.monotonic() - started, time.process_time() - cpu_before, 0.0, [0.0])

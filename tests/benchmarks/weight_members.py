@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 
-from offbeat.actor.weight_receiver import Outcome, WeightReceiver
+from offbeat.actor.weight_receiver import TransferEnd, WeightReceiver
 from offbeat.learner.weights.standings import Recipient
 from offbeat.protocols.messages import LearnerMessage, WeightPull, WeightsCommitted, WeightUpdate
 from tests.benchmarks.measuring import (
@@ -147,8 +147,8 @@ class Stage:
                     continue
                 self._take(connections[connection], received)
 
-    def _take(self, actor: Actor, received: Outcome | float) -> None:
-        if not isinstance(received, Outcome):
+    def _take(self, actor: Actor, received: TransferEnd | float) -> None:
+        if not isinstance(received, TransferEnd):
             actor.befell_at = received
             return
         version, epoch, error = received

@@ -74,6 +74,14 @@ def test_number_that_is_not_finite_is_written_as_null_and_read_as_none() -> None
     assert row.number("loss/policy") is None
 
 
+def test_actor_without_weights_has_no_version_and_minus_one_stands_in_the_file() -> None:
+    numbers = {"num_generated_tokens": 0, "num_groups_sent": 0, "num_running_completions": 0, "seconds": {}}
+    row = row_from({"kind": "actor", "time": 1.0, "actor": "a", "policy_version": -1, **numbers})
+    assert isinstance(row, ActorRow)
+    assert row.policy_version is None
+    assert b'"policy_version":-1,' in encode_row(row)
+
+
 def test_value_that_json_cannot_hold_is_refused() -> None:
     with pytest.raises(TypeError):
         encode_row(StepRow(time=1.0, policy_version=1, metrics={"loss/policy": object()}))  # pyright: ignore[reportArgumentType]

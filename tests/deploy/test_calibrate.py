@@ -13,7 +13,7 @@ from offbeat.common.config import Config
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load
 from offbeat.deploy.calibrate import calibrate, collection_config
-from offbeat.lab.calibration import check_band, cross_fit, load_groups, show_calibration
+from offbeat.lab.calibration import check_band, cross_fit, load_groups, print_calibration
 from offbeat.learner.diagnostics.calibration import FILE, load_calibration
 from offbeat.learner.diagnostics.noise_floor import Differences
 from offbeat.learner.objectives.bands import ClipBand
@@ -166,7 +166,7 @@ def test_floor_of_a_learner_in_bfloat16_is_what_direct_scoring_finds_and_foretel
     assert above_noise.measured < 0.03
     assert calibration.recommended == above_noise.band
 
-    show_calibration(calibration, tmp_path, as_json=False)
+    print_calibration(calibration, tmp_path, as_json=False)
     printed = capsys.readouterr().out
     assert f"clip_low = {above_noise.band.low:g}\nclip_high = {above_noise.band.high:g}" in printed
     assert f'noise_floor = "{tmp_path / FILE}"' in printed

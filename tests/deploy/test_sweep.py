@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from offbeat.common.settings import SettingError, load
 from offbeat.common.shutdown import StopRequest
-from offbeat.deploy.sweep import Cell, alone_in, check_cells, make_cells, prepare, run_cells, show_commands
+from offbeat.deploy.sweep import Cell, alone_in, check_cells, make_cells, prepare, render_commands, run_cells
 from offbeat.lab.sweep.plan import Plan, make_plan, read_plan, split_values
 from tests.lab.sweep.sweep_runs import stand_in, starts
 
@@ -303,7 +303,7 @@ def test_printed_commands_are_those_that_are_not_done_and_resume_what_broke_off(
     sweep.does("4-0", "write('step'); (run / 'log').mkdir(); sys.exit(3)")
     sweep.does("8-0", "write('step'); sys.exit(3)")
     sweep.run("0", "4", "8")
-    lines = show_commands(sweep.cells("0", "4", "8", "16"), sweep.folder, as_job=False).splitlines()
+    lines = render_commands(sweep.cells("0", "4", "8", "16"), sweep.folder, as_job=False).splitlines()
     root = sweep.folder / "max_staleness="
     assert lines == [
         f"offbeat train {root}4/seed=0/run.toml run.resume=true",
@@ -314,7 +314,7 @@ def test_printed_commands_are_those_that_are_not_done_and_resume_what_broke_off(
 
 def test_job_array_runs_one_command_in_each_task(sweep: Sweep) -> None:
     cells = sweep.cells("0", "4", overrides=["model.path=it's"])
-    script = show_commands(cells, sweep.folder, as_job=True)
+    script = render_commands(cells, sweep.folder, as_job=True)
     assert "#SBATCH --array=0-1\n" in script
     with tempfile.TemporaryDirectory() as folder:
         offbeat = Path(folder) / "offbeat"

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from offbeat.common.settings import SettingError
 from offbeat.deploy.cli import make_app
-from offbeat.lab.drift import drift_report, drift_tables, ended_leases, show_drift
+from offbeat.lab.drift import drift_report, ended_leases, print_drift, render_drift
 from offbeat.lab.history import RunHistory, fold_rows
 from offbeat.learner.diagnostics.length_bias import EndedLease
 from tests.common.row_lines import rows_from
@@ -71,7 +71,7 @@ def history_of(rows: list[dict[str, Any]]) -> RunHistory:
 
 def shown(history: RunHistory) -> str:
     console = Console(file=io.StringIO(), width=150)
-    console.print(drift_tables(drift_report(history)))
+    console.print(render_drift(drift_report(history)))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -188,7 +188,7 @@ def test_run_without_groups_has_nothing_to_compare():
 
 def test_folder_without_metrics_is_refused(tmp_path: Path):
     with pytest.raises(SettingError, match=r"it has no metrics\.jsonl"):
-        show_drift(tmp_path, as_json=False)
+        print_drift(tmp_path, as_json=False)
 
 
 def test_command_prints_tables_and_json(tmp_path: Path):

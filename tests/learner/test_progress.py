@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -69,7 +70,7 @@ def test_without_a_terminal_lines_come_at_most_every_two_seconds(caplog: pytest.
     with caplog.at_level(logging.INFO), Progress(10, console=plain_console(), clock=clock) as progress:
         for version in range(1, 11):
             clock.now += 0.5
-            progress.show(step_row(version, clock.now))
+            progress.add(step_row(version, clock.now))
     steps = [record.message.split("  ")[0] for record in caplog.records if record.message.startswith("step")]
     assert steps == ["step 1/10", "step 5/10", "step 9/10", "step 10/10"], "every 2 s, and the last one always"
 
@@ -77,9 +78,9 @@ def test_without_a_terminal_lines_come_at_most_every_two_seconds(caplog: pytest.
 def test_plain_line_names_reward_drift_rates_and_what_the_learner_waits_for(caplog: pytest.LogCaptureFixture):
     clock = FakeClock()
     with caplog.at_level(logging.INFO), Progress(10, console=plain_console(), clock=clock) as progress:
-        progress.show(actor_row("a0", 996.0, 1000))
-        progress.show(actor_row("a0", 1000.0, 5000))
-        progress.show(step_row(4, clock.now))
+        progress.add(actor_row("a0", 996.0, 1000))
+        progress.add(actor_row("a0", 1000.0, 5000))
+        progress.add(step_row(4, clock.now))
     assert caplog.records[0].message == (
         "step 4/10  reward 0.400  lag 1.2 (max 3)  clipped 2.1%  grad norm 0.5  "
         "1,000 tok/s generated, 1,500 trained  trains 70%, waits for rollouts 25%"
@@ -90,9 +91,9 @@ def test_display_shows_every_actor_with_version_rate_and_state():
     clock = FakeClock()
     progress = Progress(10, console=plain_console(), clock=clock)
     for name, work in (("a0", "generate"), ("a1", "wait_rewards"), ("a2", "generate")):
-        progress.show(actor_row(name, 998.0, 0, **{work: 1.0}))
-        progress.show(actor_row(name, 1000.0, 500, **{work: 2.9, "other": 0.1}))
-    progress.show(event_row("actor_lost", "a2"))
+        progress.add(actor_row(name, 998.0, 0, **{work: 1.0}))
+        progress.add(actor_row(name, 1000.0, 500, **{work: 2.9, "other": 0.1}))
+    progress.add(event_row("actor_lost", "a2"))
     lines = [line.split() for line in rendered(progress).splitlines()[-3:]]
     assert lines == [
         ["a0", "version", "4", "250", "tok/s", "generates"],
@@ -106,17 +107,23 @@ def test_display_shows_every_actor_with_version_rate_and_state():
 
 def test_restarted_actor_has_no_negative_rate():
     progress = Progress(10, console=plain_console(), clock=FakeClock())
-    progress.show(actor_row("a0", 998.0, 9000))
-    progress.show(actor_row("a0", 999.0, 100))
-    progress.show(actor_row("a0", 1000.0, 400))
+    progress.add(actor_row("a0", 998.0, 9000))
+    progress.add(actor_row("a0", 999.0, 100))
+    progress.add(actor_row("a0", 1000.0, 400))
     assert "300 tok/s generated" in rendered(progress)
+
+
+def test_actor_without_weights_has_no_version_yet():
+    progress = Progress(10, console=plain_console(), clock=FakeClock())
+    progress.add(msgspec.structs.replace(actor_row("a0", 1000.0, 0), policy_version=None))
+    assert "no weights yet" in rendered(progress)
 
 
 def test_excluded_actor_is_well_again_after_its_next_commit():
     progress = Progress(10, console=plain_console(), clock=FakeClock())
-    progress.show(event_row("actor_excluded", "a0"))
+    progress.add(event_row("actor_excluded", "a0"))
     assert "excluded" in rendered(progress)
-    progress.show(CommitRow(time=2.0, actor="a0", policy_version=9, stall_s=0.1))
+    progress.add(CommitRow(time=2.0, actor="a0", policy_version=9, stall_s=0.1))
     assert "excluded" not in rendered(progress)
     assert "version 9" in rendered(progress)
 
@@ -124,8 +131,8 @@ def test_excluded_actor_is_well_again_after_its_next_commit():
 def test_of_many_actors_the_lost_ones_stay_in_sight():
     progress = Progress(10, console=plain_console(), clock=FakeClock())
     for index in range(20):
-        progress.show(actor_row(f"a{index:02}", 1000.0, 0))
-    progress.show(event_row("actor_lost", "a19"))
+        progress.add(actor_row(f"a{index:02}", 1000.0, 0))
+    progress.add(event_row("actor_lost", "a19"))
     text = rendered(progress)
     assert "a19" in text
     assert "and 8 more" in text
@@ -135,31 +142,31 @@ def test_stalled_learner_says_for_how_long():
     clock = FakeClock()
     progress = Progress(10, console=plain_console(), clock=clock)
     assert "waits for the first rollouts" in rendered(progress)
-    progress.show(step_row(1, clock.now))
+    progress.add(step_row(1, clock.now))
     clock.now += 65
     assert "no step for 1 min 5 s" in rendered(progress)
 
 
 def test_actor_name_with_brackets_is_not_markup():
     progress = Progress(10, console=plain_console(), clock=FakeClock())
-    progress.show(actor_row("node[3]", 1000.0, 0))
+    progress.add(actor_row("node[3]", 1000.0, 0))
     assert "node[3]" in rendered(progress)
 
 
 def test_numbers_that_are_missing_or_null_do_not_stop_the_display(caplog: pytest.LogCaptureFixture):
     progress = Progress(10, console=plain_console(), clock=FakeClock())
     with caplog.at_level(logging.INFO):
-        progress.show(StepRow(time=1000.0, policy_version=1, metrics={"reward/mean": None}))
-        progress.show(step_row(2, 1000.0, **{"reward/mean": float("nan"), "loss/grad_norm": float("inf")}))
-        progress.show(EpochRow(time=1000.0, epoch=0, num_trained=0, dropped={}))
+        progress.add(StepRow(time=1000.0, policy_version=1, metrics={"reward/mean": None}))
+        progress.add(step_row(2, 1000.0, **{"reward/mean": float("nan"), "loss/grad_norm": float("inf")}))
+        progress.add(EpochRow(time=1000.0, epoch=0, num_trained=0, dropped={}))
     assert "reward –" in caplog.text
     assert "reward" in rendered(progress)
 
 
 def test_end_line_holds_outcome_reward_and_wall_time(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO), Progress(10, console=plain_console(), clock=FakeClock()) as progress:
-        progress.show(step_row(10, 1000.0))
-        progress.show(FINAL)
+        progress.add(step_row(10, 1000.0))
+        progress.add(FINAL)
     assert caplog.records[-1].message == "finished: step 10/10, reward 1.000, 3 min 20 s"
 
 
@@ -169,7 +176,7 @@ def test_end_line_of_a_run_that_raised_names_the_error(caplog: pytest.LogCapture
         pytest.raises(KeyError),
         Progress(10, console=plain_console(), clock=FakeClock()) as progress,
     ):
-        progress.show(step_row(3, 1000.0))
+        progress.add(step_row(3, 1000.0))
         raise KeyError("x")
     assert caplog.records[-1].message == "failed (KeyError): step 3/10, reward 0.300, 0 s"
 
@@ -177,8 +184,8 @@ def test_end_line_of_a_run_that_raised_names_the_error(caplog: pytest.LogCapture
 def test_rows_of_two_threads_may_be_shown_while_the_display_is_drawn():
     progress = Progress(200, console=plain_console(), clock=FakeClock())
     threads = [
-        threading.Thread(target=lambda: [progress.show(step_row(v, 1000.0)) for v in range(200)]),
-        threading.Thread(target=lambda: [progress.show(actor_row(f"a{i}", 1000.0, i)) for i in range(200)]),
+        threading.Thread(target=lambda: [progress.add(step_row(v, 1000.0)) for v in range(200)]),
+        threading.Thread(target=lambda: [progress.add(actor_row(f"a{i}", 1000.0, i)) for i in range(200)]),
     ]
     for thread in threads:
         thread.start()
@@ -210,7 +217,7 @@ from offbeat.common.rows import StepRow
 from offbeat.learner.progress import Progress
 configure_logs("learner")
 with Progress(10) as progress:
-    progress.show(StepRow(time=time.time(), policy_version=4, metrics={"reward/mean": 0.5, "time/step_s": 1.0}))
+    progress.add(StepRow(time=time.time(), policy_version=4, metrics={"reward/mean": 0.5, "time/step_s": 1.0}))
     time.sleep(0.6)
     logging.getLogger("offbeat.learner.hub").info("actor a1 joined")
     print("printed by user code")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from offbeat.actor.weight_receiver import Outcome, WeightReceiver
+from offbeat.actor.weight_receiver import TransferEnd, WeightReceiver
 from offbeat.common import collectives
 from offbeat.common.rows import row_fields
 from offbeat.common.weights import checksum, make_layout
@@ -171,7 +171,7 @@ class Fleet:
             outcome, received = receiver.connection.recv()
         except (EOFError, OSError):
             return
-        assert isinstance(outcome, Outcome)
+        assert isinstance(outcome, TransferEnd)
         if receiver.is_mute:
             return
         version = outcome.policy_version

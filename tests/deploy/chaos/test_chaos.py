@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from offbeat.common.metrics import MetricsWriter
 from offbeat.common.rows import ActorRow, EventRow, Row, StepRow
-from offbeat.deploy.chaos.chaos import ChaosReport, RoundReport, show
+from offbeat.deploy.chaos.chaos import ChaosReport, RoundReport, print_chaos
 from offbeat.deploy.chaos.faults import DAMAGES, Clock, Committed, Disk, Scene, commit, corrupt_log, open_disk
 from offbeat.deploy.chaos.network import Namespace, Network, Proxy, open_network
 from offbeat.deploy.chaos.round import Happened, Watch
@@ -413,7 +413,7 @@ def report(*checks: Check, left_over: list[str] | None = None) -> ChaosReport:
 
 
 def test_table_shows_recovery_violations_and_what_was_skipped(capsys: pytest.CaptureFixture[str]) -> None:
-    show(report(Check("every lease ends once", [], "9 leases"), Check("no process is left", ["process [7]"], "none")))
+    print_chaos(report(Check("every lease ends once", [], "9 leases"), Check("no process is left", ["process [7]"], "none")))
     text = capsys.readouterr().out
     row = {line.split("│")[1].strip(): line for line in text.splitlines() if line.startswith("│")}
     assert "4.5 s" in row["kill learner"]

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from offbeat.common.shutdown import ServiceError
 from offbeat.deploy.live import link as questions
-from offbeat.deploy.live.status import render, show_status
+from offbeat.deploy.live.status import print_status, render_status
 from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import MemberStatus, Refused, SettingChange, StatusReport, StatusRequest
 from tests.deploy.live.operator_desk import Desk
@@ -41,7 +41,7 @@ REPORT = StatusReport(
 
 def shown(report: StatusReport) -> str:
     console = Console(file=io.StringIO(), width=160)
-    console.print(render(report))
+    console.print(render_status(report))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -79,7 +79,7 @@ def test_status_asks_with_the_operators_key_and_prints_json(
     desks: list[Desk], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     desks.append(Desk(tmp_path / "keys", REPORT))
-    show_status(desks[0].open_link, desks[0].address, as_json=True)
+    print_status(desks[0].open_link, desks[0].address, as_json=True)
     assert msgspec.json.decode(capsys.readouterr().out, type=StatusReport) == REPORT
     assert desks[0].asked == [StatusRequest()]
 
@@ -87,7 +87,7 @@ def test_status_asks_with_the_operators_key_and_prints_json(
 def test_refusal_is_told_with_its_reason(desks: list[Desk], tmp_path: Path) -> None:
     desks.append(Desk(tmp_path / "keys", Refused(reason="an actor's key")))
     with pytest.raises(ServiceError, match="refused to answer: an actor's key"):
-        show_status(desks[0].open_link, desks[0].address, as_json=False)
+        print_status(desks[0].open_link, desks[0].address, as_json=False)
 
 
 def test_nobody_there_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,4 +98,4 @@ def test_nobody_there_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return Link(address, identity=b"ops", max_message_bytes=1 << 20)
 
     with pytest.raises(ServiceError, match=r"no answer from .* within 0.5 s: nothing listens there"):
-        show_status(open_link, address, as_json=False)
+        print_status(open_link, address, as_json=False)

@@ -7,11 +7,11 @@ import pytest
 from offbeat.common.config import Config, ModelSection, StalenessSection, TaskSection, TrainSection
 from offbeat.lab.replay.counterfactual import (
     NEVER_GENERATED,
-    Outcome,
+    LeaseEnds,
     Recording,
     differences,
     read_recording,
-    recorded_outcome,
+    recorded_ends,
     replay,
 )
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
@@ -104,13 +104,13 @@ def make_config(*, groups_per_step: int = 1, steps_per_batch: int = 1, epochs_pe
     )
 
 
-def lease_ids(outcome: Outcome) -> list[list[int]]:
-    return [[group.lease_id for group in batch.groups] for batch in outcome.batches]
+def lease_ids(ends: LeaseEnds) -> list[list[int]]:
+    return [[group.lease_id for group in batch.groups] for batch in ends.batches]
 
 
-def adds_up(outcome: Outcome) -> bool:
-    num_trained = sum(len(batch.groups) for batch in outcome.batches)
-    return len(outcome.admitted) == num_trained + len(outcome.dropped) + len(outcome.expired) + outcome.num_left
+def adds_up(ends: LeaseEnds) -> bool:
+    num_trained = sum(len(batch.groups) for batch in ends.batches)
+    return len(ends.admitted) == num_trained + len(ends.dropped) + len(ends.expired) + ends.num_left
 
 
 def tell(*, is_ticked_late: bool = False) -> Tale:
@@ -144,24 +144,24 @@ def tale() -> Tale:
 
 def test_the_recorded_settings_give_what_was_recorded(tale: Tale) -> None:
     config = make_config(max_staleness=2)
-    recorded = recorded_outcome(tale.recording, config)
-    outcome = replay(tale.recording, config)
-    assert differences(recorded, outcome) == []
-    assert (outcome.admitted, outcome.arrived) == ([0, 1, 2, 3, 4], [0, 1, 3, 2])
-    assert lease_ids(outcome) == [[0], [1], [3], [2]]
-    assert outcome.lags == [0, 1, 1, 3]
-    assert [group.is_over_bound for batch in outcome.batches for group in batch.groups] == [False, False, False, True]
-    assert (outcome.num_left, outcome.num_older) == (recorded.num_left, 0) == (1, 0)
-    assert outcome.duration_s == recorded.duration_s == 17.0
+    recorded = recorded_ends(tale.recording, config)
+    ends = replay(tale.recording, config)
+    assert differences(recorded, ends) == []
+    assert (ends.admitted, ends.arrived) == ([0, 1, 2, 3, 4], [0, 1, 3, 2])
+    assert lease_ids(ends) == [[0], [1], [3], [2]]
+    assert ends.lags == [0, 1, 1, 3]
+    assert [group.is_over_bound for batch in ends.batches for group in batch.groups] == [False, False, False, True]
+    assert (ends.num_left, ends.num_older) == (recorded.num_left, 0) == (1, 0)
+    assert ends.duration_s == recorded.duration_s == 17.0
 
 
 def test_narrower_bound_admits_fewer_leases_and_those_alone_arrive(tale: Tale) -> None:
-    outcome = replay(tale.recording, make_config(max_staleness=2), {"staleness.max_staleness": "0"})
+    ends = replay(tale.recording, make_config(max_staleness=2), {"staleness.max_staleness": "0"})
     # One lease at a time: 1 and 2 were granted while 0 is open, 4 while 3 is.
-    assert (outcome.num_recorded, outcome.admitted, outcome.arrived) == (5, [0, 3], [0, 3])
-    assert lease_ids(outcome) == [[0], [3]]
-    assert outcome.lags == [0, 0]
-    assert adds_up(outcome)
+    assert (ends.num_recorded, ends.admitted, ends.arrived) == (5, [0, 3], [0, 3])
+    assert lease_ids(ends) == [[0], [3]]
+    assert ends.lags == [0, 0]
+    assert adds_up(ends)
 
 
 def test_late_learner_takes_the_median_time_and_its_weights_are_as_late_as_it_is(tale: Tale) -> None:
@@ -170,13 +170,13 @@ def test_late_learner_takes_the_median_time_and_its_weights_are_as_late_as_it_is
     tale.select()
     tale.train(5, version=4)
     assert (tale.recording.train_s, tale.recording.pause_s) == (1.0, 2.0)
-    outcome = replay(tale.recording, make_config(max_staleness=2), {"staleness.max_staleness": "0"})
-    assert lease_ids(outcome) == [[0], [3], [5]]
+    ends = replay(tale.recording, make_config(max_staleness=2), {"staleness.max_staleness": "0"})
+    assert lease_ids(ends) == [[0], [3], [5]]
     # 0 is selected where it was, at 5; 3 arrives at 12 and 5 at 19, after the recorded selections at 9 and 13.
-    assert [batch.at for batch in outcome.batches] == [6.0, 13.0, 20.0]
+    assert [batch.at for batch in ends.batches] == [6.0, 13.0, 20.0]
     # 5 was sampled under the recorded version 2, of 10, when the replayed learner had made 1; it has made 2 when it takes 5.
-    assert outcome.lags == [0, 0, 1]
-    assert outcome.num_older == 1
+    assert ends.lags == [0, 0, 1]
+    assert ends.num_older == 1
 
 
 def test_late_learner_pauses_between_batches_as_the_recorded_one_did_at_least() -> None:
@@ -195,14 +195,14 @@ def test_late_learner_pauses_between_batches_as_the_recorded_one_did_at_least() 
     tale.grant(3, 4, 5, 6, version=3)
     recording = tale.recording._replace(train_s=3.0, pause_s=2.0)
     # By an error of this log 1 arrives, at 8, after its selection: the replayed learner is late from there on.
-    outcome = replay(recording, make_config(max_staleness=2))
-    assert [batch.at for batch in outcome.batches] == [6.0, 8.0 + 3.0, 11.0 + 2.0 + 3.0]
+    ends = replay(recording, make_config(max_staleness=2))
+    assert [batch.at for batch in ends.batches] == [6.0, 8.0 + 3.0, 11.0 + 2.0 + 3.0]
 
 
 def test_wider_bound_shows_what_was_recorded_and_no_more(tale: Tale) -> None:
-    outcome = replay(tale.recording, make_config(max_staleness=2), {"staleness.max_staleness": "9"})
-    assert lease_ids(outcome) == [[0], [1], [3], [2]]
-    assert not any(group.is_over_bound for batch in outcome.batches for group in batch.groups)
+    ends = replay(tale.recording, make_config(max_staleness=2), {"staleness.max_staleness": "9"})
+    assert lease_ids(ends) == [[0], [1], [3], [2]]
+    assert not any(group.is_over_bound for batch in ends.batches for group in batch.groups)
 
 
 def test_straggler_is_dropped_under_drop_and_aborted_while_it_is_generated_under_abort(tale: Tale) -> None:
@@ -234,11 +234,11 @@ def test_group_that_only_the_recorded_bound_aborted_never_arrives_and_one_it_dro
     tale.select()
     tale.train(3, version=1)
     config = make_config(max_staleness=0, staleness_policy="abort")
-    outcome = replay(tale.recording, config, {"staleness.max_staleness": "1", "staleness.staleness_policy": '"gate"'})
-    assert outcome.dropped == [(1, NEVER_GENERATED)]
-    assert lease_ids(outcome) == [[0], [2]]
-    assert outcome.lags == [0, 1]
-    assert adds_up(outcome)
+    ends = replay(tale.recording, config, {"staleness.max_staleness": "1", "staleness.staleness_policy": '"gate"'})
+    assert ends.dropped == [(1, NEVER_GENERATED)]
+    assert lease_ids(ends) == [[0], [2]]
+    assert ends.lags == [0, 1]
+    assert adds_up(ends)
 
 
 def test_groups_are_selected_in_the_order_of_arrival_or_of_their_leases() -> None:
@@ -262,10 +262,10 @@ def test_lag_is_of_the_last_of_a_batchs_steps_and_epochs() -> None:
     tale.select()
     tale.train(0, 1, version=0, num_steps=4)
     config = make_config(steps_per_batch=2, epochs_per_batch=2, max_staleness=3)
-    outcome = replay(tale.recording, config)
-    assert differences(recorded_outcome(tale.recording, config), outcome) == []
+    ends = replay(tale.recording, config)
+    assert differences(recorded_ends(tale.recording, config), ends) == []
     # Steps 0 1 0 1: lease 0 is trained on last at version 2, lease 1 at version 3.
-    assert outcome.lags == [2, 3]
+    assert ends.lags == [2, 3]
 
 
 def test_what_the_bound_does_not_decide_is_taken_as_recorded() -> None:
@@ -276,8 +276,8 @@ def test_what_the_bound_does_not_decide_is_taken_as_recorded() -> None:
     tale.accept(1)
     tale.drop(1, "zero_variance")
     tale.drop(2, "reward_error")
-    outcome = replay(tale.recording, make_config(max_staleness=4))
-    assert (outcome.expired, outcome.dropped, outcome.num_left) == ([0], [(1, "zero_variance"), (2, "reward_error")], 0)
+    ends = replay(tale.recording, make_config(max_staleness=4))
+    assert (ends.expired, ends.dropped, ends.num_left) == ([0], [(1, "zero_variance"), (2, "reward_error")], 0)
     # 1 and 2 were never admitted here, so nothing is to be taken.
     narrow = replay(tale.recording, make_config(max_staleness=4), {"staleness.max_staleness": "0"})
     assert (narrow.admitted, narrow.expired, narrow.dropped) == ([0], [0], [])
@@ -287,9 +287,9 @@ def test_late_learner_never_trains_on_a_group_that_its_arrival_got_dropped(tale:
     tale.grant(5, version=4)
     tale.accept(5, versions=(4,))
     tale.drop(5, "zero_variance")
-    outcome = replay(tale.recording, make_config(max_staleness=2), {"staleness.max_staleness": "0"})
-    assert lease_ids(outcome) == [[0], [3]]
-    assert outcome.dropped == [(5, "zero_variance")]
+    ends = replay(tale.recording, make_config(max_staleness=2), {"staleness.max_staleness": "0"})
+    assert lease_ids(ends) == [[0], [3]]
+    assert ends.dropped == [(5, "zero_variance")]
 
 
 def test_restart_undoes_the_batches_after_its_checkpoint_and_their_groups_are_there_again(tale: Tale) -> None:
@@ -297,11 +297,11 @@ def test_restart_undoes_the_batches_after_its_checkpoint_and_their_groups_are_th
     tale.select()
     tale.train(1, version=1)
     config = make_config(max_staleness=2)
-    outcome = replay(tale.recording, config)
-    assert differences(recorded_outcome(tale.recording, config), outcome) == []
-    assert [batch.groups[0].lease_id for batch in outcome.trainings] == [0, 1, 3, 2, 1]
-    assert lease_ids(outcome) == [[0], [1]]
-    assert outcome.num_left == 3
+    ends = replay(tale.recording, config)
+    assert differences(recorded_ends(tale.recording, config), ends) == []
+    assert [batch.groups[0].lease_id for batch in ends.trainings] == [0, 1, 3, 2, 1]
+    assert lease_ids(ends) == [[0], [1]]
+    assert ends.num_left == 3
     # Under the narrow bound the replayed learner was at version 1, too, when the recorded one was; 3 is undone.
     narrow = replay(tale.recording, config, {"staleness.max_staleness": "0"})
     assert [batch.groups[0].lease_id for batch in narrow.trainings] == [0, 3, 3]
@@ -320,9 +320,9 @@ def test_group_sampled_under_weights_that_no_record_tells_of_is_as_old_as_it_say
         tale.select()
         tale.train(lease_id, version=version)
     config = make_config(max_staleness=2)
-    outcome = replay(tale.recording, config)
-    assert differences(recorded_outcome(tale.recording, config), outcome) == []
-    assert outcome.lags == [0, 1, 1]
+    ends = replay(tale.recording, config)
+    assert differences(recorded_ends(tale.recording, config), ends) == []
+    assert ends.lags == [0, 1, 1]
 
 
 def test_restart_finds_the_replayed_learner_as_late_as_it_was_at_the_checkpoint(tale: Tale) -> None:
@@ -332,10 +332,10 @@ def test_restart_finds_the_replayed_learner_as_late_as_it_was_at_the_checkpoint(
     tale.accept(5, versions=(3,))
     tale.select()
     tale.train(5, version=3)
-    outcome = replay(tale.recording, make_config(max_staleness=2), {"staleness.max_staleness": "0"})
-    assert lease_ids(outcome) == [[0], [3], [5]]
-    assert outcome.lags == [0, 0, 0]
-    assert [batch.policy_version for batch in outcome.batches] == [0, 1, 2]
+    ends = replay(tale.recording, make_config(max_staleness=2), {"staleness.max_staleness": "0"})
+    assert lease_ids(ends) == [[0], [3], [5]]
+    assert ends.lags == [0, 0, 0]
+    assert [batch.policy_version for batch in ends.batches] == [0, 1, 2]
 
 
 def test_restart_undoes_what_a_late_learner_is_at(tale: Tale) -> None:
@@ -343,9 +343,9 @@ def test_restart_undoes_what_a_late_learner_is_at(tale: Tale) -> None:
     tale.now = 300.0
     tale.expire(4)
     recording = tale.recording._replace(train_s=100.0)
-    outcome = replay(recording, make_config(max_staleness=2), {"staleness.max_staleness": "0"})
+    ends = replay(recording, make_config(max_staleness=2), {"staleness.max_staleness": "0"})
     # 3 arrives at 12, the restart is at 18.
-    assert [batch.at for batch in outcome.trainings] == [6.0, 118.0]
+    assert [batch.at for batch in ends.trainings] == [6.0, 118.0]
 
 
 def test_nothing_is_dropped_for_its_age_before_a_batch_is_at_hand() -> None:
@@ -364,9 +364,9 @@ def test_nothing_is_dropped_for_its_age_before_a_batch_is_at_hand() -> None:
     tale.expire(3)
     tale.train(2, version=2)
     config = make_config(groups_per_step=2, max_staleness=1, staleness_policy="drop")
-    outcome = replay(tale.recording, config)
+    ends = replay(tale.recording, config)
     # 2 lags by 2, but without another group nobody would train on it.
-    assert (lease_ids(outcome), outcome.dropped, outcome.num_left) == ([[0, 1], [4, 5]], [], 1)
+    assert (lease_ids(ends), ends.dropped, ends.num_left) == ([[0, 1], [4, 5]], [], 1)
 
 
 def test_settings_changed_while_the_run_went_on_are_followed_but_for_those_of_the_replay() -> None:
@@ -377,7 +377,7 @@ def test_settings_changed_while_the_run_went_on_are_followed_but_for_those_of_th
     tale.grant(1, version=0)
     config = make_config(max_staleness=0)
     assert replay(tale.recording, config).admitted == [0, 1]
-    assert differences(recorded_outcome(tale.recording, config), replay(tale.recording, config)) == []
+    assert differences(recorded_ends(tale.recording, config), replay(tale.recording, config)) == []
     assert replay(tale.recording, config, {"staleness.max_staleness": "0"}).admitted == [0]
     assert replay(tale.recording, config, {"staleness.selection": '"first_finished"'}).admitted == [0, 1]
 
@@ -391,7 +391,7 @@ def test_leases_that_began_under_older_weights_than_the_bound_lets_begin_are_cou
 
 
 def test_replay_that_is_not_what_was_recorded_says_where(tale: Tale) -> None:
-    recorded = recorded_outcome(tale.recording, make_config(max_staleness=2))
+    recorded = recorded_ends(tale.recording, make_config(max_staleness=2))
     found = differences(recorded, replay(tale.recording, make_config(max_staleness=1)))
     assert found[0] == "admitted: number 2 is 2 in the log, and 3 in the replay"
     assert [text.split(":")[0] for text in found] == ["admitted", "trained", "trained and kept"]

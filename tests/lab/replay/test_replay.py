@@ -26,7 +26,7 @@ from offbeat.lab.replay.gradients import (
     objective_config,
     quantiles,
 )
-from offbeat.lab.replay.replay import CANNOT_TELL, CANNOT_TELL_OF_GRADIENTS, Report, Request, render, replay_run
+from offbeat.lab.replay.replay import CANNOT_TELL, CANNOT_TELL_OF_GRADIENTS, Report, Request, render_replay, replay_run
 from offbeat.learner.leases.events import Accepted, Granted, Started, Trained, Tuned
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.log_reading import read_log
@@ -123,7 +123,7 @@ def write_log(folder: Path, groups: list[Group], *, segment_bytes: int = 1 << 20
 def text_of(report: Report) -> str:
     console = Console(width=200, file=io.StringIO())
     with console.capture() as capture:
-        console.print(render(report))
+        console.print(render_replay(report))
     return capture.get()
 
 

@@ -28,12 +28,12 @@ from offbeat.lab.simulation.predict import (
     fitted_times,
     given_times,
     predict,
-    show,
+    print_predictions,
     simulate,
     simulate_batches,
     steady_batches,
 )
-from offbeat.lab.simulation.simulation import Batch
+from offbeat.lab.simulation.simulation import SimulatedBatch
 from offbeat.lab.simulation.timings import Timings
 
 CONFIG = Config(
@@ -54,9 +54,9 @@ def totals(**others: float) -> Totals:
 
 def test_prediction_is_of_what_happened_between_the_first_batch_and_the_last() -> None:
     batches = [
-        Batch(10, 100.0, 9.0, {9: 10}, 9, totals(dropped=5, generated_s=100.0, open_s=50.0)),
-        Batch(11, 110.0, 4.0, {0: 4, 1: 6}, 0, totals(dropped=5, generated_s=150.0)),
-        Batch(
+        SimulatedBatch(10, 100.0, 9.0, {9: 10}, 9, totals(dropped=5, generated_s=100.0, open_s=50.0)),
+        SimulatedBatch(11, 110.0, 4.0, {0: 4, 1: 6}, 0, totals(dropped=5, generated_s=150.0)),
+        SimulatedBatch(
             12,
             120.0,
             1.0,
@@ -87,7 +87,7 @@ def test_prediction_is_of_what_happened_between_the_first_batch_and_the_last() -
 
 
 def test_beginning_and_end_of_a_run_are_not_steady() -> None:
-    batches = [Batch(version, float(version), 0.0, {0: 1}, 0, totals()) for version in range(1, 41)]
+    batches = [SimulatedBatch(version, float(version), 0.0, {0: 1}, 0, totals()) for version in range(1, 41)]
     assert [batch.policy_version for batch in steady_batches(batches, CONFIG)] == list(range(5, 39))
     # One that was cut off has no end.
     assert [batch.policy_version for batch in steady_batches(batches[:30], CONFIG)] == list(range(4, 31))
@@ -197,7 +197,7 @@ def test_each_figure_stands_under_its_heading(capsys: pytest.CaptureFixture[str]
         wasted=0.18,
     )
     dropping = replace(CONFIG, staleness=StalenessSection(max_staleness=4, staleness_policy="drop"))
-    show([made_up], ALIKE, dropping, as_json=False)
+    print_predictions([made_up], ALIKE, dropping, as_json=False)
     assert columns_of(capsys.readouterr().out) == {
         "actors": "3",
         "max_ staleness": "4",

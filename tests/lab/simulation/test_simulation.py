@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from offbeat.common.config import StalenessSection, TrainSection
 from offbeat.lab.simulation.account import Totals
 from offbeat.lab.simulation.actors import Slots, sampled_versions
-from offbeat.lab.simulation.simulation import Batch, Simulation
+from offbeat.lab.simulation.simulation import SimulatedBatch, Simulation
 from offbeat.lab.simulation.timings import DRAWN_AT_ONCE, Fleet, Timings
-from offbeat.learner.dispatch.roster import Member, Room
+from offbeat.learner.dispatch.roster import LeaseTurns, Member
 from offbeat.learner.leases.evaluation import Evaluations
 from offbeat.learner.leases.staleness import StalenessPolicy
 from offbeat.protocols.messages import EngineInfo, Hello, ModelHashes
@@ -58,7 +58,7 @@ def run(
     policy: type[StalenessPolicy] = StalenessPolicy,
     steps_per_batch: int = 1,
     seed: int = 0,
-) -> list[Batch]:
+) -> list[SimulatedBatch]:
     """`evaluation` is interval and number of prompts, each with one completion."""
     train = TrainSection(num_steps=num_steps, groups_per_step=groups_per_step, steps_per_batch=steps_per_batch)
     interval, num_prompts = evaluation
@@ -78,7 +78,7 @@ def bound(max_staleness: int, **others: object) -> StalenessSection:
     return StalenessSection(max_staleness=max_staleness, **others)  # pyright: ignore[reportArgumentType]
 
 
-def ends(batches: Sequence[Batch]) -> list[float]:
+def ends(batches: Sequence[SimulatedBatch]) -> list[float]:
     return [round(batch.ended_at, 9) for batch in batches]
 
 
@@ -145,7 +145,7 @@ def test_groups_on_one_actor_slow_one_another_by_the_crowding() -> None:
 def test_engine_that_works_on_groups_in_turn_needs_the_sum_of_their_times() -> None:
     timings = make_timings([[1.0], [4.0]], crowding=1.0)
     batches = run(timings, Fleet(1, 5), bounds=bound(0), groups_per_step=5, num_steps=6)
-    before = Batch(0, 0.0, 0.0, {}, 0, batches[0].totals._replace(generated_s=0.0))
+    before = SimulatedBatch(0, 0.0, 0.0, {}, 0, batches[0].totals._replace(generated_s=0.0))
     for earlier, later in zip([before, *batches], batches, strict=False):
         generated_s = later.totals.generated_s - earlier.totals.generated_s
         assert later.ended_at - earlier.ended_at == pytest.approx(generated_s + 2)
@@ -330,7 +330,7 @@ def test_slots_are_taken_as_the_dispatcher_takes_them(returns: list[int], num_ac
             slots.give_back(actor)
             next(member for member in members if member.name == str(actor)).lease_ids.pop()
             continue
-        member = Room(members).take(0)
+        member = LeaseTurns(members).take(0)
         actor = slots.take()
         assert actor == (None if member is None else int(member.name))
         if member is not None and actor is not None:
@@ -389,7 +389,7 @@ def test_every_lease_is_accounted_for_and_none_above_the_hard_bound_is_trained(
 
 
 def test_one_seed_gives_one_result() -> None:
-    def play(seed: int) -> list[Batch]:
+    def play(seed: int) -> list[SimulatedBatch]:
         return run(random_timings(1), Fleet(2, 2), bounds=bound(2), groups_per_step=2, num_steps=20, seed=seed)
 
     assert play(0) == play(0)
@@ -427,7 +427,7 @@ def test_lag_of_token_mean_counts_fewer_over_the_bound_than_of_the_oldest_token(
 # Laws
 
 
-def steady(batches: list[Batch], max_staleness: int) -> tuple[float, float, float, float]:
+def steady(batches: list[SimulatedBatch], max_staleness: int) -> tuple[float, float, float, float]:
     """Seconds of a step, share of time that the learner waits, mean lag, and dropped among those that ended."""
     first, last = batches[len(batches) // 4], batches[-2 - max_staleness]
     span = batches[len(batches) // 4 + 1 : -1 - max_staleness]

@@ -12,13 +12,13 @@ from offbeat.lab.history import fold_rows
 from offbeat.lab.simulation.fit import (
     Generation,
     LearnerBatch,
-    Recording,
+    RunTimes,
     Stall,
     Work,
     alone,
     fit,
-    fit_recordings,
-    read_recording,
+    fit_times,
+    read_times,
 )
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
 from offbeat.protocols.messages import CompletionMeta, Segment
@@ -74,16 +74,16 @@ def test_recording_has_what_the_log_and_the_rows_say() -> None:
         CommitRow(time=21.0, actor="a", policy_version=2, stall_s=0.5),
         EvalRow(time=30.0, policy_version=2, reward=0.5, length=1.0, num_completions=1, num_failed=0),
     ]
-    recording = read_recording(fold_rows(rows), events)
-    assert recording.generations == [
+    run_times = read_times(fold_rows(rows), events)
+    assert run_times.generations == [
         Generation("a", 10.0, 15.0, 4.0, (3, 7)),
         Generation("a", 11.0, 16.0),
     ]
     # Both steps took 2 seconds besides the wait; the row of the second is the batch's.
-    assert recording.batches == [LearnerBatch(2, 2, 20.5 - 4.0, 20.0, 20.5)]
-    assert recording.stalls == {"a": [Stall(20.5, 21.0, 21.25)]}
-    assert recording.arrivals == {2: [20.5]}
-    assert recording.evaluations == [(20.5, 30.0)]
+    assert run_times.batches == [LearnerBatch(2, 2, 20.5 - 4.0, 20.0, 20.5)]
+    assert run_times.stalls == {"a": [Stall(20.5, 21.0, 21.25)]}
+    assert run_times.arrivals == {2: [20.5]}
+    assert run_times.evaluations == [(20.5, 30.0)]
 
 
 def test_only_the_last_learner_process_is_read() -> None:
@@ -99,18 +99,18 @@ def test_only_the_last_learner_process_is_read() -> None:
         accepted(5, 11.0, (4,), 1.5),
     ]
     rows = [StepRow(time=3.5, policy_version=1, metrics={"time/step_s": 1.0, "time/wait_rollouts_s": 0.0})]
-    recording = read_recording(fold_rows(rows), events)
-    assert recording.generations == [Generation("a", 9.0, 11.0, 1.5, (4,))]
-    assert recording.batches == []
+    run_times = read_times(fold_rows(rows), events)
+    assert run_times.generations == [Generation("a", 9.0, 11.0, 1.5, (4,))]
+    assert run_times.batches == []
 
 
 def test_warm_up_and_company_of_evaluation_are_left_out() -> None:
     batches = [LearnerBatch(version, 1, 10.0 * version, 10.0 * version + 5, 10.0 * version + 6) for version in range(1, 21)]
     generations = [Generation("a", float(at), at + 4.0, 4.0, (1,)) for at in (5, 29, 31, 50, 60)]
-    recording = Recording(generations, batches, evaluations=[(52.0, 53.0)])
+    run_times = RunTimes(generations, batches, evaluations=[(52.0, 53.0)])
     # A tenth of the batches is two; the third began at 30.
-    assert recording.steady_since == 30.0
-    assert [one.granted_at for one in recording.steady_generations] == [31.0, 60.0]
+    assert run_times.steady_since == 30.0
+    assert [one.granted_at for one in run_times.steady_generations] == [31.0, 60.0]
 
 
 # Work
@@ -118,23 +118,23 @@ def test_warm_up_and_company_of_evaluation_are_left_out() -> None:
 
 def test_work_goes_slowly_while_more_processes_are_busy_than_there_are_cores() -> None:
     # Actor a generates from 0 to 10, b from 4 to 8; the learner is busy from 6 to 12.
-    recording = Recording(
+    run_times = RunTimes(
         [Generation("b", 4.0, 8.0, 4.0, (1,)), Generation("a", 0.0, 10.0, 10.0, (1,))],
         [LearnerBatch(1, 1, 6.0, 11.0, 12.0)],
     )
     spans = [(0.0, 4.0), (4.0, 6.0), (6.0, 8.0), (8.0, 10.0), (10.0, 12.0)]
-    on_two = Work(recording, 1.0, 2).during(spans).tolist()
+    on_two = Work(run_times, 1.0, 2).during(spans).tolist()
     assert on_two == pytest.approx([4.0, 2.0, 2 * 2 / 3, 2.0, 2.0])
-    heavy = Work(recording, 1.5, 2).during(spans).tolist()
+    heavy = Work(run_times, 1.5, 2).during(spans).tolist()
     assert heavy == pytest.approx([4.0, 2 * 2 / 3, 2 * 2 / 4.5, 2 * 2 / 3, 2.0])
-    assert Work(recording, 1.5, None).during(spans).tolist() == pytest.approx([4.0, 2.0, 2.0, 2.0, 2.0])
+    assert Work(run_times, 1.5, None).during(spans).tolist() == pytest.approx([4.0, 2.0, 2.0, 2.0, 2.0])
 
 
 def test_actor_that_swaps_weights_is_busy_though_it_generates_nothing() -> None:
-    recording = Recording(
+    run_times = RunTimes(
         [Generation("a", 0.0, 4.0, 4.0, (1,))], [LearnerBatch(1, 1, 6.0, 11.0, 12.0)], stalls={"a": [Stall(8.0, 9.0, 10.0)]}
     )
-    assert Work(recording, 1.0, 1).during([(6.0, 8.0), (8.0, 10.0), (10.0, 12.0)]).tolist() == pytest.approx([2.0, 1.0, 2.0])
+    assert Work(run_times, 1.0, 1).during([(6.0, 8.0), (8.0, 10.0), (10.0, 12.0)]).tolist() == pytest.approx([2.0, 1.0, 2.0])
 
 
 # Fitting
@@ -157,23 +157,23 @@ def test_crowding_is_between_none_and_taking_turns(slope: float, crowding: float
     assert (start + token * 5) * (1 + found * 8.5) == pytest.approx(10.0, rel=0.01)
 
 
-def recorded(*, num_actors: int, overlaps: bool, train_s: float, slots: int = 1, alone_s: float = 4.0) -> Recording:
+def recorded(*, num_actors: int, overlaps: bool, train_s: float, slots: int = 1, alone_s: float = 4.0) -> RunTimes:
     """A run of 20 batches, each generated in 10 seconds and trained in `train_s`: at the same time, or after it."""
-    recording = Recording()
+    run_times = RunTimes()
     for version in range(1, 21):
         begin = 100.0 * version
         trained_from = begin if overlaps else begin + 10.0
         batch = LearnerBatch(version, 1, trained_from, trained_from + train_s, trained_from + train_s + 0.5)
-        recording.batches.append(batch)
+        run_times.batches.append(batch)
         for actor in range(num_actors):
             for _ in range(slots):
-                recording.generations.append(Generation(f"actor-{actor}", begin, begin + alone_s + 1, alone_s, (2, 4)))
-        recording.arrivals[version] = [batch.trained_at + 3.0]
-    return recording
+                run_times.generations.append(Generation(f"actor-{actor}", begin, begin + alone_s + 1, alone_s, (2, 4)))
+        run_times.arrivals[version] = [batch.trained_at + 3.0]
+    return run_times
 
 
 def test_timings_are_those_of_the_run() -> None:
-    found = fit_recordings([recorded(num_actors=3, overlaps=False, train_s=6.0)], cores=None)
+    found = fit_times([recorded(num_actors=3, overlaps=False, train_s=6.0)], cores=None)
     timings = found.timings
     # No crowd, and lengths that do not vary: a second per token of the longest completion.
     assert np.unique(timings.completions_s, axis=0) == pytest.approx(np.array([[2.0, 4.0]]))
@@ -190,46 +190,46 @@ def test_two_runs_tell_how_many_cores_a_busy_process_takes() -> None:
     alone_run = recorded(num_actors=2, overlaps=False, train_s=2.0, alone_s=9.0)
     # Beside two busy actors on two cores, at 1.5 each: 2.25 times slower.
     crowded = recorded(num_actors=2, overlaps=True, train_s=4.5, alone_s=9.0)
-    found = fit_recordings([alone_run, crowded], cores=2).timings
+    found = fit_times([alone_run, crowded], cores=2).timings
     assert found.load == pytest.approx(1.5)
     assert found.train_s == pytest.approx(np.full(36, 2.0))
-    assert fit_recordings([crowded], cores=2).timings.load == 1.0
+    assert fit_times([crowded], cores=2).timings.load == 1.0
 
 
 def test_pauses_for_new_weights_are_no_generation() -> None:
-    recording = recorded(num_actors=1, overlaps=False, train_s=2.0, slots=3, alone_s=8.0)
+    run_times = recorded(num_actors=1, overlaps=False, train_s=2.0, slots=3, alone_s=8.0)
     for version in range(1, 21):
-        recording.stalls.setdefault("actor-0", []).append(
+        run_times.stalls.setdefault("actor-0", []).append(
             Stall(100.0 * version + 1, 100.0 * version + 2, 100.0 * version + 2.5)
         )
-    timings = fit_recordings([recording], cores=None).timings
+    timings = fit_times([run_times], cores=None).timings
     assert timings.completions_s.max(axis=1) == pytest.approx(np.full(51, 6.5))
     assert (timings.swap_s, timings.check_s) == pytest.approx((1.0, 0.5))
 
 
 def test_company_is_counted_where_it_slows_generation_down() -> None:
-    recording = recorded(num_actors=1, overlaps=False, train_s=2.0, alone_s=4.0)
+    run_times = recorded(num_actors=1, overlaps=False, train_s=2.0, alone_s=4.0)
     # A second actor with three groups at once: twice as slow, and stopped for 2 of 10 seconds.
     crowded = recorded(num_actors=1, overlaps=False, train_s=2.0, slots=3, alone_s=10.0)
     for generation in crowded.generations:
         generation.actor = "actor-1"
-    recording.generations += crowded.generations
-    recording.stalls["actor-1"] = [
+    run_times.generations += crowded.generations
+    run_times.stalls["actor-1"] = [
         Stall(100.0 * version + 1, 100.0 * version + 3, 100.0 * version + 3) for version in range(1, 21)
     ]
-    timings = fit_recordings([recording], cores=None).timings
+    timings = fit_times([run_times], cores=None).timings
     assert timings.crowding == pytest.approx(0.5)
     assert timings.completions_s.max(axis=1) == pytest.approx(np.full(4 * 17, 4.0))
 
 
 def test_transfer_that_waits_for_the_one_before_counts_from_its_end() -> None:
-    recording = recorded(num_actors=3, overlaps=False, train_s=2.0)
+    run_times = recorded(num_actors=3, overlaps=False, train_s=2.0)
     # Every version arrives 70 seconds after its step; the next transfer begins then, and takes 30 for the next 100 seconds.
-    recording.arrivals = {version: [100.0 * version + 12 + 70] for version in range(1, 21)}
-    found = fit_recordings([recording], cores=None).timings.sync_s
+    run_times.arrivals = {version: [100.0 * version + 12 + 70] for version in range(1, 21)}
+    found = fit_times([run_times], cores=None).timings.sync_s
     assert found == pytest.approx(np.full(18, 70.0))
-    recording.arrivals = {version: [100.0 * version + 12 + 130] for version in range(1, 21)}
-    assert fit_recordings([recording], cores=None).timings.sync_s == pytest.approx(np.full(18, 100.0))
+    run_times.arrivals = {version: [100.0 * version + 12 + 130] for version in range(1, 21)}
+    assert fit_times([run_times], cores=None).timings.sync_s == pytest.approx(np.full(18, 100.0))
 
 
 def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:

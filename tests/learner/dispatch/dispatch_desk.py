@@ -22,8 +22,8 @@ from offbeat.common.settings import replace_settings
 from offbeat.learner.dispatch.contract import Contract
 from offbeat.learner.dispatch.dispatcher import Dispatcher, Listeners
 from offbeat.learner.dispatch.live_settings import LiveSettings
-from offbeat.learner.dispatch.outbox import Outgoing
 from offbeat.learner.dispatch.parts import Prompts, make_parts
+from offbeat.learner.dispatch.send_queue import Outgoing
 from offbeat.learner.dispatch.versions import Versions
 from offbeat.learner.leases.events import LeaseEvent
 from offbeat.learner.leases.groups import Group

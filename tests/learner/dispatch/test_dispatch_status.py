@@ -1,7 +1,7 @@
 """The status report, and the line that says what a run waits for."""
 
 from offbeat.learner.dispatch.failures import RunFailedError
-from offbeat.learner.dispatch.outbox import Outgoing
+from offbeat.learner.dispatch.send_queue import Outgoing
 from offbeat.protocols.messages import (
     ActorStats,
     Stop,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from offbeat.common.rows import CommitRow
-from offbeat.learner.dispatch.outbox import Outgoing
+from offbeat.learner.dispatch.send_queue import Outgoing
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.prompt_stream import Turn
 from offbeat.protocols.keys import Sender

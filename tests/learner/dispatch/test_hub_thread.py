@@ -7,7 +7,7 @@ import pytest
 
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.hub_thread import HubThread
-from offbeat.learner.dispatch.outbox import Outgoing
+from offbeat.learner.dispatch.send_queue import Outgoing
 from offbeat.protocols import flood_guard
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.messages import Ack, Goodbye, LearnerMessage, Refused

@@ -2,7 +2,7 @@
 
 import pytest
 
-from offbeat.learner.dispatch.outbox import Outgoing
+from offbeat.learner.dispatch.send_queue import Outgoing
 from offbeat.protocols.messages import (
     Ack,
     Cancel,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.common.rows import ActorRow, CommitRow
-from offbeat.learner.dispatch.roster import MAX_REPLACED, Member, Mismatch, Room
+from offbeat.learner.dispatch.roster import MAX_REPLACED, LeaseTurns, Member, Mismatch
 from offbeat.protocols.keys import Sender
 from offbeat.protocols.messages import (
     ActorStats,
@@ -193,7 +193,7 @@ def test_each_lease_goes_to_the_actor_with_most_room_whose_weights_are_new_enoug
     actors: list[tuple[int, int, int, bool, bool]], versions: list[int]
 ) -> None:
     made = make_members(actors)
-    room = Room(made)
+    turns = LeaseTurns(made)
     for lease_id, min_policy_version in enumerate(versions):
         able = [
             member
@@ -203,7 +203,7 @@ def test_each_lease_goes_to_the_actor_with_most_room_whose_weights_are_new_enoug
             and member.free > 0
             and (-1 if member.policy_version is None else member.policy_version) >= min_policy_version
         ]
-        chosen = room.take(min_policy_version)
+        chosen = turns.take(min_policy_version)
         assert chosen is max(able, key=lambda member: member.free, default=None)
         if chosen is not None:
             chosen.lease_ids.add(lease_id)

@@ -180,11 +180,15 @@ def test_a_group_of_equal_rewards_is_zero_beside_one_that_is_not():
     np.testing.assert_allclose(result[1], np.array([-1, -1, 2]) / np.sqrt(3))
 
 
+# Eighths: a shift of any floats may round rewards that differ to equal ones, which are not scaled.
+EIGHTHS = st.integers(-80, 80).map(lambda number: number / 8)
+
+
 @given(
-    rewards=st_numpy.arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(2, 5)), elements=st.floats(-10, 10)),
+    rewards=st_numpy.arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(2, 5)), elements=EIGHTHS),
     mean_of=st.sampled_from(["group", "batch"]),
     std_of=st.sampled_from(["none", "group", "batch"]),
-    shift=st.floats(-10, 10),
+    shift=EIGHTHS,
 )
 @settings(max_examples=60)
 def test_neither_a_shift_nor_the_order_changes_a_normalized_reward(rewards, mean_of, std_of, shift):

@@ -94,7 +94,7 @@ class Bench:
             self.store.set(f"weights/{message.epoch}/{message.policy_version}/ready/{message.rank}", "1")
 
     def send(self, policy_version: int, *recipients: Any) -> Transfer:
-        edition = Edition(WeightBuffer(LAYOUT), policy_version, checksum=9)
+        edition = Edition(WeightBuffer(LAYOUT), policy_version, known_checksum=9)
         live = {A.peer, B.peer}
         return self.updates.send(recipients or (A, B), edition, live=lambda: live - self.gone, post=self.post)
 

@@ -12,7 +12,7 @@ import torch
 
 from offbeat.actor import weight_pull
 from offbeat.actor.weight_pull import MAX_DAMAGED, WINDOW
-from offbeat.actor.weight_receiver import Outcome, WeightReceiver
+from offbeat.actor.weight_receiver import TransferEnd, WeightReceiver
 from offbeat.common.weights import checksum, make_layout
 from offbeat.learner.weights.server import MAX_SERVINGS, WeightServer
 from offbeat.protocols.channels import Hub, Link
@@ -133,7 +133,7 @@ def pull_from(port: int, *, expected: int | None = None, timeout_s: float = PATI
     )
 
 
-def outcome_of(receiver: WeightReceiver, pull: WeightPull) -> Outcome:
+def outcome_of(receiver: WeightReceiver, pull: WeightPull) -> TransferEnd:
     receiver.announce(pull)
     deadline = time.monotonic() + PATIENCE_S
     while (outcome := receiver.outcome()) is None:
@@ -150,7 +150,7 @@ def error_of(receiver: WeightReceiver, pull: WeightPull) -> str:
 
 def test_pulled_version_is_the_servers_byte_for_byte(server: WeightServer, receiver: WeightReceiver) -> None:
     outcome = outcome_of(receiver, pull_from(server.port))
-    assert outcome == Outcome(VERSION, None, None)
+    assert outcome == TransferEnd(VERSION, None, None)
     assert torch.equal(receiver.buffer.flat, FLAT)
     assert server.visitor(PEER).num_requests == NUM_CHUNKS
 
@@ -252,7 +252,7 @@ def test_pull_that_a_newer_announcement_replaces_is_no_news(server: WeightServer
         while receiver._announced is not None:
             time.sleep(0.002)
         outcome = outcome_of(receiver, pull_from(server.port))
-    assert outcome == Outcome(VERSION, None, None)
+    assert outcome == TransferEnd(VERSION, None, None)
 
 
 def test_pull_ends_when_the_receiver_is_closed() -> None:

@@ -15,7 +15,7 @@ class Outgoing(NamedTuple):
     arrays: tuple[Array, ...] = ()
 
 
-class Outbox:
+class SendQueue:
     """Messages in the order in which they are to be sent."""
 
     def __init__(self) -> None:
