@@ -17,7 +17,7 @@ from offbeat.common.rows import GroupRow
 from offbeat.lab.replay.counterfactual import (
     differences,
     read_recording,
-    recorded_outcome,
+    recorded_ends,
     replay,
 )
 from offbeat.learner.dispatch.quarantine import MAX_MISMATCHES
@@ -215,21 +215,21 @@ def test_every_run_replays_exactly_with_its_own_settings(
         counts = play.desk.dispatcher.counts()
         play.end()
         recording = read_recording(read_log(Path(name) / "log", Position(0, 0)))
-    outcome = replay(recording, config)
-    assert differences(recorded_outcome(recording, config), outcome) == []
+    ends = replay(recording, config)
+    assert differences(recorded_ends(recording, config), ends) == []
     # What the learners themselves said, one after another.
-    trained = [(row.lease_id, row.policy_lag) for row in play.rows if row.outcome == "trained"]
-    assert trained == [(group.lease_id, group.policy_lag) for batch in outcome.trainings for group in batch.groups]
-    assert Counter(reason for _, reason in outcome.dropped) == counts.dropped
-    assert sum(len(batch.groups) for batch in outcome.batches) == counts.trained
-    assert (len(outcome.admitted), len(outcome.expired), outcome.num_left) == (counts.leased, counts.expired, counts.in_flight)
+    trained = [(row.lease_id, row.policy_lag) for row in play.rows if row.ends == "trained"]
+    assert trained == [(group.lease_id, group.policy_lag) for batch in ends.trainings for group in batch.groups]
+    assert Counter(reason for _, reason in ends.dropped) == counts.dropped
+    assert sum(len(batch.groups) for batch in ends.batches) == counts.trained
+    assert (len(ends.admitted), len(ends.expired), ends.num_left) == (counts.leased, counts.expired, counts.in_flight)
     for other in others(config):
         changed = replay(recording, config, other)
         assert adds_up(changed)
         ended = [lease_id for lease_id, _ in changed.dropped] + changed.expired
         ended += [lease_id for batch in lease_ids(changed) for lease_id in batch]
         assert len(ended) == len(set(ended))
-        assert set(changed.admitted) <= set(outcome.admitted)
+        assert set(changed.admitted) <= set(ends.admitted)
         if other["staleness.staleness_policy"] != "gate" and config.staleness.lag_of == "oldest_token":
             assert max(changed.lags, default=0) <= int(other["staleness.max_staleness"])
 
