@@ -23,7 +23,7 @@ from offbeat.lab.terminal import stdout_console
 from offbeat.learner.dispatch.live_settings import CANARY_TOLERANCE
 from offbeat.learner.leases import data_rows
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
-from offbeat.learner.leases.log_reading import read_log
+from offbeat.learner.leases.log_reading import Gap, read_history
 from offbeat.learner.leases.log_records import LogDamagedError, Position
 from offbeat.learner.leases.prompt_stream import Turn
 
@@ -105,6 +105,11 @@ class LogAudit:
         self._version: int | None = 0 if is_whole else None
         """Optimizer steps behind the weights; None until an event of a log without its beginning tells."""
         self._num_batches_excused = 0
+        self.num_unknown = 0
+        """Events of leases whose grant the log has not, or not any more."""
+        self._has_gap = False
+        self._doubtful: set[int] = set()
+        """Leases that were open at a gap in the log."""
 
     def take(self, event: LeaseEvent) -> None:
         """Add the next event."""
@@ -124,6 +129,15 @@ class LogAudit:
                 self._end(event.lease_id, "expired", is_final=False)
             case Trained():
                 self._train(event)
+
+    def lose(self) -> None:
+        """Take note of a gap: what happened in it is unknown, and contradictions that it can explain are no flaws."""
+        self._is_whole = False
+        self._has_gap = True
+        self._version = None
+        self._doubtful |= {lease_id for lease_id, life in self.leases.items() if not life.end}
+        self._waiting.clear()
+        self._overtaken.clear()
 
     def lost_turns(self) -> list[str]:
         """Return a sentence for each prompt that was given back and not leased again, although newer prompts were."""
@@ -152,13 +166,13 @@ class LogAudit:
         if event.lease_id in self.leases:
             self._flaw(self.lease_flaws, event.lease_id, "granted twice")
         previous = self.turns.setdefault(turn, [])
-        if not previous:
-            self._overtaken.update(self._waiting)
-        else:
+        if previous:
             before = self.leases[previous[-1]]
             if not before.end or before.is_final:
                 text = f"{before.end or 'in flight'}, but its prompt {turn.prompt_id} of epoch {turn.epoch} was leased again"
                 self._flaw(self.prompt_flaws, previous[-1], text)
+        elif not self._has_gap:
+            self._overtaken.update(self._waiting)
         self._waiting.pop(turn, None)
         self._overtaken.pop(turn, None)
         previous.append(event.lease_id)
@@ -200,6 +214,7 @@ class LogAudit:
         life = self.leases.get(lease_id)
         if life is None:
             # A log whose beginning was deleted lacks the grants of old leases.
+            self.num_unknown += 1
             if self._is_whole:
                 self._flaw(self.lease_flaws, lease_id, f"{what}, but never granted")
             return None
@@ -215,7 +230,7 @@ class LogAudit:
             self.training_flaws.append(text)
 
     def _flaw(self, flaws: list[str], lease_id: int, text: str) -> None:
-        if lease_id not in self._lost.lease_ids:
+        if lease_id not in self._lost.lease_ids and lease_id not in self._doubtful:
             flaws.append(f"lease {lease_id}: {text}")
 
 
@@ -254,19 +269,31 @@ def audit_log(folder: Path, config: Config, final: FinalRow | None, lost: Lost) 
     is_whole = is_log_whole(folder)
     log = LogAudit(is_whole=is_whole, lost=lost)
     num_records, group_flaws, damage = 0, [], []
+    gaps: list[tuple[Gap, int]] = []
     try:
-        for record in read_log(folder):
+        for found in read_history(folder):
+            if isinstance(found, Gap):
+                gaps.append((found, log.num_starts))
+                log.lose()
+                continue
             num_records += 1
-            log.take(record.event)
-            if isinstance(record.event, Accepted):
-                group_flaws += _group_flaws(record.event, record.arrays)
+            log.take(found.event)
+            if isinstance(found.event, Accepted):
+                group_flaws += _group_flaws(found.event, found.arrays)
     except LogDamagedError as error:
         damage.append(str(error))
-    begun = "" if is_whole else "; its beginning was deleted (log.retain_mb)"
+    # A learner that started behind a gap took account of it.
+    damage += [f"{gap}; resume the run to go on without it" for gap, num_starts in gaps if num_starts == log.num_starts]
+    is_whole = is_whole and not gaps
+    remarks = [str(gap) for gap, _ in gaps]
+    if gaps:
+        remarks.append(f"{log.num_unknown} events of leases whose grant was lost; all other records are used")
+    elif not is_whole:
+        remarks.append("its beginning was deleted (log.retain_mb)")
     num_batches = f"{len(log.batches)} batches kept, {log.num_undone} undone by {max(log.num_starts - 1, 0)} restarts"
     num_accepted = sum(life.is_accepted for life in log.leases.values())
     return [
-        Check("the rollout log is readable to its end", damage, f"{num_records} records{begun}"),
+        Check("the rollout log is readable to its end", damage, "; ".join([f"{num_records} records", *remarks])),
         Check("every lease ends once", log.lease_flaws, f"{len(log.leases)} leases"),
         Check("no group is trained twice, each was accepted", log.training_flaws, num_batches),
         Check("accepted groups are whole", group_flaws, f"{num_accepted} groups"),
@@ -393,10 +420,9 @@ def _group_flaws(event: Accepted, arrays: Sequence[memoryview]) -> list[str]:
 def is_log_whole(folder: Path) -> bool:
     """Return True when a rollout log begins where its run began."""
     try:
-        next(iter(read_log(folder, Position(0, 0))), None)
+        return not isinstance(next(read_history(folder, Position(0, 0)), None), Gap)
     except LogDamagedError:
         return False
-    return True
 
 
 def _file_flaw(file: Path) -> str:

@@ -18,7 +18,7 @@ from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.leases.auto_bound import AutoBound, Noise
 from offbeat.learner.leases.ledger import needed_position
-from offbeat.learner.leases.log_reading import read_log, read_record
+from offbeat.learner.leases.log_reading import read_history, read_record
 from offbeat.learner.leases.log_records import Position
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.recovery import DispatcherState, Recovered, recover
@@ -128,7 +128,7 @@ def recover_run(
     log_end = state.dispatcher.log_end if state else Position(0, 0)
     return recover(
         state.dispatcher if state else None,
-        read_log(folder, log_end) if has_log and log_end is not None else (),
+        read_history(folder, log_end) if has_log and log_end is not None else (),
         lambda position: read_record(folder, position),
         prompts,
         seed,
@@ -136,8 +136,15 @@ def recover_run(
 
 
 def tell_resumed(recovered: Recovered, policy_version: int, record: Recorder) -> None:
-    """Log and record where a resumed run stands."""
+    """Log and record where a resumed run stands, and what damage to the log cost."""
     ledger = recovered.ledger
+    for gap in recovered.gaps:
+        logger.warning("the rollout log: %s; records behind it are used", gap)
+        record(EventRow(event="log_damaged", detail=str(gap)))
+    if recovered.num_skipped:
+        logger.warning(
+            "%d records belong to leases that the damaged log lost; their prompts are leased again", recovered.num_skipped
+        )
     detail = (
         f"at policy version {policy_version}; {recovered.num_records} log records applied, "
         f"{ledger.num_ready} groups reused, {ledger.num_open - ledger.num_ready} leases in flight"

@@ -192,6 +192,10 @@ class Ledger:
         """Return an open lease; `KeyError` when it has ended."""
         return self._open[lease_id]
 
+    def holding(self, prompt_id: int, epoch: int) -> OpenLease | None:
+        """Return the open lease of a prompt's turn; None without one."""
+        return next((lease for lease in self._open.values() if (lease.prompt_id, lease.epoch) == (prompt_id, epoch)), None)
+
     def apply(self, event: LeaseEvent, group: Group | None = None, position: Position | None = None) -> None:
         """Enter an event; `group` and its `position` in the log come with `Accepted` alone.
 

@@ -1,33 +1,65 @@
 """The rollout log's files, read: whole histories and single records, also while another process writes them."""
 
+import logging
 import mmap
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from offbeat.learner.leases.log_records import (
     HEADER_BYTES,
     LogDamagedError,
     Position,
+    RawRecord,
     Record,
     decode_record,
+    find_whole,
     read_segment_header,
     whole_records,
 )
 
+logger = logging.getLogger(__name__)
+
 _NAME = re.compile(r"\d{8,}\.log")
 
 
-def read_log(folder: Path, start: Position | None = None) -> Iterator[Record]:
-    """Yield the records from `start`, or the oldest there is, to the end; another process may be writing.
+class Gap(NamedTuple):
+    """A place where records are lost, although whole ones follow."""
 
-    Raises `LogDamagedError` when one of them is missing: see the module's docstring. `Position(0, 0)` asks for the whole
-    history and raises when some of it was pruned.
+    start: Position
+    """End of the last whole record before."""
+    end: Position
+    """Start of the first whole record behind, or of the segment that has it."""
+
+    def __str__(self) -> str:
+        """Return the place in words: files and bytes."""
+        first, last = segment_name(self.start.segment), segment_name(self.end.segment)
+        if first == last:
+            return f"{first}: bytes {self.start.offset} to {self.end.offset} are damaged"
+        return f"from offset {self.start.offset} of {first} to offset {self.end.offset} of {last} the log is lost"
+
+
+def read_log(folder: Path, start: Position | None = None) -> Iterator[Record]:
+    """Yield the records of `read_history`; gaps are logged as warnings."""
+    for found in read_history(folder, start):
+        if isinstance(found, Gap):
+            logger.warning("%s: %s; the records behind it are read", folder, found)
+        else:
+            yield found
+
+
+def read_history(folder: Path, start: Position | None = None) -> Iterator[Record | Gap]:
+    """Yield the records from `start`, or the oldest there is, to the end, and every gap between them.
+
+    Another process may be writing. `Position(0, 0)` asks for the whole history. Raises `LogDamagedError` when the segments from
+    `start` on were deleted, and for a record that is whole but not understood.
     """
     reached = start
     # Listed once: of a segment that has a successor here, all is written, even while a process writes the log.
-    for number in segment_numbers(folder):
+    numbers = segment_numbers(folder)
+    for number in numbers:
         if start is not None and number < start.segment:
             continue
         path = segment_path(folder, number)
@@ -35,23 +67,29 @@ def read_log(folder: Path, start: Position | None = None) -> Iterator[Record]:
         if opened is None:
             continue
         segment, previous_end = opened
-        if reached is not None and reached < previous_end:
-            raise LogDamagedError(
-                f"{segment_path(folder, reached.segment)}: from offset {reached.offset} on there is no whole record, but the "
-                f"history went on to offset {previous_end.offset} of {segment_path(folder, previous_end.segment).name}. Resume "
-                f"from a checkpoint made after that; or delete {path.name} and the segments after it to go on without them: "
-                "their groups are generated again."
-            )
-        offset = start.offset if start is not None and number == start.segment else 0
-        offset = max(offset, HEADER_BYTES)
-        for raw in whole_records(segment, offset):
+        begin = start.offset if start is not None and number == start.segment else 0
+        if previous_end is None:
+            if not begin:
+                yield Gap(Position(number, 0), Position(number, HEADER_BYTES))
+        elif reached is not None and reached < previous_end:
+            if number == numbers[0]:
+                raise LogDamagedError(
+                    f"{folder}: the history before {path.name} was deleted, and it is needed from offset {reached.offset} of "
+                    f"{segment_name(reached.segment)} on. Resume from a checkpoint made after that; or move the folder out of "
+                    "run.dir to go on without the log: its groups are generated again."
+                )
+            yield Gap(reached, previous_end)
+        offset = max(begin, HEADER_BYTES)
+        for raw in _records_around_damage(segment, offset):
+            if raw.offset > offset:
+                yield Gap(Position(number, offset), Position(number, raw.offset))
             yield decode_record(raw, number, path)
             offset = raw.end
         reached = Position(number, offset)
 
 
 def read_record(folder: Path, position: Position) -> Record | None:
-    """Return the record that begins at this position, or None when it was deleted, cut off or damaged."""
+    """Return the record that begins at this position, or None when it was deleted or damaged."""
     path = segment_path(folder, position.segment)
     opened = open_segment(path)
     if opened is None or position.offset < HEADER_BYTES:
@@ -60,16 +98,26 @@ def read_record(folder: Path, position: Position) -> Record | None:
     return None if raw is None else decode_record(raw, position.segment, path)
 
 
+def segment_name(number: int) -> str:
+    """Return the name of a segment's file."""
+    return f"{number:08d}.log"
+
+
 def segment_path(folder: Path, number: int) -> Path:
-    return folder / f"{number:08d}.log"
+    """Return the path of a segment's file."""
+    return folder / segment_name(number)
 
 
 def segment_numbers(folder: Path) -> list[int]:
+    """Return the numbers of the segments in the folder, in order."""
     return sorted(int(path.stem) for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
-def open_segment(path: Path) -> tuple[memoryview, Position] | None:
-    """Return a segment's bytes and where the history before it ended; None when it is deleted or holds nothing."""
+def open_segment(path: Path) -> tuple[memoryview, Position | None] | None:
+    """Return a segment's bytes and where the history before it ended (None: its header is damaged).
+
+    Returns None when the segment is deleted or holds no record.
+    """
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size < HEADER_BYTES:
@@ -81,17 +129,25 @@ def open_segment(path: Path) -> tuple[memoryview, Position] | None:
         return segment, read_segment_header(segment, path)
     except LogDamagedError:
         # After a power failure a file can be longer than its written content.
-        if next(whole_records(segment, HEADER_BYTES), None) is None:
-            return None
-        raise
+        return None if find_whole(segment, HEADER_BYTES) is None else (segment, None)
 
 
-def whole_bytes(path: Path) -> int:
-    """Return the offset at which a segment's last whole record ends; 0 without a header."""
+def find_end(path: Path) -> int:
+    """Return the offset at which a segment's last whole record ends; `HEADER_BYTES` without a record, 0 without a header."""
     opened = open_segment(path)
     if opened is None:
         return 0
     end = HEADER_BYTES
-    for raw in whole_records(opened[0], HEADER_BYTES):
+    for raw in _records_around_damage(opened[0], HEADER_BYTES):
         end = raw.end
     return end
+
+
+def _records_around_damage(segment: memoryview, offset: int) -> Iterator[RawRecord]:
+    """Yield all whole records of a segment from `offset` on, also those behind bytes that are no record."""
+    found: int | None = offset
+    while found is not None:
+        for raw in whole_records(segment, found):
+            yield raw
+            offset = raw.end
+        found = find_whole(segment, offset)

@@ -69,7 +69,7 @@ class RawRecord(NamedTuple):
 
 
 class LogDamagedError(ServiceError):
-    """Records that others follow are lost or not understood; the text names the file, the offset and what to do."""
+    """Records are lost or not understood, and the log cannot be read around them; the text says where and what to do."""
 
 
 class LogFormatError(ServiceError):
@@ -83,18 +83,18 @@ def segment_header(previous_end: Position) -> bytes:
 
 
 def read_segment_header(segment: memoryview, path: Path) -> Position:
-    """Return where the history before this segment ended. `segment` holds a whole header; `path` is for errors."""
+    """Return where the history before this segment ended. `segment` has the length of a header; `path` is for errors."""
     magic, number, offset, checksum = _SEGMENT.unpack_from(segment)
-    if magic[:-1] == MAGIC[:-1] and magic != MAGIC:
+    checked = MAGIC + segment[_CHECKSUM.size : HEADER_BYTES - _CHECKSUM.size]
+    is_whole = checksum == xxhash.xxh3_64_intdigest(checked)
+    # With a right checksum, a bit of the format's number is flipped.
+    if magic[:-1] == MAGIC[:-1] and magic != MAGIC and not is_whole:
         raise LogFormatError(
             f"{path} is in format {magic[-1]} of the log, and this version of offbeat reads and writes format {MAGIC[-1]}: "
             "resume with the version that wrote it."
         )
-    if magic != MAGIC or checksum != xxhash.xxh3_64_intdigest(segment[: HEADER_BYTES - _CHECKSUM.size]):
-        raise LogDamagedError(
-            f"{path}: the header at offset 0 is damaged. Resume from a checkpoint made after this segment; or delete it and "
-            "the segments after it to go on without them: their groups are generated again."
-        )
+    if magic != MAGIC or not is_whole:
+        raise LogDamagedError(f"{path}: the header at offset 0 is damaged")
     return Position(number, offset)
 
 
@@ -121,6 +121,35 @@ def whole_records(segment: memoryview, offset: int) -> Iterator[RawRecord]:
             return
         yield RawRecord(offset, segment[body_start : body_start + num_body_bytes], segment[arrays_start:end], end)
         offset = end
+
+
+def find_whole(segment: memoryview, offset: int) -> int | None:
+    """Return the offset of the first whole record at or behind `offset`, a multiple of `ALIGNMENT`; None without one."""
+    if offset + _RECORD.size > len(segment):
+        return None
+    # Where only body or arrays are damaged, the next record is where the lengths say. Tried first, because it is fast, and
+    # because the damaged record's arrays, an actor's numbers, are then not searched for records.
+    _, num_body_bytes, num_array_bytes = _RECORD.unpack_from(segment, offset)
+    claimed = offset + _RECORD.size + num_body_bytes + -num_body_bytes % ALIGNMENT + num_array_bytes
+    if claimed % ALIGNMENT == 0 and _is_whole(segment, claimed):
+        return claimed
+    return next((start for start in _possible_records(segment, offset) if _is_whole(segment, start)), None)
+
+
+def _is_whole(segment: memoryview, offset: int) -> bool:
+    return next(whole_records(segment, offset), None) is not None
+
+
+def _possible_records(segment: memoryview, offset: int) -> list[int]:
+    """Return the offsets from `offset` on where a record of possible lengths could begin, in order."""
+    num_units = (len(segment) - offset) // ALIGNMENT
+    units = np.frombuffer(segment[offset : offset + num_units * ALIGNMENT], dtype="<u4").reshape(num_units, 2)
+    # A record is a checksum, its lengths, and a body: the first unit, the second, and from the third on.
+    num_body_bytes, num_array_bytes = units[1:-1].astype(np.int64).T
+    left = (num_units - np.arange(num_body_bytes.size) - 2) * ALIGNMENT
+    is_map = (units[2:, 0] & 0xF0) == 0x80
+    fits = (num_body_bytes > 0) & (num_array_bytes % ALIGNMENT == 0) & (num_body_bytes + num_array_bytes <= left) & is_map
+    return (offset + np.flatnonzero(fits) * ALIGNMENT).tolist()
 
 
 def decode_record(raw: RawRecord, number: int, path: Path) -> Record:

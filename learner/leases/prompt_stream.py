@@ -98,6 +98,26 @@ class PromptStream:
         """Serve this prompt again before any new one, in the order in which prompts were given back."""
         self._returned.append(Turn(prompt_id, epoch))
 
+    def bring_forward(self, turn: Turn) -> bool:
+        """Serve this turn next, as a log with a gap asks; return False when the turn is over.
+
+        Turns that were served in the gap are given back.
+        """
+        if turn not in self._returned:
+            order = np.random.default_rng([self._seed, turn.epoch]).permutation(self._num_prompts)
+            position = turn.epoch * self._num_prompts + int(np.flatnonzero(order == turn.prompt_id)[0])
+            if position < self._position:
+                return False
+            waiting = list(self._returned)
+            self._returned.clear()
+            overtaken = [self.next() for _ in range(position - self._position)]
+            self.next()
+            self._returned.extend([*waiting, *overtaken])
+        else:
+            self._returned.remove(turn)
+        self._returned.appendleft(turn)
+        return True
+
     def state(self) -> StreamState:
         """Return what `from_state` needs to serve the same prompts as this stream would."""
         return StreamState(self._num_prompts, self._seed, self._position, tuple(self._returned))

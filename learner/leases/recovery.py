@@ -4,24 +4,34 @@
 
 `Trained` is the one event that is not applied: the weights it made died with the learner, so its groups are in the buffer
 again, and are trained again, in the same order, without being generated again.
+
+Behind a gap in the log, events are applied as far as they can be:
+
+- A lease whose grant was lost is unknown: its other events are skipped, and its prompt is leased again.
+- A lease whose prompt was granted again ended in the gap.
+- A group that was lost is generated again: its lease counts as being generated until its actor turns out not to have it.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import msgspec
 
 from offbeat.common.shutdown import ServiceError
-from offbeat.learner.leases.events import Accepted, Started, Trained, Tuned
+from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, Started, Trained, Tuned
 from offbeat.learner.leases.groups import Group, make_group
 from offbeat.learner.leases.journal import apply_event
 from offbeat.learner.leases.ledger import Ledger, LedgerState
+from offbeat.learner.leases.log_reading import Gap
 from offbeat.learner.leases.log_records import Position, Record
-from offbeat.learner.leases.prompt_stream import PromptStream, StreamState
+from offbeat.learner.leases.prompt_stream import PromptStream, StreamState, Turn
 from offbeat.learner.leases.prompts import Prompt
 
 logger = logging.getLogger(__name__)
+
+LOST = "log_damaged"
+"""Reason for the end of a lease whose own end was lost with a part of the log."""
 
 
 class DispatcherState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,19 +61,23 @@ class Recovered(NamedTuple):
     run_id: str
     """The log's run id; empty when the log has no record."""
     num_records: int
-    """Records applied after the checkpoint."""
+    """Records read after the checkpoint."""
     tuned: dict[str, Tuned]
     """See `DispatcherState.tuned`."""
+    gaps: tuple[Gap, ...] = ()
+    """Places after the checkpoint where the log is damaged."""
+    num_skipped: int = 0
+    """Records behind a gap that could not be applied."""
 
 
 def recover(
     state: DispatcherState | None,
-    records: Iterable[Record],
+    records: Iterable[Record | Gap],
     read: Callable[[Position], Record | None],
     prompts: Sequence[Prompt],
     seed: int,
 ) -> Recovered:
-    """Rebuild the state from a checkpoint (None: from the run's beginning) and the log's `records` after it.
+    """Rebuild the state from a checkpoint (None: from the run's beginning) and the log's `records` and gaps after it.
 
     `read` returns the record at a position, or None when the log no longer has it. Raises `RecoveryError` when log and
     checkpoint contradict each other.
@@ -74,8 +88,12 @@ def recover(
         stream = PromptStream.from_state(state.stream, len(prompts))
         ledger, newest_version, tuned = Ledger.from_state(state.ledger), state.newest_version, dict(state.tuned)
         _refill(ledger, state, read, prompts)
-    run_id, num_records = "", 0
+    run_id, num_records, num_skipped = "", 0, 0
+    gaps: list[Gap] = []
     for record in records:
+        if isinstance(record, Gap):
+            gaps.append(record)
+            continue
         num_records += 1
         match record.event:
             case Started(run_id=run_id):
@@ -85,10 +103,31 @@ def recover(
                 newest_version = max(newest_version, version + num_steps)
             case Tuned(settings=settings) as event:
                 tuned |= dict.fromkeys(settings, event)
+            case Granted() | Accepted() | Dropped() | Expired() as event:
+                if gaps and not _make_applicable(event, ledger, stream):
+                    num_skipped += 1
+                else:
+                    _apply(record, ledger, stream, prompts)
+                if isinstance(event, Granted):
+                    # The batch that made this version may be lost.
+                    newest_version = max(newest_version, event.policy_version)
             case _:
-                _apply(record, ledger, stream, prompts)
+                assert_never(record.event)
     ledger.skip_lease_ids()
-    return Recovered(stream, ledger, newest_version, run_id, num_records, tuned)
+    return Recovered(stream, ledger, newest_version, run_id, num_records, tuned, tuple(gaps), num_skipped)
+
+
+def _make_applicable(event: Granted | Accepted | Dropped | Expired, ledger: Ledger, stream: PromptStream) -> bool:
+    """Bring ledger and stream to where this event, behind a gap, can follow; return False when nothing can do that."""
+    if not isinstance(event, Granted):
+        return ledger.status(event.lease_id) in ("generating", "ready")
+    before = ledger.holding(event.prompt_id, event.epoch)
+    if before is not None:
+        end = Expired(at=event.at, lease_id=before.lease_id, reason=LOST)
+        if before.group is not None:
+            end = Dropped(at=event.at, lease_id=before.lease_id, reason=LOST, is_final=False)
+        apply_event(end, ledger, stream)
+    return stream.bring_forward(Turn(event.prompt_id, event.epoch))
 
 
 def _refill(

@@ -5,11 +5,10 @@
 
 `learner.leases.log_records` has the records' bytes, `learner.leases.log_reading` reads the files.
 
-A record is whole when it lies within the file and its checksum is right; the first that is not whole ends its segment. Where
-nothing follows, that is the torn tail of a process that died while it wrote, and is no error: opening the log to write cuts it
-off, reading stops before it. Where a later segment's header says that the history went on, whole records are lost: reading
-raises `LogDamagedError` instead of leaving them out. (In the last segment everything behind the damage is cut: the ledger
-cannot apply events across a hole, and after a power failure nothing tells damage from what was never on disk.)
+The log loses nothing that it has. What is no whole record stays where it is, and whole records behind it are read: one flipped
+bit costs one record. At the end of the newest segment it is the torn tail of a process that died while it wrote. Elsewhere it
+is damage, which readers tell as a `Gap` at its place in the history; a restart uses what the ledger can still apply
+(`learner.leases.recovery`).
 
 A process killed at any moment leaves at most one short record. What a power failure may take is `log.fsync`'s choice.
 """
@@ -28,7 +27,7 @@ from numpy.typing import NDArray
 
 from offbeat.common.shutdown import ServiceError
 from offbeat.learner.leases.events import LeaseEvent
-from offbeat.learner.leases.log_reading import segment_numbers, segment_path, whole_bytes
+from offbeat.learner.leases.log_reading import find_end, segment_numbers, segment_path
 from offbeat.learner.leases.log_records import HEADER_BYTES, Buffer, Position, encode_record, segment_header
 
 logger = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ class RolloutLog:
         after: Position | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Cut off what an earlier process did not finish, and continue in a segment above all others and above `after`.
+        """Continue in a segment above all others and above `after`.
 
         `after` is the newest position that a checkpoint refers to. A power failure may have taken it from the log, and no new
         record may take its place. The first append creates the segment's file.
@@ -78,7 +77,7 @@ class RolloutLog:
         self._clock = clock
         self._lock = _lock(folder)
         numbers = segment_numbers(folder)
-        self._history_end = self._cut_tail(numbers)
+        self._history_end = self._find_history_end(numbers)
         self._sizes = {number: segment_path(folder, number).stat().st_size for number in segment_numbers(folder)}
         self._num_bytes = sum(self._sizes.values())
         self._number = 1 + max([0, *numbers, after.segment if after else 0])
@@ -178,20 +177,20 @@ class RolloutLog:
         self._close_segment()
         self._lock.close()
 
-    def _cut_tail(self, numbers: Sequence[int]) -> Position:
-        """Cut what follows the last whole record, delete segments without a record, and return where the history ends."""
+    def _find_history_end(self, numbers: Sequence[int]) -> Position:
+        """Return where the last whole record ends; delete newer segments of which nothing but a header was written."""
         for number in reversed(numbers):
             path = segment_path(self._folder, number)
-            num_whole, num_bytes = whole_bytes(path), path.stat().st_size
-            if num_whole < num_bytes:
+            end, num_bytes = find_end(path), path.stat().st_size
+            if end < num_bytes and num_bytes > HEADER_BYTES:
                 logger.warning(
-                    "%s: the last whole record ends at offset %d; cut off the %d bytes after it",
-                    *(path, num_whole, num_bytes - num_whole),
+                    "%s: the last whole record ends at offset %d; the %d bytes after it are no record, and are passed over",
+                    *(path, end, num_bytes - end),
                 )
-                os.truncate(path, num_whole)
-            if num_whole > HEADER_BYTES:
-                return Position(number, num_whole)
-            path.unlink()
+            if end > HEADER_BYTES:
+                return Position(number, end)
+            if num_bytes <= HEADER_BYTES:
+                path.unlink()
         return Position(0, 0)
 
     def _write(self, parts: Sequence[Buffer], num_bytes: int) -> None:

@@ -28,6 +28,7 @@ from offbeat.lab.audit import (
     check_prompts,
 )
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
+from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.messages import CompletionMeta, Segment
 
@@ -315,8 +316,41 @@ def test_damaged_log_and_impossible_groups_are_seen(tmp_path: Path) -> None:
     log.append(accepted(14), np.array([1, 2], dtype=np.int32), np.array([0.5, -1.0], dtype=np.float32))
     log.close()
     assert find(audited(run), "accepted groups").violations == ["lease 14: impossible log-probs"]
-    first = min((run / "log").glob("*.log"))
-    content = bytearray(first.read_bytes())
-    content[-10] ^= 1
-    first.write_bytes(content)
-    assert len(find(audited(run), "the rollout log").violations) == 1
+
+
+def damage(run: Path, lease_id: int, kind: type[Granted | Expired | Accepted]) -> None:
+    """Flip a bit in the record of this event."""
+    for record in read_log(run / "log"):
+        if isinstance(record.event, kind) and record.event.lease_id == lease_id:
+            path = run / "log" / f"{record.position.segment:08d}.log"
+            content = bytearray(path.read_bytes())
+            content[record.position.offset + 20] ^= 1
+            path.write_bytes(content)
+            return
+    raise AssertionError(f"no {kind.__name__} of lease {lease_id}")
+
+
+@pytest.mark.parametrize(("lease_id", "kind"), [(1, Accepted), (2, Granted), (2, Expired), (10, Granted)])
+def test_damage_that_a_learner_passed_over_is_told_and_is_no_violation(
+    tmp_path: Path, lease_id: int, kind: type[Granted | Expired | Accepted]
+) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"prompt": "1"}\n' * NUM_PROMPTS)
+    run = write_run(tmp_path / "run", data, GOOD)
+    damage(run, lease_id, kind)
+    checks = audited(run)
+    readable = find(checks, "the rollout log")
+    assert "00000001.log: bytes" in readable.seen
+    assert [check.claim for check in checks if check.violations] == []
+
+
+def test_damage_that_no_learner_has_seen_is_a_violation_that_says_what_to_do(tmp_path: Path) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"prompt": "1"}\n' * NUM_PROMPTS)
+    run = write_run(tmp_path / "run", data, GOOD)
+    damage(run, 13, Granted)
+    checks = audited(run)
+    (violation,) = find(checks, "the rollout log").violations
+    assert violation.startswith("00000001.log: bytes")
+    assert violation.endswith("resume the run to go on without it")
+    assert [check.claim for check in checks if check.violations] == ["the rollout log is readable to its end"]

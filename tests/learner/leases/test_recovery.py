@@ -11,8 +11,8 @@ import pytest
 from offbeat.common.settings import SettingError
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, Started, Trained, Tuned
 from offbeat.learner.leases.ledger import UNSEEN_LEASES, needed_position
-from offbeat.learner.leases.log_reading import read_log, read_record
-from offbeat.learner.leases.log_records import Position
+from offbeat.learner.leases.log_reading import read_history, read_log, read_record
+from offbeat.learner.leases.log_records import Position, Record
 from offbeat.learner.leases.prompt_stream import PromptStream, Turn
 from offbeat.learner.leases.recovery import DispatcherState, Recovered, RecoveryError, recover
 from offbeat.learner.leases.rollout_log import RolloutLog
@@ -80,8 +80,12 @@ class Tale:
     def recover(self, state: DispatcherState | None = None) -> Recovered:
         start = state.log_end if state else None
         return recover(
-            state, read_log(self.folder, start), lambda position: read_record(self.folder, position), PROMPTS, seed=0
+            state, read_history(self.folder, start), lambda position: read_record(self.folder, position), PROMPTS, seed=0
         )
+
+    def history(self) -> Iterator[Record]:
+        """Yield the records."""
+        return read_log(self.folder)
 
     def checkpoint(self) -> DispatcherState:
         """Return the checkpoint of a learner that knows the whole log."""

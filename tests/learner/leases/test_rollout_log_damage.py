@@ -1,17 +1,19 @@
-"""A torn tail of the rollout log is cut off; damage before it is an error that says where and what to do."""
+"""A torn tail of the rollout log is passed over, and so is damage before it: whole records behind it are read."""
 
 import logging
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.learner.leases import log_records
-from offbeat.learner.leases.events import LeaseEvent
-from offbeat.learner.leases.log_reading import read_log, read_record
-from offbeat.learner.leases.log_records import HEADER_BYTES, LogDamagedError, LogFormatError, Position
+from offbeat.learner.leases.events import Accepted, LeaseEvent
+from offbeat.learner.leases.log_reading import Gap, read_history, read_log, read_record
+from offbeat.learner.leases.log_records import HEADER_BYTES, LogDamagedError, LogFormatError, Position, encode_record
+from offbeat.protocols.messages import CompletionMeta, Segment
 from tests.fuzz.rollout_log_claims import check_segment
 from tests.learner.leases.log_entries import (
     ENTRIES,
@@ -92,10 +94,10 @@ def test_what_is_cut_is_said_with_file_offset_and_size(tmp_path: Path, caplog: p
     os.truncate(path, last.offset + 5)
     with caplog.at_level(logging.WARNING):
         open_log(tmp_path)
-    assert caplog.messages == [f"{path}: the last whole record ends at offset {last.offset}; cut off the 5 bytes after it"]
-    caplog.clear()
-    open_log(tmp_path)
-    assert not caplog.messages
+    assert caplog.messages == [
+        f"{path}: the last whole record ends at offset {last.offset}; the 5 bytes after it are no record, and are passed over"
+    ]
+    assert path.stat().st_size == last.offset + 5, "nothing is thrown away"
 
 
 def test_a_torn_tail_that_nobody_cut_ends_its_segment_quietly(tmp_path: Path) -> None:
@@ -147,54 +149,73 @@ def test_pages_that_never_reached_the_disk_are_a_torn_tail(tmp_path: Path) -> No
 # Damage in the middle
 
 
-def test_damage_inside_the_last_segment_cuts_what_follows_it(tmp_path: Path) -> None:
+def gaps(folder: Path, start: Position | None = None) -> list[str]:
+    return [str(found) for found in read_history(folder, start) if isinstance(found, Gap)]
+
+
+def test_damage_inside_a_segment_costs_one_record_and_is_told(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     positions = append_all(log, [dropped(lease_id) for lease_id in range(10)])
     log.close()
     flip(segments(tmp_path)[0], positions[4].offset + 20)
-    assert lease_ids(tmp_path) == [0, 1, 2, 3]
-    log = open_log(tmp_path)
+    with cuts() as cut:
+        log = open_log(tmp_path)
+    assert cut == []
     append_all(log, [dropped(10)])
-    assert lease_ids(tmp_path) == [0, 1, 2, 3, 10]
+    assert lease_ids(tmp_path) == [0, 1, 2, 3, 5, 6, 7, 8, 9, 10]
+    assert gaps(tmp_path) == [f"00000001.log: bytes {positions[4].offset} to {positions[5].offset} are damaged"]
+    assert gaps(tmp_path, positions[5]) == []
+    assert gaps(tmp_path, positions[4]) == gaps(tmp_path)
 
 
-def test_damage_before_the_last_segment_is_an_error_that_says_where_and_what_to_do(tmp_path: Path) -> None:
+@given(st.lists(ENTRIES, min_size=3, max_size=6), st.data())
+@settings(max_examples=50)
+def test_one_flipped_bit_costs_one_record_wherever_it_is(entries: list[Entry], data: st.DataObject) -> None:
+    with new_folder() as folder:
+        log = open_log(folder)
+        positions = append_all(log, entries)
+        log.close()
+        damaged = data.draw(st.integers(0, len(entries) - 1))
+        ends = [*[position.offset for position in positions[1:]], log.end.offset]
+        offset = data.draw(st.integers(positions[damaged].offset, ends[damaged] - 1))
+        flip(segments(folder)[0], offset, data.draw(st.integers(0, 7)))
+        left = [entry.content for index, entry in enumerate(entries) if index != damaged]
+        assert contents(read_log(folder)) == left
+        open_log(folder).close()
+        assert contents(read_log(folder)) == left
+
+
+def test_damage_at_the_end_of_a_segment_does_not_hide_the_next(tmp_path: Path) -> None:
     log = open_log(tmp_path, segment_bytes=500)
     positions = append_all(log, [dropped(lease_id) for lease_id in range(30)])
     log.close()
-    flip(segments(tmp_path)[1], positions[8].offset + 20)
-    assert positions[8].segment == 2
-    with pytest.raises(LogDamagedError) as raised:
-        lease_ids(tmp_path)
-    assert f"{segments(tmp_path)[1]}: from offset {positions[8].offset} on" in str(raised.value)
-    # One cure: a checkpoint that needs nothing before the next segment.
-    later = next(index for index, position in enumerate(positions) if position.segment == 3)
-    assert lease_ids(tmp_path, positions[later]) == list(range(later, 30))
-    # The other: do without what follows.
-    assert f"delete {segments(tmp_path)[2].name} and the segments after it" in str(raised.value)
-    for path in segments(tmp_path)[2:]:
-        path.unlink()
-    assert lease_ids(tmp_path) == list(range(8))
-    log = open_log(tmp_path, after=positions[-1])
-    append_all(log, [dropped(99)])
-    assert lease_ids(tmp_path) == [*range(8), 99]
+    last = next(index for index, position in enumerate(positions) if position.segment == 3) - 1
+    size = segments(tmp_path)[1].stat().st_size
+    flip(segments(tmp_path)[1], positions[last].offset + 20)
+    assert lease_ids(tmp_path) == [lease_id for lease_id in range(30) if lease_id != last]
+    assert gaps(tmp_path) == [f"00000002.log: bytes {positions[last].offset} to {size} are damaged"]
 
 
 @pytest.mark.parametrize("missing", [1, 2])
-def test_a_segment_missing_from_the_middle_is_an_error(tmp_path: Path, missing: int) -> None:
+def test_a_segment_missing_from_the_middle_is_a_gap(tmp_path: Path, missing: int) -> None:
     log = open_log(tmp_path, segment_bytes=1)
-    append_all(log, [dropped(lease_id) for lease_id in range(5)])
+    positions = append_all(log, [dropped(lease_id) for lease_id in range(5)])
+    end = segments(tmp_path)[missing - 1].stat().st_size
     segments(tmp_path)[missing].unlink()
-    with pytest.raises(LogDamagedError, match=f"0000000{missing}.log"):
-        lease_ids(tmp_path)
+    assert lease_ids(tmp_path) == [lease_id for lease_id in range(5) if lease_id != missing]
+    lost = f"from offset {end} of 0000000{missing}.log to offset {end} of 0000000{missing + 1}.log the log is lost"
+    assert gaps(tmp_path) == [lost]
+    # A checkpoint's position in the missing segment.
+    assert lease_ids(tmp_path, positions[missing]) == list(range(missing + 1, 5))
 
 
-def test_a_segment_cut_short_at_a_record_is_an_error(tmp_path: Path) -> None:
+def test_a_segment_cut_short_at_a_record_is_a_gap(tmp_path: Path) -> None:
     log = open_log(tmp_path, segment_bytes=300)
     positions = append_all(log, [dropped(lease_id) for lease_id in range(10)])
+    size, lost = segments(tmp_path)[0].stat().st_size, sum(position.segment == 1 for position in positions) - 1
     os.truncate(segments(tmp_path)[0], positions[1].offset)
-    with pytest.raises(LogDamagedError, match=f"from offset {positions[1].offset} on"):
-        lease_ids(tmp_path)
+    assert lease_ids(tmp_path) == [0, *range(1 + lost, 10)]
+    assert gaps(tmp_path) == [f"00000001.log: bytes {positions[1].offset} to {size} are damaged"]
 
 
 def test_a_start_that_was_pruned_is_an_error(tmp_path: Path) -> None:
@@ -208,16 +229,31 @@ def test_a_start_that_was_pruned_is_an_error(tmp_path: Path) -> None:
             lease_ids(tmp_path, start)
 
 
-def test_a_damaged_header_hides_no_records(tmp_path: Path) -> None:
+@pytest.mark.parametrize("offset", [7, 9, HEADER_BYTES - 1])
+def test_a_damaged_header_hides_no_records(tmp_path: Path, offset: int) -> None:
     log = open_log(tmp_path)
     append_all(log, [dropped(1)])
     log.close()
-    flip(segments(tmp_path)[0], 9)
-    with pytest.raises(LogDamagedError, match="header at offset 0"):
-        lease_ids(tmp_path)
-    with pytest.raises(LogDamagedError, match="header at offset 0"):
-        open_log(tmp_path)
-    assert segments(tmp_path)
+    flip(segments(tmp_path)[0], offset)
+    assert lease_ids(tmp_path) == [1]
+    assert gaps(tmp_path) == [f"00000001.log: bytes 0 to {HEADER_BYTES} are damaged"]
+    log = open_log(tmp_path)
+    append_all(log, [dropped(2)])
+    assert lease_ids(tmp_path) == [1, 2]
+
+
+def test_numbers_that_an_actor_chose_are_not_taken_for_a_record(tmp_path: Path) -> None:
+    """A record's arrays hold the bytes of another whole record; then the outer one is damaged."""
+    forged = b"".join(bytes(part) for part in encode_record(dropped(666).event))
+    arrays = [np.frombuffer(forged, np.int32), np.zeros(len(forged) // 4, np.float32)]
+    completions = (CompletionMeta(len(arrays[0]), "stop", 0.0, (Segment(0, 0),)),)
+    event = Accepted(at=0.0, lease_id=1, actor="a", completions=completions, generate_s=0.0, policy_version=0)
+    log = open_log(tmp_path)
+    first, second = append_all(log, [Entry(event, tuple(arrays)), dropped(2)])
+    log.close()
+    flip(segments(tmp_path)[0], second.offset - 1)
+    assert first.offset < second.offset
+    assert lease_ids(tmp_path) == [2]
 
 
 def test_a_log_in_another_format_is_left_alone(tmp_path: Path) -> None:

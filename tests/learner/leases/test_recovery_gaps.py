@@ -1,0 +1,186 @@
+"""A log with a damaged record is used as far as the ledger can apply it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Trained
+from offbeat.learner.leases.log_reading import Gap
+from offbeat.learner.leases.log_records import Position, Record
+from offbeat.learner.leases.prompt_stream import PromptStream, Turn
+from offbeat.learner.leases.recovery import Recovered, recover
+from offbeat.learner.leases.rollout_log import RolloutLog
+from offbeat.protocols.messages import CompletionMeta, Segment
+from tests.learner.leases.log_entries import flip
+from tests.learner.leases.taped_log import NUM_PROMPTS, PROMPTS
+from tests.learner.leases.test_recovery import Tale
+
+ORDER = [PromptStream(NUM_PROMPTS, seed=0, position=position).next() for position in range(30)]
+"""The turns in the order in which a run without a restart leases them."""
+
+
+def recover_without(folder: Path, write: Callable[[Tale], int]) -> Recovered:
+    """Recover a log whose record number `write(tale)` has a flipped bit."""
+    tale = Tale(folder)
+    damaged = write(tale)
+    tale.log.close()
+    (path,) = folder.glob("*.log")
+    record = list(tale.history())[damaged]
+    flip(path, record.position.offset + 20)
+    return tale.recover()
+
+
+def test_lost_grant_makes_its_group_unusable_and_its_prompt_is_leased_again(tmp_path: Path) -> None:
+    def write(tale: Tale) -> int:
+        for lease_id in range(4):
+            tale.grant(lease_id)
+        for lease_id in range(4):
+            tale.accept(lease_id)
+        return 1
+
+    recovered = recover_without(tmp_path, write)
+    assert [group.lease_id for group in recovered.ledger.ready_groups()] == [0, 2, 3]
+    assert [group.prompt_id for group in recovered.ledger.ready_groups()] == [ORDER[index].prompt_id for index in (0, 2, 3)]
+    assert (recovered.num_records, recovered.num_skipped, len(recovered.gaps)) == (7, 1, 1)
+    assert [recovered.stream.next() for _ in range(2)] == [ORDER[1], ORDER[4]]
+    assert recovered.ledger.counts().adds_up
+
+
+def test_lost_group_counts_as_being_generated(tmp_path: Path) -> None:
+    def write(tale: Tale) -> int:
+        for lease_id in range(2):
+            tale.grant(lease_id)
+        for lease_id in range(2):
+            tale.accept(lease_id)
+        tale.train(0, 1)
+        return 2
+
+    recovered = recover_without(tmp_path, write)
+    assert [lease.lease_id for lease in recovered.ledger.generating()] == [0]
+    assert [group.lease_id for group in recovered.ledger.ready_groups()] == [1]
+    assert (recovered.newest_version, recovered.num_skipped) == (1, 0)
+
+
+@pytest.mark.parametrize("is_accepted", [False, True])
+def test_lease_whose_end_was_lost_ends_when_its_prompt_is_leased_again(tmp_path: Path, is_accepted: bool) -> None:
+    def write(tale: Tale) -> int:
+        turn = tale.grant(0)
+        tale.grant(1)
+        if is_accepted:
+            tale.accept(0)
+            tale.drop(0, is_final=False)
+        else:
+            tale.expire(0)
+        tale.grant(2, turn)
+        tale.grant(3)
+        return 3 if is_accepted else 2
+
+    recovered = recover_without(tmp_path, write)
+    assert [lease.lease_id for lease in recovered.ledger.generating()] == [1, 2, 3]
+    counts = recovered.ledger.counts()
+    assert (counts.expired, counts.dropped) == ((0, {"log_damaged": 1}) if is_accepted else (1, {}))
+    assert counts.adds_up
+    assert recovered.stream.next() == ORDER[3]
+
+
+def test_version_of_a_lost_batch_is_known_from_the_grants_behind_it() -> None:
+    def grant(lease_id: int, policy_version: int) -> Granted:
+        prompt_id, epoch = ORDER[lease_id]
+        return Granted(
+            at=0.0,
+            lease_id=lease_id,
+            prompt_id=prompt_id,
+            epoch=epoch,
+            actor="a",
+            policy_version=policy_version,
+            oldest_version=0,
+        )
+
+    records = [Record(Position(1, 32), grant(0, 0), ()), GAP, Record(Position(1, 320), grant(1, 7), ())]
+    assert recover(None, records, lambda position: None, PROMPTS, seed=0).newest_version == 7
+
+
+GAP = Gap(Position(1, 100), Position(1, 200))
+
+
+class History:
+    """Draws events that can follow each other, as a learner would log them."""
+
+    def __init__(self, choose: Callable[[int], int]) -> None:
+        self.choose = choose
+        self.stream = PromptStream(NUM_PROMPTS, seed=0)
+        self.open: dict[int, tuple[Turn, bool]] = {}
+        self.num_leases = 0
+
+    def next_event(self) -> LeaseEvent:
+        kind = self.choose(6)
+        if kind <= 1 or not self.open:
+            return self._grant()
+        lease_id = sorted(self.open)[self.choose(len(self.open) - 1)]
+        turn, is_ready = self.open[lease_id]
+        if not is_ready and kind <= 3:
+            self.open[lease_id] = (turn, True)
+            completions = (CompletionMeta(1, "stop", 0.0, (Segment(0, 0),)),)
+            return Accepted(at=0.0, lease_id=lease_id, actor="a", completions=completions, generate_s=0.0, policy_version=0)
+        del self.open[lease_id]
+        if is_ready and kind <= 4:
+            return Trained(at=0.0, lease_ids=(lease_id,), policy_version=0, num_steps=1, selected_at=0.0, selected_after=0)
+        is_final = kind == 6
+        if not is_final:
+            self.stream.give_back(*turn)
+        if is_ready or is_final:
+            return Dropped(at=0.0, lease_id=lease_id, reason="stale", is_final=is_final)
+        return Expired(at=0.0, lease_id=lease_id, reason="late")
+
+    def _grant(self) -> Granted:
+        turn, lease_id = self.stream.next(), self.num_leases
+        self.num_leases += 1
+        self.open[lease_id] = (turn, False)
+        return Granted(
+            at=0.0, lease_id=lease_id, prompt_id=turn[0], epoch=turn[1], actor="a", policy_version=0, oldest_version=0
+        )
+
+
+@given(st.data(), st.integers(5, 60))
+def test_no_prompt_is_lost_wherever_the_log_is_damaged(data: st.DataObject, num_events: int) -> None:
+    """Every turn that was served is open, to be served again, or was finally dropped; none is two of these."""
+    history = History(lambda most: data.draw(st.integers(0, most)))
+    events = [history.next_event() for _ in range(num_events)]
+    arrays = (memoryview(bytes(4)), memoryview(bytes(4)))
+    records: list[Record | Gap] = [
+        Record(Position(1, 32 + index), event, arrays if isinstance(event, Accepted) else ())
+        for index, event in enumerate(events)
+    ]
+    begin = data.draw(st.integers(0, num_events - 1))
+    records[begin : data.draw(st.integers(begin + 1, num_events))] = [GAP]
+    recovered = recover(None, records, lambda position: None, PROMPTS, seed=0)
+    ledger, stream = recovered.ledger, recovered.stream
+    assert ledger.counts().adds_up
+    dropped = [
+        (prompt_id, epoch) for epoch, account in ledger.epochs.items() for ids in account.dropped.values() for prompt_id in ids
+    ]
+    leases = [*ledger.generating(), *(ledger.find(group.lease_id) for group in ledger.ready_groups())]
+    waiting = [tuple(turn) for turn in stream.state().returned]
+    found = sorted([*dropped, *((lease.prompt_id, lease.epoch) for lease in leases), *waiting])
+    served = sorted(tuple(PromptStream(NUM_PROMPTS, 0, position).next()) for position in range(stream.position))
+    assert found == served
+
+
+def test_log_that_a_learner_goes_on_with_keeps_its_gap_and_all_around_it(tmp_path: Path) -> None:
+    def write(tale: Tale) -> int:
+        for lease_id in range(3):
+            tale.grant(lease_id)
+        return 1
+
+    recover_without(tmp_path, write)
+    (path,) = tmp_path.glob("*.log")
+    before = path.read_bytes()
+    log = RolloutLog(tmp_path, fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 20, min_free_bytes=0)
+    log.append(Expired(at=0.0, lease_id=0, reason="late"))
+    log.close()
+    assert path.read_bytes() == before
+    again = Tale(tmp_path).recover()
+    assert (again.num_records, len(again.gaps), again.ledger.counts().expired) == (3, 1, 1)
