@@ -1,5 +1,6 @@
 """The conditions under which an actor may work for a run."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,35 +33,47 @@ class Contract(NamedTuple):
 
 
 def objection(contract: Contract, hello: Hello) -> str | None:
-    """Return the reason why this actor would bias or break the run, with the cure; None for an actor that fits."""
+    """Return every reason why this actor would bias or break the run, with the cures; None for an actor that fits."""
     engine = hello.engine
     if hello.run_id not in ("", contract.run_id):
         return (
             f"the actor worked for run {hello.run_id}, and here is run {contract.run_id}: start the actor anew, or give it the "
             "hub.address of its own run"
         )
-    for what, theirs, ours in (
-        ("model config", engine.hashes.config, contract.hashes.config),
-        ("tokenizer", engine.hashes.tokenizer, contract.hashes.tokenizer),
-        ("chat template", engine.hashes.chat_template, contract.hashes.chat_template),
-    ):
-        if theirs != ours:
-            return (
-                f"the actor's {what} differs from the learner's ({theirs}, not {ours}): give both the same model.path contents"
-            )
-    for setting, theirs, ours in (
-        ("model.dtype", engine.dtype, contract.dtype),
-        ("rollout.temperature", hello.temperature, contract.temperature),
-        ("task.reward", hello.reward, contract.reward),
-    ):
-        if theirs != ours:
-            return f"the actor's {setting} is {theirs}, the learner's {ours}: give both the same config"
+    model = [
+        f"{what} ({theirs}, not {ours})"
+        for what, theirs, ours in (
+            ("model config", engine.hashes.config, contract.hashes.config),
+            ("tokenizer", engine.hashes.tokenizer, contract.hashes.tokenizer),
+            ("chat template", engine.hashes.chat_template, contract.hashes.chat_template),
+        )
+        if theirs != ours
+    ]
+    settings = [
+        f"{setting} ({theirs}, not {ours})"
+        for setting, theirs, ours in (
+            ("model.dtype", engine.dtype, contract.dtype),
+            ("rollout.temperature", hello.temperature, contract.temperature),
+            ("task.reward", hello.reward, contract.reward),
+        )
+        if theirs != ours
+    ]
+    objections: list[str] = []
+    if model:
+        objections.append(f"actor and learner differ in {_listed(model)}: give both the same model.path contents")
+    if settings:
+        objections.append(f"actor and learner differ in {_listed(settings)}: give both the same config")
     if engine.max_model_len < contract.max_length:
-        return (
+        objections.append(
             f"the actor's engine takes {engine.max_model_len} tokens, the run needs {contract.max_length}: give both the same "
             "model.max_length"
         )
-    return None
+    return "; ".join(objections) or None
+
+
+def _listed(parts: Sequence[str]) -> str:
+    """Return `a`, `a and b` or `a, b and c`."""
+    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
 def differences(contract: Contract, hello: Hello) -> list[str]:

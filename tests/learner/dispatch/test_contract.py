@@ -58,6 +58,21 @@ def test_field_that_would_bias_or_break_the_run_is_refused_with_both_values_and_
     assert [word for word in words if word not in reason] == []
 
 
+def test_all_differences_are_named_at_once() -> None:
+    differing = make_hello(
+        engine=engine(dtype="bfloat16", max_model_len=63, hashes=ModelHashes(config="c1", tokenizer="t1", chat_template="x1")),
+        temperature=0.8,
+        reward="rewards:other",
+    )
+    assert objection(CONTRACT, differing) == (
+        "actor and learner differ in model config (c1, not c0), tokenizer (t1, not t0) and chat template (x1, not x0): give "
+        "both the same model.path contents; "
+        "actor and learner differ in model.dtype (bfloat16, not float32), rollout.temperature (0.8, not 0.7) and task.reward "
+        "(rewards:other, not rewards:solved): give both the same config; "
+        "the actor's engine takes 63 tokens, the run needs 64: give both the same model.max_length"
+    )
+
+
 @pytest.mark.parametrize("field", RECORDED)
 def test_harmless_difference_is_recorded_and_not_refused(field: str) -> None:
     hello, words = RECORDED[field]
