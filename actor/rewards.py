@@ -8,7 +8,6 @@ import asyncio
 import functools
 import inspect
 import logging
-import math
 import multiprocessing
 import numbers
 import os
@@ -29,6 +28,7 @@ from offbeat.actor.reward_guard import guard_session
 from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import die_with_parent
 from offbeat.common.user_functions import load_function, one_line, shortened
+from offbeat.protocols.messages import LARGEST_REWARD
 
 logger = logging.getLogger(__name__)
 
@@ -272,8 +272,9 @@ def _as_reward(value: object) -> float:
     if not isinstance(value, numbers.Real | np.bool_):
         raise TypeError(f"the reward is {shortened(repr(value))}, not a number")
     reward = float(value)
-    if not math.isfinite(reward):
-        raise ValueError(f"the reward is {reward}")
+    # Not `>`: a NaN must not pass.
+    if not abs(reward) <= LARGEST_REWARD:
+        raise ValueError(f"the reward is {reward:g}, not within {LARGEST_REWARD:g} of 0")
     return reward
 
 

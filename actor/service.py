@@ -52,6 +52,7 @@ from offbeat.protocols.messages import (
     WeightUpdate,
     Welcome,
 )
+from offbeat.protocols.text import as_name
 from offbeat.protocols.wire import Frame, FromLearner, token_ids
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ BUSY_WAIT_S = 0.002
 
 def run_actor(config: Config, stop: StopRequest) -> str:
     """Wire an actor and run it until the run is over or a signal asks to leave. Return the reason for its end."""
-    name = config.actor.name or f"{socket.gethostname()}-{os.getpid()}"
+    name = config.actor.name or as_name(f"{socket.gethostname()}-{os.getpid()}")
     identity = ActorIdentity(name, random.SystemRandom().getrandbits(62))
     # Before the engine, which takes long: a reward that cannot be imported, or a wrong address, shows at once.
     rewards = RewardRunner(config.task.reward, num_workers=config.actor.reward_workers, timeout_s=config.task.reward_timeout_s)

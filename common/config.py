@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from offbeat.protocols.text import NAME_PATTERN
+
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
@@ -390,8 +392,9 @@ class WeightsSection(Section, frozen=True):
 class ActorSection(Section, frozen=True):
     """The actors and their engine."""
 
-    name: str = ""
-    """Name of the actor, unique among live actors. Empty: the host name and the process id."""
+    name: Annotated[str, Meta(pattern=f"{NAME_PATTERN}|^$")] = ""
+    """Name of the actor, unique among live actors: letters, digits, `.`, `_`, `@` and `-`. Empty: the host name and the process
+    id."""
     engine: Literal["auto", "vllm", "transformers"] = "auto"
     """Inference engine. auto: vLLM where it is installed, else transformers."""
     engine_options: dict[str, Any] = {}

@@ -4,15 +4,21 @@ import functools
 import logging
 import os
 import time
+from typing import Any
 
 from rich.console import Console
 from rich.logging import RichHandler
+
+from offbeat.protocols.text import plain
 
 LEVEL_VARIABLE = "OFFBEAT_LOG_LEVEL"
 """Environment variable with the level that `configure_logs` uses by default."""
 
 OWN_PACKAGE = "offbeat"
 """Package whose loggers follow the chosen level; all others show warnings and errors only."""
+
+MAX_CHARACTERS = 10_000
+"""Longest message that is logged whole."""
 
 _LEVELS = ("debug", "info", "warning", "error")
 
@@ -46,15 +52,26 @@ def configure_logs(service: str, *, level: str | None = None) -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")
 
 
+class _OneLineFormatter(logging.Formatter):
+    """Writes each event on one line of printable characters: it may quote a peer, a user's function or a library."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802, the library's name
+        record.message = plain(record.message, MAX_CHARACTERS)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802, the library's name
+        return "\n".join(plain(line, MAX_CHARACTERS) for line in super().formatException(ei).splitlines())
+
+
 def _terminal_handler(service: str) -> logging.Handler:
     handler = RichHandler(console=console(), show_path=False, log_time_format="%X", omit_repeated_times=False)
-    handler.setFormatter(logging.Formatter("%(service)s  %(message)s", defaults={"service": service}))
+    handler.setFormatter(_OneLineFormatter("%(service)s  %(message)s", defaults={"service": service}))
     return handler
 
 
 def _plain_handler(service: str) -> logging.Handler:
     handler = logging.StreamHandler()
-    formatter = logging.Formatter(
+    formatter = _OneLineFormatter(
         "%(asctime)s.%(msecs)03dZ %(levelname)s %(service)s %(message)s",
         datefmt="%Y-%m-%dT%H:%M:%S",
         defaults={"service": service},

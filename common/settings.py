@@ -239,7 +239,7 @@ def _parse_value(raw: str, field: FieldInfo) -> Any:
         return raw
     # Text with a line break parses as several keys; then it is a string, not a value.
     value = parsed["value"] if len(parsed) == 1 else raw
-    return raw if field.type is str and not isinstance(value, str) else value
+    return raw if isinstance(types.type_info(field.type), types.StrType) and not isinstance(value, str) else value
 
 
 def _find_field(section_name: str, key: str) -> FieldInfo:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.common.settings import SettingError
+from offbeat.protocols.text import plain
 
 
 def load_function(path: str, *, setting: str, parameters: Sequence[str]) -> Callable[..., Any]:
@@ -38,7 +39,7 @@ def load_function(path: str, *, setting: str, parameters: Sequence[str]) -> Call
 
 def one_line(error: BaseException) -> str:
     """Return the type and the message of an error, on one line of at most about 300 characters."""
-    return shortened(" ".join(f"{type(error).__name__}: {error}".split()))
+    return plain(" ".join(f"{type(error).__name__}: {error}".split()), 300)
 
 
 def located(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from offbeat.common.environment import prepare_environment
 from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import GAVE_UP_STATUS, PARENT_VARIABLE, USER_ERROR_STATUS, ServiceError, die_with_parent
 from offbeat.protocols.addresses import ChannelError
+from offbeat.protocols.text import plain
 
 COMMANDS = (
     "train",
@@ -81,7 +82,8 @@ def main() -> None:
 
 def _fail(texts: tuple[str, ...], status: int) -> None:
     for text in texts:
-        print(f"error: {text}", file=sys.stderr)
+        # Line by line: the text may quote a log.
+        print("error:", "\n".join(plain(line) for line in text.splitlines()), file=sys.stderr)
     sys.exit(status)
 
 

@@ -19,6 +19,7 @@ from offbeat.protocols.flood_guard import FloodGuard
 from offbeat.protocols.key_check import KeyCheck
 from offbeat.protocols.keys import NO_KEYS, AllowList, KeyPair, PublicKey, Sender
 from offbeat.protocols.messages import ActorMessage, LearnerMessage
+from offbeat.protocols.text import plain
 from offbeat.protocols.wire import (
     MAX_FRAMES,
     Array,
@@ -391,4 +392,4 @@ def _monitor(watched: zmq.Socket, events: int) -> zmq.Socket:
 
 
 def _printable(peer: bytes) -> str:
-    return peer.decode(errors="backslashreplace")[:64]
+    return plain(peer.decode(errors="backslashreplace"), 64)

@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from offbeat.protocols.text import NAME_PATTERN
+
 PROTOCOL_MAJOR = 2
 """Peers of another major version are refused with a reason."""
 PROTOCOL_MINOR = 2
@@ -24,10 +26,16 @@ Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e18)]
 Checksum = Annotated[int, Meta(ge=0)]
 """`common.weights.checksum`; all 64 bits are used."""
-Name = Annotated[str, Meta(max_length=256)]
+Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
+NameOrEmpty = Annotated[str, Meta(pattern=f"{NAME_PATTERN}|^\\Z")]
+Label = Annotated[str, Meta(max_length=256)]
+"""A few words, compared or shown, made plain like `FreeText`."""
 FreeText = Annotated[str, Meta(max_length=1 << 16)]
-"""A sentence for logs and operators; no code reads its content."""
+"""A sentence for logs and operators; no code reads its content. Decoding makes it plain (`protocols.text`)."""
 LeaseIds = Annotated[tuple[Natural, ...], Meta(max_length=1 << 18)]
+LARGEST_REWARD = 1e6
+"""Largest absolute value of a reward. The actor fails a reward beyond it, the learner rejects the group: squares and sums of
+such numbers would swamp every other reward, and overflow in float32."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):
@@ -81,19 +89,19 @@ class ModelHashes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Weights are not hashed: the learner sends its own.
     """
 
-    config: Name
-    tokenizer: Name
-    chat_template: Name
+    config: Label
+    tokenizer: Label
+    chat_template: Label
 
 
 class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The engine of an actor. The learner records it, and compares it where a difference would bias training."""
 
-    name: Name
+    name: Label
     """`vllm` or `transformers`."""
-    version: Name
-    dtype: Name
-    device: Name
+    version: Label
+    dtype: Label
+    device: Label
     max_model_len: Natural
     """Longest prompt plus completion, in tokens."""
     hashes: ModelHashes
@@ -115,7 +123,7 @@ class ActorStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Hello(Message, frozen=True):
     """First message of a connection, and again whenever the learner says it does not know the sender."""
 
-    actor: Annotated[str, Meta(min_length=1, max_length=256)]
+    actor: Name
     """The actor's name, unique among live actors."""
     incarnation: Annotated[int, Meta(ge=0)]
     """Random, one for each process. Of two actors with one name the later one stays."""
@@ -124,9 +132,9 @@ class Hello(Message, frozen=True):
     """`rollout.temperature` in the actor's config; it must equal the learner's."""
     reward: FreeText
     """`task.reward` in the actor's config; it must equal the learner's, because the actor computes rewards."""
-    software: Name
+    software: Label
     """Version of offbeat."""
-    run_id: Name = ""
+    run_id: NameOrEmpty = ""
     """The run the actor has worked for; empty before its first welcome."""
     lease_ids: LeaseIds = ()
     """Leases that the actor holds: at work, or answered and not acknowledged. All others granted to it are lost."""
@@ -231,7 +239,7 @@ class LiveSettingsRequest(Message, frozen=True, tag="TuneRequest"):
     Since minor version 2, like `LiveSettingsReport` and `CreditLimit`. An older learner does not answer.
     """
 
-    settings: Annotated[dict[Name, Name], Meta(min_length=1, max_length=64)]
+    settings: Annotated[dict[Name, Label], Meta(min_length=1, max_length=64)]
     """`section.key` to its new value, as TOML."""
     who: Name
     """`user@host` of the operator; the learner adds the name of their key."""

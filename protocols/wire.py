@@ -20,17 +20,27 @@ from numpy.typing import NDArray
 from offbeat.protocols.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
+    Ack,
     ActorMessage,
     CanaryRouted,
     CanaryScored,
     Chunk,
     CompletionMeta,
+    Goodbye,
     GroupDone,
+    Hello,
     LearnerMessage,
     Lease,
+    LeaseFailed,
+    LiveSettingsReport,
+    LiveSettingsRequest,
     Refused,
+    StatusReport,
+    Stop,
+    WeightsStaged,
     Welcome,
 )
+from offbeat.protocols.text import plain, plain_tree
 
 _NAME = b"offbeat"
 MAGIC = _NAME + bytes([PROTOCOL_MAJOR, PROTOCOL_MINOR])
@@ -41,6 +51,19 @@ MAX_ACTOR_BODY_BYTES = 4 << 20
 """Largest body of an actor's message. Decoded, it may take many times its size."""
 ARRAY_FRAMES: dict[type, int] = {Lease: 1, Welcome: 1, CanaryScored: 1, CanaryRouted: 1, Chunk: 1, GroupDone: 2}
 """Number of array frames after the body; other messages have none."""
+_FOR_PEOPLE = (
+    Ack,
+    Goodbye,
+    Hello,
+    LeaseFailed,
+    LiveSettingsReport,
+    LiveSettingsRequest,
+    Refused,
+    StatusReport,
+    Stop,
+    WeightsStaged,
+)
+"""Messages with text that is printed, logged or drawn. The text of all others is names, or data such as a lease's prompt."""
 
 _encoder = msgspec.msgpack.Encoder()
 _tree_decoder = msgspec.msgpack.Decoder()
@@ -163,10 +186,10 @@ def _body_decoder(union: Any) -> Callable[[int, Frame], Any]:
 
     def decode(minor: int, body: Frame) -> Any:
         try:
-            return strict.decode(body) if minor <= PROTOCOL_MINOR else decode_newer(minor, body)
+            return _in_plain_text(strict.decode(body) if minor <= PROTOCOL_MINOR else decode_newer(minor, body))
         # msgspec raises these two builtin errors for text that is not UTF-8 and for deep nesting.
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise WireError(f"malformed message: {error}") from error
+            raise WireError(f"malformed message: {plain(str(error), 200)}") from error
 
     def decode_newer(minor: int, body: Frame) -> Any:
         tree = _tree_decoder.decode(body)
@@ -174,11 +197,18 @@ def _body_decoder(union: Any) -> Callable[[int, Frame], Any]:
         if not isinstance(tag, str):
             raise WireError("malformed message: it has no type")
         if tag not in kinds:
-            raise UnknownMessageError(f"{tag[:64]} is a message of a newer offbeat (protocol {PROTOCOL_MAJOR}.{minor})")
+            raise UnknownMessageError(f"{plain(tag, 64)} is a message of a newer offbeat (protocol {PROTOCOL_MAJOR}.{minor})")
         kind, described = kinds[tag]
         return msgspec.convert(_known_part(tree, described), kind)
 
     return decode
+
+
+def _in_plain_text(message: Any) -> Any:
+    """Return the message with all text for people made plain."""
+    if not isinstance(message, _FOR_PEOPLE):
+        return message
+    return msgspec.convert(plain_tree(msgspec.to_builtins(message)), type(message))
 
 
 def _known_part(value: Any, described: types.Type) -> Any:

@@ -1,7 +1,6 @@
 """The key files of a run: a pair for the learner, each actor and each operator, and the learner's allow-list."""
 
 import os
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import NamedTuple
 from offbeat.common.hub_keys import LEARNER, OPERATOR
 from offbeat.common.settings import SettingError
 from offbeat.protocols.keys import KeyPair, Role, make_key_pair, public_text, secret_text
+from offbeat.protocols.text import is_name
 
 ALLOWED_KEYS = "allowed_keys"
 HEADER = """\
@@ -73,8 +73,8 @@ Actors that share a key (a name ending in *) set hub.key to its file instead of 
 
 
 def _check_name(name: str) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*\*?", name):
-        cure = "Use letters, digits, '.', '_' and '-'; a '*' at the end is for a fleet that shares the key."
+    if not is_name(name.removesuffix("*")):
+        cure = "Use letters, digits, '.', '_', '@' and '-'; a '*' at the end is for a fleet that shares the key."
         raise SettingError("NAME", name, "this cannot be the name of a service and of a file", cure)
 
 

@@ -10,6 +10,7 @@ from offbeat.common.settings import SettingError, full_name
 from offbeat.common.shutdown import ServiceError
 from offbeat.deploy.live.link import OpenLink, ask
 from offbeat.protocols.messages import LiveSettingsReport, LiveSettingsRequest
+from offbeat.protocols.text import as_name
 
 
 def requested(arguments: Sequence[str]) -> dict[str, str]:
@@ -57,5 +58,5 @@ def _who() -> str:
         user = getpass.getuser()
     except KeyError:
         # In a container the user may have a number but no name.
-        user = f"uid {os.getuid()}"
-    return f"{user}@{socket.gethostname()}"[:200]
+        user = f"uid-{os.getuid()}"
+    return as_name(f"{user}@{socket.gethostname()}")

@@ -73,14 +73,15 @@ def _members(report: StatusReport) -> RenderableType:
     for member in report.members:
         lag = "" if member.policy_version < 0 else str(max(0, report.policy_version - member.policy_version))
         table.add_row(
-            member.name,
+            Text(member.name),
             Text(member.state, style=_style(member)),
             "-" if member.policy_version < 0 else str(member.policy_version),
             lag,
             f"{member.num_leases}/{member.capacity}",
             f"{member.tokens_per_s:.0f}",
             f"{member.last_seen_s:.1f} s",
-            member.engine,
+            # Not a plain text, in which rich would look for markup: an actor chose it.
+            Text(member.engine),
         )
     return table
 
@@ -88,7 +89,7 @@ def _members(report: StatusReport) -> RenderableType:
 def _rejected(rejected: dict[str, int]) -> Table:
     table = Table("refused", "times")
     for what, times in sorted(rejected.items(), key=lambda item: -item[1])[:20]:
-        table.add_row(what, str(times))
+        table.add_row(Text(what), str(times))
     return table
 
 

@@ -55,6 +55,7 @@ from offbeat.protocols.messages import (
     WeightsCommitted,
     WeightsStaged,
 )
+from offbeat.protocols.text import plain
 from offbeat.protocols.wire import Frame, WireError, logprobs, routed_experts
 
 MemberMessage = (
@@ -306,7 +307,8 @@ class Dispatcher:
         """Refuse bytes that are no message of ours."""
         with self._lock:
             member = self._roster.find(peer)
-            name = member.name if member is not None else sender.name if sender.role else peer.decode(errors="replace")
+            stranger = sender.name if sender.role else plain(peer.decode(errors="replace"), 64)
+            name = stranger if member is None else member.name
             self._roster.reject(peer, name, str(error))
 
     def count_rejected(self, name: str, reason: str) -> None:

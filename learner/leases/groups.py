@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from offbeat.learner.leases.events import Accepted
 from offbeat.learner.leases.prompts import Prompt
-from offbeat.protocols.messages import CompletionMeta, Segment
+from offbeat.protocols.messages import LARGEST_REWARD, CompletionMeta, Segment
 from offbeat.protocols.wire import Frame, logprobs, token_ids
 
 LagOf = Literal["oldest_token", "token_mean", "last_segment"]
@@ -17,6 +17,8 @@ LagOf = Literal["oldest_token", "token_mean", "last_segment"]
 
 # Rounding may put the log-prob of a sure token a hair above 0.
 LARGEST_LOGPROB = 1e-4
+# A softmax in float32 gives 0 below exp(-104), and a token of probability 0 is never sampled.
+SMALLEST_LOGPROB = -1000.0
 
 
 class Rollout(NamedTuple):
@@ -25,7 +27,7 @@ class Rollout(NamedTuple):
     token_ids: NDArray[np.int32]
     """`[num_tokens]`."""
     behavior_logprobs: NDArray[np.float32]
-    """`[num_tokens]`, finite and at most 0."""
+    """`[num_tokens]`, between `SMALLEST_LOGPROB` and `LARGEST_LOGPROB`."""
     reward: float
     finish_reason: str
     segments: tuple[Segment, ...]
@@ -128,8 +130,9 @@ def flaw(completions: Sequence[CompletionMeta], arrays: Sequence[Frame], limits:
     for index, completion in enumerate(completions):
         if completion.num_tokens > limits.max_new_tokens:
             return f"completion {index} has {completion.num_tokens} tokens, more than {limits.max_new_tokens}"
-        if not math.isfinite(completion.reward):
-            return f"completion {index} has reward {completion.reward}"
+        # Not `>`: a NaN must not pass.
+        if not abs(completion.reward) <= LARGEST_REWARD:
+            return f"completion {index} has reward {completion.reward:g}, not within {LARGEST_REWARD:g} of 0"
         for segment in completion.segments:
             if segment.policy_version > limits.newest_version:
                 return f"completion {index} claims policy version {segment.policy_version}, not made yet"
@@ -138,7 +141,6 @@ def flaw(completions: Sequence[CompletionMeta], arrays: Sequence[Frame], limits:
     # Unsigned, a negative id is a huge one.
     if ids.view(np.uint32).max() >= limits.vocabulary_size:
         return "it has token ids outside the vocabulary"
-    # Not `>`: a NaN must not pass.
-    if not (values.min() > -math.inf and values.max() <= LARGEST_LOGPROB):
+    if not (values.min() >= SMALLEST_LOGPROB and values.max() <= LARGEST_LOGPROB):
         return "it has impossible log-probs"
     return None

@@ -76,3 +76,19 @@ init_logger('vllm.engine').warning('this matters')
     result = run(code, VLLM_TARGET_DEVICE="cpu")
     assert "this matters" in result.stderr
     assert "quiet please" not in result.stdout + result.stderr
+
+
+def test_event_that_quotes_hostile_text_is_one_line_without_control_characters():
+    speak = r"""
+configure_logs('learner')
+import logging
+try:
+    raise ValueError("bad\x1b[31m\n2026-01-01T00:00:00.000Z INFO learner forged")
+except ValueError as error:
+    logging.getLogger("offbeat.x").warning("%s", error)
+    logging.getLogger("offbeat.x").exception("traceback")
+"""
+    lines = run(speak).stderr.splitlines()
+    assert lines[0].endswith(r"bad\x1b[31m\n2026-01-01T00:00:00.000Z INFO learner forged")
+    assert not any("\x1b" in line for line in lines)
+    assert sum(line.endswith("ERROR learner traceback") for line in lines) == 1

@@ -135,7 +135,7 @@ options = st.recursive(
 
 
 @given(
-    name=texts,
+    system_prompt=texts,
     engine_options=st.dictionaries(texts, options, max_size=3),
     learning_rate=st.floats(1e-300, 1e300),
     hard=st.none() | st.integers(0, 10**6),
@@ -143,7 +143,7 @@ options = st.recursive(
 )
 def test_resolved_toml_reads_back_as_the_same_config(
     tmp_path_factory: pytest.TempPathFactory,
-    name: str,
+    system_prompt: str,
     engine_options: dict[str, object],
     learning_rate: float,
     hard: int | None,
@@ -152,7 +152,8 @@ def test_resolved_toml_reads_back_as_the_same_config(
     config = complete(Config())
     config = msgspec.structs.replace(
         config,
-        actor=msgspec.structs.replace(config.actor, name=name, engine_options=engine_options),
+        task=msgspec.structs.replace(config.task, system_prompt=system_prompt),
+        actor=msgspec.structs.replace(config.actor, engine_options=engine_options),
         train=msgspec.structs.replace(config.train, learning_rate=learning_rate),
         staleness=msgspec.structs.replace(config.staleness, hard_max_staleness=hard),
         launch=msgspec.structs.replace(config.launch, actor_gpus=gpus),
@@ -278,3 +279,9 @@ def test_all_values_that_are_not_accepted_are_told_at_once(tmp_path: Path) -> No
     with pytest.raises(SettingError) as raised:
         load(file)
     assert [text.split(" = ")[0] for text in raised.value.texts] == ["train.num_steps", "hub.heartbeat_s", "setting"]
+
+
+@pytest.mark.parametrize("name", ["../x", "a b", "a\n", "\x1b[2J", "x" * 300])
+def test_name_that_the_learner_would_refuse_is_refused_as_a_setting(name: str) -> None:
+    with pytest.raises(SettingError, match=r"actor\.name"):
+        load(None, [f"actor.name={name}"])

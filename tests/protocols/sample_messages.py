@@ -105,7 +105,7 @@ STATUS = StatusReport(
 FROM_ACTOR: list[tuple[ActorMessage, tuple[Array, ...]]] = [
     (
         Hello(
-            actor="actor-é",
+            actor="actor-0",
             incarnation=2**63,
             engine=ENGINE,
             temperature=1.0,
