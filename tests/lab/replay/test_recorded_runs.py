@@ -218,7 +218,7 @@ def test_every_run_replays_exactly_with_its_own_settings(
     ends = replay(recording, config)
     assert differences(recorded_ends(recording, config), ends) == []
     # What the learners themselves said, one after another.
-    trained = [(row.lease_id, row.policy_lag) for row in play.rows if row.ends == "trained"]
+    trained = [(row.lease_id, row.policy_lag) for row in play.rows if row.outcome == "trained"]
     assert trained == [(group.lease_id, group.policy_lag) for batch in ends.trainings for group in batch.groups]
     assert Counter(reason for _, reason in ends.dropped) == counts.dropped
     assert sum(len(batch.groups) for batch in ends.batches) == counts.trained
