@@ -316,6 +316,9 @@ class TrainSection(Section, frozen=True):
     no_actor_timeout_s: NonNegativeFloat = 0.0
     """Time without any live actor after which the run stops with an error, in seconds. 0: wait forever, with a message every 30
     s."""
+    no_group_timeout_s: NonNegativeFloat | None = None
+    """Time in which actors are connected and no usable group arrives, after which the run stops with an error that gives the
+    reason, in seconds. 0: wait forever. none: 6 times `rollout.lease_timeout_s`."""
 
 
 class HubSection(Section, frozen=True):

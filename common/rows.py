@@ -216,6 +216,8 @@ class EventRow(Stamped, frozen=True, kw_only=True, tag="event"):
     """One sentence for people."""
     reason: str | None = None
     """Reason given for a changed setting."""
+    rule: str | None = None
+    """Name of the health rule that a `health` or `health_cleared` event is about (docs/health.md)."""
     setting: str | None = None
     """`section.key` of a setting that was changed, or kept over a restart."""
     before: str | None = None

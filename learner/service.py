@@ -100,30 +100,19 @@ class TrainingLoop:
     def _wait_batch(self, stop: StopRequest) -> list[Group] | None:
         """Return the next batch; None when a signal asks to stop.
 
-        Waits for: the dispatcher, `WAIT_S` at a time. Raises `RunFailedError` when no actor comes in time.
+        Waits for: the dispatcher, `WAIT_S` at a time. Raises `RunFailedError` at the watchdog's deadlines.
         """
         began = said = time.monotonic()
-        alone_since: float | None = None
         while not stop:
             groups = self._dispatcher.take_batch(WAIT_S)
             if groups is not None:
                 return groups
             self._trainer.idle()
             now = time.monotonic()
-            alone_since = None if self._dispatcher.members() else alone_since or now
-            self._check_alone(now - (alone_since or now))
             if now - said > SAY_WAITING_INTERVAL_S:
                 said = now
                 logger.info("waiting for rollouts, %.0f s so far: %s", now - began, self._dispatcher.waiting_for())
         return None
-
-    def _check_alone(self, alone_s: float) -> None:
-        limit_s = self._config.train.no_actor_timeout_s
-        if limit_s and alone_s > limit_s:
-            raise RunFailedError(
-                f"no actor for {alone_s:.0f} s (train.no_actor_timeout_s = {limit_s:g}): start one with `offbeat actor` "
-                f"and hub.address = {self._config.hub.address}"
-            )
 
     def _train(self, groups: Sequence[Group], started: float) -> None:
         waited_s = time.monotonic() - started

@@ -28,8 +28,9 @@ from offbeat.learner.calibration_watch import CalibrationWatch
 from offbeat.learner.diagnostics.calibration import Calibration, learner_numerics, load_calibration
 from offbeat.learner.diagnostics.sample_rows import Decode, SampleRows
 from offbeat.learner.dispatch.contract import Contract
-from offbeat.learner.dispatch.dispatcher import Dispatcher, Listeners
+from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.hub_thread import HubThread
+from offbeat.learner.dispatch.listeners import Listeners
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.dispatch.parts import Prompts, make_parts
 from offbeat.learner.dispatch.versions import Versions

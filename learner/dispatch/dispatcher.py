@@ -6,19 +6,19 @@
                                    Answers           groups and failures: check, book, acknowledge
                                    EvaluationLeases  leases of held-out prompts
     training thread <- take_batch  GroupBuffer       accept, drop, select, finish
+                                   Watchdog          why a batch is late
     operators       <- handle      LiveSettings, Status
 
 The hub's thread calls `handle` and `tick`, and sends what `take_outgoing` returns. The training thread calls `take_batch`,
 `finish_batch` and `publish`. Every public method takes the lock.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol, assert_never
-
-import numpy as np
+from collections.abc import Mapping, Sequence
+from typing import assert_never
 
 from offbeat.common.config import Config
 from offbeat.common.settings import SettingError
+from offbeat.learner.dispatch.listeners import Listeners
 from offbeat.learner.dispatch.live_settings import CREDIT_LIMIT, record_change
 from offbeat.learner.dispatch.parts import Parts
 from offbeat.learner.dispatch.roster import Member, Mismatch
@@ -73,40 +73,6 @@ MemberMessage = (
 """The messages of an actor after its hello."""
 
 
-class CanaryVerdict(Protocol):
-    """The judgement on an actor's log-probs of the canary."""
-
-    @property
-    def flaw(self) -> str | None:
-        """The reason why they are wrong; None when they are right."""
-        ...
-
-    @property
-    def agrees_with(self) -> Sequence[str]:
-        """The other actors whose log-probs are wrong too, and the same as this one's."""
-        ...
-
-
-class Listeners(NamedTuple):
-    """Functions of the rest of the learner, called in the hub's thread while the dispatcher's lock is held."""
-
-    joined: Callable[[bytes, Hello], None]
-    """An actor has joined: address, hello."""
-    weights: Callable[[str, WeightsStaged | WeightsCommitted], None]
-    """The actor of this name has staged or committed weights."""
-    canary: Callable[[str, int, np.ndarray], CanaryVerdict | None]
-    """Judges an actor's score of the canary: name, policy version, float32 log-probs `[num_tokens - 1]`. Returns None where
-    the version can no longer be judged."""
-    routed: Callable[[str, int, np.ndarray], None]
-    """An actor has routed the canary: name, policy version, int32 experts `[num_tokens - 1, num_layers, top_k]`."""
-    distrusted: Callable[[bytes, str, str], None]
-    """An actor's weights are not what it says: address, name, reason."""
-    weight_problems: Callable[[], list[str]] = list
-    """Returns what an operator should know about the transfer of weights."""
-    hub_rejections: Callable[[], dict[str, int]] = dict
-    """Returns the number of messages that the hub has turned away, by reason."""
-
-
 class Dispatcher:
     """Owns the lock, the way of a message, the order of a tick, and the outgoing messages."""
 
@@ -125,6 +91,7 @@ class Dispatcher:
         self._buffer = parts.buffer
         self._answers = parts.answers
         self._quarantine = parts.quarantine
+        self._watchdog = parts.watchdog
         self._status = parts.status
         self._listeners = listeners
         self._clock = parts.clock
@@ -162,7 +129,12 @@ class Dispatcher:
         Raises `RunFailedError`, or the error that ended the hub's thread.
         """
         with self._lock:
-            return self._lock.wait_for(self._select, timeout_s)
+            groups = self._lock.wait_for(self._select, timeout_s)
+            if groups is None:
+                self._watchdog.look(self._clock(), self._listeners.weight_problems)
+            else:
+                self._watchdog.rest()
+            return groups
 
     def finish_batch(self, groups: Sequence[Group], policy_version: int) -> None:
         """Enter a batch as trained on; the learner is at `policy_version` now."""
@@ -271,10 +243,10 @@ class Dispatcher:
         with self._lock:
             return [(member.peer, member.name, member.policy_version) for member in self._roster]
 
-    def waiting_for(self) -> str:
-        """Return one line that says what keeps the next batch."""
+    def waiting_for(self) -> str | None:
+        """Return one line that says what keeps the next batch; None when it is complete."""
         with self._lock:
-            return self._status.waiting_for()
+            return self._watchdog.waiting_for()
 
     def judge_canary(self, actor: str, policy_version: int, flaw: str | None, agrees_with: Sequence[str] = ()) -> None:
         """Trust an actor whose log-probs of the canary are right; quarantine one whose log-probs have this flaw.

@@ -30,6 +30,8 @@ class EvaluationLeases:
             num_prompts=min(evaluation.num_prompts, len(prompts)),
             max_attempts=rollout.max_lease_attempts,
         )
+        self.num_answered = 0
+        """Leases whose completions have arrived."""
         self._sampling = Sampling(max_new_tokens=rollout.max_new_tokens, temperature=evaluation.temperature)
         self._prompts = prompts
         self._record = record
@@ -46,6 +48,7 @@ class EvaluationLeases:
 
     def accept(self, actor: str, done: GroupDone, arrays: Sequence[Frame]) -> None:
         """Take the completions of a held-out prompt into the round."""
+        self.num_answered += 1
         self._current().complete(done.lease_id, unpack(done.completions, arrays))
 
     def fail(self, lease_id: int, reason: str) -> None:

@@ -22,7 +22,10 @@ class Failures:
         self._wake = wake
         self._by_prompt: Counter[int] = Counter()
         """Failed attempts of the prompts that are to be tried again."""
-        self._in_a_row = 0
+        self.num_in_a_row = 0
+        """Failed leases since the last good group."""
+        self.last = ""
+        """The last failure in words."""
 
     def is_last_attempt(self, prompt_id: int) -> bool:
         """Return whether a prompt is given up if it fails once more."""
@@ -41,10 +44,13 @@ class Failures:
 
         `last` says how this lease failed.
         """
-        self._in_a_row += 1
-        if self._in_a_row >= self._max_failed_leases:
+        self.num_in_a_row += 1
+        self.last = last
+        if self.num_in_a_row >= self._max_failed_leases:
             self.end_run(
-                RunFailedError(f"the last {self._in_a_row} leases failed (train.max_failed_leases), the last one with {last}")
+                RunFailedError(
+                    f"the last {self.num_in_a_row} leases failed (train.max_failed_leases), the last one with {last}"
+                )
             )
 
     def end_run(self, error: BaseException) -> None:
@@ -54,5 +60,5 @@ class Failures:
 
     def forget(self, prompt_id: int) -> None:
         """Start both counts anew after a good group of this prompt."""
-        self._in_a_row = 0
+        self.num_in_a_row = 0
         self._by_prompt.pop(prompt_id, None)

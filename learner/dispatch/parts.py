@@ -18,6 +18,7 @@ from offbeat.learner.dispatch.roster import Roster
 from offbeat.learner.dispatch.send_queue import SendQueue
 from offbeat.learner.dispatch.status import Status
 from offbeat.learner.dispatch.versions import Versions
+from offbeat.learner.dispatch.watchdog import Watchdog
 from offbeat.learner.leases.journal import LeaseJournal
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.scheduler import RolloutScheduler
@@ -49,6 +50,7 @@ class Parts(NamedTuple):
     buffer: GroupBuffer
     answers: Answers
     quarantine: Quarantine
+    watchdog: Watchdog
     status: Status
 
 
@@ -87,7 +89,8 @@ def make_parts(
     )
     answers = Answers(check, desk, buffer, evaluations, failures, roster.rejections, send_queue, record)
     quarantine = Quarantine(roster, desk, buffer, failures, settings, record)
-    status = Status(contract.run_id, settings, roster, desk, journal, scheduler, versions, now)
+    watchdog = Watchdog(settings, roster, desk, journal, versions, evaluations, failures, record)
+    status = Status(contract.run_id, settings, roster, desk, journal, watchdog, versions, now)
     return Parts(
         clock=clock,
         progress=progress,
@@ -104,5 +107,6 @@ def make_parts(
         buffer=buffer,
         answers=answers,
         quarantine=quarantine,
+        watchdog=watchdog,
         status=status,
     )

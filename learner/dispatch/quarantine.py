@@ -78,18 +78,9 @@ class Quarantine:
         self._look_for_doubt()
         return member
 
-    def doubt(self) -> str | None:
-        """Return the reason to doubt the learner rather than the actors; None unless every actor is in quarantine."""
-        members = list(self._roster)
-        if not members or not all(member.is_quarantined for member in members):
-            return None
-        shown = "; ".join(f"{member.name}: {member.mismatches[-1].flaw}" for member in members[:_MAX_NAMED])
-        more = f"; and {len(members) - _MAX_NAMED} more" if len(members) > _MAX_NAMED else ""
-        return f"every actor's log-probs of the canary differ from the learner's ({shown}{more}){_agreement(members)}"
-
     def _look_for_doubt(self) -> None:
         """Tell the doubt of the learner once, and end the run when pulling again has not dispelled it."""
-        doubt = self.doubt()
+        doubt = doubt_of_learner(list(self._roster))
         if doubt is None:
             return
         if not self._is_doubt_told:
@@ -97,6 +88,15 @@ class Quarantine:
             report(self._record, EventRow(event="learner_doubted", detail=doubt))
         if all(len(member.mismatches) >= MAX_MISMATCHES for member in self._roster):
             self._failures.end_run(RunFailedError(f"{MAX_MISMATCHES} times in a row {doubt}. {_CURE}"))
+
+
+def doubt_of_learner(members: Sequence[Member]) -> str | None:
+    """Return the reason to doubt the learner rather than the actors; None unless every actor is in quarantine."""
+    if not members or not all(member.is_quarantined for member in members):
+        return None
+    shown = "; ".join(f"{member.name}: {member.mismatches[-1].flaw}" for member in members[:_MAX_NAMED])
+    more = f"; and {len(members) - _MAX_NAMED} more" if len(members) > _MAX_NAMED else ""
+    return f"every actor's log-probs of the canary differ from the learner's ({shown}{more}){_agreement(members)}"
 
 
 def _agreement(members: Sequence[Member]) -> str:

@@ -1,4 +1,4 @@
-"""The state of the run for people: the operator's status report, and one line on what keeps the next batch."""
+"""The state of the run for people: the operator's status report."""
 
 from typing import NamedTuple
 
@@ -6,9 +6,8 @@ from offbeat.learner.dispatch.lease_desk import LeaseDesk
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.dispatch.roster import Roster
 from offbeat.learner.dispatch.versions import Versions
-from offbeat.learner.leases.groups import Group
+from offbeat.learner.dispatch.watchdog import Watchdog
 from offbeat.learner.leases.journal import LeaseJournal
-from offbeat.learner.leases.scheduler import RolloutScheduler
 from offbeat.protocols.messages import StatusReport
 
 
@@ -30,7 +29,7 @@ class Status:
         roster: Roster,
         desk: LeaseDesk,
         journal: LeaseJournal,
-        scheduler: RolloutScheduler[Group],
+        watchdog: Watchdog,
         versions: Versions,
         now: float,
     ) -> None:
@@ -39,7 +38,7 @@ class Status:
         self._roster = roster
         self._desk = desk
         self._journal = journal
-        self._scheduler = scheduler
+        self._watchdog = watchdog
         self._versions = versions
         self._started_at = now
         self._activity = Activity("starting", now)
@@ -47,16 +46,6 @@ class Status:
     def doing(self, activity: str, now: float) -> None:
         """Note what the training loop does from now on."""
         self._activity = Activity(activity, now)
-
-    def waiting_for(self) -> str:
-        """Return one line that says what keeps the next batch."""
-        if not len(self._roster):
-            address = self._settings.config.hub.address
-            return f"no actor is connected: start one with `offbeat actor`, hub.address = {address}"
-        ledger, published = self._journal.ledger, self._versions.published
-        sizes = f"{ledger.num_ready} groups ready, {len(ledger.generating())} being generated"
-        behind = [] if published is None else [member.name for member in self._roster.behind(published)]
-        return f"{sizes}; weights {published} not yet at: {', '.join(behind)}" if behind else sizes
 
     def report(
         self, now: float, weight_problems: list[str], failure: BaseException | None, hub_rejections: dict[str, int]
@@ -75,7 +64,7 @@ class Status:
             published_version=-1 if published is None else published,
             doing=self._activity.name,
             doing_s=now - self._activity.since,
-            waiting_for="" if self._scheduler.has_batch() else self.waiting_for(),
+            waiting_for=self._watchdog.waiting_for() or "",
             uptime_s=now - self._started_at,
             members=tuple(member.status(now) for member in self._roster),
             ledger=ledger.counts().sums(),

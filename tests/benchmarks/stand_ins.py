@@ -19,7 +19,8 @@ from offbeat.common.config import (
 )
 from offbeat.common.rows import Recorder
 from offbeat.learner.dispatch.contract import Contract
-from offbeat.learner.dispatch.dispatcher import Dispatcher, Listeners
+from offbeat.learner.dispatch.dispatcher import Dispatcher
+from offbeat.learner.dispatch.listeners import Listeners
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.dispatch.parts import Prompts, make_parts
 from offbeat.learner.dispatch.versions import Versions

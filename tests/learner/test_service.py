@@ -30,7 +30,6 @@ from offbeat.learner.weights.standings import Recipient
 
 TRAIN_S, SNAPSHOT_S, PUBLISH_WAIT_S, CHECKPOINT_S = 8.0, 2.0, 1.0, 4.0
 """Seconds that the fakes take."""
-ACTOR: tuple[bytes, str, int | None] = (b"a/1", "a", 0)
 
 
 class Clock:
@@ -98,9 +97,6 @@ class FakeDispatcher:
 
     def __init__(self, clock: Clock, calls: list[str], config: Config, waits: list[float], stop: StopRequest) -> None:
         self._clock, self._calls, self._config, self._waits, self._stop = clock, calls, config, waits, stop
-        self.live = [ACTOR]
-        self.joins_at = float("inf")
-        """Time at which an actor joins for a moment."""
         self.is_over = False
         self.num_evaluation_waits = 0
         """Waits until the last evaluation is finished."""
@@ -116,7 +112,7 @@ class FakeDispatcher:
         return self._config
 
     def members(self) -> list[tuple[bytes, str, int | None]]:
-        return [ACTOR] if self.joins_at <= self._clock.now < self.joins_at + WAIT_S else self.live
+        return [(b"a/1", "a", 0)]
 
     def take_batch(self, timeout_s: float) -> list[Any] | None:
         if self._clock.now >= self.signal_at:
@@ -243,7 +239,6 @@ class Bench:
         steps_per_batch: int = 1,
         publish_interval: int = 1,
         checkpoint_interval: int = 0,
-        no_actor_timeout_s: float = 0.0,
         waits: list[float] | None = None,
     ) -> None:
         self.clock, self.calls, self.stop = cast(Clock, service.time), list[str](), StopRequest()
@@ -253,9 +248,7 @@ class Bench:
             run=RunSection(dir="run"),
             rollout=RolloutSection(lease_timeout_s=10.0),
             weights=WeightsSection(interval=publish_interval),
-            train=TrainSection(
-                num_steps=num_steps, checkpoint_interval=checkpoint_interval, no_actor_timeout_s=no_actor_timeout_s
-            ),
+            train=TrainSection(num_steps=num_steps, checkpoint_interval=checkpoint_interval),
         )
         waits = waits if waits is not None else [0.0] * num_steps
         self.trainer = FakeTrainer(self.clock, self.calls, steps_per_batch)
@@ -345,33 +338,6 @@ def test_other_ranks_hear_of_the_learner_while_it_waits() -> None:
     bench = Bench(num_steps=1, waits=[3 * WAIT_S])
     bench.loop.run(bench.stop)
     assert bench.calls.count("idle") == 3
-
-
-def test_run_without_actors_fails_when_the_time_for_one_is_over() -> None:
-    bench = Bench(no_actor_timeout_s=20.0, waits=[])
-    bench.dispatcher.live = []
-    began = bench.clock.now
-    with pytest.raises(RunFailedError, match=r"no actor for 21 s \(train.no_actor_timeout_s = 20\): start one with"):
-        bench.loop.run(bench.stop)
-    # The first look comes after one wait, which does not count yet.
-    assert bench.clock.now - began == pytest.approx(PUBLISH_WAIT_S + SNAPSHOT_S + 22.0)
-
-
-def test_actor_that_comes_for_a_moment_gives_others_the_whole_time_again() -> None:
-    bench = Bench(no_actor_timeout_s=20.0, waits=[])
-    bench.dispatcher.live = []
-    began = bench.clock.now
-    bench.dispatcher.joins_at = began + 15.0
-    with pytest.raises(RunFailedError, match="no actor for 21 s"):
-        bench.loop.run(bench.stop)
-    assert bench.clock.now - began == pytest.approx(16.0 + 21.0)
-
-
-@pytest.mark.parametrize(("has_actor", "timeout_s"), [(True, 20.0), (False, 0.0)])
-def test_run_waits_for_rollouts_as_long_as_there_is_an_actor_or_no_limit(has_actor: bool, timeout_s: float) -> None:
-    bench = Bench(num_steps=1, no_actor_timeout_s=timeout_s, waits=[500.0])
-    bench.dispatcher.live = [ACTOR] if has_actor else []
-    assert bench.loop.run(bench.stop) == "finished"
 
 
 def test_times_of_a_batch_are_told_apart() -> None:

@@ -20,7 +20,8 @@ from offbeat.common.config import (
 from offbeat.common.rows import EventRow, Row
 from offbeat.common.settings import replace_settings
 from offbeat.learner.dispatch.contract import Contract
-from offbeat.learner.dispatch.dispatcher import Dispatcher, Listeners
+from offbeat.learner.dispatch.dispatcher import Dispatcher
+from offbeat.learner.dispatch.listeners import Listeners
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.dispatch.parts import Prompts, make_parts
 from offbeat.learner.dispatch.send_queue import Outgoing

@@ -27,7 +27,7 @@ def test_operator_sees_members_sums_buffer_epoch_and_what_the_run_waits_for() ->
     report = desk.status()
     assert (report.run_id, report.policy_version, report.num_steps, report.published_version) == ("run", 0, 50, 0)
     assert (report.doing, report.doing_s, report.uptime_s) == ("training step 1", 3.0, 3.0)
-    assert report.waiting_for == "1 groups ready, 1 being generated; weights 0 not yet at: b"
+    assert report.waiting_for == "1 of 2 groups ready; 1 being generated, the oldest for 3 s at a"
     assert report.ledger == {"leased": 2, "trained": 0, "expired": 0, "in flight": 2}
     assert (report.num_ready, report.num_generating) == (1, 1)
     assert (report.epoch, report.epoch_position) == (0, 0.5)
@@ -56,13 +56,13 @@ def test_report_says_that_the_run_is_ending_and_which_actor_cannot_be_reached() 
 
 def test_waiting_for_names_what_keeps_the_batch() -> None:
     desk = Desk()
-    assert "offbeat actor" in desk.dispatcher.waiting_for()
+    assert "offbeat actor" in (desk.dispatcher.waiting_for() or "")
     actor = Actor(desk, "a").join(capacity=3, policy_version=None)
-    assert "weights 0 not yet at: a" in desk.dispatcher.waiting_for()
+    assert desk.dispatcher.waiting_for() == "0 of 2 groups ready; without weights: a"
     actor.commit(0)
     leases = actor.leases()
     actor.answer(leases[0].lease_id)
-    assert desk.dispatcher.waiting_for() == "1 groups ready, 2 being generated"
+    assert desk.dispatcher.waiting_for() == "1 of 2 groups ready; 2 being generated, the oldest for 0 s at a"
     assert desk.dispatcher.buffer_sizes() == (1, 2)
 
 
@@ -70,6 +70,6 @@ def test_report_names_nothing_to_wait_for_while_a_batch_is_ready() -> None:
     desk = Desk("train.groups_per_step=1", "staleness.max_staleness=1")
     actor = Actor(desk, "a").join(capacity=2)
     first, _ = actor.leases()
-    assert desk.status().waiting_for == "0 groups ready, 2 being generated"
+    assert desk.status().waiting_for == "0 of 1 groups ready; 2 being generated, the oldest for 0 s at a"
     actor.answer(first.lease_id)
     assert desk.status().waiting_for == ""

@@ -1,0 +1,312 @@
+"""The watchdog of the training loop: the reasons for which the next batch can be late, and the deadline of the wait."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from offbeat.common.rows import EventRow, Recorder
+from offbeat.learner.dispatch.evaluation_leases import EvaluationLeases
+from offbeat.learner.dispatch.failures import Failures, RunFailedError
+from offbeat.learner.dispatch.lease_desk import LeaseDesk
+from offbeat.learner.dispatch.live_settings import LiveSettings
+from offbeat.learner.dispatch.quarantine import doubt_of_learner
+from offbeat.learner.dispatch.reports import report
+from offbeat.learner.dispatch.roster import Member, Roster
+from offbeat.learner.dispatch.versions import Versions
+from offbeat.learner.leases.journal import LeaseJournal
+
+LATE_S = 45.0
+"""Seconds of waiting after which a batch is late."""
+LATE_FACTOR = 3.0
+"""A batch for which actors work as they should is late only after this many times the mean of the last waits."""
+NUM_WAITS = 10
+"""Waits whose mean says how long a wait usually is."""
+FAILING_LEASES = 3
+"""Failed leases in a row from which on the rewards are failing."""
+LEASE_TIMEOUTS = 6
+"""Default of `train.no_group_timeout_s`, in multiples of `rollout.lease_timeout_s`."""
+LONGEST_LOOK_S = 5.0
+"""Most seconds counted between two looks: a learner that was stopped has not waited."""
+_MAX_NAMED = 4
+
+
+class Cause(NamedTuple):
+    """One reason for which a batch can be late, as the documentation has it."""
+
+    condition: str
+    hint: str
+    is_usual: bool = False
+    """It is also the reason of a wait as it should be."""
+
+
+CAUSES: dict[str, Cause] = {
+    "disk_full": Cause(
+        "the disk of the rollout log is full: no lease is granted and no group acknowledged",
+        "free space, or lower log.min_free_mb",
+    ),
+    "no_actor": Cause(
+        "no actor is connected, not yet or no more",
+        "start one with `offbeat actor`; `offbeat status` lists those that were refused",
+    ),
+    "all_quarantined": Cause(
+        "every actor's log-probs of the canary differ from the learner's",
+        "look for the cause at the learner; weights.canary_tolerance is the largest difference allowed",
+    ),
+    "rewards_failing": Cause(
+        f"the last {FAILING_LEASES} or more leases failed",
+        "repair task.reward; train.max_failed_leases in a row end the run",
+    ),
+    "groups_dropped": Cause(
+        "at least a batch of groups arrived during the wait and was dropped",
+        "`zero_variance`: the prompts are too easy or too hard; `stale`: raise staleness.max_staleness",
+    ),
+    "evaluation_first": Cause(
+        "actors work on held-out prompts, which go first, and on no training prompt",
+        "wait, add actors, or lower evaluation.num_prompts",
+        is_usual=True,
+    ),
+    "generating": Cause(
+        "actors work on the missing groups",
+        "wait, add actors, or lower rollout.max_new_tokens; an actor that is stuck loses its lease after "
+        "rollout.lease_timeout_s",
+        is_usual=True,
+    ),
+    "unclaimed": Cause(
+        "actors of the learner before a restart have not come back with their leases",
+        "wait: their prompts go to others after hub.dead_after_s",
+    ),
+    "unreachable": Cause("no message gets through to any actor", "check the network"),
+    "no_weights": Cause(
+        "every actor lacks weights: it has just joined, or is left out of updates after failures",
+        "`offbeat status` says why; check that actors reach the learner at weights.port and weights.pull_port",
+    ),
+    "no_credit": Cause("every actor offers to take no lease", "raise actor.max_inflight_groups"),
+    "unable": Cause(
+        "no actor can take a lease, for different reasons: quarantine, no connection, no weights, no credit",
+        "see the causes of each",
+    ),
+    "weights_behind": Cause(
+        "the staleness bound asks for newer weights than the actors with room have",
+        "wait for the update; `offbeat status` says who fails to take it",
+    ),
+    "held_back": Cause("the staleness bound admits no lease", "raise staleness.max_staleness", is_usual=True),
+    "granting": Cause("leases are about to be granted", "wait", is_usual=True),
+}
+"""Every reason for which a batch can be late. Of several, the first is told."""
+
+
+class Late(NamedTuple):
+    """The reason for which the batch is late now."""
+
+    name: str
+    """A key of `CAUSES`."""
+    detail: str
+    """The reason in words, with names and numbers."""
+
+
+class Watchdog:
+    """Owns the duration of the wait for a batch. Tells the reason of a long one, and ends the run when it is hopeless."""
+
+    def __init__(
+        self,
+        settings: LiveSettings,
+        roster: Roster,
+        desk: LeaseDesk,
+        journal: LeaseJournal,
+        versions: Versions,
+        evaluations: EvaluationLeases,
+        failures: Failures,
+        record: Recorder,
+    ) -> None:
+        self._settings = settings
+        self._roster = roster
+        self._desk = desk
+        self._journal = journal
+        self._versions = versions
+        self._evaluations = evaluations
+        self._failures = failures
+        self._record = record
+        self._looked_at: float | None = None
+        """Time of the last look; None while no batch is waited for."""
+        self._waited_s = 0.0
+        self._without_group_s = 0.0
+        """Seconds of waiting since the last group arrived, those without any actor left out."""
+        self._alone_s = 0.0
+        """Seconds since the last actor left."""
+        self._produced = 0
+        """Groups that had arrived and were not dropped, at the last look; evaluation's included."""
+        self._dropped: Counter[str] = Counter()
+        """Groups that had been dropped when the wait began, by reason."""
+        self._told: list[str] = []
+        """Causes of the current wait that were told."""
+        self._waits: deque[float] = deque(maxlen=NUM_WAITS)
+
+    def look(self, now: float, weight_problems: Callable[[], list[str]]) -> None:
+        """Note that there is no batch: tell the reason when it is late, and end the run when a deadline is over.
+
+        `weight_problems` returns a line for each actor that fails to take weights. Called every few seconds while the training
+        loop waits.
+        """
+        if self._looked_at is None:
+            self._looked_at = now
+            self._dropped = Counter(self._journal.ledger.counts().dropped)
+        elapsed_s = min(now - self._looked_at, LONGEST_LOOK_S)
+        self._looked_at = now
+        self._waited_s += elapsed_s
+        late = self.cause()
+        if late.name == "no_actor":
+            self._alone_s += elapsed_s
+        else:
+            self._alone_s = 0.0
+            self._without_group_s = 0.0 if self._has_progress() else self._without_group_s + elapsed_s
+        if self._is_late(late.name) and late.name not in self._told:
+            self._tell(late, weight_problems())
+        self._end_if_hopeless(late, weight_problems)
+
+    def rest(self) -> None:
+        """Note that a batch is there."""
+        if self._looked_at is None:
+            return
+        for name in self._told:
+            detail = f"a batch came after {self._waited_s:.0f} s"
+            report(self._record, EventRow(event="health_cleared", rule=name, detail=detail))
+        self._told.clear()
+        self._waits.append(self._waited_s)
+        self._looked_at, self._waited_s, self._without_group_s, self._alone_s = None, 0.0, 0.0, 0.0
+
+    def waiting_for(self) -> str | None:
+        """Return one line that says what keeps the next batch; None when it is complete."""
+        ledger, num_needed = self._journal.ledger, self._settings.staleness.batch_groups
+        if ledger.num_ready >= num_needed:
+            return None
+        return f"{ledger.num_ready} of {num_needed} groups ready; {self.cause().detail}"
+
+    def told(self) -> list[str]:
+        """Return a line for each cause of the current wait that was told."""
+        return [f"{name}: {CAUSES[name].condition}; {CAUSES[name].hint}" for name in self._told]
+
+    # The reason
+
+    def cause(self) -> Late:
+        """Return the first reason of `CAUSES` that holds now, unless a batch is complete."""
+        members = list(self._roster)
+        if self._desk.is_log_full:
+            return Late("disk_full", "the rollout log's disk is full: no leases, no acknowledgements until there is room")
+        if not members:
+            address = self._settings.config.hub.address
+            return Late("no_actor", f"no actor is connected: start one with `offbeat actor`, hub.address = {address}")
+        doubt = doubt_of_learner(members)
+        if doubt is not None:
+            return Late("all_quarantined", doubt)
+        if self._failures.num_in_a_row >= FAILING_LEASES:
+            return Late("rewards_failing", f"the last {self._failures.num_in_a_row} leases failed, with {self._failures.last}")
+        dropped = Counter(self._journal.ledger.counts().dropped) - self._dropped if self._looked_at is not None else Counter()
+        if dropped.total() >= self._settings.staleness.batch_groups:
+            reasons = ", ".join(f"{reason} {number}" for reason, number in dropped.items())
+            return Late("groups_dropped", f"{dropped.total()} groups were dropped during the wait: {reasons}")
+        return self._work(members) or self._inability(members) or self._hold()
+
+    def _work(self, members: Sequence[Member]) -> Late | None:
+        """Return the leases that are waited for; None when nobody works."""
+        generating = self._journal.ledger.generating()
+        held = {lease_id: member for member in members for lease_id in member.lease_ids if member.is_reachable}
+        trained = [lease for lease in generating if lease.lease_id in held]
+        if trained:
+            oldest = trained[0]
+            seconds = max(0.0, self._journal.now() - oldest.granted_at)
+            who = held[oldest.lease_id].name
+            return Late("generating", f"{len(trained)} being generated, the oldest for {seconds:.0f} s at {who}")
+        if held:
+            return Late("evaluation_first", f"an evaluation goes first: {len(held)} held-out prompts are being generated")
+        unclaimed = {lease.actor for lease in generating} - {member.name for member in members}
+        if unclaimed:
+            return Late("unclaimed", f"{len(generating)} leases of actors that have not come back: {_names(sorted(unclaimed))}")
+        return None
+
+    def _inability(self, members: Sequence[Member]) -> Late | None:
+        """Return the reasons why no member can take a lease; None when one can."""
+        by_reason: dict[str, list[str]] = {}
+        for member in members:
+            by_reason.setdefault(_inability(member), []).append(member.name)
+        if "" in by_reason:
+            return None
+        detail = "; ".join(f"{_INABILITIES[name]}: {_names(actors)}" for name, actors in by_reason.items())
+        return Late(next(iter(by_reason)) if len(by_reason) == 1 else "unable", detail)
+
+    def _hold(self) -> Late:
+        """Return the reason why a member that can take leases has none."""
+        if not self._desk.is_held_back(self._roster, self._versions.current):
+            return Late("granting", "leases are about to be granted")
+        published = self._versions.published
+        behind = [] if published is None else [member.name for member in self._roster.behind(published)]
+        if behind:
+            return Late("weights_behind", f"weights {published} not yet at: {_names(behind)}")
+        bound = self._settings.config.staleness.max_staleness
+        return Late("held_back", f"the staleness bound admits no lease (staleness.max_staleness = {bound})")
+
+    # Deadlines
+
+    def _has_progress(self) -> bool:
+        """Return whether a group has arrived since the last look."""
+        ledger = self._journal.ledger
+        before, self._produced = self._produced, ledger.counts().trained + ledger.num_ready + self._evaluations.num_answered
+        return self._produced > before
+
+    def _is_late(self, name: str) -> bool:
+        usual_s = sum(self._waits) / len(self._waits) if self._waits else 0.0
+        return self._waited_s >= (max(LATE_S, LATE_FACTOR * usual_s) if CAUSES[name].is_usual else LATE_S)
+
+    def _tell(self, late: Late, weight_problems: Sequence[str]) -> None:
+        self._told.append(late.name)
+        detail = "; ".join([f"no batch for {self._waited_s:.0f} s: {late.detail}", *weight_problems, self._deadline(late.name)])
+        report(self._record, EventRow(event="health", rule=late.name, detail=f"{detail}. {CAUSES[late.name].hint}"))
+
+    def _deadline(self, name: str) -> str:
+        """Return the end of the wait in words."""
+        alone_s, without_group_s = self._limits_s()
+        limit_s, setting = (
+            (alone_s, "train.no_actor_timeout_s") if name == "no_actor" else (without_group_s, "train.no_group_timeout_s")
+        )
+        return f"the run ends after {limit_s:g} s of it ({setting})" if limit_s else f"the run waits forever ({setting} = 0)"
+
+    def _end_if_hopeless(self, late: Late, weight_problems: Callable[[], list[str]]) -> None:
+        alone_s, without_group_s = self._limits_s()
+        if alone_s and self._alone_s > alone_s:
+            waited = f"no actor for {self._alone_s:.0f} s (train.no_actor_timeout_s = {alone_s:g})"
+            self._failures.end_run(RunFailedError(f"{waited}: {late.detail}"))
+        elif without_group_s and self._without_group_s > without_group_s:
+            waited = f"no group for {self._without_group_s:.0f} s (train.no_group_timeout_s = {without_group_s:g})"
+            why = "; ".join([late.detail, *weight_problems()])
+            self._failures.end_run(RunFailedError(f"{waited}: {why}. {CAUSES[late.name].hint}"))
+
+    def _limits_s(self) -> tuple[float, float]:
+        """Return the seconds without any actor, and those without a group, that end the run; 0: never."""
+        config = self._settings.config
+        without_group_s = config.train.no_group_timeout_s
+        if without_group_s is None:
+            without_group_s = LEASE_TIMEOUTS * config.rollout.lease_timeout_s
+        return config.train.no_actor_timeout_s, without_group_s
+
+
+_INABILITIES = {
+    "all_quarantined": "in quarantine",
+    "unreachable": "cannot be reached",
+    "no_weights": "without weights",
+    "no_credit": "without credit",
+}
+
+
+def _inability(member: Member) -> str:
+    """Return the reason why a member can take no lease, a key of `_INABILITIES`; empty for one that can."""
+    if member.is_quarantined:
+        return "all_quarantined"
+    if not member.is_reachable:
+        return "unreachable"
+    if member.policy_version is None:
+        return "no_weights"
+    return "" if member.capacity else "no_credit"
+
+
+def _names(actors: Sequence[str]) -> str:
+    more = f" and {len(actors) - _MAX_NAMED} more" if len(actors) > _MAX_NAMED else ""
+    return ", ".join(actors[:_MAX_NAMED]) + more
