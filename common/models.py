@@ -4,8 +4,15 @@ import hashlib
 import json
 from pathlib import Path
 
+import xxhash
+
 from offbeat.common.settings import SettingError
 from offbeat.protocols.messages import ModelHashes
+
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+NUM_SAMPLES = 64
+"""Samples of each weight file that `hash_weights` reads."""
+SAMPLE_BYTES = 1 << 16
 
 
 def resolve_model(path: str) -> Path:
@@ -39,6 +46,24 @@ def hash_model(folder: Path) -> ModelHashes:
     tokenizer_config.pop("chat_template", None)
     tokenizer = _read(folder / "tokenizer.json") + json.dumps(tokenizer_config, sort_keys=True).encode()
     return ModelHashes(config=_hash(config), tokenizer=_hash(tokenizer), chat_template=_hash(template.encode()))
+
+
+def hash_weights(folder: Path) -> str:
+    """Return a hash of a model folder's weight files, 32 hexadecimal digits.
+
+    It covers the files' names and sizes, and `NUM_SAMPLES` samples spread over each: models that were trained differ in all of
+    their numbers, and reading hundreds of GB would take minutes.
+    """
+    digest = xxhash.xxh3_128()
+    for path in sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern)):
+        num_bytes = path.stat().st_size
+        digest.update(f"{path.name} {num_bytes}\n".encode())
+        last = max(0, num_bytes - SAMPLE_BYTES)
+        with path.open("rb") as file:
+            for index in range(NUM_SAMPLES):
+                file.seek(last * index // (NUM_SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _read(file: Path) -> bytes:

@@ -109,6 +109,11 @@ def resolved_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
+def setting_names() -> list[str]:
+    """Return every setting, as `section.key`."""
+    return [f"{section}.{key}" for section in _sections() for key in _fields(section)]
+
+
 def explain(name: str | None = None) -> str:
     """Return the result of `explanations(name)` as text for a terminal."""
     return "\n\n".join(f"{row.setting} = {row.default}   ({row.type})\n    {row.text}" for row in explanations(name))
@@ -136,7 +141,7 @@ def full_name(key: str) -> str:
     if dot:
         _find_field(section_name, name.split(".")[0])
         return key
-    every = [*(f"{section}.{name}" for section in _sections() for name in _fields(section)), *ALIASES]
+    every = [*setting_names(), *ALIASES]
     found = [setting for setting in every if setting.partition(".")[2] == key]
     if not found:
         close = difflib.get_close_matches(key, [setting.partition(".")[2] for setting in every], n=1, cutoff=0.5)

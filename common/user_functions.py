@@ -5,6 +5,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,21 @@ def load_function(path: str, *, setting: str, parameters: Sequence[str]) -> Call
         problem = f"{function_name}{inspect.signature(function)} cannot take ({', '.join(parameters)})"
         raise SettingError(setting, path, problem, "Give it these parameters.")
     return function
+
+
+def find_source(path: str) -> Path | None:
+    """Return the file of the module in `module:function` without running its code; None when it is not found here."""
+    module_name = path.partition(":")[0]
+    places: Sequence[str] | None = [str(Path.cwd()), *sys.path]
+    parts = module_name.split(".")
+    for index in range(len(parts)):
+        spec = PathFinder.find_spec(".".join(parts[: index + 1]), places)
+        if spec is None:
+            return None
+        if index + 1 == len(parts):
+            return Path(spec.origin) if spec.origin is not None else None
+        places = spec.submodule_search_locations
+    return None
 
 
 def one_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The reference pages of `docs/`: every metric and every setting, written from the tables that the code uses.
+"""The reference pages of `docs/`: metrics, settings and the rules of a resumed run, written from the tables that the code uses.
 
 python -m offbeat.lab.reference docs
 """
@@ -9,11 +9,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
 from offbeat.common import rows
-from offbeat.common.settings import explanations
+from offbeat.common.resume_rules import OUTCOMES, RULES, Outcome
+from offbeat.common.settings import explanations, setting_names
 from offbeat.common.step_metrics import ROUTING_METRICS, STEP_METRICS, Metric
 
 _WRITTEN = "<!-- Written by `python -m offbeat.lab.reference docs`; change the code's docstrings instead. -->"
@@ -61,9 +63,31 @@ def settings_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def resuming_page() -> str:
+    """Return `resuming.md`: what may differ when a run is resumed. Raises `ValueError` for a setting without a rule."""
+    if missing := [setting for setting in setting_names() if setting not in OUTCOMES]:
+        raise ValueError(f"no rule of common/resume_rules.py names {', '.join(missing)}")
+    parts = [
+        _WRITTEN,
+        "# Resuming a run",
+        "A run keeps what it is made with in `identity.json` and `prompts.bin` of its folder, and in every checkpoint: all "
+        "settings, and hashes of model, tokenizer, chat template, each prompt, and your own functions' source files, with the "
+        "versions of the software. `run.resume=true` compares all of it before anything is written.",
+        "*refused*: the learner does not start, and names the setting, both values and the cure. *recorded*: the run goes on, "
+        "with a line in the log and a `resumed_with_changes` event in `metrics.jsonl` for each difference. *ignored*: nothing "
+        "is said.",
+        "Two limits. Of weight files, names, sizes and 64 samples of 64 KB are hashed, and of your own functions the file they "
+        "are in, not what it imports. A run of an older version, which kept none of it, resumes with a warning.",
+    ]
+    for outcome in get_args(Outcome):
+        lines = [(", ".join(f"`{name}`" for name in rule.names), rule.why) for rule in RULES if rule.outcome == outcome]
+        parts += [f"## {outcome.capitalize()}", _table(("setting, or content", "reason"), lines)]
+    return "\n\n".join(parts) + "\n"
+
+
 def write_pages(folder: Path) -> list[Path]:
-    """Write both pages into `folder` and return their paths."""
-    pages = {"metrics.md": metrics_page(), "settings.md": settings_page()}
+    """Write all pages into `folder` and return their paths."""
+    pages = {"metrics.md": metrics_page(), "settings.md": settings_page(), "resuming.md": resuming_page()}
     for name, text in pages.items():
         (folder / name).write_text(text, encoding="utf-8")
     return [folder / name for name in pages]

@@ -23,6 +23,7 @@ from offbeat.learner.leases.log_records import Position
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.recovery import DispatcherState, Recovered, recover
 from offbeat.learner.leases.rollout_log import LogFullError, RolloutLog
+from offbeat.learner.run_identity import Change, PromptHashes, RunIdentity, read_identity, read_prompt_hashes, require_same_run
 from offbeat.learner.training import checkpoints
 from offbeat.learner.training.ranks import RankedTrainer
 
@@ -32,13 +33,15 @@ CHECKPOINT_BYTES_PER_PARAMETER = 16
 """Weights in two precisions at most, and AdamW's two moments."""
 
 
-class ServiceState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ServiceState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The part of a checkpoint beside model and optimizer."""
 
     run_id: str
     dispatcher: DispatcherState
     noise: Noise | None = None
     """The automatic bound's; None when it has measured none."""
+    identity: RunIdentity | None = None
+    """Everything that the run is made with; None in checkpoints of older programs."""
 
 
 class Checkpoints:
@@ -52,6 +55,7 @@ class Checkpoints:
         dispatcher: Dispatcher,
         auto_bound: AutoBound,
         run_id: str,
+        identity: RunIdentity,
         keep: int,
         record: Recorder,
     ) -> None:
@@ -61,6 +65,7 @@ class Checkpoints:
         self._dispatcher = dispatcher
         self._auto_bound = auto_bound
         self._run_id = run_id
+        self._identity = identity
         self._keep = keep
         self._record = record
         self._num_bytes = CHECKPOINT_BYTES_PER_PARAMETER * sum(math.prod(spec.shape) for spec in trainer.layout())
@@ -71,7 +76,7 @@ class Checkpoints:
         folder = checkpoints.checkpoint_folder(self._root, self._trainer.policy_version)
         try:
             checkpoints.require_room(self._root, self._num_bytes)
-            state = ServiceState(self._run_id, self._dispatcher.state(), self._auto_bound.noise)
+            state = ServiceState(self._run_id, self._dispatcher.state(), self._auto_bound.noise, self._identity)
             self._trainer.save_checkpoint(folder, msgspec.msgpack.encode(state))
         except (checkpoints.NoRoomError, LogFullError) as error:
             detail = f"{folder}: {error}; the run goes on, and a restart would begin at the checkpoint before"
@@ -89,6 +94,32 @@ def needed_by_oldest(root: Path) -> Position:
     oldest = min(checkpoints.whole(root))
     dispatcher = msgspec.msgpack.decode(checkpoints.read_extra(oldest), type=ServiceState).dispatcher
     return needed_position(dispatcher.ledger.open, dispatcher.log_end or Position(0, 0))
+
+
+def check_identity(run_folder: Path, identity: RunIdentity, hashes: PromptHashes) -> list[Change]:
+    """Return the differences to the run in the folder that a resumed run may have; `SettingError` where it has another.
+
+    `hashes` are those of the training prompts. Compares with the folder's identity and with the newest checkpoint's, which is
+    all that is left where the folder's file is lost.
+    """
+    known = [found for found in (read_identity(run_folder), _identity_in_checkpoint(run_folder)) if found is not None]
+    if not known:
+        logger.warning(
+            "%s does not say what its run was made with, which older versions did not keep: settings, model and data are not "
+            "compared",
+            run_folder,
+        )
+    hashes_before = read_prompt_hashes(run_folder)
+    changes = [change for before in known for change in require_same_run(before, identity, hashes_before, hashes)]
+    # Of a name that differs from both, the checkpoint's value counts: the weights were made with it.
+    return list({change.name: change for change in changes}.values())
+
+
+def _identity_in_checkpoint(run_folder: Path) -> RunIdentity | None:
+    newest = checkpoints.newest(run_folder / CHECKPOINTS)
+    if newest is None:
+        return None
+    return msgspec.msgpack.decode(checkpoints.read_extra(newest), type=ServiceState).identity
 
 
 def load_checkpoint(run_folder: Path, trainer: RankedTrainer, *, has_log: bool) -> ServiceState | None:

@@ -3,7 +3,6 @@
 Hub <-> HubThread <-> Dispatcher -> batch -> RankedTrainer -> snapshot -> WeightPublisher -> actors
 """
 
-import importlib.metadata
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from offbeat.learner.dispatch.failures import RunFailedError
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.resume import Checkpoints
+from offbeat.learner.run_identity import software_versions
 from offbeat.learner.step_rows import StepRows
 from offbeat.learner.training.ranks import RankedTrainer
 from offbeat.learner.weights.canary import Canary
@@ -233,6 +233,4 @@ class Learner:
 
 
 def _software() -> str:
-    """Return the versions of the packages that a result depends on."""
-    packages = ("offbeat", "torch", "deepspeed", "transformers")
-    return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
+    return ", ".join(f"{package} {version}" for package, version in software_versions().items())

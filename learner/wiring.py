@@ -40,7 +40,24 @@ from offbeat.learner.leases.prompts import MUCH_LEFT_OUT, Prompt, load_prompts
 from offbeat.learner.leases.recovery import Recovered
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.progress import Progress
-from offbeat.learner.resume import Checkpoints, load_checkpoint, open_log, recover_run, tell_kept_settings, tell_resumed
+from offbeat.learner.resume import (
+    Checkpoints,
+    check_identity,
+    load_checkpoint,
+    open_log,
+    recover_run,
+    tell_kept_settings,
+    tell_resumed,
+)
+from offbeat.learner.run_identity import (
+    Change,
+    PromptHashes,
+    RunIdentity,
+    hash_prompts,
+    make_identity,
+    tell_changes,
+    write_identity,
+)
 from offbeat.learner.service import Learner, RunOutcome, TrainingLoop
 from offbeat.learner.step_rows import StepRows
 from offbeat.learner.training.ranks import RankedTrainer
@@ -63,13 +80,11 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
     if int(os.environ.get("RANK", "0")) > 0:
         RankedTrainer(Trainer(config)).follow()
         return "finished"
+    started = time.monotonic()
     folder = Path(config.run.dir)
     with ExitStack() as stack:
         # Before anything is written: also without a rollout log, two learners must not write the same files.
         stack.enter_context(locked(folder))
-        prepare_folder(config)
-        metrics = MetricsWriter(folder, tensorboard=config.metrics.tensorboard, wandb_project=config.metrics.wandb_project)
-        stack.enter_context(metrics)
         bind = config.hub.bind or config.hub.address
         keys = keys_of_learner(config.hub)
 
@@ -77,42 +92,54 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
             address = f"{bind.rpartition(':')[0]}:{config.weights.pull_port or '*'}"
             return Hub(address, max_message_bytes=CHUNK_REQUEST_BYTES, key=keys.key, allowed=keys.allowed)
 
-        # Bound before the model is loaded: a port in use is reported at once.
+        # Bound before the data is read: a port in use is reported at once.
         hub = Hub(bind, max_message_bytes=config.hub.max_message_mb << 20, key=keys.key, allowed=keys.allowed)
         stack.enter_context(hub)
+        inputs = _load_inputs(config)
+        changes = prepare_folder(config, inputs.identity, inputs.prompt_hashes)
+        metrics = MetricsWriter(folder, tensorboard=config.metrics.tensorboard, wandb_project=config.metrics.wandb_project)
+        stack.enter_context(metrics)
         progress = Progress(config.train.num_steps)
 
         def record(row: Row) -> None:
             progress.add(metrics.write(row))
 
-        learner = open_learner(config, folder, hub, open_weight_hub, record)
+        tell_changes(changes, record)
+        learner = open_learner(config, inputs, hub, open_weight_hub, record, started)
         with progress:
             return learner.run(stop)
 
 
-def prepare_folder(config: Config) -> None:
-    """Write the resolved config to the run's folder, which is locked; before a new run, set aside what a failed start left.
+def prepare_folder(config: Config, identity: RunIdentity, prompt_hashes: PromptHashes) -> list[Change]:
+    """Write config and identity to the run's folder, which is locked; return what differs from the run that is resumed.
 
-    Raises `SettingError` for a folder that cannot be used so.
+    Before a new run, sets aside what a failed start left there. Raises `SettingError`, and changes nothing, for a folder that
+    cannot be used so, and for a difference that a resumed run may not have.
     """
     folder = Path(config.run.dir)
     # Checked again now that no other learner can be at work there.
     check_run_folder(config.run)
+    changes = check_identity(folder, identity, prompt_hashes) if config.run.resume else []
     if not config.run.resume and (aside := set_aside_failed_start(folder)) is not None:
         logger.info("an earlier start made no step: its files are in %s", aside)
     (folder / CONFIG_FILE).write_text(resolved_toml(config))
+    write_identity(folder, identity, prompt_hashes)
+    return changes
 
 
 def open_learner(
     config: Config,
-    folder: Path,
+    inputs: "_Inputs",
     hub: Hub,
     open_weight_hub: Callable[[], Hub],
     record: Recorder,
+    started: float,
 ) -> Learner:
-    """Make every part of rank 0: load the model, resume or begin the run, wire the services; nothing is running yet."""
-    started = time.monotonic()
-    inputs = _load_inputs(config)
+    """Make every part of rank 0: load the model, resume or begin the run, wire the services; nothing is running yet.
+
+    `started` is when the learner's process began to load (monotonic).
+    """
+    folder = Path(config.run.dir)
     trainer = RankedTrainer(Trainer(config))
     run = _resume(config, folder, trainer, inputs.prompts.train, record)
     canary = _make_canary(run.settings, inputs.prompts.train, record)
@@ -134,7 +161,7 @@ def open_learner(
         dispatcher=dispatcher,
         publisher=publisher,
         canary=canary,
-        checkpoints=_make_checkpoints(config, folder, run, trainer, dispatcher, record),
+        checkpoints=_make_checkpoints(config, inputs.identity, run, trainer, dispatcher, record),
         step_rows=StepRows(
             config.train, dispatcher, run.auto_bound, SampleRows(config.train.num_steps, inputs.decode, record), record
         ),
@@ -149,6 +176,9 @@ def open_learner(
 class _Inputs(NamedTuple):
     """The files that a run reads and never changes, but for the weights."""
 
+    identity: RunIdentity
+    prompt_hashes: PromptHashes
+    """Of the training prompts."""
     prompts: Prompts
     decode: Decode
     hashes: ModelHashes
@@ -174,7 +204,10 @@ def _load_inputs(config: Config) -> _Inputs:
     calibration = load_calibration(config.loss.noise_floor) if config.loss.noise_floor else None
     train = _load_prompts(config, task.train_data, task.train_split, "task.train_data", tokenizer)
     held_out = _load_prompts(config, task.eval_data, task.eval_split, "task.eval_data", tokenizer) if task.eval_data else []
+    prompt_hashes = hash_prompts(train)
     return _Inputs(
+        identity=make_identity(config, hashes, prompt_hashes, hash_prompts(held_out)),
+        prompt_hashes=prompt_hashes,
         prompts=Prompts(train, held_out),
         decode=tokenizer.decode,
         hashes=hashes,
@@ -257,14 +290,15 @@ def _make_dispatcher(
 
 
 def _make_checkpoints(
-    config: Config, folder: Path, run: _Run, trainer: RankedTrainer, dispatcher: Dispatcher, record: Recorder
+    config: Config, identity: RunIdentity, run: _Run, trainer: RankedTrainer, dispatcher: Dispatcher, record: Recorder
 ) -> Checkpoints:
     return Checkpoints(
-        folder,
+        Path(config.run.dir),
         trainer=trainer,
         dispatcher=dispatcher,
         auto_bound=run.auto_bound,
         run_id=run.run_id,
+        identity=identity,
         keep=config.train.keep_checkpoints,
         record=record,
     )

@@ -81,7 +81,7 @@ class LiveSettings:
                     setting,
                     text,
                     "it cannot be changed while the run goes on",
-                    f"These can: {', '.join(CHANGEABLE)}. To change another, stop the run and start it with run.resume=true.",
+                    f"These can: {', '.join(CHANGEABLE)}. Some others may change at run.resume=true (docs/resuming.md).",
                 )
         config = replace_settings(self.config, settings)
         known = check(self.config)

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from offbeat.common.config import TaskSection
@@ -34,6 +35,11 @@ class Prompt(NamedTuple):
     """The whole row as a JSON object, for the reward."""
     weight: float = 1.0
     """Weight of its groups in the loss (`task.weight_field`)."""
+
+    @property
+    def content_hash(self) -> int:
+        """A 64-bit hash of the row, of the tokens that it became, and of its weight."""
+        return xxhash.xxh3_64_intdigest(b"%b%b%r" % (self.row.encode(), self.token_ids.tobytes(), self.weight))
 
 
 class LoadedPrompts(NamedTuple):

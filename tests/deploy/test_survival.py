@@ -74,13 +74,24 @@ def test_separate_services_find_each_other_and_what_was_set_again_after_the_lear
     assert TUNED.items() <= services.rows("run", "step")[-1].items()
     kill(psutil.Process(learner.pid))
     num_before = len(services.rows("run", "step"))
-    learner = services.start("learner", config, "run.resume=true")
+    rows = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "reversed.jsonl").write_text("".join(reversed(rows)))
+    before = (tmp_path / "run" / "config.toml").read_text()
+    changed = services.start("learner", config, "run.resume=true", "task.train_data=reversed.jsonl", log="changed")
+    assert services.wait(changed, "changed") == 2, services.output("changed")
+    assert "task.train_data" in services.output("changed").splitlines()[-1]
+    assert "the 64 prompts are in another order" in services.output("changed").splitlines()[-1]
+    assert (tmp_path / "run" / "config.toml").read_text() == before
+    learner = services.start("learner", config, "run.resume=true", "weights.chunk_mb=4")
     assert services.wait(learner, "learner") == 0, services.output("learner")
     assert [services.wait(actor, name) for actor, name in zip(actors, "ab", strict=True)] == [0, 0]
     assert services.rows("run", "final")[-1]["ledger"]["trained"] == 240
     # Settings changed during the run survive the restart.
     assert all(TUNED.items() <= row.items() for row in services.rows("run", "step")[num_before:])
     kept = {row["setting"]: row["value"] for row in services.rows("run", "event") if row["event"] == "setting_kept"}
+    resumed = [row for row in services.rows("run", "event") if row["event"] == "resumed_with_changes"]
+    changes = {row["setting"]: (row["before"], row["after"]) for row in resumed}
+    assert changes == {"weights.chunk_mb": ("8", "4")}
     assert kept == {"staleness.max_staleness": "2", "train.learning_rate": "0.0001", "actor.max_inflight_groups": "3"}
     assert all("works on 3 groups at once" in services.output(name) for name in "ab")
     assert_audit_finds_nothing(tmp_path)

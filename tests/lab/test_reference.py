@@ -7,12 +7,12 @@ import pytest
 from offbeat.common.rows import ROW_TYPES
 from offbeat.common.settings import explanations
 from offbeat.common.step_metrics import ROUTING_METRICS, STEP_METRICS
-from offbeat.lab.reference import metrics_page, settings_page, write_pages
+from offbeat.lab.reference import metrics_page, resuming_page, settings_page, write_pages
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("name", ["metrics.md", "settings.md"])
+@pytest.mark.parametrize("name", ["metrics.md", "settings.md", "resuming.md"])
 def test_page_is_fresh(tmp_path: Path, name: str) -> None:
     write_pages(tmp_path)
     assert (DOCS / name).read_text() == (tmp_path / name).read_text(), "run `python -m offbeat.lab.reference docs`"
@@ -32,7 +32,7 @@ def test_settings_page_has_every_setting_with_its_text() -> None:
 
 
 def test_rows_of_tables_have_as_many_cells_as_their_heads() -> None:
-    for page in (metrics_page(), settings_page()):
+    for page in (metrics_page(), settings_page(), resuming_page()):
         for table in page.split("\n\n"):
             if table.startswith("|"):
                 assert len({line.replace("\\|", "").count("|") for line in table.splitlines()}) == 1

@@ -12,6 +12,7 @@ import torch
 
 from offbeat.common.config import Config, LogSection, ModelSection, TaskSection
 from offbeat.common.rows import row_fields
+from offbeat.common.settings import SettingError
 from offbeat.common.weights import make_layout
 from offbeat.learner import resume
 from offbeat.learner.dispatch.dispatcher import Dispatcher
@@ -25,6 +26,7 @@ from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.recovery import DispatcherState
 from offbeat.learner.leases.rollout_log import LogFullError
 from offbeat.learner.resume import Checkpoints, ServiceState
+from offbeat.learner.run_identity import Change, RunIdentity, write_identity
 from offbeat.learner.training import checkpoints
 from offbeat.learner.training.ranks import RankedTrainer
 
@@ -32,6 +34,8 @@ OLD_RUN = Path(__file__).parent / "run_of_1a700fc"
 """A run's folder as commit 1a700fc wrote it, with 5 prompts. At the checkpoint of version 1, lease 0 is trained, 1 ready,
 2 expired and 3 generating; afterwards 4 is granted, 3 accepted and 1 trained."""
 PROMPTS = [Prompt(index, f"p{index}", np.array([index, index + 10], np.int32), "{}") for index in range(5)]
+IDENTITY = RunIdentity({"rollout.temperature": "1.0"}, {"software: torch": "2.0"})
+NO_HASHES = np.empty(0, np.uint64)
 NO_FSYNC = LogSection(fsync="off")
 
 
@@ -98,6 +102,7 @@ class Run:
             dispatcher=cast(Dispatcher, self.dispatcher),
             auto_bound=AutoBound(0, noise),
             run_id="run",
+            identity=IDENTITY,
             keep=keep,
             record=lambda row: self.rows.append(row_fields(row)),
         )
@@ -134,7 +139,7 @@ def test_checkpoint_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     run.save(12, newest)
     trainer = FakeTrainer()
     state = resume.load_checkpoint(tmp_path, cast(RankedTrainer, trainer), has_log=True)
-    assert state == ServiceState("run", newest, Noise(0.25, 0.5))
+    assert state == ServiceState("run", newest, Noise(0.25, 0.5), IDENTITY)
     assert trainer.policy_version == 12
 
 
@@ -181,6 +186,31 @@ def test_learner_that_died_before_its_first_record_has_nothing_to_recover(tmp_pa
     log.close()
     recovered = resume.recover_run(tmp_path, None, PROMPTS, 3, has_log=True)
     assert (recovered.num_records, recovered.run_id, recovered.ledger.counts()) == (0, "", LedgerCounts())
+
+
+def identity_with(temperature: str, torch_version: str) -> RunIdentity:
+    return RunIdentity({"rollout.temperature": temperature}, {"software: torch": torch_version})
+
+
+def test_resumed_run_is_compared_with_the_folder_and_with_the_newest_checkpoint(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep=1)
+    run.save(1, state_with(Position(1, 0)))
+    assert resume.check_identity(tmp_path, IDENTITY, NO_HASHES) == []
+    # The folder's file is lost, and the checkpoint has the identity still.
+    with pytest.raises(SettingError, match=r"rollout\.temperature = 0\.5: the run was made with 1\.0"):
+        resume.check_identity(tmp_path, identity_with("0.5", "2.0"), NO_HASHES)
+    write_identity(tmp_path, identity_with("1.0", "2.1"), NO_HASHES)
+    changes = resume.check_identity(tmp_path, identity_with("1.0", "2.2"), NO_HASHES)
+    assert changes == [Change("software: torch", "2.0", "2.2")]
+    # A checkpoint of another run was put into the folder.
+    write_identity(tmp_path, identity_with("0.5", "2.0"), NO_HASHES)
+    with pytest.raises(SettingError, match=r"rollout\.temperature = 0\.5"):
+        resume.check_identity(tmp_path, identity_with("0.5", "2.0"), NO_HASHES)
+
+
+def test_run_of_an_older_program_resumes_with_a_warning(old_run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert resume.check_identity(old_run, IDENTITY, NO_HASHES) == []
+    assert "settings, model and data are not compared" in caplog.text
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from msgspec import structs
@@ -9,8 +10,12 @@ from msgspec import structs
 from offbeat.common.config import Config, HubSection, LogSection, ModelSection, RunSection, TaskSection, WeightsSection
 from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import StopRequest
+from offbeat.learner.run_identity import RunIdentity, read_identity
 from offbeat.learner.wiring import _transport, prepare_folder, run_learner
 from tests.common.test_run_folder import held_by_another_process
+
+IDENTITY = RunIdentity({"rollout.temperature": "1.0"}, {})
+NO_HASHES = np.empty(0, np.uint64)
 
 
 def config_with(*, run_dir: str = "run", **weights: str | int) -> Config:
@@ -41,16 +46,29 @@ def test_sizes_of_transfers_are_in_bytes_and_hosts_without_ports() -> None:
 
 
 def test_folder_of_a_run_holds_the_resolved_config(tmp_path: Path) -> None:
-    prepare_folder(config_with(run_dir=str(tmp_path), bucket_mb=3))
+    prepare_folder(config_with(run_dir=str(tmp_path), bucket_mb=3), IDENTITY, NO_HASHES)
     assert "bucket_mb = 3" in (tmp_path / "config.toml").read_text()
 
 
 def test_config_of_a_run_that_has_made_steps_is_not_overwritten_by_a_new_one(tmp_path: Path) -> None:
-    prepare_folder(config_with(run_dir=str(tmp_path), bucket_mb=3))
+    prepare_folder(config_with(run_dir=str(tmp_path), bucket_mb=3), IDENTITY, NO_HASHES)
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     with pytest.raises(SettingError, match="already holds a run"):
-        prepare_folder(config_with(run_dir=str(tmp_path), bucket_mb=5))
+        prepare_folder(config_with(run_dir=str(tmp_path), bucket_mb=5), IDENTITY, NO_HASHES)
     assert "bucket_mb = 3" in (tmp_path / "config.toml").read_text()
+
+
+def test_refused_resume_leaves_config_and_identity_as_they_were(tmp_path: Path) -> None:
+    prepare_folder(config_with(run_dir=str(tmp_path), bucket_mb=3), IDENTITY, NO_HASHES)
+    config = config_with(run_dir=str(tmp_path), bucket_mb=5)
+    config = structs.replace(config, run=structs.replace(config.run, resume=True))
+    other = RunIdentity({"rollout.temperature": "0.5"}, {})
+    with pytest.raises(SettingError, match=r"rollout\.temperature"):
+        prepare_folder(config, other, NO_HASHES)
+    assert "bucket_mb = 3" in (tmp_path / "config.toml").read_text()
+    assert read_identity(tmp_path) == IDENTITY
+    assert prepare_folder(config, IDENTITY, NO_HASHES) == []
+    assert "bucket_mb = 5" in (tmp_path / "config.toml").read_text()
 
 
 def test_second_learner_without_a_log_is_refused_and_writes_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,160 @@
+"""What may differ between a run and its resumption: one rule for each setting and each content of a run.
+
+Refused is what says of which policy, prompts and objective the kept groups, weights and numbers are. Recorded is what only
+says how the run goes on. `learner.run_identity` follows the rules, and `docs/resuming.md` is written from them.
+"""
+
+from typing import Literal, NamedTuple
+
+Outcome = Literal["refused", "recorded", "ignored"]
+
+
+class Rule(NamedTuple):
+    """The outcome of a difference in any of these names."""
+
+    outcome: Outcome
+    names: tuple[str, ...]
+    """Settings, or contents (`SETTING: CONTENT`, `software: PACKAGE`)."""
+    why: str
+
+
+def _of(section: str, keys: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{key}" for key in keys.split())
+
+
+RULES = (
+    Rule("ignored", _of("run", "resume"), "It only says that the run goes on."),
+    Rule("recorded", _of("run", "dir"), "A run's folder may be moved."),
+    Rule("refused", _of("run", "seed"), "The order of the prompts follows from it."),
+    Rule(
+        "refused",
+        ("model.path: config", "model.path: weights", "model.path: tokenizer", "model.path: chat template"),
+        "Another model began elsewhere, and the tokens of kept groups mean something else to another tokenizer.",
+    ),
+    Rule("recorded", _of("model", "path max_length"), "The model's files are compared themselves. A length is only a limit."),
+    Rule("refused", _of("model", "dtype"), "The checkpoint's numbers have it, and the log-probs are computed with it."),
+    Rule(
+        "refused",
+        ("task.train_data: prompts",),
+        "Kept groups are completions of these prompts: their tokens, their rows with the answers, their weights, their order.",
+    ),
+    Rule(
+        "recorded",
+        _of("task", "train_data train_split max_prompt_tokens long_prompts"),
+        "The prompts that come of it are compared themselves.",
+    ),
+    Rule(
+        "refused",
+        _of(
+            "task",
+            "prompt_field weight_field system_prompt system_prompt_field chat_template template_arguments "
+            "template_arguments_field",
+        ),
+        "Prompts and weights are made of the rows with it.",
+    ),
+    Rule("recorded", _of("task", "eval_data eval_split"), "No training depends on it."),
+    Rule("recorded", ("task.eval_data: prompts",), "No training depends on them; evaluations before and after differ."),
+    Rule("refused", _of("task", "reward"), "Kept groups have rewards of the other function."),
+    Rule(
+        "recorded",
+        ("task.reward: source file", "reward.length_penalty: source file"),
+        "A mistake in it may be corrected. Kept groups keep the rewards they have.",
+    ),
+    Rule("recorded", _of("task", "reward_timeout_s"), "It limits a wait."),
+    Rule(
+        "refused",
+        _of("rollout", "group_size max_new_tokens temperature top_p top_k min_p"),
+        "Kept groups, and leases that actors still hold, were sampled with it.",
+    ),
+    Rule("recorded", _of("rollout", "lease_timeout_s max_lease_attempts"), "It says when a lease is given up."),
+    Rule(
+        "recorded",
+        _of("staleness", "max_staleness staleness_policy hard_max_staleness lag_of selection auto"),
+        "`offbeat set` may change it during the run, too.",
+    ),
+    Rule(
+        "refused",
+        _of("reward", "overlong_buffer overlong_penalty length_penalty norm_mean norm_std clip"),
+        "It is part of the objective.",
+    ),
+    Rule(
+        "refused",
+        _of("advantage", "baseline divide_by_std std_epsilon std_unbiased whiten clip gamma gae_lambda"),
+        "It is part of the objective, and decides whether the checkpoint has a critic.",
+    ),
+    Rule("recorded", _of("loss", "clip_low clip_high"), "`offbeat set` may change it during the run, too."),
+    Rule("recorded", _of("loss", "noise_floor"), "It only splits numbers that are shown."),
+    Rule("recorded", ("loss.noise_floor: file",), "It only splits numbers that are shown."),
+    Rule(
+        "refused",
+        _of(
+            "loss",
+            "objective anchor dual_clip tau_positive tau_negative correction correction_low correction_high aggregation "
+            "aggregation_length entropy_coef zero_variance",
+        ),
+        "It is part of the objective.",
+    ),
+    Rule(
+        "refused",
+        (*_of("kl", "estimator loss_coef unbiased reward_coef target horizon reference"), "kl.reference: weights"),
+        "It is part of the objective.",
+    ),
+    Rule("refused", _of("critic", "loss_coef value_clip"), "It is part of the objective."),
+    Rule("refused", _of("lora", "rank alpha target_modules"), "The checkpoint holds an adapter of this shape."),
+    Rule("recorded", _of("train", "num_steps"), "A run may be given more steps. A schedule that decays is stretched."),
+    Rule("recorded", _of("train", "learning_rate"), "`offbeat set` may change it during the run, too."),
+    Rule(
+        "recorded",
+        _of("train", "lr_schedule warmup_steps max_grad_norm"),
+        "It says how far each further step goes.",
+    ),
+    Rule(
+        "refused",
+        _of("train", "weight_decay adam_betas"),
+        "The checkpoint's optimizer has it, and would go on with its own value.",
+    ),
+    Rule("refused", _of("train", "groups_per_step steps_per_batch epochs_per_batch"), "A step would be another one."),
+    Rule("refused", _of("train", "fp32_head"), "The log-probs are computed with it."),
+    Rule("refused", _of("train", "zero_stage deepspeed"), "The optimizer's state is stored in its shape."),
+    Rule(
+        "recorded",
+        _of("train", "micro_batch_tokens activation_checkpointing"),
+        "It trades memory for time.",
+    ),
+    Rule(
+        "recorded",
+        _of("train", "checkpoint_interval keep_checkpoints max_failed_leases no_actor_timeout_s no_group_timeout_s"),
+        "It says what is kept, and when the run is given up.",
+    ),
+    Rule(
+        "recorded",
+        _of("hub", "address bind key learner_key allowed_keys max_actors heartbeat_s dead_after_s max_message_mb"),
+        "It says how services find and trust each other.",
+    ),
+    Rule("recorded", _of("log", "enabled fsync segment_mb retain_mb min_free_mb"), "It says how groups are kept."),
+    Rule(
+        "recorded",
+        _of(
+            "weights",
+            "backend port pull_port max_pulls chunk_mb on_canary_mismatch canary_tolerance bucket_mb timeout_s interval",
+        ),
+        "It says how weights travel.",
+    ),
+    Rule(
+        "recorded",
+        _of("actor", "name engine engine_options max_inflight_groups on_update reward_workers connect_timeout_s"),
+        "Actors come and go, and each log-prob is that of the engine that sampled the token.",
+    ),
+    Rule("recorded", _of("evaluation", "interval num_prompts group_size temperature"), "No training depends on it."),
+    Rule("recorded", _of("metrics", "tensorboard wandb_project routing_interval"), "It says what is shown."),
+    Rule("recorded", _of("launch", "num_actors learner_gpus actor_gpus max_restarts"), "A run may have more or fewer actors."),
+    Rule("refused", _of("launch", "learner_processes"), "The optimizer's state is stored in as many parts."),
+    Rule(
+        "recorded",
+        ("software: offbeat", "software: python", "software: torch", "software: deepspeed", "software: transformers"),
+        "A newer version may end a fault. Numbers may change in their last digits.",
+    ),
+)
+
+OUTCOMES: dict[str, Outcome] = {name: rule.outcome for rule in RULES for name in rule.names}
+"""The outcome of each setting and content."""
