@@ -67,6 +67,7 @@ from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.addresses import host_of
 from offbeat.protocols.channels import Hub
+from offbeat.protocols.door import FILES_PER_PEER
 from offbeat.protocols.messages import Hello, ModelHashes, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -152,7 +153,7 @@ def open_learner(
     )
     watch = CalibrationWatch(inputs.calibration, record)
     watch.check_learner(learner_numerics(config, inputs.hashes, trainer.device))
-    contract = _make_contract(config, inputs, run.run_id, trainer.layout(), canary)
+    contract = _make_contract(config, inputs, run.run_id, trainer.layout(), canary)._replace(max_peers=_max_peers(config, hub))
     listeners = _make_listeners(hub, publisher, canary, watch)
     dispatcher = _make_dispatcher(contract, run, inputs.prompts, listeners, trainer.policy_version, record)
     loop = TrainingLoop(
@@ -312,10 +313,24 @@ def _load_prompts(config: Config, source: str, split: str, setting: str, tokeniz
     return loaded.prompts
 
 
+def _max_peers(config: Config, hub: Hub) -> int:
+    """Return how many actors the limit on open files leaves room for; warn when `hub.max_actors` are more."""
+    if hub.max_peers < config.hub.max_actors:
+        logger.warning(
+            "this process may open too few files for hub.max_actors = %d: %d actors at most can join. Raise the limit of this "
+            "machine (ulimit -Hn) to %d, or lower the setting",
+            *(config.hub.max_actors, hub.max_peers, FILES_PER_PEER * config.hub.max_actors),
+        )
+    return hub.max_peers
+
+
 def _hub_rejections(hub: Hub) -> dict[str, int]:
     """Return how many peers and messages the hub turned away, by reason; for the hub's thread."""
-    refused = {"connections without an allowed key": hub.num_refused} if hub.num_refused else {}
-    return dict(hub.num_dropped) | refused
+    connections = {
+        "connections without an allowed key": hub.num_refused,
+        "connections that said nothing, closed to make room": hub.num_closed,
+    }
+    return dict(hub.num_dropped) | {what: number for what, number in connections.items() if number}
 
 
 def _transport(config: Config, device: torch.device) -> Transport:

@@ -15,6 +15,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from offbeat.protocols.addresses import ChannelError, is_loopback
+from offbeat.protocols.door import HANDSHAKE_FAILED, Door, monitor
 from offbeat.protocols.flood_guard import FloodGuard
 from offbeat.protocols.key_check import KeyCheck
 from offbeat.protocols.keys import NO_KEYS, AllowList, KeyPair, PublicKey, Sender
@@ -48,7 +49,6 @@ MAX_DROPS_AT_ONCE = 1000
 """Messages that one `receive` drops: a flood must not keep its caller from other work."""
 
 _NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
-_HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class Received(NamedTuple):
@@ -69,7 +69,6 @@ class Hub:
         """Bind the socket; raise `ChannelError` when that fails. With `key` only the keys that are `allowed` may connect."""
         assert (key is None) == (allowed is None), "keys without an allow-list, or the reverse"
         self._guard = FloodGuard()
-        self._num_refused = 0
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 500)
@@ -83,7 +82,7 @@ class Hub:
         self._key_check: KeyCheck | None = None
         if key is not None and allowed is not None:
             self._key_check = KeyCheck(self._socket, key, allowed, self._guard.is_muted)
-        self._monitor = _monitor(self._socket, _HANDSHAKE_FAILED)
+        self._door = Door(self._socket)
         try:
             self._bind(bind)
         except ChannelError:
@@ -97,7 +96,6 @@ class Hub:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wakened, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
 
     @property
     def num_dropped(self) -> Counter[str]:
@@ -107,8 +105,17 @@ class Hub:
     @property
     def num_refused(self) -> int:
         """Connections that were turned away: without a key, with a key that is not allowed, or with another protocol."""
-        self._count_refused()
-        return self._num_refused
+        return self._door.num_refused
+
+    @property
+    def num_closed(self) -> int:
+        """Connections that were closed because there were too many from which no message had come."""
+        return self._door.num_closed
+
+    @property
+    def max_peers(self) -> int:
+        """Connections that the limit on open files leaves room for."""
+        return self._door.max_known
 
     def wake(self) -> None:
         """End a `wait` on another thread."""
@@ -123,8 +130,6 @@ class Hub:
             with contextlib.suppress(BlockingIOError):
                 while self._wakened.recv(4096):
                     pass
-        if self._monitor in ready:
-            self._count_refused()
 
     def receive(self) -> Received | None:
         """Return the next message, or None when there is none now.
@@ -145,6 +150,7 @@ class Hub:
                 name = _printable(peer) if sender.role is None else sender.name
                 self._guard.count_dropped(name, "not listened to after a flood of bad messages")
             else:
+                self._door.know(first_frame.get(zmq.SRCFD))
                 return Received(peer, self._decode(peer, source, frames), sender)
         return None
 
@@ -228,14 +234,9 @@ class Hub:
             raise
         return True
 
-    def _count_refused(self) -> None:
-        with contextlib.suppress(zmq.Again):
-            while self._monitor.recv_multipart(zmq.NOBLOCK):
-                self._num_refused += 1
-
     def _close(self, linger_ms: int) -> None:
         self._socket.disable_monitor()
-        self._monitor.close(linger=0)
+        self._door.close()
         self._socket.close(linger=linger_ms)
         if self._key_check is not None:
             self._key_check.close()
@@ -279,7 +280,7 @@ class Link:
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, learner_key.public)
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, key.owner.public)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
-        self._monitor = _monitor(self._socket, _HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._monitor = monitor(self._socket, HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
@@ -378,17 +379,6 @@ class Link:
         self._monitor.close(linger=0)
         self._socket.close(linger=linger_ms)
         self._context.term()
-
-
-def _monitor(watched: zmq.Socket, events: int) -> zmq.Socket:
-    """Return a socket that reports these events of the connections of `watched`."""
-    address = f"inproc://events-{id(watched)}"
-    watched.monitor(address, events)
-    monitor = watched.context.socket(zmq.PAIR)
-    # Unbounded: with a bound the I/O thread of `watched` would wait for a slow reader. It is read many times a second.
-    monitor.setsockopt(zmq.RCVHWM, 0)
-    monitor.connect(address)
-    return monitor
 
 
 def _printable(peer: bytes) -> str:

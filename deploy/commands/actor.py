@@ -1,5 +1,6 @@
 """`offbeat actor`: one actor service."""
 
+from offbeat.common.descriptors import raise_limit
 from offbeat.common.environment import fast_imports, prepare_environment
 from offbeat.common.logs import configure_logs
 from offbeat.common.shutdown import StopRequest
@@ -12,6 +13,7 @@ def command(arguments: Arguments = None) -> None:
     config = expand(read_config(arguments))
     configure_logs(config.actor.name or "actor")
     stop = StopRequest().install()
+    raise_limit()
     # Imported last: the engine takes seconds, reads the prepared environment, and a mistake in the config is reported before.
     with fast_imports():
         prepare_environment()

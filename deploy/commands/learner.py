@@ -1,5 +1,6 @@
 """`offbeat learner`: the learner service alone."""
 
+from offbeat.common.descriptors import raise_limit
 from offbeat.common.environment import fast_imports, prepare_environment
 from offbeat.common.logs import configure_logs
 from offbeat.common.setting_checks import check_files
@@ -14,6 +15,7 @@ def command(arguments: Arguments = None) -> None:
     config = expand(read_config(arguments))
     check_files(config)
     stop = StopRequest().install()
+    raise_limit()
     # Imported last: torch takes seconds, reads the prepared environment, and a mistake in the config is reported before.
     with fast_imports():
         prepare_environment()

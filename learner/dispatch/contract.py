@@ -30,6 +30,8 @@ class Contract(NamedTuple):
     software: str
     """Version of offbeat."""
     max_message_bytes: int
+    max_peers: int | None = None
+    """Connections that the limit on open files leaves room for; None: it was not looked at."""
 
 
 def objection(contract: Contract, hello: Hello) -> str | None:

@@ -166,6 +166,11 @@ class Roster:
             return f"another actor named {hello.actor!r}, started later, is in the run: set actor.name"
         if peer not in self._by_peer and len(self) >= self._hub.max_actors:
             return f"the run has hub.max_actors = {self._hub.max_actors} actors already"
+        most = self._contract.max_peers
+        if most is not None and peer not in self._by_peer and len(self) >= most:
+            return (
+                f"the learner may open too few files for more than {most} actors: raise the limit of its machine (ulimit -Hn)"
+            )
         return objection(self._contract, hello)
 
     def turn_away(self, peer: bytes, hello: Hello, reason: str) -> None:

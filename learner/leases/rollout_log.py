@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, Literal
 
 from numpy.typing import NDArray
 
+from offbeat.common.descriptors import patiently
 from offbeat.common.shutdown import ServiceError
 from offbeat.learner.leases.events import LeaseEvent
 from offbeat.learner.leases.log_reading import find_end, segment_numbers, segment_path
@@ -205,7 +206,7 @@ class RolloutLog:
     def _begin_segment(self) -> int:
         path = segment_path(self._folder, self._number)
         # Opened for appending, so that a removed record leaves no hole before the next one.
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+        descriptor = patiently(lambda: os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666))
         try:
             _write_all(descriptor, [segment_header(self._history_end)], HEADER_BYTES)
         except OSError:
@@ -255,7 +256,7 @@ def _write_all(descriptor: int, parts: Sequence[Buffer], num_bytes: int) -> None
 
 def _sync(path: Path) -> None:
     """Sync a file's bytes, or a folder's names, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = patiently(lambda: os.open(path, os.O_RDONLY))
     try:
         os.fsync(descriptor)
     finally:

@@ -198,6 +198,7 @@ class Desk:
         policy_version: int = 0,
         is_published: bool = True,
         log: RolloutLog | None = None,
+        contract: Contract = CONTRACT,
     ) -> None:
         """`settings` are those of `config` to change, as `section.key=value`."""
         recovered = recovered or make_recovered(num_prompts)
@@ -215,7 +216,7 @@ class Desk:
         self.versions = Versions(policy_version, recovered.newest_version)
         self.journal = LeaseJournal(log, recovered.ledger, recovered.stream, lambda: self.now - 993.0)
         self.parts = make_parts(
-            CONTRACT,
+            contract,
             LiveSettings(with_settings(config, *settings), recovered.tuned),
             Prompts(make_prompts(num_prompts, "train"), make_prompts(num_eval_prompts, "held-out")),
             self.journal,

@@ -207,3 +207,13 @@ def test_each_lease_goes_to_the_actor_with_most_room_whose_weights_are_new_enoug
         assert chosen is max(able, key=lambda member: member.free, default=None)
         if chosen is not None:
             chosen.lease_ids.add(lease_id)
+
+
+def test_actor_beyond_the_limit_on_open_files_is_refused_by_name_with_the_cure() -> None:
+    desk = Desk(contract=CONTRACT._replace(max_peers=1))
+    Actor(desk, "first").join(capacity=1)
+    late = Actor(desk, "late")
+    late.hello()
+    (refused,) = late.heard(Refused)
+    assert "too few files for more than 1 actors: raise the limit of its machine (ulimit -Hn)" in refused.reason
+    assert [row.actor for row in desk.events("actor_refused")] == ["late"]

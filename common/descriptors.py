@@ -1,0 +1,41 @@
+"""The files that a process may have open: as many as the system lets it, and patience when all are taken for a moment."""
+
+import errno
+import resource
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+MOST = 1 << 17
+"""Limit that is asked for at most: some libraries walk through all descriptors that there could be."""
+PATIENCE_S = 5.0
+"""Seconds for which `patiently` waits for a descriptor."""
+
+_NONE_LEFT = (errno.EMFILE, errno.ENFILE)
+
+T = TypeVar("T")
+
+
+def raise_limit() -> int:
+    """Raise this process's soft limit on open files to its hard limit; return the new limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+def patiently(open_it: Callable[[], T]) -> T:
+    """Return the result of `open_it`, which is called again for `PATIENCE_S` while no descriptor is free.
+
+    A burst of connections takes all descriptors until the hub's door has closed them, which takes milliseconds.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return open_it()
+        except OSError as error:
+            if error.errno not in _NONE_LEFT or time.monotonic() >= deadline:
+                raise
+        time.sleep(0.005)
