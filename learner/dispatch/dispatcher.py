@@ -18,6 +18,7 @@ from typing import assert_never
 
 from offbeat.common.config import Config
 from offbeat.common.settings import SettingError
+from offbeat.learner.dispatch.held_back import HeldBackTimer
 from offbeat.learner.dispatch.listeners import Listeners
 from offbeat.learner.dispatch.live_settings import CREDIT_LIMIT, record_change
 from offbeat.learner.dispatch.parts import Parts
@@ -96,9 +97,7 @@ class Dispatcher:
         self._listeners = listeners
         self._clock = parts.clock
         self._ticked_at = parts.clock()
-        self._is_held_back = False
-        """Staleness alone has kept a lease from an actor with room since the last tick."""
-        self._held_back_s = 0.0
+        self._held_back = HeldBackTimer(self._ticked_at)
         self._stop_reason: str | None = None
 
     # The training thread
@@ -229,8 +228,7 @@ class Dispatcher:
     def take_held_back_s(self) -> float:
         """Return the seconds, since the last call, in which staleness alone kept an actor with room from a lease."""
         with self._lock:
-            seconds, self._held_back_s = self._held_back_s, 0.0
-            return seconds
+            return self._held_back.take_s()
 
     def buffer_sizes(self) -> tuple[int, int]:
         """Return the number of groups ready, and of leases in flight."""
@@ -304,8 +302,6 @@ class Dispatcher:
         Acknowledgements leave after it (`take_outgoing`), so the log has what they are for.
         """
         with self._lock:
-            if self._is_held_back:
-                self._held_back_s += now - self._ticked_at
             self._forgive_own_absence(now)
             for member, silent_s in self._roster.silent(now):
                 self._lose(member, "actor_lost", f"not heard of for {silent_s:.1f} s (hub.dead_after_s)")
@@ -318,7 +314,8 @@ class Dispatcher:
                     self._desk.grant(self._roster, version, now)
                 except LogFullError as error:
                     self._desk.stall(error)
-            self._is_held_back = self._stop_reason is None and self._desk.is_held_back(self._roster, version)
+            is_held_back = self._stop_reason is None and self._desk.is_held_back(self._roster, version)
+            self._held_back.tick(now, is_held_back)
             self._buffer.record_epochs()
             self._journal.sync_before_acks()
 
