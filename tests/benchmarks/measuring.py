@@ -100,7 +100,7 @@ def receive_from(connection: Connection, timeout_s: float = PATIENCE_S) -> Any:
 
 def run_offbeat(*arguments: str, timeout_s: float) -> OffbeatRun:
     """Run `offbeat train ARGUMENTS` with a temporary run folder. End the benchmark if the run fails or takes longer."""
-    started, cpu_before = time.monotonic(), _children_cpu_s()
+    started, cpu_before = time.monotonic(), children_cpu_s()
     with tempfile.TemporaryDirectory(prefix="offbeat-benchmark-") as folder:
         log = Path(folder) / "train.log"
         command = [sys.executable, "-m", "offbeat.deploy.cli", "train", *arguments, f'run.dir="{folder}/run"']
@@ -118,10 +118,11 @@ def run_offbeat(*arguments: str, timeout_s: float) -> OffbeatRun:
         if status:
             sys.exit(f"offbeat train ended with status {status}:\n{log.read_text(errors='replace')[-4000:]}")
         rows = list(read_rows(Path(folder) / "run" / ROWS_FILE))
-    return OffbeatRun(rows, Cost(time.monotonic() - started, _children_cpu_s() - cpu_before))
+    return OffbeatRun(rows, Cost(time.monotonic() - started, children_cpu_s() - cpu_before))
 
 
-def _children_cpu_s() -> float:
+def children_cpu_s() -> float:
+    """Return the CPU time of all child processes that have ended and been waited for, in seconds."""
     usage = getrusage(RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
