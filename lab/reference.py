@@ -17,6 +17,9 @@ from offbeat.common import rows
 from offbeat.common.resume_rules import OUTCOMES, RULES, Outcome
 from offbeat.common.settings import explanations, setting_names
 from offbeat.common.step_metrics import ROUTING_METRICS, STEP_METRICS, Metric
+from offbeat.learner.diagnostics.health import CLEAR_STEPS
+from offbeat.learner.diagnostics.health import RULES as HEALTH_RULES
+from offbeat.learner.dispatch.watchdog import CAUSES, LATE_FACTOR, LATE_S, NUM_WAITS
 
 _WRITTEN = "<!-- Written by `python -m offbeat.lab.reference docs`; change the code's docstrings instead. -->"
 
@@ -85,9 +88,37 @@ def resuming_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def health_page() -> str:
+    """Return `health.md`: the health rules of steps, and the reasons for which a batch can be late."""
+    rules = [(f"`{rule.name}`", rule.condition, rule.hint) for rule in HEALTH_RULES]
+    causes = [
+        (f"`{name}`", f"{cause.condition[0].upper()}{cause.condition[1:]}.", cause.hint) for name, cause in CAUSES.items()
+    ]
+    parts = [
+        _WRITTEN,
+        "# Health",
+        "A run that is dead, broken or waiting says so: once in the log, as a `health` event in `metrics.jsonl`, as a line of "
+        "the terminal's display and of `offbeat status` while it lasts, and in the report. `health_cleared` ends it.",
+        "## Steps",
+        f"Looked at after each optimizer step. A rule is cleared after {CLEAR_STEPS} steps in a row without its condition.",
+        _table(("rule", "condition", "hint"), rules),
+        "## Late batches",
+        f"Looked at while the learner waits for a batch, and told after {LATE_S:g} s; what is usual, only after "
+        f"{LATE_FACTOR:g} times the mean of the last {NUM_WAITS} waits too. Of several reasons the first is told. Cleared by "
+        "the next batch. `train.no_actor_timeout_s` and `train.no_group_timeout_s` end the wait, and the run with the reason.",
+        _table(("reason", "condition", "hint"), causes),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
 def write_pages(folder: Path) -> list[Path]:
     """Write all pages into `folder` and return their paths."""
-    pages = {"metrics.md": metrics_page(), "settings.md": settings_page(), "resuming.md": resuming_page()}
+    pages = {
+        "metrics.md": metrics_page(),
+        "settings.md": settings_page(),
+        "resuming.md": resuming_page(),
+        "health.md": health_page(),
+    }
     for name, text in pages.items():
         (folder / name).write_text(text, encoding="utf-8")
     return [folder / name for name in pages]

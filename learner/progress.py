@@ -17,6 +17,7 @@ from rich.text import Text
 
 from offbeat.common.logs import console as shared_console
 from offbeat.common.rows import ActorRow, CommitRow, EvalRow, EventRow, FinalRow, Row, StepRow
+from offbeat.learner.diagnostics.health import update_troubles
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,8 @@ class Progress:
         self._evaluation: EvalRow | None = None
         self._final: FinalRow | None = None
         self._actors: dict[str, _ActorLine] = {}
+        self._troubles: dict[str, str] = {}
+        """Health rules that hold now, with their reasons."""
         self._last_plain_line = float("-inf")
         self._live: Live | None = None
 
@@ -101,7 +104,7 @@ class Progress:
     def render(self) -> Group:
         """Return the live display as of now."""
         with self._lock:
-            return Group(self._steps_bar(), self._figures(), self._actor_table())
+            return Group(self._steps_bar(), self._figures(), *self._trouble_lines(), self._actor_table())
 
     def _add_row(self, row: Row) -> str | None:
         """Update the state; return the plain line that is due, if any."""
@@ -115,6 +118,8 @@ class Progress:
                 self._actor(row.actor).add_stats(row)
             case CommitRow():
                 self._actor(row.actor).add_commit(row)
+            case EventRow(rule=str()):
+                update_troubles(self._troubles, row)
             case EventRow(actor=str(name)) if row.event in _ACTOR_EVENTS:
                 self._actor(name).status = _ACTOR_EVENTS[row.event]
             case FinalRow():
@@ -220,6 +225,9 @@ class Progress:
         figures.add_row(Text("buffer", style="dim"), Text(self._buffer_text()))
         figures.add_row(Text("learner", style="dim"), Text(self._learner_text()))
         return figures
+
+    def _trouble_lines(self) -> list[Text]:
+        return [Text(f"! {reason}", style="yellow", overflow="ellipsis", no_wrap=True) for reason in self._troubles.values()]
 
     def _actor_table(self) -> Table:
         table = Table.grid(padding=(0, 2))

@@ -34,6 +34,7 @@ from offbeat.learner.dispatch.listeners import Listeners
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.dispatch.parts import Prompts, make_parts
 from offbeat.learner.dispatch.versions import Versions
+from offbeat.learner.health_watch import HealthWatch
 from offbeat.learner.leases.auto_bound import AutoBound
 from offbeat.learner.leases.journal import LeaseJournal
 from offbeat.learner.leases.prompts import MUCH_LEFT_OUT, Prompt, load_prompts
@@ -141,6 +142,7 @@ def open_learner(
     `started` is when the learner's process began to load (monotonic).
     """
     folder = Path(config.run.dir)
+    record = HealthWatch(record).record
     trainer = RankedTrainer(Trainer(config))
     run = _resume(config, folder, trainer, inputs.prompts.train, record)
     canary = _make_canary(run.settings, inputs.prompts.train, record)

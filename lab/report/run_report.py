@@ -25,6 +25,7 @@ from offbeat.lab.drift import (
 )
 from offbeat.lab.history import LagDrift, RunHistory, fold_rows
 from offbeat.lab.report import run_plots, staleness_plots
+from offbeat.lab.report.health_section import health_section
 from offbeat.lab.report.page import Figures, KeyFigure, duration, head, page_html, section, table_html, tiles, write_page
 from offbeat.lab.report.sample_section import samples_section
 from offbeat.learner.diagnostics.length_bias import MAX_P, MIN_EFFECT, MIN_SHARE
@@ -51,6 +52,10 @@ _EVENT_TONES = {
     "actor_refused": "bad",
     "bad_message": "bad",
     "bias_alarm": "bad",
+    "health": "bad",
+    "health_cleared": "good",
+    "learner_doubted": "bad",
+    "actor_quarantined": "bad",
     "canary_mismatch": "bad",
     "group_rejected": "bad",
     "prompt_dropped": "bad",
@@ -116,6 +121,7 @@ def _page(name: str, history: RunHistory, config: _Config, broken_lines: Sequenc
         (
             _head(name, history, config, now),
             _key_figures(history),
+            health_section(history.events, history.first_time),
             _learning(figures, history, config),
             _staleness(figures, history, config),
             _drift(figures, drift.by_lag),

@@ -41,56 +41,55 @@ class Cause(NamedTuple):
 
 CAUSES: dict[str, Cause] = {
     "disk_full": Cause(
-        "the disk of the rollout log is full: no lease is granted and no group acknowledged",
-        "free space, or lower log.min_free_mb",
+        "The disk of the rollout log is full: no lease is granted and no group acknowledged.",
+        "Free space, or lower log.min_free_mb.",
     ),
     "no_actor": Cause(
-        "no actor is connected, not yet or no more",
-        "start one with `offbeat actor`; `offbeat status` lists those that were refused",
+        "No actor is connected, not yet or no more.",
+        "Start one with `offbeat actor`; `offbeat status` lists those that were refused.",
     ),
     "all_quarantined": Cause(
-        "every actor's log-probs of the canary differ from the learner's",
-        "look for the cause at the learner; weights.canary_tolerance is the largest difference allowed",
+        "Every actor's log-probs of the canary differ from the learner's.",
+        "Look for the cause at the learner; weights.canary_tolerance is the largest difference allowed.",
     ),
     "rewards_failing": Cause(
-        f"the last {FAILING_LEASES} or more leases failed",
-        "repair task.reward; train.max_failed_leases in a row end the run",
+        f"The last {FAILING_LEASES} or more leases failed.",
+        "Repair task.reward; train.max_failed_leases in a row end the run.",
     ),
     "groups_dropped": Cause(
-        "at least a batch of groups arrived during the wait and was dropped",
-        "`zero_variance`: the prompts are too easy or too hard; `stale`: raise staleness.max_staleness",
+        "At least a batch of groups was dropped during the wait.",
+        "`zero_variance`: the prompts are too easy or too hard. `stale`: raise staleness.max_staleness.",
     ),
     "evaluation_first": Cause(
-        "actors work on held-out prompts, which go first, and on no training prompt",
-        "wait, add actors, or lower evaluation.num_prompts",
+        "Actors work on held-out prompts, which go first, and on no training prompt.",
+        "Wait, add actors, or lower evaluation.num_prompts.",
         is_usual=True,
     ),
     "generating": Cause(
-        "actors work on the missing groups",
-        "wait, add actors, or lower rollout.max_new_tokens; an actor that is stuck loses its lease after "
-        "rollout.lease_timeout_s",
+        "Actors work on the missing groups.",
+        "Wait, add actors, or lower rollout.max_new_tokens; a stuck actor loses its lease after rollout.lease_timeout_s.",
         is_usual=True,
     ),
     "unclaimed": Cause(
-        "actors of the learner before a restart have not come back with their leases",
-        "wait: their prompts go to others after hub.dead_after_s",
+        "Actors have not come back with the leases that they held before the learner was restarted.",
+        "Wait: after hub.dead_after_s the prompts go to others.",
     ),
-    "unreachable": Cause("no message gets through to any actor", "check the network"),
+    "unreachable": Cause("No message gets through to any actor.", "Check the network."),
     "no_weights": Cause(
-        "every actor lacks weights: it has just joined, or is left out of updates after failures",
-        "`offbeat status` says why; check that actors reach the learner at weights.port and weights.pull_port",
+        "No actor has weights: all have just joined, or are left out of updates after failures.",
+        "`offbeat status` says why; check that actors reach the learner at weights.port and weights.pull_port.",
     ),
-    "no_credit": Cause("every actor offers to take no lease", "raise actor.max_inflight_groups"),
+    "no_credit": Cause("Every actor offers to take no lease.", "Raise actor.max_inflight_groups."),
     "unable": Cause(
-        "no actor can take a lease, for different reasons: quarantine, no connection, no weights, no credit",
-        "see the causes of each",
+        "No actor can take a lease, for different reasons: quarantine, no connection, no weights, no credit.",
+        "See the reasons of each.",
     ),
     "weights_behind": Cause(
-        "the staleness bound asks for newer weights than the actors with room have",
-        "wait for the update; `offbeat status` says who fails to take it",
+        "The staleness bound asks for newer weights than the actors with room have.",
+        "Wait for the update; `offbeat status` says who fails to take it.",
     ),
-    "held_back": Cause("the staleness bound admits no lease", "raise staleness.max_staleness", is_usual=True),
-    "granting": Cause("leases are about to be granted", "wait", is_usual=True),
+    "held_back": Cause("The staleness bound admits no lease.", "Raise staleness.max_staleness.", is_usual=True),
+    "granting": Cause("Leases are about to be granted.", "Wait.", is_usual=True),
 }
 """Every reason for which a batch can be late. Of several, the first is told."""
 
@@ -180,10 +179,6 @@ class Watchdog:
         if ledger.num_ready >= num_needed:
             return None
         return f"{ledger.num_ready} of {num_needed} groups ready; {self.cause().detail}"
-
-    def told(self) -> list[str]:
-        """Return a line for each cause of the current wait that was told."""
-        return [f"{name}: {CAUSES[name].condition}; {CAUSES[name].hint}" for name in self._told]
 
     # The reason
 

@@ -12,7 +12,7 @@ from offbeat.lab.reference import metrics_page, resuming_page, settings_page, wr
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("name", ["metrics.md", "settings.md", "resuming.md"])
+@pytest.mark.parametrize("name", ["metrics.md", "settings.md", "health.md", "resuming.md"])
 def test_page_is_fresh(tmp_path: Path, name: str) -> None:
     write_pages(tmp_path)
     assert (DOCS / name).read_text() == (tmp_path / name).read_text(), "run `python -m offbeat.lab.reference docs`"

@@ -268,3 +268,11 @@ def play(text: str, height: int) -> list[str]:
         else:
             rows[row] += token
     return [line.rstrip() for line in rows if line.strip()]
+
+
+def test_trouble_is_a_line_of_the_display_until_it_is_cleared():
+    progress = Progress(10, console=plain_console(), clock=FakeClock())
+    progress.add(EventRow(time=1.0, event="health", detail="Everything is cut. Raise rollout.max_new_tokens.", rule="all_cut"))
+    assert "! Everything is cut. Raise rollout.max_new_tokens." in rendered(progress)
+    progress.add(EventRow(time=2.0, event="health_cleared", detail="", rule="all_cut"))
+    assert "!" not in rendered(progress)

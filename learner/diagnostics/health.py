@@ -1,0 +1,311 @@
+"""Health rules: signs in the step rows that a run is dead, breaks, or waits, each with its reason and a hint."""
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from offbeat.common.rows import EventRow, StepRow
+
+HISTORY = 200
+"""Newest steps that the rules look at."""
+CLEAR_STEPS = 10
+"""Steps in a row without a rule's condition after which it is cleared."""
+
+SIGNAL_STEPS = 10
+ALIKE_STEPS, ALIKE_SHARE = 20, 0.9
+CUT_STEPS, CUT_SHARE = 10, 0.95
+ENTROPY_STEPS, LEAST_ENTROPY = 10, 0.02
+EXPLODED_STEPS = 3
+LARGEST_LOG_RATIO = 1.0
+GRADIENT_FACTOR, GRADIENT_STEPS = 100.0, 50
+REWARD_STEPS, REWARD_ERRORS = 20, 4.0
+IDLE_STEPS, IDLE_SHARE = 20, 0.9
+
+_FINITE = ("reward/mean", "loss/policy", "loss/grad_norm", "ratio/log_mean", "kl/behavior_policy_k3")
+"""Metrics whose value is a number in every sound step."""
+
+
+class Rule(NamedTuple):
+    """One sign of trouble."""
+
+    name: str
+    condition: str
+    hint: str
+    reason: Callable[[Sequence[StepRow]], str | None]
+    """Returns the trouble in words, None while there is none, from the newest steps, at most `HISTORY`, oldest first."""
+
+
+class Health:
+    """The rules that hold at the newest step of a run."""
+
+    def __init__(self) -> None:
+        self._steps: deque[StepRow] = deque(maxlen=HISTORY)
+        self._quiet: dict[str, int] = {}
+        """Steps since the condition last held, by the rules that were told."""
+
+    def take(self, step: StepRow) -> list[EventRow]:
+        """Take the next step; return a `health` event for each rule that begins to hold, `health_cleared` for one that ends."""
+        self._steps.append(step)
+        steps = list(self._steps)
+        events: list[EventRow] = []
+        for rule in RULES:
+            reason = rule.reason(steps)
+            if reason is not None:
+                if rule.name not in self._quiet:
+                    events.append(_event("health", rule, f"{reason}. {rule.hint}", step))
+                self._quiet[rule.name] = 0
+            elif rule.name in self._quiet:
+                self._quiet[rule.name] += 1
+                if self._quiet[rule.name] >= CLEAR_STEPS:
+                    del self._quiet[rule.name]
+                    events.append(_event("health_cleared", rule, f"not for {CLEAR_STEPS} steps", step))
+        return events
+
+
+def troubles(events: Iterable[EventRow]) -> dict[str, str]:
+    """Return what is not well after these events of a run, as reasons and hints by rule; a restart begins anew."""
+    found: dict[str, str] = {}
+    for event in events:
+        update_troubles(found, event)
+    return found
+
+
+def update_troubles(found: dict[str, str], event: EventRow) -> None:
+    """Bring `troubles` up to date with one more event."""
+    if event.event == "run_started":
+        found.clear()
+    elif event.rule is not None and event.event == "health":
+        found[event.rule] = event.detail
+    elif event.rule is not None and event.event == "health_cleared":
+        found.pop(event.rule, None)
+
+
+def _event(kind: str, rule: Rule, detail: str, step: StepRow) -> EventRow:
+    return EventRow(event=kind, rule=rule.name, detail=detail, policy_version=step.policy_version)
+
+
+# The reasons
+
+
+def no_signal(steps: Sequence[StepRow]) -> str | None:
+    """All rewards of each step, or of each of its groups, are equal."""
+    last = _last(steps, SIGNAL_STEPS)
+    if last and all(_num_completions(step) > 1 and step.number("reward/std") == 0 for step in last):
+        rewards = {step.number("reward/mean") for step in last}
+        value = f"the same reward, {rewards.pop():g}" if len(rewards) == 1 else "the same reward as the others of its step"
+        return f"No signal: every completion of the last {SIGNAL_STEPS} steps has {value}"
+    if last and all(_num_alike(step) == _num_groups(step) for step in last):
+        return f"No signal: in the last {SIGNAL_STEPS} steps the rewards within every group are equal"
+    return None
+
+
+def groups_alike(steps: Sequence[StepRow]) -> str | None:
+    """Most groups, though not all, have equal rewards."""
+    last = _last(steps, ALIKE_STEPS)
+    num_groups = sum(_num_groups(step) for step in last)
+    share = sum(_num_alike(step) or 0 for step in last) / num_groups if num_groups else 0.0
+    if ALIKE_SHARE <= share < 1:
+        return f"Little signal: in {share:.0%} of the groups of the last {ALIKE_STEPS} steps all rewards are equal"
+    return None
+
+
+def all_cut(steps: Sequence[StepRow]) -> str | None:
+    """Nearly no completion ends by itself."""
+    shares = _numbers(_last(steps, CUT_STEPS), "length/cut")
+    if len(shares) == CUT_STEPS and min(shares) >= CUT_SHARE:
+        return f"In the last {CUT_STEPS} steps {statistics.fmean(shares):.0%} of the completions were cut at max_new_tokens"
+    return None
+
+
+def entropy_collapsed(steps: Sequence[StepRow]) -> str | None:
+    """The policy is nearly deterministic."""
+    entropies = _numbers(_last(steps, ENTROPY_STEPS), "entropy/mean")
+    if len(entropies) == ENTROPY_STEPS and max(entropies) < LEAST_ENTROPY:
+        mean = statistics.fmean(entropies)
+        return f"The policy's entropy has collapsed to {mean:.2g} nats per token in the last {ENTROPY_STEPS} steps"
+    return None
+
+
+def not_finite(steps: Sequence[StepRow]) -> str | None:
+    """A number of the newest step is infinite or no number."""
+    names = [name for name in _FINITE if name in steps[-1].metrics and steps[-1].number(name) is None]
+    return f"Not a finite number at step {steps[-1].policy_version}: {', '.join(names)}" if names else None
+
+
+def ratios_exploded(steps: Sequence[StepRow]) -> str | None:
+    """The sequence ratios of many completions are far from 1."""
+    last = _last(steps, EXPLODED_STEPS)
+    widest = [max(map(abs, _numbers([step], "ratio/log_p05", "ratio/log_p95")), default=0.0) for step in last]
+    if last and min(widest) > LARGEST_LOG_RATIO:
+        return f"The importance ratios have exploded: the 5th or 95th percentile of log s is beyond {widest[-1]:.2g}"
+    return None
+
+
+def gradient_exploded(steps: Sequence[StepRow]) -> str | None:
+    """The gradient is far larger than it was."""
+    last = _numbers(_last(steps, EXPLODED_STEPS), "loss/grad_norm")
+    before = _numbers(steps[-EXPLODED_STEPS - GRADIENT_STEPS : -EXPLODED_STEPS], "loss/grad_norm")
+    if len(last) < EXPLODED_STEPS or len(before) < SIGNAL_STEPS:
+        return None
+    usual = statistics.median(before)
+    if usual > 0 and min(last) > GRADIENT_FACTOR * usual:
+        return f"The gradient has exploded: its norm is {last[-1]:.3g}, and was {usual:.3g} (median)"
+    return None
+
+
+def gradient_zero(steps: Sequence[StepRow]) -> str | None:
+    """The gradient vanishes although rewards differ."""
+    norms = _numbers(_last(steps, SIGNAL_STEPS), "loss/grad_norm")
+    if len(norms) == SIGNAL_STEPS and max(norms) == 0 and no_signal(steps) is None:
+        return f"The gradient norm is 0 in the last {SIGNAL_STEPS} steps, although rewards differ"
+    return None
+
+
+def reward_halved(steps: Sequence[StepRow]) -> str | None:
+    """The reward has lost half of its best, and more than noise explains."""
+    rewards = _numbers(steps, "reward/mean")
+    if len(rewards) < 2 * REWARD_STEPS:
+        return None
+    windows = [rewards[start : start + REWARD_STEPS] for start in range(len(rewards) - REWARD_STEPS + 1)]
+    means = [sum(window) / REWARD_STEPS for window in windows]
+    now, best = means[-1], max(means[:-REWARD_STEPS])
+    best_window = windows[means.index(best)]
+    error = ((statistics.variance(windows[-1]) + statistics.variance(best_window)) / REWARD_STEPS) ** 0.5
+    # Rewards may be negative: then the lowest mean takes the place of 0.
+    floor = min(0.0, *means)
+    if now - floor < (best - floor) / 2 and best - now > REWARD_ERRORS * error:
+        return f"The reward fell by half: {now:.3g} over the last {REWARD_STEPS} steps, {best:.3g} at its best"
+    return None
+
+
+def learner_idle(steps: Sequence[StepRow]) -> str | None:
+    """The learner waits for rollouts most of the time."""
+    share = _share_of_time(steps, "time/wait_rollouts_s")
+    if share >= IDLE_SHARE:
+        return f"The learner is idle for want of rollouts, {share:.0%} of the last {IDLE_STEPS} steps' time"
+    return None
+
+
+def actors_idle(steps: Sequence[StepRow]) -> str | None:
+    """The staleness bound keeps actors from work most of the time."""
+    share = _share_of_time(steps, "time/held_back_s")
+    if share >= IDLE_SHARE:
+        return (
+            f"Actors are idle for want of leases, {share:.0%} of the last {IDLE_STEPS} steps' time: the bound holds them back"
+        )
+    return None
+
+
+RULES = (
+    Rule(
+        "no_signal",
+        f"In each of {SIGNAL_STEPS} steps all rewards are equal, or those within each group: every advantage of a group "
+        "baseline is 0.",
+        "Read some completions (`offbeat samples`) and check the reward; use prompts of another difficulty, a larger "
+        "rollout.group_size or temperature. After a change of the learning rate: the policy may be ruined, resume an earlier "
+        "checkpoint.",
+        no_signal,
+    ),
+    Rule(
+        "groups_alike",
+        f"In at least {ALIKE_SHARE:.0%} of the groups of {ALIKE_STEPS} steps, though not in all, the rewards are equal.",
+        'Use prompts of another difficulty, or loss.zero_variance = "drop".',
+        groups_alike,
+    ),
+    Rule(
+        "all_cut",
+        f"In each of {CUT_STEPS} steps at least {CUT_SHARE:.0%} of the completions are cut at `rollout.max_new_tokens`.",
+        "Raise rollout.max_new_tokens, or check that the chat template and the model agree on the end of a turn.",
+        all_cut,
+    ),
+    Rule(
+        "entropy_collapsed",
+        f"In each of {ENTROPY_STEPS} steps the policy's mean entropy is below {LEAST_ENTROPY:g} nats per token.",
+        "Completions hardly differ any more. If the reward is not what you want yet: lower train.learning_rate, raise "
+        "loss.entropy_coef or loss.clip_high.",
+        entropy_collapsed,
+    ),
+    Rule(
+        "not_finite",
+        "Reward, loss, gradient norm, mean log ratio or KL of a step is infinite or not a number.",
+        "Resume an earlier checkpoint with a lower train.learning_rate, or in float32.",
+        not_finite,
+    ),
+    Rule(
+        "ratios_exploded",
+        f"In each of {EXPLODED_STEPS} steps the 5th or 95th percentile of log s is beyond {LARGEST_LOG_RATIO:g} nats.",
+        "The policy has left what sampled its data: lower train.learning_rate or staleness.max_staleness.",
+        ratios_exploded,
+    ),
+    Rule(
+        "gradient_exploded",
+        f"In each of {EXPLODED_STEPS} steps the gradient norm is above {GRADIENT_FACTOR:g} times the median of the up to "
+        f"{GRADIENT_STEPS} steps before them.",
+        "Lower train.learning_rate; look at the completions of these steps.",
+        gradient_exploded,
+    ),
+    Rule(
+        "gradient_zero",
+        f"In each of {SIGNAL_STEPS} steps the gradient norm is 0, although rewards differ.",
+        "Everything is clipped or masked: see clip/fraction and correction/masked, widen the band.",
+        gradient_zero,
+    ),
+    Rule(
+        "reward_halved",
+        f"The mean reward of {REWARD_STEPS} steps is below half of the best such mean of the last {HISTORY} steps (from the "
+        f"lowest mean, if that is negative), by more than {REWARD_ERRORS:g} standard errors.",
+        "Resume the checkpoint before the fall with a lower train.learning_rate or staleness.max_staleness.",
+        reward_halved,
+    ),
+    Rule(
+        "learner_idle",
+        f"The learner waits for rollouts in {IDLE_SHARE:.0%} of the time of {IDLE_STEPS} steps; not with max_staleness 0.",
+        "Add actors, or raise staleness.max_staleness if it holds them back.",
+        learner_idle,
+    ),
+    Rule(
+        "actors_idle",
+        f"The staleness bound alone keeps an actor with room from a lease in {IDLE_SHARE:.0%} of the time of {IDLE_STEPS} "
+        "steps; not with max_staleness 0.",
+        "The learner is the bottleneck: use fewer actors, or raise staleness.max_staleness.",
+        actors_idle,
+    ),
+)
+"""Every health rule, in the order in which they are told."""
+
+
+# Numbers of steps
+
+
+def _last(steps: Sequence[StepRow], number: int) -> Sequence[StepRow]:
+    """Return the newest `number` steps; none while there are fewer."""
+    return steps[-number:] if len(steps) >= number else ()
+
+
+def _numbers(steps: Iterable[StepRow], *names: str) -> list[float]:
+    return [value for step in steps for name in names if (value := step.number(name)) is not None]
+
+
+def _num_groups(step: StepRow) -> int:
+    return sum(step.groups_by_lag.values())
+
+
+def _num_completions(step: StepRow) -> float:
+    return sum(step.number(name) or 0 for name in step.metrics if name.startswith("by_lag/") and name.endswith("/count"))
+
+
+def _num_alike(step: StepRow) -> float | None:
+    """Return the number of groups with equal rewards; None where groups are of one completion, and always alike."""
+    if _num_completions(step) <= _num_groups(step):
+        return None
+    return step.number("reward/zero_variance_groups")
+
+
+def _share_of_time(steps: Sequence[StepRow], name: str) -> float:
+    """Return the share of the time of the last steps that `name` covers; 0 in a synchronous run, which waits by design."""
+    last = _last(steps, IDLE_STEPS)
+    total_s = sum(_numbers(last, "time/step_s"))
+    if not total_s or not all(step.number("staleness/bound") for step in last):
+        return 0.0
+    return sum(_numbers(last, name)) / total_s
