@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.learner.leases.groups import LARGEST_LOGPROB, Group, Limits, Rollout, flaw, unpack
+from offbeat.learner.leases.groups import LARGEST_LOGPROB, SMALLEST_LOGPROB, Group, Limits, Rollout, flaw, unpack
 from offbeat.protocols.messages import CompletionMeta, Segment
 
 LIMITS = Limits(group_size=2, max_new_tokens=4, vocabulary_size=50, newest_version=3)
@@ -53,7 +53,7 @@ def test_good_group_has_no_flaw() -> None:
 
 def test_what_is_just_allowed_has_no_flaw() -> None:
     largest = float(np.nextafter(np.float32(LARGEST_LOGPROB), np.float32(0)))
-    logprobs = [largest, 0.0, -1e30, -1.0, -1.0, -1.0]
+    logprobs = [largest, 0.0, SMALLEST_LOGPROB, -1.0, -1.0, -1.0]
     assert flaw_of(meta(4, versions=(0, 3)), meta(2), ids=[0, 49, 0, 49, 0, 49], logprobs=logprobs) is None
 
 
@@ -82,10 +82,10 @@ def test_group_that_cannot_be_trained_on_says_why(given: dict[str, Any], why: st
 
 
 @given(st.floats(width=32), st.integers(0, 3))
-def test_every_logprob_that_passes_is_finite_and_hardly_positive(value: float, at: int) -> None:
+def test_every_logprob_that_passes_is_that_of_a_token_that_could_be_sampled(value: float, at: int) -> None:
     values = [-1.0] * 4
     values[at] = value
-    may_pass = math.isfinite(value) and value <= np.float32(LARGEST_LOGPROB)
+    may_pass = SMALLEST_LOGPROB <= value <= np.float32(LARGEST_LOGPROB)
     assert (flaw_of(meta(), meta(), logprobs=values) is None) == may_pass
 
 
