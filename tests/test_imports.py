@@ -38,6 +38,7 @@ ALLOWED = {
     "lab/sweep": {"lab", "lab/report", "learner/*", "common", "protocols"},
     "deploy/launch": {"deploy/live", "lab", "lab/report", "common", "protocols"},
     "deploy/live": {"lab", "common", "protocols"},
+    "deploy/preflight": {"actor", "learner/*", "common", "protocols"},
     "deploy/quickstart": {"learner/*", "common"},
     "deploy/chaos": {"deploy/*", "lab", "learner/*", "common", "protocols"},
     "deploy/commands": {"deploy", "deploy/*", "lab", "lab/*", "actor", "learner", "learner/*", "common", "protocols"},

@@ -4,14 +4,17 @@ from offbeat.common.descriptors import raise_limit
 from offbeat.common.environment import fast_imports, prepare_environment
 from offbeat.common.logs import configure_logs
 from offbeat.common.shutdown import StopRequest
-from offbeat.deploy.commands.arguments import Arguments, read_config
+from offbeat.deploy.commands.arguments import Arguments, Preflight, load_config
+from offbeat.deploy.preflight.preflight import look
 from offbeat.deploy.quickstart.quickstart import expand
 
 
-def command(arguments: Arguments = None) -> None:
+def command(arguments: Arguments = None, preflight: Preflight = True) -> None:
     """Run one actor; it may be started and stopped at any time while the learner runs."""
-    config = expand(read_config(arguments))
+    config = expand(load_config(arguments))
     configure_logs(config.actor.name or "actor")
+    if preflight:
+        look(config, "actor")
     stop = StopRequest().install()
     raise_limit()
     # Imported last: the engine takes seconds, reads the prepared environment, and a mistake in the config is reported before.

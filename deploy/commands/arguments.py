@@ -22,23 +22,32 @@ Arguments = Annotated[
     typer.Argument(metavar="[CONFIG] [SECTION.KEY=VALUE]...", help="A TOML file, and settings that replace its own."),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
+Preflight = Annotated[bool, typer.Option(help="Look at files, ports and functions before anything heavy starts.")]
 Operator = Annotated[str, typer.Option(help="Name of the operator whose key to use, if the run has keys.")]
 
 
 def read_config(arguments: list[str] | None, default: Path | None = None) -> Config:
-    """Return the checked config that a command line names, or the one in `default`; log the warnings about it.
+    """Return the config that a command line names, as `load_config`, checked; log the warnings about it.
 
-    Raises `SettingError` when no file is named and there is no default, and for settings that are invalid or contradictory.
+    Raises `SettingError` for contradictory settings too.
+    """
+    config = load_config(arguments, default)
+    for warning in check(config):
+        logger.warning(warning)
+    return config
+
+
+def load_config(arguments: list[str] | None, default: Path | None = None) -> Config:
+    """Return the config that a command line names, or the one in `default`, unchecked.
+
+    Raises `SettingError` when no file is named and there is no default, and for settings that are invalid.
     """
     path, overrides = split_arguments(arguments)
     path = path or default
     if path is None:
         raise SettingError("CONFIG", "", "no config file is given", "Name a TOML file, for example: offbeat learner run.toml")
     config = load(path, overrides)
-    config = replace(config, run=replace(config.run, dir=config.run.dir.replace("{time}", start_time())))
-    for warning in check(config):
-        logger.warning(warning)
-    return config
+    return replace(config, run=replace(config.run, dir=config.run.dir.replace("{time}", start_time())))
 
 
 def read_config_of_run(arguments: list[str] | None) -> Config:

@@ -8,10 +8,9 @@ from msgspec.structs import replace
 
 from offbeat.common.environment import prepare_environment
 from offbeat.common.logs import configure_logs
-from offbeat.common.setting_checks import check_files
 from offbeat.common.shutdown import StopRequest
-from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, read_config, start_time
-from offbeat.deploy.commands.user_functions import check_functions
+from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, load_config, start_time
+from offbeat.deploy.preflight.preflight import look
 from offbeat.deploy.quickstart.quickstart import expand
 
 
@@ -27,11 +26,10 @@ def command(
     """Measure the noise between this config's engine and learner at lag 0, and recommend a clip band above it."""
     configure_logs("calibrate")
     prepare_environment()
-    config = expand(read_config(arguments, default=QUICKSTART))
+    config = expand(load_config(arguments, default=QUICKSTART))
     folder = out or Path(f"runs/calibrate-{start_time()}")
     config = replace(config, run=replace(config.run, dir=str(folder), resume=False))
-    check_files(config)
-    check_functions(config)
+    look(config, "train")
     # Imported last: torch takes seconds, and a mistake in the config is reported before.
     from offbeat.deploy.calibrate import calibrate, collect
     from offbeat.lab.calibration import print_calibration

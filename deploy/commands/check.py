@@ -5,11 +5,11 @@ from typing import Annotated
 import typer
 
 from offbeat.common.logs import configure_logs
-from offbeat.common.setting_checks import check_files
+from offbeat.common.setting_checks import check
 from offbeat.common.settings import explain, resolved_toml
-from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, read_config
-from offbeat.deploy.commands.user_functions import check_functions
-from offbeat.deploy.quickstart.quickstart import PLACEHOLDER
+from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, load_config
+from offbeat.deploy.preflight.preflight import look
+from offbeat.deploy.quickstart.quickstart import PLACEHOLDER, expand, quickstart_folder
 
 
 def command(
@@ -21,9 +21,11 @@ def command(
         typer.echo(explain())
         return
     configure_logs("check")
-    config = read_config(arguments, default=QUICKSTART)
+    config = load_config(arguments, default=QUICKSTART)
     # The quick start's files are made when it is first run.
-    if PLACEHOLDER not in config.model.path:
-        check_files(config)
-    check_functions(config)
+    if PLACEHOLDER in config.model.path and not quickstart_folder().exists():
+        check(config)
+    else:
+        for note in look(expand(config), "check"):
+            typer.echo(f"# {note}")
     typer.echo(resolved_toml(config))

@@ -187,7 +187,7 @@ class Launcher:
         self._learner.start(
             [
                 ProcessStart(
-                    ["learner", str(self._config_file), *settings],
+                    ["learner", str(self._config_file), "--no-preflight", *settings],
                     {**shared, "LOCAL_RANK": str(rank), "RANK": str(rank)},
                     self._log(f"learner-{rank}") if rank else None,
                 )
@@ -199,7 +199,7 @@ class Launcher:
         actor = self._actors[index]
         gpus = self._config.launch.actor_gpus
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus[index]))} if gpus else {}
-        arguments = ["actor", str(self._config_file), f'actor.name="{actor.name}"']
+        arguments = ["actor", str(self._config_file), "--no-preflight", f'actor.name="{actor.name}"']
         actor.start([ProcessStart(arguments, environment, self._log(actor.name))])
 
     def _log(self, name: str) -> Path:

@@ -27,6 +27,7 @@ SERVICES = '''
 import os, subprocess, sys, time
 from pathlib import Path
 
+sys.argv.remove("--no-preflight")
 folder = Path(sys.argv[1])
 name = sys.argv[2]
 if name == "actor":

@@ -1,0 +1,1 @@
+"""The look at everything that can be looked at before something heavy starts."""

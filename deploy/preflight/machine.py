@@ -1,0 +1,130 @@
+"""Checks of this machine: ports, the run's folder and its disk, GPUs, environment variables, Weights & Biases."""
+
+import errno
+import importlib.util
+import netrc
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from offbeat.common.config import Config
+from offbeat.common.run_folder import check_run_folder
+from offbeat.common.settings import SettingError
+from offbeat.deploy.preflight.findings import Finding, mistake
+from offbeat.protocols.addresses import host_of
+
+_LARGEST_PORT = 65535
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+def check_ports(config: Config) -> Iterator[Finding]:
+    """Find ports of the learner that are taken, and an address that is not this machine's."""
+    bind = config.hub.bind or config.hub.address
+    host, port = host_of(bind), bind.rpartition(":")[2]
+    if not port.isdecimal() or int(port) > _LARGEST_PORT:
+        # Refused as a contradiction already.
+        return
+    setting = "hub.bind" if config.hub.bind else "hub.address"
+    problem = _bind_problem(host, int(port))
+    if problem:
+        yield mistake(setting, bind, problem, "End the process that has it, or choose an address and port of this machine.")
+    for name, number in (("weights.port", config.weights.port), ("weights.pull_port", config.weights.pull_port)):
+        problem = _bind_problem(host, number) if number else None
+        if problem:
+            yield mistake(name, number, problem, "End the process that has it, or choose another port; 0 is any free one.")
+
+
+def _bind_problem(host: str, port: int) -> str | None:
+    """Return why this process cannot listen at the port; None when it can."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As ZeroMQ does: a port that a learner has just left is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except socket.gaierror as error:
+        return f"the host {host!r} is not known ({error.strerror})"
+    except PermissionError:
+        return f"port {port} is only for the administrator"
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return f"port {port} is in use"
+        return f"{host} is no address of this machine" if error.errno == errno.EADDRNOTAVAIL else str(error.strerror)
+    return None
+
+
+def check_folder(config: Config) -> Iterator[Finding]:
+    """Find a run folder that holds a run, that cannot be made or written, or whose disk has no room for the log."""
+    folder = Path(config.run.dir)
+    try:
+        check_run_folder(config.run)
+    except SettingError as error:
+        yield Finding("mistake", str(error))
+        return
+    there = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
+    if not there.is_dir():
+        yield mistake("run.dir", config.run.dir, f"{there} is a file", "Name a folder.")
+        return
+    try:
+        # Rights alone do not say it: the file system may be read-only, or full.
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        problem = f"{there} cannot be written ({error.strerror})"
+        yield mistake("run.dir", config.run.dir, problem, "Name a folder that you may write to.")
+        return
+    free_mb = shutil.disk_usage(there).free >> 20
+    if config.log.enabled and free_mb < config.log.min_free_mb:
+        problem = f"the disk of run.dir has {free_mb} MB free, so no lease would ever be granted"
+        yield mistake("log.min_free_mb", config.log.min_free_mb, problem, "Free space, lower it, or name another run.dir.")
+
+
+def check_gpus(config: Config) -> Iterator[Finding]:
+    """Find GPU indices that this machine does not have."""
+    present = sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
+    launch = config.launch
+    for setting, gpus in (("learner_gpus", launch.learner_gpus), *(("actor_gpus", gpus) for gpus in launch.actor_gpus)):
+        absent = [gpu for gpu in gpus if gpu >= present]
+        if absent:
+            problem = f"this machine has {present} GPUs, counted from 0, and no GPU {absent[0]}"
+            yield mistake(f"launch.{setting}", gpus, problem, "Name those that it has, or leave the setting empty.")
+
+
+def check_variables(config: Config) -> Iterator[Finding]:
+    """Find values of a distributed launcher's variables that no launcher sets."""
+    values: dict[str, int] = {}
+    for name in _RANK_VARIABLES:
+        text = os.environ.get(name)
+        if text is not None and not text.isdecimal():
+            yield mistake(f"environment variable {name}", text, "it is not a whole number", f"Run `unset {name}`.")
+        elif text is not None:
+            values[name] = int(text)
+    rank, world_size = values.get("RANK", 0), values.get("WORLD_SIZE", 1)
+    if rank >= world_size:
+        problem = f"ranks are counted from 0, and WORLD_SIZE is {world_size}"
+        yield mistake("environment variable RANK", str(rank), problem, "Run `unset RANK WORLD_SIZE`, or use torchrun.")
+
+
+def check_wandb(config: Config) -> Iterator[Finding]:
+    """Find Weights & Biases asked for but not installed, or without a login."""
+    project = config.metrics.wandb_project
+    if not project:
+        return
+    if importlib.util.find_spec("wandb") is None:
+        cure = 'Install it: pip install "offbeat[wandb]"; or leave the setting empty.'
+        yield mistake("metrics.wandb_project", project, "wandb is not installed", cure)
+    elif os.environ.get("WANDB_MODE", "online") == "online" and not _has_wandb_login():
+        yield Finding("warning", f'metrics.wandb_project = "{project}": no login is known here; run `wandb login` first.')
+
+
+def _has_wandb_login() -> bool:
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    with suppress(OSError, netrc.NetrcParseError):
+        hosts = netrc.netrc(os.environ.get("NETRC")).hosts
+        return any("wandb" in host for host in hosts)
+    return False

@@ -1,0 +1,93 @@
+"""The preflight: all checks of a command, their warnings logged, their mistakes told at once.
+
+| | `check` | `train` | `learner` | `actor` |
+|---|---|---|---|---|
+| settings against each other, environment variables | x | x | x | x |
+| data, tokenizer, model, reference, adapter, run folder, ports, Weights & Biases | x | x | x | |
+| tokenizer and model, engine options, the reward called once | x | x | | x |
+| GPUs of this machine | | x | | |
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from offbeat.common.config import Config
+from offbeat.common.setting_checks import check
+from offbeat.common.settings import SettingError, SeveralSettingsError
+from offbeat.deploy.preflight.apart import Apart
+from offbeat.deploy.preflight.engine_options import check_engine_options
+from offbeat.deploy.preflight.findings import Finding
+from offbeat.deploy.preflight.inputs import check_inputs, check_rows
+from offbeat.deploy.preflight.machine import check_folder, check_gpus, check_ports, check_variables, check_wandb
+from offbeat.deploy.preflight.model_folders import check_model, check_reference
+from offbeat.deploy.preflight.user_functions import check_length_penalty, check_reward
+
+logger = logging.getLogger(__name__)
+
+Command = Literal["check", "train", "learner", "actor"]
+Check = Callable[[Config], Iterable[Finding]]
+
+LOOK_S = 120.0
+"""Longest time for the checks that run apart. The quick start takes 3 s; much data takes longer."""
+REWARD_S = 10.0
+"""Longest time for one call of the reward, with the import of its module."""
+
+_LEARNER: tuple[Check, ...] = (check_model, check_reference, check_folder, check_ports, check_wandb, check_variables)
+_ACTOR: tuple[Check, ...] = (check_engine_options,)
+_CHECKS: dict[Command, tuple[Check, ...]] = {
+    "check": (*_LEARNER, *_ACTOR),
+    "train": (*_LEARNER, *_ACTOR, check_gpus),
+    "learner": _LEARNER,
+    "actor": (check_model, *_ACTOR),
+}
+
+
+def look(config: Config, command: Command) -> list[str]:
+    """Check what `command` needs, log the warnings, and return the notes to show.
+
+    Raises `SettingError` with the mistakes of all checks. What only a hub has is left to the services.
+    """
+    started = time.monotonic()
+    # The slow ones first: they run beside the others.
+    inputs = _start_inputs(config, command)
+    functions = _start_functions(config, command)
+    findings = _contradictions(config)
+    for one in _CHECKS[command]:
+        findings += one(config)
+    if inputs is not None:
+        findings += inputs.findings(started + LOOK_S)
+    if functions is not None:
+        findings += functions.findings(started + REWARD_S)
+    for finding in findings:
+        if finding.kind == "warning":
+            logger.warning("%s", finding.text)
+    # Two checks may find the same.
+    mistakes = list(dict.fromkeys(finding.text for finding in findings if finding.kind == "mistake"))
+    if mistakes:
+        raise SeveralSettingsError(mistakes)
+    return [finding.text for finding in findings if finding.kind == "note"]
+
+
+def _contradictions(config: Config) -> list[Finding]:
+    try:
+        return [Finding("warning", text) for text in check(config)]
+    except SettingError as error:
+        return [Finding("mistake", text) for text in error.texts]
+
+
+def _start_inputs(config: Config, command: Command) -> Apart | None:
+    """Start the check of data and tokenizer; a learner alone reads both itself, before it loads the model."""
+    if command not in ("check", "train") or not config.task.train_data:
+        return None
+    is_local = Path(config.model.path).is_dir()
+    return Apart("task.train_data", partial(check_inputs if is_local else check_rows, config))
+
+
+def _start_functions(config: Config, command: Command) -> Apart | None:
+    if command == "learner":
+        return Apart("reward.length_penalty", partial(check_length_penalty, config)) if config.reward.length_penalty else None
+    return Apart("task.reward", partial(check_reward, config, calls=command != "actor"))

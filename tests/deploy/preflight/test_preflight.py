@@ -1,0 +1,259 @@
+"""Every wrong input is refused before anything heavy starts: setting, value, cure, all at once, never a traceback."""
+
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from offbeat.common.settings import SettingError, load
+from offbeat.deploy.preflight.preflight import Command, look
+
+REWARDS = """
+import os, sys, time
+
+def good(prompt, completion, row): return len(completion)
+async def good_async(prompt, completion, row): return len(completion)
+def wrong_field(prompt, completion, row): return row["solution"]
+def wrong_kind(prompt, completion, row): return "7"
+def not_finite(prompt, completion, row): return float("nan")
+def leaves(prompt, completion, row): sys.exit(0)
+def dies(prompt, completion, row): os._exit(0)
+def hangs(prompt, completion, row): time.sleep(60)
+def judge_is_down(prompt, completion, row): raise ConnectionRefusedError("no judge")
+"""
+
+
+@pytest.fixture
+def overrides(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the settings of a run that passes, whose files may be damaged: everything is in the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    # For each test another module, because Python keeps what it has imported.
+    Path("my_rewards.py").write_text(REWARDS)
+    shutil.copytree(tiny_model, "model")
+    Path("train.jsonl").write_text('{"prompt": "1+2>", "answer": "3"}\n{"prompt": "1+22>", "answer": "23"}\n')
+    return [
+        *("model.path=model", "model.dtype=float32", "model.max_length=64", "task.train_data=train.jsonl"),
+        *("task.max_prompt_tokens=8", "rollout.max_new_tokens=8", "hub.address=tcp://127.0.0.1:0", "run.dir=run"),
+    ]
+
+
+def refused(overrides: list[str], command: Command = "train") -> tuple[str, ...]:
+    with pytest.raises(SettingError) as raised:
+        look(load(None, overrides), command)
+    return raised.value.texts
+
+
+def warned(overrides: list[str], caplog: pytest.LogCaptureFixture, command: Command = "train") -> list[str]:
+    look(load(None, overrides), command)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_run_without_mistakes_passes_and_its_first_prompt_is_shown(
+    overrides: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (note,) = look(load(None, overrides), "check")
+    assert note == "task.train_data: 2 prompts of 4 to 5 tokens; the first as tokens: '1+2>'"
+    assert caplog.records == []
+
+
+def cut_weights() -> None:
+    file = Path("model/model.safetensors")
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def damage_header() -> None:
+    file = Path("model/model.safetensors")
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def change_config(**fields: object) -> None:
+    file = Path("model/config.json")
+    file.write_bytes(msgspec.json.encode({**msgspec.json.decode(file.read_bytes()), **fields}))
+
+
+def shard_that_is_missing() -> None:
+    Path("model/model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+
+
+def remove_tokenizer() -> None:
+    for file in Path("model").glob("*token*"):
+        file.unlink()
+
+
+def write(text: str | bytes) -> Callable[[], object]:
+    return lambda: Path("train.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+FILES: dict[str, tuple[Callable[[], object], str, str]] = {
+    "weights cut": (cut_weights, 'model.path = "model"', "its header says"),
+    "header cut": (damage_header, 'model.path = "model"', "ends within its header"),
+    "no weights": (lambda: Path("model/model.safetensors").unlink(), 'model.path = "model"', "no weights"),
+    "shard missing": (shard_that_is_missing, 'model.path = "model"', "the first is model-1.safetensors"),
+    "no config": (lambda: Path("model/config.json").unlink(), 'model.path = "model"', "no config.json"),
+    "config no JSON": (lambda: Path("model/config.json").write_text("{"), 'model.path = "model"', "no JSON object"),
+    "config a list": (lambda: Path("model/config.json").write_text("[]"), 'model.path = "model"', "no JSON object"),
+    "no type": (lambda: Path("model/config.json").write_text("{}"), 'model.path = "model"', "no model_type"),
+    "unknown type": (lambda: change_config(model_type="qwen99"), 'model.path = "model"', "qwen99"),
+    "no language model": (lambda: change_config(model_type="vit"), 'model.path = "model"', "not a language model"),
+    "no tokenizer": (remove_tokenizer, 'model.path = "model"', "no tokenizer"),
+    "bad tokenizer": (lambda: Path("model/tokenizer.json").write_text("{"), 'model.path = "model"', "cannot be loaded"),
+    "tokenizer too large": (lambda: change_config(vocab_size=20), 'model.path = "model"', "and the model's vocabulary 20"),
+    "few positions": (
+        lambda: change_config(max_position_embeddings=32),
+        "model.max_length = 64",
+        "the model has 32 positions. Set model.max_length=32",
+    ),
+    "no data": (lambda: Path("train.jsonl").unlink(), 'task.train_data = "train.jsonl"', "cannot be read"),
+    "empty data": (write(""), 'task.train_data = "train.jsonl"', "no rows"),
+    "not UTF-8": (write('{"prompt": "é"}'.encode("latin-1")), 'task.train_data = "train.jsonl"', "Save the file as UTF-8"),
+    "UTF-16": (write('{"prompt": "1"}'.encode("utf-16")), 'task.train_data = "train.jsonl"', "UTF-16"),
+    "no JSON": (write("prompt,answer"), 'task.train_data = "train.jsonl"', "train.jsonl:1 is not a JSON object"),
+    "no field": (write('{"question": "1"}'), 'task.prompt_field = "prompt"', "Its fields are: question"),
+    "no text": (write('{"prompt": 7}'), 'task.prompt_field = "prompt"', "it is a int"),
+    "conversation": (write('{"prompt": [{"role": "user", "content": "1"}]}'), "task.chat_template = false", "conversation"),
+    "too long": (write('{"prompt": "123456789"}'), "task.max_prompt_tokens = 8", "train.jsonl:1 has 9 tokens"),
+    "run.dir a file": (lambda: Path("run").write_text(""), 'run.dir = "run"', "is a file. Name a folder"),
+    "no answer": (write('{"prompt": "1"}'), 'task.reward = "exact_match"', "raised KeyError: 'answer'"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_file_that_cannot_be_used_is_refused(case: str, overrides: list[str]) -> None:
+    damage, setting, problem = FILES[case]
+    damage()
+    texts = refused(overrides)
+    assert any(text.startswith(setting) and problem in text for text in texts), texts
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("model.path=/nowhere/model", "there is no such folder"),
+        ("model.path=train.jsonl/model", "there is no such folder"),
+        ("model.path=./train.jsonl", "this is a file"),
+        ("task.eval_data=absent.parquet", "cannot be read"),
+        ("task.prompt_field=question", "Its fields are: prompt, answer"),
+        ("task.weight_field=weight", "no such field"),
+        ("task.chat_template=true", "no chat template"),
+        ("task.reward=my_rewards:absent", "has no 'absent'"),
+        ("task.reward=absent:reward", "no module 'absent'"),
+        ("task.reward=my_rewards:wrong_field", "KeyError: 'solution'"),
+        ("task.reward=my_rewards:wrong_kind", "returned '7'. Return a finite number"),
+        ("task.reward=my_rewards:not_finite", "returned 'nan'"),
+        ("task.reward=my_rewards:leaves", "SystemExit"),
+        ("reward.length_penalty=absent:penalty", "no module 'absent'"),
+        ("run.dir=train.jsonl/run", "train.jsonl is a file"),
+        ("run.dir=/proc/run", "cannot be written"),
+        ("log.min_free_mb=100000000", "no lease would ever be granted"),
+        ("hub.bind=tcp://192.0.2.1:5700", "bind"),
+        ("hub.address=tcp://no.such.host.invalid:5700", "hub.address"),
+        ("train.deepspeed.optimiser={}", "no such option"),
+        ("actor.engine_options.max_num_sequences=4", "no such option"),
+        ('actor.engine_options.max_num_seqs="four"', "the engine wants None or int"),
+        ("launch.learner_gpus=[99]", "no GPU 99"),
+        ("launch.actor_gpus=[[99]]", "no GPU 99"),
+        ("metrics.wandb_project=mine", "wandb is not installed"),
+    ],
+)
+def test_setting_that_this_machine_cannot_meet_is_refused(
+    setting: str, problem: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    texts = refused([*overrides, setting])
+    named = setting.partition("=")[0]
+    assert any(named in text and problem in text for text in texts), texts
+
+
+@pytest.mark.parametrize("setting", ["hub.address", "weights.port", "weights.pull_port"])
+def test_port_in_use_is_refused_by_its_own_setting(setting: str, overrides: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        value = f"tcp://127.0.0.1:{port}" if setting == "hub.address" else port
+        (text,) = refused([*overrides, f"{setting}={value}"])
+    assert text.startswith(setting)
+    assert f"port {port} is in use" in text
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [("v_proj2", "'v_proj2' fits no linear layer"), ("lm_head", "'lm_head' fits no linear layer"), ("q_proj", "")],
+)
+def test_adapters_layers_are_looked_up_in_the_model(target: str, said: str, overrides: list[str]) -> None:
+    overrides = [*overrides, "lora.rank=4", f'lora.target_modules=["{target}"]']
+    if not said:
+        look(load(None, overrides), "train")
+        return
+    (text,) = refused(overrides)
+    assert said in text
+    assert "There are: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in text
+
+
+def test_missing_reference_is_refused(overrides: list[str]) -> None:
+    (text,) = refused([*overrides, "kl.reference=/nowhere", "kl.loss_coef=0.1"])
+    assert text.startswith("kl.reference")
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "first"}, 'environment variable RANK = "first"'),
+        ({"WORLD_SIZE": "-1"}, 'environment variable WORLD_SIZE = "-1"'),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2"),
+    ],
+)
+def test_launchers_variables_that_no_launcher_sets_are_refused(
+    variables: dict[str, str], said: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (text,) = refused(overrides)
+    assert said in text
+
+
+def test_all_mistakes_are_told_at_once(overrides: list[str]) -> None:
+    cut_weights()
+    wrong = ["rollout.top_p=0.9", "task.reward=absent:f", "actor.engine_options.foo=1", "task.prompt_field=q", "run.dir="]
+    settings = [text.split(" = ")[0] for text in refused([*overrides, *wrong])]
+    assert settings == [
+        *("rollout.top_p", "run.dir", "model.path", "actor.engine_options.foo", "task.prompt_field", "task.reward")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("damage", "setting", "said"),
+    [
+        (write('{"prompt": "1"}\n' * 9 + '{"prompt": "123456789"}\n'), "task.long_prompts=drop", "1 of 10 prompts (10%)"),
+        (write('{"prompt": "ÄÖÜ", "answer": ""}\n'), "task.max_prompt_tokens=8", "does not know 100%"),
+        (write('{"prompt": "1"}'), "task.reward=my_rewards:judge_is_down", "ConnectionRefusedError: no judge"),
+        (write('{"prompt": "1"}'), "task.reward=my_rewards:dies", "the check's process ended"),
+        (write('{"prompt": "1"}'), "task.reward=my_rewards:hangs", "took too long"),
+    ],
+)
+def test_what_may_be_meant_is_only_warned_about(
+    damage: Callable[[], object],
+    setting: str,
+    said: str,
+    overrides: list[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    damage()
+    if "hangs" in setting:
+        monkeypatch.setattr("offbeat.deploy.preflight.preflight.REWARD_S", 0.3)
+    overrides = [*overrides, "task.reward=my_rewards:good", setting]
+    assert any(said in text for text in warned(overrides, caplog))
+
+
+@pytest.mark.parametrize("reward", ["good", "good_async"])
+def test_plain_and_async_rewards_pass(reward: str, overrides: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    assert warned([*overrides, f"task.reward=my_rewards:{reward}"], caplog) == []
+
+
+def test_actor_needs_no_data_and_no_port(overrides: list[str]) -> None:
+    Path("train.jsonl").unlink()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"hub.address=tcp://127.0.0.1:{server.getsockname()[1]}"
+        assert look(load(None, [*overrides, address]), "actor") == []
