@@ -19,6 +19,7 @@ from offbeat.common.config import Config
 from offbeat.common.metrics import ROWS_FILE, read_rows
 from offbeat.common.rows import CanaryRow, EvalRow, EventRow, FinalRow, LedgerSums, Row, StepRow, canary_tolerance
 from offbeat.common.settings import replace_settings
+from offbeat.lab.prompt_audit import PromptAudit
 from offbeat.lab.terminal import stdout_console
 from offbeat.learner.dispatch.live_settings import CANARY_TOLERANCE
 from offbeat.learner.leases import data_rows
@@ -268,6 +269,7 @@ def audit_log(folder: Path, config: Config, final: FinalRow | None, lost: Lost) 
     """Return the checks of the rollout log, read from disk; `final` is the run's last metrics row."""
     is_whole = is_log_whole(folder)
     log = LogAudit(is_whole=is_whole, lost=lost)
+    prompts = PromptAudit()
     num_records, group_flaws, damage = 0, [], []
     gaps: list[tuple[Gap, int]] = []
     try:
@@ -278,6 +280,7 @@ def audit_log(folder: Path, config: Config, final: FinalRow | None, lost: Lost) 
                 continue
             num_records += 1
             log.take(found.event)
+            prompts.take(found.event)
             if isinstance(found.event, Accepted):
                 group_flaws += _group_flaws(found.event, found.arrays)
     except LogDamagedError as error:
@@ -297,6 +300,11 @@ def audit_log(folder: Path, config: Config, final: FinalRow | None, lost: Lost) 
         Check("every lease ends once", log.lease_flaws, f"{len(log.leases)} leases"),
         Check("no group is trained twice, each was accepted", log.training_flaws, num_batches),
         Check("accepted groups are whole", group_flaws, f"{num_accepted} groups"),
+        Check(
+            "each trained group's prompt is the one that was leased",
+            prompts.flaws,
+            f"{prompts.num_compared} of {prompts.num_trained} trained groups compared",
+        ),
         check_conservation(log, final.ledger if final else None, is_whole=is_whole, lost=lost),
         check_prompts(log, config.run.seed, _num_prompts(config) if is_whole else None, lost),
     ]

@@ -60,6 +60,7 @@ class GroupBuffer:
 
     def accept(self, actor: str, done: GroupDone, arrays: Sequence[Frame]) -> None:
         """Take the group of a training lease into the log and the buffer, or raise `LogFullError` and change nothing."""
+        prompt = self._prompts[self._journal.ledger.find(done.lease_id).prompt_id]
         accepted = Accepted(
             at=self._journal.now(),
             lease_id=done.lease_id,
@@ -67,8 +68,8 @@ class GroupBuffer:
             completions=done.completions,
             generate_s=done.generate_s,
             policy_version=self._versions.current,
+            prompt_hash=prompt.content_hash,
         )
-        prompt = self._prompts[self._journal.ledger.find(done.lease_id).prompt_id]
         group = make_group(accepted, arrays, prompt)
         self._journal.commit(accepted, arrays, group)
         self._failures.forget(group.prompt_id)
@@ -136,6 +137,7 @@ class GroupBuffer:
             num_steps=num_steps,
             selected_at=self._training.at,
             selected_after=self._training.num_events,
+            prompt_hashes=tuple(self._prompts[group.prompt_id].content_hash for group in groups),
         )
         self._journal.commit_late(trained)
         self._training = self._training._replace(lease_ids=frozenset())

@@ -74,6 +74,7 @@ class LeaseDesk:
     def lease_training(self, member: Member, policy_version: int, min_version: int, now: float) -> None:
         """Lease the next prompt of the stream to a member, or raise `LogFullError` and change nothing."""
         turn = self._journal.stream.peek()
+        prompt = self._prompts[turn.prompt_id]
         assert member.policy_version is not None, "a member without weights takes no leases"
         granted = Granted(
             at=self._journal.now(),
@@ -83,9 +84,9 @@ class LeaseDesk:
             actor=member.name,
             policy_version=policy_version,
             oldest_version=max(min_version, member.policy_version),
+            prompt_hash=prompt.content_hash,
         )
         self._journal.commit(granted)
-        prompt = self._prompts[turn.prompt_id]
         self._send(member, Offer(granted.lease_id, prompt, self._group_size, self._sampling, min_version), now)
 
     def lease_evaluation(self, member: Member, round_: Round, now: float) -> None:

@@ -32,6 +32,8 @@ class Granted(Event, frozen=True):
     """The learner's version at that moment."""
     oldest_version: int
     """The oldest version that a token of the group can have: what the actor had, or must wait for."""
+    prompt_hash: int | None = None
+    """`Prompt.content_hash` of the prompt that was sent; None in logs of older programs."""
 
 
 class Accepted(Event, frozen=True):
@@ -43,6 +45,8 @@ class Accepted(Event, frozen=True):
     generate_s: float
     policy_version: int
     """The learner's version at that moment."""
+    prompt_hash: int | None = None
+    """`Prompt.content_hash` of the prompt that the group was taken for; None in logs of older programs."""
 
 
 class Dropped(Event, frozen=True):
@@ -72,6 +76,8 @@ class Trained(Event, frozen=True):
     """Time at which the batch was selected, in seconds since the epoch."""
     selected_after: int
     """Records of this learner process before the selection: groups accepted after them could not be selected."""
+    prompt_hashes: tuple[int, ...] = ()
+    """`Prompt.content_hash` of the prompt of each lease, as it was trained on; empty in logs of older programs."""
 
 
 class Tuned(Event, frozen=True):

@@ -144,6 +144,7 @@ def _refill(
     for saved in sorted(ready, key=lambda saved: saved.position or Position(0, 0)):
         record = read(saved.position) if saved.position is not None else None
         if record is not None and isinstance(record.event, Accepted) and record.event.lease_id == saved.lease_id:
+            _require_prompt(record.event, prompts[saved.prompt_id])
             ledger.restore(make_group(record.event, record.arrays, prompts[saved.prompt_id]), saved.position)
         else:
             num_lost += 1
@@ -155,8 +156,12 @@ def _apply(record: Record, ledger: Ledger, stream: PromptStream, prompts: Sequen
     event = record.event
     try:
         group: Group | None = None
-        if isinstance(event, Accepted):
-            group = make_group(event, record.arrays, prompts[ledger.find(event.lease_id).prompt_id])
+        if isinstance(event, Granted):
+            _require_prompt(event, prompts[event.prompt_id])
+        elif isinstance(event, Accepted):
+            prompt = prompts[ledger.find(event.lease_id).prompt_id]
+            _require_prompt(event, prompt)
+            group = make_group(event, record.arrays, prompt)
         apply_event(event, ledger, stream, group, record.position if group is not None else None)
     except (KeyError, AssertionError, ValueError) as error:
         raise RecoveryError(
@@ -164,3 +169,12 @@ def _apply(record: Record, ledger: Ledger, stream: PromptStream, prompts: Sequen
             "task.train_data or run.seed was changed, change it back; to go on without the log's later groups, move the folder "
             "`log` out of run.dir"
         ) from error
+
+
+def _require_prompt(event: Granted | Accepted, prompt: Prompt) -> None:
+    """Raise `RecoveryError` when the data has another prompt now than the one that the lease was granted for."""
+    if event.prompt_hash not in (None, prompt.content_hash):
+        raise RecoveryError(
+            f"lease {event.lease_id} was granted for another prompt than prompt {prompt.prompt_id} of task.train_data is now: "
+            "its text, tokens, row or weight was changed. Change the data back, or begin a new run in another run.dir"
+        )

@@ -23,9 +23,11 @@ from offbeat.protocols.messages import (
 from offbeat.protocols.wire import token_ids
 from tests.learner.dispatch.dispatch_desk import (
     LEASE_TIMEOUT_S,
+    NUM_PROMPTS,
     Actor,
     Desk,
     WillingLog,
+    make_prompts,
 )
 
 
@@ -45,10 +47,22 @@ def test_everything_that_happens_to_a_lease_is_in_the_log_in_order(log: WillingL
     desk.train()
     actor.say(LeaseFailed(lease_id=second.lease_id, reason="returned"))
     prompt_ids = [lease.prompt_id for lease in (first, second)]
+    prompts = make_prompts(NUM_PROMPTS, "train")
+    hashes = [prompts[prompt_id].content_hash for prompt_id in prompt_ids]
+    assert hashes[0] != hashes[1]
     assert log.events() == [
         Started(at=7.0, run_id="run", learner_incarnation=77, policy_version=0),
         *(
-            Granted(at=7.0, lease_id=index, prompt_id=prompt_id, epoch=0, actor="a", policy_version=0, oldest_version=0)
+            Granted(
+                at=7.0,
+                lease_id=index,
+                prompt_id=prompt_id,
+                epoch=0,
+                actor="a",
+                policy_version=0,
+                oldest_version=0,
+                prompt_hash=hashes[index],
+            )
             for index, prompt_id in enumerate(prompt_ids)
         ),
         Accepted(
@@ -58,8 +72,17 @@ def test_everything_that_happens_to_a_lease_is_in_the_log_in_order(log: WillingL
             completions=tuple(CompletionMeta(2, "stop", reward, (Segment(0, 0),)) for reward in (0.0, 1.0)),
             generate_s=0.1,
             policy_version=0,
+            prompt_hash=hashes[0],
         ),
-        Trained(at=7.0, lease_ids=(first.lease_id,), policy_version=0, num_steps=1, selected_at=7.0, selected_after=4),
+        Trained(
+            at=7.0,
+            lease_ids=(first.lease_id,),
+            policy_version=0,
+            num_steps=1,
+            selected_at=7.0,
+            selected_after=4,
+            prompt_hashes=(hashes[0],),
+        ),
         Expired(at=7.0, lease_id=second.lease_id, reason="handed back by the actor"),
     ]
 

@@ -1,6 +1,6 @@
 """Hand-made logs and checkpoints, recovered to states known in advance."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,18 @@ from offbeat.learner.leases.ledger import UNSEEN_LEASES, needed_position
 from offbeat.learner.leases.log_reading import read_history, read_log, read_record
 from offbeat.learner.leases.log_records import Position, Record
 from offbeat.learner.leases.prompt_stream import PromptStream, Turn
+from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.recovery import DispatcherState, Recovered, RecoveryError, recover
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.messages import (
     CompletionMeta,
     Segment,
 )
+from tests.learner.dispatch.dispatch_desk import NUM_PROMPTS as DESK_PROMPTS
 from tests.learner.dispatch.dispatch_desk import (
     Actor,
     Desk,
+    make_prompts,
 )
 from tests.learner.leases.taped_log import NUM_PROMPTS, PROMPTS
 
@@ -322,3 +325,34 @@ def test_checkpoint_of_a_learner_before_live_tuning_is_read(tale: Tale) -> None:
     body = msgspec.to_builtins(tale.checkpoint())
     del body["tuned"]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(body), type=DispatcherState).tuned == {}
+
+
+def test_changed_prompt_of_a_logged_lease_or_group_is_refused(tmp_path: Path) -> None:
+    log = RolloutLog(tmp_path / "log", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 20, min_free_bytes=0)
+    desk = Desk("train.groups_per_step=9", log=log)
+    desk.dispatcher.begin()
+    actor = Actor(desk, "a").join(capacity=2)
+    answered, running = actor.leases()
+    actor.answer(answered.lease_id)
+    state = desk.dispatcher.state()
+    log.close()
+
+    def recover_with(prompts: Sequence[Prompt], state: DispatcherState | None) -> Recovered:
+        start = state.log_end if state else None
+        history = read_history(tmp_path / "log", start)
+        return recover(state, history, lambda position: read_record(tmp_path / "log", position), prompts, seed=0)
+
+    whole = make_prompts(DESK_PROMPTS, "train")
+
+    def changed(prompt_id: int) -> list[Prompt]:
+        new = whole[prompt_id]._replace(row='{"answer": "another"}')
+        return [new if prompt.prompt_id == prompt_id else prompt for prompt in whole]
+
+    assert recover_with(whole, None).ledger.num_open == 2
+    assert recover_with(whole, state).ledger.num_ready == 1
+    for lease in (answered, running):
+        with pytest.raises(RecoveryError, match=f"lease {lease.lease_id} was granted for another prompt than prompt"):
+            recover_with(changed(lease.prompt_id), None)
+    # After the checkpoint no record grants it: the finished group itself says what it is of.
+    with pytest.raises(RecoveryError, match=f"lease {answered.lease_id} was granted for another prompt"):
+        recover_with(changed(answered.prompt_id), state)
