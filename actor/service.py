@@ -28,6 +28,7 @@ from offbeat.actor.rewards import RewardRunner
 from offbeat.actor.weight_updates import WeightUpdates
 from offbeat.common.config import Config
 from offbeat.common.hub_keys import keys_of_peer
+from offbeat.common.logs import doing
 from offbeat.common.models import hash_model, resolve_model
 from offbeat.common.shutdown import StopRequest
 from offbeat.protocols.channels import Link
@@ -79,16 +80,20 @@ def run_actor(config: Config, stop: StopRequest) -> str:
     )
     with contextlib.closing(rewards), link:
         model = resolve_model(config.model.path)
-        engine = make_engine(
-            config.actor.engine,
-            str(model),
-            dtype=config.model.dtype,
-            max_model_len=config.model.max_length,
-            hashes=hash_model(model),
-            seed=zlib.crc32(f"{config.run.seed}/{name}".encode()),
-            options=config.actor.engine_options,
+        with stop.at_once("the actor leaves before it has joined"), doing(logger, "starting the engine"):
+            engine = make_engine(
+                config.actor.engine,
+                str(model),
+                dtype=config.model.dtype,
+                max_model_len=config.model.max_length,
+                hashes=hash_model(model),
+                seed=zlib.crc32(f"{config.run.seed}/{name}".encode()),
+                options=config.actor.engine_options,
+            )
+        info = engine.info
+        logger.info(
+            "engine ready: %s %s, %s on %s, %d tokens", *(info.name, info.version), info.dtype, info.device, info.max_model_len
         )
-        logger.info("engine ready: %s", engine.info)
         with contextlib.closing(engine):
             service = ActorService(
                 identity=identity,

@@ -1,14 +1,19 @@
-"""Logging to stderr: one line per event, and the console that log lines share with a live display."""
+"""Logging to stderr and to files: one line per event, and the console that log lines share with a live display."""
 
+import contextlib
 import functools
 import logging
 import os
+import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.logging import RichHandler
 
+from offbeat.common.repeated_messages import CollapsingHandler
 from offbeat.protocols.text import plain
 
 LEVEL_VARIABLE = "OFFBEAT_LOG_LEVEL"
@@ -19,6 +24,10 @@ OWN_PACKAGE = "offbeat"
 
 MAX_CHARACTERS = 10_000
 """Longest message that is logged whole."""
+MAX_FILE_BYTES = 32 << 20
+"""Size of a log file; with its older part it takes twice as much."""
+STILL_S = 10.0
+"""Seconds between two lines about work that goes on."""
 
 _LEVELS = ("debug", "info", "warning", "error")
 
@@ -44,7 +53,8 @@ def configure_logs(service: str, *, level: str | None = None) -> None:
     root = logging.getLogger()
     for handler in list(root.handlers):
         root.removeHandler(handler)
-    root.addHandler(_terminal_handler(service) if console().is_interactive else _plain_handler(service))
+    handler = _terminal_handler(service) if console().is_interactive else _plain_handler(service)
+    root.addHandler(CollapsingHandler(handler))
     root.setLevel(logging.WARNING)
     logging.getLogger(OWN_PACKAGE).setLevel(level.upper())
     _quiet_vllm()
@@ -61,6 +71,43 @@ class _OneLineFormatter(logging.Formatter):
 
     def formatException(self, ei: Any) -> str:  # noqa: N802, the library's name
         return "\n".join(plain(line, MAX_CHARACTERS) for line in super().formatException(ei).splitlines())
+
+
+def log_to_file(path: Path, service: str) -> None:
+    """Write the log to this file too, with every repetition; above `MAX_FILE_BYTES` an older part goes to `PATH.1`.
+
+    The file continues that of an earlier process. Its level is that of `configure_logs`.
+    """
+    # Imported here: services alone need it.
+    from logging.handlers import RotatingFileHandler
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = RotatingFileHandler(path, maxBytes=MAX_FILE_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace")
+    handler.setFormatter(_plain_handler(service).formatter)
+    logging.getLogger().addHandler(handler)
+
+
+@contextlib.contextmanager
+def doing(logger: logging.Logger, what: str) -> Iterator[None]:
+    """Log `what` is begun now, and every `STILL_S` that it is still going on, with the seconds so far.
+
+    For work of unknown length during which the process says nothing else.
+    """
+    logger.info("%s ...", what)
+    started = time.monotonic()
+    ended = threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(STILL_S):
+            logger.info("still %s, %.0f s so far", what, time.monotonic() - started)
+
+    teller = threading.Thread(target=tell, name="progress", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        teller.join()
 
 
 def _terminal_handler(service: str) -> logging.Handler:
@@ -84,5 +131,6 @@ def _plain_handler(service: str) -> logging.Handler:
 
 def _quiet_vllm() -> None:
     """Set the environment variables from which vLLM configures its logger at import, in its subprocesses too."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # vLLM's warnings are about its own choices. A terminal shows its errors only; a log file has the warnings too.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if console().is_interactive else "WARNING")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")

@@ -1,10 +1,12 @@
 """The end of a service: signals ask it to stop, and it does not outlive the process that started it."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1
@@ -14,8 +16,12 @@ USER_ERROR_STATUS = 2
 """Exit status for a user's mistake. The message names the cure; starting the service again would not help."""
 GAVE_UP_STATUS = 3
 """Exit status of a service that cannot continue and has said why, unlike one that crashed."""
+INTERRUPTED_STATUS = 130
+"""Exit status of a process that Ctrl-C ended."""
 PARENT_VARIABLE = "OFFBEAT_PARENT"
 """Environment variable with the process id of a service's parent, with which the service dies."""
+LAUNCHED_VARIABLE = "OFFBEAT_LAUNCHED"
+"""Environment variable of services whose launcher writes the report and the summary."""
 
 
 class ServiceError(RuntimeError):
@@ -23,10 +29,14 @@ class ServiceError(RuntimeError):
 
 
 class StopRequest:
-    """A flag that SIGTERM and SIGINT set to ask the service to drain; a second signal ends the service at once."""
+    """A flag that SIGTERM and SIGINT set to ask the service to drain; a second signal ends the service at once.
+
+    Work that does not look at the flag runs in `at_once`, where the first signal ends the process.
+    """
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._last_words: str | None = None
         self.reason: str | None = None
         """Name of the first signal; None before it."""
 
@@ -39,12 +49,33 @@ class StopRequest:
     def __bool__(self) -> bool:
         return self._event.is_set()
 
+    @contextlib.contextmanager
+    def at_once(self, last_words: str) -> Iterator[None]:
+        """Within, let a signal end the process after these words: imports, a model's loading, a report.
+
+        The words say what is kept and how to go on. The signal raises `SystemExit`, so that contexts are closed: with status 0
+        for SIGTERM, as services end that are asked to, and 130 for SIGINT.
+        """
+        outer, self._last_words = self._last_words, last_words
+        try:
+            yield
+        finally:
+            self._last_words = outer
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._last_words is not None:
+            # Not through the log: the signal may have interrupted a log line, whose stream cannot be entered again.
+            os.write(2, f"{signal.Signals(number).name}: {self._last_words}\n".encode())
+            self._last_words = None
+            self.reason = self.reason or signal.Signals(number).name
+            self._event.set()
+            sys.exit(INTERRUPTED_STATUS if number == signal.SIGINT else 0)
         if self._event.is_set():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.reason = signal.Signals(number).name
         self._event.set()
+        os.write(2, f"{self.reason}: stops after the work under way; again: ends at once\n".encode())
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -17,6 +17,7 @@ from offbeat.learner.leases.groups import unpack
 from offbeat.learner.leases.log_reading import read_log, read_record
 from offbeat.learner.leases.log_records import Position, Record
 from offbeat.learner.leases.prompts import Prompt, load_prompts
+from offbeat.protocols.text import plain
 
 Order = Literal["newest", "best", "worst"]
 MAX_TEXT = 2000
@@ -165,14 +166,8 @@ def show(console: Console, groups: Sequence[SampledGroup], *, full: bool = False
 
 
 def printable(text: str) -> str:
-    """Return the text with every character escaped that a terminal or a reader could take for something else.
-
-    These are control characters, separators other than blank, line break and tab, and marks that change the direction.
-    """
-    return "".join(
-        character if character in "\n\t" or character.isprintable() else character.encode("unicode_escape").decode()
-        for character in text
-    )
+    """Return the text with its lines as they are and every other unprintable character shown as an escape."""
+    return "\n".join(plain(line, len(line)) for line in text.split("\n"))
 
 
 def _print_text(console: Console, text: str, limit: int | None, style: str = "") -> None:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from offbeat.common.config import Config
 from offbeat.common.hub_keys import keys_of_learner
+from offbeat.common.logs import doing, log_to_file
 from offbeat.common.metrics import MetricsWriter
 from offbeat.common.models import hash_model, resolve_model
 from offbeat.common.rows import Recorder, Row, canary_tolerance
@@ -75,6 +76,8 @@ logger = logging.getLogger(__name__)
 
 CHUNK_REQUEST_BYTES = 4096
 """No message to the weight server is longer."""
+LOADING = "ended while the learner was loading"
+"""The last words of a learner that a signal ends before it works."""
 
 
 def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
@@ -97,8 +100,10 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
         # Bound before the data is read: a port in use is reported at once.
         hub = Hub(bind, max_message_bytes=config.hub.max_message_mb << 20, key=keys.key, allowed=keys.allowed)
         stack.enter_context(hub)
-        inputs = _load_inputs(config)
+        with stop.at_once(LOADING), doing(logger, "reading data and tokenizer"):
+            inputs = _load_inputs(config)
         changes = prepare_folder(config, inputs.identity, inputs.prompt_hashes)
+        log_to_file(folder / "logs" / "learner.log", "learner")
         metrics = MetricsWriter(folder, tensorboard=config.metrics.tensorboard, wandb_project=config.metrics.wandb_project)
         stack.enter_context(metrics)
         progress = Progress(config.train.num_steps)
@@ -107,7 +112,8 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
             progress.add(metrics.write(row))
 
         tell_changes(changes, record)
-        learner = open_learner(config, inputs, hub, open_weight_hub, record, started)
+        with stop.at_once(LOADING), doing(logger, "loading the model"):
+            learner = open_learner(config, inputs, hub, open_weight_hub, record, started)
         with progress:
             return learner.run(stop)
 

@@ -1,24 +1,31 @@
 """`offbeat actor`: one actor service."""
 
+import logging
+
 from offbeat.common.descriptors import raise_limit
 from offbeat.common.environment import fast_imports, prepare_environment
-from offbeat.common.logs import configure_logs
+from offbeat.common.logs import configure_logs, doing
 from offbeat.common.shutdown import StopRequest
-from offbeat.deploy.commands.arguments import Arguments, Preflight, load_config
+from offbeat.deploy.commands.arguments import Arguments, Preflight, load_config, say_start
 from offbeat.deploy.preflight.preflight import look
 from offbeat.deploy.quickstart.quickstart import expand
+
+logger = logging.getLogger(__name__)
 
 
 def command(arguments: Arguments = None, preflight: Preflight = True) -> None:
     """Run one actor; it may be started and stopped at any time while the learner runs."""
+    configure_logs("actor")
+    say_start("actor")
     config = expand(load_config(arguments))
-    configure_logs(config.actor.name or "actor")
+    if config.actor.name:
+        configure_logs(config.actor.name)
     if preflight:
         look(config, "actor")
     stop = StopRequest().install()
     raise_limit()
     # Imported last: the engine takes seconds, reads the prepared environment, and a mistake in the config is reported before.
-    with fast_imports():
+    with stop.at_once("the actor leaves before it has joined"), doing(logger, "importing the engine"), fast_imports():
         prepare_environment()
         from offbeat.actor.service import run_actor
 

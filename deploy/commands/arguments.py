@@ -1,5 +1,6 @@
 """The arguments that several commands share: a config file, settings that override it, a run's folder, lists of numbers."""
 
+import importlib.metadata
 import logging
 import time
 from pathlib import Path
@@ -24,6 +25,11 @@ Arguments = Annotated[
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
 Preflight = Annotated[bool, typer.Option(help="Look at files, ports and functions before anything heavy starts.")]
 Operator = Annotated[str, typer.Option(help="Name of the operator whose key to use, if the run has keys.")]
+
+
+def say_start(command: str) -> None:
+    """Log which program begins what, so that something stands on the screen before anything slow is done."""
+    logger.info("offbeat %s, %s: reading the settings", importlib.metadata.version("offbeat"), command)
 
 
 def read_config(arguments: list[str] | None, default: Path | None = None) -> Config:

@@ -7,7 +7,7 @@ import typer
 from offbeat.common.logs import configure_logs
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import explain, resolved_toml
-from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, load_config
+from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, load_config, say_start
 from offbeat.deploy.preflight.preflight import look
 from offbeat.deploy.quickstart.quickstart import PLACEHOLDER, expand, quickstart_folder
 
@@ -21,6 +21,7 @@ def command(
         typer.echo(explain())
         return
     configure_logs("check")
+    say_start("check")
     config = load_config(arguments, default=QUICKSTART)
     # The quick start's files are made when it is first run.
     if PLACEHOLDER in config.model.path and not quickstart_folder().exists():

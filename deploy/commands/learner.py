@@ -1,28 +1,48 @@
 """`offbeat learner`: the learner service alone."""
 
+import logging
 import os
+from pathlib import Path
 
 from offbeat.common.descriptors import raise_limit
 from offbeat.common.environment import fast_imports, prepare_environment
-from offbeat.common.logs import configure_logs
-from offbeat.common.shutdown import StopRequest
-from offbeat.deploy.commands.arguments import Arguments, Preflight, load_config
+from offbeat.common.logs import configure_logs, doing
+from offbeat.common.settings import SettingError
+from offbeat.common.shutdown import LAUNCHED_VARIABLE, StopRequest
+from offbeat.deploy.commands.arguments import Arguments, Preflight, load_config, say_start
+from offbeat.deploy.launch.ending import end_run, go_on
 from offbeat.deploy.preflight.preflight import look
 from offbeat.deploy.quickstart.quickstart import expand
+from offbeat.protocols.addresses import ChannelError
+
+logger = logging.getLogger(__name__)
 
 
 def command(arguments: Arguments = None, preflight: Preflight = True) -> None:
-    """Run the learner alone; actors find it at `hub.address`, in any starting order."""
+    """Run the learner alone; actors find it at `hub.address`, in any starting order. It writes the report at its end."""
     configure_logs("learner")
+    say_start("learner")
     config = expand(load_config(arguments))
     # Beside rank 0 the others would find its ports taken.
     if preflight and os.environ.get("RANK", "0") == "0":
         look(config, "learner")
     stop = StopRequest().install()
     raise_limit()
+    folder = Path(config.run.dir)
+    is_launched = LAUNCHED_VARIABLE in os.environ
     # Imported last: torch takes seconds, reads the prepared environment, and a mistake in the config is reported before.
-    with fast_imports():
+    words = "ended while the learner was starting" if is_launched else go_on(folder, "learner")
+    with stop.at_once(words), doing(logger, "importing torch and DeepSpeed"), fast_imports():
         prepare_environment()
         from offbeat.learner.wiring import run_learner
 
-    run_learner(config, stop)
+    is_refused = False
+    try:
+        run_learner(config, stop)
+    except (SettingError, ChannelError):
+        # Another learner may be at work in the folder.
+        is_refused = True
+        raise
+    finally:
+        if not is_refused and not is_launched and int(os.environ.get("RANK", "0")) == 0:
+            end_run(folder, "learner", stop)

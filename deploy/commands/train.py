@@ -6,7 +6,7 @@ import typer
 
 from offbeat.common.logs import configure_logs
 from offbeat.common.shutdown import StopRequest
-from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, load_config
+from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, load_config, say_start
 from offbeat.deploy.launch.launcher import Launcher
 from offbeat.deploy.preflight.preflight import look
 from offbeat.deploy.quickstart.quickstart import expand
@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 def command(arguments: Arguments = None) -> None:
     """Run learner and actors on this machine, and write the report. Without arguments: the quick start."""
     configure_logs("train")
+    say_start("train")
     config = expand(load_config(arguments, default=QUICKSTART))
     for note in look(config, "train"):
         logger.info("%s", note)

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,10 +23,19 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from offbeat.common.config import Config
-from offbeat.common.metrics import ROWS_FILE
-from offbeat.common.run_folder import LAUNCH_FILE, has_checkpoint, locked
+from offbeat.common.logs import MAX_FILE_BYTES
+from offbeat.common.run_folder import LAUNCH_FILE, has_checkpoint, has_steps, locked
 from offbeat.common.settings import SettingError, resolved_toml
-from offbeat.common.shutdown import GAVE_UP_STATUS, PARENT_VARIABLE, USER_ERROR_STATUS, ServiceError, StopRequest
+from offbeat.common.shutdown import (
+    GAVE_UP_STATUS,
+    INTERRUPTED_STATUS,
+    LAUNCHED_VARIABLE,
+    PARENT_VARIABLE,
+    USER_ERROR_STATUS,
+    ServiceError,
+    StopRequest,
+)
+from offbeat.deploy.launch.ending import end_run
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +138,13 @@ class Service:
         for process in self._processes:
             process.wait()
 
+    def bound_logs(self, max_bytes: int) -> None:
+        """Move the content of each log above this size to `LOG.1`. The processes append: they go on in the emptied file."""
+        for log in self._logs:
+            if log is not None and log.stat().st_size > max_bytes:
+                shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+                os.truncate(log, 0)
+
     def last_words(self, num_lines: int = 15) -> str:
         """Return the end of the failed process's log, or a reference to the terminal if the process wrote there."""
         for process, log in zip(self._processes, self._logs, strict=True):
@@ -159,22 +176,23 @@ class Launcher:
         with locked(self._folder):
             (self._folder / "logs").mkdir(exist_ok=True)
         self._config_file.write_text(resolved_toml(self._config))
+        is_refused = False
         try:
             self._start_learner()
             for index in range(len(self._actors)):
                 self._start_actor(index)
             status = self._watch()
-            if status == 0:
+            # A learner that a mistake kept from beginning has said all there is.
+            is_refused = status == USER_ERROR_STATUS and not has_steps(self._folder)
+            # Before the first step the actors of a stopped run have nothing to hand over.
+            if status == 0 and not (self._stop and not has_steps(self._folder)):
                 self._await_actors()
         finally:
             for service in [self._learner, *self._actors]:
                 service.kill()
-            if (self._folder / ROWS_FILE).exists():
-                # Imported now: the statistics behind the report take longer to import than the services to start.
-                from offbeat.lab.report.run_report import write_report
-
-                logger.info("report: %s", write_report(self._folder))
-        return 130 if self._stop else status
+            if not is_refused:
+                end_run(self._folder, "train", self._stop)
+        return INTERRUPTED_STATUS if self._stop else status
 
     def _start_learner(self, *settings: str) -> None:
         launch = self._config.launch
@@ -217,12 +235,13 @@ class Launcher:
                 return status
             for index, actor in enumerate(self._actors):
                 self._keep_running(actor, lambda index=index: self._start_actor(index))
+            self._bound_logs()
             time.sleep(LOOK_S)
         if self._learner.restart_at is not None:
             for actor in self._actors:
                 actor.ask_to_stop()
             return 0
-        logger.info("%s: asking the learner to stop (again: end at once)", self._stop.reason)
+        logger.info("%s: asking the learner to stop", self._stop.reason)
         self._learner.ask_to_stop()
         while (status := self._learner.status) is None:
             time.sleep(LOOK_S)
@@ -253,6 +272,10 @@ class Launcher:
         service.restart_at = now + wait_s
         return None
 
+    def _bound_logs(self) -> None:
+        for service in [self._learner, *self._actors]:
+            service.bound_logs(MAX_FILE_BYTES)
+
     def _restart_learner(self) -> None:
         # Without log and checkpoint the run begins again, under another run id, and actors of the former one are refused.
         begins_again = not self._config.log.enabled and not has_checkpoint(self._folder)
@@ -272,7 +295,7 @@ class Launcher:
 
 
 def _popen(command: list[str], environment: Mapping[str, str], log: Path | None) -> subprocess.Popen:
-    environment = {**os.environ, **environment, PARENT_VARIABLE: str(os.getpid())}
+    environment = {**os.environ, **environment, PARENT_VARIABLE: str(os.getpid()), LAUNCHED_VARIABLE: "1"}
     if log is None:
         return subprocess.Popen(command, env=environment, process_group=0)
     with log.open("ab") as stream:

@@ -92,3 +92,60 @@ except ValueError as error:
     assert lines[0].endswith(r"bad\x1b[31m\n2026-01-01T00:00:00.000Z INFO learner forged")
     assert not any("\x1b" in line for line in lines)
     assert sum(line.endswith("ERROR learner traceback") for line in lines) == 1
+
+
+def test_repeated_warnings_are_shown_with_a_count_and_the_file_has_them_all(tmp_path: Path):
+    log = tmp_path / "logs" / "learner.log"
+    code = f"""
+import logging
+from pathlib import Path
+from offbeat.common.logs import log_to_file
+configure_logs('learner')
+log_to_file(Path({str(log)!r}), 'learner')
+for lease in range(28):
+    logging.getLogger('offbeat.learner').warning('reward_error lease %d', lease)
+"""
+    lines = run(code).stderr.splitlines()
+    assert [line.split("learner ", 1)[1] for line in lines] == [
+        "reward_error lease 0",
+        "27 more like this, the last one: reward_error lease 27",
+    ]
+    kept = log.read_text().splitlines()
+    assert len(kept) == 28 and kept[27].endswith("WARNING learner reward_error lease 27")
+
+
+def test_log_file_goes_on_and_is_bounded(tmp_path: Path):
+    log = tmp_path / "learner.log"
+    log.write_text("earlier\n")
+    code = f"""
+import logging
+from pathlib import Path
+from offbeat.common import logs
+logs.MAX_FILE_BYTES = 4000
+configure_logs('learner')
+logs.log_to_file(Path({str(log)!r}), 'learner')
+logging.getLogger('offbeat').info('first')
+if MANY:
+    for index in range(500):
+        logging.getLogger('offbeat').info('line %d', index)
+"""
+    run(code.replace("MANY", "False"))
+    assert [line.split()[-1] for line in log.read_text().splitlines()] == ["earlier", "first"]
+    run(code.replace("MANY", "True"))
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert sizes.keys() == {"learner.log", "learner.log.1"} and max(sizes.values()) <= 4000
+    assert log.read_text().endswith("line 499\n")
+
+
+def test_work_that_takes_long_says_so():
+    code = """
+import logging, time
+from offbeat.common import logs
+logs.STILL_S = 0.02
+configure_logs('learner')
+with logs.doing(logging.getLogger('offbeat'), 'loading the model'):
+    time.sleep(0.3)
+"""
+    lines = [line.split("learner ", 1)[1] for line in run(code).stderr.splitlines()]
+    assert lines[:2] == ["loading the model ...", "still loading the model, 0 s so far"]
+    assert all(line.startswith("still loading the model") for line in lines[1:])

@@ -135,7 +135,7 @@ def test_step_that_was_not_trained_is_refused(run: Run) -> None:
 
 
 def test_text_of_a_model_is_printed_as_data() -> None:
-    completion = Completion(1.0, 0.5, "stop", 3, "[bold]a[/bold] \x1b[31mred\x07 \u202e\n\tnext [link=file:///x]y[/link]")
+    completion = Completion(1.0, 0.5, "stop", 3, "[bold]a[/bold] \x1b[31mred\x07 \u202e\nnext [link=file:///x]y[/link]")
     output = io.StringIO()
     console = Console(file=output, width=200, force_terminal=True, color_system=None)
     show(console, [SampledGroup(1, 0, 0, 0, "ac\x1b[2Jtor", "[red]prompt[/red]", (completion,))])

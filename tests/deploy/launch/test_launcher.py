@@ -255,3 +255,12 @@ def test_port_of_the_hub_is_none_that_a_reconnecting_actor_could_be_given(servic
     settings = (services.folder / "run" / "launch.toml").read_text()
     port = int(settings.split('address = "tcp://127.0.0.1:')[1].split('"')[0])
     assert 1024 < port < lowest
+
+
+def test_log_that_grows_past_its_bound_moves_aside_while_its_actor_writes_on(services: Services, monkeypatch) -> None:
+    monkeypatch.setattr(launcher, "MAX_FILE_BYTES", 1000)
+    services.does("actor-0", "print('x' * 2000, flush=True); time.sleep(0.5); print('later', flush=True)\n" + WORK)
+    log = services.folder / "run" / "logs" / "actor-0.log"
+    services.when(lambda: log.exists() and log.read_text() == "later\n", services.end)
+    assert services.launcher().run() == 0
+    assert log.with_name("actor-0.log.1").read_text() == "x" * 2000 + "\n"
