@@ -94,8 +94,33 @@ def prepare(plan: Plan, cells: Sequence[Cell], folder: Path) -> None:
     (folder / PLAN_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
 
 
+def run_sweep(
+    plan: Plan,
+    cells: Sequence[Cell],
+    folder: Path,
+    stop: StopRequest,
+    *,
+    say: Callable[[str], None],
+    write_report: Callable[[], Path],
+    program: Sequence[str] = PROGRAM,
+) -> int:
+    """Run the unfinished cells of a sweep, with a report after each.
+
+    Returns the exit status: 0, 1 when a run failed, 130 when asked to stop.
+
+    Raises `SettingError` when the folder holds another sweep, or another `offbeat sweep` runs in it.
+    """
+    with _alone_in(folder):
+        prepare(plan, cells, folder)
+        status = _run_cells(cells, stop, say=say, after_each=write_report, program=program)
+        logger.info("report: %s", write_report())
+    if status:
+        logger.info("to continue with the unfinished runs, give the same command with --out %s", folder)
+    return status
+
+
 @contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
+def _alone_in(folder: Path) -> Iterator[None]:
     """Lock the folder against other sweeps; raise `SettingError` when one is running there."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
@@ -103,15 +128,15 @@ def alone_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def run_cells(
+def _run_cells(
     cells: Sequence[Cell],
     stop: StopRequest,
     *,
     say: Callable[[str], None],
     after_each: Callable[[], object],
-    program: Sequence[str] = PROGRAM,
+    program: Sequence[str],
 ) -> int:
-    """Run the unfinished cells one after another; return the exit status: 0, 1 when a run failed, 130 when asked to stop.
+    """Run the unfinished cells one after another; return the exit status.
 
     Waits for: the end of each run, looking every `LOOK_S`. A signal is passed on to the run.
     """

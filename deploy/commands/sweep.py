@@ -1,6 +1,6 @@
 """`offbeat sweep`: runs at several settings and seeds, compared."""
 
-import logging
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,11 +13,9 @@ from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, split_arguments, start_time
 from offbeat.deploy.commands.user_functions import check_functions
 from offbeat.deploy.quickstart.quickstart import expand
-from offbeat.deploy.sweep import alone_in, check_cells, make_cells, prepare, render_commands, run_cells
+from offbeat.deploy.sweep import check_cells, make_cells, prepare, render_commands, run_sweep
 from offbeat.lab.sweep.plan import make_plan, read_plan
 from offbeat.lab.sweep.sweep_report import write_sweep_report
-
-logger = logging.getLogger(__name__)
 
 
 def command(
@@ -56,12 +54,5 @@ def command(
         return
     check_cells(cells, lambda config: check_files(expand(config)))
     check_cells(cells, check_functions)
-    with alone_in(folder):
-        prepare(plan, cells, folder)
-        status = run_cells(
-            cells, StopRequest().install(), say=typer.echo, after_each=lambda: write_sweep_report(folder, plan, difference)
-        )
-        logger.info("report: %s", write_sweep_report(folder, plan, difference))
-    if status:
-        logger.info("to continue with the unfinished runs, give the same command with --out %s", folder)
-    raise typer.Exit(status)
+    report = partial(write_sweep_report, folder, plan, difference)
+    raise typer.Exit(run_sweep(plan, cells, folder, StopRequest().install(), say=typer.echo, write_report=report))

@@ -6,7 +6,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from offbeat.common.settings import SettingError, load
 from offbeat.common.shutdown import StopRequest
-from offbeat.deploy.sweep import Cell, alone_in, check_cells, make_cells, prepare, render_commands, run_cells
+from offbeat.deploy.sweep import Cell, check_cells, make_cells, prepare, render_commands, run_sweep
 from offbeat.lab.sweep.plan import Plan, make_plan, read_plan, split_values
 from tests.lab.sweep.sweep_runs import stand_in, starts
 
@@ -41,6 +41,7 @@ class Sweep:
         self.stop = StopRequest()
         self.said: list[str] = []
         self.num_reports = 0
+        self.on_report: Callable[[], None] = lambda: None
         self.program = stand_in(home)
         (home / "run.toml").write_text(CONFIG)
 
@@ -48,9 +49,12 @@ class Sweep:
         """Write the script of a run: `MAX_STALENESS-SEED`, `MAX_STALENESS-SEED.START` for one of its starts, or `any`."""
         (self.home / name).write_text(script)
 
+    def plan(self, *values: str, seeds: int = 1) -> Plan:
+        return make_plan([f"max_staleness={','.join(values)}"], num_seeds=seeds, first_seed=0)
+
     def cells(self, *values: str, seeds: int = 1, overrides: Sequence[str] = ()) -> list[Cell]:
         """Write the runs of a sweep into its folder and return them."""
-        plan = make_plan([f"max_staleness={','.join(values)}"], num_seeds=seeds, first_seed=0)
+        plan = self.plan(*values, seeds=seeds)
         cells = make_cells(plan, self.home / "run.toml", overrides, self.folder)
         self.folder.mkdir(exist_ok=True)
         prepare(plan, cells, self.folder)
@@ -59,11 +63,16 @@ class Sweep:
     def run(self, *values: str, seeds: int = 1) -> int:
         """Run one `offbeat sweep`; return the exit status."""
         self.said.clear()
-        cells = self.cells(*values, seeds=seeds)
-        return run_cells(cells, self.stop, say=self.said.append, after_each=self._report, program=self.program)
+        plan = self.plan(*values, seeds=seeds)
+        cells = make_cells(plan, self.home / "run.toml", (), self.folder)
+        return run_sweep(
+            plan, cells, self.folder, self.stop, say=self.said.append, write_report=self._report, program=self.program
+        )
 
-    def _report(self) -> None:
+    def _report(self) -> Path:
         self.num_reports += 1
+        self.on_report()
+        return self.folder / "sweep.html"
 
     @property
     def starts(self) -> list[str]:
@@ -162,7 +171,7 @@ def test_all_runs_are_run_once_and_reported(sweep: Sweep) -> None:
         [f"{index}/4 max_staleness={bound} seed={seed}: finished", "reward 0.5"]
         for index, (bound, seed) in enumerate([(0, 0), (4, 0), (0, 1), (4, 1)], start=1)
     ]
-    assert sweep.num_reports == 4
+    assert sweep.num_reports == 5, "one after each run, and the last"
 
 
 def test_finished_runs_are_not_run_again(sweep: Sweep) -> None:
@@ -284,11 +293,15 @@ def test_folder_may_be_named_in_another_way(sweep: Sweep, monkeypatch: pytest.Mo
     assert len(sweep.starts) == 1
 
 
-def test_two_sweeps_do_not_work_in_one_folder(tmp_path: Path) -> None:
-    with alone_in(tmp_path), pytest.raises(SettingError, match="another sweep is running there"), alone_in(tmp_path):
-        pass
-    with alone_in(tmp_path):
-        pass
+def test_two_sweeps_do_not_work_in_one_folder(sweep: Sweep) -> None:
+    def run_another() -> None:
+        with pytest.raises(SettingError, match="another sweep is running there"):
+            sweep.run("0")
+
+    sweep.on_report = run_another
+    assert sweep.run("0") == 0
+    sweep.on_report = lambda: None
+    assert sweep.run("0") == 0
 
 
 def test_folder_without_a_plan_or_with_a_damaged_one_is_refused(tmp_path: Path) -> None:
