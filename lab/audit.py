@@ -4,7 +4,6 @@ It counts the leases a second time and in another way than `learner.leases.ledge
 """
 
 import math
-import zipfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, L
 from offbeat.learner.leases.log_reading import Gap, read_history
 from offbeat.learner.leases.log_records import LogDamagedError, Position
 from offbeat.learner.leases.prompt_stream import Turn
+from offbeat.learner.training import checkpoints
 
 Kind = TypeVar("Kind", bound=Row)
 
@@ -373,16 +373,12 @@ def check_canaries(rows: Sequence[CanaryRow], tolerance: float) -> Check:
 
 
 def check_checkpoints(root: Path) -> Check:
-    """Check that every checkpoint is whole and no unfinished one is left over."""
-    folders = sorted(root.glob("step-*"))
-    whole = [folder for folder in folders if not folder.name.endswith(".partial")]
-    violations = [f"{folder.name} is left over" for folder in folders if folder not in whole]
-    for folder in whole:
-        files = [file for file in folder.rglob("*") if file.is_file()]
-        if not files:
-            violations.append(f"{folder.name} is empty")
-        violations += [f"{file.relative_to(root)} {flaw}" for file in files if (flaw := _file_flaw(file))]
-    return Check("checkpoints are whole", violations, ", ".join(folder.name for folder in whole) or "none")
+    """Check that every checkpoint is as it was written, and no unfinished one is left over."""
+    folders = sorted(checkpoints.whole(root))
+    violations = [f"{folder.name} is left over" for folder in sorted(root.glob("step-*.partial"))]
+    violations += [f"{folder.name}: {damage}" for folder in folders if (damage := checkpoints.find_damage(folder))]
+    aside = [f"{folder.name} was set aside" for folder in sorted(root.glob("step-*.damaged*"))]
+    return Check("checkpoints are whole", violations, ", ".join([folder.name for folder in folders] + aside) or "none")
 
 
 def check_outcome(run: Path, num_steps: int) -> Check:
@@ -431,19 +427,6 @@ def is_log_whole(folder: Path) -> bool:
         return not isinstance(next(read_history(folder, Position(0, 0)), None), Gap)
     except LogDamagedError:
         return False
-
-
-def _file_flaw(file: Path) -> str:
-    if file.stat().st_size == 0:
-        return "is empty"
-    # torch saves a zip archive with a checksum for each part.
-    if file.suffix != ".pt":
-        return ""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            return "is damaged" if archive.testzip() else ""
-    except zipfile.BadZipFile:
-        return "is damaged"
 
 
 def _num_prompts(config: Config) -> int | None:

@@ -78,7 +78,7 @@ class Checkpoints:
             checkpoints.require_room(self._root, self._num_bytes)
             state = ServiceState(self._run_id, self._dispatcher.state(), self._auto_bound.noise, self._identity)
             self._trainer.save_checkpoint(folder, msgspec.msgpack.encode(state))
-        except (checkpoints.NoRoomError, LogFullError) as error:
+        except (checkpoints.CheckpointFailedError, LogFullError) as error:
             detail = f"{folder}: {error}; the run goes on, and a restart would begin at the checkpoint before"
             logger.warning(detail)
             self._record(EventRow(event="checkpoint_failed", detail=detail))
@@ -122,6 +122,24 @@ def _identity_in_checkpoint(run_folder: Path) -> RunIdentity | None:
     return msgspec.msgpack.decode(checkpoints.read_extra(newest), type=ServiceState).identity
 
 
+def set_damaged_aside(run_folder: Path) -> list[str]:
+    """Rename checkpoints whose files are not as they were written, down to the newest whole one; return a line about each."""
+    said: list[str] = []
+    for folder in sorted(checkpoints.whole(run_folder / CHECKPOINTS), reverse=True):
+        damage = checkpoints.find_damage(folder)
+        if damage is None:
+            break
+        said.append(f"{folder}: {damage}; it is kept as {checkpoints.set_aside(folder).name}, and not used")
+    return said
+
+
+def tell_damaged(said: Sequence[str], record: Recorder) -> None:
+    """Warn of damaged checkpoints, and record them."""
+    for detail in said:
+        logger.warning(detail)
+        record(EventRow(event="checkpoint_damaged", detail=detail))
+
+
 def load_checkpoint(run_folder: Path, trainer: RankedTrainer, *, has_log: bool) -> ServiceState | None:
     """Bring the trainer to the newest checkpoint and return the state in it; None when there is no checkpoint.
 
@@ -133,7 +151,9 @@ def load_checkpoint(run_folder: Path, trainer: RankedTrainer, *, has_log: bool) 
         logger.info("resumed from %s", newest)
         return msgspec.msgpack.decode(extra, type=ServiceState)
     kept = "the rollout log's groups" if has_log and (run_folder / LOG).is_dir() else "nothing: there is no rollout log either"
-    logger.warning("no checkpoint in %s: training begins again at policy version 0, with %s", run_folder / CHECKPOINTS, kept)
+    logger.warning(
+        "no whole checkpoint in %s: training begins again at policy version 0, with %s", run_folder / CHECKPOINTS, kept
+    )
     return None
 
 

@@ -48,6 +48,8 @@ from offbeat.learner.resume import (
     load_checkpoint,
     open_log,
     recover_run,
+    set_damaged_aside,
+    tell_damaged,
     tell_kept_settings,
     tell_resumed,
 )
@@ -102,6 +104,7 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
         stack.enter_context(hub)
         with stop.at_once(LOADING), doing(logger, "reading data and tokenizer"):
             inputs = _load_inputs(config)
+        damaged = set_damaged_aside(folder) if config.run.resume else []
         changes = prepare_folder(config, inputs.identity, inputs.prompt_hashes)
         log_to_file(folder / "logs" / "learner.log", "learner")
         metrics = MetricsWriter(folder, tensorboard=config.metrics.tensorboard, wandb_project=config.metrics.wandb_project)
@@ -111,6 +114,7 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
         def record(row: Row) -> None:
             progress.add(metrics.write(row))
 
+        tell_damaged(damaged, record)
         tell_changes(changes, record)
         with stop.at_once(LOADING), doing(logger, "loading the model"):
             learner = open_learner(config, inputs, hub, open_weight_hub, record, started)

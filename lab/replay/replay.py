@@ -253,8 +253,9 @@ def _gradients(
     run: Path, config: Config, objectives: Sequence[str], recorded: LeaseEnds, lags: Mapping[str, Sequence[int]]
 ) -> "tuple[list[GradientRow], list[str]]":
     """Return the gradients' rows, and notes on them."""
-    folders = checkpoints.whole(run / "checkpoints")
-    if not folders:
+    damage = {folder: checkpoints.find_damage(folder) for folder in checkpoints.whole(run / "checkpoints")}
+    folders = [folder for folder, flaw in damage.items() if flaw is None]
+    if not damage:
         return [], [
             f"No gradients: the run kept no checkpoint (train.checkpoint_interval = {config.train.checkpoint_interval}). Set "
             "train.checkpoint_interval to the optimizer steps between two, and train.keep_checkpoints to how many are kept."
@@ -265,7 +266,7 @@ def _gradients(
     trained_at = {group.lease_id: batch.policy_version for batch in recorded.batches for group in batch.groups}
     candidates = load_candidates(read_log(run / "log"), config, trained_at)
     rows = list(compare(config, objectives, folders, candidates, lags))
-    notes: list[str] = []
+    notes = [f"Damaged and not read: {folder.name}, where {flaw}." for folder, flaw in sorted(damage.items()) if flaw]
     compared = {checkpoints.checkpoint_folder(run, row.policy_version).name for row in rows}
     passed_over = [folder.name for folder in sorted(folders) if folder.name not in compared]
     if passed_over:

@@ -1,10 +1,10 @@
-"""DeepSpeed: its config and its engine, and whole weights and gradients under ZeRO."""
+"""DeepSpeed: its config, its engine and the state of that, and whole weights and gradients under ZeRO."""
 
 import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -22,6 +22,10 @@ GATHER_BUCKET_NUMEL = 2**26
 
 MAX_FULL_GRADIENTS = 16
 """Number of gradients that `full_gradients` reads under ZeRO."""
+
+
+_OBJECTS = ("loss_scaler", "param_slice_mappings", "universal_checkpoint_info")
+"""Entries of a ZeRO optimizer's state that hold DeepSpeed's objects. A new optimizer of the same settings has the same."""
 
 
 def deepspeed_config(train: TrainSection, dtype: Literal["float32", "bfloat16"]) -> dict[str, Any]:
@@ -42,7 +46,11 @@ def deepspeed_config(train: TrainSection, dtype: Literal["float32", "bfloat16"])
         config["zero_optimization"]["stage"] = max(1, train.zero_stage)
         config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
         config["communication_data_type"] = "fp32"
-    return _merged(config, train.deepspeed)
+    config = _merged(config, train.deepspeed)
+    for name in ("offload_optimizer", "offload_param"):
+        if config["zero_optimization"].get(name, {}).get("device") == "nvme":
+            raise ValueError(f'train.deepspeed: {name} to NVMe cannot be kept in checkpoints; use device "cpu"')
+    return config
 
 
 def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
@@ -65,6 +73,33 @@ def make_engine(module: CompletionLogprobs, config: dict[str, Any], train: Train
     with muted_prints():
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, model_parameters=trained, config=config)
     return engine
+
+
+def optimizer_state(engine: Any) -> dict[str, Any]:
+    """Return this rank's part of the optimizer's state: plain values and tensors, without copies."""
+    state: dict[str, Any] = engine.optimizer.state_dict()
+    return {name: value for name, value in state.items() if name not in _OBJECTS}
+
+
+def restore_state(engine: Any, parameters: Mapping[str, torch.Tensor], state: dict[str, Any]) -> None:
+    """Put whole weights and this rank's `optimizer_state` into the engine; a collective.
+
+    `parameters` are all of the engine's module, by name. Under ZeRO-3 they are not used: the optimizer has this rank's part.
+    """
+    optimizer = engine.optimizer
+    if engine.zero_optimization_partition_weights():
+        optimizer.checkpoint_event_prologue()
+    else:
+        with torch.no_grad():
+            for name, parameter in engine.module.named_parameters():
+                parameter.copy_(parameters[name])
+    if engine.zero_optimization():
+        states = [{**optimizer.state_dict(), **state}] * engine.dp_world_size
+        optimizer.load_state_dict(states, load_from_fp32_weights=engine.zero_load_from_fp32_weights())
+    else:
+        optimizer.load_state_dict(state)
+    if engine.zero_optimization_partition_weights():
+        optimizer.checkpoint_event_epilogue()
 
 
 @contextlib.contextmanager

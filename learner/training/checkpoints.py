@@ -1,16 +1,43 @@
-"""Checkpoint folders: names, order, and a publishing step that never shows a half-written one."""
+"""Checkpoint folders: names, order, checksums, and a publishing step that never shows a half-written one.
+
+step-00000040/            whole: renamed into place after all of its files are on disk
+step-00000050.partial/    being written, or left by a killed process
+step-00000030.damaged/    its files are not those of its manifest; kept for people, never loaded
+"""
 
 import os
 import re
 import shutil
+import zipfile
 from pathlib import Path
 
+import msgspec
+import xxhash
+
+OLD_STATE = "state"
+"""DeepSpeed's folder in a checkpoint of a version of offbeat that wrote no manifest."""
 _NAME = re.compile(r"step-(\d+)")
 _EXTRA_FILE = "extra.bin"
+_MANIFEST_FILE = "manifest.json"
+_READ_BYTES = 1 << 22
 
 
-class NoRoomError(OSError):
-    """The disk is too full for a checkpoint. Earlier checkpoints are whole."""
+class CheckpointFailedError(OSError):
+    """A checkpoint could not be written. Nothing of it is left; earlier checkpoints are whole."""
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file as it was written."""
+
+    num_bytes: int
+    xxh3: str
+    """XXH3, 64 bits, in hexadecimal digits."""
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All other files of a checkpoint, by their paths in it; written last."""
+
+    files: dict[str, FileEntry]
 
 
 def write_extra(partial: Path, extra: bytes) -> None:
@@ -24,11 +51,11 @@ def read_extra(folder: Path) -> bytes:
 
 
 def require_room(root: Path, num_bytes: int) -> None:
-    """Raise `NoRoomError` unless the disk has `num_bytes` free. Call it before any rank begins to write."""
+    """Raise `CheckpointFailedError` unless the disk has `num_bytes` free. Call it before any rank begins to write."""
     root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(root).free
     if free < num_bytes:
-        raise NoRoomError(f"it takes about {num_bytes >> 20} MB, and {free >> 20} MB are free")
+        raise CheckpointFailedError(f"it takes about {num_bytes >> 20} MB, and {free >> 20} MB are free")
 
 
 def checkpoint_folder(root: Path, policy_version: int) -> Path:
@@ -44,6 +71,8 @@ def partial_folder(folder: Path) -> Path:
 def publish(folder: Path) -> None:
     """Rename the finished `partial_folder(folder)` to `folder`, replacing an older checkpoint of that name."""
     partial = partial_folder(folder)
+    files = {path.relative_to(partial).as_posix(): _describe(path) for path in sorted(partial.rglob("*")) if path.is_file()}
+    (partial / _MANIFEST_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(Manifest(files))))
     # Synced before the rename, so that a complete name means complete files even after a power failure.
     for path in [*partial.rglob("*"), partial]:
         _sync(path)
@@ -63,12 +92,64 @@ def newest(root: Path) -> Path | None:
     return max(whole(root), default=None)
 
 
+def find_damage(folder: Path) -> str | None:
+    """Return the first file of a checkpoint that is not as it was written, and what differs; None for a whole checkpoint."""
+    if not (folder / _MANIFEST_FILE).exists():
+        return _find_old_damage(folder)
+    try:
+        manifest = msgspec.json.decode((folder / _MANIFEST_FILE).read_bytes(), type=Manifest)
+    # Text that is not UTF-8 is none of msgspec's own errors.
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return f"{_MANIFEST_FILE} is damaged"
+    for name, written in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != written.num_bytes:
+            return f"{name} has {path.stat().st_size} bytes instead of {written.num_bytes}"
+        if _describe(path) != written:
+            return f"{name} has other content than was written (its checksum differs)"
+    return None
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is never loaded again, and return its new place."""
+    places = [folder.with_name(f"{folder.name}.damaged{suffix}") for suffix in ("", *(f"-{index}" for index in range(2, 100)))]
+    place = next(place for place in places if not place.exists())
+    folder.rename(place)
+    _sync(folder.parent)
+    return place
+
+
 def prune(root: Path, *, keep: int) -> None:
     """Delete all but the `keep` newest whole checkpoints, and the half-written ones that killed processes left."""
     for folder in sorted(whole(root))[:-keep]:
         _delete(folder)
     for folder in root.glob("step-*.partial"):
         shutil.rmtree(folder)
+
+
+def _find_old_damage(folder: Path) -> str | None:
+    """Do `find_damage` for a checkpoint without a manifest: torch's files are archives with a checksum for each part."""
+    if not (folder / OLD_STATE).is_dir():
+        return f"{_MANIFEST_FILE} is missing"
+    for path in sorted(folder.rglob("*.pt")):
+        name = path.relative_to(folder).as_posix()
+        try:
+            with zipfile.ZipFile(path) as archive:
+                if archive.testzip():
+                    return f"{name} is damaged"
+        except zipfile.BadZipFile:
+            return f"{name} is damaged"
+    return None
+
+
+def _describe(path: Path) -> FileEntry:
+    checksum = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            checksum.update(chunk)
+        return FileEntry(file.tell(), checksum.hexdigest())
 
 
 def _delete(folder: Path) -> None:

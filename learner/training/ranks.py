@@ -4,6 +4,7 @@ Every trainer call is a collective that all ranks must enter. `RankedTrainer` on
 it; the other ranks wait in `follow` and make the same calls.
 """
 
+import contextlib
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never, get_args
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from offbeat.common.weights import WeightBuffer
 from offbeat.learner.leases.groups import Group
+from offbeat.learner.training.checkpoints import CheckpointFailedError
 from offbeat.protocols.messages import TensorSpec
 
 if TYPE_CHECKING:
@@ -182,7 +184,9 @@ class RankedTrainer:
                 case ScoreTokens(token_ids=token_ids):
                     self._trainer.score(token_ids)
                 case SaveCheckpoint(folder=folder, extra=extra):
-                    self._trainer.save_checkpoint(Path(folder), extra)
+                    # Rank 0 says so, and every rank goes on.
+                    with contextlib.suppress(CheckpointFailedError):
+                        self._trainer.save_checkpoint(Path(folder), extra)
                 case LoadCheckpoint(folder=folder):
                     self._trainer.load_checkpoint(Path(folder))
                 case SaveModel(folder=folder):

@@ -201,7 +201,7 @@ class Trainer:
         return Differences(gather_rows(torch.cat(lengths)).numpy(), log_ratios.numpy(), advantages.numpy())
 
     def save_checkpoint(self, folder: Path, extra: bytes) -> None:
-        """Write everything that continues this run, and rank 0's `extra`. Raises `checkpoints.NoRoomError` on a full disk."""
+        """Write everything that continues this run, and rank 0's `extra`. `CheckpointFailedError` leaves no rank behind."""
         save_state(folder, self._engine, self._describe_checkpoint(), self._adaptive, extra, rank=self.rank)
 
     def load_checkpoint(self, folder: Path) -> bytes:

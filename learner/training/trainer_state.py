@@ -1,21 +1,31 @@
-"""The trainer's state on disk: the files of a checkpoint folder that continue a run."""
+"""The trainer's state on disk: the files of a checkpoint folder that continue a run.
 
+policy.safetensors                       every weight, whole, under the module's names
+rank-00000.safetensors, .msgpack, ...    each rank's part of the optimizer's state, and its random state
+trainer.json, adapted.json, extra.bin    what a trainer must have in common with it; adapted numbers; the caller's bytes
+manifest.json                            size and checksum of each of these files
+"""
+
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from offbeat.common.config import LoraSection
 from offbeat.learner.objectives.reward_shaping import RunningMoments
-from offbeat.learner.policy.zero import muted_prints
+from offbeat.learner.policy.process_group import gather_tensors
+from offbeat.learner.policy.zero import gathered_parameters, muted_prints, optimizer_state, restore_state
 from offbeat.learner.training import checkpoints
+from offbeat.learner.training.old_checkpoints import load_old_state
+from offbeat.learner.training.tensor_files import read_tree, write_tensors, write_tree
 
-_DEEPSPEED_TAG = "state"
-"""Folder of DeepSpeed's files inside a checkpoint."""
+WEIGHTS_FILE = "policy.safetensors"
 _META_FILE = "trainer.json"
 _ADAPTIVE_FILE = "adapted.json"
 
@@ -53,22 +63,33 @@ class LoadedState(NamedTuple):
 def save_state(folder: Path, engine: Any, meta: CheckpointMeta, adaptive: AdaptiveState, extra: bytes, *, rank: int) -> None:
     """Write weights, optimizer, random state and the given values; a collective. `extra` counts on rank 0 only.
 
-    `folder` appears at the end, and whole: see `learner.training.checkpoints`.
+    `folder` appears at the end, and whole: see `learner.training.checkpoints`. Where one rank cannot write, every rank raises
+    `CheckpointFailedError`, and nothing is left.
     """
     partial = checkpoints.partial_folder(folder)
-    if rank == 0:
+    is_first = rank == 0
+    weights = gather_weights(engine.module, is_keeper=is_first)
+
+    def begin() -> None:
         shutil.rmtree(partial, ignore_errors=True)
-    # DeepSpeed makes the folder and has the other ranks wait for that.
-    with muted_prints():
-        engine.save_checkpoint(str(partial), tag=_DEEPSPEED_TAG, save_latest=False)
-    torch.save(_read_random_state(), partial / _random_file(rank))
-    dist.barrier()
-    if rank == 0:
-        checkpoints.write_extra(partial, extra)
-        (partial / _META_FILE).write_bytes(msgspec.json.encode(meta))
-        (partial / _ADAPTIVE_FILE).write_bytes(msgspec.json.encode(adaptive))
-        checkpoints.publish(folder)
-    dist.barrier()
+        partial.mkdir(parents=True)
+
+    def write() -> None:
+        write_tree(partial / _rank_file(rank), {"optimizer": optimizer_state(engine), "random": _read_random_state()})
+        if is_first:
+            write_tensors(partial / WEIGHTS_FILE, weights)
+            checkpoints.write_extra(partial, extra)
+            (partial / _META_FILE).write_bytes(msgspec.json.encode(meta))
+            (partial / _ADAPTIVE_FILE).write_bytes(msgspec.json.encode(adaptive))
+
+    try:
+        _on_all_ranks(begin if is_first else None)
+        _on_all_ranks(write)
+        _on_all_ranks((lambda: checkpoints.publish(folder)) if is_first else None)
+    except checkpoints.CheckpointFailedError:
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def load_state(folder: Path, engine: Any, expected: CheckpointMeta, *, rank: int) -> LoadedState:
@@ -83,17 +104,42 @@ def load_state(folder: Path, engine: Any, expected: CheckpointMeta, *, rank: int
             f"checkpoint {folder} was saved with {meta}, this run has {expected}: resume with the same number of "
             "learner processes (launch.learner_processes), train.zero_stage, model.dtype, lora and critic"
         )
-    with muted_prints():
-        loaded, _ = engine.load_checkpoint(str(folder), tag=_DEEPSPEED_TAG)
-    if loaded is None:
-        raise FileNotFoundError(f"checkpoint {folder} holds no DeepSpeed state")
-    _restore_random_state(torch.load(folder / _random_file(rank), weights_only=True))
+    if (folder / checkpoints.OLD_STATE).is_dir():
+        random_state = load_old_state(folder, engine, rank=rank)
+    else:
+        state = read_tree(folder / _rank_file(rank))
+        with muted_prints():
+            restore_state(engine, load_file(folder / WEIGHTS_FILE), state["optimizer"])
+        random_state = state["random"]
+    _restore_random_state(random_state)
     adaptive = msgspec.json.decode((folder / _ADAPTIVE_FILE).read_bytes(), type=AdaptiveState)
     return LoadedState(meta.policy_version, adaptive, checkpoints.read_extra(folder))
 
 
-def _random_file(rank: int) -> str:
-    return f"random-{rank}.pt"
+def gather_weights(module: nn.Module, *, is_keeper: bool) -> dict[str, Tensor]:
+    """Return the module's parameters, whole, in CPU memory, by name; empty on ranks that do not keep them. A collective."""
+    return {name: weight.to("cpu", copy=True) for name, weight in gathered_parameters(module.named_parameters()) if is_keeper}
+
+
+def _on_all_ranks(act: Callable[[], None] | None) -> None:
+    """Do what this rank has to do, if anything, and wait for the others; a collective.
+
+    Raises `CheckpointFailedError` on every rank when it failed on one, so that none waits for the others later.
+    """
+    failure: OSError | None = None
+    try:
+        if act is not None:
+            act()
+    except OSError as error:
+        failure = error
+    numbers = gather_tensors(torch.tensor(0 if failure is None else failure.errno or -1)).tolist()
+    if any(numbers):
+        said = ", ".join(f"rank {rank}: {os.strerror(number)}" for rank, number in enumerate(numbers) if number)
+        raise checkpoints.CheckpointFailedError(said) from failure
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}"
 
 
 def _read_random_state() -> dict[str, Tensor]:

@@ -1,7 +1,5 @@
 """The audit sees each thing that must not happen, in histories made by hand."""
 
-import io
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from offbeat.lab.audit import (
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.rollout_log import RolloutLog
+from offbeat.learner.training import checkpoints
 from offbeat.protocols.messages import CompletionMeta, Segment
 
 SEED = 3
@@ -211,29 +210,18 @@ def test_canary_is_held_to_the_largest_tolerance_that_was_in_force(tmp_path: Pat
 
 
 def test_checkpoint_that_is_half_written_or_damaged_is_seen(tmp_path: Path) -> None:
-    def archive() -> bytes:
-        stream = io.BytesIO()
-        with zipfile.ZipFile(stream, "w") as file:
-            file.writestr("data", b"0123456789" * 100)
-        return stream.getvalue()
-
     folder = tmp_path / "step-00000010"
-    folder.mkdir()
-    (folder / "state.pt").write_bytes(archive())
-    assert check_checkpoints(tmp_path).violations == []
-    (tmp_path / "step-00000020.partial").mkdir()
-    assert check_checkpoints(tmp_path).violations == ["step-00000020.partial is left over"]
-    (tmp_path / "step-00000020.partial").rename(tmp_path / "step-00000020")
-    assert check_checkpoints(tmp_path).violations == ["step-00000020 is empty"]
-    (tmp_path / "step-00000020" / "meta.json").touch()
-    assert check_checkpoints(tmp_path).violations == ["step-00000020/meta.json is empty"]
-    (tmp_path / "step-00000020" / "meta.json").write_text("{}")
-    damaged = bytearray(archive())
-    damaged[200] ^= 1
-    (folder / "state.pt").write_bytes(damaged)
-    assert check_checkpoints(tmp_path).violations == ["step-00000010/state.pt is damaged"]
-    (folder / "state.pt").write_bytes(archive()[:500])
-    assert check_checkpoints(tmp_path).violations == ["step-00000010/state.pt is damaged"]
+    partial = checkpoints.partial_folder(folder)
+    partial.mkdir()
+    (partial / "weights").write_text("0123456789")
+    assert check_checkpoints(tmp_path).violations == ["step-00000010.partial is left over"]
+    checkpoints.publish(folder)
+    assert check_checkpoints(tmp_path) == ("checkpoints are whole", [], "step-00000010")
+    (folder / "weights").write_text("0123456780")
+    (violation,) = check_checkpoints(tmp_path).violations
+    assert violation.startswith("step-00000010: weights has other content than was written")
+    checkpoints.set_aside(folder)
+    assert check_checkpoints(tmp_path) == ("checkpoints are whole", [], "step-00000010.damaged was set aside")
 
 
 def rows(folder: Path, *written: Row) -> Path:

@@ -143,9 +143,34 @@ def test_checkpoint_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     assert trainer.policy_version == 12
 
 
+def test_older_checkpoint_is_used_when_the_newest_is_damaged_which_is_kept_and_told(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep=3)
+    states = [state_with(Position(1, version)) for version in range(3)]
+    for version, state in enumerate(states):
+        run.save(version, state)
+    newest, older = [checkpoints.checkpoint_folder(tmp_path / "checkpoints", version) for version in (2, 1)]
+    extra = bytearray((newest / "extra.bin").read_bytes())
+    extra[5] ^= 1
+    (newest / "extra.bin").write_bytes(extra)
+    (older / "extra.bin").unlink()
+    trainer = FakeTrainer()
+    rows: list[dict[str, Any]] = []
+    resume.tell_damaged(resume.set_damaged_aside(tmp_path), lambda row: rows.append(row_fields(row)))
+    loaded = resume.load_checkpoint(tmp_path, cast(RankedTrainer, trainer), has_log=True)
+    assert loaded is not None
+    assert (trainer.policy_version, loaded.dispatcher) == (0, states[0])
+    assert [row["event"] for row in rows] == ["checkpoint_damaged"] * 2
+    assert "extra.bin has other content than was written" in rows[0]["detail"]
+    assert "extra.bin is missing" in rows[1]["detail"]
+    assert run.names() == ["step-00000000", "step-00000001.damaged", "step-00000002.damaged"]
+    run.save(1, states[1])
+    run.save(2, states[2])
+    assert "step-00000002.damaged" in run.names(), "pruning leaves it to people"
+
+
 def too_full(root: Path, num_bytes: int) -> None:
     assert num_bytes == 1600
-    raise checkpoints.NoRoomError("it takes about 1 MB")
+    raise checkpoints.CheckpointFailedError("it takes about 1 MB")
 
 
 @pytest.mark.parametrize("cause", ["disk", "log"])
@@ -215,7 +240,10 @@ def test_run_of_an_older_program_resumes_with_a_warning(old_run: Path, caplog: p
 
 @pytest.fixture
 def old_run(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(OLD_RUN, tmp_path / "run"))
+    run = Path(shutil.copytree(OLD_RUN, tmp_path / "run"))
+    # DeepSpeed's files, which no test here reads.
+    (run / "checkpoints" / "step-00000001" / checkpoints.OLD_STATE).mkdir()
+    return run
 
 
 def test_checkpoint_of_an_older_program_is_read(old_run: Path) -> None:

@@ -3,6 +3,7 @@
 `python -m tests.learner.training.rank_worker MODEL RESULT`, with torchrun's variables in the environment.
 """
 
+import resource
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from offbeat.common.environment import prepare_environment
 prepare_environment()
 
 from offbeat.common.weights import WeightBuffer  # noqa: E402
+from offbeat.learner.training.checkpoints import CheckpointFailedError  # noqa: E402
 from offbeat.learner.training.trainer import Trainer  # noqa: E402
 from tests.learner.training.trainer_cases import EXTRAS, SGD, make_config, make_groups  # noqa: E402
 
@@ -27,6 +29,7 @@ def train(model: Path, zero_stage: int, checkpoints: Path) -> dict[str, object]:
     # Several chunks a micro-batch, and not as many on every rank.
     trainer._module.head._max_chunk_logits = 7 * 44
     first = trainer.train_batch(make_groups(3, seed=1))
+    failure = save_on_a_full_disk(trainer, checkpoints / f"stage-{zero_stage}" / "step-00000000")
     trainer.save_checkpoint(checkpoints / f"stage-{zero_stage}" / "step-00000001", b"position")
     trainer.close()
     trainer = Trainer(config)
@@ -38,7 +41,27 @@ def train(model: Path, zero_stage: int, checkpoints: Path) -> dict[str, object]:
     trainer.save_model(checkpoints / f"model-{zero_stage}")
     trainer.close()
     weights = dict(buffer.views()) if buffer is not None else {}
-    return {"weights": weights, "metrics": [*first, *second], "extra": extra, "score": torch.from_numpy(score)}
+    return {
+        "weights": weights,
+        "metrics": [*first, *second],
+        "extra": extra,
+        "failure": failure,
+        "score": torch.from_numpy(score),
+    }
+
+
+def save_on_a_full_disk(trainer: Trainer, folder: Path) -> str:
+    """Save a checkpoint while rank 1 may write no large file; return what this rank was told."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if trainer.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        trainer.save_checkpoint(folder, b"")
+    except CheckpointFailedError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return ""
 
 
 def main(model: Path, result: Path) -> None:

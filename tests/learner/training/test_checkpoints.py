@@ -72,9 +72,56 @@ def test_extra_is_read_as_it_was_written(tmp_path):
 def test_checkpoint_that_does_not_fit_is_refused_before_anything_is_written(tmp_path):
     root = tmp_path / "checkpoints"
     checkpoints.require_room(root, 0)
-    with pytest.raises(checkpoints.NoRoomError, match=r"takes about \d+ MB, and \d+ MB are free"):
+    with pytest.raises(checkpoints.CheckpointFailedError, match=r"takes about \d+ MB, and \d+ MB are free"):
         checkpoints.require_room(root, 1 << 60)
     assert list(root.iterdir()) == []
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: flip(folder / "weights", 3), "weights has other content than was written (its checksum differs)"),
+        (lambda folder: (folder / "weights").write_text("abc"), "weights has 3 bytes instead of 8"),
+        (lambda folder: (folder / "weights").unlink(), "weights is missing"),
+        (lambda folder: flip(folder / "manifest.json", 0), "manifest.json is damaged"),
+        (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
+    ],
+)
+def test_damage_is_found_before_anything_is_loaded_and_named(tmp_path, damage, said):
+    folder = write(tmp_path, 1, "contents")
+    assert checkpoints.find_damage(folder) is None
+    damage(folder)
+    assert checkpoints.find_damage(folder) == said
+
+
+def test_any_flipped_bit_of_any_file_is_found(tmp_path):
+    folder = write(tmp_path, 1, "contents")
+    files = sorted(folder.iterdir())
+    assert [path.name for path in files] == ["manifest.json", "weights"]
+    for path in files:
+        whole = path.read_bytes()
+        for offset in range(len(whole)):
+            flip(path, offset)
+            # White space of the manifest may change.
+            assert checkpoints.find_damage(folder) or whole[offset : offset + 1].isspace()
+            path.write_bytes(whole)
+
+
+def test_damaged_checkpoints_of_one_version_are_all_kept(tmp_path):
+    for index in range(3):
+        checkpoints.set_aside(write(tmp_path, 1, str(index)))
+    names = ["step-00000001.damaged", "step-00000001.damaged-2", "step-00000001.damaged-3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert checkpoints.whole(tmp_path) == []
+    write(tmp_path, 2)
+    checkpoints.prune(tmp_path, keep=1)
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_death_at_any_moment_of_replacing_a_checkpoint_leaves_a_whole_one(tmp_path, monkeypatch):

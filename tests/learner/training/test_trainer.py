@@ -425,6 +425,12 @@ def test_two_ranks_take_the_steps_of_one(tiny_model, two_ranks, zero_stage):
             assert metrics[name] == pytest.approx(expected_step[name], rel=1e-3, abs=1e-6), name
 
 
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_disk_that_is_full_for_one_rank_costs_a_checkpoint_on_all_and_training_goes_on(two_ranks, zero_stage):
+    _, results = two_ranks
+    assert results[zero_stage]["failure"] == "rank 1: File too large"
+
+
 @pytest.mark.parametrize("zero_stage", [0, 3])
 def test_two_ranks_save_one_model_and_one_checkpoint(two_ranks, zero_stage):
     from transformers import AutoModelForCausalLM
