@@ -22,6 +22,7 @@ from msgspec.structs import FieldInfo
 
 from offbeat.common import config as config_module
 from offbeat.common.config import Config, Section
+from offbeat.common.masking import has_mask, masked
 from offbeat.common.objectives import complete
 
 LARGEST_NUMBER = 2**53
@@ -39,7 +40,9 @@ class SettingError(Exception):
     """A mistake of the user; the text names the setting, its value, the problem and the cure."""
 
     def __init__(self, setting: str, value: object, problem: str, cure: str) -> None:
-        super().__init__(f"{setting} = {_shown(value)}: {problem}. {cure}")
+        # A path into a table (`actor.engine_options.hf_token`) may name a secret; `hub.key` is a setting, and a path.
+        name = setting.rpartition(".")[2] if setting.count(".") > 1 else ""
+        super().__init__(f"{setting} = {_shown(masked(value, name))}: {problem}. {cure}")
         self.setting = setting
         self.texts = (str(self),)
 
@@ -93,8 +96,11 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
     return complete(_convert(data))
 
 
-def resolved_toml(config: Config) -> str:
-    """Return all settings as TOML that `load` reads back as the same config; leave out those that are None by default."""
+def resolved_toml(config: Config, *, with_secrets: bool = False) -> str:
+    """Return all settings as TOML that `load` reads back as the same config; leave out those that are None by default.
+
+    Secrets in tables are masked, unless the text is for a service and goes into a private file (`common.masking`).
+    """
     lines: list[str] = []
     for section_name in Config.__struct_fields__:
         section: Section = getattr(config, section_name)
@@ -102,7 +108,7 @@ def resolved_toml(config: Config) -> str:
         for field in msgspec.structs.fields(section):
             value = getattr(section, field.name)
             if value is not None:
-                lines.append(f"{field.name} = {_to_toml(value)}")
+                lines.append(f"{field.name} = {_to_toml(value if with_secrets else masked(value))}")
             elif field.default is not None:
                 lines.append(f'{field.name} = "none"')
         lines.append("")
@@ -112,6 +118,14 @@ def resolved_toml(config: Config) -> str:
 def setting_names() -> list[str]:
     """Return every setting, as `section.key`."""
     return [f"{section}.{key}" for section in _sections() for key in _fields(section)]
+
+
+def refuse_masked(config: Config) -> None:
+    """Raise `SettingError` for a secret that is masked, as in a run folder's config.toml: a service needs the real one."""
+    for setting, table in (("actor.engine_options", config.actor.engine_options), ("train.deepspeed", config.train.deepspeed)):
+        if has_mask(table):
+            cure = f"Give the real value, from your own TOML file or as {setting}.NAME=VALUE."
+            raise SettingError(setting, table, "a secret in it was masked when these settings were written", cure)
 
 
 def explain(name: str | None = None) -> str:
@@ -357,7 +371,7 @@ def _docstrings(class_name: str) -> dict[str, str]:
 
 
 def _shown(value: object) -> str:
-    return "none" if value is None else _to_toml(value)
+    return "none" if value is None else _to_toml(masked(value))
 
 
 def _to_toml(value: object) -> str:

@@ -23,6 +23,7 @@ import msgspec
 from msgspec.structs import replace
 
 from offbeat.common.config import Config
+from offbeat.common.masking import write_private
 from offbeat.common.metrics import ROWS_FILE
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load, resolved_toml
@@ -227,7 +228,7 @@ def _check_same(old: Plan, new: Plan, cells: Sequence[Cell], folder: Path) -> No
     for cell in cells:
         file = cell.folder / CONFIG_FILE
         if cell.name in {planned.name for planned in old.cells} and file.exists():
-            there, here = tomllib.loads(file.read_text()), tomllib.loads(resolved_toml(cell.config))
+            there, here = (tomllib.loads(resolved_toml(config)) for config in (load(file), cell.config))
             differences |= dict.fromkeys(_config_differences(there, here))
     if differences:
         shown = [*differences][:_MAX_DIFFERENCES]
@@ -266,7 +267,7 @@ def _config_differences(there: Mapping[str, Mapping], here: Mapping[str, Mapping
 
 def _write_config(cell: Cell) -> None:
     cell.folder.mkdir(parents=True, exist_ok=True)
-    (cell.folder / CONFIG_FILE).write_text(resolved_toml(cell.config))
+    write_private(cell.folder / CONFIG_FILE, resolved_toml(cell.config, with_secrets=True))
 
 
 def _lock(file: IO[str], folder: Path) -> None:

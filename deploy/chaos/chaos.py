@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from rich.table import Table
 
 from offbeat.common.config import Config
+from offbeat.common.masking import write_private
 from offbeat.common.settings import load, resolved_toml
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.chaos.faults import Clock, open_disk
@@ -171,7 +172,7 @@ def _write_config(site: Site, seed: int, *, is_quickstart: bool) -> Site:
         data.write_text("".join(rows[:NUM_PROMPTS]))
         task = replace(task, train_data=str(data))
     config = replace(config, run=replace(config.run, dir=str(site.run), seed=seed), hub=hub, task=task)
-    site.config_file.write_text(resolved_toml(config))
+    write_private(site.config_file, resolved_toml(config, with_secrets=True))
     return site._replace(config=config)
 
 

@@ -5,6 +5,7 @@ import logging
 from offbeat.common.descriptors import raise_limit
 from offbeat.common.environment import fast_imports, prepare_environment
 from offbeat.common.logs import configure_logs, doing
+from offbeat.common.settings import refuse_masked
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.commands.arguments import Arguments, Preflight, load_config, say_start
 from offbeat.deploy.preflight.preflight import look
@@ -18,6 +19,7 @@ def command(arguments: Arguments = None, preflight: Preflight = True) -> None:
     configure_logs("actor")
     say_start("actor")
     config = expand(load_config(arguments))
+    refuse_masked(config)
     if config.actor.name:
         configure_logs(config.actor.name)
     if preflight:

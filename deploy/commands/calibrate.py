@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from offbeat.common.environment import prepare_environment
 from offbeat.common.logs import configure_logs
+from offbeat.common.settings import refuse_masked
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, load_config, start_time
 from offbeat.deploy.preflight.preflight import look
@@ -27,6 +28,7 @@ def command(
     configure_logs("calibrate")
     prepare_environment()
     config = expand(load_config(arguments, default=QUICKSTART))
+    refuse_masked(config)
     folder = out or Path(f"runs/calibrate-{start_time()}")
     config = replace(config, run=replace(config.run, dir=str(folder), resume=False))
     look(config, "train")

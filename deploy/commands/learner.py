@@ -7,7 +7,7 @@ from pathlib import Path
 from offbeat.common.descriptors import raise_limit
 from offbeat.common.environment import fast_imports, prepare_environment
 from offbeat.common.logs import configure_logs, doing
-from offbeat.common.settings import SettingError
+from offbeat.common.settings import SettingError, refuse_masked
 from offbeat.common.shutdown import LAUNCHED_VARIABLE, StopRequest
 from offbeat.deploy.commands.arguments import Arguments, Preflight, load_config, say_start
 from offbeat.deploy.launch.ending import end_run, go_on
@@ -23,6 +23,7 @@ def command(arguments: Arguments = None, preflight: Preflight = True) -> None:
     configure_logs("learner")
     say_start("learner")
     config = expand(load_config(arguments))
+    refuse_masked(config)
     # Beside rank 0 the others would find its ports taken.
     if preflight and os.environ.get("RANK", "0") == "0":
         look(config, "learner")

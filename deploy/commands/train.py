@@ -5,6 +5,7 @@ import logging
 import typer
 
 from offbeat.common.logs import configure_logs
+from offbeat.common.settings import refuse_masked
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, load_config, say_start
 from offbeat.deploy.launch.launcher import Launcher
@@ -19,6 +20,7 @@ def command(arguments: Arguments = None) -> None:
     configure_logs("train")
     say_start("train")
     config = expand(load_config(arguments, default=QUICKSTART))
+    refuse_masked(config)
     for note in look(config, "train"):
         logger.info("%s", note)
     raise typer.Exit(Launcher(config, StopRequest().install()).run())

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from offbeat.common.config import Config
 from offbeat.common.logs import MAX_FILE_BYTES
+from offbeat.common.masking import write_private
 from offbeat.common.run_folder import LAUNCH_FILE, has_checkpoint, has_steps, locked
 from offbeat.common.settings import SettingError, resolved_toml
 from offbeat.common.shutdown import (
@@ -175,7 +176,7 @@ class Launcher:
         """
         with locked(self._folder):
             (self._folder / "logs").mkdir(exist_ok=True)
-        self._config_file.write_text(resolved_toml(self._config))
+        write_private(self._config_file, resolved_toml(self._config, with_secrets=True))
         is_refused = False
         try:
             self._start_learner()

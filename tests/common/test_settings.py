@@ -159,7 +159,7 @@ def test_resolved_toml_reads_back_as_the_same_config(
         launch=msgspec.structs.replace(config.launch, actor_gpus=gpus),
     )
     path = tmp_path_factory.getbasetemp() / "resolved.toml"
-    path.write_bytes(resolved_toml(config).encode())
+    path.write_bytes(resolved_toml(config, with_secrets=True).encode())
     assert load(path) == config
 
 
