@@ -1,6 +1,6 @@
 """The settings of a run: one frozen struct per section of the TOML file, the same file for every service.
 
-The text below each setting is what `offbeat check --explain` prints. `common.settings` reads and explains the settings;
+The text below each setting is what `offbeat explain` prints. `common.settings` reads and explains the settings;
 `common.setting_checks` refuses contradictions between them.
 """
 

@@ -86,6 +86,8 @@ class Explanation(NamedTuple):
 def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """Return the settings of a TOML file, or the defaults without one, with `section.key=value` overrides applied in order.
 
+    An override may leave out the section where `full_name` does without it.
+
     Fills in the objective's defaults (`common.objectives`). The value of an override is parsed as TOML; text that is not TOML
     is taken as a string, so quotes are rarely needed. Raises `SettingError` for a file that cannot be read, an unknown setting
     and a value of the wrong type or out of range.
@@ -134,33 +136,39 @@ def explain(name: str | None = None) -> str:
 
 
 def explanations(name: str | None = None) -> list[Explanation]:
-    """Describe the setting `section.key`, or those of a section, or all settings; raise `SettingError` for an unknown name."""
+    """Describe a setting, named as in `full_name`, or those of a section, or all; raise `SettingError` for an unknown name."""
+    if name in _sections():
+        return _explain_section(name)
     every = [row for section_name in _sections() for row in _explain_section(section_name)]
-    wanted = [row for row in every if name in (None, row.setting, row.setting.split(".")[0])]
-    if name is not None and not wanted:
-        names = [*_sections(), *(row.setting for row in every)]
-        raise SettingError("setting", name, "no setting or section has this name", _did_you_mean(name, names))
-    return wanted
+    if name is None:
+        return every
+    setting = ".".join(full_name(name).split(".")[:2])
+    return [row for row in every if row.setting == setting]
 
 
 def full_name(key: str) -> str:
     """Return the `section.key` of a setting given by that name, by a key that only one section has, or by an alias.
 
-    A path into a setting that is a table is returned as it is: `actor.engine_options.max_num_seqs`. Raises `SettingError`
-    for an unknown name and for a key that several sections have.
+    A path into a setting that is a table keeps its end: `actor.engine_options.max_num_seqs`, also without the section. Raises
+    `SettingError` for an unknown name and for a key that several sections have.
     """
     section_name, dot, name = key.partition(".")
     if key in ALIASES:
         return f"{section_name}.{ALIASES[key]}"
+    every = [*setting_names(), *ALIASES]
+    if dot and section_name not in _sections() and any(setting.partition(".")[2] == section_name for setting in every):
+        return f"{full_name(section_name)}.{name}"
     if dot:
         _find_field(section_name, name.split(".")[0])
         return key
-    every = [*setting_names(), *ALIASES]
     found = [setting for setting in every if setting.partition(".")[2] == key]
     if not found:
+        if key in _sections():
+            cure = f"Name one of its settings, as in {key}.{next(iter(_fields(key)))}. `offbeat explain {key}` describes them."
+            raise SettingError("setting", key, "this is a section", cure)
         close = difflib.get_close_matches(key, [setting.partition(".")[2] for setting in every], n=1, cutoff=0.5)
         meant = [setting for setting in every if setting.partition(".")[2] in close]
-        cure = f"Did you mean {' or '.join(meant)}?" if meant else "`offbeat check --explain` describes all settings."
+        cure = f"Did you mean {' or '.join(meant)}?" if meant else "`offbeat explain` describes all settings."
         raise SettingError("setting", key, "no setting has this name", cure)
     if len(found) > 1:
         raise SettingError("setting", key, f"{len(found)} sections have a setting of this name", f"Write {' or '.join(found)}.")
@@ -233,13 +241,11 @@ def _replace_aliases(data: dict[str, Any]) -> None:
 def _apply_override(data: dict[str, Any], override: str) -> None:
     """Set one value in the nested tables of a config file; the path may lead into a setting that is itself a table."""
     setting, equals, raw = override.partition("=")
-    setting = setting.strip()
     if not equals:
         raise SettingError("override", override, "it has no value", "Write section.key=value.")
+    setting = full_name(setting.strip())
     section_name, *path = setting.split(".")
-    if setting in ALIASES:
-        path = [ALIASES[setting]]
-    field = _find_field(section_name, path[0] if path else "")
+    field = _find_field(section_name, path[0])
     value = _parse_value(raw, field)
     if len(path) > 1 and not isinstance(types.type_info(field.type), types.DictType):
         raise SettingError(setting, value, f"{section_name}.{path[0]} is not a table", f"Write {section_name}.{path[0]}=VALUE.")
@@ -285,7 +291,8 @@ def _convert(data: dict[str, Any]) -> Config:
 
     def convert_section(section_name: str, table: object) -> None:
         if not isinstance(table, dict):
-            raise SettingError(section_name, table, "it is outside of any section", "Put it under its [section].")
+            section = full_name(section_name).partition(".")[0]
+            raise SettingError(section_name, table, "it is outside of any section", f"Put it under [{section}].")
         if section_name not in _sections():
             _find_field(section_name, "")
         values[section_name] = {}

@@ -2,10 +2,11 @@
 
 import ast
 import importlib
+import importlib.metadata
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -22,6 +23,7 @@ COMMANDS = (
     "learner",
     "actor",
     "check",
+    "explain",
     "report",
     "samples",
     "status",
@@ -51,12 +53,12 @@ def make_app() -> typer.Typer:
     """Return the application: every command by name and help text, none of them imported."""
     app = typer.Typer(
         cls=LazyCommands,
-        add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         help="Asynchronous, off-policy reinforcement learning for language models.",
-        epilog="Every setting: offbeat check --explain",
+        epilog="Every setting: offbeat explain",
     )
+    app.callback()(_options)
     for name in COMMANDS:
         app.command(name, help=_help_text(name))(_placeholder)
     return app
@@ -87,6 +89,12 @@ def _fail(texts: tuple[str, ...], status: int) -> None:
     sys.exit(status)
 
 
+def _print_version(is_asked_for: bool) -> None:
+    if is_asked_for:
+        typer.echo(f"offbeat {importlib.metadata.version('offbeat')}")
+        raise typer.Exit
+
+
 def _load_command(name: str) -> Any:
     """Import a command's module and return the command as Typer makes it."""
     module = importlib.import_module(f"offbeat.deploy.commands.{name}")
@@ -100,6 +108,14 @@ def _help_text(name: str) -> str:
     tree = ast.parse((Path(__file__).parent / "commands" / f"{name}.py").read_text(encoding="utf-8"))
     command = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "command")
     return ast.get_docstring(command) or ""
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of `offbeat` itself."""
 
 
 def _placeholder() -> None:

@@ -57,8 +57,9 @@ def settings_page() -> str:
     parts = [
         _WRITTEN,
         "# Settings",
-        "Give settings in a TOML file, or as `section.key=value` on the command line. `offbeat check --explain` prints this "
-        "page in a terminal.",
+        "Give settings in a TOML file, or as `section.key=value` on the command line, where the section may be left out if "
+        "only one has the key: `num_steps=50`. `offbeat explain SETTING` prints the text of a setting or a section, "
+        "`offbeat explain` all of them.",
     ]
     for section, settings in groupby(explanations(), key=lambda row: row.setting.partition(".")[0]):
         table = [(f"`{row.setting}`", f"`{row.default}`", row.type, row.text) for row in settings]

@@ -1,5 +1,7 @@
-"""The console that commands print their tables on."""
+"""The terminal that commands print on: its width, a pager for what is longer than it is high."""
 
+import pydoc
+import shutil
 import sys
 
 from rich.console import Console
@@ -11,3 +13,11 @@ PIPE_WIDTH = 150
 def stdout_console() -> Console:
     """Return a console as wide as the terminal, or `PIPE_WIDTH` wide without one."""
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+def page(text: str) -> None:
+    """Print the text, through the user's pager (`PAGER`) where it is longer than the terminal is high."""
+    if sys.stdout.isatty() and text.count("\n") >= shutil.get_terminal_size().lines:
+        pydoc.pager(text)
+    else:
+        print(text)

@@ -10,15 +10,18 @@ from offbeat.common.settings import explain, resolved_toml
 from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, load_config, say_start
 from offbeat.deploy.preflight.preflight import look
 from offbeat.deploy.quickstart.quickstart import PLACEHOLDER, expand, quickstart_folder
+from offbeat.lab.terminal import page
 
 
 def command(
     arguments: Arguments = None,
-    show_explanation: Annotated[bool, typer.Option("--explain", help="Describe every setting instead.")] = False,
+    show_explanation: Annotated[
+        bool, typer.Option("--explain", help="Describe the settings that are named instead, or every setting.")
+    ] = False,
 ) -> None:
     """Validate a config without starting anything, and print it resolved."""
     if show_explanation:
-        typer.echo(explain())
+        page("\n\n".join(explain(name) for name in arguments or [None]))
         return
     configure_logs("check")
     say_start("check")

@@ -73,7 +73,9 @@ def test_override_is_read_as_toml_and_else_as_text(override: str, section: str, 
         ("train.max_staleness=3", ["train.max_staleness", "Did you mean staleness.max_staleness?"]),
         ("trian.num_steps=3", ["trian", "Did you mean train?"]),
         ("train.zzz=3", ["train.zzz", "The known names are:", "learning_rate"]),
-        ("num_steps=3", ["num_steps"]),
+        ("num_step=3", ["num_step", "Did you mean train.num_steps?"]),
+        ("clip=3", ["2 sections have a setting of this name", "reward.clip or advantage.clip"]),
+        ("train=3", ["this is a section", "train.num_steps"]),
         ("train.num_steps", ["train.num_steps", "section.key=value"]),
         ("train.num_steps=0", ["train.num_steps = 0", "a whole number, at least 1"]),
         ("train.num_steps=1.5", ["train.num_steps = 1.5", "a whole number"]),
@@ -117,7 +119,7 @@ def test_missing_file_is_reported(tmp_path: Path) -> None:
 
 
 def test_setting_outside_of_any_section_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"num_steps = 5: it is outside of any section"):
+    with pytest.raises(SettingError, match=r"num_steps = 5: it is outside of any section. Put it under \[train\]"):
         load(write(tmp_path, "num_steps = 5\n"))
 
 
@@ -177,6 +179,19 @@ def test_one_setting_is_explained_with_type_default_and_docstring() -> None:
     assert explain("staleness.max_staleness").startswith("staleness.max_staleness = 4   (a whole number, at least 0)\n    ")
 
 
+def test_override_needs_no_section_where_its_key_is_unique() -> None:
+    config = load(None, ["num_steps=3", "max_off_policy_steps=2", "engine_options.max_num_seqs=4"])
+    assert (config.train.num_steps, config.staleness.max_staleness) == (3, 2)
+    assert config.actor.engine_options == {"max_num_seqs": 4}
+
+
+def test_setting_is_explained_by_any_of_its_names() -> None:
+    expected = explain("staleness.max_staleness")
+    assert explain("max_staleness") == explain("max_off_policy_steps") == expected
+    assert explain("engine_options.max_num_seqs").startswith("actor.engine_options = ")
+    assert [row.setting.split(".")[0] for row in explanations("lora")] == ["lora"] * 3
+
+
 def test_explaining_an_unknown_setting_suggests_one() -> None:
     with pytest.raises(SettingError, match=r"Did you mean train\.num_steps"):
         explain("train.num_step")
@@ -187,6 +202,7 @@ def test_explaining_an_unknown_setting_suggests_one() -> None:
     [
         ("max_staleness", "staleness.max_staleness"),
         ("train.num_steps", "train.num_steps"),
+        ("engine_options.max_num_seqs", "actor.engine_options.max_num_seqs"),
         ("max_off_policy_steps", "staleness.max_staleness"),
         ("staleness.max_off_policy_steps", "staleness.max_staleness"),
         ("actor.engine_options.max_num_seqs", "actor.engine_options.max_num_seqs"),

@@ -1,5 +1,6 @@
 """Claims about the commands as `offbeat` lists and loads them."""
 
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import offbeat.deploy.commands
+from offbeat.common.settings import explain
 from offbeat.deploy.cli import COMMANDS, make_app
 
 LIGHT_HELP = """
@@ -47,3 +49,24 @@ def test_misspelled_command_is_refused_with_the_one_that_was_meant() -> None:
     result = CliRunner().invoke(make_app(), ["trian"])
     assert result.exit_code == 2
     assert "'train'" in result.output
+
+
+def test_version_is_told_without_a_command() -> None:
+    result = CliRunner().invoke(make_app(), ["--version"])
+    assert (result.exit_code, result.output) == (0, f"offbeat {importlib.metadata.version('offbeat')}\n")
+
+
+@pytest.mark.parametrize("command", [["explain"], ["check", "--explain"]])
+def test_settings_that_are_named_are_explained_and_no_others(command: list[str]) -> None:
+    result = CliRunner().invoke(make_app(), [*command, "max_staleness", "run.seed"])
+    assert result.output == f"{explain('staleness.max_staleness')}\n\n{explain('run.seed')}\n"
+    assert CliRunner().invoke(make_app(), command).output == f"{explain()}\n"
+
+
+def test_shell_completes_commands_and_their_options() -> None:
+    def completed(words: str) -> list[str]:
+        variables = {"_OFFBEAT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        return CliRunner(env=variables).invoke(make_app(), prog_name="offbeat").output.split()
+
+    assert completed("offbeat sam") == ["samples"]
+    assert {"--worst", "--best", "--step"} <= set(completed("offbeat samples --"))
