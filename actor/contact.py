@@ -9,7 +9,16 @@ from typing import NamedTuple
 from offbeat.common.config import Config
 from offbeat.common.shutdown import ServiceError
 from offbeat.protocols.channels import Link
-from offbeat.protocols.messages import ActorHeartbeat, ActorMessage, ActorStats, EngineInfo, Hello, LearnerHeartbeat, Welcome
+from offbeat.protocols.messages import (
+    ActorHeartbeat,
+    ActorMessage,
+    ActorStats,
+    EngineInfo,
+    Hello,
+    LearnerHeartbeat,
+    RewardTrouble,
+    Welcome,
+)
 from offbeat.protocols.wire import Array, FromLearner, UnknownMessageError, VersionError
 
 logger = logging.getLogger(__name__)
@@ -132,7 +141,7 @@ class LearnerContact:
             incarnation=self._identity.incarnation,
             engine=self._engine,
             temperature=self._config.rollout.temperature,
-            reward=self._config.task.reward,
+            reward=self._config.task.weighted_reward,
             software=self._software,
             run_id=self._run_id or "",
             lease_ids=lease_ids,
@@ -144,7 +153,9 @@ class LearnerContact:
         """Return True when `hub.heartbeat_s` passed since the last heartbeat."""
         return self._clock() - self._heartbeat_at >= self._config.hub.heartbeat_s
 
-    def send_heartbeat(self, policy_version: int | None, stats: ActorStats, lease_ids: tuple[int, ...]) -> None:
+    def send_heartbeat(
+        self, policy_version: int | None, stats: ActorStats, lease_ids: tuple[int, ...], reward_trouble: RewardTrouble | None
+    ) -> None:
         """Tell the learner the state of this actor."""
         self._heartbeat_at = self._clock()
         self._link.send(
@@ -153,6 +164,7 @@ class LearnerContact:
                 stats=stats,
                 lease_ids=lease_ids,
                 seen_lease_id=-1 if self._newest_lease_id is None else self._newest_lease_id,
+                reward_trouble=reward_trouble,
             )
         )
 

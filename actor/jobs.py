@@ -1,8 +1,9 @@
 """The leases at work: from a lease, through its completions and rewards, to the answer in the outbox."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -10,7 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from offbeat.actor.engine import Completion, Engine
 from offbeat.actor.outbox import Outbox
+from offbeat.actor.reward_values import Reward
 from offbeat.actor.rewards import Rewarded, RewardRunner
+from offbeat.actor.samples import Sample
 from offbeat.protocols.messages import CompletionMeta, GroupDone, Lease, LeaseFailed
 from offbeat.protocols.wire import Array
 
@@ -41,13 +44,15 @@ class Job:
         """Return the completions by index."""
         return [self.completions[index] for index in range(self.lease.group_size)]
 
-    def group(self, rewards: list[float]) -> tuple[GroupDone, tuple[Array, ...]]:
+    def group(self, rewards: Sequence[Reward]) -> tuple[GroupDone, tuple[Array, ...]]:
         """Return the message that answers the lease, and its arrays: token ids and behavior log-probs, concatenated."""
         completions = self.in_order()
         message = GroupDone(
             lease_id=self.lease.lease_id,
             completions=tuple(
-                CompletionMeta(len(completion.token_ids), completion.finish_reason, reward, completion.segments)
+                CompletionMeta(
+                    len(completion.token_ids), completion.finish_reason, reward.total, completion.segments, reward.parts
+                )
                 for completion, reward in zip(completions, rewards, strict=True)
             ),
             generate_s=self.generated_s,
@@ -123,7 +128,7 @@ class Jobs:
             if job is None:
                 continue
             if isinstance(result, Rewarded):
-                self._finish(job, list(result.rewards))
+                self._finish(job, result.rewards)
             else:
                 self._fail(result.key, result.reason, result.detail)
 
@@ -149,10 +154,20 @@ class Jobs:
             return
         assert job.started_at is not None
         job.generated_s = self._clock() - job.started_at
-        texts = [str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)) for completion in job.in_order()]
-        self._rewards.submit(lease_id, job.lease.prompt, texts, msgspec.json.decode(job.lease.row))
+        row = msgspec.json.decode(job.lease.row)
+        self._rewards.submit(lease_id, [self._sample(job.lease, row, completion) for completion in job.in_order()])
 
-    def _finish(self, job: Job, rewards: list[float]) -> None:
+    def _sample(self, lease: Lease, row: dict[str, Any], completion: Completion) -> Sample:
+        return Sample(
+            prompt=lease.prompt,
+            completion=str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)),
+            row=row,
+            token_ids=completion.token_ids,
+            finish_reason=completion.finish_reason,
+            is_evaluation=lease.is_evaluation,
+        )
+
+    def _finish(self, job: Job, rewards: Sequence[Reward]) -> None:
         message, arrays = job.group(rewards)
         lease_id = job.lease.lease_id
         largest = max(array.nbytes for array in arrays)
@@ -171,6 +186,7 @@ class Jobs:
         job = self._jobs.pop(lease_id, None)
         if job is not None:
             self._engine.abort(job.request_ids())
+            self._rewards.cancel(lease_id)
             self._waiting = [waiting for waiting in self._waiting if waiting is not job]
 
 

@@ -1,263 +1,230 @@
-"""Rewards: the user's function or a built-in one, run where it can neither delay the actor nor crash it.
+"""The rewards of groups, computed beside the actor's loop: called, tried again while they cannot be had, given up in time.
 
-A reward is `function(prompt: str, completion: str, row: dict) -> float`, plain or async. Plain functions run in worker
-processes, a group at a time; async ones on one event loop in a thread, all completions of a group at once.
+    submit(group) -> calls of the function (`reward_backends`) -> all rewarded        -> `Rewarded`
+                         ^ back-off <- some cannot be had now -> `trouble`
+                                       a mistake in the function                      -> `RewardFailure` at once
+                                       not to be had for `task.reward_retry_s`        -> `RewardFailure`
+
+Completions that have their reward keep it while the others of their group are tried again.
 """
 
 import asyncio
-import functools
-import inspect
 import logging
-import multiprocessing
-import numbers
-import os
 import queue
-import signal
-import sys
+import random
 import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-from pebble import ProcessExpired, ProcessPool
-
-from offbeat.actor.reward_guard import guard_session
-from offbeat.common.settings import SettingError
-from offbeat.common.shutdown import die_with_parent
-from offbeat.common.user_functions import load_function, one_line, shortened
-from offbeat.protocols.messages import LARGEST_REWARD
+from offbeat.actor.loop_pulse import Pulse
+from offbeat.actor.reward_attempts import Attempts, MistakeError, RewardLimits
+from offbeat.actor.reward_backends import Backend, EventLoop, WorkerProcesses
+from offbeat.actor.reward_failures import Failure
+from offbeat.actor.reward_functions import load_reward
+from offbeat.actor.reward_values import Reward
+from offbeat.actor.samples import Sample
+from offbeat.common.user_functions import one_line
 
 logger = logging.getLogger(__name__)
 
-RewardFunction = Callable[[str, str, dict[str, Any]], Any]
-
-_BLOCKED_LOOP_GRACE_S = 1.0
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
+"""Bounds of the time before a failed call is tried again; the time doubles with each attempt."""
+MAX_KILLED_ATTEMPTS = 3
+"""Attempts at a group in which its process had to be killed; each keeps a process busy for the whole time limit."""
+BLOCKED_LOOP_GRACE_S = 1.0
 """Seconds after the time limit of an async reward until the event loop counts as blocked."""
-
-
-def exact_match(prompt: str, completion: str, row: dict[str, Any]) -> float:
-    """Return 1 if the completion is `row["answer"]` up to surrounding white space, else 0."""
-    return float(completion.strip() == str(row["answer"]).strip())
-
-
-def math_answer(prompt: str, completion: str, row: dict[str, Any]) -> float:
-    """Return 1 if the last answer in the completion equals `row["answer"]` mathematically, else 0.
-
-    In GSM8K's format (`... #### 72`) only the part after the mark counts. The completion needs no particular format: a
-    boxed answer is preferred to other LaTeX, and LaTeX to plain numbers.
-    """
-    from math_verify import parse, verify  # the import takes a second, which other rewards need not pay
-
-    # math-verify limits its time by SIGALRM, which only a main thread has; without it, the group's limit remains.
-    seconds = 2 if threading.current_thread() is threading.main_thread() else 0
-    answer = str(row["answer"]).rpartition("####")[2].strip()
-    # A plain formula is only recognized as LaTeX; a plain number needs nothing.
-    gold = parse(answer, parsing_timeout=seconds) or parse(f"${answer}$", parsing_timeout=seconds)
-    if not gold:
-        raise ValueError(f"the row's answer {answer!r} is not a mathematical expression")
-    return float(verify(gold, parse(completion, parsing_timeout=seconds), timeout_seconds=seconds))
 
 
 class Rewarded(NamedTuple):
     """The rewards of one group."""
 
     key: int
-    rewards: tuple[float, ...]
-    """Finite, in the order of the completions."""
+    rewards: tuple[Reward, ...]
+    """In the order of the completions."""
 
 
 class RewardFailure(NamedTuple):
-    """A group without rewards: the reward function failed on a completion, or took too long."""
+    """A group without rewards."""
 
     key: int
-    reason: Literal["reward_error", "reward_timeout"]
+    reason: Literal["reward_error", "reward_timeout", "reward_unavailable"]
+    """`reward_error`: a mistake in the function. The others: not to be had, within the time limit or at all."""
     detail: str
     """One line: exception, message, file and line."""
 
 
-class RewardRunner:
-    """Computes rewards of groups beside the thread that submits them.
+class RewardTrouble(NamedTuple):
+    """Rewards that cannot be had at the moment and are tried again."""
 
-    Create it on a thread that lives as long as the process: worker processes die with the thread that started them.
+    since: float
+    """First failure of the group that waits longest, on `time.monotonic`."""
+    problem: str
+    """The newest failure; one line."""
+    keys: tuple[int, ...]
+    """The groups that wait."""
+
+
+class _Waiting(NamedTuple):
+    """A group of which an attempt failed; it will be tried again."""
+
+    key: int
+    since: float
+    problem: str
+
+
+class RewardRunner:
+    """Computes rewards of groups on an event loop of its own, beside the thread that submits them.
+
+    Only `submit`, `poll`, `cancel`, `trouble` and `close` are for that thread. Worker processes live as long as the loop.
     """
 
-    def __init__(self, path: str, *, num_workers: int, timeout_s: float) -> None:
+    def __init__(self, path: str, limits: RewardLimits, weights: dict[str, float] | None = None) -> None:
         """Load the reward that `path` names, as in `load_reward`. Raise `SettingError` if there is none.
 
-        `timeout_s` limits the rewards of one group, from their start.
+        `weights` are those of the named parts of a reward: `task.reward_weights`.
         """
-        function = load_reward(path)
-        self._timeout_s = timeout_s
-        self._backend = (
-            _EventLoopThread(function, timeout_s)
-            if inspect.iscoroutinefunction(function)
-            else _WorkerProcesses(path, num_workers, timeout_s)
+        reward = load_reward(path)
+        self._limits = limits
+        self._tasks: dict[int, Future[None]] = {}
+        """Groups that `poll` has not returned."""
+        self._waiting: dict[int, _Waiting] = {}
+        self._news: queue.SimpleQueue[Rewarded | RewardFailure | _Waiting] = queue.SimpleQueue()
+        """What the loop's thread tells the submitting one."""
+        self._has_shown_mistake = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
+        self._thread.start()
+        self._pulse = Pulse(limits.timeout_s + BLOCKED_LOOP_GRACE_S)
+        self._backend: Backend = (
+            EventLoop(reward, weights or {}, timeout_s=limits.timeout_s, concurrency=limits.concurrency)
+            if reward.is_async
+            else WorkerProcesses(path, weights or {}, num_workers=limits.num_workers, timeout_s=limits.timeout_s)
         )
-        self._pending: dict[int, float] = {}
-        """Times of submission of the groups that `poll` has not returned."""
-        self._done: queue.SimpleQueue[Rewarded | RewardFailure] = queue.SimpleQueue()
+        self._attempts = Attempts(reward, self._backend, limits)
+        self._in_loop(self._pulse.beat())
+        self._in_loop(self._attempts.run_batches())
 
     @property
     def num_pending(self) -> int:
         """Groups submitted and not yet returned by `poll`."""
-        return len(self._pending)
+        return len(self._tasks)
 
-    def submit(self, key: int, prompt: str, completions: Sequence[str], row: dict[str, Any]) -> None:
+    def submit(self, key: int, samples: Sequence[Sample]) -> None:
         """Start the rewards of a group; `key` names it in the results of `poll`."""
-        self._pending[key] = time.monotonic()
-        future = self._backend.start(prompt, tuple(completions), row)
-        # Called by the thread that sets the future; the queue is all it touches.
-        future.add_done_callback(lambda future: self._done.put(_outcome(key, future, self._timeout_s)))
+        self._tasks[key] = self._in_loop(self._reward(key, tuple(samples)))
 
     def poll(self) -> list[Rewarded | RewardFailure]:
         """Return the results of groups that ended since the last call, each once. Never waits."""
         outcomes: list[Rewarded | RewardFailure] = []
-        while not self._done.empty():
-            outcomes.append(self._done.get())
-        outcomes += self._stuck()
-        return [outcome for outcome in outcomes if self._pending.pop(outcome.key, None) is not None]
+        while not self._news.empty():
+            news = self._news.get()
+            if isinstance(news, _Waiting):
+                self._note_trouble(news)
+            else:
+                outcomes.append(news)
+        if self._pulse.is_blocked(time.monotonic()) and isinstance(self._backend, EventLoop):
+            detail = f"no result {self._limits.timeout_s:g} s after the start: an async reward must not make blocking calls"
+            outcomes += [RewardFailure(key, "reward_timeout", detail) for key in self._tasks]
+        return [outcome for outcome in outcomes if self._end(outcome.key)]
+
+    def cancel(self, key: int) -> None:
+        """Forget a group, if it is here; it is not tried again."""
+        task = self._tasks.get(key)
+        if task is not None:
+            task.cancel()
+            self._end(key)
+
+    def trouble(self) -> RewardTrouble | None:
+        """Return the state of rewards that cannot be had; None while all can be had."""
+        if not self._waiting:
+            return None
+        waiting = list(self._waiting.values())
+        return RewardTrouble(min(group.since for group in waiting), waiting[-1].problem, tuple(self._waiting))
 
     def close(self) -> None:
         """End all rewards and their processes."""
         self._backend.close()
-
-    def _stuck(self) -> list[RewardFailure]:
-        """Return groups past their time limit on an event loop that cannot time out because a reward blocks it."""
-        if not isinstance(self._backend, _EventLoopThread):
-            return []
-        latest = time.monotonic() - self._timeout_s - _BLOCKED_LOOP_GRACE_S
-        detail = f"no result {self._timeout_s:g} s after the start: an async reward must not make blocking calls"
-        return [RewardFailure(key, "reward_timeout", detail) for key, started in self._pending.items() if started < latest]
-
-
-class RewardError(Exception):
-    """A reward function failed on a completion; the text is one line."""
-
-
-BUILT_IN: Mapping[str, RewardFunction] = {"exact_match": exact_match, "math_answer": math_answer}
-"""Rewards that `task.reward` names without a module."""
-_FORMER_MODULE = "actor.rewards:"
-"""Named the built-in rewards in run folders made before the package was `offbeat`."""
-
-
-def load_reward(name: str) -> RewardFunction:
-    """Return the built-in reward of this name, or the function that `module:function` names.
-
-    Raise `SettingError` that says what is wrong with `task.reward`.
-    """
-    if ":" not in name:
-        if name not in BUILT_IN:
-            cure = f"Take {' or '.join(BUILT_IN)}, or name your own as module:function."
-            raise SettingError("task.reward", name, f"there is no built-in reward {name!r}", cure)
-        return BUILT_IN[name]
-    try:
-        return load_function(name, setting="task.reward", parameters=("prompt", "completion", "row"))
-    except SettingError as error:
-        # A module of the user's that is there but wrong must be seen, not replaced by a built-in reward.
-        if not isinstance(error.__cause__, ModuleNotFoundError):
-            raise
-        former = name.removeprefix(_FORMER_MODULE)
-        if former == name or former not in BUILT_IN:
-            raise
-        return BUILT_IN[former]
-
-
-class _WorkerProcesses:
-    """Runs a plain function in processes that are killed at the time limit."""
-
-    def __init__(self, path: str, num_workers: int, timeout_s: float) -> None:
-        self._path = path
-        self._num_workers = num_workers
-        self._timeout_s = timeout_s
-        self._pool = self._make_pool()
-
-    def start(self, prompt: str, completions: tuple[str, ...], row: dict[str, Any]) -> Future[tuple[float, ...]]:
-        # A worker that dies while it is idle breaks pebble's pool for good.
-        if not self._pool.active:
-            logger.warning("the reward processes died; starting new ones")
-            self._pool = self._make_pool()
-        return self._pool.schedule(_group_rewards, (self._path, prompt, completions, row), timeout=self._timeout_s)
-
-    def close(self) -> None:
-        self._pool.stop()
-        self._pool.join()
-
-    def _make_pool(self) -> ProcessPool:
-        # Spawned: a fork of a process that runs an engine's threads can hang.
-        pool = ProcessPool(
-            self._num_workers,
-            initializer=_prepare_worker,
-            initargs=(os.getpid(),),
-            context=multiprocessing.get_context("spawn"),
-        )
-        # Starts the workers, and imports the function before the first group's time runs.
-        pool.schedule(_load_once, (self._path,))
-        return pool
-
-
-def _prepare_worker(parent_pid: int) -> None:
-    die_with_parent(parent_pid)
-    guard_session()
-    # Pebble's handler waits for the interpreter, which never runs again inside a catastrophic regular expression.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-@functools.cache
-def _load_once(path: str) -> RewardFunction:
-    return load_reward(path)
-
-
-def _group_rewards(path: str, prompt: str, completions: tuple[str, ...], row: dict[str, Any]) -> tuple[float, ...]:
-    """Compute the rewards of a group, one completion after another. Runs in a worker."""
-    function = _load_once(path)
-    rewards = []
-    for completion in completions:
-        try:
-            rewards.append(_as_reward(function(prompt, completion, row)))
-        except (Exception, SystemExit) as error:  # noqa: BLE001, the user's code
-            raise RewardError(_describe(error, function)) from None
-    return tuple(rewards)
-
-
-class _EventLoopThread:
-    """Runs an async function on an event loop in a thread."""
-
-    def __init__(self, function: RewardFunction, timeout_s: float) -> None:
-        self._function = function
-        self._timeout_s = timeout_s
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
-        self._thread.start()
-
-    def start(self, prompt: str, completions: tuple[str, ...], row: dict[str, Any]) -> Future[tuple[float, ...]]:
-        return asyncio.run_coroutine_threadsafe(self._group_rewards(prompt, completions, row), self._loop)
-
-    def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).add_done_callback(
-            lambda _: self._loop.call_soon_threadsafe(self._loop.stop)
-        )
+        self._in_loop(_cancel_others()).add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
         # A loop that a reward blocks does not stop; its thread ends with the process.
-        self._thread.join(_BLOCKED_LOOP_GRACE_S)
+        self._thread.join(BLOCKED_LOOP_GRACE_S)
         if not self._thread.is_alive():
             self._loop.close()
 
-    async def _group_rewards(self, prompt: str, completions: tuple[str, ...], row: dict[str, Any]) -> tuple[float, ...]:
-        tasks = [asyncio.create_task(self._reward(prompt, completion, row)) for completion in completions]
-        try:
-            return tuple(await asyncio.wait_for(asyncio.gather(*tasks), self._timeout_s))
-        finally:
-            # When one has failed, the others still run.
-            for task in tasks:
-                task.cancel()
+    def _in_loop(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    async def _reward(self, prompt: str, completion: str, row: dict[str, Any]) -> float:
+    def _end(self, key: int) -> bool:
+        """Forget a group; return False when it is not here."""
+        if self._waiting.pop(key, None) is not None and not self._waiting:
+            logger.info("no group waits for its reward any more")
+        return self._tasks.pop(key, None) is not None
+
+    def _note_trouble(self, waiting: _Waiting) -> None:
+        if waiting.key not in self._tasks:
+            return
+        if not self._waiting:
+            limit = f"tried again with back-off for {self._limits.retry_s:g} s (task.reward_retry_s)"
+            logger.warning("the reward cannot be had; %s: %s", limit, waiting.problem)
+        # The newest last.
+        self._waiting.pop(waiting.key, None)
+        self._waiting[waiting.key] = waiting
+
+    # In the loop's thread
+
+    async def _reward(self, key: int, samples: tuple[Sample, ...]) -> None:
         try:
-            return _as_reward(await self._function(prompt, completion, row))
-        except (Exception, SystemExit) as error:  # noqa: BLE001, the user's code
-            raise RewardError(_describe(error, self._function)) from None
+            self._news.put(await self._outcome(key, samples))
+        except MistakeError as error:
+            self._show_first(error.failure)
+            self._news.put(RewardFailure(key, "reward_error", error.failure.detail))
+        except asyncio.CancelledError:
+            # `poll` passes it over unless the function itself has raised it.
+            self._news.put(RewardFailure(key, "reward_error", "cancelled"))
+            raise
+        except Exception as error:
+            logger.exception("the rewards of a group failed")
+            self._news.put(RewardFailure(key, "reward_error", one_line(error)))
+
+    def _show_first(self, failure: Failure) -> None:
+        """Log the whole traceback of the first mistake."""
+        if self._has_shown_mistake or not failure.traceback:
+            return
+        self._has_shown_mistake = True
+        logger.error("the reward function failed; it is shown in full only this once:\n%s", failure.traceback)
+
+    async def _outcome(self, key: int, samples: tuple[Sample, ...]) -> Rewarded | RewardFailure:
+        """Try until every sample has its reward, or the time is over. Raises `MistakeError`."""
+        rewards: dict[int, Reward] = {}
+        since: float | None = None
+        num_attempts = num_killed = 0
+        while True:
+            left = [index for index in range(len(samples)) if index not in rewards]
+            outcomes = await self._attempts.make([samples[index] for index in left], key, is_first=not num_attempts)
+            rewards |= {index: outcome for index, outcome in zip(left, outcomes, strict=True) if isinstance(outcome, Reward)}
+            failure = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)
+            if failure is None:
+                return Rewarded(key, tuple(rewards[index] for index in range(len(samples))))
+            now = time.monotonic()
+            since = now if since is None else since
+            num_attempts += 1
+            num_killed += failure.was_killed
+            delay_s = back_off_s(num_attempts)
+            if now + delay_s > since + self._limits.retry_s or num_killed >= MAX_KILLED_ATTEMPTS:
+                detail = f"{failure.detail}; tried {num_attempts} times in {now - since:.0f} s"
+                return RewardFailure(key, "reward_timeout" if failure.is_timeout else "reward_unavailable", detail)
+            self._news.put(_Waiting(key, since, failure.detail))
+            await asyncio.sleep(delay_s)
+
+
+def back_off_s(num_attempts: int) -> float:
+    """Return the seconds to wait after this many failed attempts: doubled each time, half of it at random.
+
+    Without chance, all groups that a short outage met would come back in the same moment.
+    """
+    longest_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(num_attempts - 1, 30))
+    return longest_s * random.uniform(0.5, 1.0)
 
 
 async def _cancel_others() -> None:
@@ -266,37 +233,3 @@ async def _cancel_others() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _as_reward(value: object) -> float:
-    if not isinstance(value, numbers.Real | np.bool_):
-        raise TypeError(f"the reward is {shortened(repr(value))}, not a number")
-    reward = float(value)
-    # Not `>`: a NaN must not pass.
-    if not abs(reward) <= LARGEST_REWARD:
-        raise ValueError(f"the reward is {reward:g}, not within {LARGEST_REWARD:g} of 0")
-    return reward
-
-
-def _describe(error: BaseException, function: RewardFunction) -> str:
-    """Return exception, message and the innermost line in the function's own file, on one line."""
-    file = sys.modules[function.__module__].__file__
-    # The first frame is the call, here.
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if frame.filename == file]
-    return f"{one_line(error)} ({file}:{frames[-1].lineno})" if frames else f"{one_line(error)} ({file})"
-
-
-def _outcome(key: int, future: Future[tuple[float, ...]], timeout_s: float) -> Rewarded | RewardFailure:
-    """Return the result of a finished future."""
-    if future.cancelled():
-        return RewardFailure(key, "reward_error", "cancelled")
-    error = future.exception()
-    if error is None:
-        return Rewarded(key, future.result())
-    if isinstance(error, RewardError):
-        return RewardFailure(key, "reward_error", str(error))
-    if isinstance(error, TimeoutError):
-        return RewardFailure(key, "reward_timeout", f"the group took longer than task.reward_timeout_s = {timeout_s:g}")
-    if isinstance(error, ProcessExpired):
-        return RewardFailure(key, "reward_error", f"the reward ended its process, exit code {error.exitcode}")
-    return RewardFailure(key, "reward_error", one_line(error))

@@ -24,6 +24,7 @@ from offbeat.actor.engine_choice import make_engine
 from offbeat.actor.jobs import Jobs
 from offbeat.actor.loop_seconds import Activity, LoopSeconds
 from offbeat.actor.outbox import Outbox
+from offbeat.actor.reward_attempts import limits_of
 from offbeat.actor.rewards import RewardRunner
 from offbeat.actor.weight_updates import WeightUpdates
 from offbeat.common.config import Config
@@ -46,6 +47,7 @@ from offbeat.protocols.messages import (
     Lease,
     LiveSettingsReport,
     Refused,
+    RewardTrouble,
     SayHello,
     StatusReport,
     Stop,
@@ -69,7 +71,7 @@ def run_actor(config: Config, stop: StopRequest) -> str:
     name = config.actor.name or as_name(f"{socket.gethostname()}-{os.getpid()}")
     identity = ActorIdentity(name, random.SystemRandom().getrandbits(62))
     # Before the engine, which takes long: a reward that cannot be imported, or a wrong address, shows at once.
-    rewards = RewardRunner(config.task.reward, num_workers=config.actor.reward_workers, timeout_s=config.task.reward_timeout_s)
+    rewards = RewardRunner(config.task.reward, limits_of(config), config.task.reward_weights)
     keys = keys_of_peer(config.hub, name)
     link = Link(
         config.hub.address,
@@ -174,7 +176,9 @@ class ActorService:
         if not self._learner.is_welcome:
             self._learner.say_hello(self._held_lease_ids())
         elif self._learner.is_heartbeat_due():
-            self._learner.send_heartbeat(self._engine.policy_version, self._stats(), self._held_lease_ids())
+            self._learner.send_heartbeat(
+                self._engine.policy_version, self._stats(), self._held_lease_ids(), self._reward_trouble()
+            )
 
     def _commit_weights(self) -> None:
         """Report the end of a weight transfer; after a success, swap the weights in."""
@@ -289,6 +293,12 @@ class ActorService:
             num_running_completions=self._engine.num_unfinished,
             seconds=self._seconds.totals(),
         )
+
+    def _reward_trouble(self) -> RewardTrouble | None:
+        trouble = self._rewards.trouble()
+        if trouble is None:
+            return None
+        return RewardTrouble(waiting_s=time.monotonic() - trouble.since, problem=trouble.problem, lease_ids=trouble.keys)
 
     def _drain(self) -> None:
         """Leave as a signal asked: give unfinished leases back, and wait for the learner to acknowledge all answers."""

@@ -83,9 +83,23 @@ class TaskSection(Section, frozen=True):
     left out."""
     reward: RewardName = "exact_match"
     """Reward function: a built-in one (`exact_match`, `math_answer`), or your own as `module:function`. It may be plain or
-    async, is called with `(prompt: str, completion: str, row: dict)`, and returns a number."""
+    async, takes one completion, a group or a batch, and returns numbers or named parts: docs/rewards.md."""
+    reward_weights: dict[str, float] = {}
+    """Weights of the named parts that the reward function returns; their weighted sum is the reward. A part that is not listed
+    has weight 1."""
     reward_timeout_s: PositiveFloat = 30.0
-    """Time limit for computing the rewards of one group, in seconds. A group that exceeds it counts as failed."""
+    """Time limit for one call of the reward function, in seconds; for a plain function of one completion, for the calls of a
+    group together."""
+    reward_retry_s: NonNegativeFloat = 600.0
+    """Time for which a group is kept and tried again, with back-off, while its reward cannot be had: a time limit, a lost
+    connection, HTTP 429 or 5xx, or `RewardUnavailable`. In seconds. Leases that wait for it get this much more time. 0: such a
+    group counts as failed at once."""
+
+    @property
+    def weighted_reward(self) -> str:
+        """`task.reward`, with its weights if there are any: equal texts mean equal rewards."""
+        weights = ", ".join(f"{name}={weight:g}" for name, weight in sorted(self.reward_weights.items()))
+        return f"{self.reward} ({weights})" if weights else self.reward
 
 
 class RolloutSection(Section, frozen=True):
@@ -410,6 +424,12 @@ class ActorSection(Section, frozen=True):
     cache again."""
     reward_workers: PositiveInt = 1
     """Number of processes that run a plain (not async) reward function."""
+    reward_concurrency: PositiveInt = 64
+    """Maximum number of calls of an async reward function at the same time, in each actor."""
+    reward_calls_per_s: PositiveFloat | None = None
+    """Maximum number of calls of the reward function started in a second, in each actor. none: no bound."""
+    reward_batch_size: PositiveInt = 64
+    """Maximum number of completions in one call of a reward function that takes those of any prompts (`samples`)."""
     connect_timeout_s: NonNegativeFloat = 0.0
     """Time without an answer from the learner after which the actor gives up, in seconds. 0: wait forever, with a message every
     30 s."""

@@ -54,13 +54,13 @@ RULES = (
     ),
     Rule("recorded", _of("task", "eval_data eval_split"), "No training depends on it."),
     Rule("recorded", ("task.eval_data: prompts",), "No training depends on them; evaluations before and after differ."),
-    Rule("refused", _of("task", "reward"), "Kept groups have rewards of the other function."),
+    Rule("refused", _of("task", "reward reward_weights"), "Kept groups have rewards of the other function."),
     Rule(
         "recorded",
         ("task.reward: source file", "reward.length_penalty: source file"),
         "A mistake in it may be corrected. Kept groups keep the rewards they have.",
     ),
-    Rule("recorded", _of("task", "reward_timeout_s"), "It limits a wait."),
+    Rule("recorded", _of("task", "reward_timeout_s reward_retry_s"), "It limits a wait."),
     Rule(
         "refused",
         _of("rollout", "group_size max_new_tokens temperature top_p top_k min_p"),
@@ -142,7 +142,11 @@ RULES = (
     ),
     Rule(
         "recorded",
-        _of("actor", "name engine engine_options max_inflight_groups on_update reward_workers connect_timeout_s"),
+        _of(
+            "actor",
+            "name engine engine_options max_inflight_groups on_update reward_workers reward_concurrency reward_calls_per_s "
+            "reward_batch_size connect_timeout_s",
+        ),
         "Actors come and go, and each log-prob is that of the engine that sampled the token.",
     ),
     Rule("recorded", _of("evaluation", "interval num_prompts group_size temperature"), "No training depends on it."),

@@ -1,7 +1,8 @@
 """The metrics of step and routing rows: every name with its unit and meaning.
 
 The code that writes a metric and the code that reads it use a name of these tables. In a name, `<lag>` stands for a bucket of
-policy lags: `0`, `1`, `2`, `3-4`, `5-8` or `9+`, written `3_4`, `5_8` and `9_up` in routing rows.
+policy lags: `0`, `1`, `2`, `3-4`, `5-8` or `9+`, written `3_4`, `5_8` and `9_up` in routing rows; `<part>` stands for a named
+part of the reward.
 
 In the meanings mu is the behavior policy, pi_old the proximal one, pi the current one and s a completion's sequence ratio
 `exp(mean over its tokens of log pi/anchor)`. A *mean per completion* is over completions with loss tokens.
@@ -28,6 +29,7 @@ _CLIPPING = "the objective has a clip band"
 _PROXIMAL = 'loss.anchor is not "behavior"'
 _CORRECTED = 'loss.correction is not "none"'
 _FLOOR = "loss.noise_floor is set"
+_IN_PARTS = "the reward function returns named parts"
 _IN_BUCKET = "the step trained on completions in that bucket"
 _KL_K3 = "as kl/behavior_policy_k3"
 
@@ -35,6 +37,7 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("reward/mean", "reward", "Mean over the completions, as the task gave it."),
     Metric("reward/std", "reward", "Standard deviation over the completions."),
     Metric("reward/zero_variance_groups", "groups", "Groups whose completions all have the same reward."),
+    Metric("reward_part/<part>", "reward", "Mean of a named part over the completions, before its weight.", _IN_PARTS),
     Metric("lag/mean", "optimizer steps", "Mean policy lag of the groups."),
     Metric("lag/max", "optimizer steps", "Largest policy lag of a group."),
     Metric("lag/counts", "groups", "Groups by policy lag, as a mapping."),
@@ -170,14 +173,15 @@ ROUTING_METRICS: tuple[Metric, ...] = (
 _STEP_NAMES = {metric.name: metric for metric in STEP_METRICS}
 _ROUTING_NAMES = {metric.name: metric for metric in ROUTING_METRICS}
 _FORMER_NAMES = {metric.former_name: metric.name for metric in STEP_METRICS if metric.former_name is not None}
+_REWARD_PART = re.compile(r"(?<=^reward_part/)[A-Za-z_][\w.-]{0,63}\Z", re.ASCII)
 _STEP_LAG = re.compile(r"(?<=^by_lag/)\d{1,9}(?:-\d{1,9}|\+)?(?=/)")
 _ROUTING_LAG = re.compile(r"(?<=^routing/lag_)\d{1,9}(?:_\d{1,9}|_up)?(?=_)")
 
 
 @cache
 def step_metric(name: str) -> Metric | None:
-    """Return what the table says of a step row's metric, at whatever lag; None for a name that no step has."""
-    return _STEP_NAMES.get(_STEP_LAG.sub("<lag>", name))
+    """Return what the table says of a step row's metric, at whatever lag, of whatever part; None for a name no step has."""
+    return _STEP_NAMES.get(_REWARD_PART.sub("<part>", _STEP_LAG.sub("<lag>", name)))
 
 
 @cache

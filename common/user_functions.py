@@ -13,10 +13,11 @@ from offbeat.common.settings import SettingError
 from offbeat.protocols.text import plain
 
 
-def load_function(path: str, *, setting: str, parameters: Sequence[str]) -> Callable[..., Any]:
+def load_function(path: str, *, setting: str, parameters: Sequence[str] | None = None) -> Callable[..., Any]:
     """Import the function that `module:function` names; the current folder is on the import path.
 
-    Raise `SettingError` about `setting` when there is none, or when it cannot be called with these parameters in order.
+    Raise `SettingError` about `setting` when there is none, or when it cannot be called with these parameters in order (None:
+    the caller looks at its parameters).
     """
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -32,7 +33,7 @@ def load_function(path: str, *, setting: str, parameters: Sequence[str]) -> Call
         raise SettingError(setting, path, f"{module.__file__} has no {function_name!r}", "Correct the name.")
     if not callable(function):
         raise SettingError(setting, path, f"{function_name!r} is a {type(function).__name__}", "Name a function.")
-    if not _takes(function, len(parameters)):
+    if parameters is not None and not _takes(function, len(parameters)):
         problem = f"{function_name}{inspect.signature(function)} cannot take ({', '.join(parameters)})"
         raise SettingError(setting, path, problem, "Give it these parameters.")
     return function

@@ -271,7 +271,7 @@ def _make_contract(config: Config, inputs: _Inputs, run_id: str, layout: tuple[T
         max_length=config.task.max_prompt_tokens + config.rollout.max_new_tokens,
         vocabulary_size=inputs.vocabulary_size,
         temperature=config.rollout.temperature,
-        reward=config.task.reward,
+        reward=config.task.weighted_reward,
         software=importlib.metadata.version("offbeat"),
         max_message_bytes=config.hub.max_message_mb << 20,
     )

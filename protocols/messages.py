@@ -10,32 +10,24 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from offbeat.protocols.text import NAME_PATTERN
+from offbeat.protocols.fields import (
+    Checksum,
+    FreeText,
+    Label,
+    LeaseIds,
+    Name,
+    NameOrEmpty,
+    Natural,
+    NaturalOrNone,
+    Positive,
+    RewardParts,
+    Seconds,
+)
 
 PROTOCOL_MAJOR = 2
 """Peers of another major version are refused with a reason."""
-PROTOCOL_MINOR = 2
+PROTOCOL_MINOR = 3
 """Peers of another minor version are accepted; see the module's docstring."""
-
-# Decoders check these bounds; encoders do not.
-Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-"""An id, a version, a size."""
-NaturalOrNone = Annotated[int, Meta(ge=-1, le=2**63 - 1)]
-"""A `Natural`, or -1 for none."""
-Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Seconds = Annotated[float, Meta(ge=0, le=1e18)]
-Checksum = Annotated[int, Meta(ge=0)]
-"""`common.weights.checksum`; all 64 bits are used."""
-Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
-NameOrEmpty = Annotated[str, Meta(pattern=f"{NAME_PATTERN}|^\\Z")]
-Label = Annotated[str, Meta(max_length=256)]
-"""A few words, compared or shown, made plain like `FreeText`."""
-FreeText = Annotated[str, Meta(max_length=1 << 16)]
-"""A sentence for logs and operators; no code reads its content. Decoding makes it plain (`protocols.text`)."""
-LeaseIds = Annotated[tuple[Natural, ...], Meta(max_length=1 << 18)]
-LARGEST_REWARD = 1e6
-"""Largest absolute value of a reward. The actor fails a reward beyond it, the learner rejects the group: squares and sums of
-such numbers would swamp every other reward, and overflow in float32."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):
@@ -74,13 +66,15 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     """Index into the completion of the first token sampled under `policy_version`."""
 
 
-class CompletionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+class CompletionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One completion without its arrays."""
 
     num_tokens: Positive
     finish_reason: Literal["stop", "length"]
     reward: float
     segments: Annotated[tuple[Segment, ...], Meta(min_length=1)]
+    reward_parts: RewardParts = {}
+    """Named parts of the reward, before their weights; empty when the reward is a number. Since minor version 3."""
 
 
 class ModelHashes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,6 +109,17 @@ class ActorStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_running_completions: Natural = 0
     seconds: Annotated[dict[Name, Seconds], Meta(max_length=64)] = {}
     """Main-loop seconds by activity: `generate`, `commit_weights`, `wait_leases`, `wait_weights`, `wait_rewards`."""
+
+
+class RewardTrouble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rewards of an actor that cannot be had for now: it keeps the completions and tries again."""
+
+    waiting_s: Seconds
+    """Seconds since the first failure of the group that waits longest."""
+    problem: FreeText
+    """The newest failure, one line."""
+    lease_ids: LeaseIds
+    """The leases that wait for their rewards."""
 
 
 # Actor to learner
@@ -175,6 +180,8 @@ class ActorHeartbeat(Message, frozen=True):
     """Leases that the actor holds, as in `Hello`."""
     seen_lease_id: NaturalOrNone
     """`newest_lease_id` of the last `LearnerHeartbeat`. A lease up to it that is not in `lease_ids` was lost on the way."""
+    reward_trouble: RewardTrouble | None = None
+    """None while rewards can be had. Since minor version 3."""
 
 
 class WeightsStaged(Message, frozen=True):
@@ -303,6 +310,8 @@ class Lease(Message, frozen=True):
     """The prompt as text, for the reward."""
     row: str
     """The data row as JSON, for the reward."""
+    is_evaluation: bool = False
+    """True for a held-out prompt. Since minor version 3."""
 
 
 class Ack(Message, frozen=True):

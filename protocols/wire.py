@@ -225,6 +225,8 @@ def _known_part(value: Any, described: types.Type) -> Any:
             }
         case types.VarTupleType(item_type=item_type) if isinstance(value, list):
             return [_known_part(item, item_type) for item in value]
+        case types.UnionType(types=(types.StructType() as struct, types.NoneType())) if value is not None:
+            return _known_part(value, struct)
         case _:
             return value
 

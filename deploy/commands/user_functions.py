@@ -1,6 +1,6 @@
 """The check of the functions that a config names: rewards and penalties of the user's own."""
 
-from offbeat.actor.rewards import load_reward
+from offbeat.actor.reward_functions import load_reward
 from offbeat.common.config import Config
 from offbeat.learner.objectives.reward_shaping import load_length_penalty
 

@@ -39,8 +39,18 @@ def group_metrics(groups: Sequence[Group], policy_version: int) -> Metrics:
         "length/cut": float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),
         "tokens/trained": int(lengths.sum()),
         "tokens/prompt": sum(len(group.prompt_token_ids) * len(group.rollouts) for group in groups),
+        **_part_means(rollouts),
         **_metrics_by_lag(groups, lags),
     }
+
+
+def _part_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the mean of each named part of the rewards, over the completions that have it."""
+    values: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.reward_parts.items():
+            values.setdefault(name, []).append(value)
+    return {f"reward_part/{name}": float(np.mean(of_part)) for name, of_part in sorted(values.items())}
 
 
 def _metrics_by_lag(groups: Sequence[Group], lags: Sequence[int]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from offbeat.learner.dispatch.failures import Failures
 from offbeat.learner.dispatch.group_buffer import GroupBuffer
 from offbeat.learner.dispatch.lease_desk import LeaseDesk
 from offbeat.learner.dispatch.rejections import Rejections
-from offbeat.learner.dispatch.reports import report
+from offbeat.learner.dispatch.reports import RepeatedEvents, report
 from offbeat.learner.dispatch.roster import Member
 from offbeat.learner.dispatch.send_queue import SendQueue
 from offbeat.learner.dispatch.versions import Versions
@@ -17,6 +17,13 @@ from offbeat.learner.leases.groups import Limits, flaw
 from offbeat.learner.leases.rollout_log import LogFullError
 from offbeat.protocols.messages import Ack, GroupDone, LeaseFailed
 from offbeat.protocols.wire import Frame
+
+_REPAIR = "Repair task.reward, or raise task.reward_timeout_s."
+_CURES = {
+    "reward_error": "Repair task.reward.",
+    "reward_unavailable": "Bring the service behind task.reward back, or raise task.reward_retry_s.",
+}
+"""Advice by the reason for which leases fail."""
 
 
 class GroupCheck(NamedTuple):
@@ -64,6 +71,7 @@ class Answers:
         self._rejections = rejections
         self._send_queue = send_queue
         self._record = record
+        self._failed_leases = RepeatedEvents(record)
 
     def take_group(self, member: Member, done: GroupDone, arrays: Sequence[Frame]) -> None:
         """Book and acknowledge a group: accepted, or rejected with its flaw."""
@@ -111,8 +119,8 @@ class Answers:
             self._desk.stall(error)
             return False
         self._desk.release(member, lease_id)
-        report(self._record, EventRow(event=failure.reason, detail=failure.detail, actor=member.name, lease_id=lease_id))
-        self._failures.count_lease(f"{failure.reason}: {failure.detail}. Repair task.reward, or raise task.reward_timeout_s.")
+        self._failed_leases.report(EventRow(event=failure.reason, detail=failure.detail, actor=member.name, lease_id=lease_id))
+        self._failures.count_lease(f"{failure.reason}: {failure.detail}. {_CURES.get(failure.reason, _REPAIR)}")
         self._evaluations.end_round()
         return True
 

@@ -382,6 +382,7 @@ class Dispatcher:
             case ActorHeartbeat():
                 self._roster.note_heartbeat(member, message)
                 self._desk.reconcile(member, message.lease_ids, message.seen_lease_id)
+                self._desk.wait_for_rewards(member, self._settings.config.task.reward_retry_s)
                 newest = -1 if member.newest_lease_id is None else member.newest_lease_id
                 self._send_queue.send(peer, LearnerHeartbeat(newest_lease_id=newest))
             case WeightsStaged():

@@ -40,7 +40,7 @@ class EvaluationLeases:
     def offer(self, round_: Round, lease_id: int) -> Offer:
         """Take the next prompt of a round, and return the lease to send for it."""
         prompt = self._prompts[round_.next_prompt(lease_id)]
-        return Offer(lease_id, prompt, self.group_size, self._sampling, round_.policy_version)
+        return Offer(lease_id, prompt, self.group_size, self._sampling, round_.policy_version, is_evaluation=True)
 
     def holds(self, lease_id: int) -> bool:
         """Return whether this is an evaluation lease that has not ended."""

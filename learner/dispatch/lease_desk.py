@@ -46,6 +46,8 @@ class LeaseDesk:
         """Nothing is granted, acknowledged or taken back for being late until the log has room again."""
         self.deadlines: dict[int, float] = {}
         """Times at which the leases that members hold expire, by lease."""
+        self._waiting_for_rewards: set[int] = set()
+        """Leases that got more time because their rewards cannot be had."""
         self._timeout_s = rollout.lease_timeout_s
         self._group_size = rollout.group_size
         self._sampling = Sampling(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature)
@@ -103,6 +105,7 @@ class LeaseDesk:
         """Note that a member no longer owes a lease."""
         member.lease_ids.discard(lease_id)
         self.deadlines.pop(lease_id, None)
+        self._waiting_for_rewards.discard(lease_id)
 
     def give_back(self, member: Member, lease_id: int, reason: str) -> None:
         """End a lease whose group will not come from this member; its prompt is leased again."""
@@ -118,6 +121,13 @@ class LeaseDesk:
         """End every lease of a member."""
         for lease_id in sorted(member.lease_ids):
             self.give_back(member, lease_id, reason)
+
+    def wait_for_rewards(self, member: Member, extra_s: float) -> None:
+        """Give a member's leases whose rewards cannot be had `extra_s` more to be answered, each once."""
+        waiting = () if member.reward_trouble is None else member.reward_trouble.lease_ids
+        for lease_id in member.lease_ids.intersection(waiting) - self._waiting_for_rewards:
+            self._waiting_for_rewards.add(lease_id)
+            self.deadlines[lease_id] += extra_s
 
     def cancel(self, member: Member, lease_ids: Sequence[int]) -> None:
         """Tell a member to stop working on leases."""

@@ -15,6 +15,7 @@ class Offer(NamedTuple):
     sampling: Sampling
     min_policy_version: int
     """The actor must not start under older weights."""
+    is_evaluation: bool = False
 
     def lease(self, timeout_s: float) -> Lease:
         """Return the message to send; the prompt's token ids are its array."""
@@ -27,4 +28,5 @@ class Offer(NamedTuple):
             timeout_s=timeout_s,
             prompt=self.prompt.text,
             row=self.prompt.row,
+            is_evaluation=self.is_evaluation,
         )

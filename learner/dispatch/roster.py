@@ -22,10 +22,13 @@ from offbeat.protocols.messages import (
     Hello,
     MemberStatus,
     Refused,
+    RewardTrouble,
     WeightsCommitted,
     Welcome,
 )
 
+TROUBLE_REPORTED_AFTER_S = 5.0
+"""Seconds for which rewards must be failing at an actor before that is an event: a busy judge is nothing unusual."""
 MAX_REPLACED = 1000
 """Replaced actor processes that are remembered, to refuse them when they come back."""
 
@@ -67,6 +70,9 @@ class Member:
     """Leases it must answer, evaluation included. `LeaseDesk` maintains them."""
     newest_lease_id: int | None = None
     """The newest lease sent to it."""
+    reward_trouble: RewardTrouble | None = None
+    """Rewards that it cannot get for now, as of its last heartbeat."""
+    is_trouble_reported: bool = False
     is_reachable: bool = True
     """False from a message that could not be sent to the next one received."""
 
@@ -244,10 +250,11 @@ class Roster:
             member.last_heard = min(now, member.last_heard + absent_s)
 
     def note_heartbeat(self, member: Member, heartbeat: ActorHeartbeat) -> None:
-        """Record a member's statistics, unless its heartbeats come in a flood."""
+        """Record a member's statistics and reward troubles, unless its heartbeats come in a flood."""
         now = member.last_heard
         if now - member.stats_at < self._hub.heartbeat_s / 2:
             return
+        self._note_reward_trouble(member, heartbeat.reward_trouble)
         seconds = now - member.stats_at
         tokens = heartbeat.stats.num_generated_tokens - member.stats.num_generated_tokens
         member.tokens_per_s = tokens / seconds if math.isfinite(seconds) else 0.0
@@ -255,6 +262,22 @@ class Roster:
         stats = msgspec.structs.asdict(heartbeat.stats)
         version = None if heartbeat.policy_version < 0 else heartbeat.policy_version
         self._record(ActorRow(actor=member.name, policy_version=version, **stats))
+
+    def _note_reward_trouble(self, member: Member, trouble: RewardTrouble | None) -> None:
+        """Remember which rewards a member cannot get; report the start and the end of a trouble that lasts."""
+        last, member.reward_trouble = member.reward_trouble, trouble
+        if trouble is not None and not member.is_trouble_reported and trouble.waiting_s >= TROUBLE_REPORTED_AFTER_S:
+            member.is_trouble_reported = True
+            report(self._record, EventRow(event="rewards_failing", detail=described(trouble), actor=member.name))
+        elif trouble is None and member.is_trouble_reported and last is not None:
+            member.is_trouble_reported = False
+            detail = f"no group waits for its reward any more; the longest waited {last.waiting_s:.0f} s"
+            report(self._record, EventRow(event="rewards_back", detail=detail, actor=member.name))
+
+    def reward_problems(self) -> list[str]:
+        """Return a sentence about each member whose rewards are failing for long."""
+        troubles = ((member, member.reward_trouble) for member in self if member.is_trouble_reported)
+        return [f"{member.name}: {described(trouble)}" for member, trouble in troubles if trouble is not None]
 
     def reject(self, peer: bytes, name: str, reason: str, cure: str | None = None) -> None:
         """Count a message that changes nothing, and tell its sender why and what to do."""
@@ -276,6 +299,12 @@ class Roster:
         member.policy_version = commit.policy_version
         self._record(CommitRow(actor=member.name, policy_version=commit.policy_version, stall_s=commit.stall_s))
         return None
+
+
+def described(trouble: RewardTrouble) -> str:
+    """Return a member's trouble with rewards in words."""
+    waiting = f"{len(trouble.lease_ids)} groups keep their completions and wait"
+    return f"rewards are failing for {trouble.waiting_s:.0f} s, {waiting}: {trouble.problem}"
 
 
 class LeaseTurns:

@@ -51,7 +51,7 @@ class Status:
         self, now: float, weight_problems: list[str], failure: BaseException | None, hub_rejections: dict[str, int]
     ) -> StatusReport:
         """Return the report for an operator; `failure` is the error that ends the run."""
-        problems = list(weight_problems)
+        problems = [*weight_problems, *self._roster.reward_problems()]
         if self._desk.is_log_full:
             problems.append("the rollout log's disk is full: no leases, no acknowledgements until there is room")
         if failure is not None:

@@ -11,7 +11,7 @@ from offbeat.learner.dispatch.lease_desk import LeaseDesk
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.dispatch.quarantine import doubt_of_learner
 from offbeat.learner.dispatch.reports import report
-from offbeat.learner.dispatch.roster import Member, Roster
+from offbeat.learner.dispatch.roster import Member, Roster, described
 from offbeat.learner.dispatch.versions import Versions
 from offbeat.learner.leases.journal import LeaseJournal
 
@@ -64,6 +64,10 @@ CAUSES: dict[str, Cause] = {
         "Actors work on held-out prompts, which go first, and on no training prompt.",
         "Wait, add actors, or lower evaluation.num_prompts.",
         is_usual=True,
+    ),
+    "rewards_unavailable": Cause(
+        "completions of the missing groups wait for rewards that cannot be had",
+        "bring the service behind task.reward back; after task.reward_retry_s such leases fail",
     ),
     "generating": Cause(
         "Actors work on the missing groups.",
@@ -208,9 +212,12 @@ class Watchdog:
         trained = [lease for lease in generating if lease.lease_id in held]
         if trained:
             oldest = trained[0]
+            holder = held[oldest.lease_id]
+            trouble = holder.reward_trouble
+            if trouble is not None and oldest.lease_id in trouble.lease_ids:
+                return Late("rewards_unavailable", f"{holder.name}: {described(trouble)}")
             seconds = max(0.0, self._journal.now() - oldest.granted_at)
-            who = held[oldest.lease_id].name
-            return Late("generating", f"{len(trained)} being generated, the oldest for {seconds:.0f} s at {who}")
+            return Late("generating", f"{len(trained)} being generated, the oldest for {seconds:.0f} s at {holder.name}")
         if held:
             return Late("evaluation_first", f"an evaluation goes first: {len(held)} held-out prompts are being generated")
         unclaimed = {lease.actor for lease in generating} - {member.name for member in members}

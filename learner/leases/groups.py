@@ -1,7 +1,7 @@
 """A group as the learner holds it: arrays, rewards and versions, cut out of the wire's frames and checked."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, assert_never
 
 import numpy as np
@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from offbeat.learner.leases.events import Accepted
 from offbeat.learner.leases.prompts import Prompt
-from offbeat.protocols.messages import LARGEST_REWARD, CompletionMeta, Segment
+from offbeat.protocols.fields import LARGEST_REWARD
+from offbeat.protocols.messages import CompletionMeta, Segment
 from offbeat.protocols.wire import Frame, logprobs, token_ids
 
 LagOf = Literal["oldest_token", "token_mean", "last_segment"]
@@ -31,6 +32,8 @@ class Rollout(NamedTuple):
     reward: float
     finish_reason: str
     segments: tuple[Segment, ...]
+    reward_parts: Mapping[str, float] = {}
+    """Named parts of the reward; empty where it is a number alone."""
 
 
 class Group(NamedTuple):
@@ -118,7 +121,9 @@ def unpack(completions: Sequence[CompletionMeta], arrays: Sequence[Frame]) -> tu
         end = start + completion.num_tokens
         ids, behavior = all_ids[start:end], all_logprobs[start:end]
         # By position: the hub makes one for each completion that arrives, and names take twice the time.
-        rollouts.append(Rollout(ids, behavior, completion.reward, completion.finish_reason, completion.segments))
+        rollouts.append(
+            Rollout(ids, behavior, completion.reward, completion.finish_reason, completion.segments, completion.reward_parts)
+        )
         start = end
     return tuple(rollouts)
 
@@ -133,6 +138,8 @@ def flaw(completions: Sequence[CompletionMeta], arrays: Sequence[Frame], limits:
         # Not `>`: a NaN must not pass.
         if not abs(completion.reward) <= LARGEST_REWARD:
             return f"completion {index} has reward {completion.reward:g}, not within {LARGEST_REWARD:g} of 0"
+        if not all(abs(part) <= LARGEST_REWARD for part in completion.reward_parts.values()):
+            return f"completion {index} has reward parts {completion.reward_parts}, not within {LARGEST_REWARD:g} of 0"
         for segment in completion.segments:
             if segment.policy_version > limits.newest_version:
                 return f"completion {index} claims policy version {segment.policy_version}, not made yet"

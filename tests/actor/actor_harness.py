@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from offbeat.actor.contact import ActorIdentity
 from offbeat.actor.engine import Completion, Score
-from offbeat.actor.rewards import Rewarded, RewardFailure, RewardRunner
+from offbeat.actor.reward_values import Reward
+from offbeat.actor.rewards import Rewarded, RewardFailure, RewardRunner, RewardTrouble
+from offbeat.actor.samples import Sample
 from offbeat.actor.service import ActorService
 from offbeat.common.config import ActorSection, Config, HubSection, MetricsSection
 from offbeat.common.shutdown import StopRequest
@@ -96,17 +98,27 @@ class FakeRewards:
     def __init__(self) -> None:
         self.is_held = False
         self.num_polls = 0
-        self.submitted: list[tuple[str, dict[str, Any]]] = []
+        self.submitted: list[Sample] = []
+        self.cancelled: list[int] = []
         self._results: list[Rewarded | RewardFailure] = []
 
     @property
     def num_pending(self) -> int:
         return len(self._results)
 
-    def submit(self, key: int, prompt: str, completions: Sequence[str], row: dict[str, Any]) -> None:
-        self.submitted.append((prompt, row))
-        rewarded = Rewarded(key, tuple(float(len(text)) for text in completions))
-        self._results.append(RewardFailure(key, "reward_error", "no such row") if prompt == "bad" else rewarded)
+    def submit(self, key: int, samples: Sequence[Sample]) -> None:
+        self.submitted += samples
+        rewarded = Rewarded(key, tuple(Reward(float(len(sample.completion)), {"length": 1.0}) for sample in samples))
+        is_bad = samples[0].prompt == "bad"
+        self._results.append(RewardFailure(key, "reward_error", "no such row") if is_bad else rewarded)
+
+    def cancel(self, key: int) -> None:
+        self.cancelled.append(key)
+
+    def trouble(self) -> RewardTrouble | None:
+        if not self.is_held or not self._results:
+            return None
+        return RewardTrouble(time.monotonic() - 7.0, "the judge is down", tuple(result.key for result in self._results))
 
     def poll(self) -> list[Rewarded | RewardFailure]:
         self.num_polls += 1

@@ -16,7 +16,11 @@ def test_lease_becomes_a_group_in_the_order_of_its_completions(learner: Learner)
         assert [completion.reward for completion in done.completions] == [3, 4, 5]
         assert {completion.num_tokens for completion in done.completions} == {2}
         assert {completion.segments for completion in done.completions} == {(Segment(0, 0),)}
-        assert actor.rewards.submitted == [("1+1=", {"answer": "2"})]
+        assert [completion.reward_parts for completion in done.completions] == [{"length": 1.0}] * 3
+        samples = actor.rewards.submitted
+        assert [sample.token_ids.tolist() for sample in samples] == [[3, 0], [3, 1], [3, 2]]
+        assert {(sample.prompt, sample.row["answer"], sample.finish_reason) for sample in samples} == {("1+1=", "2", "stop")}
+        assert not any(sample.is_evaluation for sample in samples)
         learner.send(Ack(lease_id=3, outcome="accepted"))
         assert learner.wait_until_held().stats.num_running_completions == 0
 
@@ -135,6 +139,20 @@ def test_failed_reward_gives_the_lease_back_with_its_reason(learner: Learner) ->
         assert learner.hears_no(LeaseFailed, 0.8)
 
 
+def test_heartbeat_says_which_leases_wait_for_a_reward_that_cannot_be_had(learner: Learner) -> None:
+    with actor_of(learner) as actor:
+        learner.welcome()
+        actor.rewards.is_held = True
+        learner.lease(4)
+        trouble = learner.wait_heartbeat(lambda heartbeat: heartbeat.reward_trouble is not None).reward_trouble
+        assert trouble is not None
+        assert (trouble.problem, trouble.lease_ids) == ("the judge is down", (4,))
+        assert trouble.waiting_s >= 7.0
+        actor.rewards.is_held = False
+        assert learner.wait(GroupDone).lease_id == 4
+        learner.wait_heartbeat(lambda heartbeat: heartbeat.reward_trouble is None)
+
+
 def test_cancelled_answer_is_not_sent_again(learner: Learner) -> None:
     with actor_of(learner, dead_after_s=0.5):
         learner.welcome()
@@ -160,6 +178,7 @@ def test_cancelled_leases_are_aborted_wherever_they_are(learner: Learner) -> Non
         learner.send(Cancel(lease_ids=(1, 2, 3, 4)))
         learner.wait_until_held()
         assert sorted(actor.engine.aborted) == ["2/0", "2/1"]
+        assert sorted(actor.rewards.cancelled) == [1, 2, 3]
         actor.rewards.is_held = actor.engine.is_held = False
         learner.lease(5)
         assert learner.wait(GroupDone).lease_id == 5

@@ -8,11 +8,13 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from offbeat.actor.rewards import Rewarded, RewardFailure, RewardRunner, exact_match, load_reward, math_answer
+from offbeat.actor.rewards import Rewarded, RewardFailure, RewardRunner
 from offbeat.common.settings import SettingError
+from tests.actor.reward_harness import make_limits, rewarded, samples, wait
 
 pytestmark = pytest.mark.slow
 
@@ -63,6 +65,12 @@ def exits(prompt, completion, row):
 def pid(prompt, completion, row):
     return os.getpid()
 
+def hangs_once(prompt, completion, row):
+    if completion == "slow" and not os.path.exists(row["seen"]):
+        open(row["seen"], "w").close()
+        time.sleep(60)
+    return float(len(completion))
+
 async def naps(prompt, completion, row):
     await asyncio.sleep(float(completion))
     return float(completion)
@@ -99,8 +107,8 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def make_runner(module: str) -> Iterator[Callable[..., RewardRunner]]:
     runners: list[RewardRunner] = []
 
-    def make(function: str, *, num_workers: int = 1, timeout_s: float = 20.0) -> RewardRunner:
-        runners.append(RewardRunner(f"{module}:{function}", num_workers=num_workers, timeout_s=timeout_s))
+    def make(function: str, **limits: Any) -> RewardRunner:
+        runners.append(RewardRunner(f"{module}:{function}", make_limits(**limits)))
         return runners[-1]
 
     yield make
@@ -108,21 +116,8 @@ def make_runner(module: str) -> Iterator[Callable[..., RewardRunner]]:
         runner.close()
 
 
-def wait(runner: RewardRunner, limit_s: float = 20.0) -> dict[int, Rewarded | RewardFailure]:
-    """Wait for every submitted group; return the outcomes by key."""
-    outcomes: dict[int, Rewarded | RewardFailure] = {}
-    deadline = time.monotonic() + limit_s
-    while runner.num_pending and time.monotonic() < deadline:
-        for outcome in runner.poll():
-            assert outcome.key not in outcomes
-            outcomes[outcome.key] = outcome
-        time.sleep(0.005)
-    assert not runner.num_pending
-    return outcomes
-
-
 def failure(runner: RewardRunner, *completions: str) -> RewardFailure:
-    runner.submit(1, "p", completions, {})
+    runner.submit(1, samples(completions))
     outcome = wait(runner)[1]
     assert isinstance(outcome, RewardFailure)
     assert "\n" not in outcome.detail
@@ -136,25 +131,25 @@ def line_of(code: str) -> int:
 def test_groups_are_rewarded_in_the_order_of_their_completions(make_runner):
     runner = make_runner("length", num_workers=2)
     for key in range(20):
-        runner.submit(key, "p", ["a", "bb", "c" * key], {"bonus": key})
+        runner.submit(key, samples(["a", "bb", "c" * key], {"bonus": key}))
     outcomes = wait(runner)
-    assert outcomes == {key: Rewarded(key, (1.0 + key, 2.0 + key, 2.0 * key)) for key in range(20)}
+    assert outcomes == {key: rewarded(key, 1.0 + key, 2.0 + key, 2.0 * key) for key in range(20)}
     assert runner.poll() == []
 
 
 @pytest.mark.parametrize(("function", "reward"), [("numpy_value", 0.5), ("numpy_bool", 1.0)])
 def test_numpy_numbers_are_rewards(make_runner, function, reward):
     runner = make_runner(function)
-    runner.submit(1, "p", ["a"], {})
-    assert wait(runner) == {1: Rewarded(1, (reward,))}
+    runner.submit(1, samples(["a"]))
+    assert wait(runner) == {1: rewarded(1, reward)}
 
 
 def test_plain_rewards_run_outside_this_process(make_runner):
     runner = make_runner("pid")
-    runner.submit(1, "p", ["a"], {})
+    runner.submit(1, samples(["a"]))
     outcome = wait(runner)[1]
     assert isinstance(outcome, Rewarded)
-    assert outcome.rewards[0] != os.getpid()
+    assert outcome.rewards[0].total != os.getpid()
 
 
 def test_an_exception_is_reported_with_its_message_and_line(make_runner):
@@ -164,8 +159,8 @@ def test_an_exception_is_reported_with_its_message_and_line(make_runner):
     line = line_of('        raise ZeroDivisionError("first line\\nsecond line")')
     assert outcome.detail.startswith("ZeroDivisionError: first line second line (")
     assert outcome.detail.endswith(f"user_rewards.py:{line})")
-    runner.submit(2, "p", ["good"], {})
-    assert wait(runner) == {2: Rewarded(2, (1.0,))}
+    runner.submit(2, samples(["good"]))
+    assert wait(runner) == {2: rewarded(2, 1.0)}
 
 
 def test_the_line_is_the_users_also_when_a_library_raised(make_runner):
@@ -184,33 +179,39 @@ def test_what_is_no_finite_number_is_an_error(make_runner, function, words):
 @pytest.mark.parametrize("function", ["sleeps", "stuck_in_c"])
 def test_a_reward_past_its_time_is_killed_and_the_next_group_is_rewarded(make_runner, function):
     runner = make_runner(function, timeout_s=0.5)
-    runner.submit(0, "p", ["warm up"], {})
+    runner.submit(0, samples(["warm up"]))
     wait(runner)
     started = time.monotonic()
     outcome = failure(runner, "fast", "slow")
     assert outcome.reason == "reward_timeout"
     assert "task.reward_timeout_s = 0.5" in outcome.detail
     assert time.monotonic() - started < 3
-    runner.submit(2, "p", ["fast"], {})
-    assert wait(runner) == {2: Rewarded(2, (1.0,))}
+    runner.submit(2, samples(["fast"]))
+    assert wait(runner) == {2: rewarded(2, 1.0)}
+
+
+def test_completions_beside_one_that_hung_once_are_all_rewarded(make_runner, tmp_path):
+    runner = make_runner("hangs_once", timeout_s=1.0, retry_s=20.0)
+    runner.submit(1, samples(["a", "slow", "bb"], {"seen": str(tmp_path / "seen")}))
+    assert wait(runner) == {1: rewarded(1, 1.0, 4.0, 2.0)}
 
 
 def test_a_reward_that_ends_its_process_fails_alone(make_runner):
     runner = make_runner("exits")
     assert failure(runner, "exit").detail.startswith("SystemExit: 3")
     assert "exit code 7" in failure(runner, "die").detail
-    runner.submit(2, "p", ["stay"], {})
-    assert wait(runner) == {2: Rewarded(2, (1.0,))}
+    runner.submit(2, samples(["stay"]))
+    assert wait(runner) == {2: rewarded(2, 1.0)}
 
 
 def test_workers_killed_while_idle_are_replaced(make_runner):
     runner = make_runner("pid")
-    runner.submit(1, "p", ["a"], {})
+    runner.submit(1, samples(["a"]))
     first = wait(runner)[1]
     assert isinstance(first, Rewarded)
-    os.kill(int(first.rewards[0]), signal.SIGKILL)
+    os.kill(int(first.rewards[0].total), signal.SIGKILL)
     time.sleep(0.5)
-    runner.submit(2, "p", ["a"], {})
+    runner.submit(2, samples(["a"]))
     second = wait(runner)[2]
     assert isinstance(second, Rewarded)
     assert second.rewards != first.rewards
@@ -220,7 +221,7 @@ def test_async_completions_of_a_group_run_at_once(make_runner):
     runner = make_runner("naps")
     started = time.monotonic()
     for key in range(4):
-        runner.submit(key, "p", ["0.3"] * 8, {})
+        runner.submit(key, samples(["0.3"] * 8))
     assert len(wait(runner)) == 4
     assert time.monotonic() - started < 1.5
 
@@ -235,7 +236,7 @@ def test_async_rewards_are_timed_out_and_described(make_runner):
 
 def test_an_async_reward_that_blocks_the_loop_still_times_out(make_runner):
     runner = make_runner("blocks", timeout_s=0.2)
-    runner.submit(1, "p", ["a"], {})
+    runner.submit(1, samples(["a"]))
     outcome = wait(runner, limit_s=2.5)[1]
     assert isinstance(outcome, RewardFailure)
     assert outcome.reason == "reward_timeout"
@@ -255,7 +256,7 @@ def test_an_async_reward_that_blocks_the_loop_still_times_out(make_runner):
 )
 def test_a_reward_that_cannot_be_is_refused_at_once_in_words(module, path, words):
     with pytest.raises(SettingError) as raised:
-        RewardRunner(path, num_workers=1, timeout_s=1.0)
+        RewardRunner(path, make_limits())
     text = str(raised.value)
     assert "task.reward" in text
     assert path in text
@@ -264,8 +265,8 @@ def test_a_reward_that_cannot_be_is_refused_at_once_in_words(module, path, words
 
 def test_close_ends_stuck_workers_at_once(make_runner, module):
     before = set(children_of(os.getpid()))
-    runner = RewardRunner(f"{module}:stuck_in_c", num_workers=2, timeout_s=60)
-    runner.submit(1, "p", ["slow"], {})
+    runner = RewardRunner(f"{module}:stuck_in_c", make_limits(num_workers=2))
+    runner.submit(1, samples(["slow"]))
     time.sleep(1.0)
     started = time.monotonic()
     runner.close()
@@ -278,11 +279,14 @@ def test_workers_do_not_outlive_a_killed_actor(module, number):
     """Workers inside a call that holds the interpreter end too."""
     script = textwrap.dedent("""
         import time
+        from offbeat.actor.reward_attempts import RewardLimits
         from offbeat.actor.rewards import RewardRunner
+        from offbeat.actor.samples import Sample
         if __name__ == "__main__":
-            runner = RewardRunner("user_rewards:stuck_in_c", num_workers=2, timeout_s=60)
-            runner.submit(1, "p", ["slow"], {})
-            runner.submit(2, "p", ["fast"], {})
+            limits = RewardLimits(timeout_s=60, retry_s=0, num_workers=2, concurrency=1, calls_per_s=None, batch_size=1)
+            runner = RewardRunner("user_rewards:stuck_in_c", limits)
+            for key, text in enumerate(["slow", "fast"]):
+                runner.submit(key, [Sample("p", text, {}, None, "stop", False)])
             while runner.num_pending > 1:
                 runner.poll()
             print("busy", flush=True)
@@ -315,86 +319,16 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in children if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()]
 
 
-def test_exact_match_ignores_white_space_around():
-    assert exact_match("", " abc\n", {"answer": "abc "}) == 1.0
-    assert exact_match("", "abcd", {"answer": "abc"}) == 0.0
-    assert exact_match("", "12", {"answer": 12}) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        ("So 48 + 24 = 72.", "Natalia sold 24 in May.\n#### 72", 1.0),
-        ("The answer is \\boxed{72}", "72", 1.0),
-        ("it is $72.00", "#### 72", 1.0),
-        ("1,234 in total", "1234", 1.0),
-        ("\\boxed{\\frac{2}{4}}", "\\frac{1}{2}", 1.0),
-        ("$1 + x^2$", "x^2+1", 1.0),
-        ("72 or rather 71", "72", 0.0),
-        ("I do not know", "72", 0.0),
-        ("", "72", 0.0),
-    ],
-)
-def test_math_answers_are_compared_as_mathematics(completion, answer, reward):
-    assert math_answer("", completion, {"answer": answer}) == reward
-
-
 def test_math_answer_works_in_worker_processes_and_refuses_an_empty_answer():
-    runner = RewardRunner("math_answer", num_workers=1, timeout_s=30)
+    runner = RewardRunner("math_answer", make_limits(timeout_s=30.0))
     try:
-        runner.submit(1, "p", ["It is 72", "It is 7"], {"answer": "#### 72"})
-        runner.submit(2, "p", ["It is 72"], {"answer": ""})
-        runner.submit(3, "p", ["It is 72"], {})
+        runner.submit(1, samples(["It is 72", "It is 7"], {"answer": "#### 72"}))
+        runner.submit(2, samples(["It is 72"], {"answer": ""}))
+        runner.submit(3, samples(["It is 72"]))
         outcomes = wait(runner, limit_s=30)
     finally:
         runner.close()
-    assert outcomes[1] == Rewarded(1, (1.0, 0.0))
+    assert outcomes[1] == rewarded(1, 1.0, 0.0)
     errors = [outcomes[key] for key in (2, 3)]
     assert "is not a mathematical expression" in str(errors[0])
     assert "KeyError: 'answer'" in str(errors[1])
-
-
-def test_built_in_rewards_are_loaded_by_name():
-    assert load_reward("exact_match") is exact_match
-    assert load_reward("math_answer") is math_answer
-    with pytest.raises(SettingError, match=r"no built-in reward 'exact'.*exact_match or math_answer"):
-        load_reward("exact")
-
-
-@pytest.fixture
-def no_actor_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget modules named `actor`, because the repository's folder of that name can be imported in tests."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "actor"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "actor").is_dir()])
-
-
-@pytest.mark.usefixtures("no_actor_imported")
-def test_rewards_of_old_run_folders_are_loaded(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert load_reward("actor.rewards:exact_match") is exact_match
-    assert load_reward("actor.rewards:math_answer") is math_answer
-    with pytest.raises(SettingError, match=r"there is no module 'actor'"):
-        load_reward("actor.rewards:exact")
-
-
-@pytest.mark.usefixtures("no_actor_imported")
-def test_a_users_own_module_comes_before_the_old_name_of_a_built_in_reward(tmp_path, monkeypatch):
-    (tmp_path / "actor").mkdir()
-    (tmp_path / "actor" / "rewards.py").write_text("def exact_match(prompt, completion, row):\n    return 0.5\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert load_reward("actor.rewards:exact_match")("", "", {}) == 0.5
-    for name in ("actor.rewards", "actor"):
-        del sys.modules[name]
-
-
-@pytest.mark.usefixtures("no_actor_imported")
-def test_a_users_own_module_that_is_broken_is_not_replaced_by_a_built_in_reward(tmp_path, monkeypatch):
-    (tmp_path / "actor").mkdir()
-    (tmp_path / "actor" / "rewards.py").write_text("raise ValueError('mended soon')\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(SettingError, match="mended soon"):
-        load_reward("actor.rewards:exact_match")
-    sys.modules.pop("actor", None)

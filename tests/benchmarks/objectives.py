@@ -35,7 +35,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offbeat.actor.rewards import exact_match
+from offbeat.actor.reward_functions import exact_match
 from offbeat.common.config import Config, TaskSection
 from offbeat.common.environment import prepare_environment
 from offbeat.common.setting_checks import check

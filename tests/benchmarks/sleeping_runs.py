@@ -119,6 +119,7 @@ def act(connection: Connection) -> None:
     prepare_environment()
     # Imported here, because transformers needs the prepared environment.
     from offbeat.actor.contact import ActorIdentity
+    from offbeat.actor.reward_attempts import limits_of
     from offbeat.actor.rewards import RewardRunner
     from offbeat.actor.service import ActorService
 
@@ -132,7 +133,7 @@ def act(connection: Connection) -> None:
         reward = f"{no_reward.__module__}:{no_reward.__name__}"
         identity = ActorIdentity(name, time.time_ns())
         with (
-            contextlib.closing(RewardRunner(reward, num_workers=1, timeout_s=PATIENCE_S)) as rewards,
+            contextlib.closing(RewardRunner(reward, limits_of(config))) as rewards,
             Link(address, identity=identity.peer(), max_message_bytes=MAX_MESSAGE_BYTES) as link,
         ):
             ActorService(

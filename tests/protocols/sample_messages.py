@@ -30,6 +30,7 @@ from offbeat.protocols.messages import (
     MemberStatus,
     ModelHashes,
     Refused,
+    RewardTrouble,
     Sampling,
     SayHello,
     Segment,
@@ -76,7 +77,7 @@ GROUP = GroupDone(
     completions=(
         CompletionMeta(3, "stop", 1.0, (Segment(4, 0),)),
         # The learner restarted from a checkpoint during the completion, so the versions fall.
-        CompletionMeta(4, "length", -0.5, (Segment(4, 0), Segment(5, 1), Segment(2, 3))),
+        CompletionMeta(4, "length", -0.5, (Segment(4, 0), Segment(5, 1), Segment(2, 3)), {"format": 0.5, "right": -1.0}),
     ),
     generate_s=0.25,
 )
@@ -120,6 +121,16 @@ FROM_ACTOR: list[tuple[ActorMessage, tuple[Array, ...]]] = [
     (GROUP, (INTS, INTS.astype(np.float32))),
     (LeaseFailed(lease_id=3, reason="reward_error", detail="ZeroDivisionError"), ()),
     (ActorHeartbeat(policy_version=-1, stats=STATS, lease_ids=(), seen_lease_id=-1), ()),
+    (
+        ActorHeartbeat(
+            policy_version=3,
+            stats=STATS,
+            lease_ids=(1, 2),
+            seen_lease_id=2,
+            reward_trouble=RewardTrouble(waiting_s=2.5, problem="503", lease_ids=(1,)),
+        ),
+        (),
+    ),
     (WeightsStaged(policy_version=4, epoch=-1, error="bucket 3 of 9: closed"), ()),
     (WeightsCommitted(policy_version=4, stall_s=0.25), ()),
     (CanaryScored(policy_version=3), (FLOATS,)),

@@ -65,3 +65,14 @@ def test_the_share_cut_is_over_completions_and_percentiles_are_over_their_length
     assert metrics["length/cut"] == 0.25
     # Linear between neighbors: 3 + 0.85 * (10 - 3).
     assert (metrics["length/min"], metrics["length/p50"], metrics["length/p95"]) == (1, 2.5, pytest.approx(8.95))
+
+
+def test_parts_of_rewards_are_means_over_the_completions_that_have_them():
+    group = make_group([0.0, 2.0, 1.0], 4, 7)
+    parts = ({"format": 1.0, "right": 0.0}, {"format": 0.0}, {})
+    rollouts = tuple(
+        rollout._replace(reward_parts=of_rollout) for rollout, of_rollout in zip(group.rollouts, parts, strict=True)
+    )
+    metrics = group_metrics([group._replace(rollouts=rollouts)], policy_version=9)
+    assert metrics["reward_part/format"] == 0.5
+    assert metrics["reward_part/right"] == 0.0

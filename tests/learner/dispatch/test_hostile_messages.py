@@ -10,7 +10,7 @@ import pytest
 
 from offbeat.common.rows import encode_row
 from offbeat.learner.leases.groups import SMALLEST_LOGPROB
-from offbeat.protocols.messages import LARGEST_REWARD
+from offbeat.protocols.fields import LARGEST_REWARD
 from offbeat.protocols.wire import WireError, decode_from_actor, encode
 from tests.learner.dispatch.dispatch_desk import Actor, Desk
 from tests.protocols.sample_messages import FROM_ACTOR, as_sent

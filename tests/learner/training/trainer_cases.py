@@ -51,6 +51,7 @@ def _make_rollout(random: np.random.Generator, policy_version: int) -> Rollout:
         reward=float(random.integers(0, 4)),
         finish_reason="stop",
         segments=(Segment(policy_version, 0),),
+        reward_parts={"format": 1.0},
     )
 
 

@@ -1,0 +1,28 @@
+"""What reward functions are given, and what they raise. `import offbeat` imports it, so it imports nothing itself."""
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class RewardUnavailable(Exception):  # noqa: N818, a state and no mistake of the program
+    """Raise it in a reward function when the reward cannot be had for now: the completion is kept, and rewarded later."""
+
+
+class Sample(NamedTuple):
+    """One completion, with all that a reward may want to know."""
+
+    prompt: str
+    """The prompt as text, with the chat template where `task.chat_template` is set."""
+    completion: str
+    """The completion as text, without special tokens."""
+    row: dict[str, Any]
+    """The prompt's row in the data."""
+    token_ids: "NDArray[np.int32]"
+    """The sampled tokens, `[num_tokens]`."""
+    finish_reason: Literal["stop", "length"]
+    """`stop`: the model ended the completion. `length`: it was cut at `rollout.max_new_tokens`."""
+    is_evaluation: bool
+    """True for a held-out prompt, whose rewards are not trained on."""

@@ -1,0 +1,29 @@
+"""Types of message fields, with their bounds: decoders check them, encoders do not."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from offbeat.protocols.text import NAME_PATTERN
+
+Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+"""An id, a version, a size."""
+NaturalOrNone = Annotated[int, Meta(ge=-1, le=2**63 - 1)]
+"""A `Natural`, or -1 for none."""
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Seconds = Annotated[float, Meta(ge=0, le=1e18)]
+Checksum = Annotated[int, Meta(ge=0)]
+"""`common.weights.checksum`; all 64 bits are used."""
+Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
+NameOrEmpty = Annotated[str, Meta(pattern=f"{NAME_PATTERN}|^\\Z")]
+Label = Annotated[str, Meta(max_length=256)]
+"""A few words, compared or shown, made plain like `FreeText`."""
+FreeText = Annotated[str, Meta(max_length=1 << 16)]
+"""A sentence for logs and operators; no code reads its content. Decoding makes it plain (`protocols.text`)."""
+PartName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}\Z")]
+"""Name of a part of a reward; it becomes part of a metric's name."""
+RewardParts = Annotated[dict[PartName, float], Meta(max_length=32)]
+LeaseIds = Annotated[tuple[Natural, ...], Meta(max_length=1 << 18)]
+LARGEST_REWARD = 1e6
+"""Largest absolute value of a reward. The actor fails a reward beyond it, the learner rejects the group: squares and sums of
+such numbers would swamp every other reward, and overflow in float32."""
