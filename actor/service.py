@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable
 from typing import assert_never
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from offbeat.actor.contact import ActorIdentity, LearnerContact, RefusedError
 from offbeat.actor.engine import Engine
@@ -30,7 +30,7 @@ from offbeat.actor.weight_updates import WeightUpdates
 from offbeat.common.config import Config
 from offbeat.common.hub_keys import keys_of_peer
 from offbeat.common.logs import doing
-from offbeat.common.models import hash_model, resolve_model
+from offbeat.common.models import hash_model, load_tokenizer, resolve_model
 from offbeat.common.shutdown import StopRequest
 from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import (
@@ -101,7 +101,7 @@ def run_actor(config: Config, stop: StopRequest) -> str:
                 identity=identity,
                 config=config,
                 engine=engine,
-                tokenizer=AutoTokenizer.from_pretrained(model),
+                tokenizer=load_tokenizer(model),
                 rewards=rewards,
                 link=link,
                 stop=stop,

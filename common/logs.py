@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from offbeat.common.repeated_messages import CollapsingHandler
+from offbeat.common.settings import SettingError
 from offbeat.protocols.text import plain
 
 LEVEL_VARIABLE = "OFFBEAT_LOG_LEVEL"
@@ -49,7 +50,7 @@ def configure_logs(service: str, *, level: str | None = None) -> None:
     """
     source, level = ("level", level) if level else (LEVEL_VARIABLE, os.environ.get(LEVEL_VARIABLE) or "info")
     if level.lower() not in _LEVELS:
-        raise ValueError(f"{source} = {level!r} is not a log level; use one of: {', '.join(_LEVELS)}")
+        raise SettingError(source, level, "this is not a log level", f"Use one of: {', '.join(_LEVELS)}.")
     root = logging.getLogger()
     for handler in list(root.handlers):
         root.removeHandler(handler)

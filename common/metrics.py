@@ -18,6 +18,7 @@ from typing import Any, Self
 import msgspec
 
 from offbeat.common.rows import EvalRow, EventRow, OtherRow, Row, SampleRow, StepRow, decode_row, encode_row, row_fields
+from offbeat.common.settings import SettingError
 
 logger = logging.getLogger(__name__)
 
@@ -240,10 +241,8 @@ def _start_wandb(folder: Path, project: str, run_name: str) -> Any:
     try:
         import wandb  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f'metrics.wandb_project = "{project}", but wandb is not installed: '
-            'pip install "offbeat[wandb]", or leave the setting empty'
-        ) from error
+        cure = 'Install it: pip install "offbeat[wandb]"; or leave the setting empty.'
+        raise SettingError("metrics.wandb_project", project, "wandb is not installed", cure) from error
     id_file = folder / "wandb_run_id.txt"
     if not id_file.exists():
         id_file.write_text(uuid.uuid4().hex[:16])

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -35,6 +36,19 @@ def resolve_model(path: str) -> Path:
             f"it is no folder here, and the model hub did not serve it ({str(error).splitlines()[0]})",
             "Give a model folder, or a hub name on a machine that reaches the hub.",
         ) from error
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return a model folder's tokenizer, a `PreTrainedTokenizerBase`; raise `SettingError` where it cannot be loaded."""
+    # Takes seconds to import.
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    # The tokenizers library raises `Exception` itself for a file that it cannot read.
+    except Exception as error:
+        problem = f"its tokenizer cannot be loaded ({' '.join(str(error).split())[:300]})"
+        raise SettingError("model.path", str(folder), problem, "Save it again: tokenizer.save_pretrained(FOLDER).") from error
 
 
 def hash_model(folder: Path) -> ModelHashes:

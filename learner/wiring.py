@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import logging
-import os
 import random
 import time
 import uuid
@@ -12,13 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from offbeat.common.config import Config
+from offbeat.common.environment import launcher_number
 from offbeat.common.hub_keys import keys_of_learner
 from offbeat.common.logs import doing, log_to_file
 from offbeat.common.metrics import MetricsWriter
-from offbeat.common.models import hash_model, resolve_model
+from offbeat.common.models import hash_model, load_tokenizer, resolve_model
 from offbeat.common.rows import Recorder, Row, canary_tolerance
 from offbeat.common.run_folder import CONFIG_FILE, check_run_folder, locked, set_aside_failed_start
 from offbeat.common.setting_checks import least_staleness
@@ -84,7 +84,7 @@ LOADING = "ended while the learner was loading"
 
 def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
     """Train until `train.num_steps` or a signal; every rank of the learner calls this."""
-    if int(os.environ.get("RANK", "0")) > 0:
+    if launcher_number("RANK", 0) > 0:
         RankedTrainer(Trainer(config)).follow()
         return "finished"
     started = time.monotonic()
@@ -213,7 +213,7 @@ def _load_inputs(config: Config) -> _Inputs:
     task = config.task
     model = resolve_model(config.model.path)
     hashes = hash_model(model)
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model)
     calibration = load_calibration(config.loss.noise_floor) if config.loss.noise_floor else None
     train = _load_prompts(config, task.train_data, task.train_split, "task.train_data", tokenizer)
     held_out = _load_prompts(config, task.eval_data, task.eval_split, "task.eval_data", tokenizer) if task.eval_data else []

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from offbeat.common.descriptors import raise_limit
-from offbeat.common.environment import fast_imports, prepare_environment
+from offbeat.common.environment import fast_imports, launcher_number, prepare_environment
 from offbeat.common.logs import configure_logs, doing
 from offbeat.common.settings import SettingError, refuse_masked
 from offbeat.common.shutdown import LAUNCHED_VARIABLE, StopRequest
@@ -25,7 +25,7 @@ def command(arguments: Arguments = None, preflight: Preflight = True) -> None:
     config = expand(load_config(arguments))
     refuse_masked(config)
     # Beside rank 0 the others would find its ports taken.
-    if preflight and os.environ.get("RANK", "0") == "0":
+    if preflight and launcher_number("RANK", 0) == 0:
         look(config, "learner")
     stop = StopRequest().install()
     raise_limit()

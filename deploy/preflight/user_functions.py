@@ -1,18 +1,15 @@
 """Checks of the functions that the settings name: imported, and the reward called once. They run apart."""
 
 import asyncio
-import inspect
-import math
-import numbers
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
-from offbeat.actor.rewards import load_reward
+from offbeat.actor.reward_failures import Failure
+from offbeat.actor.reward_functions import load_reward
+from offbeat.actor.samples import Sample
 from offbeat.common.config import Config
 from offbeat.common.settings import SettingError
-from offbeat.common.user_functions import located
 from offbeat.deploy.preflight.findings import Finding, mistake
 from offbeat.deploy.preflight.inputs import first_prompt
 from offbeat.learner.objectives.reward_shaping import load_length_penalty
@@ -34,7 +31,7 @@ def check_reward(config: Config, *, calls: bool) -> Iterator[Finding]:
     if config.reward.length_penalty:
         yield from check_length_penalty(config)
     try:
-        function = load_reward(config.task.reward)
+        reward = load_reward(config.task.reward)
         prompt = first_prompt(config) if calls else None
     except SettingError as error:
         # Mistakes in the data are told twice, and shown once.
@@ -42,23 +39,16 @@ def check_reward(config: Config, *, calls: bool) -> Iterator[Finding]:
         return
     if prompt is None:
         return
-    called = "called with the first row of task.train_data and a stand-in completion"
-    try:
-        value = function(prompt[0], STAND_IN, prompt[1])
-        if inspect.isawaitable(value):
-            value = asyncio.run(_awaited(value))
-    except OSError as error:
+    sample = Sample(prompt[0], STAND_IN, prompt[1], np.arange(len(STAND_IN), dtype=np.int32), "stop", is_evaluation=False)
+    samples = [sample] * (config.rollout.group_size if reward.takes_many else 1)
+    weights = config.task.reward_weights
+    outcomes = asyncio.run(reward.outcomes_async(samples, weights)) if reward.is_async else reward.outcomes(samples, weights)
+    failure = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)
+    if failure is None:
+        return
+    problem = f"called with the first row of task.train_data and a stand-in completion, it failed: {failure.detail}"
+    if failure.is_transient:
         # A judge that does not answer now may do so later.
-        yield Finding("warning", f"task.reward: {called} it raised {located(error)}.")
-        return
-    except (Exception, SystemExit) as error:  # noqa: BLE001, the user's code
-        problem = f"{called} it raised {located(error)}"
+        yield Finding("warning", f"task.reward: {problem}.")
+    else:
         yield mistake("task.reward", config.task.reward, problem, "Correct the function, or the fields of the rows.")
-        return
-    if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(float(value)):
-        problem = f"{called} it returned {str(value)[:100]!r}"
-        yield mistake("task.reward", config.task.reward, problem, "Return a finite number.")
-
-
-async def _awaited(value: Any) -> Any:
-    return await value

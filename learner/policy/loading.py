@@ -1,12 +1,15 @@
 """Loading of the learner's models: the policy, its frozen reference, and checks that the policy can be trained."""
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from offbeat.common.config import Config, ModelSection
 from offbeat.common.objectives import resolve_baseline
+from offbeat.common.settings import SettingError
+from offbeat.common.user_functions import one_line
 from offbeat.common.weights import tensor_dtype
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.lora import add_adapter
@@ -22,7 +25,7 @@ def load_policy(config: Config) -> CompletionLogprobs:
 
     Raises ValueError for a model that cannot be packed (`check_packing`), TypeError for one whose output layer is no Linear.
     """
-    policy = _load(config.model.path, config.model.dtype)
+    policy = _load("model.path", config.model.path, config.model.dtype)
     if config.lora.rank:
         lora = config.lora
         add_adapter(policy, rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules)
@@ -41,31 +44,43 @@ def load_policy(config: Config) -> CompletionLogprobs:
 
 def load_reference(config: Config, device: torch.device) -> CompletionLogprobs:
     """Load the frozen reference of the KL, whole on every rank."""
-    policy = _load(config.kl.reference or config.model.path, config.model.dtype)
+    setting = "kl.reference" if config.kl.reference else "model.path"
+    policy = _load(setting, config.kl.reference or config.model.path, config.model.dtype)
     return CompletionLogprobs(policy, fp32_head=config.train.fp32_head).to(device).requires_grad_(False)
 
 
 @torch.no_grad()
 def check_policy(module: CompletionLogprobs, model: ModelSection, device: torch.device) -> None:
-    """Raise ValueError for a model that cannot be packed, or that changes its logits after the output layer.
+    """Raise `SettingError` for a model that cannot be packed, or that changes its logits after the output layer.
 
     `CompletionLogprobs` computes logits from the output layer alone.
     """
-    check_packing(module.policy)
+    cure = "Train a model with another architecture."
+    try:
+        check_packing(module.policy)
+    except ValueError as error:
+        raise SettingError("model.path", model.path, str(error), cure) from error
     row = torch.arange(8) % module.policy.config.get_text_config().vocab_size
     packed = pack([(row[:1].numpy(), [row[1:].numpy()])]).to(device)
     logprobs, _, _ = module(*packed.inputs, 1.0)
     difference = (logprobs - packed_logprobs(module.policy, packed)).abs().max().item()
     if difference > _MAX_HEAD_DIFFERENCE[model.dtype]:
-        raise ValueError(
-            f"model.path: {model.path!r} changes its logits after the output layer (soft-capping or scaling; "
-            f"log-probs differ by {difference:.3g}), which is not supported"
+        raise SettingError(
+            "model.path",
+            model.path,
+            f"the model changes its logits after the output layer (soft-capping or scaling; log-probs differ by "
+            f"{difference:.3g}), which is not supported",
+            cure,
         )
 
 
-def _load(path: str, dtype: str) -> PreTrainedModel:
+def _load(setting: str, path: str, dtype: str) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
-    policy = AutoModelForCausalLM.from_pretrained(path, dtype=tensor_dtype(dtype))
+    try:
+        policy = AutoModelForCausalLM.from_pretrained(path, dtype=tensor_dtype(dtype))
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        problem = f"the model cannot be loaded ({one_line(error)})"
+        raise SettingError(setting, path, problem, "Give a whole model folder in the Hugging Face layout.") from error
     # Dropout would add noise to the policy's log-probs that the engine's do not have.
     policy.eval()
     return policy

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from offbeat.common.settings import SettingError
 from offbeat.learner.policy.zero import full_shape, gathered_parameters
 
 _ADAPTER = "default"
@@ -28,9 +29,9 @@ def add_adapter(policy: PreTrainedModel, *, rank: int, alpha: float, target_modu
     `target_modules`: whole names of linear layers (`model.layers.0.self_attn.q_proj`) or their ends (`q_proj` for that of every
     layer); empty for all. Never adapted are the output head, whose weight alone is applied and which may be tied to the
     embedding, and modules that are no `nn.Linear`: in a mixture of experts the router and the experts, whose weights are 3-D
-    parameters. Raises ValueError for a name that matches no linear layer.
+    parameters. Raises `SettingError` for a name that matches no linear layer.
     """
-    peft = _import_peft()
+    peft = _import_peft(rank)
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -43,26 +44,27 @@ def add_adapter(policy: PreTrainedModel, *, rank: int, alpha: float, target_modu
     peft.inject_adapter_in_model(config, nn.ModuleDict({"policy": policy}), adapter_name=_ADAPTER)
 
 
-def _import_peft() -> Any:
+def _import_peft(rank: int) -> Any:
     try:
         import peft
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'lora.rank is above 0, but peft is not installed: pip install "offbeat[lora]", or leave the setting at 0'
-        ) from error
+        cure = 'Install it: pip install "offbeat[lora]"; or leave the setting at 0.'
+        raise SettingError("lora.rank", rank, "peft is not installed", cure) from error
     return peft
 
 
 def _matching_layers(policy: PreTrainedModel, target_modules: tuple[str, ...]) -> list[str]:
-    """Return the whole names of the linear layers that the targets match; raise ValueError for one that matches none."""
+    """Return the whole names of the linear layers that the targets match; raise `SettingError` for one that matches none."""
     head = policy.get_output_embeddings()
     linear = [name for name, module in policy.named_modules() if isinstance(module, nn.Linear) and module is not head]
     if not linear:
-        raise ValueError(f"lora.rank: {type(policy).__name__} has no linear layers to adapt")
+        problem = f"{type(policy).__name__} has no linear layers to adapt"
+        raise SettingError("lora.target_modules", target_modules, problem, "Leave lora.rank at 0.")
     for target in target_modules:
         if not any(_is_meant(name, target) for name in linear):
             available = sorted({name.rpartition(".")[2] for name in linear})
-            raise ValueError(f"lora.target_modules: {target!r} fits no linear layer; there are {', '.join(available)}")
+            problem = f"{target!r} fits no linear layer of the model"
+            raise SettingError("lora.target_modules", target_modules, problem, f"There are: {', '.join(available)}.")
     return [name for name in linear if not target_modules or any(_is_meant(name, target) for target in target_modules)]
 
 

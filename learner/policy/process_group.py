@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from offbeat.common.environment import launcher_number
+
 COLLECTIVE_TIMEOUT_S = 1800.0
 """A rank fails after waiting this long in a collective; otherwise the death of one would leave the others waiting forever."""
 
@@ -27,10 +29,10 @@ def join_process_group() -> Place:
     torchrun and the DeepSpeed launcher set `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT`; without them
     this process is the only rank, and no port is opened.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    rank = int(os.environ.get("RANK", "0"))
+    world_size, rank = launcher_number("WORLD_SIZE", 1), launcher_number("RANK", 0)
     # DeepSpeed requires the variable even for a single process.
-    local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
+    os.environ.setdefault("LOCAL_RANK", "0")
+    local_rank = launcher_number("LOCAL_RANK", 0)
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"

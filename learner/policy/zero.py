@@ -13,6 +13,8 @@ from torch import nn
 from offbeat.common.config import TrainSection
 from offbeat.common.deepspeed_options import check_deepspeed_options
 from offbeat.common.environment import fast_imports
+from offbeat.common.settings import SettingError
+from offbeat.common.user_functions import one_line
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 
 _logger = logging.getLogger(__name__)
@@ -71,7 +73,14 @@ def make_engine(module: CompletionLogprobs, config: dict[str, Any], train: Train
     if config["zero_optimization"]["stage"] == 3:
         deepspeed.zero.register_external_parameter(module.head, module.head.output_layer.weight)
     with muted_prints():
-        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, model_parameters=trained, config=config)
+        try:
+            engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, model_parameters=trained, config=config)
+        # DeepSpeed checks its options with these.
+        except (AssertionError, KeyError, TypeError, ValueError) as error:
+            if not train.deepspeed:
+                raise
+            problem = f"DeepSpeed refuses the options ({one_line(error)})"
+            raise SettingError("train.deepspeed", train.deepspeed, problem, "Correct them, or remove the setting.") from error
     return engine
 
 

@@ -1,4 +1,4 @@
-"""Torch's companion packages, working or broken, as every process sees them."""
+"""Torch's companion packages, as every process sees them; variables that a launcher sets."""
 
 import gc
 import os
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.environment import BROKEN_VARIABLE, fast_imports
+from offbeat.common.environment import BROKEN_VARIABLE, fast_imports, launcher_number
+from offbeat.common.settings import SettingError
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,3 +47,13 @@ def test_collector_rests_while_modules_are_imported_and_works_again_afterwards()
         raise ImportError
     assert enabled_within == [False]
     assert gc.isenabled()
+
+
+def test_launchers_variable_that_is_no_number_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    assert launcher_number("RANK", 0) == 3
+    monkeypatch.delenv("RANK")
+    assert launcher_number("RANK", 0) == 0
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(SettingError, match='environment variable RANK = "first"'):
+        launcher_number("RANK", 0)

@@ -56,7 +56,7 @@ def test_variable_sets_the_level_and_the_argument_wins():
 def test_unknown_level_is_refused_by_the_name_of_its_source():
     result = run("configure_logs('learner')", OFFBEAT_LOG_LEVEL="loud")
     assert result.returncode != 0
-    assert "OFFBEAT_LOG_LEVEL = 'loud' is not a log level; use one of: debug, info, warning, error" in result.stderr
+    assert 'OFFBEAT_LOG_LEVEL = "loud": this is not a log level. Use one of: debug, info, warning, error' in result.stderr
 
 
 def test_second_call_replaces_the_first():

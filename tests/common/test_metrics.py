@@ -17,6 +17,7 @@ import pytest
 
 from offbeat.common.metrics import MetricsWriter, read_rows
 from offbeat.common.rows import ActorRow, EvalRow, EventRow, OtherRow, Row, SampleRow, StepRow
+from offbeat.common.settings import SettingError
 
 
 def rows_of(folder: Path) -> list[Row | OtherRow]:
@@ -137,7 +138,7 @@ def test_tensorboard_of_a_resumed_run_holds_both_parts(tmp_path: Path):
 
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
 def test_wandb_project_without_wandb_is_refused_with_the_cure(tmp_path: Path):
-    with pytest.raises(ModuleNotFoundError, match=r'metrics.wandb_project = "mine".*pip install "offbeat\[wandb\]"'):
+    with pytest.raises(SettingError, match=r'metrics.wandb_project = "mine".*pip install "offbeat\[wandb\]"'):
         MetricsWriter(tmp_path / "run", wandb_project="mine")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

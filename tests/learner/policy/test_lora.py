@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
+from offbeat.common.settings import SettingError
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.lora import add_adapter, base_shapes, merged_parameters, without_adapter
 from offbeat.learner.policy.packing import pack
@@ -159,19 +160,23 @@ def test_layers_are_named_from_the_end_or_whole(tiny_model, target_modules, expe
 
 @pytest.mark.parametrize("wrong", ["proj", "lm_head", "embed_tokens", "mlp", "model.layers.2.self_attn.q_proj"])
 def test_a_name_that_fits_no_linear_layer_is_refused_with_those_that_there_are(tiny_untied_model, wrong):
-    with pytest.raises(ValueError, match=rf"lora\.target_modules: '{wrong}' fits .* there are down_proj, gate_proj, k_proj"):
+    with pytest.raises(
+        SettingError, match=rf"lora\.target_modules = .*'{wrong}' fits .* There are: down_proj, gate_proj, k_proj"
+    ):
         load_adapted(tiny_untied_model, "q_proj", wrong)
 
 
 @pytest.mark.parametrize("wrong", ["experts", "gate", "gate_up_proj", "down_proj"])
 def test_router_and_experts_are_no_linear_layers(tiny_moe_model, wrong):
-    with pytest.raises(ValueError, match=rf"'{wrong}' fits no linear layer; there are k_proj, o_proj, q_proj, v_proj"):
+    with pytest.raises(
+        SettingError, match=rf"'{wrong}' fits no linear layer of the model\. There are: k_proj, o_proj, q_proj, v_proj"
+    ):
         load_adapted(tiny_moe_model, wrong)
 
 
 def test_without_peft_the_extra_is_named(tiny_model, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ModuleNotFoundError, match=r"lora\.rank .* pip install \"offbeat\[lora\]\""):
+    with pytest.raises(SettingError, match=r"lora\.rank .* pip install \"offbeat\[lora\]\""):
         load_adapted(tiny_model)
 
 

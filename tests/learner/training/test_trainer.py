@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from offbeat.common.config import Config, KlSection, RewardSection
+from offbeat.common.settings import SettingError
 from offbeat.common.weights import WeightBuffer
 from offbeat.learner.leases.groups import Group
 from tests.learner.training.trainer_cases import EXTRAS, SGD, make_config, make_groups
@@ -373,7 +374,7 @@ def test_a_model_that_caps_its_logits_is_refused(tmp_path):
     )
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.final_logit_softcapping == 0.1
-    with pytest.raises(ValueError, match="soft-capping"), running(make_config(tmp_path)):
+    with pytest.raises(SettingError, match="soft-capping"), running(make_config(tmp_path)):
         pass
 
 

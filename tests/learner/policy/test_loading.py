@@ -1,0 +1,35 @@
+"""A model folder that cannot be loaded is a mistake of the user, named by its setting."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from offbeat.common.models import load_tokenizer
+from offbeat.common.settings import SettingError, load
+from offbeat.learner.policy.loading import load_policy
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "weights cut": lambda folder: (folder / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}"),
+    "config no JSON": lambda folder: (folder / "config.json").write_text("{"),
+    "unknown type": lambda folder: (folder / "config.json").write_text('{"model_type": "qwen99"}'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_model_is_a_mistake_about_its_path(damage: str, tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    DAMAGES[damage](folder)
+    with pytest.raises(SettingError, match=r"model\.path = .*the model cannot be loaded \(.+\)"):
+        load_policy(load(None, [f"model.path={folder}"]))
+
+
+def test_damaged_tokenizer_is_a_mistake_about_the_models_path(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(SettingError, match=r"model\.path = .*its tokenizer cannot be loaded \(.+\)"):
+        load_tokenizer(folder)
