@@ -58,33 +58,43 @@ class Slots:
 
     def __init__(self, num_actors: int, num_slots: int) -> None:
         self._free = [num_slots] * num_actors
-        self._with_free = [0] * num_slots + [(1 << num_actors) - 1]
-        """By number of free slots, the set of actors that have that many: as bits, the first actor the lowest."""
+        self._newest = [-1] * num_actors
+        """Turn at which each actor took its newest slot."""
+        self._turns = count()
+        self._by_free: list[list[tuple[int, int]]] = [[] for _ in range(num_slots + 1)]
+        """By number of free slots, a heap of actors behind their newest turn. Those with another number are out of date."""
+        self._by_free[num_slots] = [(-1, actor) for actor in range(num_actors)]
         self._most = num_slots
         """No actor has more free slots."""
 
     def take(self) -> int | None:
-        """Take a slot of the actor with the most room, the first of equals; None when no slot is free."""
-        while self._most and not self._with_free[self._most]:
+        """Take a slot of the actor with the most room, of equals the one that waits longest; None when no slot is free."""
+        while self._most:
+            waiting = self._by_free[self._most]
+            while waiting:
+                newest, actor = heapq.heappop(waiting)
+                if self._is_current(self._most, newest, actor):
+                    self._newest[actor] = next(self._turns)
+                    self._set_free(actor, self._most - 1)
+                    return actor
             self._most -= 1
-        if not self._most:
-            return None
-        candidates = self._with_free[self._most]
-        lowest = candidates & -candidates
-        self._with_free[self._most] ^= lowest
-        self._with_free[self._most - 1] |= lowest
-        actor = lowest.bit_length() - 1
-        self._free[actor] -= 1
-        return actor
+        return None
 
     def give_back(self, actor: int) -> None:
         """Free a slot of this actor."""
-        free = self._free[actor]
-        bit = 1 << actor
-        self._with_free[free] ^= bit
-        self._with_free[free + 1] |= bit
-        self._free[actor] = free + 1
-        self._most = max(self._most, free + 1)
+        self._set_free(actor, self._free[actor] + 1)
+        self._most = max(self._most, self._free[actor])
+
+    def _set_free(self, actor: int, free: int) -> None:
+        self._free[actor] = free
+        waiting = self._by_free[free]
+        if len(waiting) > 4 * len(self._free):
+            waiting = self._by_free[free] = [one for one in waiting if self._is_current(free, *one)]
+            heapq.heapify(waiting)
+        heapq.heappush(waiting, (self._newest[actor], actor))
+
+    def _is_current(self, free: int, newest: int, actor: int) -> bool:
+        return self._free[actor] == free and self._newest[actor] == newest
 
 
 @dataclass(slots=True)
@@ -155,7 +165,7 @@ class SimulatedActors:
     # Leases
 
     def lease(self, policy_version: int, *, is_evaluation: bool) -> SimulatedGroup | None:
-        """Begin a group under these weights on the actor with the most room, or return None when no slot is free."""
+        """Begin a group under these weights on the actor whose turn it is, or return None when no slot is free."""
         index = self._slots.take()
         if index is None:
             return None

@@ -235,7 +235,7 @@ class LeaseDesk:
 
 
 class _Grants:
-    """One round of granting, as the scheduler sees it: each lease goes to the member with the most room."""
+    """One round of granting, as the scheduler sees it: `LeaseTurns` says to whom each lease goes."""
 
     def __init__(self, desk: LeaseDesk, roster: Roster, policy_version: int, now: float) -> None:
         self._desk = desk

@@ -1,6 +1,7 @@
 """The live actors: who is here, when each was last heard, and which weights each has."""
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -308,15 +309,23 @@ def described(trouble: RewardTrouble) -> str:
 
 
 class LeaseTurns:
-    """The members that take leases now, for one round of granting: each turn goes to the one with the most room."""
+    """The members that take leases now, for one round of granting.
+
+    Each turn goes to the one that uses the smallest share of its credit, and among equals to the one whose last lease is the
+    oldest. So of N members that hold nothing each gets one of the next N leases, however unlike their credit and their speed.
+    """
 
     def __init__(self, members: Iterable[Member]) -> None:
         # With many actors, looking at all of them for each lease would take longer than everything else.
         self._turns = [
-            (-member.free, order, member) for order, member in enumerate(members) if member.takes_leases and member.free > 0
+            _Turn(len(member.lease_ids) / member.capacity, _newest(member), order, len(member.lease_ids), member)
+            for order, member in enumerate(members)
+            if member.takes_leases and member.free > 0
         ]
-        """A heap; `order` decides between equals."""
+        """A heap."""
         heapq.heapify(self._turns)
+        # The leases of this round are newer than all others; their ids are not known here.
+        self._numbers = itertools.count(1 << 63)
 
     def take(self, min_policy_version: int) -> Member | None:
         """Return the member that gets the next lease, if one has such weights.
@@ -324,12 +333,29 @@ class LeaseTurns:
         Within a round `min_policy_version` must not fall: members with older weights are forgotten.
         """
         while self._turns:
-            minus_free, order, member = self._turns[0]
-            is_able = member.has_version(min_policy_version)
-            if not is_able or minus_free == -1:
-                heapq.heappop(self._turns)
-            else:
-                heapq.heapreplace(self._turns, (minus_free + 1, order, member))
-            if is_able:
-                return member
+            turn = heapq.heappop(self._turns)
+            member, num_held = turn.member, turn.num_held + 1
+            if not member.has_version(min_policy_version):
+                continue
+            if num_held < member.capacity:
+                newest = next(self._numbers)
+                heapq.heappush(self._turns, _Turn(num_held / member.capacity, newest, turn.order, num_held, member))
+            return member
         return None
+
+
+class _Turn(NamedTuple):
+    """A member's place in line; the least comes first."""
+
+    share: float
+    """Leases that it holds, by its credit."""
+    newest: int
+    """Its newest lease; -1: none yet."""
+    order: int
+    """Decides between members that are equal otherwise; no two have the same."""
+    num_held: int
+    member: Member
+
+
+def _newest(member: Member) -> int:
+    return -1 if member.newest_lease_id is None else member.newest_lease_id

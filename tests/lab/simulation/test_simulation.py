@@ -335,6 +335,7 @@ def test_slots_are_taken_as_the_dispatcher_takes_them(returns: list[int], num_ac
         assert actor == (None if member is None else int(member.name))
         if member is not None and actor is not None:
             member.lease_ids.add(turn)
+            member.newest_lease_id = turn
             held.append(actor)
 
 

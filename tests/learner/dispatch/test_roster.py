@@ -1,4 +1,7 @@
-"""Actors join and send heartbeats; each lease goes to the actor with the most room."""
+"""Actors join and send heartbeats; each lease goes to the actor that uses the least of its credit."""
+
+from itertools import count
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -189,24 +192,66 @@ def make_members(actors: list[tuple[int, int, int, bool, bool]]) -> list[Member]
 
 
 @given(members, st.lists(st.integers(0, 3), max_size=20).map(sorted))
-def test_each_lease_goes_to_the_actor_with_most_room_whose_weights_are_new_enough(
+def test_lease_goes_to_the_least_used_of_the_actors_whose_weights_are_new_enough(
     actors: list[tuple[int, int, int, bool, bool]], versions: list[int]
 ) -> None:
     made = make_members(actors)
     turns = LeaseTurns(made)
     for lease_id, min_policy_version in enumerate(versions):
-        able = [
-            member
-            for member in made
-            if member.is_reachable
-            and not member.is_quarantined
-            and member.free > 0
-            and (-1 if member.policy_version is None else member.policy_version) >= min_policy_version
-        ]
+        able = [member for member in made if member.takes_leases and member.free > 0 and member.has_version(min_policy_version)]
         chosen = turns.take(min_policy_version)
-        assert chosen is max(able, key=lambda member: member.free, default=None)
+
+        def place(member: Member) -> tuple[float, int]:
+            return len(member.lease_ids) / member.capacity, -1 if member.newest_lease_id is None else member.newest_lease_id
+
+        assert chosen is min(able, key=place, default=None)
         if chosen is not None:
             chosen.lease_ids.add(lease_id)
+            chosen.newest_lease_id = lease_id
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(1, 3), st.randoms(use_true_random=False)), min_size=30, max_size=30),
+)
+def test_every_actor_that_holds_nothing_gets_one_of_the_next_leases_as_many_as_there_are_actors(
+    credits: list[int], rounds: list[tuple[int, Random]]
+) -> None:
+    made = make_members([(credit, 0, 0, True, False) for credit in credits])
+    idle_turns = [0] * len(made)
+    lease_ids = count()
+    for num_leases, random in rounds:
+        turns = LeaseTurns(made)
+        for _ in range(num_leases):
+            member = turns.take(0)
+            if member is None:
+                break
+            for index, other in enumerate(made):
+                idle_turns[index] = 0 if other is member or other.lease_ids else idle_turns[index] + 1
+            assert max(idle_turns) < len(made)
+            member.newest_lease_id = next(lease_ids)
+            member.lease_ids.add(member.newest_lease_id)
+        # Any of them answer, however unlike their speed.
+        for member in made:
+            for lease_id in [one for one in member.lease_ids if random.random() < 0.5]:
+                member.lease_ids.discard(lease_id)
+
+
+def test_actor_with_less_credit_is_not_starved_by_one_with_more() -> None:
+    # The bound admits two leases a step; the larger actor answers them at once.
+    desk = Desk("train.groups_per_step=1", "staleness.max_staleness=1")
+    large, small = Actor(desk, "large").join(capacity=16), Actor(desk, "small").join(capacity=4)
+    num_small = 0
+    for version in range(1, 6):
+        for lease in large.leases():
+            large.answer(lease.lease_id, policy_version=version - 1)
+        for lease in small.leases():
+            num_small += 1
+            small.answer(lease.lease_id, policy_version=version - 1)
+        desk.train()
+        large.commit(version)
+        small.commit(version)
+    assert num_small >= 2
 
 
 def test_actor_beyond_the_limit_on_open_files_is_refused_by_name_with_the_cure() -> None:
