@@ -76,6 +76,8 @@ from offbeat.protocols.messages import Hello, ModelHashes, TensorSpec
 
 logger = logging.getLogger(__name__)
 
+REBIND_S = 60.0
+"""Seconds for which a learner that resumes tries to bind a hub address that another process has taken."""
 CHUNK_REQUEST_BYTES = 4096
 """No message to the weight server is longer."""
 LOADING = "ended while the learner was loading"
@@ -100,7 +102,14 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
             return Hub(address, max_message_bytes=CHUNK_REQUEST_BYTES, key=keys.key, allowed=keys.allowed)
 
         # Bound before the data is read: a port in use is reported at once.
-        hub = Hub(bind, max_message_bytes=config.hub.max_message_mb << 20, key=keys.key, allowed=keys.allowed)
+        hub = Hub(
+            bind,
+            max_message_bytes=config.hub.max_message_mb << 20,
+            key=keys.key,
+            allowed=keys.allowed,
+            # A restart finds actors waiting at the address, and whatever took it meanwhile may leave.
+            patience_s=REBIND_S if config.run.resume else 0.0,
+        )
         stack.enter_context(hub)
         with stop.at_once(LOADING), doing(logger, "reading data and tokenizer"):
             inputs = _load_inputs(config)

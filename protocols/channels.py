@@ -5,6 +5,7 @@ be replayed. Without keys a hub binds to loopback only.
 """
 
 import contextlib
+import logging
 import socket
 import time
 from collections import Counter
@@ -36,6 +37,8 @@ from offbeat.protocols.wire import (
     refusal_for,
 )
 
+logger = logging.getLogger(__name__)
+
 # Copying is cheaper than zero-copy bookkeeping below this size.
 COPY_THRESHOLD_BYTES = 65536
 SEND_QUEUE_MESSAGES = 10_000
@@ -43,6 +46,8 @@ RECEIVE_QUEUE_MESSAGES = 32
 """Messages queued for each connection of the hub. With the bound on their size it bounds the memory that a flood takes."""
 HANDSHAKE_S = 10.0
 """Seconds after which a connection without a finished handshake is closed."""
+BIND_RETRY_S = 0.2
+"""Seconds between two tries to bind a port that is taken."""
 RETRY_S = 1.0
 """Seconds before a link that was turned away tries again."""
 MAX_DROPS_AT_ONCE = 1000
@@ -64,9 +69,18 @@ class Hub:
     """The learner's socket. `wake` may be called from any thread, everything else from one."""
 
     def __init__(
-        self, bind: str, *, max_message_bytes: int, key: KeyPair | None = None, allowed: AllowList | None = None
+        self,
+        bind: str,
+        *,
+        max_message_bytes: int,
+        key: KeyPair | None = None,
+        allowed: AllowList | None = None,
+        patience_s: float = 0.0,
     ) -> None:
-        """Bind the socket; raise `ChannelError` when that fails. With `key` only the keys that are `allowed` may connect."""
+        """Bind the socket; raise `ChannelError` when that fails. With `key` only the keys that are `allowed` may connect.
+
+        A port that is taken is tried again for `patience_s` seconds.
+        """
         assert (key is None) == (allowed is None), "keys without an allow-list, or the reverse"
         self._guard = FloodGuard()
         self._context = zmq.Context()
@@ -84,7 +98,7 @@ class Hub:
             self._key_check = KeyCheck(self._socket, key, allowed, self._guard.is_muted)
         self._door = Door(self._socket)
         try:
-            self._bind(bind)
+            self._bind(bind, patience_s)
         except ChannelError:
             self._close(linger_ms=0)
             raise
@@ -180,19 +194,30 @@ class Hub:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _bind(self, address: str) -> None:
+    def _bind(self, address: str, patience_s: float) -> None:
         if not (is_loopback(address) or self._key_check is not None or not address.startswith("tcp://")):
             raise ChannelError(
                 f"hub.bind: {address} can be reached from other machines, and without keys whoever reaches it can send "
                 "rollouts. Make keys with `offbeat keygen`, or bind tcp://127.0.0.1:PORT."
             )
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            raise ChannelError(
-                f"hub.bind: cannot bind {address}: {error.strerror}. Stop the process that uses it, or set hub.address "
-                "(and hub.bind) to another port."
-            ) from error
+        deadline = time.monotonic() + patience_s
+        is_told = False
+        while True:
+            try:
+                self._socket.bind(address)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE or time.monotonic() >= deadline:
+                    tried = f" for {patience_s:g} s" if patience_s else ""
+                    raise ChannelError(
+                        f"hub.bind: cannot bind {address}{tried}: {error.strerror}. Stop the process that uses it, or set "
+                        "hub.address (and hub.bind) to another port."
+                    ) from error
+                if not is_told:
+                    is_told = True
+                    logger.warning("hub.bind: another process uses %s; trying for %g s to bind it", address, patience_s)
+                time.sleep(BIND_RETRY_S)
+            else:
+                return
 
     def _receive_rest(self, first_frame: zmq.Frame) -> list[zmq.Frame]:
         """Return the frames after the first. Of a message with too many, keep only enough to see that."""

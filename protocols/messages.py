@@ -408,7 +408,7 @@ class MemberStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_leases: Natural
     capacity: Natural
     tokens_per_s: float
-    """Over the last seconds between two heartbeats."""
+    """Over the seconds between its last two rows in `metrics.jsonl`."""
     last_seen_s: float
     """Seconds since the last message of this actor."""
     engine: str

@@ -210,3 +210,18 @@ def test_newer_connection_of_the_same_identity_takes_over(hub: Hub) -> None:
         assert hub.send(b"actor-0", SayHello())
         assert second.receive(PATIENCE_S) is not None
         assert first.receive(0.1) is None
+
+
+def test_port_that_is_taken_for_a_moment_is_bound_when_it_is_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        threading.Timer(0.1, other.close).start()
+        with Hub(address, max_message_bytes=LIMIT, patience_s=PATIENCE_S) as hub:
+            assert hub.address == address
+
+
+def test_port_that_stays_taken_is_an_error_after_the_deadline_that_says_how_long_was_tried() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(ChannelError, match=r"cannot bind .* for 0\.1 s"):
+            Hub(address, max_message_bytes=LIMIT, patience_s=0.1)

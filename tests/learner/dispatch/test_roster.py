@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.common.rows import ActorRow, CommitRow
-from offbeat.learner.dispatch.roster import MAX_REPLACED, LeaseTurns, Member, Mismatch
+from offbeat.learner.dispatch.roster import MAX_ACTOR_ROWS_PER_S, MAX_REPLACED, LeaseTurns, Member, Mismatch
 from offbeat.protocols.keys import Sender
 from offbeat.protocols.messages import (
     ActorStats,
@@ -169,6 +169,17 @@ def test_actor_is_who_its_key_says() -> None:
     impostor.hello()
     assert "actor.name" in impostor.heard(Refused)[0].reason
     assert [name for _, name, _ in desk.dispatcher.members()] == ["gpu-7"]
+
+
+def test_many_actors_write_a_bounded_number_of_rows_between_them() -> None:
+    desk = Desk("hub.max_actors=1000")
+    actors = [Actor(desk, f"a{index}").join(capacity=0) for index in range(10 * MAX_ACTOR_ROWS_PER_S)]
+    for _ in range(21):
+        desk.now += 1.0
+        for actor in actors:
+            actor.beat()
+    # 500 actors at 50 rows a second: one row each in 10 s, and the first at once.
+    assert len(desk.rows_of(ActorRow)) == 3 * len(actors)
 
 
 # The choice of the next lease's actor
