@@ -20,7 +20,7 @@ from offbeat.common.models import hash_model, resolve_model
 from offbeat.common.objectives import DEFAULTS
 from offbeat.common.rows import EngineRow
 from offbeat.common.settings import SettingError, load
-from offbeat.lab.terminal import stdout_console
+from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.learner.diagnostics.calibration import BandCheck, Calibration, engine_numerics, learner_numerics, save_calibration
 from offbeat.learner.diagnostics.noise_floor import (
     NOISE_CLIP_SHARE,
@@ -193,7 +193,7 @@ def settings_to_paste(calibration: Calibration, file: Path) -> str:
     return "\n".join(["[loss]", *clips, f'noise_floor = "{file}"'])
 
 
-def _summary_table(calibration: Calibration) -> Table:
+def _summary_table(calibration: Calibration) -> FittedTable:
     table = _table("Noise: d is log learner - log engine of a token, log s its mean")
     for name in ("completions", "number", "d mean", "d std", "log s mean", "log s std", "model's", "log s < 0"):
         table.add_column(name, justify="left" if name == "completions" else "right")
@@ -205,10 +205,10 @@ def _summary_table(calibration: Calibration) -> Table:
             *(f"{value:.1e}" for value in (row.sequence_mean, row.sequence_std, row.expected_std)),
             f"{row.share_below:.0%}",
         )
-    return table
+    return FittedTable(table)
 
 
-def _band_table(calibration: Calibration) -> Table:
+def _band_table(calibration: Calibration) -> FittedTable:
     table = _table("Clipped by noise alone: either half of the groups predicts the other")
     for name in ("band", "low, high", "clipped", "measured", "below, above", "measured"):
         table.add_column(name, justify="left" if name == "band" else "right")
@@ -221,7 +221,7 @@ def _band_table(calibration: Calibration) -> Table:
             f"{check.predicted_below:.1%}, {check.predicted_above:.1%}",
             f"{check.measured_below:.1%}, {check.measured_above:.1%}",
         )
-    return table
+    return FittedTable(table)
 
 
 def _table(title: str) -> Table:

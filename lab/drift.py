@@ -15,7 +15,7 @@ from offbeat.common.metrics import ROWS_FILE, read_rows
 from offbeat.common.rows import EventRow, LedgerSums
 from offbeat.common.settings import SettingError
 from offbeat.lab.history import LagDrift, RunHistory, fold_rows
-from offbeat.lab.terminal import stdout_console
+from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.learner.diagnostics.length_bias import (
     FORMATS,
     LABELS,
@@ -201,13 +201,13 @@ def render_drift(report: DriftReport) -> RenderableType:
     )
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> FittedTable:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for index, name in enumerate(head):
-        table.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
+        table.add_column(name, justify="left" if index == 0 else "right")
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
-    return table
+    return FittedTable(table)
 
 
 def _summary(values: Distribution | None, spec: str) -> str:

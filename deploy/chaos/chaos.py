@@ -35,7 +35,7 @@ from offbeat.deploy.launch.keygen import ALLOWED_KEYS, make_keys
 from offbeat.deploy.launch.launcher import free_port
 from offbeat.deploy.quickstart.quickstart import expand
 from offbeat.lab.audit import Check, add_claim, audit, check_learning, check_outcome
-from offbeat.lab.terminal import stdout_console
+from offbeat.lab.terminal import FittedTable, stdout_console
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ def _run_audited(site: Site, seed: int, mark: str, stop: StopRequest, *, is_quic
 def print_chaos(report: ChaosReport) -> None:
     """Print a table of the faults and a table of the claims."""
     console = stdout_console()
-    console.print(_fault_table(report))
+    console.print(FittedTable(_fault_table(report)))
     console.print(_check_table(report))
 
 

@@ -18,7 +18,7 @@ from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load, replace_settings
 from offbeat.lab.audit import is_log_whole
 from offbeat.lab.replay.counterfactual import LeaseEnds, Recording, differences, read_recording, recorded_ends, replay
-from offbeat.lab.terminal import stdout_console
+from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.learner.leases.events import Accepted, Tuned
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.training import checkpoints
@@ -337,7 +337,7 @@ def _verdict(report: Report) -> RenderableType:
     return head
 
 
-def _bound_table(report: Report) -> Table:
+def _bound_table(report: Report) -> FittedTable:
     table = Table(title=f"Of {report.recorded.num_recorded} recorded leases", title_justify="left")
     names = ("bound", "admitted", "not", "older", "trained", "stale", "aborted", "else", "left", "batches", "seconds")
     for name in ("", *names, "length trained / generated"):
@@ -352,10 +352,10 @@ def _bound_table(report: Report) -> Table:
             f"{row.duration_s:.1f}",
             f"{_number(row.length_trained, '.1f')} / {_number(row.length_generated, '.1f')}",
         )
-    return table
+    return FittedTable(table)
 
 
-def _lag_table(report: Report) -> Table:
+def _lag_table(report: Report) -> FittedTable:
     table = Table(title="Lag of the groups trained", title_justify="left")
     shown = [*map(str, range(MAX_SHOWN_LAG)), f"{MAX_SHOWN_LAG}+"]
     for name in ("", "bound", "mean", "max", "over bound", *shown):
@@ -369,14 +369,14 @@ def _lag_table(report: Report) -> Table:
             *(name, row.label, _number(row.lag_mean, ".2f"), _number(row.lag_max, "d"), _number(row.over_bound, ".1%")),
             *shares,
         )
-    return table
+    return FittedTable(table)
 
 
 def _named_rows(report: Report) -> list[tuple[str, BoundRow]]:
     return [(RECORDED, report.recorded), *(("", row) for row in report.bounds)]
 
 
-def _gradient_table(rows: "Sequence[GradientRow]") -> Table:
+def _gradient_table(rows: "Sequence[GradientRow]") -> FittedTable:
     versions = sorted({row.policy_version for row in rows})
     table = Table(
         title=f"Gradients without a step, means over checkpoints {', '.join(map(str, versions))}. Cosine: with the gradient of "
@@ -418,7 +418,7 @@ def _gradient_table(rows: "Sequence[GradientRow]") -> Table:
             f"{statistics.fmean(cosines):.3f}" if cosines else "",
             f"{min(cosines):.3f}–{max(cosines):.3f}" if cosines else "",
         )
-    return table
+    return FittedTable(table)
 
 
 def _number(value: float | None, form: str) -> str:

@@ -22,7 +22,7 @@ from offbeat.common.settings import SettingError, load
 from offbeat.lab.simulation.fit import fit
 from offbeat.lab.simulation.simulation import ASSUMPTIONS, SimulatedBatch, Simulation
 from offbeat.lab.simulation.timings import Fleet, Timings
-from offbeat.lab.terminal import stdout_console
+from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.learner.leases.evaluation import Evaluations
 from offbeat.learner.leases.staleness import StalenessPolicy
 
@@ -258,7 +258,7 @@ def print_predictions(predictions: Iterable[Prediction], source: Source, config:
             *(f"{one.mean_lag:.2f}", f"{one.law_lag:.2f}", str(one.p99_lag), str(one.max_lag), f"{one.over_bound:.1%}", *lost),
         )
     console = stdout_console()
-    console.print(table)
+    console.print(FittedTable(table))
     for line in (times_text(source), *(f"assumed: {assumption}" for assumption in ASSUMPTIONS)):
         console.print(escape(line), highlight=False)
 
