@@ -115,7 +115,7 @@ def load_groups(source: Path) -> "list[PromptGroup]":
     """Return the groups in a run's log that were sampled under version 0 alone, by rising lease id."""
     from transformers import AutoTokenizer
 
-    from offbeat.learner.leases.log_reading import read_log, read_record
+    from offbeat.learner.leases.log_reading import read_history, read_record
     from offbeat.learner.leases.log_records import Position
     from offbeat.learner.leases.prompts import load_prompts
     from offbeat.learner.leases.recovery import recover
@@ -124,7 +124,7 @@ def load_groups(source: Path) -> "list[PromptGroup]":
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(config.model.path))
     prompts = load_prompts(config.task.train_data, config.task.train_split, config.task, tokenizer).prompts
     folder = source / "log"
-    records = read_log(folder, Position(0, 0))
+    records = read_history(folder, Position(0, 0))
     recovered = recover(None, records, lambda position: read_record(folder, position), prompts, config.run.seed)
     return [group for group in recovered.ledger.ready_groups() if group.newest_version == 0]
 

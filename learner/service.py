@@ -22,6 +22,7 @@ from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.resume import Checkpoints
 from offbeat.learner.run_identity import software_versions
 from offbeat.learner.step_rows import StepRows
+from offbeat.learner.training.checkpoints import CheckpointFailedError
 from offbeat.learner.training.ranks import RankedTrainer
 from offbeat.learner.weights.canary import Canary
 from offbeat.learner.weights.publisher import WeightPublisher
@@ -83,14 +84,13 @@ class TrainingLoop:
             if groups is None:
                 if self._config.train.checkpoint_interval:
                     self._checkpoints.save()
+                if self._trainer.policy_version:
+                    self._save_model()
                 return "stopped"
             self._train(groups, started)
         self._dispatcher.doing("waiting for the last evaluation")
         self._finish_evaluations(stop)
-        self._dispatcher.doing("writing the model")
-        folder = Path(self._config.run.dir) / MODEL
-        self._trainer.save_model(folder)
-        logger.info("the trained model is in %s", folder)
+        self._save_model()
         return "finished"
 
     def close(self) -> None:
@@ -138,6 +138,18 @@ class TrainingLoop:
         }
         self._step_rows.record(steps, groups, first_version, seconds)
         self._wake_hub()
+
+    def _save_model(self) -> None:
+        self._dispatcher.doing("writing the model")
+        folder = Path(self._config.run.dir) / MODEL
+        try:
+            self._trainer.save_model(folder)
+        except CheckpointFailedError as error:
+            raise RunFailedError(
+                f"the trained model could not be written to {folder}: {error}. Make room; then "
+                f"`offbeat export {self._config.run.dir}` writes the model of the newest checkpoint"
+            ) from error
+        logger.info("the trained model is in %s", folder)
 
     def _tune_trainer(self) -> None:
         """Bring every rank's trainer up to the settings in force."""

@@ -20,7 +20,7 @@ from offbeat.lab.audit import is_log_whole
 from offbeat.lab.replay.counterfactual import LeaseEnds, Recording, differences, read_recording, recorded_ends, replay
 from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.learner.leases.events import Accepted, Tuned
-from offbeat.learner.leases.log_reading import read_log
+from offbeat.learner.leases.log_reading import read_whole_log
 from offbeat.learner.training import checkpoints
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def replay_run(run: Path, request: Request) -> Report:
     variants = list(_variants(config, request))
     if request.objectives:
         _check_objectives(config, request.objectives)
-    recording = read_recording(read_log(_log_folder(run, config)))
+    recording = read_recording(read_whole_log(_log_folder(run, config)))
     recorded = recorded_ends(recording, config)
     exact = replay(recording, config)
     outcomes = [replay(recording, config, changed) for changed in variants]
@@ -264,7 +264,7 @@ def _gradients(
     from offbeat.learner.policy.zero import MAX_FULL_GRADIENTS, deepspeed_config
 
     trained_at = {group.lease_id: batch.policy_version for batch in recorded.batches for group in batch.groups}
-    candidates = load_candidates(read_log(run / "log"), config, trained_at)
+    candidates = load_candidates(read_whole_log(run / "log"), config, trained_at)
     rows = list(compare(config, objectives, folders, candidates, lags))
     notes = [f"Damaged and not read: {folder.name}, where {flaw}." for folder, flaw in sorted(damage.items()) if flaw]
     compared = {checkpoints.checkpoint_folder(run, row.policy_version).name for row in rows}

@@ -50,6 +50,14 @@ def read_log(folder: Path, start: Position | None = None) -> Iterator[Record]:
             yield found
 
 
+def read_whole_log(folder: Path) -> Iterator[Record]:
+    """Yield the records of `read_history`; raises `LogDamagedError` at a gap."""
+    for found in read_history(folder):
+        if isinstance(found, Gap):
+            raise LogDamagedError(f"{folder}: {found}; this takes a log without damage")
+        yield found
+
+
 def read_history(folder: Path, start: Position | None = None) -> Iterator[Record | Gap]:
     """Yield the records from `start`, or the oldest there is, to the end, and every gap between them.
 

@@ -1,4 +1,4 @@
-"""The policy on disk, as transformers reads it."""
+"""The policy on disk, as transformers reads it, and its adapter as peft does."""
 
 from pathlib import Path
 
@@ -8,19 +8,23 @@ from transformers import AutoTokenizer, PreTrainedModel
 from offbeat.learner.policy.lora import merged_parameters
 
 
-def save_policy(policy: PreTrainedModel, folder: Path, *, tokenizer: str, is_writer: bool) -> None:
-    """Write weights, config and tokenizer to `folder`; `tokenizer` is the folder or hub name to copy it from.
+def gather_policy(policy: PreTrainedModel, *, is_keeper: bool) -> dict[str, Tensor]:
+    """Return the weights as transformers names them, adapters merged, in CPU memory; empty on ranks that do not keep them.
 
-    A collective under ZeRO-3: every rank calls, and only the writer holds the whole model and writes.
+    A collective under ZeRO-3: every rank calls, and only the keeper holds the whole model.
     """
     state: dict[str, Tensor] = {}
     for name, weight in merged_parameters(policy):
-        if is_writer:
+        if is_keeper:
             # Copied one by one: ZeRO's parameters are views into one storage, which would be saved whole for each.
             state[name] = weight.to("cpu", copy=True)
-    if not is_writer:
-        return
-    persistent = policy.state_dict().keys()
-    state |= {name: buffer.cpu() for name, buffer in policy.named_buffers() if name in persistent}
+    if is_keeper:
+        persistent = policy.state_dict().keys()
+        state |= {name: buffer.cpu() for name, buffer in policy.named_buffers() if name in persistent}
+    return state
+
+
+def write_policy(policy: PreTrainedModel, state: dict[str, Tensor], folder: Path, *, tokenizer: str) -> None:
+    """Write gathered weights, config and tokenizer to `folder`; `tokenizer` is the folder or hub name to copy it from."""
     policy.save_pretrained(folder, state_dict=state)
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)

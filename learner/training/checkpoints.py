@@ -69,10 +69,16 @@ def partial_folder(folder: Path) -> Path:
 
 
 def publish(folder: Path) -> None:
-    """Rename the finished `partial_folder(folder)` to `folder`, replacing an older checkpoint of that name."""
+    """Add the manifest to the finished `partial_folder(folder)`, and `put_in_place`."""
     partial = partial_folder(folder)
     files = {path.relative_to(partial).as_posix(): _describe(path) for path in sorted(partial.rglob("*")) if path.is_file()}
     (partial / _MANIFEST_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(Manifest(files))))
+    put_in_place(folder)
+
+
+def put_in_place(folder: Path) -> None:
+    """Rename the finished `partial_folder(folder)` to `folder`, replacing an older folder of that name."""
+    partial = partial_folder(folder)
     # Synced before the rename, so that a complete name means complete files even after a power failure.
     for path in [*partial.rglob("*"), partial]:
         _sync(path)

@@ -190,7 +190,8 @@ class RankedTrainer:
                 case LoadCheckpoint(folder=folder):
                     self._trainer.load_checkpoint(Path(folder))
                 case SaveModel(folder=folder):
-                    self._trainer.save_model(Path(folder))
+                    with contextlib.suppress(CheckpointFailedError):
+                        self._trainer.save_model(Path(folder))
                 case Close():
                     self._trainer.close()
                     return

@@ -1,8 +1,9 @@
 """Tensors on disk as data: safetensors, with msgpack for the values around them. Reading them executes nothing."""
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,20 @@ _TENSOR = 1
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write named tensors to a safetensors file; raises OSError where the disk refuses, as for any other file."""
-    try:
+    with disk_errors(path):
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Raise what safetensors says of the disk, which it does in its error's text, as an OSError about `path`."""
+    try:
+        yield
     except SafetensorError as error:
-        raise disk_error(error, path) from error
-
-
-def disk_error(error: SafetensorError, path: Path) -> Exception:
-    """Return the OSError that `error` tells of in its text; `error` itself when it tells of none."""
-    number = re.search(r"\(os error (\d+)\)", str(error))
-    return OSError(int(number[1]), os.strerror(int(number[1])), str(path)) if number else error
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def write_tree(path: Path, tree: Any) -> None:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -36,9 +35,10 @@ from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.lora import base_shapes, merged_parameters, without_adapter
 from offbeat.learner.policy.packing import pack
 from offbeat.learner.policy.process_group import gather_rows, gather_tensors, join_process_group
-from offbeat.learner.policy.saving import save_policy
+from offbeat.learner.policy.saving import gather_policy, write_policy
 from offbeat.learner.policy.zero import deepspeed_config, discard_gradients, full_gradients, full_shape, make_engine
 from offbeat.learner.training.batching import MicroBatch, Row, assign_rows, collate, make_rows
+from offbeat.learner.training.checkpoints import partial_folder, put_in_place
 from offbeat.learner.training.learning_rate import learning_rate
 from offbeat.learner.training.micro_batch_loss import TermSums, compute_loss
 from offbeat.learner.training.preparation import (
@@ -52,7 +52,8 @@ from offbeat.learner.training.preparation import (
     run_network,
     scale_advantages,
 )
-from offbeat.learner.training.trainer_state import AdaptiveState, CheckpointMeta, load_state, save_state
+from offbeat.learner.training.tensor_files import disk_errors
+from offbeat.learner.training.trainer_state import AdaptiveState, CheckpointMeta, load_state, save_state, write_folder
 from offbeat.protocols.messages import TensorSpec
 
 
@@ -215,9 +216,20 @@ class Trainer:
         return loaded.extra
 
     def save_model(self, folder: Path) -> None:
-        """Write weights, config and tokenizer as transformers reads them; rank 0 holds the whole model meanwhile."""
-        save_policy(self._module.policy, folder, tokenizer=self._config.model.path, is_writer=self.rank == 0)
-        dist.barrier()
+        """Write weights, config and tokenizer as transformers reads them; rank 0 holds the whole model meanwhile.
+
+        `folder` appears whole, in place of an older one. Raises `CheckpointFailedError` on every rank where rank 0 cannot.
+        """
+        policy, is_first = self._module.policy, self.rank == 0
+        state = gather_policy(policy, is_keeper=is_first)
+
+        def write() -> None:
+            if is_first:
+                partial = partial_folder(folder)
+                with disk_errors(partial):
+                    write_policy(policy, state, partial, tokenizer=self._config.model.path)
+
+        write_folder(folder, write, put_in_place, is_first=is_first)
 
     def close(self) -> None:
         """Free the engine. The process group lives as long as the process."""

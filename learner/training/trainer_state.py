@@ -70,10 +70,6 @@ def save_state(folder: Path, engine: Any, meta: CheckpointMeta, adaptive: Adapti
     is_first = rank == 0
     weights = gather_weights(engine.module, is_keeper=is_first)
 
-    def begin() -> None:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-
     def write() -> None:
         write_tree(partial / _rank_file(rank), {"optimizer": optimizer_state(engine), "random": _read_random_state()})
         if is_first:
@@ -82,10 +78,24 @@ def save_state(folder: Path, engine: Any, meta: CheckpointMeta, adaptive: Adapti
             (partial / _META_FILE).write_bytes(msgspec.json.encode(meta))
             (partial / _ADAPTIVE_FILE).write_bytes(msgspec.json.encode(adaptive))
 
+    write_folder(folder, write, checkpoints.publish, is_first=is_first)
+
+
+def write_folder(folder: Path, write: Callable[[], None], publish: Callable[[Path], None], *, is_first: bool) -> None:
+    """Have every rank write its part of `partial_folder(folder)`, then the first rank publish it as `folder`; a collective.
+
+    Raises `CheckpointFailedError` on every rank when one of them cannot write, so that none waits for it, and leaves nothing.
+    """
+    partial = checkpoints.partial_folder(folder)
+
+    def begin() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
     try:
         _on_all_ranks(begin if is_first else None)
         _on_all_ranks(write)
-        _on_all_ranks((lambda: checkpoints.publish(folder)) if is_first else None)
+        _on_all_ranks((lambda: publish(folder)) if is_first else None)
     except checkpoints.CheckpointFailedError:
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)

@@ -326,11 +326,18 @@ def test_log_that_has_outgrown_its_setting_has_a_checkpoint_written() -> None:
 
 
 @pytest.mark.parametrize(("interval", "saved"), [(0, []), (100, ["1"])])
-def test_run_that_is_asked_to_stop_saves_a_checkpoint_and_no_model(interval: int, saved: list[str]) -> None:
+def test_run_that_is_asked_to_stop_saves_a_checkpoint_and_the_model(interval: int, saved: list[str]) -> None:
     bench = Bench(num_steps=3, checkpoint_interval=interval, waits=[0.0])
     bench.dispatcher.signal_at = bench.clock.now + 30.0
     assert bench.loop.run(bench.stop) == "stopped"
     assert bench.calls_of("checkpoint") == saved
+    assert len(bench.calls_of("save")) == 1
+
+
+def test_run_that_is_asked_to_stop_before_its_first_step_leaves_no_model() -> None:
+    bench = Bench(num_steps=3, waits=[])
+    bench.dispatcher.signal_at = bench.clock.now + 30.0
+    assert bench.loop.run(bench.stop) == "stopped"
     assert bench.calls_of("save") == []
 
 

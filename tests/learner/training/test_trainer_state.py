@@ -123,3 +123,24 @@ def test_damaged_file_of_an_earlier_version_is_found(tiny_model: Path, tmp_path:
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     assert checkpoints.find_damage(folder) == f"state/{file.name} is damaged"
+
+
+def test_model_replaces_the_older_one_whole_or_not_at_all(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with running(make_config(tiny_model)) as trainer:
+        trainer.save_model(folder)
+        first = {path.name: path.read_bytes() for path in folder.iterdir()}
+        trainer.train_batch(make_groups(3))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        try:
+            with pytest.raises(checkpoints.CheckpointFailedError, match="rank 0: File too large"):
+                trainer.save_model(folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == first
+        trainer.save_model(folder)
+    second = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert second.keys() == first.keys()
+    assert second["model.safetensors"] != first["model.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
