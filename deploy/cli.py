@@ -26,6 +26,7 @@ COMMANDS = (
     "explain",
     "report",
     "samples",
+    "export",
     "status",
     "audit",
     "chaos",

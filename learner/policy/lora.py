@@ -1,10 +1,12 @@
 """The policy's low-rank adapter (peft): few trained parameters on frozen weights, published as merged weights."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -42,6 +44,27 @@ def add_adapter(policy: PreTrainedModel, *, rank: int, alpha: float, target_modu
     # In a container: given the policy itself, peft recognizes some mixtures of experts by their config and adapts their experts
     # where `down_proj` is named.
     peft.inject_adapter_in_model(config, nn.ModuleDict({"policy": policy}), adapter_name=_ADAPTER)
+
+
+def write_adapter(weights: Mapping[str, Tensor], folder: Path, *, rank: int, alpha: float, base_model: str) -> None:
+    """Write the adapter among a trainer's whole weights, named `policy.NAME`, to `folder` as peft and vLLM read it."""
+    names = {
+        f"base_model.model.{name.removeprefix('policy.').replace(f'.{_ADAPTER}.', '.')}": name
+        for name in weights
+        if name.endswith((_LOW, _HIGH))
+    }
+    config = _import_peft(rank).LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=sorted(name.removeprefix("policy.").removesuffix(_LOW) for name in weights if name.endswith(_LOW)),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base_model,
+        inference_mode=True,
+    )
+    config.save_pretrained(folder)
+    save_file({name: weights[ours].contiguous() for name, ours in names.items()}, folder / "adapter_model.safetensors")
 
 
 def _import_peft(rank: int) -> Any:

@@ -63,6 +63,11 @@ def checkpoint_folder(root: Path, policy_version: int) -> Path:
     return root / f"step-{policy_version:08d}"
 
 
+def version_of(folder: Path) -> int:
+    """Return the policy version of a whole checkpoint."""
+    return int(folder.name.rpartition("-")[2])
+
+
 def partial_folder(folder: Path) -> Path:
     """Return the folder that the checkpoint is written to until it is whole; `newest` ignores its name."""
     return folder.with_name(folder.name + ".partial")
