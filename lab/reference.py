@@ -92,9 +92,7 @@ def resuming_page() -> str:
 def health_page() -> str:
     """Return `health.md`: the health rules of steps, and the reasons for which a batch can be late."""
     rules = [(f"`{rule.name}`", rule.condition, rule.hint) for rule in HEALTH_RULES]
-    causes = [
-        (f"`{name}`", f"{cause.condition[0].upper()}{cause.condition[1:]}.", cause.hint) for name, cause in CAUSES.items()
-    ]
+    causes = [(f"`{name}`", cause.condition, cause.hint) for name, cause in CAUSES.items()]
     parts = [
         _WRITTEN,
         "# Health",

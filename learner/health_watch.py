@@ -6,6 +6,7 @@ from collections import deque
 from offbeat.common.rows import EventRow, Recorder, Row, StepRow
 from offbeat.learner.diagnostics.health import Health, update_troubles
 from offbeat.learner.dispatch.reports import report
+from offbeat.protocols.messages import Vitals
 
 NUM_RECENT_STEPS = 10
 """Steps over which the duration of a step is a mean."""
@@ -39,12 +40,19 @@ class HealthWatch:
         for event in events:
             report(self.record, event)
 
-    def troubles(self) -> dict[str, str]:
-        """Return what is not well now: reasons with hints, by rule."""
+    def vitals(self) -> Vitals:
+        """Return the newest step in short, and what is not well, for the operator."""
         with self._lock:
-            return dict(self._troubles)
-
-    def recent_steps(self) -> list[StepRow]:
-        """Return the newest steps, at most `NUM_RECENT_STEPS`, oldest first."""
-        with self._lock:
-            return list(self._steps)
+            steps, health = list(self._steps), tuple(self._troubles.values())
+        if not steps:
+            return Vitals(health=health)
+        step = steps[-1]
+        seconds = [step_s for one in steps if (step_s := one.number("time/step_s")) is not None]
+        return Vitals(
+            reward=step.number("reward/mean"),
+            lag_mean=step.number("lag/mean"),
+            lag_max=step.number("lag/max"),
+            bound=step.number("staleness/bound"),
+            step_s=sum(seconds) / len(seconds) if seconds else None,
+            health=health,
+        )

@@ -161,7 +161,8 @@ def open_learner(
     `started` is when the learner's process began to load (monotonic).
     """
     folder = Path(config.run.dir)
-    record = HealthWatch(record).record
+    health = HealthWatch(record)
+    record = health.record
     trainer = RankedTrainer(Trainer(config))
     run = _resume(config, folder, trainer, inputs.prompts.train, record)
     canary = _make_canary(run.settings, inputs.prompts.train, record)
@@ -175,7 +176,7 @@ def open_learner(
     watch = CalibrationWatch(inputs.calibration, record)
     watch.check_learner(learner_numerics(config, inputs.hashes, trainer.device))
     contract = _make_contract(config, inputs, run.run_id, trainer.layout(), canary)._replace(max_peers=_max_peers(config, hub))
-    listeners = _make_listeners(hub, publisher, canary, watch)
+    listeners = _make_listeners(hub, publisher, canary, watch, health)
     dispatcher = _make_dispatcher(contract, run, inputs.prompts, listeners, trainer.policy_version, record)
     loop = TrainingLoop(
         config,
@@ -286,7 +287,9 @@ def _make_contract(config: Config, inputs: _Inputs, run_id: str, layout: tuple[T
     )
 
 
-def _make_listeners(hub: Hub, publisher: WeightPublisher, canary: Canary, watch: CalibrationWatch) -> Listeners:
+def _make_listeners(
+    hub: Hub, publisher: WeightPublisher, canary: Canary, watch: CalibrationWatch, health: HealthWatch
+) -> Listeners:
     def joined(peer: bytes, hello: Hello) -> None:
         publisher.joined(peer)
         watch.joined(hello)
@@ -297,6 +300,7 @@ def _make_listeners(hub: Hub, publisher: WeightPublisher, canary: Canary, watch:
         canary=canary.judge,
         routed=canary.compare_routing,
         distrusted=publisher.distrust,
+        vitals=health.vitals,
         weight_problems=publisher.problems,
         hub_rejections=lambda: _hub_rejections(hub),
     )

@@ -23,6 +23,7 @@ from offbeat.protocols.fields import (
     RewardParts,
     Seconds,
 )
+from offbeat.protocols.operator_reports import MemberStatus, SettingChange, Vitals
 
 PROTOCOL_MAJOR = 2
 """Peers of another major version are refused with a reason."""
@@ -398,36 +399,6 @@ class Stop(Message, frozen=True):
     reason: str
 
 
-class MemberStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One live actor, for the operator."""
-
-    name: str
-    state: Literal["working", "new", "quarantined", "unreachable"]
-    """`new`: it has no weights of this learner process yet."""
-    policy_version: NaturalOrNone
-    num_leases: Natural
-    capacity: Natural
-    tokens_per_s: float
-    """Over the seconds between its last two rows in `metrics.jsonl`."""
-    last_seen_s: float
-    """Seconds since the last message of this actor."""
-    engine: str
-
-
-class SettingChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A setting that was changed during the run; values are TOML."""
-
-    setting: str
-    """`section.key`."""
-    before: str
-    after: str
-    who: str
-    at: float
-    """Seconds since the epoch, by the learner's clock."""
-    policy_version: Natural
-    """The learner's policy version at the change."""
-
-
 class StatusReport(Message, frozen=True):
     """The answer to `StatusRequest`."""
 
@@ -460,6 +431,8 @@ class StatusReport(Message, frozen=True):
     """Messages refused, by `actor: reason`."""
     changed_settings: tuple[SettingChange, ...] = msgspec.field(default=(), name="tuned")
     """Settings that differ from the config file; `before` is the file's value."""
+    vitals: Vitals = Vitals()
+    """Since minor version 3."""
 
 
 class LiveSettingsReport(Message, frozen=True, tag="TuneReport"):

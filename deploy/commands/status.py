@@ -1,5 +1,6 @@
-"""`offbeat status`: a running learner's answer to how the run is."""
+"""`offbeat status`: how a run is, or how it has ended."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -7,7 +8,7 @@ import typer
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.commands.arguments import Operator, read_config_of_run
 from offbeat.deploy.live.link import open_link_to
-from offbeat.deploy.live.status import print_status, watch_status
+from offbeat.deploy.live.status import Asked, print_status, watch_status
 
 
 def command(
@@ -15,14 +16,19 @@ def command(
         list[str] | None,
         typer.Argument(metavar="RUN [SECTION.KEY=VALUE]...", help="A run's folder or its TOML file, and settings."),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Ask again every second, until Ctrl-C.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Ask again every second, until Ctrl-C or the run's end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
     operator: Operator = "operator",
 ) -> None:
-    """Ask a running learner for its state: members, ledger, buffer, what it waits for. It answers during a step too."""
-    hub = read_config_of_run(arguments).hub
-    open_link = open_link_to(hub, operator)
+    """Show a run's state: reward, lag, health, members, ledger, what it waits for, or how it has ended.
+
+    A running learner answers, during a step too; the end of a run is read from its folder.
+    """
+    config = read_config_of_run(arguments)
+    given = Path(arguments[0]) if arguments else None
+    folder = given if given is not None and given.is_dir() else Path(config.run.dir)
+    asked = Asked(open_link_to(config.hub, operator), config.hub.address, folder, config.train.num_steps)
     if watch:
-        watch_status(open_link, hub.address, StopRequest().install())
+        watch_status(asked, StopRequest().install())
     else:
-        print_status(open_link, hub.address, as_json=as_json)
+        print_status(asked, as_json=as_json)

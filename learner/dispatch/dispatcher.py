@@ -420,9 +420,8 @@ class Dispatcher:
                 assert_never(message)
 
     def _report(self, now: float) -> StatusReport:
-        return self._status.report(
-            now, self._listeners.weight_problems(), self._failures.error, self._listeners.hub_rejections()
-        )
+        ask = self._listeners
+        return self._status.report(now, ask.vitals(), ask.weight_problems(), self._failures.error, ask.hub_rejections())
 
     def _change_settings(self, request: LiveSettingsRequest, sender: Sender) -> LiveSettingsReport:
         who = f"{request.who} (key {sender.name})" if sender.role else request.who

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from offbeat.protocols.messages import Hello, WeightsCommitted, WeightsStaged
+from offbeat.protocols.messages import Hello, Vitals, WeightsCommitted, WeightsStaged
 
 
 class CanaryVerdict(Protocol):
@@ -36,6 +36,8 @@ class Listeners(NamedTuple):
     """An actor has routed the canary: name, policy version, int32 experts `[num_tokens - 1, num_layers, top_k]`."""
     distrusted: Callable[[bytes, str, str], None]
     """An actor's weights are not what it says: address, name, reason."""
+    vitals: Callable[[], Vitals] = Vitals
+    """Returns the newest step in short, and what is not well."""
     weight_problems: Callable[[], list[str]] = list
     """Returns what an operator should know about the transfer of weights."""
     hub_rejections: Callable[[], dict[str, int]] = dict

@@ -8,7 +8,7 @@ from offbeat.learner.dispatch.roster import Roster
 from offbeat.learner.dispatch.versions import Versions
 from offbeat.learner.dispatch.watchdog import Watchdog
 from offbeat.learner.leases.journal import LeaseJournal
-from offbeat.protocols.messages import StatusReport
+from offbeat.protocols.messages import StatusReport, Vitals
 
 
 class Activity(NamedTuple):
@@ -48,7 +48,12 @@ class Status:
         self._activity = Activity(activity, now)
 
     def report(
-        self, now: float, weight_problems: list[str], failure: BaseException | None, hub_rejections: dict[str, int]
+        self,
+        now: float,
+        vitals: Vitals,
+        weight_problems: list[str],
+        failure: BaseException | None,
+        hub_rejections: dict[str, int],
     ) -> StatusReport:
         """Return the report for an operator; `failure` is the error that ends the run."""
         problems = [*weight_problems, *self._roster.reward_problems()]
@@ -76,4 +81,5 @@ class Status:
             problems=tuple(problems),
             rejected=self._roster.rejections.counts() | hub_rejections,
             changed_settings=self._settings.in_force(),
+            vitals=vitals,
         )
