@@ -24,9 +24,12 @@ from rich.table import Table
 
 from offbeat.common.config import Config
 from offbeat.common.masking import write_private
+from offbeat.common.metrics import ROWS_FILE
+from offbeat.common.rows import EventRow, decode_row
 from offbeat.common.settings import load, resolved_toml
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.chaos.faults import Clock, open_disk
+from offbeat.deploy.chaos.judge import REWARD, URL_VARIABLE, Judge
 from offbeat.deploy.chaos.network import Network, open_network
 from offbeat.deploy.chaos.round import LOCAL, REMOTE, Happened, Site, StoppedError, run_round
 from offbeat.deploy.chaos.schedule import KINDS, plan, round_seed
@@ -109,6 +112,7 @@ def run_chaos(
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="offbeat-chaos-", ignore_cleanup_errors=True)))
         network = stack.enter_context(closing(open_network()))
+        judge = stack.enter_context(closing(Judge(network.learner_host))) if is_quickstart else None
         description = network.description
         has_disk = False
         logger.info("chaos with seed %d in %s; %s", seed, folder, description)
@@ -116,7 +120,7 @@ def run_chaos(
             while not rounds or time.monotonic() < deadline:
                 name, one_seed = f"round-{len(rounds)}", round_seed(seed, len(rounds))
                 with ExitStack() as round_stack:
-                    site = _open_site(config, work / name, folder / name, network, mark, round_stack)
+                    site = _open_site(config, work / name, folder / name, network, judge, mark, round_stack)
                     site = _write_config(site, one_seed, is_quickstart=is_quickstart)
                     has_disk = site.disk is not None
                     rounds.append(_run_audited(site, one_seed, mark, stop, is_quickstart=is_quickstart))
@@ -129,7 +133,9 @@ def run_chaos(
     return report
 
 
-def _open_site(config: Config, work: Path, keep: Path, network: Network, mark: str, stack: ExitStack) -> Site:
+def _open_site(
+    config: Config, work: Path, keep: Path, network: Network, judge: Judge | None, mark: str, stack: ExitStack
+) -> Site:
     """Make the folders, keys, clock and disk of a round below `work`, to be taken down by `stack`; logs go to `keep`."""
     run = work / "run"
     run.mkdir(parents=True)
@@ -150,8 +156,14 @@ def _open_site(config: Config, work: Path, keep: Path, network: Network, mark: s
         network=network,
         clock=clock,
         disk=disk,
+        judge=judge,
         # Temporary files of killed processes are deleted with the round.
-        environment={**clock.environment(), MARK_VARIABLE: mark, "TMPDIR": str(temporary)},
+        environment={
+            **clock.environment(),
+            **({} if judge is None else {URL_VARIABLE: judge.url}),
+            MARK_VARIABLE: mark,
+            "TMPDIR": str(temporary),
+        },
     )
 
 
@@ -170,7 +182,7 @@ def _write_config(site: Site, seed: int, *, is_quickstart: bool) -> Site:
         data = work / "train.jsonl"
         rows = Path(task.train_data).read_text().splitlines(keepends=True)
         data.write_text("".join(rows[:NUM_PROMPTS]))
-        task = replace(task, train_data=str(data))
+        task = replace(task, train_data=str(data), reward=REWARD)
     config = replace(config, run=replace(config.run, dir=str(site.run), seed=seed), hub=hub, task=task)
     write_private(site.config_file, resolved_toml(config, with_secrets=True))
     return site._replace(config=config)
@@ -185,6 +197,7 @@ def _run_audited(site: Site, seed: int, mark: str, stop: StopRequest, *, is_quic
         Check("the services keep going, and leave when it is over", result.violations, f"{result.wall_s:.0f} s"),
         check_outcome(site.run, num_steps),
         *([check_learning(site.run, LEAST_REWARD)] if is_quickstart else []),
+        _check_rewards(site.run),
         *audit(site.run, site.config, result.lost),
         Check("no process is left", _end_processes(mark), "none"),
     ]
@@ -192,6 +205,14 @@ def _run_audited(site: Site, seed: int, mark: str, stop: StopRequest, *, is_quic
     large = shutil.ignore_patterns("checkpoints", "model", "log", "tensorboard", "report.html")
     shutil.copytree(site.run, site.logs / "run", ignore=large if report.is_good else None)
     return report
+
+
+def _check_rewards(run: Path) -> Check:
+    """Check that no group was given up because its reward could not be had."""
+    rows = map(decode_row, (run / ROWS_FILE).read_bytes().splitlines())
+    events = [row for row in rows if isinstance(row, EventRow) and row.event in ("reward_unavailable", "reward_timeout")]
+    violations = [f"lease {row.lease_id}: {row.event}: {row.detail}" for row in events]
+    return Check("groups wait for a judge that is down", violations, "none given up")
 
 
 def print_chaos(report: ChaosReport) -> None:

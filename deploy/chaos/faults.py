@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, assert_never
 
+from offbeat.deploy.chaos.judge import Judge
 from offbeat.deploy.chaos.network import Network
 from offbeat.deploy.chaos.schedule import Fault, Target
 from offbeat.deploy.launch import processes
@@ -121,6 +122,8 @@ class Scene(NamedTuple):
     network: Network
     clock: Clock
     disk: Disk | None
+    judge: Judge | None
+    """The judge that rewards ask; None where the run has a reward of its own."""
     run: Path
     """The run's folder."""
 
@@ -166,6 +169,8 @@ def commit(fault: Fault, scene: Scene) -> Committed:
             return _fill_disk(scene, fault, generator)
         case "jump clock":
             return _jump_clock(scene, fault, generator)
+        case "judge down":
+            return _take_judge_down(scene, fault)
         case _:
             assert_never(fault.kind)
 
@@ -231,6 +236,14 @@ def _fill_disk(scene: Scene, fault: Fault, generator: random.Random) -> Committe
     scene.victims.pause(fault.duration_s)
     scene.disk.empty()
     return Committed(f"left {leave_bytes >> 10} KB free for {fault.duration_s:.1f} s")
+
+
+def _take_judge_down(scene: Scene, fault: Fault) -> Committed:
+    judge = scene.judge
+    if judge is None:
+        return Committed(None)
+    judge.be_down(fault.duration_s, scene.victims.pause)
+    return Committed(f"the judge of the rewards was down for {fault.duration_s:.1f} s")
 
 
 def _jump_clock(scene: Scene, fault: Fault, generator: random.Random) -> Committed:

@@ -18,6 +18,7 @@ from offbeat.common.metrics import ROWS_FILE
 from offbeat.common.rows import ActorRow, EventRow, StepRow, decode_row
 from offbeat.common.shutdown import PARENT_VARIABLE, StopRequest
 from offbeat.deploy.chaos.faults import Clock, Committed, Disk, Scene, commit
+from offbeat.deploy.chaos.judge import Judge
 from offbeat.deploy.chaos.network import Network
 from offbeat.deploy.chaos.schedule import Fault, Target
 from offbeat.deploy.launch import processes
@@ -89,6 +90,8 @@ class Site(NamedTuple):
     clock: Clock
     disk: Disk | None
     """The file system that holds `run`; None when this process may not mount one."""
+    judge: Judge | None
+    """The judge that rewards ask; None where the run has a reward of its own."""
     environment: Mapping[str, str]
     """Environment variables that the services get in addition."""
 
@@ -275,7 +278,7 @@ def run_round(plan: list[Fault], site: Site, stop: StopRequest) -> RoundResult:
     started = time.monotonic()
     watch = Watch(site.run / ROWS_FILE)
     services = Services(site, watch, stop)
-    scene = Scene(services, site.network, site.clock, site.disk, site.run)
+    scene = Scene(services, site.network, site.clock, site.disk, site.judge, site.run)
     strikes: list[Strike] = []
     violations: list[str] = []
     try:

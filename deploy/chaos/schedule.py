@@ -16,6 +16,7 @@ Kind = Literal[
     "corrupt log",
     "fill disk",
     "jump clock",
+    "judge down",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -35,6 +36,7 @@ _DURATIONS_S: dict[Kind, tuple[float, float]] = {
     "packet loss": (3.0, 8.0),
     "fill disk": (3.0, 8.0),
     "jump clock": (1.0, 5.0),
+    "judge down": (3.0, 8.0),
 }
 FIRST_STEP = 3
 """The earliest optimizer step of a fault; before it the services are still starting."""

@@ -88,7 +88,7 @@ class Sleepers:
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
     sleepers, network = Sleepers(), Proxy()
-    yield Scene(sleepers, network, Clock(tmp_path), None, tmp_path / "run")
+    yield Scene(sleepers, network, Clock(tmp_path), None, None, tmp_path / "run")
     sleepers.close()
     network.close()
 

@@ -1,0 +1,62 @@
+"""The judge of a chaos round can be down, and no group is lost for it."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from offbeat.actor.rewards import RewardRunner
+from offbeat.deploy.chaos.faults import Scene, commit
+from offbeat.deploy.chaos.judge import REWARD, URL_VARIABLE, Judge
+from offbeat.deploy.chaos.schedule import Fault, Target
+from tests.actor.reward_harness import make_limits, rewarded, samples, wait
+
+DOWN = Fault("judge down", "learner", at_step=1, delay_s=0.0, duration_s=0.2, seed=1)
+
+
+class Interrupted:
+    """A round whose pauses are filled by the test."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        self._meanwhile = meanwhile
+
+    def find(self, target: Target) -> int:
+        raise AssertionError(f"{target} is no victim of this fault")
+
+    def pause(self, seconds: float) -> None:
+        self._meanwhile()
+
+
+def make_scene(judge: Judge | None, meanwhile: Callable[[], None]) -> Scene:
+    """Return a scene without services; `meanwhile` is what happens while a fault lasts."""
+    return Scene(Interrupted(meanwhile), cast(Any, None), cast(Any, None), None, judge, Path())
+
+
+def test_judge_is_down_for_a_while_and_costs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.actor.rewards.FIRST_DELAY_S", 0.05)
+    judge = Judge("127.0.0.1")
+    monkeypatch.setenv(URL_VARIABLE, judge.url)
+    runner = RewardRunner(REWARD, make_limits(retry_s=20.0))
+
+    def meanwhile() -> None:
+        for key in range(4):
+            runner.submit(key, samples(["7", "8"], {"answer": 7}))
+        deadline = time.monotonic() + 10
+        while (trouble := runner.trouble()) is None or len(trouble.keys) < 4:
+            assert time.monotonic() < deadline
+            assert runner.poll() == []
+
+    try:
+        down = commit(DOWN, make_scene(judge, meanwhile))
+        assert down.detail == "the judge of the rewards was down for 0.2 s"
+        assert judge.num_refusals >= 4
+        assert wait(runner) == {key: rewarded(key, 1.0, 0.0) for key in range(4)}
+    finally:
+        runner.close()
+        judge.close()
+
+
+def test_run_with_a_reward_of_its_own_has_no_judge_to_take_down() -> None:
+    assert commit(DOWN, make_scene(None, lambda: None)).detail is None
