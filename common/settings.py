@@ -190,10 +190,15 @@ def replace_settings(config: Config, values: Mapping[str, str]) -> Config:
     return complete(msgspec.structs.replace(config, **sections))
 
 
+def setting_value(config: Config, setting: str) -> Any:
+    """Return the value of `section.key`."""
+    section_name, _, key = setting.partition(".")
+    return getattr(getattr(config, section_name), key)
+
+
 def setting_text(config: Config, setting: str) -> str:
     """Return the value of `section.key` as text that `replace_settings` reads back."""
-    section_name, _, key = setting.partition(".")
-    return _shown(getattr(getattr(config, section_name), key))
+    return _shown(setting_value(config, setting))
 
 
 def is_local_data(source: str) -> bool:

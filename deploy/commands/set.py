@@ -7,7 +7,7 @@ import typer
 from offbeat.common.shutdown import USER_ERROR_STATUS
 from offbeat.deploy.commands.arguments import Operator, read_config_of_run
 from offbeat.deploy.live.link import open_link_to
-from offbeat.deploy.live.set import requested, tune
+from offbeat.deploy.live.set import refuse_large_changes, requested, tune
 
 
 def command(
@@ -15,12 +15,17 @@ def command(
     settings: Annotated[
         list[str], typer.Argument(metavar="KEY=VALUE...", help="Settings, by their own name or as section.key.")
     ],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask about values that change by a factor of 10 or more.")] = False,
     operator: Operator = "operator",
 ) -> None:
-    """Change settings of a running job, all of them or none: staleness.*, group concurrency, clip band, learning rate.
+    """Change settings of a running job, all of them or none: staleness.*, group concurrency, clip band, learning rate, canary.
 
-    The changes are recorded with your name and survive a restart. Exit status 2 when the learner refuses.
+    The changes are recorded with your name and survive a restart. Exit status 2 when the learner refuses. A value that differs
+    from the one in force by a factor of 10 or more is asked back about; without a terminal it needs --yes.
     """
     wanted = requested(settings)
-    hub = read_config_of_run([run]).hub
-    raise typer.Exit(0 if tune(open_link_to(hub, operator), hub.address, wanted) else USER_ERROR_STATUS)
+    config = read_config_of_run([run])
+    open_link, address = open_link_to(config.hub, operator), config.hub.address
+    if not yes:
+        refuse_large_changes(open_link, address, config, wanted)
+    raise typer.Exit(0 if tune(open_link, address, wanted) else USER_ERROR_STATUS)

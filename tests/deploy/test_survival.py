@@ -66,7 +66,7 @@ def test_separate_services_find_each_other_and_what_was_set_again_after_the_lear
     learner = services.start("learner", config)
     services.wait_for(lambda: len(services.rows("run", "step")) >= 5, "5 steps")
     wanted = ("max_staleness=2", "learning_rate=1e-4", "max_inflight_groups=3")
-    assert services.wait(services.start("set", "run", *wanted), "set") == 0, services.output("set")
+    assert services.wait(services.start("set", "run", "--yes", *wanted), "set") == 0, services.output("set")
     assert services.wait(services.start("set", "run", "max_staleness=1", "num_steps=9", log="refused"), "refused") == 2
     assert "train.num_steps" in services.output("refused")
     num_before = len(services.rows("run", "step"))

@@ -7,8 +7,31 @@ from offbeat.common.hub_keys import keys_of_learner, keys_of_peer
 from offbeat.common.settings import load
 from offbeat.deploy.launch.keygen import make_keys
 from offbeat.protocols.channels import Hub, Link
-from offbeat.protocols.messages import ActorMessage, LiveSettingsReport, Refused, StatusReport
+from offbeat.protocols.messages import ActorMessage, LiveSettingsReport, MemberStatus, Refused, StatusReport
 from tests.deploy.services import free_port
+
+REPORT = StatusReport(
+    run_id="abc",
+    policy_version=7,
+    num_steps=100,
+    published_version=6,
+    doing="training step 8",
+    doing_s=2.5,
+    waiting_for="3 groups ready, 5 being generated",
+    uptime_s=3723.0,
+    members=(
+        MemberStatus("good", "working", 6, 3, 4, 1234.0, 0.2, "vllm 1"),
+        MemberStatus("bad", "quarantined", -1, 0, 4, 0.0, 9.0, "vllm 1"),
+    ),
+    ledger={"leased": 12, "trained": 4, "dropped/stale": 1, "expired": 0, "in flight": 7},
+    num_ready=3,
+    num_generating=5,
+    epoch=1,
+    epoch_position=0.25,
+    log_bytes=3 << 20,
+    problems=("the disk is full",),
+    rejected={"bad: a lease that is not its own": 3},
+)
 
 
 class Desk:

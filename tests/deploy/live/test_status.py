@@ -12,32 +12,9 @@ from offbeat.deploy.live import link as questions
 from offbeat.deploy.live.link import OpenLink
 from offbeat.deploy.live.status import Asked, print_status, render_status
 from offbeat.protocols.channels import Link
-from offbeat.protocols.messages import MemberStatus, Refused, SettingChange, StatusReport, StatusRequest, Vitals
-from tests.deploy.live.operator_desk import Desk
+from offbeat.protocols.messages import Refused, SettingChange, StatusReport, StatusRequest, Vitals
+from tests.deploy.live.operator_desk import REPORT, Desk
 from tests.deploy.services import free_port
-
-REPORT = StatusReport(
-    run_id="abc",
-    policy_version=7,
-    num_steps=100,
-    published_version=6,
-    doing="training step 8",
-    doing_s=2.5,
-    waiting_for="3 groups ready, 5 being generated",
-    uptime_s=3723.0,
-    members=(
-        MemberStatus("good", "working", 6, 3, 4, 1234.0, 0.2, "vllm 1"),
-        MemberStatus("bad", "quarantined", -1, 0, 4, 0.0, 9.0, "vllm 1"),
-    ),
-    ledger={"leased": 12, "trained": 4, "dropped/stale": 1, "expired": 0, "in flight": 7},
-    num_ready=3,
-    num_generating=5,
-    epoch=1,
-    epoch_position=0.25,
-    log_bytes=3 << 20,
-    problems=("the disk is full",),
-    rejected={"bad: a lease that is not its own": 3},
-)
 
 
 def asked(open_link: OpenLink, address: str, folder: Path) -> Asked:
