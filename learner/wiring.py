@@ -20,7 +20,7 @@ from offbeat.common.logs import doing, log_to_file
 from offbeat.common.metrics import MetricsWriter
 from offbeat.common.models import hash_model, load_tokenizer, resolve_model
 from offbeat.common.rows import Recorder, Row, canary_tolerance
-from offbeat.common.run_folder import CONFIG_FILE, check_run_folder, locked, set_aside_failed_start
+from offbeat.common.run_folder import CONFIG_FILE, check_run_folder, set_aside_failed_start
 from offbeat.common.setting_checks import least_staleness
 from offbeat.common.settings import resolved_toml
 from offbeat.common.shutdown import StopRequest
@@ -85,15 +85,13 @@ LOADING = "ended while the learner was loading"
 
 
 def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
-    """Train until `train.num_steps` or a signal; every rank of the learner calls this."""
+    """Train until `train.num_steps` or a signal; every rank of the learner calls this, rank 0 with the run's folder locked."""
     if launcher_number("RANK", 0) > 0:
         RankedTrainer(Trainer(config)).follow()
         return "finished"
     started = time.monotonic()
     folder = Path(config.run.dir)
     with ExitStack() as stack:
-        # Before anything is written: also without a rollout log, two learners must not write the same files.
-        stack.enter_context(locked(folder))
         bind = config.hub.bind or config.hub.address
         keys = keys_of_learner(config.hub)
 

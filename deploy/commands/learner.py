@@ -2,11 +2,14 @@
 
 import logging
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
+from offbeat.common.config import Config
 from offbeat.common.descriptors import raise_limit
 from offbeat.common.environment import fast_imports, launcher_number, prepare_environment
 from offbeat.common.logs import configure_logs, doing
+from offbeat.common.run_folder import locked
 from offbeat.common.settings import SettingError, refuse_masked
 from offbeat.common.shutdown import LAUNCHED_VARIABLE, StopRequest
 from offbeat.deploy.commands.arguments import Arguments, Preflight, load_config, say_start
@@ -24,9 +27,17 @@ def command(arguments: Arguments = None, preflight: Preflight = True) -> None:
     say_start("learner")
     config = expand(load_config(arguments))
     refuse_masked(config)
+    is_first_rank = launcher_number("RANK", 0) == 0
     # Beside rank 0 the others would find its ports taken.
-    if preflight and launcher_number("RANK", 0) == 0:
+    if preflight and is_first_rank:
         look(config, "learner")
+    # Held until the report is written. The other ranks write only what rank 0 tells them to.
+    with locked(Path(config.run.dir)) if is_first_rank else nullcontext():
+        _run(config, is_first_rank=is_first_rank)
+
+
+def _run(config: Config, *, is_first_rank: bool) -> None:
+    """Run the learner in its folder, and write the report unless a launcher does."""
     stop = StopRequest().install()
     raise_limit()
     folder = Path(config.run.dir)
@@ -41,9 +52,8 @@ def command(arguments: Arguments = None, preflight: Preflight = True) -> None:
     try:
         run_learner(config, stop)
     except (SettingError, ChannelError):
-        # Another learner may be at work in the folder.
         is_refused = True
         raise
     finally:
-        if not is_refused and not is_launched and int(os.environ.get("RANK", "0")) == 0:
+        if not is_refused and not is_launched and is_first_rank:
             end_run(folder, "learner", stop)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from offbeat.common.config import Config
-from offbeat.common.run_folder import check_run_folder
+from offbeat.common.run_folder import check_run_folder, locked
 from offbeat.common.settings import SettingError
 from offbeat.deploy.preflight.findings import Finding, mistake
 from offbeat.protocols.addresses import host_of
@@ -58,10 +58,14 @@ def _bind_problem(host: str, port: int) -> str | None:
 
 
 def check_folder(config: Config) -> Iterator[Finding]:
-    """Find a run folder that holds a run, that cannot be made or written, or whose disk has no room for the log."""
+    """Find a run folder that holds a run or has a learner, cannot be made or written, or whose disk has no room for the log."""
     folder = Path(config.run.dir)
     try:
         check_run_folder(config.run)
+        if folder.is_dir():
+            # Only looked at: the learner locks it for itself.
+            with locked(folder):
+                pass
     except SettingError as error:
         yield Finding("mistake", str(error))
         return

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.common.config import Config
+from tests.common.test_run_folder import held_by_another_process
 from tests.deploy.services import SERVICES_S, Services, free_port, write_config
 
 
@@ -94,6 +95,20 @@ def test_folder_that_holds_a_run_is_not_written_over(services: Services, tmp_pat
     assert "run.dir" in result.stderr.splitlines()[-1]
     assert "run.resume" in result.stderr.splitlines()[-1]
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == rows
+
+
+@pytest.mark.parametrize("option", ["--preflight", "--no-preflight"])
+def test_second_learner_without_a_log_is_refused_and_writes_nothing(
+    services: Services, tmp_path: Path, tiny_model: Path, option: str
+) -> None:
+    config = write_config(tmp_path, tiny_model, log={"enabled": False})
+    run = tmp_path / "run"
+    with held_by_another_process(run) as holder:
+        result = services.run("learner", config, option)
+        assert result.returncode == 2
+        assert f"another learner (process {holder.pid} on" in result.stderr
+        assert "run.dir" in result.stderr
+        assert [path.name for path in run.iterdir()] == ["learner.lock"]
 
 
 def test_learner_without_actors_says_so_and_stops_by_a_setting(services: Services, tmp_path: Path, tiny_model: Path) -> None:

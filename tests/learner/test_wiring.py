@@ -7,12 +7,10 @@ import pytest
 import torch
 from msgspec import structs
 
-from offbeat.common.config import Config, HubSection, LogSection, ModelSection, RunSection, TaskSection, WeightsSection
+from offbeat.common.config import Config, HubSection, ModelSection, RunSection, TaskSection, WeightsSection
 from offbeat.common.settings import SettingError
-from offbeat.common.shutdown import StopRequest
 from offbeat.learner.run_identity import RunIdentity, read_identity
-from offbeat.learner.wiring import _transport, prepare_folder, run_learner
-from tests.common.test_run_folder import held_by_another_process
+from offbeat.learner.wiring import _transport, prepare_folder
 
 IDENTITY = RunIdentity({"rollout.temperature": "1.0"}, {})
 NO_HASHES = np.empty(0, np.uint64)
@@ -69,13 +67,3 @@ def test_refused_resume_leaves_config_and_identity_as_they_were(tmp_path: Path) 
     assert read_identity(tmp_path) == IDENTITY
     assert prepare_folder(config, IDENTITY, NO_HASHES) == []
     assert "bucket_mb = 5" in (tmp_path / "config.toml").read_text()
-
-
-def test_second_learner_without_a_log_is_refused_and_writes_nothing(tmp_path: Path) -> None:
-    config = config_with(run_dir=str(tmp_path))
-    config = structs.replace(config, log=LogSection(enabled=False))
-    with held_by_another_process(tmp_path):
-        before = sorted(tmp_path.iterdir())
-        with pytest.raises(SettingError, match=r"run\.dir.*another learner \(process \d+ on"):
-            run_learner(config, StopRequest())
-        assert sorted(tmp_path.iterdir()) == before
