@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.deploy.cli import COMMANDS
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")])
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 MODULE = re.compile(r"`((?:protocols|common|actor|learner|lab|deploy|tests)/[\w/.]+\.(?:py|toml))`")
+COMMAND = re.compile(r"`offbeat ([a-z]+)\b")
 BENCHMARK = re.compile(r"python -m (tests\.[\w.]+)")
 
 
@@ -48,6 +51,11 @@ def test_benchmarks_and_fuzzers_named_on_a_page_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_named_on_a_page_exist(page: Path) -> None:
     assert [path for path in MODULE.findall(page.read_text()) if not (ROOT / path).is_file()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_named_on_a_page_exist(page: Path) -> None:
+    assert set(COMMAND.findall(page.read_text())) - set(COMMANDS) == set()
 
 
 def test_a_broken_link_is_seen(tmp_path: Path) -> None:
