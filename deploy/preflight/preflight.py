@@ -22,7 +22,14 @@ from offbeat.deploy.preflight.apart import Apart
 from offbeat.deploy.preflight.engine_options import check_engine_options
 from offbeat.deploy.preflight.findings import Finding
 from offbeat.deploy.preflight.inputs import check_inputs, check_rows
-from offbeat.deploy.preflight.machine import check_folder, check_gpus, check_ports, check_variables, check_wandb
+from offbeat.deploy.preflight.machine import (
+    check_companions,
+    check_folder,
+    check_gpus,
+    check_ports,
+    check_variables,
+    check_wandb,
+)
 from offbeat.deploy.preflight.model_folders import check_model, check_reference
 from offbeat.deploy.preflight.user_functions import check_length_penalty, check_reward
 
@@ -39,7 +46,7 @@ REWARD_S = 10.0
 _LEARNER: tuple[Check, ...] = (check_model, check_reference, check_folder, check_ports, check_wandb, check_variables)
 _ACTOR: tuple[Check, ...] = (check_engine_options,)
 _CHECKS: dict[Command, tuple[Check, ...]] = {
-    "check": (*_LEARNER, *_ACTOR),
+    "check": (*_LEARNER, *_ACTOR, check_companions),
     "train": (*_LEARNER, *_ACTOR, check_gpus),
     "learner": _LEARNER,
     "actor": (check_model, *_ACTOR),
