@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, assert_never
 
+from offbeat.deploy.chaos.doubt import doubt_learner
 from offbeat.deploy.chaos.judge import Judge
 from offbeat.deploy.chaos.network import Network
 from offbeat.deploy.chaos.schedule import Fault, Target
@@ -167,6 +168,8 @@ def commit(fault: Fault, scene: Scene) -> Committed:
             return corrupt_log(scene.run / "log", generator)
         case "fill disk":
             return _fill_disk(scene, fault, generator)
+        case "doubt learner":
+            return Committed(doubt_learner(scene.run, pause, fault.duration_s))
         case "jump clock":
             return _jump_clock(scene, fault, generator)
         case "judge down":

@@ -17,6 +17,7 @@ Kind = Literal[
     "fill disk",
     "jump clock",
     "judge down",
+    "doubt learner",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -33,6 +34,8 @@ _TARGETS: dict[Kind, tuple[Target, ...]] = {
 }
 
 _DURATIONS_S: dict[Kind, tuple[float, float]] = {
+    # Shorter than the four comparisons, after waits of 2, 4 and 8 s, that end a run.
+    "doubt learner": (2.0, 6.0),
     "packet loss": (3.0, 8.0),
     "fill disk": (3.0, 8.0),
     "jump clock": (1.0, 5.0),

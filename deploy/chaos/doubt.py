@@ -1,0 +1,43 @@
+"""The fault of a learner whose log-probs no engine can match: every actor is quarantined until it is over."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from offbeat.common.hub_keys import OPERATOR
+from offbeat.common.settings import load
+from offbeat.common.shutdown import ServiceError
+from offbeat.deploy.live.link import ask, open_link_to
+from offbeat.learner.dispatch.live_settings import CANARY_TOLERANCE
+from offbeat.protocols.messages import LiveSettingsReport, LiveSettingsRequest
+
+IMPOSSIBLE = "1e-12"
+"""A tolerance, in nats, that the rounding of float32 exceeds."""
+NUM_TRIES = 3
+"""Attempts to reach a learner, each of which waits for an answer."""
+
+
+def doubt_learner(run: Path, pause: Callable[[float], None], duration_s: float) -> str | None:
+    """Let no engine match the learner for a while; return the fault in words, None where the learner does not answer.
+
+    A learner that differs for longer ends its run. This one is right again before it has been compared that often.
+    """
+    if not _set_tolerance(run, IMPOSSIBLE, num_tries=1):
+        return None
+    pause(duration_s)
+    if not _set_tolerance(run, "none", num_tries=NUM_TRIES):
+        return f"no engine could match the learner from then on: {NUM_TRIES} requests to end it were not answered"
+    return f"no engine could match the learner for {duration_s:.1f} s"
+
+
+def _set_tolerance(run: Path, value: str, *, num_tries: int) -> bool:
+    """Ask the learner for a tolerance; return False when it gives no answer."""
+    hub = load(run / "config.toml", []).hub
+    for _ in range(num_tries):
+        with open_link_to(hub, OPERATOR)() as link:
+            try:
+                request = LiveSettingsRequest(settings={CANARY_TOLERANCE: value}, who="chaos")
+                return not ask(link, hub.address, request, LiveSettingsReport).error
+            except ServiceError:
+                # Killed by a fault before this one, and not back yet.
+                continue
+    return False
