@@ -139,6 +139,11 @@ def pytest_testnodedown(node: Any) -> None:
     node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get(LEFT_OUT_KEY, 0)
 
 
+def pytest_unconfigure() -> None:
+    # A frozen object is not collected at the end either; then libraries write pages about what they leak.
+    gc.unfreeze()
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     # xdist sets it, in workers only.
     output = vars(session.config).get("workeroutput")
