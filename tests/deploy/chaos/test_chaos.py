@@ -434,12 +434,13 @@ def test_any_violation_makes_the_report_a_bad_one() -> None:
 @pytest.mark.engine
 @pytest.mark.timeout(SERVICES_S)
 def test_round_of_all_faults_on_real_services_has_no_violation(services: Services, tmp_path: Path) -> None:
-    """The round has each kind of fault once; with fewer steps than the command's own it takes some two minutes."""
-    chaos = services.start("chaos", "train.num_steps=90", "--seed", "1", "--minutes", "0", is_real=True)
+    """The round has each kind of fault once; fewer steps and shorter silences than the command's own save a minute."""
+    quick = ("train.num_steps=60", "hub.dead_after_s=3.0")
+    chaos = services.start("chaos", *quick, "--seed", "1", "--minutes", "0", is_real=True)
     assert services.wait(chaos, "chaos") == 0, services.output("chaos")
     found = msgspec.json.decode(next(tmp_path.glob("runs/*/chaos.json")).read_bytes(), type=ChaosReport)
     committed = {happened.fault.kind for happened in found.rounds[0].happened if happened.detail}
-    assert {"kill learner", "kill actor", "stop learner", "stop actor", "cut connection", "corrupt log"} <= committed
+    assert committed | {"fill disk"} == set(KINDS), "only a disk needs root"
 
 
 @pytest.mark.engine
