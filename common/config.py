@@ -55,8 +55,8 @@ class TaskSection(Section, frozen=True):
     Face dataset (`owner/name` or `owner/name/config`). Required."""
     train_split: str = "train"
     """Split of the training folder or dataset. Ignored for a file."""
-    eval_data: str = ""
-    """Held-out prompts for evaluation, given as for `task.train_data`. Empty: the run has no evaluation."""
+    eval_data: str | dict[str, str] = ""
+    """Held-out prompts for evaluation, given as for `task.train_data`, or a table of named sets. Empty: no evaluation."""
     eval_split: str = "test"
     """Split of the evaluation folder or dataset. Ignored for a file."""
     prompt_field: str = "prompt"
@@ -67,8 +67,7 @@ class TaskSection(Section, frozen=True):
     system_prompt: str = ""
     """System message placed before each prompt. It needs `task.chat_template`. Empty: no system message."""
     system_prompt_field: str = ""
-    """Name of the field that holds a row's own system message, used in place of `task.system_prompt` where it is not empty.
-    Empty: rows have none."""
+    """Name of the field that holds a row's own system message, used where it is not empty. Empty: rows have none."""
     chat_template: bool = False
     """Format each prompt with the tokenizer's chat template."""
     template_arguments: dict[str, Any] = {}
@@ -441,11 +440,13 @@ class EvaluationSection(Section, frozen=True):
     interval: NonNegativeInt = 0
     """Number of optimizer steps between evaluations. 0: no evaluation."""
     num_prompts: PositiveInt = 64
-    """Number of prompts, taken from the start of `task.eval_data`."""
+    """Number of prompts, taken from the start of each set in `task.eval_data`."""
     group_size: PositiveInt = 1
     """Number of completions per prompt."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature. 0: greedy decoding."""
+    pass_reward: PositiveFloat = 1.0
+    """Reward from which on a completion solves its prompt, for pass@k: the share of prompts that k completions solve."""
 
 
 class MetricsSection(Section, frozen=True):

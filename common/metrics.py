@@ -163,7 +163,11 @@ def read_rows(path: Path, broken_lines: list[int] | None = None) -> Iterator[Row
 def _scalars_of(row: StepRow | EvalRow) -> dict[str, float]:
     """Return the row's numbers by their names in charts; an evaluation's begin with `eval/`."""
     prefix = "" if isinstance(row, StepRow) else "eval/"
-    numbers = {name: value for name, value in row_fields(row).items() if isinstance(value, int | float)}
+    fields = row_fields(row)
+    if isinstance(row, EvalRow):
+        fields |= {f"pass_at_{k}": share for k, share in row.pass_at.items()}
+        fields |= {f"reward/{name}": reward for name, reward in row.sets.items()}
+    numbers = {name: value for name, value in fields.items() if isinstance(value, int | float)}
     return {f"{prefix}{name}": number for name, number in numbers.items() if name not in ("time", "policy_version")}
 
 

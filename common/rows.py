@@ -65,6 +65,10 @@ class EvalRow(Stamped, frozen=True, kw_only=True, tag="eval"):
     """Completions that were rewarded."""
     num_failed: int
     """Prompts without completions after all attempts."""
+    pass_at: dict[str, float] = {}
+    """pass@k by k: the share of prompts that at least one of k completions solves (`evaluation.pass_reward`)."""
+    sets: dict[str, float] = {}
+    """Mean reward of each named set of `task.eval_data`; sets without completions are left out."""
 
 
 class GroupRow(Stamped, frozen=True, kw_only=True, tag="group"):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from offbeat.common.config import Config, TrainSection
 from offbeat.common.deepspeed_options import check_deepspeed_options, deepspeed_warnings
+from offbeat.common.eval_sets import eval_sets, eval_setting
 from offbeat.common.objective_checks import check_objective, objective_warnings
 from offbeat.common.run_folder import check_run_folder
 from offbeat.common.settings import SettingError, collect_errors, is_local_data
@@ -32,10 +33,10 @@ def check_files(config: Config) -> None:
     Only the learner's machine has these files.
     """
     _check_model_folder(config.model.path)
-    for key in ("train_data", "eval_data"):
-        source = getattr(config.task, key)
+    of_evaluation = {eval_setting(name): source for name, source in eval_sets(config.task).items()}
+    for setting, source in {"task.train_data": config.task.train_data, **of_evaluation}.items():
         if source and is_local_data(source) and not Path(source).expanduser().exists():
-            raise SettingError(f"task.{key}", source, "there is no such file", "Give the path of a file or folder with data.")
+            raise SettingError(setting, source, "there is no such file", "Give the path of a file or folder with data.")
     check_run_folder(config.run)
 
 

@@ -252,7 +252,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     section_name, *path = setting.split(".")
     field = _find_field(section_name, path[0])
     value = _parse_value(raw, field)
-    if len(path) > 1 and not isinstance(types.type_info(field.type), types.DictType):
+    if len(path) > 1 and not _may_be_table(types.type_info(field.type)):
         raise SettingError(setting, value, f"{section_name}.{path[0]} is not a table", f"Write {section_name}.{path[0]}=VALUE.")
     table = data
     for key in (section_name, *path[:-1]):
@@ -260,6 +260,11 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise SettingError(setting, value, f"{key} is not a table in the config file", "Make it a table there.")
     table[path[-1]] = value
+
+
+def _may_be_table(accepted: types.Type) -> bool:
+    alternatives = accepted.types if isinstance(accepted, types.UnionType) else (accepted,)
+    return any(isinstance(alternative, types.DictType) for alternative in alternatives)
 
 
 def _parse_value(raw: str, field: FieldInfo) -> Any:

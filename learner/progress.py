@@ -113,7 +113,9 @@ class Progress:
                 return self._add_step(row)
             case EvalRow():
                 self._evaluation = row
-                return f"evaluation at version {row.policy_version}: reward {_number(row.reward)}"
+                parts = [f"pass@{k} {_number(share)}" for k, share in row.pass_at.items() if k != "1"]
+                parts += [f"{name} {_number(reward)}" for name, reward in row.sets.items()]
+                return f"evaluation at version {row.policy_version}: {', '.join([f'reward {_number(row.reward)}', *parts])}"
             case ActorRow():
                 self._actor(row.actor).add_stats(row)
             case CommitRow():

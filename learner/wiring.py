@@ -38,7 +38,7 @@ from offbeat.learner.dispatch.versions import Versions
 from offbeat.learner.health_watch import HealthWatch
 from offbeat.learner.leases.auto_bound import AutoBound
 from offbeat.learner.leases.journal import LeaseJournal
-from offbeat.learner.leases.prompts import MUCH_LEFT_OUT, Prompt, load_prompts
+from offbeat.learner.leases.prompts import MUCH_LEFT_OUT, Prompt, load_held_out, load_prompts
 from offbeat.learner.leases.recovery import Recovered
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.progress import Progress
@@ -224,7 +224,11 @@ def _load_inputs(config: Config) -> _Inputs:
     tokenizer = load_tokenizer(model)
     calibration = load_calibration(config.loss.noise_floor) if config.loss.noise_floor else None
     train = _load_prompts(config, task.train_data, task.train_split, "task.train_data", tokenizer)
-    held_out = _load_prompts(config, task.eval_data, task.eval_split, "task.eval_data", tokenizer) if task.eval_data else []
+    held_out = load_held_out(
+        task,
+        config.evaluation.num_prompts,
+        lambda setting, source: _load_prompts(config, source, task.eval_split, setting, tokenizer),
+    )
     prompt_hashes = hash_prompts(train)
     return _Inputs(
         identity=make_identity(config, hashes, prompt_hashes, hash_prompts(held_out)),

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from offbeat.common.config import Config
+from offbeat.common.eval_sets import eval_sets, eval_setting
 from offbeat.common.settings import SettingError, is_local_data
 from offbeat.deploy.preflight.findings import Finding, mistake
 from offbeat.learner.leases.data_rows import read_rows
@@ -77,7 +78,7 @@ def _local_sources(config: Config) -> Iterator[tuple[str, str, str]]:
     task = config.task
     for setting, source, split in (
         ("task.train_data", task.train_data, task.train_split),
-        ("task.eval_data", task.eval_data, task.eval_split),
+        *((eval_setting(name), source, task.eval_split) for name, source in eval_sets(task).items()),
     ):
         if source and is_local_data(source):
             yield setting, source, split

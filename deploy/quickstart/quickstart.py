@@ -92,12 +92,16 @@ def ensure(folder: Path, recipe: Recipe = Recipe()) -> bool:  # noqa: B008
 
 def expand(config: Config) -> Config:
     """Replace `{quickstart}` in the settings that may contain it; make the folder if one does."""
-    values = (config.model.path, config.task.train_data, config.task.eval_data)
+    eval_data = config.task.eval_data
+    # Named sets are the user's own.
+    values = (config.model.path, config.task.train_data, eval_data if isinstance(eval_data, str) else "")
     if not any(PLACEHOLDER in value for value in values):
         return config
     folder = quickstart_folder()
     ensure(folder)
-    path, train_data, eval_data = (value.replace(PLACEHOLDER, str(folder)) for value in values)
+    path, train_data, of_evaluation = (value.replace(PLACEHOLDER, str(folder)) for value in values)
+    if isinstance(eval_data, str):
+        eval_data = of_evaluation
     return msgspec.structs.replace(
         config,
         model=msgspec.structs.replace(config.model, path=path),

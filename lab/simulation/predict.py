@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from offbeat.common.config import Config
+from offbeat.common.eval_sets import eval_sets
 from offbeat.common.metrics import ROWS_FILE, read_rows
 from offbeat.common.rows import EventRow
 from offbeat.common.setting_checks import check
@@ -120,7 +121,7 @@ def simulate_batches(config: Config, source: Source, *, num_actors: int, seconds
         StalenessPolicy(config.staleness, config.train),
         Evaluations(
             interval=evaluation.interval if config.task.eval_data else 0,
-            num_prompts=evaluation.num_prompts,
+            num_prompts=evaluation.num_prompts * max(1, len(eval_sets(config.task))),
             max_attempts=config.rollout.max_lease_attempts,
         ),
         source.timings,

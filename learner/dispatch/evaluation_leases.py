@@ -25,9 +25,11 @@ class EvaluationLeases:
     ) -> None:
         """`wake` is called when a round ends: somebody may wait for that."""
         self.group_size = evaluation.group_size
+        self._pass_reward = evaluation.pass_reward
+        self._sets = [prompt.data_set for prompt in prompts]
         self.rounds = Evaluations(
             interval=evaluation.interval,
-            num_prompts=min(evaluation.num_prompts, len(prompts)),
+            num_prompts=min(evaluation.num_prompts * len(set(self._sets)), len(prompts)),
             max_attempts=rollout.max_lease_attempts,
         )
         self.num_answered = 0
@@ -61,7 +63,7 @@ class EvaluationLeases:
         if current is None or not current.is_finished:
             return
         self.rounds.end()
-        self._record(current.row())
+        self._record(current.row(self._sets, self._pass_reward))
         self._wake()
 
     def _current(self) -> Round:

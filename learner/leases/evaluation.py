@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,7 +17,8 @@ class Round:
         self.policy_version = policy_version
         self._waiting = deque((prompt_id, max_attempts) for prompt_id in prompt_ids)
         self._leased: dict[int, tuple[int, int]] = {}
-        self.rewards: list[float] = []
+        self.rewards: dict[int, list[float]] = {}
+        """Rewards of the completions, by prompt."""
         self.lengths: list[int] = []
         self.num_failed = 0
 
@@ -41,8 +43,8 @@ class Round:
 
     def complete(self, lease_id: int, rollouts: tuple[Rollout, ...]) -> None:
         """Add the completions of a lease to the results."""
-        del self._leased[lease_id]
-        self.rewards += [rollout.reward for rollout in rollouts]
+        prompt_id, _ = self._leased.pop(lease_id)
+        self.rewards[prompt_id] = [rollout.reward for rollout in rollouts]
         self.lengths += [len(rollout.token_ids) for rollout in rollouts]
 
     def fail(self, lease_id: int) -> None:
@@ -53,16 +55,41 @@ class Round:
         else:
             self.num_failed += 1
 
-    def row(self) -> EvalRow:
-        """Return the metrics row of a finished round."""
-        num_completions = len(self.rewards)
+    def row(self, sets: Sequence[str], pass_reward: float) -> EvalRow:
+        """Return the metrics row of a finished round.
+
+        `sets` has the name of each prompt's set by its id, "" for none; `pass_reward` is the reward of a solved prompt.
+        """
+        rewards = [reward for of_prompt in self.rewards.values() for reward in of_prompt]
+        by_set: dict[str, list[float]] = {}
+        for prompt_id, of_prompt in self.rewards.items():
+            by_set.setdefault(sets[prompt_id], []).extend(of_prompt)
+        num_completions = len(rewards)
         return EvalRow(
             policy_version=self.policy_version,
-            reward=float(np.mean(self.rewards)) if num_completions else math.nan,
+            reward=float(np.mean(rewards)) if num_completions else math.nan,
             length=float(np.mean(self.lengths)) if num_completions else math.nan,
             num_completions=num_completions,
             num_failed=self.num_failed,
+            pass_at=_pass_at(list(self.rewards.values()), pass_reward),
+            sets={name: float(np.mean(of_set)) for name, of_set in sorted(by_set.items()) if name},
         )
+
+
+def _pass_at(rewards: Sequence[Sequence[float]], pass_reward: float) -> dict[str, float]:
+    """Return the mean of `pass_at_k` over prompts, by k: the powers of two up to the number of completions of a prompt."""
+    num_completions = min((len(of_prompt) for of_prompt in rewards), default=0)
+    solved = [(len(of_prompt), sum(reward >= pass_reward for reward in of_prompt)) for of_prompt in rewards]
+    ks = [1 << power for power in range(num_completions.bit_length())]
+    return {str(k): float(np.mean([pass_at_k(n, num_passed, k) for n, num_passed in solved])) for k in ks}
+
+
+def pass_at_k(num_completions: int, num_passed: int, k: int) -> float:
+    """Estimate the probability that at least one of k completions passes, without bias: `1 - C(n - c, k) / C(n, k)`.
+
+    n completions were sampled and c of them passed (https://arxiv.org/abs/2107.03374, equation 1).
+    """
+    return 1.0 - math.comb(num_completions - num_passed, k) / math.comb(num_completions, k)
 
 
 class Evaluations:

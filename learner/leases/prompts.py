@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from offbeat.common.config import TaskSection
+from offbeat.common.eval_sets import eval_sets, eval_setting
 from offbeat.common.settings import SettingError
 from offbeat.learner.leases.data_rows import DataRow, read_rows
 from offbeat.learner.leases.rendering import render
@@ -35,6 +37,8 @@ class Prompt(NamedTuple):
     """The whole row as a JSON object, for the reward."""
     weight: float = 1.0
     """Weight of its groups in the loss (`task.weight_field`)."""
+    data_set: str = ""
+    """Name of its set in `task.eval_data`; empty for a prompt of no named set."""
 
     @property
     def content_hash(self) -> int:
@@ -101,3 +105,15 @@ def _weight(row: DataRow, field: str) -> float:
         problem = f"in {row.place} it is {weight!r}" if field in row.fields else f"{row.place} has no such field"
         raise SettingError("task.weight_field", field, problem, "Choose a field that holds a finite number of at least 0.")
     return float(weight)
+
+
+def load_held_out(task: TaskSection, num_prompts: int, load: Callable[[str, str], Sequence[Prompt]]) -> list[Prompt]:
+    """Return the first `num_prompts` prompts of each set in `task.eval_data`, one after another.
+
+    `load(setting, source)` returns the prompts of one set.
+    """
+    prompts: list[Prompt] = []
+    for name, source in eval_sets(task).items():
+        for prompt in load(eval_setting(name), source)[:num_prompts]:
+            prompts.append(prompt._replace(prompt_id=len(prompts), data_set=name))
+    return prompts

@@ -38,6 +38,7 @@ from torch import Tensor
 from offbeat.actor.reward_functions import exact_match
 from offbeat.common.config import Config, TaskSection
 from offbeat.common.environment import prepare_environment
+from offbeat.common.eval_sets import eval_sets
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import load
 from offbeat.common.weights import WeightBuffer
@@ -230,7 +231,7 @@ def _load_task(model: str, task: TaskSection) -> Task:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = load_prompts(task.train_data, task.train_split, task, tokenizer).prompts
-    held_out = load_prompts(task.eval_data, task.eval_split, task, tokenizer, setting="task.eval_data").prompts
+    held_out = load_prompts(eval_sets(task)[""], task.eval_split, task, tokenizer, setting="task.eval_data").prompts
     return Task(tokenizer, prompts, held_out)
 
 

@@ -119,13 +119,17 @@ def test_scalars_of_steps_and_evaluations_reach_tensorboard(tmp_path: Path):
     with MetricsWriter(tmp_path, tensorboard=True) as metrics:
         for version in (1, 2):
             metrics.write(step(version, reward__mean=version / 4, lag__counts={"0": 3}, loss__policy=None))
-        metrics.write(EvalRow(policy_version=1, reward=0.75, length=None, num_completions=8, num_failed=0))
+        evaluation = EvalRow(policy_version=1, reward=0.75, length=None, num_completions=8, num_failed=0)
+        metrics.write(msgspec.structs.replace(evaluation, pass_at={"1": 0.75, "2": 0.875}, sets={"math": 0.5}))
         metrics.write(actor("a0", 1))
     assert tensorboard_points(tmp_path) == {
         "reward/mean": [(1, 0.25), (2, 0.5)],
         "eval/reward": [(1, 0.75)],
         "eval/num_completions": [(1, 8.0)],
         "eval/num_failed": [(1, 0.0)],
+        "eval/pass_at_1": [(1, 0.75)],
+        "eval/pass_at_2": [(1, 0.875)],
+        "eval/reward/math": [(1, 0.5)],
     }
 
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.common.config import Config
+from offbeat.common.eval_sets import eval_sets
 from offbeat.common.objectives import complete
 from offbeat.common.settings import (
     SettingError,
@@ -301,3 +302,10 @@ def test_all_values_that_are_not_accepted_are_told_at_once(tmp_path: Path) -> No
 def test_name_that_the_learner_would_refuse_is_refused_as_a_setting(name: str) -> None:
     with pytest.raises(SettingError, match=r"actor\.name"):
         load(None, [f"actor.name={name}"])
+
+
+def test_one_evaluation_set_is_a_path_and_several_are_a_table() -> None:
+    assert eval_sets(load(None, ["task.eval_data=e.jsonl"]).task) == {"": "e.jsonl"}
+    several = load(None, ["task.eval_data.math=m.jsonl", "task.eval_data.code=c.jsonl"])
+    assert eval_sets(several.task) == {"math": "m.jsonl", "code": "c.jsonl"}
+    assert 'eval_data = {"math" = "m.jsonl", "code" = "c.jsonl"}' in resolved_toml(several)
