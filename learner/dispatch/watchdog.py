@@ -53,8 +53,8 @@ CAUSES: dict[str, Cause] = {
         "Look for the cause at the learner; weights.canary_tolerance is the largest difference allowed.",
     ),
     "rewards_failing": Cause(
-        f"The last {FAILING_LEASES} or more leases failed.",
-        "Repair task.reward; train.max_failed_leases in a row end the run.",
+        f"The last {FAILING_LEASES} or more leases failed, or groups wait for rewards that cannot be had.",
+        "Repair task.reward or what it asks; train.max_failed_leases in a row end the run.",
     ),
     "groups_dropped": Cause(
         "At least a batch of groups was dropped during the wait.",
@@ -199,6 +199,9 @@ class Watchdog:
             return Late("all_quarantined", doubt)
         if self._failures.num_in_a_row >= FAILING_LEASES:
             return Late("rewards_failing", f"the last {self._failures.num_in_a_row} leases failed, with {self._failures.last}")
+        waiting = self._roster.reward_problems()
+        if waiting:
+            return Late("rewards_failing", "; ".join(waiting[:_MAX_NAMED]))
         dropped = Counter(self._journal.ledger.counts().dropped) - self._dropped if self._looked_at is not None else Counter()
         if dropped.total() >= self._settings.staleness.batch_groups:
             reasons = ", ".join(f"{reason} {number}" for reason, number in dropped.items())

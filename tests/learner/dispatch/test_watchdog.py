@@ -7,7 +7,7 @@ import pytest
 from offbeat.learner.dispatch.failures import RunFailedError
 from offbeat.learner.dispatch.send_queue import Outgoing
 from offbeat.learner.dispatch.watchdog import CAUSES, LATE_S
-from offbeat.protocols.messages import Goodbye, Lease, LeaseFailed, Stop
+from offbeat.protocols.messages import ActorHeartbeat, ActorStats, Goodbye, Lease, LeaseFailed, RewardTrouble, Stop
 from tests.learner.dispatch.dispatch_desk import LEASE_TIMEOUT_S, TICK_S, Actor, Desk
 
 
@@ -50,6 +50,15 @@ def failing_rewards(desk: Desk) -> list[Actor]:
     return [actor]
 
 
+def judge_that_is_down(desk: Desk) -> list[Actor]:
+    actor = Actor(desk, "a").join(capacity=1)
+    (lease,) = actor.leases()
+    held = (lease.lease_id,)
+    trouble = RewardTrouble(waiting_s=34.0, problem="503", lease_ids=held)
+    actor.say(ActorHeartbeat(policy_version=0, stats=ActorStats(), lease_ids=held, seen_lease_id=0, reward_trouble=trouble))
+    return [actor]
+
+
 def working(desk: Desk) -> list[Actor]:
     actor = Actor(desk, "a").join(capacity=3)
     first, *_ = actor.leases()
@@ -87,6 +96,12 @@ def each_with_another_trouble(desk: Desk) -> list[Actor]:
         (nobody, (), "no_actor", "start one with `offbeat actor`"),
         (quarantine, (), "all_quarantined", "a: wrong"),
         (failing_rewards, (), "rewards_failing", "reward_error: judge is down"),
+        (
+            judge_that_is_down,
+            (),
+            "rewards_failing",
+            "a: rewards are failing for 34 s, 1 groups keep their",
+        ),
         (working, (), "generating", "3 being generated, the oldest for 50 s at a"),
         (evaluating, ("evaluation.interval=1",), "evaluation_first", "1 held-out prompts"),
         (cut_off, ("hub.dead_after_s=1000",), "unreachable", "cannot be reached: a"),
