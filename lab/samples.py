@@ -61,7 +61,7 @@ class SampledGroup(msgspec.Struct, frozen=True):
     """None where the log does not reach back to the lease's grant."""
     actor: str
     prompt: str | None
-    """None where the data does not have the prompt any more."""
+    """None where the data does not have the prompt any more, or another one under its id."""
     completions: tuple[Completion, ...]
 
 
@@ -218,6 +218,8 @@ def _decoded(
         ]
         completions.sort(key=lambda completion: completion.reward, reverse=request.order != "worst")
         prompt = None if group.prompt_id is None else prompts.get(group.prompt_id)
+        if prompt is not None and record.event.prompt_hash not in (None, prompt.content_hash):
+            prompt = None
         yield SampledGroup(
             step=group.step,
             policy_lag=group.policy_lag,

@@ -9,10 +9,11 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from offbeat.common.config import Config, ModelSection, RunSection, TaskSection, TrainSection
-from offbeat.common.settings import SettingError, resolved_toml
+from offbeat.common.settings import SettingError, load, resolved_toml
 from offbeat.lab.samples import Completion, Request, SampledGroup, choose, printable, read_samples, show, trained_groups
 from offbeat.learner.leases.events import Accepted, Granted, Started, Trained
 from offbeat.learner.leases.log_reading import read_log
+from offbeat.learner.leases.prompts import load_prompts
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.messages import CompletionMeta, Segment
 
@@ -49,7 +50,7 @@ class Run:
         (folder / "config.toml").write_text(resolved_toml(config))
         self.log = RolloutLog(folder / "log", fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
 
-    def group(self, lease_id: int, rewards: tuple[float, float], version: int) -> None:
+    def group(self, lease_id: int, rewards: tuple[float, float], version: int, prompt_hash: int | None = None) -> None:
         """Lease prompt `lease_id % 4` and accept two completions, `aa` and `aab`."""
         grant = {"epoch": 0, "actor": "a", "policy_version": version, "oldest_version": version}
         self.log.append(Granted(at=0, lease_id=lease_id, prompt_id=lease_id % 4, **grant))
@@ -58,7 +59,15 @@ class Run:
             for index, (reward, reason) in enumerate(zip(rewards, ("stop", "length"), strict=True))
         )
         ids = np.array([LETTER_A, LETTER_A, LETTER_A, LETTER_A, LETTER_A + 1], np.int32)
-        accepted = Accepted(at=0, lease_id=lease_id, actor="a", completions=completions, generate_s=0.1, policy_version=version)
+        accepted = Accepted(
+            at=0,
+            lease_id=lease_id,
+            actor="a",
+            completions=completions,
+            generate_s=0.1,
+            policy_version=version,
+            prompt_hash=prompt_hash,
+        )
         self.log.append(accepted, ids, np.zeros(5, np.float32))
 
 
@@ -120,6 +129,20 @@ def test_completions_are_shown_when_the_data_is_gone(run: Run) -> None:
     (run.folder / "data.jsonl").unlink()
     (group,) = read_samples(run.folder, Request(step=1))
     assert group.prompt is None and group.completions[0].text == "aab"
+
+
+@pytest.mark.slow
+def test_prompt_that_the_data_has_no_more_under_its_id_is_not_shown(run: Run) -> None:
+    # Imported here: it takes seconds, and the other tests need none of it.
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(run.folder / "model")
+    task = load(run.folder / "config.toml").task
+    before = load_prompts(task.train_data, task.train_split, task, tokenizer).prompts
+    run.group(4, (1.0, 1.0), 4, prompt_hash=before[0].content_hash)
+    run.group(5, (1.0, 1.0), 4, prompt_hash=before[0].content_hash)
+    run.log.append(trained(4, 4, 5))
+    assert [group.prompt for group in read_samples(run.folder, Request(num_groups=2))] == [None, "01"]
 
 
 def test_run_without_a_log_says_that_there_is_nothing_to_read(tmp_path: Path) -> None:
