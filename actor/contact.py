@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from offbeat.common.config import Config
+from offbeat.common.settings import weighted_reward
 from offbeat.common.shutdown import ServiceError
 from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import (
@@ -141,7 +142,7 @@ class LearnerContact:
             incarnation=self._identity.incarnation,
             engine=self._engine,
             temperature=self._config.rollout.temperature,
-            reward=self._config.task.weighted_reward,
+            reward=weighted_reward(self._config.task),
             software=self._software,
             run_id=self._run_id or "",
             lease_ids=lease_ids,

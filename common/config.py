@@ -94,12 +94,6 @@ class TaskSection(Section, frozen=True):
     connection, HTTP 429 or 5xx, or `RewardUnavailable`. In seconds. Leases that wait for it get this much more time. 0: such a
     group counts as failed at once."""
 
-    @property
-    def weighted_reward(self) -> str:
-        """`task.reward`, with its weights if there are any: equal texts mean equal rewards."""
-        weights = ", ".join(f"{name}={weight:g}" for name, weight in sorted(self.reward_weights.items()))
-        return f"{self.reward} ({weights})" if weights else self.reward
-
 
 class RolloutSection(Section, frozen=True):
     """Sampling of completions, and the leases under which actors sample them."""
@@ -175,6 +169,9 @@ class RewardSection(Section, frozen=True):
 class AdvantageSection(Section, frozen=True):
     """Computation of advantages from rewards."""
 
+    function: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
+    """Your own advantages, as `module:function`, in place of baseline and standard deviation. It takes a step's rewards, an
+    array `[groups, group_size]`, and returns such an array (docs/own_code.md). Empty: no such function."""
     baseline: Literal["group", "leave_one_out", "critic", "zero"] | None = None
     """Number subtracted from a reward. group: the mean of its group. leave_one_out: the mean of the other completions in its
     group. critic: a learned value, with generalized advantage estimation (GAE). zero: nothing. none: the objective's default,
@@ -201,6 +198,9 @@ class LossSection(Section, frozen=True):
 
     objective: Literal["gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "sapo", "cispo", "reinforce", "ppo"] = "gspo"
     """Training objective; docs/objectives.md describes each. It decides the default of every setting below that is none."""
+    function: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
+    """Your own token loss, as `module:function` (docs/own_code.md), in place of the objective's, which still decides the
+    defaults of other settings. Clip settings are not used. Empty: the objective's own loss."""
     anchor: Literal["behavior", "proximal", "decoupled"] = "behavior"
     """Denominator of the importance ratio. behavior: the log-probs that the engine sampled with. proximal: the learner's own
     log-probs, recomputed before the update. decoupled: the proximal ones, with `loss.correction` for what separates them from

@@ -148,6 +148,13 @@ def _check_advantage(config: Config) -> None:
             "would be learned",
             "Set it to at least 2.",
         )
+    if advantage.function and advantage.baseline == "critic":
+        raise SettingError(
+            "advantage.function",
+            advantage.function,
+            'advantage.baseline = "critic" takes its advantages from the critic, so the function would not be called',
+            'Remove it, or set advantage.baseline="group".',
+        )
     if advantage.divide_by_std and advantage.baseline not in ("group", "leave_one_out"):
         raise SettingError(
             "advantage.divide_by_std",

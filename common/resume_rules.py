@@ -57,7 +57,12 @@ RULES = (
     Rule("refused", _of("task", "reward reward_weights"), "Kept groups have rewards of the other function."),
     Rule(
         "recorded",
-        ("task.reward: source file", "reward.length_penalty: source file"),
+        (
+            "task.reward: source file",
+            "reward.length_penalty: source file",
+            "loss.function: source file",
+            "advantage.function: source file",
+        ),
         "A mistake in it may be corrected. Kept groups keep the rewards they have.",
     ),
     Rule("recorded", _of("task", "reward_timeout_s reward_retry_s"), "It limits a wait."),
@@ -79,7 +84,7 @@ RULES = (
     ),
     Rule(
         "refused",
-        _of("advantage", "baseline divide_by_std std_epsilon std_unbiased whiten clip gamma gae_lambda"),
+        _of("advantage", "function baseline divide_by_std std_epsilon std_unbiased whiten clip gamma gae_lambda"),
         "It is part of the objective, and decides whether the checkpoint has a critic.",
     ),
     Rule("recorded", _of("loss", "clip_low clip_high"), "`offbeat set` may change it during the run, too."),
@@ -89,8 +94,8 @@ RULES = (
         "refused",
         _of(
             "loss",
-            "objective anchor dual_clip tau_positive tau_negative correction correction_low correction_high aggregation "
-            "aggregation_length entropy_coef zero_variance",
+            "objective function anchor dual_clip tau_positive tau_negative correction correction_low correction_high "
+            "aggregation aggregation_length entropy_coef zero_variance",
         ),
         "It is part of the objective.",
     ),

@@ -21,7 +21,7 @@ import msgspec.inspect as types
 from msgspec.structs import FieldInfo
 
 from offbeat.common import config as config_module
-from offbeat.common.config import Config, Section
+from offbeat.common.config import Config, Section, TaskSection
 from offbeat.common.masking import has_mask, masked
 from offbeat.common.objectives import complete
 
@@ -194,6 +194,12 @@ def setting_value(config: Config, setting: str) -> Any:
     """Return the value of `section.key`."""
     section_name, _, key = setting.partition(".")
     return getattr(getattr(config, section_name), key)
+
+
+def weighted_reward(task: TaskSection) -> str:
+    """Return `task.reward`, with its weights if there are any: equal texts mean equal rewards."""
+    weights = ", ".join(f"{name}={weight:g}" for name, weight in sorted(task.reward_weights.items()))
+    return f"{task.reward} ({weights})" if weights else task.reward
 
 
 def setting_text(config: Config, setting: str) -> str:

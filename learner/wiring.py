@@ -22,7 +22,7 @@ from offbeat.common.models import hash_model, load_tokenizer, resolve_model
 from offbeat.common.rows import Recorder, Row, canary_tolerance
 from offbeat.common.run_folder import CONFIG_FILE, check_run_folder, set_aside_failed_start
 from offbeat.common.setting_checks import least_staleness
-from offbeat.common.settings import resolved_toml
+from offbeat.common.settings import resolved_toml, weighted_reward
 from offbeat.common.shutdown import StopRequest
 from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.calibration_watch import CalibrationWatch
@@ -283,7 +283,7 @@ def _make_contract(config: Config, inputs: _Inputs, run_id: str, layout: tuple[T
         max_length=config.task.max_prompt_tokens + config.rollout.max_new_tokens,
         vocabulary_size=inputs.vocabulary_size,
         temperature=config.rollout.temperature,
-        reward=config.task.weighted_reward,
+        reward=weighted_reward(config.task),
         software=importlib.metadata.version("offbeat"),
         max_message_bytes=config.hub.max_message_mb << 20,
     )

@@ -31,7 +31,7 @@ from offbeat.deploy.preflight.machine import (
     check_wandb,
 )
 from offbeat.deploy.preflight.model_folders import check_model, check_reference
-from offbeat.deploy.preflight.user_functions import check_length_penalty, check_reward
+from offbeat.deploy.preflight.user_functions import check_learner_functions, check_reward, has_learner_functions
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +95,8 @@ def _start_inputs(config: Config, command: Command) -> Apart | None:
 
 
 def _start_functions(config: Config, command: Command) -> Apart | None:
+    if command == "learner" and not has_learner_functions(config):
+        return None
     if command == "learner":
-        return Apart("reward.length_penalty", partial(check_length_penalty, config)) if config.reward.length_penalty else None
+        return Apart("the learner's functions", partial(check_learner_functions, config))
     return Apart("task.reward", partial(check_reward, config, calls=command != "actor"))

@@ -12,24 +12,36 @@ from offbeat.common.config import Config
 from offbeat.common.settings import SettingError
 from offbeat.deploy.preflight.findings import Finding, mistake
 from offbeat.deploy.preflight.inputs import first_prompt
+from offbeat.learner.objectives.own_functions import load_advantage, load_loss
 from offbeat.learner.objectives.reward_shaping import load_length_penalty
 
 STAND_IN = "This text stands for a completion. The answer is 42."
 """The completion with which the reward is called."""
 
 
-def check_length_penalty(config: Config) -> Iterator[Finding]:
-    """Find a length penalty that cannot be imported or returns something else than numbers."""
-    try:
-        load_length_penalty(config.reward.length_penalty)
-    except SettingError as error:
-        yield Finding("mistake", str(error))
+def has_learner_functions(config: Config) -> bool:
+    """Return whether the settings name functions that the learner calls."""
+    return bool(config.reward.length_penalty or config.loss.function or config.advantage.function)
+
+
+def check_learner_functions(config: Config) -> Iterator[Finding]:
+    """Find a length penalty, a loss or advantages that cannot be imported or take other parameters."""
+    functions = (
+        (load_length_penalty, config.reward.length_penalty),
+        (load_loss, config.loss.function),
+        (load_advantage, config.advantage.function),
+    )
+    for load, path in functions:
+        try:
+            if path:
+                load(path)
+        except SettingError as error:
+            yield Finding("mistake", str(error))
 
 
 def check_reward(config: Config, *, calls: bool) -> Iterator[Finding]:
     """Find functions that cannot be imported; with `calls`, a reward that fails on the first row and a stand-in completion."""
-    if config.reward.length_penalty:
-        yield from check_length_penalty(config)
+    yield from check_learner_functions(config)
     try:
         reward = load_reward(config.task.reward)
         prompt = first_prompt(config) if calls else None

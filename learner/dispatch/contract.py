@@ -26,7 +26,7 @@ class Contract(NamedTuple):
     vocabulary_size: int
     temperature: float
     reward: str
-    """`TaskSection.weighted_reward`."""
+    """`common.settings.weighted_reward`."""
     software: str
     """Version of offbeat."""
     max_message_bytes: int

@@ -13,6 +13,7 @@ from offbeat.learner.objectives import corrections, losses
 from offbeat.learner.objectives.aggregation import denominator
 from offbeat.learner.objectives.bands import ClipBand, ClippedRatio, Correction
 from offbeat.learner.objectives.losses import TokenLosses
+from offbeat.learner.objectives.own_functions import OwnLoss, load_loss
 
 
 class PolicyLogprobs(NamedTuple):
@@ -83,7 +84,14 @@ class Reinforce:
     """`losses.reinforce`, which has no ratio."""
 
 
-TokenLoss = ClippedSurrogate | Cispo | Sapo | Reinforce
+@dataclass(frozen=True)
+class Own:
+    """The user's own loss, which has no band."""
+
+    function: OwnLoss
+
+
+TokenLoss = ClippedSurrogate | Cispo | Sapo | Reinforce | Own
 """A loss function with its parameters."""
 
 
@@ -177,6 +185,8 @@ class Objective:
                 return losses.sapo(*inputs, tau_positive=tau_positive, tau_negative=tau_negative)
             case Reinforce():
                 return losses.reinforce(logprobs.policy, completion_mask, advantages)
+            case Own(function):
+                return _own_losses(function, *inputs)
             case _:
                 assert_never(self.token_loss)
 
@@ -224,7 +234,20 @@ def resolve_objective(loss: LossSection, *, max_new_tokens: int) -> Objective:
     )
 
 
+def _own_losses(
+    function: OwnLoss, policy_logprobs: Tensor, anchor_logprobs: Tensor, completion_mask: Tensor, advantages: Tensor
+) -> TokenLosses:
+    # Neutralize padding on both sides of the user's code: 0 * nan is nan, in the backward pass too.
+    policy, anchor, advantages = (
+        torch.where(completion_mask, tensor, 0.0) for tensor in (policy_logprobs, anchor_logprobs, advantages)
+    )
+    token_losses = torch.where(completion_mask, function(policy, anchor, completion_mask, advantages), 0.0)
+    return TokenLosses(token_losses, torch.zeros_like(completion_mask), None)
+
+
 def _resolve_token_loss(loss: LossSection) -> TokenLoss:
+    if loss.function:
+        return Own(load_loss(loss.function))
     match loss.objective:
         case "gspo":
             return ClippedSurrogate(losses.gspo, _resolve_band(loss), loss.dual_clip)

@@ -19,6 +19,7 @@ from offbeat.learner.objectives.advantages import (
     whiten,
 )
 from offbeat.learner.objectives.kl import KlEstimator, kl_estimate
+from offbeat.learner.objectives.own_functions import OwnAdvantage, load_advantage
 from offbeat.learner.policy.packing import unpack
 from offbeat.learner.policy.process_group import gather_tensors
 from offbeat.learner.training.batching import MicroBatch
@@ -44,6 +45,8 @@ class AdvantageRule(NamedTuple):
     """Largest absolute advantage; None for no bound."""
     gamma: float
     gae_lambda: float
+    function: OwnAdvantage | None = None
+    """The user's own advantages in place of baseline and division; None for none."""
 
 
 class Outputs(NamedTuple):
@@ -89,6 +92,7 @@ def resolve_advantage(advantage: AdvantageSection, *, objective: str) -> Advanta
         clip=advantage.clip,
         gamma=advantage.gamma,
         gae_lambda=advantage.gae_lambda,
+        function=load_advantage(advantage.function) if advantage.function else None,
     )
 
 
@@ -105,6 +109,8 @@ def run_network(network: nn.Module, micro_batch: MicroBatch, *, temperature: flo
 
 def completion_advantages(rewards: NDArray[np.float64], rule: AdvantageRule) -> NDArray[np.float64]:
     """Return one advantage per completion, `[num_groups, group_size]` as `rewards`; a critic's advantages ignore it."""
+    if rule.function is not None:
+        return rule.function(rewards)
     return group_advantages(
         torch.from_numpy(rewards),
         baseline=_GROUP_BASELINES[rule.baseline],

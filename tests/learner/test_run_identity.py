@@ -71,7 +71,8 @@ def test_every_setting_and_content_has_exactly_one_rule(config: Config, tmp_path
     full = replace(
         config,
         kl=replace(config.kl, reference=config.model.path),
-        loss=LossSection(noise_floor=str(tmp_path / "floor")),
+        loss=LossSection(noise_floor=str(tmp_path / "floor"), function="json:dump"),
+        advantage=replace(config.advantage, function="json:load"),
         task=replace(config.task, reward="json:dumps"),
         reward=replace(config.reward, length_penalty="json:loads"),
     )

@@ -1,0 +1,72 @@
+"""The user's own token loss and advantages, named by import path; their results are checked at every call.
+
+`docs/own_code.md` has an example of each.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.common.settings import SettingError
+from offbeat.common.user_functions import load_function, located
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OwnLoss = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
+"""Takes `policy_logprobs`, `anchor_logprobs`, `completion_mask`, `advantages`, each `[rows, tokens]`, 0 or False on padding;
+returns the loss of each token, differentiable with respect to `policy_logprobs`."""
+OwnAdvantage = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+"""Takes the rewards of an optimizer step, `[groups, group_size]`, and returns an advantage for each."""
+
+LOSS_PARAMETERS = ("policy_logprobs", "anchor_logprobs", "completion_mask", "advantages")
+
+
+def load_loss(path: str) -> OwnLoss:
+    """Return the loss `module:function`, which raises `SettingError` when it fails or returns something else than losses.
+
+    Raise `SettingError` about `loss.function` if there is no such function.
+    """
+    function = load_function(path, setting="loss.function", parameters=LOSS_PARAMETERS)
+
+    def own_loss(policy: "Tensor", anchor: "Tensor", mask: "Tensor", advantages: "Tensor") -> "Tensor":
+        try:
+            losses = function(policy, anchor, mask, advantages)
+        except Exception as error:  # the user's code
+            raise SettingError("loss.function", path, f"it raised {located(error)}", "Correct the function.") from error
+        shape = getattr(losses, "shape", None)
+        if shape != policy.shape:
+            problem = f"it returned {_shape_in_words(shape)} for log-probs of the shape {tuple(policy.shape)}"
+            raise SettingError("loss.function", path, problem, "Return the loss of each token.")
+        return losses
+
+    return own_loss
+
+
+def load_advantage(path: str) -> OwnAdvantage:
+    """Return the advantages `module:function`, which raises `SettingError` when it fails or returns no finite numbers.
+
+    Raise `SettingError` about `advantage.function` if there is no such function.
+    """
+    function = load_function(path, setting="advantage.function", parameters=("rewards",))
+
+    def own_advantage(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
+        try:
+            # Pass a copy, because the user's function may write to its argument.
+            advantages = np.asarray(function(rewards.copy()), dtype=np.float64)
+        except Exception as error:  # the user's code
+            raise SettingError("advantage.function", path, f"it raised {located(error)}", "Correct the function.") from error
+        if advantages.shape != rewards.shape:
+            problem = f"it returned {_shape_in_words(advantages.shape)} for rewards of the shape {rewards.shape}"
+            raise SettingError("advantage.function", path, problem, "Return one number per reward.")
+        if not np.isfinite(advantages).all():
+            raise SettingError("advantage.function", path, "it returned numbers that are not finite", "Return finite numbers.")
+        return advantages
+
+    return own_advantage
+
+
+def _shape_in_words(shape: object) -> str:
+    return "no tensor" if shape is None else f"the shape {tuple(shape)}" if isinstance(shape, tuple) else str(shape)

@@ -1,0 +1,121 @@
+"""The user's own loss and advantages take the objective's place, and are refused in words when they are wrong."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from offbeat.common.config import AdvantageSection, Config, LossSection, ModelSection, TaskSection
+from offbeat.common.objective_checks import check_objective
+from offbeat.common.objectives import complete
+from offbeat.common.settings import SettingError
+from offbeat.deploy.preflight.user_functions import check_learner_functions, has_learner_functions
+from offbeat.learner.objectives.objective import PolicyLogprobs, resolve_objective
+from offbeat.learner.objectives.own_functions import load_advantage, load_loss
+from offbeat.learner.training.preparation import completion_advantages, resolve_advantage
+
+ROOT = Path(__file__).parents[3]
+MASK = torch.tensor([[True, True], [True, False]])
+
+
+@pytest.fixture(autouse=True)
+def user_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples" / "own_code")
+    monkeypatch.syspath_prepend(tmp_path)
+    source = """
+def raises(policy_logprobs, anchor_logprobs, completion_mask, advantages):
+    return {}["missing"]
+
+def summed(policy_logprobs, anchor_logprobs, completion_mask, advantages):
+    return policy_logprobs.sum()
+
+def number(policy_logprobs, anchor_logprobs, completion_mask, advantages):
+    return 0.0
+
+def nans(rewards):
+    return rewards * float("nan")
+
+def flat(rewards):
+    return rewards.ravel()
+
+def two(a, b):
+    return a
+"""
+    (tmp_path / "wrong_functions.py").write_text(source)
+
+
+def evaluate(path: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the token losses of a loss of the user's on two rows with padding, and the gradient of their sum."""
+    objective = resolve_objective(LossSection(objective="grpo", function=path), max_new_tokens=2)
+    policy = torch.tensor([[-1.0, -2.0], [-0.5, -math.inf]], requires_grad=True)
+    behavior = torch.tensor([[-1.5, -2.0], [-0.25, math.nan]])
+    advantages = torch.tensor([[1.0, 1.0], [-2.0, math.nan]])
+    evaluation = objective.evaluate(PolicyLogprobs(policy, behavior, None), MASK, advantages)
+    evaluation.losses.sum().backward()
+    assert policy.grad is not None
+    assert evaluation.clipped_ratio is None
+    assert not evaluation.clipped.any()
+    return evaluation.losses.detach(), policy.grad
+
+
+def test_own_loss_takes_the_objectives_place_and_never_sees_padding() -> None:
+    losses, gradient = evaluate("own_objective:squared")
+    # (0.5 - 0.1)^2, (0 - 0.1)^2; (-0.25 + 0.2)^2, padding. The gradient is twice the difference.
+    torch.testing.assert_close(losses, torch.tensor([[0.16, 0.01], [0.0025, 0.0]]))
+    torch.testing.assert_close(gradient, torch.tensor([[0.8, -0.2], [-0.1, 0.0]]))
+
+
+def test_own_advantages_take_the_place_of_baseline_and_deviation() -> None:
+    rule = resolve_advantage(AdvantageSection(function="own_objective:ranks"), objective="gspo")
+    rewards = np.array([[0.0, 5.0, 1.0], [2.0, 2.0, -1.0]])
+    assert completion_advantages(rewards, rule).tolist() == [[-1.0, 1.0, 0.0], [0.5, 0.5, -1.0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("raises", "it raised KeyError: 'missing'"),
+        ("summed", "for log-probs of the shape (2, 2)"),
+        ("number", "it returned no tensor"),
+    ],
+)
+def test_loss_that_fails_or_has_another_shape_is_the_users_mistake(name: str, words: str) -> None:
+    with pytest.raises(SettingError) as raised:
+        evaluate(f"wrong_functions:{name}")
+    assert words in str(raised.value)
+    assert raised.value.setting == "loss.function"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("nans", "not finite"), ("flat", "the shape (4,) for rewards of the shape (2, 2)")]
+)
+def test_advantages_of_another_shape_or_not_finite_are_the_users_mistake(name: str, words: str) -> None:
+    with pytest.raises(SettingError) as raised:
+        load_advantage(f"wrong_functions:{name}")(np.ones((2, 2)))
+    assert words in str(raised.value)
+
+
+def test_functions_with_other_parameters_are_found_before_anything_starts() -> None:
+    config = Config(
+        loss=LossSection(function="wrong_functions:two"), advantage=AdvantageSection(function="wrong_functions:missing")
+    )
+    assert has_learner_functions(config) and not has_learner_functions(Config())
+    found = [finding.text for finding in check_learner_functions(config)]
+    assert "cannot take (policy_logprobs, anchor_logprobs, completion_mask, advantages)" in found[0]
+    assert "has no 'missing'" in found[1]
+    assert list(check_learner_functions(Config(loss=LossSection(function="own_objective:squared")))) == []
+    with pytest.raises(SettingError, match=r"loss\.function"):
+        load_loss("wrong_functions:two")
+
+
+def test_own_advantages_beside_a_critic_are_refused() -> None:
+    config = Config(
+        model=ModelSection(path="model"),
+        task=TaskSection(train_data="data.jsonl"),
+        loss=LossSection(objective="ppo"),
+        advantage=AdvantageSection(function="own_objective:ranks"),
+    )
+    with pytest.raises(SettingError, match=r"advantage\.function.*critic"):
+        check_objective(complete(config))
