@@ -69,6 +69,14 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def read_owner(folder: Path) -> LockOwner | None:
+    """Return the process that last locked the folder, which may have ended; None where none did, or it says nothing yet."""
+    try:
+        return msgspec.json.decode((folder / LOCK_FILE).read_bytes()[:_MAX_OWNER_BYTES], type=LockOwner)
+    except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
 def check_run_folder(run: RunSection) -> None:
     """Raise `SettingError` for a folder that holds a run where a new one shall begin, or none where one shall go on."""
     folder = Path(run.dir)

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, assert_never
 
+from offbeat.common.run_folder import CONFIG_FILE, read_owner
+from offbeat.common.shutdown import USER_ERROR_STATUS
 from offbeat.deploy.chaos.doubt import doubt_learner
 from offbeat.deploy.chaos.judge import Judge
 from offbeat.deploy.chaos.network import Network
@@ -22,6 +24,8 @@ from offbeat.learner.leases.log_records import HEADER_BYTES
 
 CHECKPOINT_WAIT_S = 30.0
 """Seconds to wait until the learner writes a checkpoint."""
+LOCK_WAIT_S = 30.0
+"""Seconds to wait until a starting learner has locked the run's folder."""
 DAY_S = 86_400.0
 DAMAGES = ("garbage", "half a record", "flipped bit", "cut")
 
@@ -115,6 +119,18 @@ class Victims(Protocol):
         """Wait this many seconds, and do meanwhile what keeps the round going."""
         ...
 
+    def try_learner(self, *settings: str) -> "Attempt":
+        """Start another learner with these settings on the run's folder, and wait for its end."""
+        ...
+
+
+class Attempt(NamedTuple):
+    """The end of a learner that should be refused."""
+
+    status: int
+    said: str
+    """Its output."""
+
 
 class Scene(NamedTuple):
     """The targets of faults."""
@@ -127,6 +143,8 @@ class Scene(NamedTuple):
     """The judge that rewards ask; None where the run has a reward of its own."""
     run: Path
     """The run's folder."""
+    train_data: Path
+    """The run's training data."""
 
 
 class Committed(NamedTuple):
@@ -136,6 +154,8 @@ class Committed(NamedTuple):
     """The fault in words; None when it could not be committed."""
     lost: tuple[LeaseEvent, ...] = ()
     """Events that the fault destroyed in the rollout log."""
+    violations: tuple[str, ...] = ()
+    """Reactions of the services that must not be."""
 
 
 def commit(fault: Fault, scene: Scene) -> Committed:
@@ -172,6 +192,10 @@ def commit(fault: Fault, scene: Scene) -> Committed:
             return Committed(doubt_learner(scene.run, pause, fault.duration_s))
         case "jump clock":
             return _jump_clock(scene, fault, generator)
+        case "second learner":
+            return _start_second_learner(scene)
+        case "resume with changes":
+            return _resume_with_changes(scene)
         case "judge down":
             return _take_judge_down(scene, fault)
         case _:
@@ -258,3 +282,44 @@ def _jump_clock(scene: Scene, fault: Fault, generator: random.Random) -> Committ
     scene.clock.jump("actor", 0.0)
     said = ", ".join(f"{role} {offset_s / 3600:+.1f} h" for role, offset_s in offsets_s.items())
     return Committed(f"{said} for {fault.duration_s:.1f} s")
+
+
+def _start_second_learner(scene: Scene) -> Committed:
+    learner = scene.victims.find("learner")
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while (owner := read_owner(scene.run)) is None or owner.pid != learner:
+        if time.monotonic() > deadline:
+            return Committed(None)
+        scene.victims.pause(0.05)
+    violations = _try_refused(scene, "run.dir", "a second learner")
+    if processes.has_ended(learner):
+        violations.append("the learner ended beside a second one")
+    return Committed("started a second learner", violations=tuple(violations))
+
+
+def _resume_with_changes(scene: Scene) -> Committed:
+    """Kill the learner, and try to resume with the rows of the data reversed before the launcher restarts it."""
+    if scene.train_data.suffix != ".jsonl":
+        return Committed(None)
+    data = scene.run.parent / "reversed.jsonl"
+    data.write_text("".join(reversed(scene.train_data.read_text().splitlines(keepends=True))))
+    learner, launcher = scene.victims.find("learner"), scene.victims.find("launcher")
+    os.kill(launcher, signal.SIGSTOP)
+    try:
+        processes.kill(learner)
+        violations = _try_refused(scene, "task.train_data", "a resume with reversed data", f"task.train_data={data}")
+    finally:
+        os.kill(launcher, signal.SIGCONT)
+    return Committed("killed the learner and resumed with reversed data", violations=tuple(violations))
+
+
+def _try_refused(scene: Scene, setting: str, what: str, *settings: str) -> list[str]:
+    """Return a violation unless a learner is refused for this setting, and one where it has changed the run's config."""
+    config = (scene.run / CONFIG_FILE).read_bytes()
+    attempt = scene.victims.try_learner(*settings)
+    violations: list[str] = []
+    if attempt.status != USER_ERROR_STATUS or setting not in attempt.said:
+        violations.append(f"{what} was not refused for {setting}: exit status {attempt.status}, {attempt.said[-500:]}")
+    if (scene.run / CONFIG_FILE).read_bytes() != config:
+        violations.append(f"{what} changed {CONFIG_FILE}")
+    return violations

@@ -17,7 +17,7 @@ from offbeat.common.config import Config
 from offbeat.common.metrics import ROWS_FILE
 from offbeat.common.rows import ActorRow, EventRow, StepRow, decode_row
 from offbeat.common.shutdown import PARENT_VARIABLE, StopRequest
-from offbeat.deploy.chaos.faults import Clock, Committed, Disk, Scene, commit
+from offbeat.deploy.chaos.faults import Attempt, Clock, Committed, Disk, Scene, commit
 from offbeat.deploy.chaos.judge import Judge
 from offbeat.deploy.chaos.network import Network
 from offbeat.deploy.chaos.schedule import Fault, Target
@@ -38,6 +38,8 @@ RESTART_WAIT_S = 1.0
 """Seconds before a dead remote actor is started again."""
 REMOTE = "remote"
 """Name of the remote actor."""
+TRIED = "tried-learner"
+"""Log of the learners that the run's folder must refuse."""
 LOCAL = "actor-0"
 """The launcher's name for its first actor."""
 
@@ -177,6 +179,7 @@ class Services:
     def __init__(self, site: Site, watch: Watch, stop: StopRequest) -> None:
         """Start both."""
         self._logs = site.logs
+        self._config_file = site.config_file
         self._remote_command = [
             *site.network.prefix,
             *PROGRAM,
@@ -205,6 +208,8 @@ class Services:
 
     def find(self, target: Target) -> int:
         """Return the process id of a service; raise `StuckError` when it does not appear within `APPEAR_S`."""
+        if target == "launcher":
+            return self._train.pid
         deadline = time.monotonic() + APPEAR_S
         while time.monotonic() < deadline and self.status is None:
             for pid in [self._remote.pid] if target == "remote actor" else processes.children(self._train.pid):
@@ -227,6 +232,22 @@ class Services:
             if left_s <= 0:
                 return
             time.sleep(min(left_s, LOOK_S))
+
+    def try_learner(self, *settings: str) -> Attempt:
+        """Start a learner on the run's folder, which must refuse it; kill one that goes on for `APPEAR_S`."""
+        command = [*PROGRAM, "learner", str(self._config_file), "--no-preflight", "run.resume=true", *settings]
+        log = self._logs / f"{TRIED}.log"
+        num_before = log.stat().st_size if log.exists() else 0
+        process = self._popen(command, TRIED)
+        deadline = time.monotonic() + APPEAR_S
+        try:
+            while process.poll() is None and time.monotonic() < deadline:
+                self.pause(LOOK_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            status = process.wait()
+        return Attempt(status, log.read_bytes()[num_before:].decode(errors="replace"))
 
     def ask_remote_to_leave(self) -> None:
         """Send SIGTERM to the remote actor, as its user would."""
@@ -278,7 +299,7 @@ def run_round(plan: list[Fault], site: Site, stop: StopRequest) -> RoundResult:
     started = time.monotonic()
     watch = Watch(site.run / ROWS_FILE)
     services = Services(site, watch, stop)
-    scene = Scene(services, site.network, site.clock, site.disk, site.judge, site.run)
+    scene = Scene(services, site.network, site.clock, site.disk, site.judge, site.run, Path(site.config.task.train_data))
     strikes: list[Strike] = []
     violations: list[str] = []
     try:
@@ -298,6 +319,7 @@ def run_round(plan: list[Fault], site: Site, stop: StopRequest) -> RoundResult:
         for one in strikes
     ]
     happened += [Happened(fault, 0.0, "", None) for fault in plan[len(strikes) :]]
+    violations += [violation for one in strikes for violation in one.outcome.violations]
     lost = [event for one in strikes for event in one.outcome.lost]
     return RoundResult(time.monotonic() - started, happened, lost, violations)
 

@@ -18,10 +18,12 @@ Kind = Literal[
     "jump clock",
     "judge down",
     "doubt learner",
+    "second learner",
+    "resume with changes",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-Target = Literal["learner", "local actor", "remote actor"]
+Target = Literal["learner", "local actor", "remote actor", "launcher"]
 
 _TARGETS: dict[Kind, tuple[Target, ...]] = {
     "kill actor": ("local actor", "remote actor"),

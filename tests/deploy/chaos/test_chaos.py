@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from offbeat.common.metrics import MetricsWriter
 from offbeat.common.rows import ActorRow, EventRow, Row, StepRow
 from offbeat.deploy.chaos.chaos import ChaosReport, RoundReport, print_chaos
-from offbeat.deploy.chaos.faults import DAMAGES, Clock, Committed, Disk, Scene, commit, corrupt_log, open_disk
+from offbeat.deploy.chaos.faults import DAMAGES, Attempt, Clock, Committed, Disk, Scene, commit, corrupt_log, open_disk
 from offbeat.deploy.chaos.network import Namespace, Network, Proxy, open_network
 from offbeat.deploy.chaos.round import Happened, Watch
 from offbeat.deploy.chaos.schedule import KINDS, Fault, Kind, Target, plan, round_seed
@@ -64,11 +64,14 @@ class Sleepers:
 
     def __init__(self) -> None:
         self.processes: dict[Target, subprocess.Popen] = {}
-        for target in ("learner", "local actor", "remote actor"):
+        for target in ("learner", "local actor", "remote actor", "launcher"):
             child = "import subprocess, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
             self.processes[target] = subprocess.Popen([sys.executable, "-c", child], process_group=0)
         self.states: list[str] = []
         """The learner's states, seen during each pause."""
+        self.attempt = Attempt(2, "error: run.dir: another learner; task.train_data: another order")
+        """The end of every learner that is tried."""
+        self.tried: list[tuple[str, ...]] = []
 
     def find(self, target: Target) -> int:
         return self.processes[target].pid
@@ -76,6 +79,10 @@ class Sleepers:
     def pause(self, seconds: float) -> None:
         time.sleep(min(seconds, 0.05))
         self.states.append(Path(f"/proc/{self.find('learner')}/stat").read_text().rpartition(")")[2].split()[0])
+
+    def try_learner(self, *settings: str) -> Attempt:
+        self.tried.append(settings)
+        return self.attempt
 
     def close(self) -> None:
         for process in self.processes.values():
@@ -88,7 +95,7 @@ class Sleepers:
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
     sleepers, network = Sleepers(), Proxy()
-    yield Scene(sleepers, network, Clock(tmp_path), None, None, tmp_path / "run")
+    yield Scene(sleepers, network, Clock(tmp_path), None, None, tmp_path / "run", tmp_path / "train.jsonl")
     sleepers.close()
     network.close()
 

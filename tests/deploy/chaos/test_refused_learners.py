@@ -1,0 +1,62 @@
+"""Chaos: learners that the run's folder must refuse, tried on a stand-in of a run."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from offbeat.deploy.chaos.faults import Attempt, Clock, Committed, Scene, commit
+from offbeat.deploy.chaos.network import Network
+from offbeat.deploy.chaos.schedule import Kind
+from offbeat.deploy.launch import processes
+from tests.deploy.chaos.test_chaos import Sleepers, fault
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def started() -> Iterator[Sleepers]:
+    sleepers = Sleepers()
+    yield sleepers
+    sleepers.close()
+
+
+@pytest.fixture
+def scene(started: Sleepers, tmp_path: Path) -> Scene:
+    """Return a run that a learner has locked, with two rows of data."""
+    network = cast(Network, None)
+    scene = Scene(started, network, Clock(tmp_path), None, None, tmp_path / "run", tmp_path / "train.jsonl")
+    scene.run.mkdir()
+    (scene.run / "config.toml").write_text("[run]")
+    (scene.run / "learner.lock").write_text(f'{{"pid": {started.find("learner")}, "host": "here"}}')
+    scene.train_data.write_text("first\nsecond\n")
+    return scene
+
+
+def test_second_learner_is_refused_and_the_first_lives(scene: Scene, started: Sleepers) -> None:
+    assert commit(fault("second learner"), scene) == Committed("started a second learner")
+    assert started.tried == [()]
+    assert not processes.has_ended(started.find("learner"))
+
+
+def test_resume_with_reversed_rows_is_tried_while_the_launcher_stands_still(scene: Scene, started: Sleepers) -> None:
+    assert commit(fault("resume with changes"), scene).violations == ()
+    assert started.tried == [(f"task.train_data={scene.run.parent / 'reversed.jsonl'}",)]
+    assert (scene.run.parent / "reversed.jsonl").read_text() == "second\nfirst\n"
+    assert processes.has_ended(started.find("learner"))
+    stat = Path(f"/proc/{started.find('launcher')}/stat").read_text()
+    assert stat.rpartition(")")[2].split()[0] in "SR"
+
+
+@pytest.mark.parametrize("kind", ["second learner", "resume with changes"])
+def test_learner_that_is_not_refused_is_a_violation(scene: Scene, started: Sleepers, kind: Kind) -> None:
+    started.attempt = Attempt(0, "finished")
+    (violation,) = commit(fault(kind), scene).violations
+    assert "was not refused for" in violation
+    assert "exit status 0, finished" in violation
+
+
+def test_data_that_cannot_be_reversed_line_by_line_is_left_alone(scene: Scene, started: Sleepers) -> None:
+    assert commit(fault("resume with changes"), scene._replace(train_data=Path("owner/name"))).detail is None
+    assert not processes.has_ended(started.find("learner"))
