@@ -47,8 +47,8 @@ ALLOWED = {
 """The rooms that each room may import besides itself; `learner/*` is every room of the learner."""
 WITHOUT_TORCH = ("learner/leases", "learner/dispatch", "lab/simulation")
 """Rooms whose modules import nothing in `SLOW`, not even indirectly."""
-QUICK_COMMANDS = ("audit", "replay", "simulate", "status", "set", "check")
-SLOW = ("torch", "transformers", "datasets", "deepspeed", "vllm")
+QUICK_COMMANDS = ("audit", "replay", "simulate", "status", "set", "check", "report", "drift", "sweep", "chaos")
+SLOW = ("torch", "transformers", "datasets", "deepspeed", "vllm", "scipy")
 ONLY_UNDER = {"vllm": "actor", "deepspeed": "learner", "zmq": "protocols"}
 
 
@@ -138,7 +138,12 @@ def test_room_is_imported_without_torch(room: str) -> None:
     assert slow_imports(modules) == []
 
 
-def test_commands_that_only_read_start_without_torch() -> None:
+def test_the_model_of_the_noise_imports_scipy_only_to_fit_it() -> None:
+    # Every trainer imports the model; the scipy that fits it would cost half a second of CPU time.
+    assert "scipy" not in {line.split()[-1] for line in slow_imports(["offbeat.learner.diagnostics.noise_floor"])}
+
+
+def test_quick_commands_start_without_torch() -> None:
     assert slow_imports(["offbeat.deploy.cli", *(f"offbeat.deploy.commands.{name}" for name in QUICK_COMMANDS)]) == []
 
 

@@ -9,9 +9,9 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
-from scipy import stats
 
 CONFIDENCE = 0.9
 """Confidence of every interval. Two values are told apart when the interval of their difference excludes 0."""
@@ -85,7 +85,7 @@ def estimate(values: Sequence[float], confidence: float = CONFIDENCE) -> Estimat
     if len(values) < 2:
         return Estimate(mean, None, None, None, 1)
     std = statistics.stdev(values)
-    half = float(stats.t.ppf((1 + confidence) / 2, len(values) - 1)) * std / math.sqrt(len(values))
+    half = _critical_t(confidence, len(values) - 1) * std / math.sqrt(len(values))
     return Estimate(mean, std, mean - half, mean + half, len(values))
 
 
@@ -106,8 +106,8 @@ def compare(first: Sequence[float], second: Sequence[float], confidence: float =
         difference = second[0] - first[0]
         return Comparison(difference, difference, difference, float(difference == 0), num_seeds)
     degrees = _welch_degrees(squared_errors[0] / sum(squared_errors), num_seeds)
-    half = float(stats.t.ppf((1 + confidence) / 2, degrees)) * error
-    p_value = 2 * float(stats.t.sf(abs(difference) / error, degrees))
+    half = _critical_t(confidence, degrees) * error
+    p_value = 2 * float(_distributions().t.sf(abs(difference) / error, degrees))
     return Comparison(difference, difference - half, difference + half, p_value, num_seeds)
 
 
@@ -140,10 +140,10 @@ def seeds_needed(
 
     def is_enough(num_seeds: int) -> bool:
         degrees = _welch_degrees(share, (num_seeds, num_seeds))
-        critical = stats.t.ppf((1 + confidence) / 2, degrees)
+        critical = _critical_t(confidence, degrees)
         shift = abs(difference) / math.sqrt(sum(variances) / num_seeds)
         # One tail only: the other detects a difference of the wrong sign.
-        return bool(stats.nct.sf(critical, degrees, shift) >= power)
+        return bool(_distributions().nct.sf(critical, degrees, shift) >= power)
 
     numbers = range(2, MAX_SEEDS + 1)
     index = bisect.bisect_left(numbers, True, key=is_enough)
@@ -164,7 +164,7 @@ def average_curves(curves: Sequence[Curve], num_points: int = 200, confidence: f
     values = np.stack([np.interp(xs, curve.xs, curve.ys) for curve in curves])
     means, half = values.mean(axis=0), np.zeros(len(xs))
     if len(curves) > 1:
-        half = stats.t.ppf((1 + confidence) / 2, len(curves) - 1) * values.std(axis=0, ddof=1) / math.sqrt(len(curves))
+        half = _critical_t(confidence, len(curves) - 1) * values.std(axis=0, ddof=1) / math.sqrt(len(curves))
     return Band(xs.tolist(), means.tolist(), (means - half).tolist(), (means + half).tolist(), len(curves))
 
 
@@ -183,3 +183,15 @@ def first_reach(curve: Curve, target: float) -> float | None:
 def _welch_degrees(share: float, num_seeds: tuple[int, int]) -> float:
     """Return the Welch-Satterthwaite degrees of freedom; `share` is the first value's part of the squared error."""
     return 1 / (share**2 / (num_seeds[0] - 1) + (1 - share) ** 2 / (num_seeds[1] - 1))
+
+
+def _critical_t(confidence: float, degrees: float) -> float:
+    """Return the t that Student's distribution exceeds, in either direction, with a chance of `1 - confidence`."""
+    return float(_distributions().t.ppf((1 + confidence) / 2, degrees))
+
+
+def _distributions() -> ModuleType:
+    """Import Scipy's distributions: a second of CPU time, which a command's `--help` need not spend."""
+    from scipy import stats
+
+    return stats
