@@ -446,7 +446,7 @@ class EvaluationSection(Section, frozen=True):
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature. 0: greedy decoding."""
     pass_reward: PositiveFloat = 1.0
-    """Reward from which on a completion solves its prompt, for pass@k: the share of prompts that k completions solve."""
+    """Reward from which on a completion solves its prompt. pass@k: the share of prompts that any of k completions solves."""
 
 
 class MetricsSection(Section, frozen=True):

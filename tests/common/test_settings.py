@@ -283,9 +283,12 @@ def test_folder_with_a_path_of_three_parts_is_not_a_dataset_of_the_hub(tmp_path:
         "weights.port=65536",
         "weights.pull_port=70000",
         "log.min_free_mb=1e30",
+        "launch.num_actors=1e30",
+        f"actor.name={'a' * 300}",
+        'actor.name="a\\nb"',
     ],
 )
-def test_number_beyond_every_use_is_refused(override: str) -> None:
+def test_value_beyond_every_use_is_refused(override: str) -> None:
     with pytest.raises(SettingError, match=override.split("=")[0]):
         load(None, [override])
 
