@@ -11,7 +11,7 @@ from offbeat.common.config import Config
 from offbeat.common.rows import canary_tolerance
 from offbeat.common.settings import resolved_toml
 from offbeat.deploy.chaos.doubt import IMPOSSIBLE
-from offbeat.deploy.chaos.faults import Scene, commit
+from offbeat.deploy.chaos.faults import Attempt, Scene, commit
 from offbeat.deploy.chaos.schedule import Fault
 from offbeat.deploy.live import link as questions
 from offbeat.learner.dispatch.failures import RunFailedError
@@ -36,6 +36,9 @@ class Pauses:
 
     def pause(self, seconds: float) -> None:
         self.seconds.append(seconds)
+
+    def try_learner(self, *settings: str) -> Attempt:
+        raise AssertionError("this fault tries no learner")
 
 
 def make_scene(run: Path, address: str, hub: Any, pauses: Pauses) -> Scene:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from offbeat.actor.rewards import RewardRunner
-from offbeat.deploy.chaos.faults import Scene, commit
+from offbeat.deploy.chaos.faults import Attempt, Scene, commit
 from offbeat.deploy.chaos.judge import REWARD, URL_VARIABLE, Judge
 from offbeat.deploy.chaos.schedule import Fault, Target
 from tests.actor.reward_harness import make_limits, rewarded, samples, wait
@@ -27,6 +27,9 @@ class Interrupted:
 
     def pause(self, seconds: float) -> None:
         self._meanwhile()
+
+    def try_learner(self, *settings: str) -> Attempt:
+        raise AssertionError("this fault tries no learner")
 
 
 def make_scene(judge: Judge | None, meanwhile: Callable[[], None]) -> Scene:
