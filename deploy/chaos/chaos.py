@@ -234,7 +234,7 @@ def _fault_table(report: ChaosReport) -> Table:
         done = [one for one in happened if one.detail]
         recoveries = [one.recovery_s for one in done if one.recovery_s is not None]
         remarks = [f"{len(happened) - len(done)} not possible"] if len(done) < len(happened) else []
-        if kind == "fill disk" and not report.has_disk:
+        if kind.startswith("fill disk") and not report.has_disk:
             remarks = ["SKIPPED: it needs root, to mount a small disk"]
         median = f"{statistics.median(recoveries):.1f} s" if recoveries else "-"
         longest = f"{max(recoveries):.1f} s" if recoveries else "-"

@@ -21,13 +21,15 @@ from offbeat.deploy.launch import processes
 from offbeat.learner.leases.events import LeaseEvent
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.log_records import HEADER_BYTES
+from offbeat.learner.training import checkpoints
 
 CHECKPOINT_WAIT_S = 30.0
 """Seconds to wait until the learner writes a checkpoint."""
+CHECKPOINT_LOOK_S = 0.1
 LOCK_WAIT_S = 30.0
 """Seconds to wait until a starting learner has locked the run's folder."""
 DAY_S = 86_400.0
-DAMAGES = ("garbage", "half a record", "flipped bit", "cut")
+DAMAGES = ("garbage", "half a record", "flipped bit", "cut", "flipped bit in the middle")
 
 CLOCK_VARIABLE = "OFFBEAT_CHAOS_CLOCK"
 SITE_CUSTOMIZE = f'''"""Python imports this module at start: it shifts the time of day that this process sees."""
@@ -186,8 +188,16 @@ def commit(fault: Fault, scene: Scene) -> Committed:
         case "corrupt log":
             processes.kill(victims.find("learner"))
             return corrupt_log(scene.run / "log", generator)
+        case "damage checkpoint":
+            deadline = time.monotonic() + CHECKPOINT_WAIT_S
+            while checkpoints.newest(scene.run / "checkpoints") is None and time.monotonic() < deadline:
+                pause(CHECKPOINT_LOOK_S)
+            processes.kill(victims.find("learner"))
+            return damage_checkpoint(scene.run / "checkpoints", generator)
         case "fill disk":
             return _fill_disk(scene, fault, generator)
+        case "fill disk in checkpoint":
+            return _fill_disk_in_checkpoint(scene, fault)
         case "doubt learner":
             return Committed(doubt_learner(scene.run, pause, fault.duration_s))
         case "jump clock":
@@ -203,7 +213,7 @@ def commit(fault: Fault, scene: Scene) -> Committed:
 
 
 def corrupt_log(log: Path, generator: random.Random) -> Committed:
-    """Damage the end of the newest segment as a killed process or a bad disk would. No process may write the log meanwhile."""
+    """Damage the newest segment as a killed process or a bad disk would. No process may write the log meanwhile."""
     before = list(read_log(log))
     segment = max(log.glob("*.log"), default=None)
     content = bytearray(segment.read_bytes() if segment else b"")
@@ -219,21 +229,46 @@ def corrupt_log(log: Path, generator: random.Random) -> Committed:
         content += content[start : start + (len(content) - start) // 2]
     elif damage == "flipped bit":
         content[generator.randrange(start, len(content))] ^= 1 << generator.randrange(8)
-    else:
+    elif damage == "cut":
         del content[generator.randrange(start, len(content)) :]
+    else:
+        # Of a segment with one record there is no middle but the header.
+        content[generator.randrange(HEADER_BYTES if start > HEADER_BYTES else 0, start)] ^= 1 << generator.randrange(8)
     segment.write_bytes(content)
-    num_left = sum(1 for _ in read_log(log))
-    lost = [record.event for record in before[num_left:]]
-    return Committed(f"{damage} at the end of {segment.name}, {len(lost)} records lost", tuple(lost))
+    end = "" if "middle" in damage else " at the end"
+    left = {record.position for record in read_log(log)}
+    lost = [record.event for record in before if record.position not in left]
+    return Committed(f"{damage}{end} of {segment.name}, {len(lost)} records lost", tuple(lost))
+
+
+def damage_checkpoint(root: Path, generator: random.Random) -> Committed:
+    """Flip a bit in the newest checkpoint, or delete one of its files. No process may write checkpoints meanwhile."""
+    folder = checkpoints.newest(root)
+    if folder is None:
+        return Committed(None)
+    file = generator.choice(sorted(path for path in folder.iterdir() if path.stat().st_size))
+    if generator.random() < 0.25:
+        file.unlink()
+        return Committed(f"deleted {file.name} of {folder.name}")
+    content = bytearray(file.read_bytes())
+    content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+    file.write_bytes(content)
+    return Committed(f"flipped a bit in {file.name} of {folder.name}")
 
 
 def _kill_in_checkpoint(scene: Scene) -> Committed:
     learner = scene.victims.find("learner")
+    partial = _await_checkpoint(scene)
+    processes.kill(learner)
+    return Committed(f"killed the learner while it wrote {partial.name}" if partial else "killed the learner")
+
+
+def _await_checkpoint(scene: Scene) -> Path | None:
+    """Wait until the learner writes a checkpoint, and return its unfinished folder; None when it writes none."""
     deadline = time.monotonic() + CHECKPOINT_WAIT_S
     while not (partial := list((scene.run / "checkpoints").glob("*.partial"))) and time.monotonic() < deadline:
         scene.victims.pause(0.001)
-    processes.kill(learner)
-    return Committed(f"killed the learner while it wrote {partial[0].name}" if partial else "killed the learner")
+    return partial[0] if partial else None
 
 
 def _kill_child(parent: int, target: Target, generator: random.Random) -> Committed:
@@ -271,6 +306,17 @@ def _take_judge_down(scene: Scene, fault: Fault) -> Committed:
         return Committed(None)
     judge.be_down(fault.duration_s, scene.victims.pause)
     return Committed(f"the judge of the rewards was down for {fault.duration_s:.1f} s")
+
+
+def _fill_disk_in_checkpoint(scene: Scene, fault: Fault) -> Committed:
+    if scene.disk is None:
+        return Committed(None)
+    partial = _await_checkpoint(scene)
+    scene.disk.fill(0)
+    scene.victims.pause(fault.duration_s)
+    scene.disk.empty()
+    while_writing = f"while the learner wrote {partial.name}, " if partial else ""
+    return Committed(f"{while_writing}left no room for {fault.duration_s:.1f} s")
 
 
 def _jump_clock(scene: Scene, fault: Fault, generator: random.Random) -> Committed:

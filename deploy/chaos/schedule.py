@@ -14,7 +14,9 @@ Kind = Literal[
     "partition",
     "packet loss",
     "corrupt log",
+    "damage checkpoint",
     "fill disk",
+    "fill disk in checkpoint",
     "jump clock",
     "judge down",
     "doubt learner",
@@ -40,6 +42,7 @@ _DURATIONS_S: dict[Kind, tuple[float, float]] = {
     "doubt learner": (2.0, 6.0),
     "packet loss": (3.0, 8.0),
     "fill disk": (3.0, 8.0),
+    "fill disk in checkpoint": (1.0, 2.0),
     "jump clock": (1.0, 5.0),
     "judge down": (3.0, 8.0),
 }

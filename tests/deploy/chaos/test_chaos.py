@@ -20,15 +20,12 @@ from hypothesis import strategies as st
 from offbeat.common.metrics import MetricsWriter
 from offbeat.common.rows import ActorRow, EventRow, Row, StepRow
 from offbeat.deploy.chaos.chaos import ChaosReport, RoundReport, print_chaos
-from offbeat.deploy.chaos.faults import DAMAGES, Attempt, Clock, Committed, Disk, Scene, commit, corrupt_log, open_disk
+from offbeat.deploy.chaos.faults import Attempt, Clock, Committed, Disk, Scene, commit, open_disk
 from offbeat.deploy.chaos.network import Namespace, Network, Proxy, open_network
 from offbeat.deploy.chaos.round import Happened, Watch
 from offbeat.deploy.chaos.schedule import KINDS, Fault, Kind, Target, plan, round_seed
 from offbeat.deploy.launch import processes
 from offbeat.lab.audit import Check
-from offbeat.learner.leases.events import Expired
-from offbeat.learner.leases.log_reading import read_log
-from offbeat.learner.leases.rollout_log import RolloutLog
 from tests.deploy.services import SERVICES_S, Services
 
 pytestmark = pytest.mark.slow
@@ -160,30 +157,19 @@ def test_clocks_of_the_services_jump_and_return_and_this_process_keeps_its_own(t
     assert seen_by("learner") == pytest.approx((0, 0), abs=30)
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_corrupted_log_loses_its_last_record_at_most_and_says_which(tmp_path: Path, damage: str) -> None:
-    folder = tmp_path / "log"
-    log = RolloutLog(folder, fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
-    for lease_id in range(5):
-        log.append(Expired(at=0.0, lease_id=lease_id, reason="lost"))
-    log.close()
-    size = next(folder.glob("*.log")).stat().st_size
-    seed = next(seed for seed in range(1000) if random.Random(seed).choice(DAMAGES) == damage)
-    corrupted = corrupt_log(folder, random.Random(seed))
-    assert detail_of(corrupted).startswith(damage)
-    is_record_hit = damage in ("flipped bit", "cut")
-    assert [event.lease_id for event in corrupted.lost if isinstance(event, Expired)] == ([4] if is_record_hit else [])
-    assert next(folder.glob("*.log")).stat().st_size > size or is_record_hit
-    # A learner goes on from there.
-    log = RolloutLog(folder, fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
-    log.append(Expired(at=0.0, lease_id=9, reason="lost"))
-    log.close()
-    left = [record.event.lease_id for record in read_log(folder) if isinstance(record.event, Expired)]
-    assert left == [0, 1, 2, 3, 9] if is_record_hit else [0, 1, 2, 3, 4, 9]
-
-
-def test_log_without_a_record_is_left_alone(tmp_path: Path) -> None:
-    assert corrupt_log(tmp_path, random.Random(0)).detail is None
+@needs_root
+def test_disk_fills_up_while_a_checkpoint_is_written(tmp_path: Path, scene: Scene) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    disk = Disk(folder, 1 << 20)
+    try:
+        partial = scene.run / "checkpoints" / "step-00000010.partial"
+        threading.Timer(0.1, lambda: partial.mkdir(parents=True)).start()
+        detail = detail_of(commit(fault("fill disk in checkpoint"), scene._replace(disk=disk)))
+        assert detail.startswith("while the learner wrote step-00000010.partial, left no room")
+        (folder / "file").write_bytes(b"x" * 1000)
+    finally:
+        disk.close()
 
 
 @needs_root
@@ -447,7 +433,7 @@ def test_round_of_all_faults_on_real_services_has_no_violation(services: Service
     assert services.wait(chaos, "chaos") == 0, services.output("chaos")
     found = msgspec.json.decode(next(tmp_path.glob("runs/*/chaos.json")).read_bytes(), type=ChaosReport)
     committed = {happened.fault.kind for happened in found.rounds[0].happened if happened.detail}
-    assert committed | {"fill disk"} == set(KINDS), "only a disk needs root"
+    assert committed | {"fill disk", "fill disk in checkpoint"} == set(KINDS), "only a disk needs root"
 
 
 @pytest.mark.engine

@@ -1,0 +1,55 @@
+"""Chaos damages files as bad disks and killed processes do, and says what that destroyed."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from offbeat.deploy.chaos.faults import DAMAGES, corrupt_log, damage_checkpoint
+from offbeat.learner.leases.events import Expired
+from offbeat.learner.leases.log_reading import read_log
+from offbeat.learner.leases.rollout_log import RolloutLog
+from offbeat.learner.training import checkpoints
+from tests.deploy.chaos.test_chaos import detail_of
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_corrupted_log_loses_its_last_record_at_most_and_says_which(tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "log"
+    log = RolloutLog(folder, fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
+    for lease_id in range(5):
+        log.append(Expired(at=0.0, lease_id=lease_id, reason="lost"))
+    log.close()
+    size = next(folder.glob("*.log")).stat().st_size
+    seed = next(seed for seed in range(1000) if random.Random(seed).choice(DAMAGES) == damage)
+    corrupted = corrupt_log(folder, random.Random(seed))
+    assert detail_of(corrupted).startswith(damage)
+    is_record_hit = "flipped bit" in damage or damage == "cut"
+    lost = [event.lease_id for event in corrupted.lost if isinstance(event, Expired)]
+    assert len(lost) == is_record_hit
+    assert ("middle" in damage) == (lost not in ([], [4]))
+    assert next(folder.glob("*.log")).stat().st_size > size or is_record_hit
+    # A learner goes on from there.
+    log = RolloutLog(folder, fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
+    log.append(Expired(at=0.0, lease_id=9, reason="lost"))
+    log.close()
+    left = [record.event.lease_id for record in read_log(folder) if isinstance(record.event, Expired)]
+    assert left == [lease_id for lease_id in (0, 1, 2, 3, 4, 9) if lease_id not in lost]
+
+
+def test_log_without_a_record_is_left_alone(tmp_path: Path) -> None:
+    assert corrupt_log(tmp_path, random.Random(0)).detail is None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_damage_to_the_newest_checkpoint_is_one_that_a_restart_finds(tmp_path: Path, seed: int) -> None:
+    assert damage_checkpoint(tmp_path, random.Random(seed)).detail is None
+    for version in (1, 2):
+        folder = checkpoints.checkpoint_folder(tmp_path, version)
+        checkpoints.partial_folder(folder).mkdir()
+        (checkpoints.partial_folder(folder) / "weights").write_bytes(bytes(300))
+        checkpoints.publish(folder)
+    detail = detail_of(damage_checkpoint(tmp_path, random.Random(seed)))
+    assert detail.endswith("step-00000002")
+    assert checkpoints.find_damage(checkpoints.checkpoint_folder(tmp_path, 2)) is not None
+    assert checkpoints.find_damage(checkpoints.checkpoint_folder(tmp_path, 1)) is None
