@@ -323,7 +323,7 @@ class TrainSection(Section, frozen=True):
     """Number of optimizer steps between checkpoints. 0: only the final model is saved, and checkpoints that `log.retain_mb`
     needs; a learner that dies then trains again from the first step, on the groups in its log."""
     keep_checkpoints: PositiveInt = 2
-    """Number of checkpoints to keep; older ones are deleted."""
+    """Number of checkpoints to keep; older ones are deleted, except the one of the version with the highest evaluation."""
     max_failed_leases: PositiveInt = 200
     """Number of failed leases (reward errors) in a row after which the run stops with an error."""
     no_actor_timeout_s: NonNegativeFloat = 0.0

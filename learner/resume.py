@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from offbeat.common.config import LogSection
-from offbeat.common.rows import EventRow, Recorder
+from offbeat.common.rows import EvalRow, EventRow, Recorder, Row
 from offbeat.common.run_folder import CHECKPOINTS, LOG
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.live_settings import LiveSettings
@@ -85,13 +85,32 @@ class Checkpoints:
             return
         checkpoints.prune(self._root, keep=self._keep)
         if state.dispatcher.log_end is not None:
-            self._dispatcher.prune_log(needed_by_oldest(self._root))
+            self._dispatcher.prune_log(needed_by_oldest(self._root, self._keep))
         logger.info("checkpoint %s", folder)
 
 
-def needed_by_oldest(root: Path) -> Position:
-    """Return where the first log record begins that a restart from the oldest checkpoint in `root` reads."""
-    oldest = min(checkpoints.whole(root))
+def noting_evaluations(run_folder: Path, record: Recorder) -> Recorder:
+    """Return a recorder that keeps the rewards of evaluations beside the checkpoints too, whose best is not deleted."""
+
+    def record_and_note(row: Row) -> None:
+        record(row)
+        if isinstance(row, EvalRow) and row.reward is not None and math.isfinite(row.reward):
+            try:
+                checkpoints.note_evaluation(run_folder / CHECKPOINTS, row.policy_version, row.reward)
+            except OSError as error:
+                logger.warning(
+                    "the evaluation of version %d does not count for the best checkpoint: %s", row.policy_version, error
+                )
+
+    return record_and_note
+
+
+def needed_by_oldest(root: Path, keep: int) -> Position:
+    """Return where the first log record begins that a restart from the oldest of the `keep` newest checkpoints reads.
+
+    An older checkpoint that is kept as the best one is for export, and does not keep the log from being shortened.
+    """
+    oldest = sorted(checkpoints.whole(root))[-keep:][0]
     dispatcher = msgspec.msgpack.decode(checkpoints.read_extra(oldest), type=ServiceState).dispatcher
     return needed_position(dispatcher.ledger.open, dispatcher.log_end or Position(0, 0))
 

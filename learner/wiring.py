@@ -46,6 +46,7 @@ from offbeat.learner.resume import (
     Checkpoints,
     check_identity,
     load_checkpoint,
+    noting_evaluations,
     open_log,
     recover_run,
     set_damaged_aside,
@@ -159,7 +160,7 @@ def open_learner(
     `started` is when the learner's process began to load (monotonic).
     """
     folder = Path(config.run.dir)
-    health = HealthWatch(record)
+    health = HealthWatch(noting_evaluations(folder, record))
     record = health.record
     trainer = RankedTrainer(Trainer(config))
     run = _resume(config, folder, trainer, inputs.prompts.train, record)

@@ -19,6 +19,7 @@ OLD_STATE = "state"
 _NAME = re.compile(r"step-(\d+)")
 _EXTRA_FILE = "extra.bin"
 _MANIFEST_FILE = "manifest.json"
+_EVALUATIONS_FILE = "evaluations.json"
 _READ_BYTES = 1 << 22
 
 
@@ -133,11 +134,39 @@ def set_aside(folder: Path) -> Path:
 
 
 def prune(root: Path, *, keep: int) -> None:
-    """Delete all but the `keep` newest whole checkpoints, and the half-written ones that killed processes left."""
-    for folder in sorted(whole(root))[:-keep]:
-        _delete(folder)
+    """Delete all but the `keep` newest whole checkpoints and the best one, and the half-written ones of killed processes."""
+    kept = {best(root), *sorted(whole(root))[-keep:]}
+    for folder in whole(root):
+        if folder not in kept:
+            _delete(folder)
     for folder in root.glob("step-*.partial"):
         shutil.rmtree(folder)
+
+
+def note_evaluation(root: Path, policy_version: int, reward: float) -> None:
+    """Keep the mean reward of an evaluation of this version, for `best`; nothing where no checkpoint was written yet."""
+    if not root.is_dir():
+        return
+    rewards = {**_evaluations(root), policy_version: reward}
+    new = root / f"{_EVALUATIONS_FILE}.new"
+    new.write_bytes(msgspec.json.encode(rewards))
+    new.rename(root / _EVALUATIONS_FILE)
+
+
+def best(root: Path) -> Path | None:
+    """Return the checkpoint whose version got the highest reward in an evaluation, the newest of equals; None for none."""
+    rewards = _evaluations(root)
+    evaluated = [folder for folder in whole(root) if version_of(folder) in rewards]
+    return max(evaluated, key=lambda folder: (rewards[version_of(folder)], folder), default=None)
+
+
+def _evaluations(root: Path) -> dict[int, float]:
+    file = root / _EVALUATIONS_FILE
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[int, float])
+    # It is not synced: after a power failure it may be empty, and there is no best checkpoint until the next evaluation.
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return {}
 
 
 def _find_old_damage(folder: Path) -> str | None:

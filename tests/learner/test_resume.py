@@ -1,5 +1,6 @@
 """A restarted learner continues from its checkpoints and the rollout log."""
 
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from offbeat.common.config import Config, LogSection, ModelSection, TaskSection
-from offbeat.common.rows import row_fields
+from offbeat.common.rows import EvalRow, Row, row_fields
 from offbeat.common.settings import SettingError
 from offbeat.common.weights import make_layout
 from offbeat.learner import resume
@@ -168,6 +169,27 @@ def test_older_checkpoint_is_used_when_the_newest_is_damaged_which_is_kept_and_t
     assert "step-00000002.damaged" in run.names(), "pruning leaves it to people"
 
 
+def test_best_checkpoint_by_evaluation_is_kept_and_does_not_keep_the_log(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep=1)
+    rows: list[Row] = []
+    record = resume.noting_evaluations(tmp_path, rows.append)
+
+    def evaluated(version: int, reward: float | None) -> EvalRow:
+        return EvalRow(policy_version=version, reward=reward, length=1.0, num_completions=1, num_failed=0)
+
+    for version, reward in ((1, 0.25), (2, 0.75), (3, math.nan), (4, None)):
+        run.save(version, state_with(Position(version, 500)))
+        record(evaluated(version, reward))
+    assert run.names() == ["evaluations.json", "step-00000002", "step-00000004"]
+    assert run.dispatcher.pruned[-1] == Position(4, 500)
+    assert len(rows) == 4
+    run.save(5, state_with(Position(5, 500)))
+    record(evaluated(5, 0.75))
+    run.save(6, state_with(Position(6, 500)))
+    # The newest of equals.
+    assert run.names() == ["evaluations.json", "step-00000005", "step-00000006"]
+
+
 def too_full(root: Path, num_bytes: int) -> None:
     assert num_bytes == 1600
     raise checkpoints.CheckpointFailedError("it takes about 1 MB")
@@ -260,7 +282,7 @@ def test_checkpoint_of_an_older_program_is_read(old_run: Path) -> None:
     assert state.dispatcher.ledger.open == (ready, generating)
     assert (state.dispatcher.log_end, state.dispatcher.newest_version) == (Position(1, 1488), 1)
     assert state.dispatcher.tuned == {"staleness.max_staleness": tuned}
-    assert resume.needed_by_oldest(old_run / "checkpoints") == Position(1, 608)
+    assert resume.needed_by_oldest(old_run / "checkpoints", 2) == Position(1, 608)
 
 
 def test_checkpoint_is_written_with_the_bytes_of_an_older_program(old_run: Path) -> None:
