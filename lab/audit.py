@@ -150,6 +150,13 @@ class LogAudit:
 
     def _start(self, version: int) -> None:
         self.num_starts += 1
+        self._undo(version)
+        if self._version is not None and self._version < version:
+            self._miss_batch(f"started at version {version}, but batches are known only up to {self._version}")
+        self._version = version
+
+    def _undo(self, version: int) -> None:
+        """Take back the batches from `version` on: their weights died with a learner."""
         while self.batches and self.batches[-1].policy_version + self.batches[-1].num_steps > version:
             batch = self.batches.pop()
             self.num_undone += 1
@@ -158,9 +165,6 @@ class LogAudit:
             for lease_id in batch.lease_ids:
                 if lease_id in self.leases:
                     self.leases[lease_id].end, self.leases[lease_id].is_final = "", False
-        if self._version is not None and self._version < version:
-            self._miss_batch(f"started at version {version}, but batches are known only up to {self._version}")
-        self._version = version
 
     def _grant(self, event: Granted) -> None:
         turn = Turn(event.prompt_id, event.epoch)
@@ -198,6 +202,9 @@ class LogAudit:
             self._waiting[life.turn] = lease_id
 
     def _train(self, event: Trained) -> None:
+        if self._version is None:
+            # The restart that undid newer batches may be lost.
+            self._undo(event.policy_version)
         if self._version is not None and event.policy_version != self._version:
             self._miss_batch(f"a batch was trained at version {event.policy_version}, where {self._version} was next")
         self._version = event.policy_version + event.num_steps

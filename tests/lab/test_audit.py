@@ -342,3 +342,13 @@ def test_damage_that_no_learner_has_seen_is_a_violation_that_says_what_to_do(tmp
     assert violation.startswith("00000001.log: bytes")
     assert violation.endswith("resume the run to go on without it")
     assert [check.claim for check in checks if check.violations] == ["the rollout log is readable to its end"]
+
+
+def test_restart_that_the_log_lost_is_inferred_from_the_version_trained_next() -> None:
+    log = followed(started(), granted(0), granted(1), accepted(0), accepted(1), trained(0, 0), trained(1, 1))
+    log.lose()
+    for event in (trained(1, 1), granted(2), accepted(2), trained(2, 2)):
+        log.take(event)
+    assert (log.lease_flaws, log.training_flaws, log.num_undone) == ([], [], 1)
+    log.take(trained(3, 2))
+    assert log.training_flaws == ["lease 2: trained at version 3, but it had ended: trained"]
