@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from offbeat.common.config import LogSection
+from offbeat.common.descriptors import patiently
 from offbeat.common.rows import EvalRow, EventRow, Recorder, Row
 from offbeat.common.run_folder import CHECKPOINTS, LOG
 from offbeat.learner.dispatch.dispatcher import Dispatcher
@@ -83,9 +84,9 @@ class Checkpoints:
             logger.warning(detail)
             self._record(EventRow(event="checkpoint_failed", detail=detail))
             return
-        checkpoints.prune(self._root, keep=self._keep)
+        patiently(lambda: checkpoints.prune(self._root, keep=self._keep))
         if state.dispatcher.log_end is not None:
-            self._dispatcher.prune_log(needed_by_oldest(self._root, self._keep))
+            self._dispatcher.prune_log(patiently(lambda: needed_by_oldest(self._root, self._keep)))
         logger.info("checkpoint %s", folder)
 
 

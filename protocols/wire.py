@@ -21,6 +21,7 @@ from offbeat.protocols.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     Ack,
+    ActorHeartbeat,
     ActorMessage,
     CanaryRouted,
     CanaryScored,
@@ -206,6 +207,10 @@ def _body_decoder(union: Any) -> Callable[[int, Frame], Any]:
 
 def _in_plain_text(message: Any) -> Any:
     """Return the message with all text for people made plain."""
+    if isinstance(message, ActorHeartbeat) and message.reward_trouble is not None:
+        # Only this part: a heartbeat is frequent, and may be long.
+        trouble = msgspec.structs.replace(message.reward_trouble, problem=plain(message.reward_trouble.problem))
+        return msgspec.structs.replace(message, reward_trouble=trouble)
     if not isinstance(message, _FOR_PEOPLE):
         return message
     return msgspec.convert(plain_tree(msgspec.to_builtins(message)), type(message))

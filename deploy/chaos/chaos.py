@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from rich.table import Table
 
 from offbeat.common.config import Config
+from offbeat.common.descriptors import raise_limit
 from offbeat.common.masking import write_private
 from offbeat.common.metrics import ROWS_FILE
 from offbeat.common.rows import EventRow, decode_row
@@ -108,6 +109,8 @@ def run_chaos(
     folder.mkdir(parents=True)
     mark = f"{os.getpid()}-{time.time_ns()}"
     rounds: list[RoundReport] = []
+    semaphores = _semaphores()
+    raise_limit()
     deadline = time.monotonic() + 60 * minutes
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="offbeat-chaos-", ignore_cleanup_errors=True)))
@@ -128,7 +131,7 @@ def run_chaos(
                 _log_round(len(rounds) - 1, rounds[-1])
         except StoppedError:
             logger.info("%s: stopped after %d rounds", stop.reason, len(rounds))
-    report = ChaosReport(seed, description, has_disk, rounds, _left_over(work, mark))
+    report = ChaosReport(seed, description, has_disk, rounds, _left_over(work, mark, semaphores))
     (folder / "chaos.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     return report
 
@@ -272,13 +275,22 @@ def _end_processes(mark: str) -> list[str]:
     return said
 
 
-def _left_over(work: Path, mark: str) -> list[str]:
-    """Return the files, mounts, interfaces and processes that a finished chaos run has left behind."""
+def _left_over(work: Path, mark: str, semaphores: set[Path]) -> list[str]:
+    """Return the files, mounts, interfaces and processes that a finished chaos run has left behind.
+
+    `semaphores` are those that were there before it.
+    """
     left = _end_processes(mark)
     left += [str(work)] if work.exists() else []
+    left += [str(path) for path in sorted(_semaphores() - semaphores) if not processes.is_mapped(path)]
     left += [line for line in Path("/proc/mounts").read_text().splitlines() if str(work) in line]
     left += [line for line in Path("/proc/net/dev").read_text().splitlines() if f" ob{os.getpid()}a:" in line]
     if shutil.which("ip"):
         listing = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
         left += [line for line in listing.splitlines() if line.split()[0] == f"offbeat{os.getpid()}"]
     return left
+
+
+def _semaphores() -> set[Path]:
+    """Return the semaphores and the shared memory that Python's multiprocessing has made on this machine."""
+    return {path for pattern in ("sem.mp-*", "psm_*") for path in Path("/dev/shm").glob(pattern)}

@@ -17,12 +17,17 @@ from offbeat.deploy.chaos.doubt import doubt_learner
 from offbeat.deploy.chaos.judge import Judge
 from offbeat.deploy.chaos.network import Network
 from offbeat.deploy.chaos.schedule import Fault, Target
+from offbeat.deploy.chaos.strangers import crowd
 from offbeat.deploy.launch import processes
 from offbeat.learner.leases.events import LeaseEvent
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.log_records import HEADER_BYTES
 from offbeat.learner.training import checkpoints
 
+MAX_FILES = 1024
+"""Limit on the open files of every service of `offbeat train`: many systems have no higher one by default."""
+NUM_STRANGERS = 1500
+"""Silent connections at a time: more than a service may have files."""
 CHECKPOINT_WAIT_S = 30.0
 """Seconds to wait until the learner writes a checkpoint."""
 CHECKPOINT_LOOK_S = 0.1
@@ -147,6 +152,8 @@ class Scene(NamedTuple):
     """The run's folder."""
     train_data: Path
     """The run's training data."""
+    hub_port: int
+    """Port of the hub at `network.learner_host`."""
 
 
 class Committed(NamedTuple):
@@ -208,6 +215,8 @@ def commit(fault: Fault, scene: Scene) -> Committed:
             return _resume_with_changes(scene)
         case "judge down":
             return _take_judge_down(scene, fault)
+        case "descriptors gone":
+            return _take_descriptors(scene, fault)
         case _:
             assert_never(fault.kind)
 
@@ -317,6 +326,17 @@ def _fill_disk_in_checkpoint(scene: Scene, fault: Fault) -> Committed:
     scene.disk.empty()
     while_writing = f"while the learner wrote {partial.name}, " if partial else ""
     return Committed(f"{while_writing}left no room for {fault.duration_s:.1f} s")
+
+
+def _take_descriptors(scene: Scene, fault: Fault) -> Committed:
+    num_made = crowd(
+        scene.network.learner_host,
+        scene.hub_port,
+        size=NUM_STRANGERS,
+        duration_s=fault.duration_s,
+        pause=scene.victims.pause,
+    )
+    return Committed(f"{num_made} silent connections to the hub in {fault.duration_s:.1f} s")
 
 
 def _jump_clock(scene: Scene, fault: Fault, generator: random.Random) -> Committed:

@@ -6,6 +6,7 @@ plan -> wait for the step -> commit the fault -> ... -> the run's end -> recover
 import contextlib
 import logging
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -17,7 +18,7 @@ from offbeat.common.config import Config
 from offbeat.common.metrics import ROWS_FILE
 from offbeat.common.rows import ActorRow, EventRow, StepRow, decode_row
 from offbeat.common.shutdown import PARENT_VARIABLE, StopRequest
-from offbeat.deploy.chaos.faults import Attempt, Clock, Committed, Disk, Scene, commit
+from offbeat.deploy.chaos.faults import MAX_FILES, Attempt, Clock, Committed, Disk, Scene, commit
 from offbeat.deploy.chaos.judge import Judge
 from offbeat.deploy.chaos.network import Network
 from offbeat.deploy.chaos.schedule import Fault, Target
@@ -194,6 +195,8 @@ class Services:
         self._moved_at = time.monotonic()
         self._restart_at: float | None = None
         self._train = self._popen([*PROGRAM, "train", str(site.config_file)], "train")
+        # The launcher starts its services seconds later, and they inherit the limit.
+        resource.prlimit(self._train.pid, resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
         self._remote = self._popen(self._remote_command, REMOTE)
 
     @property
@@ -299,7 +302,8 @@ def run_round(plan: list[Fault], site: Site, stop: StopRequest) -> RoundResult:
     started = time.monotonic()
     watch = Watch(site.run / ROWS_FILE)
     services = Services(site, watch, stop)
-    scene = Scene(services, site.network, site.clock, site.disk, site.judge, site.run, Path(site.config.task.train_data))
+    data = Path(site.config.task.train_data)
+    scene = Scene(services, site.network, site.clock, site.disk, site.judge, site.run, data, site.hub_port)
     strikes: list[Strike] = []
     violations: list[str] = []
     try:

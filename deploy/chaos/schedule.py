@@ -22,6 +22,7 @@ Kind = Literal[
     "doubt learner",
     "second learner",
     "resume with changes",
+    "descriptors gone",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -45,6 +46,7 @@ _DURATIONS_S: dict[Kind, tuple[float, float]] = {
     "fill disk in checkpoint": (1.0, 2.0),
     "jump clock": (1.0, 5.0),
     "judge down": (3.0, 8.0),
+    "descriptors gone": (3.0, 8.0),
 }
 FIRST_STEP = 3
 """The earliest optimizer step of a fault; before it the services are still starting."""

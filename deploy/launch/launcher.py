@@ -36,6 +36,7 @@ from offbeat.common.shutdown import (
     ServiceError,
     StopRequest,
 )
+from offbeat.deploy.launch import processes
 from offbeat.deploy.launch.ending import end_run
 
 logger = logging.getLogger(__name__)
@@ -132,10 +133,7 @@ class Service:
     def kill(self) -> None:
         """Kill every process and its children, also the children of a process that is dead already."""
         for process in self._processes:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+            processes.kill_group(process.pid)
         for process in self._processes:
             process.wait()
 

@@ -1,10 +1,13 @@
 """The processes of this machine, read from /proc (Linux)."""
 
+import contextlib
 import os
 import signal
 import time
 from pathlib import Path
 
+TRACKERS_S = 2.0
+"""Seconds that the resource trackers of a killed group have to delete what the others made."""
 LOOK_S = 0.01
 """Seconds between two looks at a dying process."""
 
@@ -47,6 +50,35 @@ def kill(pid: int, deadline_s: float = 10.0) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"process {pid} did not die within {deadline_s:g} s: {arguments(pid)}")
         time.sleep(LOOK_S)
+
+
+def kill_group(leader: int) -> None:
+    """Kill a process group, also one whose leader has ended.
+
+    The group's resource trackers go last: they end by themselves, within milliseconds, once they have deleted the semaphores
+    and the shared memory of the others, which would else stay in /dev/shm.
+    """
+    members = [pid for pid in _all() if _stat(pid)[2:3] == [str(leader)] and not has_ended(pid)]
+    trackers = [pid for pid in members if "resource_tracker" in " ".join(arguments(pid))]
+    for pid in set(members) - set(trackers):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + TRACKERS_S
+    while not all(has_ended(pid) for pid in trackers) and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def is_mapped(path: Path) -> bool:
+    """Return whether a living process has mapped this file into its memory; False for one that is not there."""
+    try:
+        number = str(path.stat().st_ino).encode()
+    except FileNotFoundError:
+        return False
+    # By inode, the fifth field: the C library maps a semaphore before it has its name.
+    lines = (line.split(maxsplit=5) for pid in _all() for line in _read(pid, "maps").splitlines())
+    return any(fields[4] == number and fields[-1].startswith(bytes(path.parent)) for fields in lines)
 
 
 def _all() -> list[int]:

@@ -14,6 +14,8 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from offbeat.common.descriptors import patiently
+
 OLD_STATE = "state"
 """DeepSpeed's folder in a checkpoint of a version of offbeat that wrote no manifest."""
 _NAME = re.compile(r"step-(\d+)")
@@ -202,7 +204,7 @@ def _delete(folder: Path) -> None:
 
 def _sync(path: Path) -> None:
     """Flush a file's bytes, or a folder's names, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = patiently(lambda: os.open(path, os.O_RDONLY))
     try:
         os.fsync(descriptor)
     finally:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from offbeat.common.config import LoraSection
+from offbeat.common.descriptors import patiently
 from offbeat.learner.objectives.reward_shaping import RunningMoments
 from offbeat.learner.policy.process_group import gather_tensors
 from offbeat.learner.policy.zero import gathered_parameters, muted_prints, optimizer_state, restore_state
@@ -139,7 +140,8 @@ def _on_all_ranks(act: Callable[[], None] | None) -> None:
     failure: OSError | None = None
     try:
         if act is not None:
-            act()
+            # Repeated from its start while no descriptor is free: what it wrote before is overwritten.
+            patiently(act)
     except OSError as error:
         failure = error
     numbers = gather_tensors(torch.tensor(0 if failure is None else failure.errno or -1)).tolist()

@@ -25,6 +25,7 @@ from offbeat.deploy.chaos.network import Namespace, Network, Proxy, open_network
 from offbeat.deploy.chaos.round import Happened, Watch
 from offbeat.deploy.chaos.schedule import KINDS, Fault, Kind, Target, plan, round_seed
 from offbeat.deploy.launch import processes
+from offbeat.deploy.launch.launcher import free_port
 from offbeat.lab.audit import Check
 from tests.deploy.services import SERVICES_S, Services
 
@@ -92,7 +93,9 @@ class Sleepers:
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
     sleepers, network = Sleepers(), Proxy()
-    yield Scene(sleepers, network, Clock(tmp_path), None, None, tmp_path / "run", tmp_path / "train.jsonl")
+    yield Scene(
+        sleepers, network, Clock(tmp_path), None, None, tmp_path / "run", tmp_path / "train.jsonl", free_port("127.0.0.1")
+    )
     sleepers.close()
     network.close()
 
@@ -429,7 +432,7 @@ def test_any_violation_makes_the_report_a_bad_one() -> None:
 def test_round_of_all_faults_on_real_services_has_no_violation(services: Services, tmp_path: Path) -> None:
     """The round has each kind of fault once; fewer steps and shorter silences than the command's own save a minute."""
     quick = ("train.num_steps=60", "hub.dead_after_s=3.0")
-    chaos = services.start("chaos", *quick, "--seed", "1", "--minutes", "0", is_real=True)
+    chaos = services.start("chaos", *quick, "--seed", "193", "--minutes", "0", is_real=True)
     assert services.wait(chaos, "chaos") == 0, services.output("chaos")
     found = msgspec.json.decode(next(tmp_path.glob("runs/*/chaos.json")).read_bytes(), type=ChaosReport)
     committed = {happened.fault.kind for happened in found.rounds[0].happened if happened.detail}

@@ -46,7 +46,7 @@ def make_scene(run: Path, address: str, hub: Any, pauses: Pauses) -> Scene:
     config = Config(hub=msgspec.structs.replace(hub, address=address))
     run.mkdir()
     (run / "config.toml").write_text(resolved_toml(config))
-    return Scene(pauses, cast(Any, None), cast(Any, None), None, None, run, Path())
+    return Scene(pauses, cast(Any, None), cast(Any, None), None, None, run, Path(), 0)
 
 
 def test_tolerance_is_impossible_for_a_while_and_then_as_before(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ class Interrupted:
 
 def make_scene(judge: Judge | None, meanwhile: Callable[[], None]) -> Scene:
     """Return a scene without services; `meanwhile` is what happens while a fault lasts."""
-    return Scene(Interrupted(meanwhile), cast(Any, None), cast(Any, None), None, judge, Path(), Path())
+    return Scene(Interrupted(meanwhile), cast(Any, None), cast(Any, None), None, judge, Path(), Path(), 0)
 
 
 def test_judge_is_down_for_a_while_and_costs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def started() -> Iterator[Sleepers]:
 def scene(started: Sleepers, tmp_path: Path) -> Scene:
     """Return a run that a learner has locked, with two rows of data."""
     network = cast(Network, None)
-    scene = Scene(started, network, Clock(tmp_path), None, None, tmp_path / "run", tmp_path / "train.jsonl")
+    scene = Scene(started, network, Clock(tmp_path), None, None, tmp_path / "run", tmp_path / "train.jsonl", 0)
     scene.run.mkdir()
     (scene.run / "config.toml").write_text("[run]")
     (scene.run / "learner.lock").write_text(f'{{"pid": {started.find("learner")}, "host": "here"}}')

@@ -36,6 +36,8 @@ def test_every_extreme_value_in_every_field_is_handled_or_refused() -> None:
                 assert str(error).isprintable()
                 continue
             num_handled += 1
+            texts = [text for text in _leaves(msgspec.to_builtins(packet.message)) if isinstance(text, str)]
+            assert all(text.isprintable() for text in texts), texts
             actor = Actor(desk, "a").join(capacity=4)
             desk.dispatcher.handle(actor.peer, packet.message, packet.arrays, desk.now)
             desk.tick()

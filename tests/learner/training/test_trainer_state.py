@@ -1,6 +1,7 @@
 """Checkpoints of the trainer hold data only, and cost nothing but themselves where the disk is full."""
 
 import resource
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,20 @@ def test_damaged_file_of_an_earlier_version_is_found(tiny_model: Path, tmp_path:
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     assert checkpoints.find_damage(folder) == f"state/{file.name} is damaged"
+
+
+def test_checkpoint_waits_for_descriptors_that_strangers_have_taken(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000000"
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with running(make_config(tiny_model)) as trainer:
+        trainer.train_batch(make_groups(3))
+        later = threading.Timer(0.2, lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits))
+        later.start()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        trainer.save_checkpoint(folder, b"extra")
+        later.join()
+    assert checkpoints.find_damage(folder) is None
+    assert checkpoints.read_extra(folder) == b"extra"
 
 
 def test_model_replaces_the_older_one_whole_or_not_at_all(tiny_model: Path, tmp_path: Path) -> None:

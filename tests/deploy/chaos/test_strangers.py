@@ -1,0 +1,71 @@
+"""The fault that takes the learner's descriptors: a crowd of silent connections at the hub."""
+
+import resource
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from offbeat.common.descriptors import raise_limit
+from offbeat.deploy.chaos import chaos, faults
+from offbeat.deploy.chaos.faults import Clock, Scene, commit
+from offbeat.deploy.chaos.network import Proxy
+from offbeat.deploy.chaos.schedule import Fault, Target
+from offbeat.deploy.chaos.strangers import crowd
+from offbeat.protocols.channels import Hub, Link
+from tests.protocols.sockets import ANY_PORT, LIMIT, introduce, port_of
+
+
+class Bystanders:
+    """Services that the fault does not touch itself."""
+
+    def find(self, target: Target) -> int:
+        raise AssertionError("no process is needed")
+
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+def test_crowd_is_replaced_as_the_hub_sends_it_away_and_honest_peers_are_heard() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard[1]))
+    try:
+        hub = Hub(ANY_PORT, max_message_bytes=LIMIT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, hard)
+    made: list[int] = []
+
+    def gather() -> None:
+        made.append(crowd("127.0.0.1", port_of(hub), size=100, duration_s=0.4, pause=time.sleep))
+
+    with hub, Link(hub.address, identity=b"a", max_message_bytes=LIMIT) as link:
+        crowding = threading.Thread(target=gather)
+        crowding.start()
+        introduce(hub, link)
+        crowding.join()
+        introduce(hub, link)
+    # A quarter of a third of 200 may stay: 16.
+    assert hub.num_closed >= 84
+    assert made[0] > 100, "those that were sent away came again"
+
+
+def test_fault_says_how_many_came_and_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "NUM_STRANGERS", 20)
+    raise_limit()
+    network = Proxy()
+    with Hub(ANY_PORT, max_message_bytes=LIMIT) as hub:
+        scene = Scene(Bystanders(), network, Clock(tmp_path), None, None, tmp_path, tmp_path, port_of(hub))
+        committed = commit(Fault("descriptors gone", "learner", at_step=1, delay_s=0.0, duration_s=0.2, seed=1), scene)
+    network.close()
+    assert committed.detail == "20 silent connections to the hub in 0.2 s"
+
+
+def test_semaphore_that_no_living_process_has_is_left_over(tmp_path: Path) -> None:
+    before = chaos._semaphores()
+    left = Path(f"/dev/shm/sem.mp-{tmp_path.name[-8:]}{time.time_ns()}")
+    left.write_bytes(b"")
+    try:
+        assert str(left) in chaos._left_over(tmp_path / "gone", "no such mark", before)
+    finally:
+        left.unlink()
