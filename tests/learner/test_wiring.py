@@ -1,5 +1,7 @@
 """The learner made of its real parts: a resolved transport, a run's folder, and everything in its place."""
 
+import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +10,12 @@ import torch
 from msgspec import structs
 
 from offbeat.common.config import Config, HubSection, ModelSection, RunSection, TaskSection, WeightsSection
+from offbeat.common.rows import FinalRow, Row
 from offbeat.common.settings import SettingError
+from offbeat.common.shutdown import StopRequest
 from offbeat.learner.run_identity import RunIdentity, read_identity
-from offbeat.learner.wiring import _transport, prepare_folder
+from offbeat.learner.wiring import _load_inputs, _transport, open_learner, prepare_folder
+from offbeat.protocols.channels import Hub
 
 IDENTITY = RunIdentity({"rollout.temperature": "1.0"}, {})
 NO_HASHES = np.empty(0, np.uint64)
@@ -67,3 +72,31 @@ def test_refused_resume_leaves_config_and_identity_as_they_were(tmp_path: Path) 
     assert read_identity(tmp_path) == IDENTITY
     assert prepare_folder(config, IDENTITY, NO_HASHES) == []
     assert "bucket_mb = 5" in (tmp_path / "config.toml").read_text()
+
+
+@pytest.mark.engine
+def test_learner_is_made_of_its_parts_and_ends_in_order_when_it_is_stopped_at_once(tmp_path: Path, tiny_model: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{number}+1="}) + "\n" for number in range(40)))
+    config = structs.replace(
+        config_with(run_dir=str(tmp_path / "run")),
+        hub=HubSection(address="tcp://127.0.0.1:5555"),
+        model=ModelSection(path=str(tiny_model), max_length=32),
+        task=TaskSection(train_data=str(data), reward="exact_match"),
+    )
+    rows: list[Row] = []
+
+    def open_hub() -> Hub:
+        return Hub("tcp://127.0.0.1:*", max_message_bytes=1 << 20)
+
+    (tmp_path / "run").mkdir()
+    inputs = _load_inputs(config)
+    prepare_folder(config, inputs.identity, inputs.prompt_hashes)
+    stop = StopRequest()
+    stop._event.set()
+    with open_hub() as hub:
+        learner = open_learner(config, inputs, hub, open_hub, rows.append, time.monotonic())
+        assert not any(isinstance(row, FinalRow) for row in rows), "nothing runs yet"
+        assert learner.run(stop) == "stopped"
+    (final,) = [row for row in rows if isinstance(row, FinalRow)]
+    assert (final.outcome, final.policy_version, final.ledger.leased) == ("stopped", 0, 0)
