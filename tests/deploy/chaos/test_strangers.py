@@ -9,7 +9,7 @@ import pytest
 
 from offbeat.common.descriptors import raise_limit
 from offbeat.deploy.chaos import chaos, faults
-from offbeat.deploy.chaos.faults import Clock, Scene, commit
+from offbeat.deploy.chaos.faults import Attempt, Clock, Scene, commit
 from offbeat.deploy.chaos.network import Proxy
 from offbeat.deploy.chaos.schedule import Fault, Target
 from offbeat.deploy.chaos.strangers import crowd
@@ -25,6 +25,9 @@ class Bystanders:
 
     def pause(self, seconds: float) -> None:
         time.sleep(seconds)
+
+    def try_learner(self, *settings: str) -> Attempt:
+        raise AssertionError("no second learner is needed")
 
 
 def test_crowd_is_replaced_as_the_hub_sends_it_away_and_honest_peers_are_heard() -> None:
