@@ -1,6 +1,7 @@
 """The actor's engine on vLLM: `LLMEngine` inside this process, stepped by its owner."""
 
 import dataclasses
+import gc
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -163,7 +164,10 @@ class VllmEngine:
         )
 
     def close(self) -> None:
+        # vLLM collects garbage twice, which takes a second with all its modules.
+        gc.freeze()
         self._engine.engine_core.shutdown()
+        gc.unfreeze()
         if self._shared_weights is not None:
             self._shared_weights.close()
 

@@ -14,7 +14,14 @@ from typer.main import get_command
 
 from offbeat.common.environment import prepare_environment
 from offbeat.common.settings import SettingError
-from offbeat.common.shutdown import GAVE_UP_STATUS, PARENT_VARIABLE, USER_ERROR_STATUS, ServiceError, die_with_parent
+from offbeat.common.shutdown import (
+    GAVE_UP_STATUS,
+    PARENT_VARIABLE,
+    USER_ERROR_STATUS,
+    ServiceError,
+    die_with_parent,
+    end_process,
+)
 from offbeat.protocols.addresses import ChannelError
 from offbeat.protocols.text import plain
 
@@ -66,6 +73,16 @@ def make_app() -> typer.Typer:
 
 
 def main() -> None:
+    """Run the command line, and end the process with it."""
+    try:
+        run()
+    except SystemExit as end:
+        if end.code is not None and not isinstance(end.code, int):
+            raise
+        end_process(end.code or 0)
+
+
+def run() -> None:
     """Run the command line; errors that the user can mend become one line on stderr and exit status 2, without a traceback."""
     # Local modules (rewards named by import path) are found as `python -m` would find them.
     sys.path.insert(0, "")

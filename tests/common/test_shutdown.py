@@ -1,5 +1,6 @@
 """Signals: heeded at once where nothing would look at a flag, and orderly elsewhere."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -63,3 +64,40 @@ def test_second_signal_ends_the_process_at_once() -> None:
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
     assert process.returncode == -signal.SIGINT
+
+
+ENDING = """
+import atexit, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from offbeat.common.shutdown import end_process
+
+class Module:
+    def __del__(self):
+        print("torn down")
+
+kept = Module()
+atexit.register(print, "exit function")
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+ThreadPoolExecutor(1).submit(print, "pool").result()
+sys.stdout.write("flushed ")
+end_process(7)
+"""
+
+
+def test_process_ends_with_its_threads_exit_functions_and_output_but_frees_nothing() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 7
+    assert ended.stdout.splitlines() == ["pool", "flushed thread", "exit function"]
+    assert ended.stderr == ""
+
+
+def test_process_whose_output_nobody_reads_any_more_ends_with_its_own_status() -> None:
+    program = "import sys; from offbeat.common.shutdown import end_process; sys.stdout.write('x' * 10); end_process(3)"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=buffered)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.wait(30) == 3
+    assert process.stderr.read() == b""
+    process.stderr.close()

@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import weakref
@@ -27,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from offbeat.common.shutdown import PARENT_VARIABLE, die_with_parent
+from offbeat.common.shutdown import PARENT_VARIABLE, die_with_parent, end_process
 
 PROGRAM = [sys.executable, "-m", "offbeat.deploy.cli"]
 LATE_VARIABLES = {
@@ -259,13 +258,7 @@ def _become_service(arguments: Sequence[str], environment: Mapping[str, str], ou
     numpy.random.seed()
     sys.argv = ["", *arguments]
     _show_arguments([*PROGRAM, *arguments])
-    status = _run()
-    with contextlib.suppress(BaseException):
-        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-    os._exit(status)
+    end_process(_run())
 
 
 def _run() -> int:
