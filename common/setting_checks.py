@@ -3,14 +3,11 @@
 import math
 import re
 from functools import partial
-from pathlib import Path
 
 from offbeat.common.config import Config, TrainSection
 from offbeat.common.deepspeed_options import check_deepspeed_options, deepspeed_warnings
-from offbeat.common.eval_sets import eval_sets, eval_setting
 from offbeat.common.objective_checks import check_objective, objective_warnings
-from offbeat.common.run_folder import check_run_folder
-from offbeat.common.settings import SettingError, collect_errors, is_local_data
+from offbeat.common.settings import SettingError, collect_errors
 from offbeat.protocols.addresses import is_loopback
 
 BYTES_PER_TOKEN = 8
@@ -25,19 +22,6 @@ def check(config: Config) -> list[str]:
     )
     collect_errors([*(partial(check, config) for check in checks), partial(check_deepspeed_options, config.train)])
     return _warnings(config)
-
-
-def check_files(config: Config) -> None:
-    """Raise `SettingError` for a missing model folder or data file, and for a run folder that cannot be used.
-
-    Only the learner's machine has these files.
-    """
-    _check_model_folder(config.model.path)
-    of_evaluation = {eval_setting(name): source for name, source in eval_sets(config.task).items()}
-    for setting, source in {"task.train_data": config.task.train_data, **of_evaluation}.items():
-        if source and is_local_data(source) and not Path(source).expanduser().exists():
-            raise SettingError(setting, source, "there is no such file", "Give the path of a file or folder with data.")
-    check_run_folder(config.run)
 
 
 def least_staleness(config: Config) -> int:
@@ -305,18 +289,6 @@ def _check_gpus(config: Config) -> None:
         if twice or any(gpu < 0 for gpu in gpus):
             problem = f"GPU {twice[0]} is there twice" if twice else "an index is below 0"
             raise SettingError(f"launch.{setting}", gpus, problem, "Give each process a GPU of its own, counted from 0.")
-
-
-def _check_model_folder(path: str) -> None:
-    folder = Path(path)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise SettingError("model.path", path, "the folder has no config.json", "Give a folder in the Hugging Face layout.")
-        return
-    # `owner/name` may be on the Hugging Face Hub; a text that looks like a path cannot be.
-    is_hub_name = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) is not None
-    if not is_hub_name:
-        raise SettingError("model.path", path, "there is no such folder", "Give a model folder or a hub name (owner/name).")
 
 
 def _warnings(config: Config) -> list[str]:

@@ -5,7 +5,6 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +39,13 @@ def load_function(path: str, *, setting: str, parameters: Sequence[str] | None =
 
 
 def find_source(path: str) -> Path | None:
-    """Return the file of the module in `module:function` without running its code; None when it is not found here."""
-    module_name = path.partition(":")[0]
-    places: Sequence[str] | None = [str(Path.cwd()), *sys.path]
-    parts = module_name.split(".")
-    for index in range(len(parts)):
-        spec = PathFinder.find_spec(".".join(parts[: index + 1]), places)
-        if spec is None:
-            return None
-        if index + 1 == len(parts):
-            return Path(spec.origin) if spec.origin is not None else None
-        places = spec.submodule_search_locations
+    """Return the file of the module in `module:function` without running its code; None when no folder on the path has it."""
+    parts = path.partition(":")[0].split(".")
+    for folder in ("", *sys.path):
+        module = Path(folder, *parts)
+        for file in (module / "__init__.py", module.with_name(f"{module.name}.py")):
+            if file.is_file():
+                return file
     return None
 
 

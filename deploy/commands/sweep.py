@@ -7,11 +7,10 @@ from typing import Annotated
 import typer
 
 from offbeat.common.logs import configure_logs
-from offbeat.common.setting_checks import check_files
 from offbeat.common.settings import SettingError, load
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, split_arguments, start_time
-from offbeat.deploy.commands.user_functions import check_functions
+from offbeat.deploy.preflight.preflight import look
 from offbeat.deploy.quickstart.quickstart import expand
 from offbeat.deploy.sweep import check_cells, make_cells, prepare, render_commands, run_sweep
 from offbeat.lab.sweep.plan import make_plan, read_plan
@@ -52,7 +51,7 @@ def command(
         prepare(plan, cells, folder)
         typer.echo(render_commands(cells, folder, as_job=as_job))
         return
-    check_cells(cells, lambda config: check_files(expand(config)))
-    check_cells(cells, check_functions)
+    # Each run looks at its own settings again when it starts; the first one stands for what all share.
+    check_cells(cells[:1], lambda config: look(expand(config), "train"))
     report = partial(write_sweep_report, folder, plan, difference)
     raise typer.Exit(run_sweep(plan, cells, folder, StopRequest().install(), say=typer.echo, write_report=report))

@@ -1,4 +1,4 @@
-"""A reward function of every form (docs/rewards.md). Name one as `task.reward = "rewards:NAME"`, started in this folder."""
+"""A reward function of every form (docs/rewards.md). Name one as `task.reward = "rewards:NAME"` beside this file."""
 
 import asyncio
 import json

@@ -1,11 +1,8 @@
 """Contradicting settings are refused with reason and cure; odd ones only cause a warning."""
 
-import re
-from pathlib import Path
-
 import pytest
 
-from offbeat.common.setting_checks import check, check_files
+from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load
 
 KEYS = ("hub.key=keys/{name}.key", "hub.learner_key=keys/learner.pub", "hub.allowed_keys=keys/allowed_keys")
@@ -141,44 +138,3 @@ def test_greedy_evaluation_in_groups_is_warned_about() -> None:
     settings = ["task.eval_data=e.jsonl", "evaluation.interval=5", "evaluation.group_size=4"]
     (warning,) = check(load(None, [*GOOD, *settings]))
     assert "evaluation.group_size" in warning
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> list[str]:
-    """Return overrides that name existing files."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    data = tmp_path / "train.jsonl"
-    data.write_text("{}")
-    return [f"model.path={model}", f"task.train_data={data}"]
-
-
-def test_files_that_are_there_pass(files: list[str]) -> None:
-    check_files(load(None, files))
-
-
-def test_hub_names_are_left_to_the_hub() -> None:
-    check_files(load(None, ["model.path=Qwen/Qwen3-0.6B", "task.train_data=openai/gsm8k/main"]))
-
-
-@pytest.mark.parametrize("path", ["/absent/model", "./absent", "a/b/c"])
-def test_missing_model_folder_is_reported(path: str, files: list[str]) -> None:
-    with pytest.raises(SettingError, match=re.escape(f'model.path = "{path}": there is no such folder')):
-        check_files(load(None, [*files, f"model.path={path}"]))
-
-
-def test_model_folder_without_config_is_reported(tmp_path: Path, files: list[str]) -> None:
-    with pytest.raises(SettingError, match=r"has no config\.json"):
-        check_files(load(None, [*files, f"model.path={tmp_path}"]))
-
-
-@pytest.mark.parametrize("key", ["train_data", "eval_data"])
-def test_missing_data_file_is_reported(key: str, files: list[str]) -> None:
-    with pytest.raises(SettingError, match=rf'task\.{key} = "absent\.jsonl": there is no such file'):
-        check_files(load(None, [*files, f"task.{key}=absent.jsonl"]))
-
-
-def test_resuming_in_a_folder_that_is_not_there_is_refused(tmp_path: Path, files: list[str]) -> None:
-    with pytest.raises(SettingError, match=r"run\.dir.*no such folder"):
-        check_files(load(None, [*files, "run.resume=true", f"run.dir={tmp_path / 'absent'}"]))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.config import Config, ModelSection, TaskSection
+from offbeat.common.config import Config, ModelSection, RolloutSection, TaskSection
 from offbeat.common.settings import resolved_toml
 
 pytestmark = pytest.mark.slow
@@ -16,7 +16,7 @@ REWARD = "from common.scores import score\n\n\ndef reward(prompt, completion, ro
 
 
 @pytest.fixture(params=["packages", "namespace packages"])
-def home(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def home(request: pytest.FixtureRequest, tmp_path: Path, tiny_model: Path) -> Path:
     """Return a folder with subfolders named like our rooms. With an `__init__.py`, importing one of them fails."""
     for name in FOREIGN:
         folder = tmp_path / name
@@ -27,9 +27,11 @@ def home(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     (tmp_path / "common" / "scores.py").write_text("def score(text):\n    return len(text)\n")
     (tmp_path / "my_reward.py").write_text(REWARD)
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    config = Config(model=ModelSection(path="model"), task=TaskSection(train_data="train.jsonl", reward="my_reward:reward"))
+    config = Config(
+        model=ModelSection(path=str(tiny_model), dtype="float32", max_length=32),
+        task=TaskSection(train_data="train.jsonl", max_prompt_tokens=8, reward="my_reward:reward"),
+        rollout=RolloutSection(max_new_tokens=8),
+    )
     (tmp_path / "run.toml").write_text(resolved_toml(config))
     return tmp_path
 

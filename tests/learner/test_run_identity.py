@@ -222,8 +222,13 @@ def test_corrected_reward_is_recorded(config: Config, tmp_path: Path, monkeypatc
     (tmp_path / "judge" / "__init__.py").write_text("raise SystemExit('it was executed')")
     source = tmp_path / "judge" / "rules.py"
     source.write_text("solved = 1")
-    assert find_source("judge.rules:solved") == source
+    assert find_source("judge.rules:solved") == Path("judge/rules.py")
     assert find_source("judge.absent:solved") is None
+    # A folder of modules without an `__init__.py`, and a package.
+    (tmp_path / "plain" / "inner").mkdir(parents=True)
+    (tmp_path / "plain" / "inner" / "rules.py").touch()
+    assert find_source("plain.inner.rules:solved") == Path("plain/inner/rules.py")
+    assert find_source("judge:solved") == Path("judge/__init__.py")
     with_reward = replace(config, task=replace(config.task, reward="judge.rules:solved"))
     before = identity_of(with_reward)
     source.write_text("solved = 2")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from offbeat.common.setting_checks import check, check_files
 from offbeat.common.settings import load
+from offbeat.deploy.preflight.preflight import look
 from offbeat.deploy.quickstart.tiny_gsm8k import make
 from offbeat.deploy.quickstart.tiny_models import make_tiny_model
 
@@ -64,8 +64,7 @@ def test_stand_in_for_gsm8k_has_its_format_and_fits_the_cpu_config(tmp_path: Pat
     monkeypatch.chdir(tmp_path)
     make(Path("runs/tiny-gsm8k"), num_train=40, num_eval=4)
     config = load(config_file)
-    assert check(config) == []
-    check_files(config)
+    look(config, "check")
     rows = [msgspec.json.decode(line) for line in Path(config.task.train_data).read_bytes().splitlines()]
     assert len(rows) == 40
     for row in rows:
