@@ -71,7 +71,7 @@ def make_cells(plan: Plan, config_file: Path, overrides: Sequence[str], folder: 
     return cells
 
 
-def check_cells(cells: Sequence[Cell], check_one: Callable[[Config], None]) -> None:
+def check_cells(cells: Sequence[Cell], check_one: Callable[[Config], object]) -> None:
     """Apply a check to the settings of each run; a `SettingError` that it raises then names the run."""
     for cell in cells:
         # Files that a run has already written are no error: a sweep continues it.
