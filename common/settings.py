@@ -136,12 +136,19 @@ def explain(name: str | None = None) -> str:
 
 
 def explanations(name: str | None = None) -> list[Explanation]:
-    """Describe a setting, named as in `full_name`, or those of a section, or all; raise `SettingError` for an unknown name."""
+    """Describe the settings of a key, a setting named as in `full_name`, the settings of a section, or all.
+
+    Raises `SettingError` for an unknown name.
+    """
     if name in _sections():
         return _explain_section(name)
     every = [row for section_name in _sections() for row in _explain_section(section_name)]
     if name is None:
         return every
+    # Here a key that several sections have is no mistake.
+    of_key = [row for row in every if row.setting.partition(".")[2] == name]
+    if of_key:
+        return of_key
     setting = ".".join(full_name(name).split(".")[:2])
     return [row for row in every if row.setting == setting]
 

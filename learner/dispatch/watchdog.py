@@ -66,8 +66,8 @@ CAUSES: dict[str, Cause] = {
         is_usual=True,
     ),
     "rewards_unavailable": Cause(
-        "completions of the missing groups wait for rewards that cannot be had",
-        "bring the service behind task.reward back; after task.reward_retry_s such leases fail",
+        "Completions of the missing groups wait for rewards that cannot be had.",
+        "Bring the service behind task.reward back; after task.reward_retry_s such leases fail.",
     ),
     "generating": Cause(
         "Actors work on the missing groups.",

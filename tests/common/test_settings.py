@@ -312,3 +312,8 @@ def test_one_evaluation_set_is_a_path_and_several_are_a_table() -> None:
     several = load(None, ["task.eval_data.math=m.jsonl", "task.eval_data.code=c.jsonl"])
     assert eval_sets(several.task) == {"math": "m.jsonl", "code": "c.jsonl"}
     assert 'eval_data = {"math" = "m.jsonl", "code" = "c.jsonl"}' in resolved_toml(several)
+
+
+def test_key_of_several_sections_is_described_for_each() -> None:
+    assert [row.setting for row in explanations("temperature")] == ["rollout.temperature", "evaluation.temperature"]
+    assert [row.setting for row in explanations("num_steps")] == ["train.num_steps"]
