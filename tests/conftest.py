@@ -175,10 +175,15 @@ def _leaves_nothing_behind() -> Iterator[None]:
     while (left := _left_processes(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, "processes of tests that still run"
-    shared = set(SHARED_MEMORY.iterdir()) - shared_before if SHARED_MEMORY.exists() else set()
-    # What others on this machine use is theirs. Semaphores of 32 bytes remain of processes that were killed with their tracker.
-    left_files = [file for file in shared if not file.name.startswith("sem.mp-") and not _is_in_use(file)]
+    # What others on this machine use is theirs, and trackers of dead processes clear up a moment later.
+    while (left_files := _left_files(shared_before)) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert not left_files, "shared memory that no process uses"
+
+
+def _left_files(before: set[Path]) -> list[Path]:
+    files = set(SHARED_MEMORY.iterdir()) - before if SHARED_MEMORY.exists() else set()
+    return [file for file in files if file.exists() and not processes.is_mapped(file)]
 
 
 def _left_processes(mark: str) -> list[str]:
@@ -188,15 +193,3 @@ def _left_processes(mark: str) -> list[str]:
     return [
         line for line in lines if "multiprocessing.resource_tracker" not in line and "multiprocessing.forkserver" not in line
     ]
-
-
-def _is_in_use(file: Path) -> bool:
-    maps = [text for pid in Path("/proc").glob("[0-9]*/maps") if (text := _text(pid))]
-    return not file.exists() or any(str(file) in text for text in maps)
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""

@@ -292,5 +292,6 @@ def _left_over(work: Path, mark: str, semaphores: set[Path]) -> list[str]:
 
 
 def _semaphores() -> set[Path]:
-    """Return the semaphores and the shared memory that Python's multiprocessing has made on this machine."""
-    return {path for pattern in ("sem.mp-*", "psm_*") for path in Path("/dev/shm").glob(pattern)}
+    """Return the semaphores and the shared memory that Python's multiprocessing has made for this user."""
+    found = (path for pattern in ("sem.mp-*", "psm_*") for path in Path("/dev/shm").glob(pattern))
+    return {path for path in found if path.exists() and path.stat().st_uid == os.getuid()}

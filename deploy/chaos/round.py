@@ -3,7 +3,6 @@
 plan -> wait for the step -> commit the fault -> ... -> the run's end -> recovery times from its metrics
 """
 
-import contextlib
 import logging
 import os
 import resource
@@ -247,8 +246,7 @@ class Services:
             while process.poll() is None and time.monotonic() < deadline:
                 self.pause(LOOK_S)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            processes.kill_group(process.pid)
             status = process.wait()
         return Attempt(status, log.read_bytes()[num_before:].decode(errors="replace"))
 
@@ -259,8 +257,7 @@ class Services:
     def close(self) -> None:
         """Kill both, and every process they started."""
         for process in (self._train, self._remote):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            processes.kill_group(process.pid)
             process.wait()
 
     def _popen(self, command: list[str], log: str) -> subprocess.Popen:

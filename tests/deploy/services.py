@@ -1,8 +1,5 @@
 """Real services for end-to-end tests: `offbeat` commands as processes that no test leaves behind."""
 
-import contextlib
-import os
-import signal
 import socket
 import subprocess
 import time
@@ -15,6 +12,7 @@ import msgspec
 
 from offbeat.common.config import Config
 from offbeat.common.settings import resolved_toml
+from offbeat.deploy.launch import processes
 from tests.deploy.warm import PROGRAM, ForkedProcess, WarmProcess, service_environment
 
 REWARD_MODULE = '''
@@ -105,8 +103,7 @@ class Services:
     def kill_all(self) -> None:
         """Kill what still runs, each process with its group."""
         for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            processes.kill_group(process.pid)
             process.wait()
 
     def _start(self, arguments: Sequence[str], output: IO[bytes], errors: IO[bytes], *, is_real: bool) -> Process:

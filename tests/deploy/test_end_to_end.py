@@ -1,6 +1,5 @@
 """Whole runs: real processes, real sockets, real vLLM, real collectives, on tiny models."""
 
-import os
 import signal
 import subprocess
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.common.settings import load
+from offbeat.deploy.launch import processes
 from offbeat.lab.audit import audit
 from offbeat.learner.diagnostics.calibration import save_calibration
 from tests.deploy.services import SERVICES_S, SLOW_REWARD, Services, free_port, write_config
@@ -69,7 +69,7 @@ def test_actors_may_come_first_late_or_die_and_the_ledger_adds_up(services: Serv
     doomed = services.start("actor", config, address, "actor.name=doomed", log="doomed")
     learner = services.start("learner", config, address)
     services.wait_for(lambda: "doomed" in {row["actor"] for row in services.rows("run", "group")}, "its groups")
-    os.killpg(doomed.pid, signal.SIGKILL)
+    processes.kill_group(doomed.pid)
     late = services.start("actor", config, address, "actor.name=late", log="late")
     assert services.wait(learner, "learner") == 0, services.output("learner")
     assert services.wait(early, "early") == 0
