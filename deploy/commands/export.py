@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from offbeat.common.environment import prepare_environment
 from offbeat.common.logs import configure_logs
 from offbeat.deploy.commands.arguments import RunFolder
 from offbeat.lab.export import export
@@ -22,4 +23,5 @@ def command(
 ) -> None:
     """Write the model of a run's checkpoint as transformers and vLLM load it; the run may be going on."""
     configure_logs("export")
+    prepare_environment()
     typer.echo(export(run, step=step, out=out, only_adapter=adapter))

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from offbeat.common.config import Config
 from offbeat.common.logs import MAX_FILE_BYTES
 from offbeat.common.masking import write_private
+from offbeat.common.metrics import ROWS_FILE
 from offbeat.common.run_folder import LAUNCH_FILE, has_checkpoint, has_steps, locked
 from offbeat.common.settings import SettingError, resolved_toml
 from offbeat.common.shutdown import (
@@ -176,13 +177,14 @@ class Launcher:
             (self._folder / "logs").mkdir(exist_ok=True)
         write_private(self._config_file, resolved_toml(self._config, with_secrets=True))
         is_refused = False
+        num_bytes_before = self._num_row_bytes()
         try:
             self._start_learner()
             for index in range(len(self._actors)):
                 self._start_actor(index)
             status = self._watch()
             # A learner that a mistake kept from beginning has said all there is.
-            is_refused = status == USER_ERROR_STATUS and not has_steps(self._folder)
+            is_refused = status == USER_ERROR_STATUS and self._num_row_bytes() == num_bytes_before
             # Before the first step the actors of a stopped run have nothing to hand over.
             if status == 0 and not (self._stop and not has_steps(self._folder)):
                 self._await_actors()
@@ -192,6 +194,10 @@ class Launcher:
             if not is_refused:
                 end_run(self._folder, "train", self._stop)
         return INTERRUPTED_STATUS if self._stop else status
+
+    def _num_row_bytes(self) -> int:
+        rows = self._folder / ROWS_FILE
+        return rows.stat().st_size if rows.exists() else 0
 
     def _start_learner(self, *settings: str) -> None:
         launch = self._config.launch

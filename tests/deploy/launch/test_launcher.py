@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from offbeat.common.config import Config, HubSection, LaunchSection, LogSection, RunSection
+from offbeat.common.metrics import MetricsWriter
+from offbeat.common.rows import StepRow
 from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.launch import launcher
@@ -211,6 +213,19 @@ def test_signal_asks_the_learner_to_stop_and_leaves_nothing_behind(services: Ser
     services.when((services.folder / "ready").exists, lambda: services.stop._on_signal(signal.SIGINT, None))
     assert services.launcher().run() == 130
     assert not any(is_alive(int(start[0])) for start in services.starts("learner") + services.starts("actor-0"))
+
+
+def test_refused_resume_ends_with_the_refusal_and_no_summary_of_the_run_before(
+    services: Services, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    (services.folder / "run").mkdir()
+    with MetricsWriter(services.folder / "run") as metrics:
+        metrics.write(StepRow(policy_version=1, metrics={}))
+    services.does("learner", "sys.exit(2)")
+    assert services.launcher().run() == 2
+    assert not (services.folder / "run" / "report.html").exists()
+    assert "the run" not in caplog.text
 
 
 @pytest.mark.engine
