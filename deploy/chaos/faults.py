@@ -19,7 +19,7 @@ from offbeat.deploy.chaos.network import Network
 from offbeat.deploy.chaos.schedule import Fault, Target
 from offbeat.deploy.chaos.strangers import crowd
 from offbeat.deploy.launch import processes
-from offbeat.learner.leases.events import LeaseEvent
+from offbeat.learner.leases.events import LeaseEvent, Tuned
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.log_records import HEADER_BYTES
 from offbeat.learner.training import checkpoints
@@ -225,7 +225,8 @@ def corrupt_log(log: Path, generator: random.Random) -> Committed:
     """Damage the newest segment as a killed process or a bad disk would. No process may write the log meanwhile."""
     before = list(read_log(log))
     segment = max(log.glob("*.log"), default=None)
-    content = bytearray(segment.read_bytes() if segment else b"")
+    whole = segment.read_bytes() if segment else b""
+    content = bytearray(whole)
     if not before or segment is None or len(content) < HEADER_BYTES:
         return Committed(None)
     last = before[-1].position
@@ -247,6 +248,10 @@ def corrupt_log(log: Path, generator: random.Random) -> Committed:
     end = "" if "middle" in damage else " at the end"
     left = {record.position for record in read_log(log)}
     lost = [record.event for record in before if record.position not in left]
+    if any(isinstance(event, Tuned) for event in lost):
+        # Without it the settings of "doubt learner" would hold for good, and end the run as they should.
+        segment.write_bytes(whole + generator.randbytes(100))
+        return Committed(f"garbage at the end of {segment.name}, 0 records lost")
     return Committed(f"{damage}{end} of {segment.name}, {len(lost)} records lost", tuple(lost))
 
 

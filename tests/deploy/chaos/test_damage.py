@@ -1,12 +1,13 @@
 """Chaos damages files as bad disks and killed processes do, and says what that destroyed."""
 
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 
 from offbeat.deploy.chaos.faults import DAMAGES, corrupt_log, damage_checkpoint
-from offbeat.learner.leases.events import Expired
+from offbeat.learner.leases.events import Expired, Tuned
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.training import checkpoints
@@ -35,6 +36,18 @@ def test_corrupted_log_loses_its_last_record_at_most_and_says_which(tmp_path: Pa
     log.close()
     left = [record.event.lease_id for record in read_log(folder) if isinstance(record.event, Expired)]
     assert left == [lease_id for lease_id in (0, 1, 2, 3, 4, 9) if lease_id not in lost]
+
+
+def test_settings_that_were_changed_are_no_record_that_a_corrupted_log_loses(tmp_path: Path) -> None:
+    folder = tmp_path / "log"
+    for seed in range(40):
+        shutil.rmtree(folder, ignore_errors=True)
+        log = RolloutLog(folder, fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
+        log.append(Tuned(at=0.0, settings={"weights.canary_tolerance": "none"}, who="chaos", reason="", policy_version=3))
+        log.close()
+        corrupted = corrupt_log(folder, random.Random(seed))
+        assert corrupted.lost == ()
+        assert [type(record.event) for record in read_log(folder)] == [Tuned]
 
 
 def test_log_without_a_record_is_left_alone(tmp_path: Path) -> None:
