@@ -9,20 +9,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from offbeat.common.learning_sections import (
+    AdvantageSection,
+    CriticSection,
+    KlSection,
+    LoraSection,
+    LossSection,
+    RewardSection,
+    TrainSection,
+)
+from offbeat.common.section import NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, PositiveInt, RewardName, Section
 from offbeat.protocols.text import NAME_PATTERN
-
-NonNegativeInt = Annotated[int, Meta(ge=0)]
-PositiveInt = Annotated[int, Meta(ge=1)]
-NonNegativeFloat = Annotated[float, Meta(ge=0)]
-Port = Annotated[int, Meta(ge=0, le=65535)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-ImportPath = Annotated[str, Meta(pattern=r"^[\w.]+:\w+$")]
-RewardName = Annotated[str, Meta(pattern=r"^(\w+|[\w.]+:\w+)$")]
-
-
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The base of every section: immutable, and strict about unknown settings."""
 
 
 class RunSection(Section, frozen=True):
@@ -70,7 +67,7 @@ class TaskSection(Section, frozen=True):
     """Name of the field that holds a row's own system message, used where it is not empty. Empty: rows have none."""
     chat_template: bool = False
     """Format each prompt with the tokenizer's chat template."""
-    template_arguments: dict[str, Any] = {}
+    template_arguments: dict[str, Any] = msgspec.field(default_factory=dict)
     """Arguments of the chat template, for example `{enable_thinking = false}`."""
     template_arguments_field: str = ""
     """Name of the field that holds a row's own arguments of the chat template, an object, which replace those of
@@ -83,7 +80,7 @@ class TaskSection(Section, frozen=True):
     reward: RewardName = "exact_match"
     """Reward function: a built-in one (`exact_match`, `math_answer`), or your own as `module:function`. It may be plain or
     async, takes one completion, a group or a batch, and returns numbers or named parts: docs/rewards.md."""
-    reward_weights: dict[str, float] = {}
+    reward_weights: dict[str, float] = msgspec.field(default_factory=dict)
     """Weights of the named parts that the reward function returns; their weighted sum is the reward. A part that is not listed
     has weight 1."""
     reward_timeout_s: PositiveFloat = 30.0
@@ -143,195 +140,6 @@ class StalenessSection(Section, frozen=True):
     """Adapt `staleness.max_staleness` during the run, for `staleness.staleness_policy = "gate"`. The bound falls while the
     measured drift is large against the noise floor. It rises, up to `staleness.hard_max_staleness`, while the drift is small
     and the bound keeps actors from work that the learner waits for."""
-
-
-class RewardSection(Section, frozen=True):
-    """Changes to rewards before advantages are computed: penalties, then normalization, then clipping."""
-
-    overlong_buffer: NonNegativeInt | None = None
-    """Length of the zone before `rollout.max_new_tokens`, in tokens, in which a completion's reward falls linearly with its
-    length (DAPO's soft overlong punishment). 0: no penalty. none: the objective's default, 20% of `rollout.max_new_tokens` for
-    dapo and 0 for the others."""
-    overlong_penalty: PositiveFloat = 1.0
-    """Penalty subtracted from the reward of a completion of `rollout.max_new_tokens` tokens."""
-    length_penalty: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
-    """Your own penalty, as `module:function`. It is called with `(lengths, max_new_tokens)` and returns the numbers to add to
-    the rewards; both arrays have the shape `[completions]`. Empty: no such penalty."""
-    norm_mean: Literal["none", "group", "batch", "running"] = "none"
-    """Mean subtracted from each reward: over its group, over the optimizer step's batch, or over all rewards so far."""
-    norm_std: Literal["none", "group", "batch", "running"] = "none"
-    """Standard deviation by which each reward is then divided: over its group, over the optimizer step's batch, or over all
-    rewards so far. It may differ from `reward.norm_mean`."""
-    clip: PositiveFloat | None = None
-    """Bound on the absolute value of a reward after normalization. none: rewards are not clipped."""
-
-
-class AdvantageSection(Section, frozen=True):
-    """Computation of advantages from rewards."""
-
-    function: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
-    """Your own advantages, as `module:function`, in place of baseline and standard deviation. It takes a step's rewards, an
-    array `[groups, group_size]`, and returns such an array (docs/own_code.md). Empty: no such function."""
-    baseline: Literal["group", "leave_one_out", "critic", "zero"] | None = None
-    """Number subtracted from a reward. group: the mean of its group. leave_one_out: the mean of the other completions in its
-    group. critic: a learned value, with generalized advantage estimation (GAE). zero: nothing. none: the objective's default,
-    critic for ppo and group for the others."""
-    divide_by_std: bool | None = None
-    """Divide by the standard deviation of the group's rewards, as GRPO and GSPO do. none: the objective's default with the
-    group baseline (false for dr_grpo and ppo, true for the others), and false with any other baseline."""
-    std_epsilon: PositiveFloat = 1e-6
-    """Number added to the standard deviation to avoid division by zero."""
-    std_unbiased: bool = True
-    """Divide by n - 1 instead of n in the group's variance."""
-    whiten: bool = False
-    """Shift and scale the advantages of all tokens of an optimizer step, over all ranks, to mean 0 and variance 1."""
-    clip: PositiveFloat | None = None
-    """Bound on the absolute value of an advantage, applied last. none: advantages are not clipped."""
-    gamma: Fraction = 1.0
-    """Discount per token, from 0 to 1, in the critic's GAE and in the sum of `kl.reward_coef` terms."""
-    gae_lambda: Fraction = 0.95
-    """Lambda of GAE, from 0 (relies on the critic) to 1 (relies on the rewards). Used by `advantage.baseline = "critic"`."""
-
-
-class LossSection(Section, frozen=True):
-    """The objective, its importance ratio, and the average over tokens."""
-
-    objective: Literal["gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "sapo", "cispo", "reinforce", "ppo"] = "gspo"
-    """Training objective; docs/objectives.md describes each. It decides the default of every setting below that is none."""
-    function: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
-    """Your own token loss, as `module:function` (docs/own_code.md), in place of the objective's, which still decides the
-    defaults of other settings. Clip settings are not used. Empty: the objective's own loss."""
-    anchor: Literal["behavior", "proximal", "decoupled"] = "behavior"
-    """Denominator of the importance ratio. behavior: the log-probs that the engine sampled with. proximal: the learner's own
-    log-probs, recomputed before the update. decoupled: the proximal ones, with `loss.correction` for what separates them from
-    the behavior ones."""
-    clip_low: PositiveFloat | None = None
-    """Distance below 1 at which the importance ratio is clipped, at `1 - clip_low`. none: the objective's default. For gspo it
-    is 0.05 against behavior log-probs, because the paper's 3e-4 would clip about 40% of all completions for numerical noise
-    alone, and 3e-4 against recomputed log-probs."""
-    clip_high: PositiveFloat | None = None
-    """Distance above 1 at which the importance ratio is clipped, at `1 + clip_high`. none: the objective's default. For gspo it
-    is 0.05 against behavior log-probs and 4e-4 against recomputed ones."""
-    noise_floor: str = ""
-    """Path of the calibration file that `offbeat calibrate` wrote; every learner process reads it. Clip fractions and
-    divergences are then split into the share of the engine's numerical noise and the share of staleness. Empty: they are not
-    split."""
-    dual_clip: Annotated[float, Meta(gt=1)] | None = None
-    """Cap on the loss where the advantage is negative, as a multiple of the advantage's absolute value. It acts where the ratio
-    that the objective clips is larger. Not available for sapo, cispo and reinforce. none: no cap."""
-    tau_positive: PositiveFloat = 1.0
-    """SAPO's temperature for positive advantages."""
-    tau_negative: PositiveFloat = 1.05
-    """SAPO's temperature for negative advantages."""
-    correction: Literal["none", "token_tis", "sequence_tis", "icepop", "sequence_mask", "geometric_mask", "opsm", "m2po"] = (
-        "none"
-    )
-    """Weight or mask applied to the loss for the mismatch that the importance ratio does not cover: `pi_old / mu` with the
-    decoupled anchor, `pi / mu` otherwise."""
-    correction_low: NonNegativeFloat | None = None
-    """Lower bound of the correction's ratio. none: the correction's default."""
-    correction_high: PositiveFloat | None = None
-    """Upper bound of the correction's ratio; for opsm of the mean log-ratio, for m2po of the second moment. none: the
-    correction's default."""
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] | None = None
-    """Average that turns token losses into one number. none: the objective's default."""
-    aggregation_length: PositiveInt | None = None
-    """Constant by which seq-mean-token-sum-norm divides, in tokens. none: `rollout.max_new_tokens`."""
-    entropy_coef: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus, averaged over tokens as the loss is. 0: no bonus."""
-    zero_variance: Literal["count", "drop"] | None = None
-    """Treatment of groups whose rewards are all equal. count: train on them, with zero advantages, and count them. drop: drop
-    them and lease further prompts (dynamic sampling). none: the objective's default, drop for dapo and count for the others."""
-
-
-class KlSection(Section, frozen=True):
-    """Divergence from a frozen reference policy. While both coefficients are 0 it is not computed and costs nothing."""
-
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimate of the KL divergence per token. k1: `log pi/ref`. k2: half of its square. k3: `ref/pi - 1 - log ref/pi`."""
-    loss_coef: NonNegativeFloat = 0.0
-    """Weight of the KL divergence in the loss. 0: off."""
-    unbiased: bool = False
-    """Multiply the KL divergence in the loss by `pi / mu`, which makes its gradient correct for stale rollouts too."""
-    reward_coef: NonNegativeFloat = 0.0
-    """Weight of the KL divergence that is subtracted from the reward of each token. 0: off."""
-    target: PositiveFloat | None = None
-    """KL divergence per token toward which the coefficient in use is adapted. none: the coefficient stays constant."""
-    horizon: PositiveInt = 10_000
-    """Time scale of that adaptation, in completions: larger is slower."""
-    reference: str = ""
-    """Model folder or Hugging Face Hub name of the reference policy. Empty: the initial policy."""
-
-
-class CriticSection(Section, frozen=True):
-    """The value head, used by `advantage.baseline = "critic"`."""
-
-    loss_coef: PositiveFloat = 0.5
-    """Weight of the value loss."""
-    value_clip: PositiveFloat | None = 0.2
-    """Maximum distance of a value from its value before the update; beyond it the value is clipped. none: values are not
-    clipped."""
-
-
-class LoraSection(Section, frozen=True):
-    """Training of a low-rank adapter instead of all weights. Actors receive the merged weights."""
-
-    rank: NonNegativeInt = 0
-    """Rank of the adapter. 0: no adapter, all weights are trained."""
-    alpha: PositiveFloat = 32.0
-    """Scale of the adapter: its output is multiplied by `alpha / rank`."""
-    target_modules: tuple[str, ...] = ()
-    """Names of the linear layers that get an adapter. Empty: all linear layers but the output head."""
-
-
-class TrainSection(Section, frozen=True):
-    """The learner's optimization and checkpoints."""
-
-    num_steps: PositiveInt = 1000
-    """Number of optimizer steps in the run."""
-    groups_per_step: PositiveInt = 32
-    """Number of groups in one optimizer step, over all ranks and micro-batches."""
-    steps_per_batch: PositiveInt = 1
-    """Number of optimizer steps that the groups of one selection are split into."""
-    epochs_per_batch: PositiveInt = 1
-    """Number of passes over the groups of one selection, each of `train.steps_per_batch` steps. A group's lag is the one at its
-    last pass."""
-    learning_rate: PositiveFloat = 1e-6
-    """Peak learning rate of AdamW."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up: constant, or a linear or cosine decay to 0 at `train.num_steps`."""
-    warmup_steps: NonNegativeInt = 0
-    """Number of optimizer steps over which the learning rate rises linearly from 0. 0: no warm-up."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of AdamW."""
-    adam_betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """Decay rates of AdamW's first and second moments, each at least 0 and below 1."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Maximum global gradient norm; larger gradients are scaled down to it."""
-    micro_batch_tokens: PositiveInt = 16384
-    """Maximum number of tokens in one forward and backward pass, each prompt counted once. A completion that exceeds it is
-    passed alone."""
-    fp32_head: bool = False
-    """Compute the logits in float32, from float32 copies of the output head's input and weights, whatever `model.dtype` is."""
-    zero_stage: Annotated[int, Meta(ge=0, le=3)] = 0
-    """DeepSpeed ZeRO stage, from 0 to 3."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory for about a third more computation."""
-    deepspeed: dict[str, Any] = {}
-    """DeepSpeed options beside those derived from the settings above."""
-    checkpoint_interval: NonNegativeInt = 0
-    """Number of optimizer steps between checkpoints. 0: only the final model is saved, and checkpoints that `log.retain_mb`
-    needs; a learner that dies then trains again from the first step, on the groups in its log."""
-    keep_checkpoints: PositiveInt = 2
-    """Number of checkpoints to keep; older ones are deleted, except the one of the version with the highest evaluation."""
-    max_failed_leases: PositiveInt = 200
-    """Number of failed leases (reward errors) in a row after which the run stops with an error."""
-    no_actor_timeout_s: NonNegativeFloat = 0.0
-    """Time without any live actor after which the run stops with an error, in seconds. 0: wait forever, with a message every 30
-    s."""
-    no_group_timeout_s: NonNegativeFloat | None = None
-    """Time in which actors are connected and no usable group arrives, after which the run stops with an error that gives the
-    reason, in seconds. 0: wait forever. none: 6 times `rollout.lease_timeout_s`."""
 
 
 class HubSection(Section, frozen=True):
@@ -413,7 +221,7 @@ class ActorSection(Section, frozen=True):
     id."""
     engine: Literal["auto", "vllm", "transformers"] = "auto"
     """Inference engine. auto: vLLM where it is installed, else transformers."""
-    engine_options: dict[str, Any] = {}
+    engine_options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Options passed to the engine unchanged (vLLM: `EngineArgs`; transformers: `ContinuousBatchingConfig`)."""
     max_inflight_groups: Annotated[int, Meta(ge=1, le=1 << 18)] = 16
     """Maximum number of groups an actor works on at the same time, which is its credit; at most 262144."""

@@ -1,6 +1,6 @@
 """The DeepSpeed options that `train.deepspeed` may hold, known without importing DeepSpeed, which takes seconds."""
 
-from offbeat.common.config import TrainSection
+from offbeat.common.learning_sections import TrainSection
 from offbeat.common.settings import SettingError
 
 TABLES = (

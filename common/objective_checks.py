@@ -1,6 +1,7 @@
 """Checks of the objective's settings: contradictions, settings without effect, and combinations that are easily misread."""
 
-from offbeat.common.config import Config, TrainSection
+from offbeat.common.config import Config
+from offbeat.common.learning_sections import TrainSection
 from offbeat.common.objectives import DEFAULTS, LOWER_BOUNDED
 from offbeat.common.settings import SettingError
 

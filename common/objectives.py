@@ -4,7 +4,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from offbeat.common.config import AdvantageSection, Config, LossSection, RewardSection
+from offbeat.common.config import Config
+from offbeat.common.learning_sections import AdvantageSection, LossSection, RewardSection
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 """The mean that token losses are put into."""

@@ -4,8 +4,9 @@ import math
 import re
 from functools import partial
 
-from offbeat.common.config import Config, TrainSection
+from offbeat.common.config import Config
 from offbeat.common.deepspeed_options import check_deepspeed_options, deepspeed_warnings
+from offbeat.common.learning_sections import TrainSection
 from offbeat.common.objective_checks import check_objective, objective_warnings
 from offbeat.common.settings import SettingError, collect_errors
 from offbeat.protocols.addresses import is_loopback

@@ -3,16 +3,13 @@
 `common.config` declares the settings; `common.setting_checks` refuses contradictions between them.
 """
 
-import ast
 import difflib
-import inspect
 import json
 import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +17,11 @@ import msgspec
 import msgspec.inspect as types
 from msgspec.structs import FieldInfo
 
-from offbeat.common import config as config_module
-from offbeat.common.config import Config, Section, TaskSection
+from offbeat.common.config import Config, TaskSection
+from offbeat.common.docstrings import field_docstrings
 from offbeat.common.masking import has_mask, masked
 from offbeat.common.objectives import complete
+from offbeat.common.section import Section
 
 LARGEST_NUMBER = 2**53
 """No whole number of a setting is larger: floats count exactly up to here."""
@@ -378,7 +376,7 @@ def _describe_range(low: float | None, high: float | None, above: float | None) 
 
 
 def _explain_section(section_name: str) -> list[Explanation]:
-    docstrings = _docstrings(_sections()[section_name].__name__)
+    docstrings = field_docstrings(_sections()[section_name])
     rows: list[Explanation] = []
     for field in _fields(section_name).values():
         value = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
@@ -386,18 +384,6 @@ def _explain_section(section_name: str) -> list[Explanation]:
         kind = _describe(types.type_info(field.type))
         rows.append(Explanation(f"{section_name}.{field.name}", kind, default, docstrings[field.name]))
     return rows
-
-
-def _docstrings(class_name: str) -> dict[str, str]:
-    """Return the docstring of each attribute of a class in `common.config`, as one line."""
-    tree = ast.parse(inspect.getsource(config_module))
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
-    docstrings: dict[str, str] = {}
-    for attribute, text in pairwise(body):
-        match attribute, text:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
-                docstrings[name] = " ".join(docstring.split())
-    return docstrings
 
 
 def _shown(value: object) -> str:

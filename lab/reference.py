@@ -3,17 +3,17 @@
 python -m offbeat.lab.reference docs
 """
 
-import ast
 import inspect
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import get_args
 
 import msgspec
 
 from offbeat.common import rows
+from offbeat.common.docstrings import field_docstrings
 from offbeat.common.resume_rules import OUTCOMES, RULES, Outcome
 from offbeat.common.settings import explanations, setting_names
 from offbeat.common.step_metrics import ROUTING_METRICS, STEP_METRICS, Metric
@@ -125,7 +125,7 @@ def write_pages(folder: Path) -> list[Path]:
 
 def _fields_table(struct: type[msgspec.Struct]) -> str:
     """Return the fields of a struct, without `time`, which every row has."""
-    texts = _docstrings(struct)
+    texts = field_docstrings(struct)
     lines = [
         (f"`{field.name}`", texts.get(field.name, ""), "" if field.required else "optional")
         for field in msgspec.structs.fields(struct)
@@ -142,18 +142,6 @@ def _metrics_table(metrics: Iterable[Metric]) -> str:
         former = f" Formerly `{metric.former_name}`." if metric.former_name else ""
         lines.append((f"`{metric.name}`", metric.unit, f"{metric.meaning}{former}", metric.condition))
     return _table(("name", "unit", "meaning", "present where"), lines)
-
-
-def _docstrings(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the text below each field of a struct, its lines joined."""
-    tree = ast.parse(inspect.getsource(struct))
-    (definition,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
-    found: dict[str, str] = {}
-    for attribute, text in pairwise(definition.body):
-        match attribute, text:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
-                found[name] = " ".join(docstring.split())
-    return found
 
 
 def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

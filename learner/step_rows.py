@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 
-from offbeat.common.config import TrainSection
+from offbeat.common.learning_sections import TrainSection
 from offbeat.common.rows import MetricValue, Recorder, StepRow
 from offbeat.common.settings import SettingError
 from offbeat.learner.diagnostics.sample_rows import SampleRows

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 
-from offbeat.common.config import TrainSection
+from offbeat.common.learning_sections import TrainSection
 from offbeat.common.rows import StepRow
 from offbeat.lab.drift import ended_leases
 from offbeat.lab.history import RunHistory, sum_seconds

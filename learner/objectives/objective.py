@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, Protocol, assert_never
 import torch
 from torch import Tensor
 
-from offbeat.common.config import LossSection
+from offbeat.common.learning_sections import LossSection
 from offbeat.common.objectives import DEFAULTS, Aggregation, resolve_aggregation, resolve_clip, resolve_correction
 from offbeat.learner.objectives import corrections, losses
 from offbeat.learner.objectives.aggregation import denominator

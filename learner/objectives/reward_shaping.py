@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.common.config import RewardSection
+from offbeat.common.learning_sections import RewardSection
 from offbeat.common.objectives import resolve_overlong_buffer
 from offbeat.common.settings import SettingError
 from offbeat.common.user_functions import load_function, located

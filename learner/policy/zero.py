@@ -10,9 +10,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from offbeat.common.config import TrainSection
 from offbeat.common.deepspeed_options import check_deepspeed_options
 from offbeat.common.environment import fast_imports
+from offbeat.common.learning_sections import TrainSection
 from offbeat.common.settings import SettingError
 from offbeat.common.user_functions import one_line
 from offbeat.learner.policy.logprobs import CompletionLogprobs

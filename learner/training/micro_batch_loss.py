@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from offbeat.common.config import CriticSection, KlSection
+from offbeat.common.learning_sections import CriticSection, KlSection
 from offbeat.learner.diagnostics.row_statistics import row_statistics
 from offbeat.learner.objectives.aggregation import aggregate
 from offbeat.learner.objectives.kl import kl_estimate, unbiased_kl

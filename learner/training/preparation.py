@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from offbeat.common.config import AdvantageSection
+from offbeat.common.learning_sections import AdvantageSection
 from offbeat.common.objectives import Baseline, resolve_baseline, resolve_divide_by_std
 from offbeat.learner.objectives.advantages import (
     discounted_returns,

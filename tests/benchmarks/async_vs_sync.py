@@ -27,17 +27,9 @@ from statistics import mean
 import msgspec
 import torch
 
-from offbeat.common.config import (
-    ActorSection,
-    Config,
-    HubSection,
-    MetricsSection,
-    ModelSection,
-    RolloutSection,
-    TaskSection,
-    TrainSection,
-)
+from offbeat.common.config import ActorSection, Config, HubSection, MetricsSection, ModelSection, RolloutSection, TaskSection
 from offbeat.common.environment import prepare_environment
+from offbeat.common.learning_sections import TrainSection
 from offbeat.common.rows import GroupRow, StepRow
 from offbeat.common.settings import resolved_toml
 from tests.benchmarks.measuring import (

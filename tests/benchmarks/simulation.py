@@ -42,9 +42,9 @@ from offbeat.common.config import (
     RunSection,
     StalenessSection,
     TaskSection,
-    TrainSection,
 )
 from offbeat.common.environment import prepare_environment
+from offbeat.common.learning_sections import TrainSection
 from offbeat.common.metrics import ROWS_FILE, MetricsWriter, read_rows
 from offbeat.common.rows import FinalRow, GroupRow, LedgerSums, Row, StepRow
 from offbeat.common.settings import load, resolved_toml

@@ -13,11 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 import torch
 
-from offbeat.common.config import (
-    ActorSection,
-    Config,
-    HubSection,
-)
+from offbeat.common.config import ActorSection, Config, HubSection
 from offbeat.common.environment import prepare_environment
 from offbeat.common.rows import GroupRow, Row, WeightsRow
 from offbeat.common.shutdown import StopRequest

@@ -9,14 +9,8 @@ import numpy as np
 import torch
 
 from offbeat.actor.engine import Completion, Score
-from offbeat.common.config import (
-    Config,
-    HubSection,
-    RolloutSection,
-    StalenessSection,
-    TaskSection,
-    TrainSection,
-)
+from offbeat.common.config import Config, HubSection, RolloutSection, StalenessSection, TaskSection
+from offbeat.common.learning_sections import TrainSection
 from offbeat.common.rows import Recorder
 from offbeat.learner.dispatch.contract import Contract
 from offbeat.learner.dispatch.dispatcher import Dispatcher

@@ -7,7 +7,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from offbeat.common.config import LossSection
+from offbeat.common.learning_sections import LossSection
 from offbeat.common.objectives import CORRECTION_BANDS, DEFAULTS, LOWER_BOUNDED, complete
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load, resolved_toml

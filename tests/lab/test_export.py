@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offbeat.common.config import Config, LoraSection
+from offbeat.common.config import Config
+from offbeat.common.learning_sections import LoraSection
 from offbeat.common.settings import SettingError, resolved_toml
 from offbeat.lab.export import export
 from offbeat.learner.training import checkpoints

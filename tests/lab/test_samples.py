@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from offbeat.common.config import Config, ModelSection, RunSection, TaskSection, TrainSection
+from offbeat.common.config import Config, ModelSection, RunSection, TaskSection
+from offbeat.common.learning_sections import TrainSection
 from offbeat.common.settings import SettingError, load, resolved_toml
 from offbeat.lab.samples import Completion, Request, SampledGroup, choose, printable, read_samples, show, trained_groups
 from offbeat.learner.leases.events import Accepted, Granted, Started, Trained

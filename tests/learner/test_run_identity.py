@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from offbeat.common.config import Config, LossSection, ModelSection, RolloutSection, TaskSection, TrainSection
+from offbeat.common.config import Config, ModelSection, RolloutSection, TaskSection
+from offbeat.common.learning_sections import LossSection, TrainSection
 from offbeat.common.models import hash_weights
 from offbeat.common.resume_rules import OUTCOMES, RULES
 from offbeat.common.rows import EventRow

@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from offbeat.common.config import Config, ModelSection, RolloutSection, RunSection, TaskSection, TrainSection, WeightsSection
+from offbeat.common.config import Config, ModelSection, RolloutSection, RunSection, TaskSection, WeightsSection
+from offbeat.common.learning_sections import TrainSection
 from offbeat.common.rows import Row, row_fields
 from offbeat.common.shutdown import StopRequest
 from offbeat.learner import service

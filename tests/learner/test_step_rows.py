@@ -4,7 +4,8 @@ from typing import Any, cast
 
 import pytest
 
-from offbeat.common.config import Config, ModelSection, StalenessSection, TaskSection, TrainSection
+from offbeat.common.config import Config, ModelSection, StalenessSection, TaskSection
+from offbeat.common.learning_sections import TrainSection
 from offbeat.common.rows import StepRow, row_fields
 from offbeat.common.settings import SettingError
 from offbeat.learner.diagnostics.sample_rows import SampleRows

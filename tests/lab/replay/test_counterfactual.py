@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from offbeat.common.config import Config, ModelSection, StalenessSection, TaskSection, TrainSection
+from offbeat.common.config import Config, ModelSection, StalenessSection, TaskSection
+from offbeat.common.learning_sections import TrainSection
 from offbeat.lab.replay.counterfactual import (
     NEVER_GENERATED,
     LeaseEnds,

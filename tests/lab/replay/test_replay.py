@@ -13,7 +13,8 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from offbeat.common.config import AdvantageSection, Config, LossSection, RewardSection, RolloutSection, RunSection
+from offbeat.common.config import Config, RolloutSection, RunSection
+from offbeat.common.learning_sections import AdvantageSection, LossSection, RewardSection
 from offbeat.common.settings import SettingError, load, resolved_toml
 from offbeat.deploy.cli import make_app
 from offbeat.lab.replay.gradients import (

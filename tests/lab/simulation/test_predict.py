@@ -9,15 +9,8 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from offbeat.common.config import (
-    ActorSection,
-    Config,
-    ModelSection,
-    RolloutSection,
-    StalenessSection,
-    TaskSection,
-    TrainSection,
-)
+from offbeat.common.config import ActorSection, Config, ModelSection, RolloutSection, StalenessSection, TaskSection
+from offbeat.common.learning_sections import TrainSection
 from offbeat.common.settings import SettingError, resolved_toml
 from offbeat.deploy.cli import make_app
 from offbeat.lab.simulation.account import Totals

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.common.config import StalenessSection, TrainSection
+from offbeat.common.config import StalenessSection
+from offbeat.common.learning_sections import TrainSection
 from offbeat.lab.simulation.account import Totals
 from offbeat.lab.simulation.actors import Slots, sampled_versions
 from offbeat.lab.simulation.simulation import SimulatedBatch, Simulation

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.common.config import TrainSection
+from offbeat.common.learning_sections import TrainSection
 from offbeat.deploy.sweep import make_cells, prepare
 from offbeat.lab.history import RunHistory, fold_rows
 from offbeat.lab.sweep.measures import measure, reward_curves

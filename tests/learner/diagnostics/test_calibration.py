@@ -7,7 +7,8 @@ import msgspec
 import pytest
 import torch
 
-from offbeat.common.config import ActorSection, Config, LoraSection, ModelSection, RolloutSection, TrainSection
+from offbeat.common.config import ActorSection, Config, ModelSection, RolloutSection
+from offbeat.common.learning_sections import LoraSection, TrainSection
 from offbeat.common.settings import SettingError
 from offbeat.learner.diagnostics.calibration import (
     BandCheck,

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.common.config import StalenessSection, TrainSection
+from offbeat.common.config import StalenessSection
+from offbeat.common.learning_sections import TrainSection
 from offbeat.learner.diagnostics.length_bias import (
     MONITOR_INTERVAL,
     MONITOR_WINDOW,

@@ -10,13 +10,12 @@ from offbeat.common.config import (
     Config,
     EvaluationSection,
     HubSection,
-    LossSection,
     ModelSection,
     RolloutSection,
     StalenessSection,
     TaskSection,
-    TrainSection,
 )
+from offbeat.common.learning_sections import LossSection, TrainSection
 from offbeat.common.rows import EventRow, Row
 from offbeat.common.settings import replace_settings
 from offbeat.learner.dispatch.contract import Contract

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.common.config import Config, LossSection, ModelSection, StalenessSection, TaskSection, TrainSection
+from offbeat.common.config import Config, ModelSection, StalenessSection, TaskSection
+from offbeat.common.learning_sections import LossSection, TrainSection
 from offbeat.common.objectives import complete
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, replace_settings, setting_text

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.common.config import Config, StalenessSection, TrainSection, WeightsSection
+from offbeat.common.config import Config, StalenessSection, WeightsSection
+from offbeat.common.learning_sections import TrainSection
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError
 from offbeat.learner.leases.groups import Group, LagOf, Rollout

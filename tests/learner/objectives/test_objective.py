@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from offbeat.common.config import LossSection
+from offbeat.common.learning_sections import LossSection
 from offbeat.common.objectives import CORRECTION_BANDS, DEFAULTS
 from offbeat.common.settings import load
 from offbeat.learner.objectives import corrections, losses

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.common.config import AdvantageSection, Config, LossSection, ModelSection, TaskSection
+from offbeat.common.config import Config, ModelSection, TaskSection
+from offbeat.common.learning_sections import AdvantageSection, LossSection
 from offbeat.common.objective_checks import check_objective
 from offbeat.common.objectives import complete
 from offbeat.common.settings import SettingError

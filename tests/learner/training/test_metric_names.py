@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offbeat.common.config import AdvantageSection, KlSection
+from offbeat.common.learning_sections import AdvantageSection, KlSection
 from offbeat.common.routing import Routing
 from offbeat.common.step_metrics import ROUTING_METRICS, STEP_METRICS, Metric, routing_metric, step_metric
 from offbeat.learner.diagnostics.calibration import save_calibration

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from offbeat.common.config import CriticSection, KlSection, LossSection
+from offbeat.common.learning_sections import CriticSection, KlSection, LossSection
 from offbeat.learner.objectives.kl import kl_estimate, unbiased_kl
 from offbeat.learner.objectives.objective import resolve_objective
 from offbeat.learner.training.micro_batch_loss import MicroBatchLoss, compute_loss

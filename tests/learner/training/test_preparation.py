@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.common.config import AdvantageSection
+from offbeat.common.learning_sections import AdvantageSection
 from offbeat.learner.leases.groups import Rollout
 from offbeat.learner.policy.process_group import join_process_group
 from offbeat.learner.training.batching import MicroBatch, Row, collate

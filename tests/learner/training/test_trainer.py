@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.common.config import Config, KlSection, RewardSection
+from offbeat.common.config import Config
+from offbeat.common.learning_sections import KlSection, RewardSection
 from offbeat.common.settings import SettingError
 from offbeat.common.weights import WeightBuffer
 from offbeat.learner.leases.groups import Group

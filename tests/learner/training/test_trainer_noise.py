@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.common.config import RewardSection
+from offbeat.common.learning_sections import RewardSection
 from offbeat.learner.diagnostics.calibration import load_calibration, save_calibration
 from offbeat.learner.objectives.bands import ClipBand
 from tests.learner.diagnostics.test_calibration import make_calibration

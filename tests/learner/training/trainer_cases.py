@@ -5,16 +5,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from offbeat.common.config import (
-    AdvantageSection,
-    Config,
-    KlSection,
-    LoraSection,
-    LossSection,
-    ModelSection,
-    RewardSection,
-    TrainSection,
-)
+from offbeat.common.config import Config, ModelSection
+from offbeat.common.learning_sections import AdvantageSection, KlSection, LoraSection, LossSection, RewardSection, TrainSection
 from offbeat.common.objectives import complete
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.protocols.messages import Segment
