@@ -2,11 +2,13 @@
 
 import ast
 import inspect
+from functools import cache
 from itertools import pairwise
 
 import msgspec
 
 
+@cache
 def field_docstrings(struct: type[msgspec.Struct]) -> dict[str, str]:
     """Return the text below each field of a struct, its lines joined."""
     tree = ast.parse(inspect.getsource(struct))

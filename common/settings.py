@@ -9,7 +9,7 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,9 +115,10 @@ def resolved_toml(config: Config, *, with_secrets: bool = False) -> str:
     return "\n".join(lines)
 
 
-def setting_names() -> list[str]:
+@cache
+def setting_names() -> tuple[str, ...]:
     """Return every setting, as `section.key`."""
-    return [f"{section}.{key}" for section in _sections() for key in _fields(section)]
+    return tuple(f"{section}.{key}" for section in _sections() for key in _fields(section))
 
 
 def refuse_masked(config: Config) -> None:
@@ -223,10 +224,12 @@ def is_local_data(source: str) -> bool:
     )
 
 
+@cache
 def _sections() -> dict[str, type[Section]]:
     return {field.name: field.type for field in msgspec.structs.fields(Config)}
 
 
+@cache
 def _fields(section_name: str) -> dict[str, FieldInfo]:
     return {field.name: field for field in msgspec.structs.fields(_sections()[section_name])}
 

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -61,9 +62,19 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Yield the dotted names that a module imports, inside functions too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+@cache
+def source(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imported(path: Path) -> tuple[str, ...]:
+    """Return the dotted names that a module imports, inside functions too."""
+    return tuple(find_imports(path))
+
+
+def find_imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(source(path)):
         match node:
             case ast.Import(names=names):
                 yield from (alias.name for alias in names)
@@ -106,9 +117,11 @@ def test_the_installed_package_is_made_of_the_folders_at_the_top() -> None:
     assert links == {package: ROOT / package for package in PACKAGES}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_module_imports_only_rooms_that_its_own_may(path: Path) -> None:
-    assert {other for other in rooms_imported(path) if not may_import(room_of(path), other)} == set()
+def test_every_module_imports_only_rooms_that_its_own_may() -> None:
+    forbidden = {
+        (name_of(path), other) for path in MODULES for other in rooms_imported(path) if not may_import(room_of(path), other)
+    }
+    assert forbidden == set()
 
 
 @pytest.mark.parametrize("library", ONLY_UNDER)
@@ -138,6 +151,7 @@ def test_room_is_imported_without_torch(room: str) -> None:
     assert slow_imports(modules) == []
 
 
+@pytest.mark.slow
 def test_the_model_of_the_noise_imports_scipy_only_to_fit_it() -> None:
     # Every trainer imports the model; the scipy that fits it would cost half a second of CPU time.
     assert "scipy" not in {line.split()[-1] for line in slow_imports(["offbeat.learner.diagnostics.noise_floor"])}
@@ -147,15 +161,13 @@ def test_quick_commands_start_without_torch() -> None:
     assert slow_imports(["offbeat.deploy.cli", *(f"offbeat.deploy.commands.{name}" for name in QUICK_COMMANDS)]) == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_module_says_what_it_is_about(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text()))
+def test_every_module_says_what_it_is_about() -> None:
+    assert [name_of(path) for path in MODULES if not ast.get_docstring(source(path))] == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_no_module_is_named_after_one_of_the_standard_library(path: Path) -> None:
-    own = path.stem if path.stem != "__init__" else path.parent.name
-    assert own not in sys.stdlib_module_names
+def test_no_module_is_named_after_one_of_the_standard_library() -> None:
+    own_names = {path.stem if path.stem != "__init__" else path.parent.name for path in MODULES}
+    assert own_names & sys.stdlib_module_names == set()
 
 
 def test_tests_are_no_packages_and_their_names_are_unique() -> None:
