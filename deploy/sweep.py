@@ -72,8 +72,13 @@ def make_cells(plan: Plan, config_file: Path, overrides: Sequence[str], folder: 
 
 
 def check_cells(cells: Sequence[Cell], check_one: Callable[[Config], object]) -> None:
-    """Apply a check to the settings of each run; a `SettingError` that it raises then names the run."""
+    """Apply a check to the first seed of each value; a `SettingError` that it raises then names the run.
+
+    Other seeds share all that is checked, and each run looks again when it starts.
+    """
     for cell in cells:
+        if cell.config.run.seed != cells[0].config.run.seed:
+            continue
         # Files that a run has already written are no error: a sweep continues it.
         config = replace(cell.config, run=replace(cell.config.run, resume=cell.folder.is_dir()))
         try:

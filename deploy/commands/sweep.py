@@ -51,9 +51,6 @@ def command(
         prepare(plan, cells, folder)
         typer.echo(render_commands(cells, folder, as_job=as_job))
         return
-    # One run of each value: the seeds share what is looked at, and each run looks again when it starts.
-    first_seed = cells[0].config.run.seed
-    firsts = [cell for cell in cells if cell.config.run.seed == first_seed]
-    check_cells(firsts, lambda config: look(expand(config), "train"))
+    check_cells(cells, lambda config: look(expand(config), "train"))
     report = partial(write_sweep_report, folder, plan, difference)
     raise typer.Exit(run_sweep(plan, cells, folder, StopRequest().install(), say=typer.echo, write_report=report))

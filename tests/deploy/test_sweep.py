@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat.common.config import Config
 from offbeat.common.settings import SettingError, load
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.sweep import Cell, check_cells, make_cells, prepare, render_commands, run_sweep
@@ -148,6 +149,19 @@ def test_check_that_fails_names_the_run(sweep: Sweep) -> None:
 
     with pytest.raises(SettingError, match=r'"max_staleness=0/seed=0": task.reward = "x": it cannot be imported'):
         check_cells(sweep.cells("0"), refuse)
+
+
+def test_every_value_is_checked_once_whatever_the_number_of_seeds(sweep: Sweep) -> None:
+    checked: list[int] = []
+
+    def note(config: Config) -> None:
+        checked.append(config.staleness.max_staleness)
+        if config.staleness.max_staleness == 8:
+            raise SettingError("task.reward", "x", "it cannot be imported", "Correct it.")
+
+    with pytest.raises(SettingError, match="max_staleness=8/seed=0"):
+        check_cells(sweep.cells("0", "4", "8", seeds=3), note)
+    assert checked == [0, 4, 8]
 
 
 def test_settings_of_a_run_are_the_files_with_its_values_and_its_own_folder(sweep: Sweep) -> None:
