@@ -19,7 +19,7 @@ from offbeat.common.metrics import ROWS_FILE, read_rows
 from offbeat.common.rows import CanaryRow, EvalRow, EventRow, FinalRow, LedgerSums, Row, StepRow, canary_tolerance
 from offbeat.common.settings import replace_settings
 from offbeat.lab.prompt_audit import PromptAudit
-from offbeat.lab.terminal import stdout_console
+from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.learner.dispatch.live_settings import CANARY_TOLERANCE
 from offbeat.learner.leases import data_rows
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
@@ -262,7 +262,7 @@ def print_checks(checks: Sequence[Check]) -> bool:
         table.add_column(column)
     for check in checks:
         add_claim(table, check.claim, check.violations, check.seen)
-    stdout_console().print(table)
+    stdout_console().print(FittedTable(table))
     return not any(check.violations for check in checks)
 
 

@@ -4,6 +4,8 @@ import copy
 import pydoc
 import shutil
 import sys
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
@@ -37,40 +39,79 @@ class FittedTable:
     """A table that leaves out columns where the terminal is too narrow, and names them; it breaks no number and no word.
 
     Columns aligned to the right hold numbers. The last ones are left out first, so the first ones should tell most.
+    Words are broken only where the longest of them still have no room.
     """
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, *, dispensable: Sequence[str] | None = None) -> None:
+        """`dispensable`: heads of the columns that may be left out, the least important first; None: those of numbers."""
         self._table = table
+        self._dispensable = dispensable
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        fitted, left_out = fit_columns(self._table, console, options.max_width)
+        fitted, left_out = fit_columns(self._table, console, options.max_width, self._dispensable)
         yield fitted
         if left_out:
             yield Text(f"left out at {options.max_width} columns: {', '.join(left_out)}", style="dim")
 
 
-def fit_columns(table: Table, console: Console, width: int) -> tuple[Table, list[str]]:
-    """Return the table without the columns of numbers for which `width` has no room, and the heads of these."""
-    fitted = copy.copy(table)
-    fitted.columns = [copy.copy(column) for column in table.columns]
-    for column in fitted.columns:
-        natural_width = _natural_width(column, console)
-        column.no_wrap = column.justify == "right"
-        column.min_width = natural_width if column.no_wrap else min(TEXT_WIDTH, natural_width)
+def fit_columns(
+    table: Table, console: Console, width: int, dispensable: Sequence[str] | None = None
+) -> tuple[Table, list[str]]:
+    """Return the table without the columns for which `width` has no room, and the heads of these, the most important first.
+
+    `dispensable` is that of `FittedTable`.
+    """
+    shown = [_sized(column, console) for column in table.columns]
+    if dispensable is None:
+        candidates = [one for one in reversed(shown) if one.column.no_wrap]
+    else:
+        candidates = [one for head in dispensable for one in shown if one.column.header == head]
     left_out: list[str] = []
-    while _least_width(fitted, console) > width:
-        numbers = [column for column in fitted.columns if column.justify == "right"]
-        if not numbers:
-            break
-        fitted.columns.remove(numbers[-1])
-        left_out.insert(0, str(numbers[-1].header).replace("\n", " "))
+    fitted = copy.copy(table)
+    fitted.columns = [one.column for one in shown]
+    while candidates and _width(fitted, console) > width:
+        dropped = candidates.pop(0)
+        shown.remove(dropped)
+        fitted.columns = [one.column for one in shown]
+        left_out.insert(0, str(dropped.column.header).replace("\n", " "))
+    _share(width - _width(fitted, console), [one for one in shown if not one.column.no_wrap])
     return fitted, left_out
 
 
-def _least_width(table: Table, console: Console) -> int:
-    return Measurement.get(console, console.options.update(max_width=WIDE), table).minimum
+class _Sized(NamedTuple):
+    """A column with the bounds of its width."""
+
+    column: Column
+    least: int
+    """Width of its longest number, or the one down to which its text is wrapped."""
+    natural: int
+    """Width of its longest line."""
 
 
-def _natural_width(column: Column, console: Console) -> int:
-    cells = [column.header, *column.cells]
-    return max(Measurement.get(console, console.options.update(max_width=WIDE), cell).maximum for cell in cells)
+def _sized(column: Column, console: Console) -> _Sized:
+    """Return a copy of the column that is as narrow as it may be."""
+    column = copy.copy(column)
+    options = console.options.update(max_width=WIDE)
+    cells = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
+    natural = max(cell.maximum for cell in cells)
+    column.no_wrap = column.justify == "right"
+    column.overflow = "fold"
+    column.width = natural if column.no_wrap else max(min(TEXT_WIDTH, natural), *(cell.minimum for cell in cells))
+    return _Sized(column, column.width, natural)
+
+
+def _share(spare: int, texts: Sequence[_Sized]) -> None:
+    """Widen columns of text by `spare` in all, the narrowest first, and none beyond its natural width."""
+    widths = [one.least for one in texts]
+    for _ in range(spare):
+        growing = [index for index, one in enumerate(texts) if widths[index] < one.natural]
+        if not growing:
+            break
+        widths[min(growing, key=widths.__getitem__)] += 1
+    for one, width in zip(texts, widths, strict=True):
+        # Where the longest words have no room, the library breaks them.
+        one.column.width = width if spare >= 0 else None
+
+
+def _width(table: Table, console: Console) -> int:
+    return Measurement.get(console, console.options.update(max_width=WIDE), table).maximum

@@ -222,7 +222,7 @@ def print_chaos(report: ChaosReport) -> None:
     """Print a table of the faults and a table of the claims."""
     console = stdout_console()
     console.print(FittedTable(_fault_table(report)))
-    console.print(_check_table(report))
+    console.print(FittedTable(_check_table(report)))
 
 
 def _fault_table(report: ChaosReport) -> Table:

@@ -1,27 +1,23 @@
 """`offbeat status`: asks a running learner over its hub for the state of the run, or reads how a run has ended."""
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from offbeat.common.shutdown import ServiceError, StopRequest
 from offbeat.deploy.live.link import OpenLink, ask
 from offbeat.lab.ended_run import EndedRun, read_end, render_end
-from offbeat.lab.terminal import stdout_console
+from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.protocols.messages import MemberStatus, SettingChange, StatusReport, StatusRequest, Vitals
 
 WATCH_INTERVAL_S = 1.0
 """Seconds between two questions of `--watch`."""
-_DISPENSABLE = ("engine", "last seen", "tokens/s", "lag")
-"""Columns that are left out of the table of members where it does not fit, first the first."""
 
 
 class Asked(NamedTuple):
@@ -92,7 +88,7 @@ def render_status(report: StatusReport) -> RenderableType:
     head.append("ledger: " + "   ".join(f"{name} {number}" for name, number in report.ledger.items()))
     problems = [Text(f"! {problem}", style="yellow") for problem in (*report.vitals.health, *report.problems)]
     tuned = [Text(_tuned(change), style="cyan") for change in report.changed_settings]
-    members = _Members(report) if report.members else Text("no actor is connected", style="yellow")
+    members = _members(report) if report.members else Text("no actor is connected", style="yellow")
     parts: list[RenderableType] = [head, *problems, *tuned, members]
     if report.rejected:
         parts.append(_rejected(report.rejected))
@@ -119,34 +115,16 @@ def _tuned(change: SettingChange) -> str:
     )
 
 
-class _Members:
-    """The table of members; where the terminal is narrow, without the columns that matter least."""
-
-    def __init__(self, report: StatusReport) -> None:
-        self._report = report
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = self._table(())
-        for index in range(len(_DISPENSABLE)):
-            if Measurement.get(console, options.update(max_width=10_000), table).maximum <= options.max_width:
-                break
-            table = self._table(_DISPENSABLE[: index + 1])
-        yield table
-
-    def _table(self, left_out: Sequence[str]) -> Table:
-        names = ("actor", "state", "version", "lag", "leases", "tokens/s", "last seen", "engine")
-        shown = [index for index, name in enumerate(names) if name not in left_out]
-        table = Table(*(names[index] for index in shown))
-        for member in self._report.members:
-            cells = self._cells(member)
-            table.add_row(*(cells[index] for index in shown))
-        return table
-
-    def _cells(self, member: MemberStatus) -> Sequence[RenderableType]:
+def _members(report: StatusReport) -> FittedTable:
+    table = Table("actor", "state")
+    for head in ("version", "lag", "leases", "tokens/s", "last seen"):
+        table.add_column(head, justify="right")
+    table.add_column("engine")
+    for member in report.members:
         has_weights = member.policy_version >= 0
-        lag = max(0, self._report.policy_version - member.policy_version)
+        lag = max(0, report.policy_version - member.policy_version)
         # Not plain strings, in which rich would look for markup: an actor chose its name and engine.
-        return (
+        table.add_row(
             Text(member.name),
             Text(member.state, style=_style(member)),
             str(member.policy_version) if has_weights else "-",
@@ -156,6 +134,7 @@ class _Members:
             f"{member.last_seen_s:.1f} s",
             Text(member.engine),
         )
+    return FittedTable(table, dispensable=("engine", "last seen", "tokens/s", "lag"))
 
 
 def _rejected(rejected: dict[str, int]) -> Table:

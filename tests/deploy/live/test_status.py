@@ -68,6 +68,7 @@ def test_narrow_terminal_drops_columns_and_no_words() -> None:
     assert [cell.strip() for cell in heads.split("┃")[1:-1]] == ["actor", "state", "version", "lag", "leases", "tokens/s"]
     good = next(line for line in lines if " good " in line)
     assert [cell.strip() for cell in good.split("│")[1:-1]] == ["good", "working", "6", "1", "3/4", "1234"]
+    assert lines[-1] == "left out at 60 columns: last seen, engine"
 
 
 def test_report_without_actors_says_so() -> None:
