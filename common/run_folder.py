@@ -24,6 +24,11 @@ from offbeat.common.settings import SettingError
 
 CHECKPOINTS = "checkpoints"
 LOG = "log"
+"""The rollout log."""
+MODEL = "model"
+"""The trained model, written at the end."""
+PROGRAM_LOGS = "logs"
+"""Logs of the learner, its further ranks and the actors started with it."""
 CONFIG_FILE = "config.toml"
 """The resolved config, written by the learner."""
 LAUNCH_FILE = "launch.toml"

@@ -13,6 +13,7 @@ import msgspec
 
 from offbeat.common.config import Config
 from offbeat.common.rows import EventRow, FinalRow, LedgerSums, Recorder
+from offbeat.common.run_folder import MODEL
 from offbeat.common.shutdown import StopRequest
 from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.dispatch.dispatcher import Dispatcher
@@ -31,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 RunOutcome = Literal["finished", "stopped"]
 
-MODEL = "model"
 WAIT_S = 1.0
 """Longest wait for a batch before the loop looks at signals and deadlines again."""
 SAY_WAITING_INTERVAL_S = 30.0

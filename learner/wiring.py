@@ -20,7 +20,7 @@ from offbeat.common.logs import doing, log_to_file
 from offbeat.common.metrics import MetricsWriter
 from offbeat.common.models import hash_model, load_tokenizer, resolve_model
 from offbeat.common.rows import Recorder, Row, canary_tolerance
-from offbeat.common.run_folder import CONFIG_FILE, check_run_folder, set_aside_failed_start
+from offbeat.common.run_folder import CONFIG_FILE, PROGRAM_LOGS, check_run_folder, set_aside_failed_start
 from offbeat.common.setting_checks import least_staleness
 from offbeat.common.settings import resolved_toml, weighted_reward
 from offbeat.common.shutdown import StopRequest
@@ -114,7 +114,7 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
             inputs = _load_inputs(config)
         damaged = set_damaged_aside(folder) if config.run.resume else []
         changes = prepare_folder(config, inputs.identity, inputs.prompt_hashes)
-        log_to_file(folder / "logs" / "learner.log", "learner")
+        log_to_file(folder / PROGRAM_LOGS / "learner.log", "learner")
         metrics = MetricsWriter(folder, tensorboard=config.metrics.tensorboard, wandb_project=config.metrics.wandb_project)
         stack.enter_context(metrics)
         progress = Progress(config.train.num_steps)

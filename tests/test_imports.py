@@ -37,7 +37,7 @@ ALLOWED = {
     "lab/simulation": {"lab", "learner/*", "common", "protocols"},
     "lab/replay": {"lab", "learner/*", "common", "protocols"},
     "lab/sweep": {"lab", "lab/report", "learner/*", "common", "protocols"},
-    "deploy/launch": {"deploy/live", "lab", "lab/report", "common", "protocols"},
+    "deploy/launch": {"deploy/live", "lab", "lab/report", "learner/training", "common", "protocols"},
     "deploy/live": {"lab", "common", "protocols"},
     "deploy/preflight": {"actor", "learner/*", "common", "protocols"},
     "deploy/quickstart": {"learner/*", "common"},

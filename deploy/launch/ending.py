@@ -6,14 +6,12 @@ from pathlib import Path
 
 from offbeat.common.logs import doing
 from offbeat.common.metrics import ROWS_FILE
-from offbeat.common.rows import FinalRow, decode_row
-from offbeat.common.run_folder import CHECKPOINTS, CONFIG_FILE, LAUNCH_FILE, has_steps
+from offbeat.common.run_folder import CHECKPOINTS, CONFIG_FILE, LAUNCH_FILE, LOG, MODEL, PROGRAM_LOGS, has_steps
 from offbeat.common.shutdown import StopRequest
+from offbeat.lab.ended_run import read_end
+from offbeat.learner.training import checkpoints
 
 logger = logging.getLogger(__name__)
-
-TAIL_BYTES = 1 << 16
-"""Bytes at the end of the metrics file in which the final row is looked for."""
 
 
 def end_run(folder: Path, command: str, stop: StopRequest) -> None:
@@ -35,25 +33,26 @@ def end_run(folder: Path, command: str, stop: StopRequest) -> None:
 
 def summary(folder: Path, command: str) -> list[str]:
     """Return the outcome, the places of what the run left, and how to go on unless it is finished."""
-    final = _final_row(folder / ROWS_FILE)
-    if final is None:
+    ended = read_end(folder)
+    if ended is None or ended.outcome is None:
         lines = ["the run ended without a final row: its learner was killed, or never began"]
     else:
-        detail = f" ({final.detail})" if final.detail else ""
-        lines = [f"the run {final.outcome} at step {final.policy_version} after {final.wall_s:.0f} s{detail}"]
-    checkpoints = sorted(path.name for path in (folder / CHECKPOINTS).glob("step-*") if path.suffix == "")
+        assert ended.wall_s is not None, "it is in the row that the outcome is in"
+        detail = f" ({ended.detail})" if ended.detail else ""
+        lines = [f"the run {ended.outcome} at step {ended.policy_version} after {ended.wall_s:.0f} s{detail}"]
+    checkpoint = checkpoints.newest(folder / CHECKPOINTS)
     found = {
-        "model": folder / "model",
+        "model": folder / MODEL,
         "metrics": folder / ROWS_FILE,
-        "rollout log": folder / "log",
+        "rollout log": folder / LOG,
         "checkpoints": folder / CHECKPOINTS,
-        "program logs": folder / "logs",
+        "program logs": folder / PROGRAM_LOGS,
     }
-    newest = {"checkpoints": f" (newest: {checkpoints[-1]})" if checkpoints else " (none yet)"}
+    newest = {"checkpoints": " (none yet)" if checkpoint is None else f" (newest: {checkpoint.name})"}
     lines += [f"{name}: {path}{newest.get(name, '')}" for name, path in found.items() if path.exists()]
-    if (folder / "log").exists() and has_steps(folder):
+    if (folder / LOG).exists() and has_steps(folder):
         lines.append(f"what the model wrote: offbeat samples {_quoted(folder)}")
-    if final is None or final.outcome != "finished":
+    if ended is None or ended.outcome != "finished":
         lines.append(go_on(folder, command))
     return lines
 
@@ -65,17 +64,6 @@ def go_on(folder: Path, command: str) -> str:
     if not has_steps(folder):
         return f"no step was made, so nothing is lost; to start again: {again if config.exists() else 'the same command'}"
     return f"all steps up to the newest checkpoint and all logged groups are kept; to go on: {again} run.resume=true"
-
-
-def _final_row(rows: Path) -> FinalRow | None:
-    """Return the last row of a metrics file if it is the final one."""
-    if not rows.exists():
-        return None
-    with rows.open("rb") as file:
-        file.seek(max(0, rows.stat().st_size - TAIL_BYTES))
-        lines = file.read().splitlines()
-    last = decode_row(lines[-1]) if lines else None
-    return last if isinstance(last, FinalRow) else None
 
 
 def _quoted(path: Path) -> str:

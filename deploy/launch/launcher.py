@@ -26,7 +26,7 @@ from offbeat.common.config import Config
 from offbeat.common.logs import MAX_FILE_BYTES
 from offbeat.common.masking import write_private
 from offbeat.common.metrics import ROWS_FILE
-from offbeat.common.run_folder import LAUNCH_FILE, has_checkpoint, has_steps, locked
+from offbeat.common.run_folder import LAUNCH_FILE, PROGRAM_LOGS, has_checkpoint, has_steps, locked
 from offbeat.common.settings import SettingError, resolved_toml
 from offbeat.common.shutdown import (
     GAVE_UP_STATUS,
@@ -174,7 +174,7 @@ class Launcher:
         Raises `SettingError`, and changes nothing, where a learner is at work in the run's folder.
         """
         with locked(self._folder):
-            (self._folder / "logs").mkdir(exist_ok=True)
+            (self._folder / PROGRAM_LOGS).mkdir(exist_ok=True)
         write_private(self._config_file, resolved_toml(self._config, with_secrets=True))
         is_refused = False
         num_bytes_before = self._num_row_bytes()
@@ -226,7 +226,7 @@ class Launcher:
         actor.start([ProcessStart(arguments, environment, self._log(actor.name))])
 
     def _log(self, name: str) -> Path:
-        return self._folder / "logs" / f"{name}.log"
+        return self._folder / PROGRAM_LOGS / f"{name}.log"
 
     def _watch(self) -> int:
         """Keep all services running until the learner ends; return its exit status.

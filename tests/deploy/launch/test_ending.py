@@ -18,7 +18,8 @@ def final(outcome: str, detail: str = "") -> FinalRow:
 def run_in(folder: Path, *, outcome: str = "finished", detail: str = "") -> Path:
     folder.mkdir()
     (folder / "config.toml").touch()
-    for name in ("model", "logs", "log", "checkpoints/step-00000005", "checkpoints/step-00000007"):
+    steps = ("step-00000005", "step-00000007", "step-00000009.partial", "step-00000008.damaged")
+    for name in ("model", "logs", "log", *(f"checkpoints/{step}" for step in steps)):
         (folder / name).mkdir(parents=True)
     with MetricsWriter(folder) as metrics:
         metrics.write(StepRow(policy_version=7, metrics={}))
@@ -51,6 +52,13 @@ def test_run_without_a_step_is_started_again_by_the_same_command(tmp_path: Path)
     (tmp_path / "launch.toml").touch()
     assert go_on(tmp_path, "train").endswith(f"to start again: offbeat train {tmp_path}/launch.toml")
     assert "without a final row" in summary(tmp_path, "train")[0]
+
+
+def test_end_of_a_run_that_was_resumed_and_killed_is_not_its_earlier_one(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run", outcome="stopped")
+    with MetricsWriter(run) as metrics:
+        metrics.write(StepRow(policy_version=8, metrics={}))
+    assert "without a final row" in summary(run, "train")[0]
 
 
 @pytest.mark.slow
