@@ -6,11 +6,11 @@ import typer
 
 from offbeat.common.logs import configure_logs
 from offbeat.common.setting_checks import check
-from offbeat.common.settings import explain, resolved_toml
+from offbeat.common.settings import resolved_toml
+from offbeat.deploy.commands import explain
 from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, load_config, say_start
 from offbeat.deploy.preflight.preflight import look
 from offbeat.deploy.quickstart.quickstart import PLACEHOLDER, expand, quickstart_folder
-from offbeat.lab.terminal import page
 
 
 def command(
@@ -21,7 +21,7 @@ def command(
 ) -> None:
     """Validate a config without starting anything, and print it resolved."""
     if show_explanation:
-        page("\n\n".join(explain(name) for name in arguments or [None]))
+        explain.command(arguments)
         return
     configure_logs("check")
     say_start("check")
