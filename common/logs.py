@@ -84,7 +84,7 @@ def log_to_file(path: Path, service: str) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = RotatingFileHandler(path, maxBytes=MAX_FILE_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace")
-    handler.setFormatter(_plain_handler(service).formatter)
+    handler.setFormatter(_plain_formatter(service))
     logging.getLogger().addHandler(handler)
 
 
@@ -119,6 +119,11 @@ def _terminal_handler(service: str) -> logging.Handler:
 
 def _plain_handler(service: str) -> logging.Handler:
     handler = logging.StreamHandler()
+    handler.setFormatter(_plain_formatter(service))
+    return handler
+
+
+def _plain_formatter(service: str) -> logging.Formatter:
     formatter = _OneLineFormatter(
         "%(asctime)s.%(msecs)03dZ %(levelname)s %(service)s %(message)s",
         datefmt="%Y-%m-%dT%H:%M:%S",
@@ -126,8 +131,7 @@ def _plain_handler(service: str) -> logging.Handler:
     )
     # UTC: the services of one run may be in different time zones, and their logs are read side by side.
     formatter.converter = time.gmtime
-    handler.setFormatter(formatter)
-    return handler
+    return formatter
 
 
 def _quiet_vllm() -> None:
