@@ -17,10 +17,10 @@ from typing import BinaryIO
 
 import msgspec
 
-from offbeat.common.config import RunSection
+from offbeat.common.config import Config, RunSection
 from offbeat.common.metrics import ROWS_FILE, read_rows
 from offbeat.common.rows import StepRow
-from offbeat.common.settings import SettingError
+from offbeat.common.settings import SettingError, load
 
 CHECKPOINTS = "checkpoints"
 LOG = "log"
@@ -80,6 +80,14 @@ def read_owner(folder: Path) -> LockOwner | None:
         return msgspec.json.decode((folder / LOCK_FILE).read_bytes()[:_MAX_OWNER_BYTES], type=LockOwner)
     except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
         return None
+
+
+def read_run_config(folder: Path) -> Config:
+    """Return the resolved config of the run in a folder. `SettingError` where the folder has none."""
+    file = folder / CONFIG_FILE
+    if not file.exists():
+        raise SettingError("RUN", str(folder), f"it has no {CONFIG_FILE}", "Name the folder of a run.")
+    return load(file)
 
 
 def check_run_folder(run: RunSection) -> None:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from offbeat.common.config import Config, StalenessSection
 from offbeat.common.environment import prepare_environment
+from offbeat.common.run_folder import MODEL
 from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.launch.launcher import Launcher, free_port
@@ -64,7 +65,7 @@ def collect(config: Config, num_groups: int, stop: StopRequest) -> int:
     """Sample the groups into `run.dir` with real services; return the exit status of the run."""
     status = Launcher(collection_config(config, num_groups), stop).run()
     # The model is not needed after its one step.
-    shutil.rmtree(Path(config.run.dir) / "model", ignore_errors=True)
+    shutil.rmtree(Path(config.run.dir) / MODEL, ignore_errors=True)
     return status
 
 

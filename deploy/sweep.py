@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from offbeat.common.config import Config
 from offbeat.common.masking import write_private
 from offbeat.common.metrics import ROWS_FILE
+from offbeat.common.run_folder import CHECKPOINTS, LOG
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load, resolved_toml
 from offbeat.common.shutdown import StopRequest
@@ -283,8 +284,8 @@ def _lock(file: IO[str], folder: Path) -> None:
 
 
 def _can_resume(cell: Cell) -> bool:
-    has_log = cell.config.log.enabled and (cell.folder / "log").is_dir()
-    return has_log or checkpoints.newest(cell.folder / "checkpoints") is not None
+    has_log = cell.config.log.enabled and (cell.folder / LOG).is_dir()
+    return has_log or checkpoints.newest(cell.folder / CHECKPOINTS) is not None
 
 
 def _clean(cell: Cell) -> None:

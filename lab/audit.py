@@ -17,6 +17,7 @@ from rich.table import Table
 from offbeat.common.config import Config
 from offbeat.common.metrics import ROWS_FILE, read_rows
 from offbeat.common.rows import CanaryRow, EvalRow, EventRow, FinalRow, LedgerSums, Row, StepRow, canary_tolerance
+from offbeat.common.run_folder import CHECKPOINTS, LOG, MODEL
 from offbeat.common.settings import replace_settings
 from offbeat.lab.prompt_audit import PromptAudit
 from offbeat.lab.terminal import FittedTable, stdout_console
@@ -246,12 +247,12 @@ def audit(run: Path, config: Config, lost_events: Sequence[LeaseEvent] = ()) -> 
     """Return all checks of the run in a folder; `lost_events` were destroyed on purpose."""
     lost = Lost.of(lost_events)
     checks: list[Check] = []
-    if (run / "log").exists():
-        checks += audit_log(run / "log", config, _final(run), lost)
+    if (run / LOG).exists():
+        checks += audit_log(run / LOG, config, _final(run), lost)
     return [
         *checks,
         check_canaries(_rows(run, CanaryRow), _largest_tolerance(run, config)),
-        check_checkpoints(run / "checkpoints"),
+        check_checkpoints(run / CHECKPOINTS),
     ]
 
 
@@ -393,7 +394,7 @@ def check_outcome(run: Path, num_steps: int) -> Check:
     final = _final(run)
     outcome, version = (final.outcome, final.policy_version) if final else ("none", 0)
     violations = [] if (outcome, version) == ("finished", num_steps) else [f"{outcome} at step {version} of {num_steps}"]
-    if not list((run / "model").glob("*.safetensors")):
+    if not list((run / MODEL).glob("*.safetensors")):
         violations.append("there is no trained model")
     return Check("the run finished", violations, f"{outcome} at step {version}")
 

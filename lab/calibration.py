@@ -19,6 +19,7 @@ from offbeat.common.metrics import ROWS_FILE, read_rows
 from offbeat.common.models import hash_model, resolve_model
 from offbeat.common.objectives import DEFAULTS
 from offbeat.common.rows import EngineRow
+from offbeat.common.run_folder import CONFIG_FILE, LOG
 from offbeat.common.settings import SettingError, load
 from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.learner.diagnostics.calibration import BandCheck, Calibration, engine_numerics, learner_numerics, save_calibration
@@ -120,10 +121,10 @@ def load_groups(source: Path) -> "list[PromptGroup]":
     from offbeat.learner.leases.prompts import load_prompts
     from offbeat.learner.leases.recovery import recover
 
-    config = load(source / "config.toml")
+    config = load(source / CONFIG_FILE)
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(config.model.path))
     prompts = load_prompts(config.task.train_data, config.task.train_split, config.task, tokenizer).prompts
-    folder = source / "log"
+    folder = source / LOG
     records = read_history(folder, Position(0, 0))
     recovered = recover(None, records, lambda position: read_record(folder, position), prompts, config.run.seed)
     return [group for group in recovered.ledger.ready_groups() if group.newest_version == 0]
@@ -144,7 +145,7 @@ def engine_of(source: Path) -> EngineInfo:
 
 def check_source(config: Config, source: Path, engine: EngineInfo) -> None:
     """Raise `SettingError` when the groups were sampled by other weights, or at another temperature, than the learner's."""
-    sampled = load(source / "config.toml")
+    sampled = load(source / CONFIG_FILE)
     cure = "Calibrate without --reuse."
     for setting, theirs, ours in (
         ("model.path", sampled.model.path, config.model.path),

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat.common.config import Config
-from offbeat.common.settings import SettingError, load
+from offbeat.common.run_folder import CHECKPOINTS, read_run_config
+from offbeat.common.settings import SettingError
 from offbeat.learner.training import checkpoints
 
 if TYPE_CHECKING:
@@ -17,9 +18,7 @@ def export(run: Path, *, step: int | None, out: Path | None, only_adapter: bool)
     The model is in the layout of transformers, with an adapter merged into it. `only_adapter` writes the adapter alone, in the
     layout of peft. Raises `SettingError` when that is not possible.
     """
-    if not (run / "config.toml").exists():
-        raise SettingError("RUN", str(run), "it has no config.toml", "Name the folder of a run.")
-    config = load(run / "config.toml")
+    config = read_run_config(run)
     if only_adapter and not config.lora.rank:
         raise SettingError("--adapter", True, "the run trained all weights (lora.rank = 0)", "Leave it out.")
     folder = _find_checkpoint(run, step)
@@ -35,7 +34,7 @@ def export(run: Path, *, step: int | None, out: Path | None, only_adapter: bool)
 
 
 def _find_checkpoint(run: Path, step: int | None) -> Path:
-    root = run / "checkpoints"
+    root = run / CHECKPOINTS
     folders = sorted(checkpoints.whole(root), reverse=True)
     if step is None:
         found = next((folder for folder in folders if checkpoints.find_damage(folder) is None), None)

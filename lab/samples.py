@@ -10,7 +10,8 @@ from rich.text import Text
 
 from offbeat.common.config import Config
 from offbeat.common.models import resolve_model
-from offbeat.common.settings import SettingError, load
+from offbeat.common.run_folder import LOG, read_run_config
+from offbeat.common.settings import SettingError
 from offbeat.learner.diagnostics.sample_rows import shorten
 from offbeat.learner.leases.events import Accepted, Granted, Started, Trained
 from offbeat.learner.leases.groups import unpack
@@ -80,10 +81,8 @@ class TrainedGroup(NamedTuple):
 
 def read_samples(run: Path, request: Request) -> list[SampledGroup]:
     """Return the groups that are asked for; raise `SettingError` for a run without a log, model or such groups."""
-    if not (run / "config.toml").exists():
-        raise SettingError("RUN", str(run), "it has no config.toml", "Name the folder of a run.")
-    config = load(run / "config.toml")
-    folder = run / "log"
+    config = read_run_config(run)
+    folder = run / LOG
     if not folder.is_dir():
         problem = (
             "it has no rollout log, so there is nothing to read" if not config.log.enabled else "it has no rollout log yet"

@@ -25,8 +25,9 @@ from rich.table import Table
 from offbeat.common.config import Config
 from offbeat.common.descriptors import raise_limit
 from offbeat.common.masking import write_private
-from offbeat.common.metrics import ROWS_FILE
-from offbeat.common.rows import EventRow, decode_row
+from offbeat.common.metrics import ROWS_FILE, read_rows
+from offbeat.common.rows import EventRow
+from offbeat.common.run_folder import CHECKPOINTS, LOG, MODEL
 from offbeat.common.settings import load, resolved_toml
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.chaos.faults import Clock, open_disk
@@ -205,15 +206,15 @@ def _run_audited(site: Site, seed: int, mark: str, stop: StopRequest, *, is_quic
         Check("no process is left", _end_processes(mark), "none"),
     ]
     report = RoundReport(seed, result.wall_s, result.happened, checks)
-    large = shutil.ignore_patterns("checkpoints", "model", "log", "tensorboard", "report.html")
+    large = shutil.ignore_patterns(CHECKPOINTS, MODEL, LOG, "tensorboard", "report.html")
     shutil.copytree(site.run, site.logs / "run", ignore=large if report.is_good else None)
     return report
 
 
 def _check_rewards(run: Path) -> Check:
     """Check that no group was given up because its reward could not be had."""
-    rows = map(decode_row, (run / ROWS_FILE).read_bytes().splitlines())
-    events = [row for row in rows if isinstance(row, EventRow) and row.event in ("reward_unavailable", "reward_timeout")]
+    rows = [row for row in read_rows(run / ROWS_FILE) if isinstance(row, EventRow)]
+    events = [row for row in rows if row.event in ("reward_unavailable", "reward_timeout")]
     violations = [f"lease {row.lease_id}: {row.event}: {row.detail}" for row in events]
     return Check("groups wait for a judge that is down", violations, "none given up")
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from offbeat.common.hub_keys import OPERATOR
+from offbeat.common.run_folder import CONFIG_FILE
 from offbeat.common.settings import load
 from offbeat.common.shutdown import ServiceError
 from offbeat.deploy.live.link import ask, open_link_to
@@ -31,7 +32,7 @@ def doubt_learner(run: Path, pause: Callable[[float], None], duration_s: float) 
 
 def _set_tolerance(run: Path, value: str, *, num_tries: int) -> bool:
     """Ask the learner for a tolerance; return False when it gives no answer."""
-    hub = load(run / "config.toml", []).hub
+    hub = load(run / CONFIG_FILE, []).hub
     for _ in range(num_tries):
         with open_link_to(hub, OPERATOR)() as link:
             try:

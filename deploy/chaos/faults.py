@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, assert_never
 
-from offbeat.common.run_folder import CONFIG_FILE, read_owner
+from offbeat.common.run_folder import CHECKPOINTS, CONFIG_FILE, LOG, read_owner
 from offbeat.common.shutdown import USER_ERROR_STATUS
 from offbeat.deploy.chaos.doubt import doubt_learner
 from offbeat.deploy.chaos.judge import Judge
@@ -194,13 +194,13 @@ def commit(fault: Fault, scene: Scene) -> Committed:
             return Committed(f"lost packets for {fault.duration_s:.1f} s")
         case "corrupt log":
             processes.kill(victims.find("learner"))
-            return corrupt_log(scene.run / "log", generator)
+            return corrupt_log(scene.run / LOG, generator)
         case "damage checkpoint":
             deadline = time.monotonic() + CHECKPOINT_WAIT_S
-            while checkpoints.newest(scene.run / "checkpoints") is None and time.monotonic() < deadline:
+            while checkpoints.newest(scene.run / CHECKPOINTS) is None and time.monotonic() < deadline:
                 pause(CHECKPOINT_LOOK_S)
             processes.kill(victims.find("learner"))
-            return damage_checkpoint(scene.run / "checkpoints", generator)
+            return damage_checkpoint(scene.run / CHECKPOINTS, generator)
         case "fill disk":
             return _fill_disk(scene, fault, generator)
         case "fill disk in checkpoint":
@@ -280,7 +280,7 @@ def _kill_in_checkpoint(scene: Scene) -> Committed:
 def _await_checkpoint(scene: Scene) -> Path | None:
     """Wait until the learner writes a checkpoint, and return its unfinished folder; None when it writes none."""
     deadline = time.monotonic() + CHECKPOINT_WAIT_S
-    while not (partial := list((scene.run / "checkpoints").glob("*.partial"))) and time.monotonic() < deadline:
+    while not (partial := list((scene.run / CHECKPOINTS).glob("*.partial"))) and time.monotonic() < deadline:
         scene.victims.pause(0.001)
     return partial[0] if partial else None
 

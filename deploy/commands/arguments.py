@@ -10,6 +10,7 @@ import typer
 from msgspec.structs import replace
 
 from offbeat.common.config import Config
+from offbeat.common.run_folder import CONFIG_FILE
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load
 
@@ -60,7 +61,7 @@ def read_config_of_run(arguments: list[str] | None) -> Config:
     """Return the config that a command line names by its file or by the run's folder, with overrides applied."""
     arguments = list(arguments or [])
     if arguments and Path(arguments[0]).is_dir():
-        arguments[0] = str(Path(arguments[0]) / "config.toml")
+        arguments[0] = str(Path(arguments[0]) / CONFIG_FILE)
     return read_config(arguments)
 
 

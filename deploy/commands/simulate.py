@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from offbeat.common.run_folder import CONFIG_FILE
 from offbeat.deploy.commands.arguments import Arguments, read_config, split_numbers
 from offbeat.lab.simulation.predict import Given, fitted_times, given_times, print_predictions, simulate
 
@@ -36,7 +37,7 @@ def command(
     The learner's own staleness policy runs under a simulated clock. Without CONFIG: that of the first run of --fit.
     """
     runs = list(fitted or [])
-    config = read_config(arguments, default=runs[0] / "config.toml" if runs else None)
+    config = read_config(arguments, default=runs[0] / CONFIG_FILE if runs else None)
     given = Given(completion_s, sigma, train_s, sync_s)
     source = fitted_times(config, runs, cores) if runs else given_times(config, given, cores)
     predictions = simulate(

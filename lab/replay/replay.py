@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.common.config import Config
+from offbeat.common.run_folder import CHECKPOINTS, LOG, read_run_config
 from offbeat.common.setting_checks import check
-from offbeat.common.settings import SettingError, load, replace_settings
+from offbeat.common.settings import SettingError, replace_settings
 from offbeat.lab.audit import is_log_whole
 from offbeat.lab.replay.counterfactual import LeaseEnds, Recording, differences, read_recording, recorded_ends, replay
 from offbeat.lab.terminal import FittedTable, stdout_console
@@ -111,7 +112,7 @@ class Report:
 
 def replay_run(run: Path, request: Request) -> Report:
     """Replay the run in this folder; raise `SettingError` when its log is missing or cut, or the request is impossible."""
-    config = _read_config(run)
+    config = read_run_config(run)
     variants = list(_variants(config, request))
     if request.objectives:
         _check_objectives(config, request.objectives)
@@ -189,15 +190,9 @@ def bound_row(config: Config, ends: LeaseEnds, lengths: Mapping[int, Sequence[in
 # What is read
 
 
-def _read_config(run: Path) -> Config:
-    if not (run / "config.toml").exists():
-        raise SettingError("RUN", str(run), "it has no config.toml", "Name the folder of a run.")
-    return load(run / "config.toml")
-
-
 def _log_folder(run: Path, config: Config) -> Path:
     """Return the run's log, which must reach back to its first record: every decision depends on all before it."""
-    folder = run / "log"
+    folder = run / LOG
     if not folder.is_dir():
         raise SettingError("RUN", str(run), "it has no rollout log", "Replay a run that was made with log.enabled=true.")
     if not is_log_whole(folder):
@@ -253,7 +248,7 @@ def _gradients(
     run: Path, config: Config, objectives: Sequence[str], recorded: LeaseEnds, lags: Mapping[str, Sequence[int]]
 ) -> "tuple[list[GradientRow], list[str]]":
     """Return the gradients' rows, and notes on them."""
-    damage = {folder: checkpoints.find_damage(folder) for folder in checkpoints.whole(run / "checkpoints")}
+    damage = {folder: checkpoints.find_damage(folder) for folder in checkpoints.whole(run / CHECKPOINTS)}
     folders = [folder for folder, flaw in damage.items() if flaw is None]
     if not damage:
         return [], [
@@ -264,7 +259,7 @@ def _gradients(
     from offbeat.learner.policy.zero import MAX_FULL_GRADIENTS, deepspeed_config
 
     trained_at = {group.lease_id: batch.policy_version for batch in recorded.batches for group in batch.groups}
-    candidates = load_candidates(read_whole_log(run / "log"), config, trained_at)
+    candidates = load_candidates(read_whole_log(run / LOG), config, trained_at)
     rows = list(compare(config, objectives, folders, candidates, lags))
     notes = [f"Damaged and not read: {folder.name}, where {flaw}." for folder, flaw in sorted(damage.items()) if flaw]
     compared = {checkpoints.checkpoint_folder(run, row.policy_version).name for row in rows}

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from offbeat.common.metrics import ROWS_FILE, read_rows
 from offbeat.common.rows import LedgerSums
+from offbeat.common.run_folder import CONFIG_FILE
 from offbeat.lab.drift import (
     COMPARISON_HEAD,
     DRIFT_HEAD,
@@ -33,8 +34,6 @@ from offbeat.learner.diagnostics.length_bias import MAX_P, MIN_EFFECT, MIN_SHARE
 logger = logging.getLogger(__name__)
 
 REPORT_FILE = "report.html"
-CONFIG_FILE = "config.toml"
-"""The file of resolved settings that the learner writes into the run's folder."""
 
 MAX_EVENT_ROWS = 400
 """Number of events that the page shows; of a longer list, the first and the last half of this number."""

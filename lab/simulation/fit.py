@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.common.metrics import ROWS_FILE, read_rows
+from offbeat.common.run_folder import LOG
 from offbeat.common.settings import SettingError
 from offbeat.lab.history import RunHistory, fold_rows
 from offbeat.lab.simulation.timings import Timings
@@ -127,7 +128,7 @@ def fit(runs: Sequence[Path], cores: int | None) -> Fit:
     """
     all_times = []
     for run in runs:
-        rows_file, log = run / ROWS_FILE, run / "log"
+        rows_file, log = run / ROWS_FILE, run / LOG
         if not rows_file.exists() or not log.is_dir():
             problem = f"it has no {ROWS_FILE}, or no rollout log"
             raise SettingError("--fit", str(run), problem, "Name the folder of a run that had log.enabled = true.")

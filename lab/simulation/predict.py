@@ -18,6 +18,7 @@ from offbeat.common.config import Config
 from offbeat.common.eval_sets import eval_sets
 from offbeat.common.metrics import ROWS_FILE, read_rows
 from offbeat.common.rows import EventRow
+from offbeat.common.run_folder import CONFIG_FILE
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load
 from offbeat.lab.simulation.fit import fit
@@ -202,9 +203,9 @@ def given_times(config: Config, given: Given, cores: int | None) -> Source:
 def fitted_times(config: Config, runs: Sequence[Path], cores: int | None) -> Source:
     """Return the times of these runs. `cores`: of the machine they shared; None: this one's, if their engines ran on CPUs."""
     for run in runs:
-        config_file = run / "config.toml"
+        config_file = run / CONFIG_FILE
         if not config_file.exists():
-            raise SettingError("--fit", str(run), "it has no config.toml", "Name the folder of a run.")
+            raise SettingError("--fit", str(run), f"it has no {CONFIG_FILE}", "Name the folder of a run.")
         fitted = load(config_file)
         for name, ours, theirs in (
             ("rollout.group_size", config.rollout.group_size, fitted.rollout.group_size),
