@@ -148,7 +148,7 @@ def choose(groups: Sequence[TrainedGroup], request: Request) -> list[TrainedGrou
     return found[: request.num_groups]
 
 
-def show(console: Console, groups: Sequence[SampledGroup], *, full: bool = False) -> None:
+def print_samples(console: Console, groups: Sequence[SampledGroup], *, full: bool = False) -> None:
     """Print the groups. Texts are data: control characters are escaped, and markup stands as it is."""
     limit = None if full else MAX_TEXT
     for group in groups:

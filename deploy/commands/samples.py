@@ -7,7 +7,7 @@ import typer
 
 from offbeat.common.settings import SettingError
 from offbeat.deploy.commands.arguments import RunFolder
-from offbeat.lab.samples import Request, read_samples, show
+from offbeat.lab.samples import Request, print_samples, read_samples
 from offbeat.lab.terminal import stdout_console
 
 
@@ -29,4 +29,4 @@ def command(
     if as_json:
         typer.echo(msgspec.json.encode(found).decode())
     else:
-        show(stdout_console(), found, full=full)
+        print_samples(stdout_console(), found, full=full)

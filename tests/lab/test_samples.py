@@ -11,7 +11,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from offbeat.common.config import Config, ModelSection, RunSection, TaskSection
 from offbeat.common.learning_sections import TrainSection
 from offbeat.common.settings import SettingError, load, resolved_toml
-from offbeat.lab.samples import Completion, Request, SampledGroup, choose, printable, read_samples, show, trained_groups
+from offbeat.lab.samples import (
+    Completion,
+    Request,
+    SampledGroup,
+    choose,
+    print_samples,
+    printable,
+    read_samples,
+    trained_groups,
+)
 from offbeat.learner.leases.events import Accepted, Granted, Started, Trained
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.prompts import load_prompts
@@ -162,7 +171,7 @@ def test_text_of_a_model_is_printed_as_data() -> None:
     completion = Completion(1.0, 0.5, "stop", 3, "[bold]a[/bold] \x1b[31mred\x07 \u202e\nnext [link=file:///x]y[/link]")
     output = io.StringIO()
     console = Console(file=output, width=200, force_terminal=True, color_system=None)
-    show(console, [SampledGroup(1, 0, 0, 0, "ac\x1b[2Jtor", "[red]prompt[/red]", (completion,))])
+    print_samples(console, [SampledGroup(1, 0, 0, 0, "ac\x1b[2Jtor", "[red]prompt[/red]", (completion,))])
     shown = output.getvalue()
     assert "[bold]a[/bold] \\x1b[31mred\\x07 \\u202e" in shown
     assert "[red]prompt[/red]" in shown and "ac\\x1b[2Jtor" in shown and "[link=file:///x]y[/link]" in shown
