@@ -3,12 +3,15 @@
 The text below each setting is what `offbeat explain` prints.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
 from offbeat.common.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+CorrectionName = Literal["token_tis", "sequence_tis", "icepop", "sequence_mask", "geometric_mask", "opsm", "m2po"]
+"""The built-in corrections."""
 
 
 class RewardSection(Section, frozen=True):
@@ -89,11 +92,10 @@ class LossSection(Section, frozen=True):
     """SAPO's temperature for positive advantages."""
     tau_negative: PositiveFloat = 1.05
     """SAPO's temperature for negative advantages."""
-    correction: Literal["none", "token_tis", "sequence_tis", "icepop", "sequence_mask", "geometric_mask", "opsm", "m2po"] = (
-        "none"
-    )
+    correction: Annotated[str, Meta(pattern=rf"^(none|{'|'.join(get_args(CorrectionName))}|[\w.]+:\w+)$")] = "none"
     """Weight or mask applied to the loss for the mismatch that the importance ratio does not cover: `pi_old / mu` with the
-    decoupled anchor, `pi / mu` otherwise."""
+    decoupled anchor, `pi / mu` otherwise. none, a built-in one (docs/objectives.md), or your own as `module:function`
+    (docs/own_code.md)."""
     correction_low: NonNegativeFloat | None = None
     """Lower bound of the correction's ratio. none: the correction's default."""
     correction_high: PositiveFloat | None = None

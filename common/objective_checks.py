@@ -116,6 +116,9 @@ def _check_correction(config: Config) -> None:
     for name, value in bounds:
         if value is not None and loss.correction == "none":
             raise SettingError(f"loss.{name}", value, 'loss.correction = "none"', "Remove it, or set loss.correction.")
+        if value is not None and ":" in loss.correction:
+            problem = f"the function of loss.correction = {loss.correction!r} is not given any bounds"
+            raise SettingError(f"loss.{name}", value, problem, "Remove it, and write the bound in the function.")
     if loss.correction_low is not None and loss.correction not in LOWER_BOUNDED:
         raise SettingError(
             "loss.correction_low",

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from offbeat.common.config import Config
-from offbeat.common.learning_sections import AdvantageSection, LossSection, RewardSection
+from offbeat.common.learning_sections import AdvantageSection, CorrectionName, LossSection, RewardSection
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 """The mean that token losses are put into."""
@@ -64,7 +64,7 @@ DEFAULTS: dict[str, Defaults] = {
 }
 """The defaults of each `loss.objective`. Dr. GRPO and DAPO are GRPO's clip with other values; PPO adds a critic."""
 
-CORRECTION_BANDS: dict[str, Bounds] = {
+CORRECTION_BANDS: dict[CorrectionName, Bounds] = {
     "token_tis": Bounds(0.0, 2.0),
     "sequence_tis": Bounds(0.0, 2.0),
     "icepop": Bounds(0.5, 5.0),
@@ -73,7 +73,7 @@ CORRECTION_BANDS: dict[str, Bounds] = {
     "opsm": Bounds(0.0, 1e-4),
     "m2po": Bounds(0.0, 0.04),
 }
-"""Bounds of the ratio of each `loss.correction`. opsm and m2po have a threshold instead, in `high`."""
+"""Bounds of the ratio of each built-in `loss.correction`. opsm and m2po have a threshold instead, in `high`."""
 LOWER_BOUNDED = ("token_tis", "icepop", "sequence_mask", "geometric_mask")
 """Corrections that have a lower bound."""
 
@@ -105,10 +105,14 @@ def resolve_clip(loss: LossSection) -> Bounds | None:
 
 
 def resolve_correction(loss: LossSection) -> Bounds | None:
-    """Return the bounds of the correction's ratio, a lower bound of 0 for none; None without a correction."""
-    if loss.correction == "none":
-        return None
-    return _filled(loss.correction_low, loss.correction_high, CORRECTION_BANDS[loss.correction])
+    """Return the bounds of a built-in correction's ratio, a lower bound of 0 for none; None for any other `loss.correction`."""
+    name = correction_name(loss)
+    return None if name is None else _filled(loss.correction_low, loss.correction_high, CORRECTION_BANDS[name])
+
+
+def correction_name(loss: LossSection) -> CorrectionName | None:
+    """Return the built-in correction; None for the user's own, and for none."""
+    return next((name for name in CORRECTION_BANDS if name == loss.correction), None)
 
 
 def resolve_aggregation(loss: LossSection) -> Aggregation:

@@ -61,6 +61,7 @@ RULES = (
             "task.reward: source file",
             "reward.length_penalty: source file",
             "loss.function: source file",
+            "loss.correction: source file",
             "advantage.function: source file",
         ),
         "A mistake in it may be corrected. Kept groups keep the rewards they have.",

@@ -71,6 +71,7 @@ def make_identity(config: Config, hashes: ModelHashes, train: PromptHashes, eval
         "task.reward: source file": _hash_source(task.reward),
         "reward.length_penalty: source file": _hash_source(reward.length_penalty),
         "loss.function: source file": _hash_source(loss.function),
+        "loss.correction: source file": _hash_source(loss.correction),
         "advantage.function: source file": _hash_source(config.advantage.function),
         "loss.noise_floor: file": _hash_file(Path(loss.noise_floor)) if loss.noise_floor else None,
         **{f"software: {package}": version for package, version in software_versions().items()},

@@ -41,7 +41,7 @@ class Apart:
             while True:
                 wait_s = max(0.0, deadline - time.monotonic())
                 if not select.select([self._reader], [], [], wait_s)[0]:
-                    return [Finding("warning", f"{self._name} took too long to check; the run goes on without it.")]
+                    return [Finding("warning", f"{self._name} took too long to check; the run goes on without this check.")]
                 part = os.read(self._reader, _READ_BYTES)
                 if not part:
                     break

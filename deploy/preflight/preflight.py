@@ -4,6 +4,7 @@
 |---|---|---|---|---|
 | settings against each other, environment variables | x | x | x | x |
 | data, tokenizer, model, reference, adapter, run folder, ports, Weights & Biases | x | x | x | |
+| functions of yours that the learner calls, called once | x | x | x | |
 | tokenizer and model, engine options, the reward called once | x | x | | x |
 | GPUs of this machine | | x | | |
 """
@@ -31,7 +32,12 @@ from offbeat.deploy.preflight.machine import (
     check_wandb,
 )
 from offbeat.deploy.preflight.model_folders import check_model, check_reference
-from offbeat.deploy.preflight.user_functions import check_learner_functions, check_reward, has_learner_functions
+from offbeat.deploy.preflight.user_functions import (
+    check_functions,
+    check_learner_functions,
+    check_reward,
+    has_learner_functions,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -99,4 +105,6 @@ def _start_functions(config: Config, command: Command) -> Apart | None:
         return None
     if command == "learner":
         return Apart("the learner's functions", partial(check_learner_functions, config))
-    return Apart("task.reward", partial(check_reward, config, calls=command != "actor"))
+    if command == "actor":
+        return Apart("task.reward", partial(check_reward, config, calls=False))
+    return Apart("your functions", partial(check_functions, config))

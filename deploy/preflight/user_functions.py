@@ -1,7 +1,8 @@
-"""Checks of the functions that the settings name: imported, and the reward called once. They run apart."""
+"""Checks of the functions that the settings name: imported, and called once on stand-ins. They run apart."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,8 +13,11 @@ from offbeat.common.config import Config
 from offbeat.common.settings import SettingError
 from offbeat.deploy.preflight.findings import Finding, mistake
 from offbeat.deploy.preflight.inputs import first_prompt
-from offbeat.learner.objectives.own_functions import load_advantage, load_loss
+from offbeat.learner.objectives.own_functions import load_advantage, load_correction, load_loss
 from offbeat.learner.objectives.reward_shaping import load_length_penalty
+
+if TYPE_CHECKING:
+    import torch
 
 STAND_IN = "This text stands for a completion. The answer is 42."
 """The completion with which the reward is called."""
@@ -21,27 +25,35 @@ STAND_IN = "This text stands for a completion. The answer is 42."
 
 def has_learner_functions(config: Config) -> bool:
     """Return whether the settings name functions that the learner calls."""
-    return bool(config.reward.length_penalty or config.loss.function or config.advantage.function)
+    loss = config.loss
+    return bool(config.reward.length_penalty or loss.function or ":" in loss.correction or config.advantage.function)
 
 
 def check_learner_functions(config: Config) -> Iterator[Finding]:
-    """Find a length penalty, a loss or advantages that cannot be imported or take other parameters."""
-    functions = (
-        (load_length_penalty, config.reward.length_penalty),
-        (load_loss, config.loss.function),
-        (load_advantage, config.advantage.function),
+    """Find functions of the learner that cannot be imported, take other parameters, or fail on two completions."""
+    reward, loss, advantage = config.reward, config.loss, config.advantage
+    checks: tuple[tuple[bool, Callable[[], object]], ...] = (
+        (bool(reward.length_penalty), lambda: load_length_penalty(reward.length_penalty)),
+        (bool(loss.function), lambda: _call_loss(loss.function)),
+        (":" in loss.correction, lambda: _call_correction(loss.correction)),
+        (bool(advantage.function), lambda: _call_advantage(advantage.function, config.rollout.group_size)),
     )
-    for load, path in functions:
+    for is_set, call in checks:
         try:
-            if path:
-                load(path)
+            if is_set:
+                call()
         except SettingError as error:
             yield Finding("mistake", str(error))
 
 
-def check_reward(config: Config, *, calls: bool) -> Iterator[Finding]:
-    """Find functions that cannot be imported; with `calls`, a reward that fails on the first row and a stand-in completion."""
+def check_functions(config: Config) -> Iterator[Finding]:
+    """Find functions of learner and actor that cannot be imported, or fail on stand-ins."""
     yield from check_learner_functions(config)
+    yield from check_reward(config, calls=True)
+
+
+def check_reward(config: Config, *, calls: bool) -> Iterator[Finding]:
+    """Find a reward that cannot be imported; with `calls`, one that fails on the first row and a stand-in completion."""
     try:
         reward = load_reward(config.task.reward)
         prompt = first_prompt(config) if calls else None
@@ -64,3 +76,30 @@ def check_reward(config: Config, *, calls: bool) -> Iterator[Finding]:
         yield Finding("warning", f"task.reward: {problem}.")
     else:
         yield mistake("task.reward", config.task.reward, problem, "Correct the function, or the fields of the rows.")
+
+
+def _call_loss(path: str) -> None:
+    function = load_loss(path)
+    # Imported here: torch takes two seconds, and most runs have no such function.
+    import torch
+
+    policy = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]], requires_grad=True)
+    function(policy, torch.tensor([[-1.5, -2.0], [-0.25, 0.0]]), *_stand_ins())
+
+
+def _call_correction(path: str) -> None:
+    function = load_correction(path)
+    import torch
+
+    function(torch.tensor([[0.5, 0.0], [-0.25, 0.0]]), *_stand_ins())
+
+
+def _stand_ins() -> "tuple[torch.Tensor, torch.Tensor]":
+    """Return the mask and the advantages of two completions, of two tokens and of one."""
+    import torch
+
+    return torch.tensor([[True, True], [True, False]]), torch.tensor([[1.0, 1.0], [-1.0, 0.0]])
+
+
+def _call_advantage(path: str, group_size: int) -> None:
+    load_advantage(path)(np.arange(2 * group_size, dtype=np.float64).reshape(2, group_size))

@@ -1,8 +1,9 @@
-"""A loss and advantages of one's own (docs/own_code.md).
+"""A loss, a correction and advantages of one's own (docs/own_code.md).
 
 [loss]
 objective = "grpo"
 function = "own_objective:squared"
+correction = "own_objective:damped"
 
 [advantage]
 function = "own_objective:ranks"
@@ -17,6 +18,11 @@ def squared(policy_logprobs: Tensor, anchor_logprobs: Tensor, completion_mask: T
     """Pull each token's log-ratio toward a tenth of its advantage, instead of clipping it: `(log r - A / 10)^2`."""
     log_ratio = policy_logprobs - anchor_logprobs
     return (log_ratio - advantages / 10).square()
+
+
+def damped(log_rho: Tensor, completion_mask: Tensor, advantages: Tensor) -> Tensor:
+    """Return weights that fall with a token's distance from the policy that sampled it: `min(rho, 1 / rho)`."""
+    return log_rho.abs().neg().exp()
 
 
 def ranks(rewards: NDArray[np.float64]) -> NDArray[np.float64]:

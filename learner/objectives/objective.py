@@ -7,13 +7,20 @@ from typing import Literal, NamedTuple, Protocol, assert_never
 import torch
 from torch import Tensor
 
-from offbeat.common.learning_sections import LossSection
-from offbeat.common.objectives import DEFAULTS, Aggregation, resolve_aggregation, resolve_clip, resolve_correction
+from offbeat.common.learning_sections import CorrectionName, LossSection
+from offbeat.common.objectives import (
+    DEFAULTS,
+    Aggregation,
+    correction_name,
+    resolve_aggregation,
+    resolve_clip,
+    resolve_correction,
+)
 from offbeat.learner.objectives import corrections, losses
 from offbeat.learner.objectives.aggregation import denominator
 from offbeat.learner.objectives.bands import ClipBand, ClippedRatio, Correction
 from offbeat.learner.objectives.losses import TokenLosses
-from offbeat.learner.objectives.own_functions import OwnLoss, load_loss
+from offbeat.learner.objectives.own_functions import OwnCorrection, OwnLoss, load_correction, load_loss
 
 
 class PolicyLogprobs(NamedTuple):
@@ -97,9 +104,9 @@ TokenLoss = ClippedSurrogate | Cispo | Sapo | Reinforce | Own
 
 @dataclass(frozen=True)
 class CorrectionRule:
-    """A correction with its bounds."""
+    """A built-in correction with its bounds."""
 
-    name: Literal["token_tis", "sequence_tis", "icepop", "sequence_mask", "geometric_mask", "opsm", "m2po"]
+    name: CorrectionName
     """The function of `corrections`."""
     low: float
     """Lower bound of the ratio; 0 where the correction has none."""
@@ -126,7 +133,7 @@ class Objective:
     token_loss: TokenLoss
     anchor: Literal["behavior", "proximal", "decoupled"]
     """The policy in the denominator of the importance ratio."""
-    correction: CorrectionRule | None
+    correction: CorrectionRule | OwnCorrection | None
     aggregation: Aggregation
     aggregation_length: int
     """The constant L that `seq-mean-token-sum-norm` divides by; other aggregations ignore it."""
@@ -196,6 +203,9 @@ class Objective:
         if self.correction is None:
             return None
         log_rho = torch.where(completion_mask, logprobs.log_rho, 0.0)
+        if not isinstance(self.correction, CorrectionRule):
+            weights = self.correction(log_rho, completion_mask, torch.where(completion_mask, advantages, 0.0))
+            return Correction(weights, log_rho)
         low, high = self.correction.low, self.correction.high
         truncated_at: tuple[float, ...] = ()
         match self.correction.name:
@@ -220,14 +230,10 @@ class Objective:
 
 def resolve_objective(loss: LossSection, *, max_new_tokens: int) -> Objective:
     """Return the objective of these settings; those left open take the objective's own values (`common.objectives`)."""
-    bounds = resolve_correction(loss)
-    correction = None
-    if loss.correction != "none" and bounds is not None:
-        correction = CorrectionRule(loss.correction, bounds.low, bounds.high)
     return Objective(
         token_loss=_resolve_token_loss(loss),
         anchor=loss.anchor,
-        correction=correction,
+        correction=_resolve_correction(loss),
         aggregation=resolve_aggregation(loss),
         aggregation_length=loss.aggregation_length or max_new_tokens,
         entropy_coef=loss.entropy_coef,
@@ -263,6 +269,13 @@ def _resolve_token_loss(loss: LossSection) -> TokenLoss:
             return Reinforce()
         case _:
             assert_never(loss.objective)
+
+
+def _resolve_correction(loss: LossSection) -> CorrectionRule | OwnCorrection | None:
+    name, bounds = correction_name(loss), resolve_correction(loss)
+    if name is not None and bounds is not None:
+        return CorrectionRule(name, bounds.low, bounds.high)
+    return None if loss.correction == "none" else load_correction(loss.correction)
 
 
 def _resolve_band(loss: LossSection) -> ClipBand:

@@ -1,4 +1,4 @@
-"""The user's own token loss and advantages, named by import path; their results are checked at every call.
+"""The user's own token loss, advantages and correction, named by import path; their results are checked at every call.
 
 `docs/own_code.md` has an example of each.
 """
@@ -20,8 +20,12 @@ OwnLoss = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
 returns the loss of each token, differentiable with respect to `policy_logprobs`."""
 OwnAdvantage = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """Takes the rewards of an optimizer step, `[groups, group_size]`, and returns an advantage for each."""
+OwnCorrection = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
+"""Takes `log_rho`, `completion_mask`, `advantages`, each `[rows, tokens]`, 0 or False on padding and without a gradient;
+returns the weight of each token's loss, finite and at least 0, or a mask."""
 
 LOSS_PARAMETERS = ("policy_logprobs", "anchor_logprobs", "completion_mask", "advantages")
+CORRECTION_PARAMETERS = ("log_rho", "completion_mask", "advantages")
 
 
 def load_loss(path: str) -> OwnLoss:
@@ -66,6 +70,36 @@ def load_advantage(path: str) -> OwnAdvantage:
         return advantages
 
     return own_advantage
+
+
+def load_correction(path: str) -> OwnCorrection:
+    """Return the correction `module:function`, which raises `SettingError` when it fails or returns what weighs no loss.
+
+    Weights are 0 outside the mask. Raise `SettingError` about `loss.correction` if there is no such function.
+    """
+    function = load_function(path, setting="loss.correction", parameters=CORRECTION_PARAMETERS)
+
+    def own_correction(log_rho: "Tensor", mask: "Tensor", advantages: "Tensor") -> "Tensor":
+        try:
+            # Pass a copy, because the user's function may write to its argument, which is measured afterwards.
+            weights = function(log_rho.clone(), mask, advantages)
+        except Exception as error:  # the user's code
+            raise SettingError("loss.correction", path, f"it raised {located(error)}", "Correct the function.") from error
+        if not isinstance(weights, type(log_rho)):
+            problem = f"it returned {type(weights).__name__}, which is no tensor"
+            raise SettingError("loss.correction", path, problem, "Return the weight of each token's loss, or a mask.")
+        if weights.shape != log_rho.shape:
+            problem = f"it returned {_shape_in_words(weights.shape)} for log-ratios of the shape {tuple(log_rho.shape)}"
+            raise SettingError("loss.correction", path, problem, "Return the weight of each token's loss, or a mask.")
+        weights = weights.to(log_rho).where(mask, 0.0)
+        if not weights.isfinite().all():
+            raise SettingError("loss.correction", path, "it returned weights that are not finite", "Bound them.")
+        if (weights < 0).any():
+            problem = f"it returned a weight below 0: {weights.min().item():g}"
+            raise SettingError("loss.correction", path, problem, "Return weights of at least 0: 0 leaves a token out.")
+        return weights
+
+    return own_correction
 
 
 def _shape_in_words(shape: object) -> str:

@@ -28,7 +28,7 @@ from offbeat.learner.diagnostics.noise_floor import Differences
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.objectives.corrections import m2po_candidates, m2po_cutoff
 from offbeat.learner.objectives.kl import adapt_kl_coefficient
-from offbeat.learner.objectives.objective import resolve_objective
+from offbeat.learner.objectives.objective import CorrectionRule, resolve_objective
 from offbeat.learner.objectives.reward_shaping import RunningMoments, resolve_reward_shaping, shape_rewards
 from offbeat.learner.policy.loading import check_policy, load_policy, load_reference
 from offbeat.learner.policy.logprobs import CompletionLogprobs
@@ -350,7 +350,7 @@ class Trainer:
     def _find_m2po_cutoff(self, batch: Sequence[PreparedMicroBatch]) -> float:
         """Return the cutoff of M2PO over the tokens of all ranks; inf for other corrections."""
         rule = self._objective.correction
-        if rule is None or rule.name != "m2po":
+        if not isinstance(rule, CorrectionRule) or rule.name != "m2po":
             return math.inf
         candidates: list[Tensor] = []
         for micro_batch, frozen, advantages, _ in batch:

@@ -7,7 +7,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from offbeat.common.learning_sections import LossSection
+from offbeat.common.learning_sections import CorrectionName, LossSection
 from offbeat.common.objectives import CORRECTION_BANDS, DEFAULTS, LOWER_BOUNDED, complete
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load, resolved_toml
@@ -22,7 +22,9 @@ def choices(setting: str) -> set[str]:
 
 def test_every_objective_and_correction_has_its_defaults() -> None:
     assert set(DEFAULTS) == choices("objective")
-    assert set(CORRECTION_BANDS) | {"none"} == choices("correction")
+    assert set(CORRECTION_BANDS) == set(get_args(CorrectionName))
+    for name in (*CORRECTION_BANDS, "none"):
+        assert load(None, [f"loss.correction={name}"]).loss.correction == name
 
 
 @pytest.mark.parametrize("objective", DEFAULTS)
@@ -102,6 +104,7 @@ REFUSALS = [
     Refusal(["loss.correction_high=2"], ["loss.correction_high = 2.0", "set loss.correction"]),
     Refusal(["loss.correction=opsm", "loss.correction_low=0.1"], ["loss.correction_low = 0.1", "no lower bound"]),
     Refusal(["loss.correction=icepop", "loss.correction_low=6"], ["not below loss.correction_high = 5.0"]),
+    Refusal(["loss.correction=mine:f", "loss.correction_high=2"], ["loss.correction_high = 2.0", "not given any bounds"]),
     Refusal(["loss.correction=m2po"], ['loss.correction = "m2po"', 'loss.anchor="decoupled"']),
     Refusal(["advantage.baseline=zero", "advantage.divide_by_std=true"], ["advantage.divide_by_std = true", "whiten"]),
     Refusal(["advantage.baseline=critic"], ['loss.objective = "gspo"', "critic", "gspo_token"]),

@@ -13,7 +13,7 @@ from offbeat.common.learning_sections import LossSection, TrainSection
 from offbeat.common.models import hash_weights
 from offbeat.common.resume_rules import OUTCOMES, RULES
 from offbeat.common.rows import EventRow
-from offbeat.common.settings import SettingError, setting_names
+from offbeat.common.settings import SettingError, replace_settings, setting_names
 from offbeat.common.user_functions import find_source
 from offbeat.learner.dispatch.live_settings import CHANGEABLE
 from offbeat.learner.leases.prompts import Prompt
@@ -72,7 +72,7 @@ def test_every_setting_and_content_has_exactly_one_rule(config: Config, tmp_path
     full = replace(
         config,
         kl=replace(config.kl, reference=config.model.path),
-        loss=LossSection(noise_floor=str(tmp_path / "floor"), function="json:dump"),
+        loss=LossSection(noise_floor=str(tmp_path / "floor"), function="json:dump", correction="json:dump"),
         advantage=replace(config.advantage, function="json:load"),
         task=replace(config.task, reward="json:dumps"),
         reward=replace(config.reward, length_penalty="json:loads"),
@@ -235,6 +235,20 @@ def test_corrected_reward_is_recorded(config: Config, tmp_path: Path, monkeypatc
     source.write_text("solved = 2")
     (change,) = require_same_run(before, identity_of(with_reward), NO_PROMPTS, NO_PROMPTS)
     assert change.name == "task.reward: source file"
+
+
+@pytest.mark.parametrize(
+    "setting", ["task.reward", "reward.length_penalty", "loss.function", "loss.correction", "advantage.function"]
+)
+def test_corrected_function_is_recorded(setting: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = tmp_path / "mine.py"
+    source.write_text("def f(): return 1")
+    with_function = replace_settings(config, {setting: "mine:f"})
+    before = identity_of(with_function)
+    source.write_text("def f(): return 2")
+    (change,) = require_same_run(before, identity_of(with_function), NO_PROMPTS, NO_PROMPTS)
+    assert change.name == f"{setting}: source file"
 
 
 def test_hash_of_weights_sees_size_name_and_samples_of_every_file(tmp_path: Path) -> None:

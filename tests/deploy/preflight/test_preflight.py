@@ -252,6 +252,15 @@ def test_plain_and_async_rewards_pass(reward: str, overrides: list[str], caplog:
     assert warned([*overrides, f"task.reward=my_rewards:{reward}"], caplog) == []
 
 
+@pytest.mark.parametrize("command", ["check", "train", "learner"])
+def test_function_of_the_learner_that_fails_is_refused_for_all_but_an_actor(command: Command, overrides: list[str]) -> None:
+    Path("my_correction.py").write_text("def below_zero(log_rho, completion_mask, advantages): return -log_rho.exp()")
+    overrides = [*overrides, "loss.correction=my_correction:below_zero"]
+    (text,) = refused(overrides, command)
+    assert text.startswith('loss.correction = "my_correction:below_zero": it returned a weight below 0')
+    assert look(load(None, overrides), "actor") == []
+
+
 def test_actor_needs_no_data_and_no_port(overrides: list[str]) -> None:
     Path("train.jsonl").unlink()
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -1,19 +1,20 @@
-"""The user's own loss and advantages take the objective's place, and are refused in words when they are wrong."""
+"""The user's own loss, correction and advantages take the objective's place, and are refused in words when they are wrong."""
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from offbeat.common.config import Config, ModelSection, TaskSection
+from offbeat.common.config import Config, ModelSection, RolloutSection, TaskSection
 from offbeat.common.learning_sections import AdvantageSection, LossSection
 from offbeat.common.objective_checks import check_objective
 from offbeat.common.objectives import complete
 from offbeat.common.settings import SettingError
 from offbeat.deploy.preflight.user_functions import check_learner_functions, has_learner_functions
-from offbeat.learner.objectives.objective import PolicyLogprobs, resolve_objective
+from offbeat.learner.objectives.objective import Evaluation, PolicyLogprobs, resolve_objective
 from offbeat.learner.objectives.own_functions import load_advantage, load_loss
 from offbeat.learner.training.preparation import completion_advantages, resolve_advantage
 
@@ -34,6 +35,31 @@ def summed(policy_logprobs, anchor_logprobs, completion_mask, advantages):
 
 def number(policy_logprobs, anchor_logprobs, completion_mask, advantages):
     return 0.0
+
+def overwrites(log_rho, completion_mask, advantages):
+    assert not advantages.isnan().any()
+    return log_rho.clamp_(min=0.25).exp_() * (1 + advantages.abs())
+
+def kept(log_rho, completion_mask, advantages):
+    return log_rho.double() > 0
+
+def infinite(log_rho, completion_mask, advantages):
+    return log_rho / 0
+
+def negative(log_rho, completion_mask, advantages):
+    return log_rho
+
+def one_weight(log_rho, completion_mask, advantages):
+    return log_rho.sum()
+
+def listed(log_rho, completion_mask, advantages):
+    return log_rho.tolist()
+
+def fails(log_rho, completion_mask, advantages):
+    return advantages[7]
+
+def of_three(rewards):
+    return rewards[:, :3]
 
 def nans(rewards):
     return rewards * float("nan")
@@ -66,6 +92,64 @@ def test_own_loss_takes_the_objectives_place_and_never_sees_padding() -> None:
     # (0.5 - 0.1)^2, (0 - 0.1)^2; (-0.25 + 0.2)^2, padding. The gradient is twice the difference.
     torch.testing.assert_close(losses, torch.tensor([[0.16, 0.01], [0.0025, 0.0]]))
     torch.testing.assert_close(gradient, torch.tensor([[0.8, -0.2], [-0.1, 0.0]]))
+
+
+def correct(path: str, **loss: Any) -> Evaluation:
+    """Return the objective `reinforce` with a correction of the user's, on two rows with padding: losses are -A log pi."""
+    objective = resolve_objective(LossSection(objective="reinforce", correction=path, **loss), max_new_tokens=2)
+    policy = torch.tensor([[-1.0, -2.0], [-0.5, -math.inf]], requires_grad=True)
+    proximal = torch.tensor([[-1.0, -2.5], [-0.25, math.nan]]) if objective.needs_proximal else None
+    behavior = torch.tensor([[-1.5, -2.0], [-0.25, math.nan]])
+    advantages = torch.tensor([[1.0, 1.0], [-2.0, math.nan]])
+    evaluation = objective.evaluate(PolicyLogprobs(policy, behavior, proximal), MASK, advantages)
+    evaluation.losses.sum().backward()
+    assert policy.grad is not None
+    # The weights are constants: the gradient of -A log pi is -A times the weight, and nothing on padding.
+    weights = (evaluation.correction or pytest.fail("no correction")).weights
+    torch.testing.assert_close(policy.grad, -torch.tensor([[1.0, 1.0], [-2.0, 0.0]]) * weights)
+    return evaluation
+
+
+def weights_of(path: str, **loss: Any) -> list[list[float]]:
+    evaluation = correct(path, **loss)
+    assert evaluation.correction is not None
+    return evaluation.correction.weights.tolist()
+
+
+def test_own_correction_weighs_the_token_losses_by_the_anchors_ratio_and_never_sees_padding() -> None:
+    # log pi / mu is 0.5, 0 and -0.25; log pi_old / mu is 0.5, -0.5 and 0.
+    assert weights_of("own_objective:damped") == [[pytest.approx(math.exp(-0.5)), 1.0], [pytest.approx(math.exp(-0.25)), 0.0]]
+    decoupled = weights_of("own_objective:damped", anchor="decoupled")
+    assert decoupled == [[pytest.approx(math.exp(-0.5)), pytest.approx(math.exp(-0.5))], [1.0, 0.0]]
+
+
+def test_own_correction_may_be_a_mask() -> None:
+    assert weights_of("wrong_functions:kept") == [[1.0, 0.0], [0.0, 0.0]]
+
+
+def test_own_correction_sees_advantages_and_may_write_to_its_arguments() -> None:
+    evaluation = correct("wrong_functions:overwrites")
+    assert evaluation.correction is not None
+    low, high = math.exp(0.25), math.exp(0.5)
+    torch.testing.assert_close(evaluation.correction.weights, torch.tensor([[2 * high, 2 * low], [3 * low, 0.0]]))
+    assert evaluation.correction.log_rho.tolist() == [[0.5, 0.0], [-0.25, 0.0]], "measured as it was"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("infinite", "it returned weights that are not finite"),
+        ("negative", "it returned a weight below 0: -0.25"),
+        ("one_weight", "it returned the shape () for log-ratios of the shape (2, 2)"),
+        ("listed", "it returned list, which is no tensor"),
+        ("fails", "it raised IndexError"),
+    ],
+)
+def test_correction_that_fails_or_weighs_no_loss_is_the_users_mistake(name: str, words: str) -> None:
+    with pytest.raises(SettingError) as raised:
+        correct(f"wrong_functions:{name}")
+    assert words in str(raised.value)
+    assert raised.value.setting == "loss.correction"
 
 
 def test_own_advantages_take_the_place_of_baseline_and_deviation() -> None:
@@ -109,6 +193,25 @@ def test_functions_with_other_parameters_are_found_before_anything_starts() -> N
     assert list(check_learner_functions(Config(loss=LossSection(function="own_objective:squared")))) == []
     with pytest.raises(SettingError, match=r"loss\.function"):
         load_loss("wrong_functions:two")
+
+
+def test_functions_that_fail_when_called_are_found_before_anything_starts() -> None:
+    config = Config(
+        rollout=RolloutSection(group_size=4),
+        loss=LossSection(function="wrong_functions:summed", correction="wrong_functions:negative"),
+        advantage=AdvantageSection(function="wrong_functions:of_three"),
+    )
+    assert has_learner_functions(Config(loss=LossSection(correction="own_objective:damped")))
+    assert not has_learner_functions(Config(loss=LossSection(correction="token_tis")))
+    loss, correction, advantages = [finding.text for finding in check_learner_functions(config)]
+    assert "for log-probs of the shape (2, 2)" in loss
+    assert "a weight below 0: -0.25" in correction
+    assert "the shape (2, 3) for rewards of the shape (2, 4)" in advantages
+    good = Config(
+        loss=LossSection(function="own_objective:squared", correction="own_objective:damped"),
+        advantage=AdvantageSection(function="own_objective:ranks"),
+    )
+    assert list(check_learner_functions(good)) == []
 
 
 def test_own_advantages_beside_a_critic_are_refused() -> None:
