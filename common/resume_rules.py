@@ -1,7 +1,8 @@
-"""What may differ between a run and its resumption: one rule for each setting and each content of a run.
+"""Rules of resuming a run: the outcome of a difference, for each setting and each content of a run.
 
-Refused is what says of which policy, prompts and objective the kept groups, weights and numbers are. Recorded is what only
-says how the run goes on. `learner.run_identity` follows the rules, and `docs/resuming.md` is written from them.
+A difference is refused where the run would not be the same any more: the kept groups, the weights and the numbers belong to
+one policy, to these prompts and to this objective. It is recorded where it only changes how the run goes on. `run_identity` of
+the learner applies the rules, and `docs/resuming.md` is generated from them.
 """
 
 from typing import Literal, NamedTuple
@@ -29,10 +30,10 @@ RULES = (
     Rule(
         "refused",
         ("model.path: config", "model.path: weights", "model.path: tokenizer", "model.path: chat template"),
-        "Another model began elsewhere, and the tokens of kept groups mean something else to another tokenizer.",
+        "The weights come from this model, and kept groups are tokens of this tokenizer.",
     ),
     Rule("recorded", _of("model", "path max_length"), "The model's files are compared themselves. A length is only a limit."),
-    Rule("refused", _of("model", "dtype"), "The checkpoint's numbers have it, and the log-probs are computed with it."),
+    Rule("refused", _of("model", "dtype"), "The checkpoint is stored in it, and the log-probs are computed in it."),
     Rule(
         "refused",
         ("task.train_data: prompts",),
@@ -41,7 +42,7 @@ RULES = (
     Rule(
         "recorded",
         _of("task", "train_data train_split max_prompt_tokens long_prompts"),
-        "The prompts that come of it are compared themselves.",
+        "The prompts that are read with it are compared themselves.",
     ),
     Rule(
         "refused",
@@ -119,7 +120,11 @@ RULES = (
         _of("train", "weight_decay adam_betas"),
         "The checkpoint's optimizer has it, and would go on with its own value.",
     ),
-    Rule("refused", _of("train", "groups_per_step steps_per_batch epochs_per_batch"), "A step would be another one."),
+    Rule(
+        "refused",
+        _of("train", "groups_per_step steps_per_batch epochs_per_batch"),
+        "Each step would train on other groups.",
+    ),
     Rule("refused", _of("train", "fp32_head"), "The log-probs are computed with it."),
     Rule("refused", _of("train", "zero_stage deepspeed"), "The optimizer's state is stored in its shape."),
     Rule(

@@ -1,1 +1,1 @@
-"""The processes of a run, started and ended: command line, launcher, quick start, sweep, chaos."""
+"""Start and end the processes of a run: command line, launcher, quick start, sweep, chaos."""

@@ -1,4 +1,4 @@
-"""A sweep: runs that differ in a few settings and in their seeds, one after another, in one folder.
+"""The runs of a sweep, which differ in a few settings and in their seeds, made one after another in one folder.
 
     --set KEY=v1,v2 x --seeds N -> plan.json, one run.toml for each cell -> `offbeat train` -> the report of all
 

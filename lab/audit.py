@@ -50,7 +50,7 @@ class Life(msgspec.Struct):
     end: str = ""
     """`trained`, `expired`, or `dropped/REASON`; empty while it is in flight."""
     is_final: bool = False
-    """The prompt's turn is over: it must not be leased again in this epoch."""
+    """True when the prompt's turn is over: it must not be leased again in this epoch."""
 
 
 class Lost(NamedTuple):
@@ -86,7 +86,7 @@ class LogAudit:
     """Reads the events of one run in order and collects the contradictions between them."""
 
     def __init__(self, *, is_whole: bool, lost: Lost = NOTHING_LOST) -> None:
-        """`is_whole`: the log begins where the run began, and nothing was deleted."""
+        """`is_whole`: True when the log begins where the run began, and nothing was deleted."""
         self._is_whole = is_whole
         self._lost = lost
         self.leases: dict[int, Life] = {}
@@ -108,7 +108,7 @@ class LogAudit:
         """Optimizer steps behind the weights; None until an event of a log without its beginning tells."""
         self._num_batches_excused = 0
         self.num_unknown = 0
-        """Events of leases whose grant the log has not, or not any more."""
+        """Number of events of leases whose grant is not in the log, or not any more."""
         self._has_gap = False
         self._doubtful: set[int] = set()
         """Leases that were open at a gap in the log."""

@@ -45,7 +45,7 @@ class ScoredHalves(NamedTuple):
     """The groups of a run, scored by the learner that is calibrated."""
 
     halves: tuple[Differences, Differences]
-    """Every other group, and the groups between them."""
+    """The groups in two halves: every other group, and the groups between them."""
     num_groups: int
     device: "torch.device"
 
@@ -84,7 +84,7 @@ def fit_calibration(config: Config, engine: EngineInfo, measured: ScoredHalves) 
 
 
 def cross_fit(first: Differences, second: Differences) -> tuple[tuple[NoiseFloor, Differences], ...]:
-    """Return a noise floor fitted to either half, each beside the other half, which it was not fitted to."""
+    """Return the noise floor fitted to each half, paired with the other half."""
     return ((fit(first), second), (fit(second), first))
 
 

@@ -1,4 +1,4 @@
-"""The end of a run in short, read from its folder: for operators who ask when no learner is there to answer."""
+"""The end of a run in short, read from its folder, for operators who ask when no learner is there to answer."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from offbeat.common.rows import EventRow, FinalRow, Row, StepRow, decode_row
 from offbeat.learner.diagnostics.health import update_troubles
 
 _KINDS = (b'{"kind":"step"', b'{"kind":"event"', b'{"kind":"final"')
-"""The beginnings of the lines that are decoded; the others are most of a long run's."""
+"""The beginnings of the lines that are decoded. Most lines of a long run begin otherwise."""
 
 
 class EndedRun(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class EndedRun(msgspec.Struct, frozen=True):
 
 
 def read_end(run_folder: Path) -> EndedRun | None:
-    """Return how the run in a folder stands by its rows; None where it has none."""
+    """Return the state of the run in a folder as its rows tell it; None where it has no rows."""
     step: StepRow | None = None
     final: FinalRow | None = None
     last_time: float | None = None
@@ -88,7 +88,7 @@ def render_end(ended: EndedRun, num_steps: int) -> RenderableType:
 
 
 def _rows(file: Path) -> list[Row]:
-    """Return the rows of these kinds that a file holds; none where there is no file."""
+    """Return the step, event and final rows of a file; none where there is no file."""
     if not file.is_file():
         return []
     with file.open("rb") as lines:

@@ -135,7 +135,7 @@ class RunHistory:
     steps: list[StepRow] = field(default_factory=list)
     """One row for each optimizer step. A step repeated after a resume is listed once, as last done."""
     evaluations: dict[int, EvalRow] = field(default_factory=dict)
-    """By policy version."""
+    """Evaluations by policy version."""
     publishes: list[WeightsRow] = field(default_factory=list)
     commits: list[CommitRow] = field(default_factory=list)
     canaries: list[CanaryRow] = field(default_factory=list)

@@ -35,7 +35,7 @@ class Request(NamedTuple):
     """Only groups of this prompt."""
     num_groups: int = 4
     num_completions: int = 4
-    """Completions of each group, the best ones first, or the worst ones in that order."""
+    """Completions to show of each group: the best ones first; for the order `worst`, the worst ones first."""
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ class Completion(msgspec.Struct, frozen=True):
     """`stop`, or `length` for a completion cut off at `rollout.max_new_tokens`."""
     num_tokens: int
     text: str
-    """As the model wrote it, special tokens included."""
+    """The completion as the model wrote it, special tokens included."""
 
 
 class SampledGroup(msgspec.Struct, frozen=True):
@@ -175,7 +175,7 @@ def _print_text(console: Console, text: str, limit: int | None, style: str = "")
 
 
 def _open_texts(config: Config) -> tuple[Callable[[Sequence[int]], str], dict[int, Prompt]]:
-    """Return what decodes token ids, and the prompts by id; no prompts where the data cannot be read any more."""
+    """Return a function that decodes token ids, and the prompts by id; no prompts where the data cannot be read any more."""
     folder = resolve_model(config.model.path)
     if (folder / "tokenizer.json").is_file():
         # Not AutoTokenizer, which imports torch: it would take four times as long.

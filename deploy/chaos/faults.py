@@ -116,7 +116,7 @@ def open_disk(folder: Path, num_bytes: int) -> Disk | None:
 
 
 class Victims(Protocol):
-    """The services of a round, as the faults see them."""
+    """The services of a round, for the faults to act on."""
 
     def find(self, target: Target) -> int:
         """Return the process id of a service, waiting until it runs; it may still be starting."""
@@ -136,7 +136,7 @@ class Attempt(NamedTuple):
 
     status: int
     said: str
-    """Its output."""
+    """Output of the learner."""
 
 
 class Scene(NamedTuple):
@@ -164,7 +164,7 @@ class Committed(NamedTuple):
     lost: tuple[LeaseEvent, ...] = ()
     """Events that the fault destroyed in the rollout log."""
     violations: tuple[str, ...] = ()
-    """Reactions of the services that must not be."""
+    """Reactions of the services that are violations."""
 
 
 def commit(fault: Fault, scene: Scene) -> Committed:

@@ -35,9 +35,9 @@ class Judge(http.server.ThreadingHTTPServer):
     def __init__(self, host: str) -> None:
         super().__init__((host, 0), _Handler)
         self.is_down = False
-        """Every request is answered with 503."""
+        """True while every request is answered with 503."""
         self.num_refusals = 0
-        """Requests that were answered so."""
+        """Number of requests that were answered with 503."""
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         self._thread.start()
 
@@ -47,7 +47,7 @@ class Judge(http.server.ThreadingHTTPServer):
         return f"http://{self.server_address[0]}:{self.server_port}"
 
     def be_down(self, seconds: float, pause: Callable[[float], None]) -> None:
-        """Reward nobody for this many seconds; `pause` waits."""
+        """Answer every request with 503 for this many seconds; `pause` does the waiting."""
         self.is_down = True
         try:
             pause(seconds)
@@ -78,4 +78,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Stay silent."""
+        """Write no access log."""

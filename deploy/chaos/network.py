@@ -1,4 +1,4 @@
-"""The network between the learner and chaos's remote actor: it can be cut, parted, and made to lose packets.
+"""The network between the learner and chaos's remote actor: faults cut it, part it, and make it lose packets.
 
 As root the actor runs in a network namespace at the other end of a veth pair, so that both hub and weight traffic can be
 disturbed. Without root the actor reaches the hub through a TCP proxy on loopback, and its weights bypass the proxy.

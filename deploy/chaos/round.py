@@ -45,11 +45,11 @@ LOCAL = "actor-0"
 
 
 class StuckError(RuntimeError):
-    """The round makes no progress."""
+    """Raised when a round makes no progress."""
 
 
 class StoppedError(RuntimeError):
-    """The user asked chaos to stop."""
+    """Raised when the user asks chaos to stop."""
 
 
 class Happened(NamedTuple):
@@ -68,7 +68,7 @@ class Happened(NamedTuple):
 
 
 class RoundResult(NamedTuple):
-    """The observations of a round while it ran; the audit of its folder comes on top."""
+    """The observations made while a round ran; the audit of its folder is separate."""
 
     wall_s: float
     happened: list[Happened]
@@ -95,7 +95,7 @@ class Site(NamedTuple):
     judge: Judge | None
     """The judge that rewards ask; None where the run has a reward of its own."""
     environment: Mapping[str, str]
-    """Environment variables that the services get in addition."""
+    """Environment variables of the services, in addition to those of chaos."""
 
 
 SeenRow = TypeVar("SeenRow", StepRow, ActorRow)
@@ -177,7 +177,7 @@ class Services:
     """The processes of a round: `offbeat train`, and the remote actor, which is started again whenever it dies."""
 
     def __init__(self, site: Site, watch: Watch, stop: StopRequest) -> None:
-        """Start both."""
+        """Start `offbeat train` and the remote actor."""
         self._logs = site.logs
         self._config_file = site.config_file
         self._remote_command = [
@@ -255,7 +255,7 @@ class Services:
         self._remote.terminate()
 
     def close(self) -> None:
-        """Kill both, and every process they started."""
+        """Kill `offbeat train`, the remote actor, and every process that they started."""
         for process in (self._train, self._remote):
             processes.kill_group(process.pid)
             process.wait()

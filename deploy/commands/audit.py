@@ -1,4 +1,4 @@
-"""`offbeat audit`: the accounts of a run, checked."""
+"""`offbeat audit`: checks the accounts of a run."""
 
 import typer
 

@@ -1,4 +1,4 @@
-"""`offbeat drift`: what staleness did to a run."""
+"""`offbeat drift`: the effect of staleness on a run."""
 
 from typing import Annotated
 
@@ -12,5 +12,5 @@ def command(
     run: RunFolder,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Show what staleness did to a run: the drift at each policy lag, and whether what was trained on is biased."""
+    """Show the effect of staleness on a run: the drift at each policy lag, and any bias of the groups trained on."""
     print_drift(run, as_json=as_json)

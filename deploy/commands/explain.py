@@ -1,4 +1,4 @@
-"""`offbeat explain`: settings, described."""
+"""`offbeat explain`: describes settings."""
 
 from typing import Annotated
 

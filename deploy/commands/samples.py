@@ -1,4 +1,4 @@
-"""`offbeat samples`: what the model wrote."""
+"""`offbeat samples`: prompts and completions of a run."""
 
 from typing import Annotated
 

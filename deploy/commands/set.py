@@ -1,4 +1,4 @@
-"""`offbeat set`: settings of a running job, changed."""
+"""`offbeat set`: changes settings of a running job."""
 
 from typing import Annotated
 

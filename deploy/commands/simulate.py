@@ -1,4 +1,4 @@
-"""`offbeat simulate`: throughput and staleness, predicted."""
+"""`offbeat simulate`: predicts throughput and staleness."""
 
 from pathlib import Path
 from typing import Annotated

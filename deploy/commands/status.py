@@ -1,4 +1,4 @@
-"""`offbeat status`: how a run is, or how it has ended."""
+"""`offbeat status`: the state of a run, or its end."""
 
 from pathlib import Path
 from typing import Annotated

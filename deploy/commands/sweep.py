@@ -1,4 +1,4 @@
-"""`offbeat sweep`: runs at several settings and seeds, compared."""
+"""`offbeat sweep`: compares runs at several settings and seeds."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The end of a run, told to people: how it ended, where everything is, and the command that goes on."""
+"""The end of a run, told to people: its outcome, the places of its files, and the command that goes on."""
 
 import logging
 import shlex
@@ -32,7 +32,7 @@ def end_run(folder: Path, command: str, stop: StopRequest) -> None:
 
 
 def summary(folder: Path, command: str) -> list[str]:
-    """Return the outcome, the places of what the run left, and how to go on unless it is finished."""
+    """Return the outcome, the places of the run's files, and how to go on unless the run is finished."""
     ended = read_end(folder)
     if ended is None or ended.outcome is None:
         lines = ["the run ended without a final row: its learner was killed, or never began"]
@@ -58,7 +58,7 @@ def summary(folder: Path, command: str) -> list[str]:
 
 
 def go_on(folder: Path, command: str) -> str:
-    """Return what a stop now keeps, and the exact command that goes on from there."""
+    """Return a sentence on what a stop now keeps, with the exact command that goes on from there."""
     config = folder / CONFIG_FILE if (folder / CONFIG_FILE).exists() else folder / LAUNCH_FILE
     again = f"offbeat {command} {_quoted(config)}"
     if not has_steps(folder):

@@ -1,4 +1,4 @@
-"""Learner and actors on one machine: the launcher starts them, watches them, restarts the dead, and leaves no process behind.
+"""The launcher starts learner and actors on one machine, watches them, restarts the dead, and leaves no process behind.
 
 The learner writes to the terminal; each actor and each further learner rank writes to `run.dir/logs`. Every process leads its
 own process group. So Ctrl-C reaches only the launcher, which then asks the learner to stop, and the children of a process

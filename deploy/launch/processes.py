@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 TRACKERS_S = 2.0
-"""Seconds that the resource trackers of a killed group have to delete what the others made."""
+"""Seconds that the resource trackers of a killed group have to delete the semaphores and shared memory of the others."""
 LOOK_S = 0.01
 """Seconds between two looks at a dying process."""
 

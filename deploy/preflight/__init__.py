@@ -1,1 +1,1 @@
-"""The look at everything that can be looked at before something heavy starts."""
+"""Check files, ports, machine and functions before anything heavy starts."""

@@ -1,4 +1,4 @@
-"""What a check before the start finds: mistakes, which keep the run from starting, warnings, and things to show."""
+"""The findings of a check before the start: mistakes, which keep the run from starting, warnings, and notes to show."""
 
 from typing import Literal
 

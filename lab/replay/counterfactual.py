@@ -50,9 +50,9 @@ class Selected(NamedTuple):
     """A recorded batch."""
 
     after: int
-    """Records of the whole log before its selection."""
+    """Number of records of the whole log before the selection."""
     at: float
-    """When the batch was selected, in seconds since the epoch."""
+    """Time of the selection, in seconds since the epoch."""
     trained: int
     """Index of the batch's `Trained`."""
     policy_version: int
@@ -79,17 +79,17 @@ class TrainedGroup(NamedTuple):
     policy_lag: int
     """Lag of the group's oldest token when the group was trained on for the last time."""
     is_over_bound: bool
-    """Its lag, measured by `staleness.lag_of`, exceeded `max_staleness`."""
+    """True when the lag, measured by `staleness.lag_of`, exceeded `max_staleness`."""
 
 
 class TrainedBatch(NamedTuple):
     """Optimizer steps on one selection."""
 
     policy_version: int
-    """Version before the first of them."""
+    """Policy version before the first of these steps."""
     groups: tuple[TrainedGroup, ...]
     at: float
-    """When the steps were made, in seconds since the epoch."""
+    """Time of the steps, in seconds since the epoch."""
 
 
 class LeaseEnds(NamedTuple):
@@ -101,18 +101,18 @@ class LeaseEnds(NamedTuple):
     arrived: list[int]
     """Leases whose group arrived."""
     dropped: list[tuple[int, str]]
-    """Leases with the reasons, in order."""
+    """Dropped leases with the reasons, in the order of their drops."""
     expired: list[int]
     trainings: list[TrainedBatch]
     """All batches in order, including those that a restart undid."""
     batches: list[TrainedBatch]
     """Batches that are in the weights."""
     num_older: int
-    """Admitted leases that began under older weights than the bound lets begin: the actor would have waited."""
+    """Admitted leases that began under weights older than the bound allows: a real actor would have waited."""
     num_left: int
     """Leases open in the end: generating, buffered, or being trained on."""
     duration_s: float
-    """From the first record to the end of the last batch."""
+    """Seconds from the first record to the end of the last batch."""
 
     @property
     def lags(self) -> list[int]:
@@ -236,7 +236,7 @@ class _ReplayedLearner:
         self._config = replace_settings(config, changed)
         self._policy = StalenessPolicy(self._config.staleness, config.train)
         self._evaluations = Evaluations(interval=0, num_prompts=0, max_attempts=1)
-        """None is ever due: the log has no leases for evaluation."""
+        """No evaluation is ever due: the log has no leases for evaluation."""
         self._use_ledger(Ledger())
         self._offered: Granted | None = None
         """The recorded grant that an actor is there to take."""
@@ -250,7 +250,7 @@ class _ReplayedLearner:
         self._training: _Training | None = None
         self._now = recording.events[0].at if recording.events else 0.0
         self._free_at = self._now
-        """When a late learner may select again."""
+        """Time at which a late learner may select again."""
         self._reached = -1
         """Version of the newest batch that this process of the recorded learner has selected."""
         self._num_older = 0

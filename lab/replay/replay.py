@@ -67,7 +67,7 @@ class BoundRow(msgspec.Struct, frozen=True, kw_only=True):
     """Leases in the log."""
     num_admitted: int
     num_older: int
-    """Admitted leases that began under older weights than the bound lets begin."""
+    """Admitted leases that began under weights older than the bound allows."""
     num_trained: int
     dropped: dict[str, int]
     """Leases by reason."""
@@ -76,7 +76,7 @@ class BoundRow(msgspec.Struct, frozen=True, kw_only=True):
     """Leases open in the end."""
     num_batches: int
     duration_s: float
-    """From the first record to the end of the last batch."""
+    """Seconds from the first record to the end of the last batch."""
     lag_mean: float | None
     """Mean lag of the groups trained, in optimizer steps; this and the next three are None when none was trained."""
     lag_max: int | None

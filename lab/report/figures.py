@@ -60,7 +60,7 @@ class Plot(NamedTuple):
     missing: str
     """Text in place of a figure without traces, whose rows are missing."""
     wide: bool = False
-    """The figure takes the whole width of the page."""
+    """True for a figure as wide as the page."""
 
 
 def series(

@@ -1,4 +1,4 @@
-"""The report's health: which health rules held, from when to when, and why."""
+"""The report's section on health: the health rules that held, with their times and reasons."""
 
 import html
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""The report's samples: what the model wrote at some steps of the run."""
+"""The report's samples: prompts and completions of some steps of the run."""
 
 import html
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from offbeat.lab.samples import printable
 from offbeat.learner.diagnostics.sample_rows import MAX_TEXT, shorten
 
 MAX_SAMPLES = 60
-"""Number of samples on the page; of more, those of the first and the last steps."""
+"""Largest number of samples on the page; of a longer list, the first and the last ones."""
 
 
 def samples_section(samples: Sequence[SampleRow]) -> str:

@@ -13,15 +13,15 @@ class Totals(NamedTuple):
     leased: int
     trained: int
     dropped: int
-    """Evicted: too old when their turn came."""
+    """Groups evicted because they were too old when their turn came."""
     aborted: int
-    """Cancelled while they were generated."""
+    """Leases cancelled while they were generated."""
     in_flight: int
     """Leases being generated, buffered or trained on, now."""
     generated_s: float
-    """Generation of all groups, evaluation included, of the cancelled ones until they were cancelled."""
+    """Seconds of generation of all groups, those of evaluation included; of cancelled groups, the time until then."""
     wasted_s: float
-    """The part that went into groups never trained on."""
+    """The part of `generated_s` that went into groups never trained on."""
     wait_leases_s: float
     """Actor seconds without a group in flight, while the policy admits no lease, or too few for all actors."""
     wait_weights_s: float
@@ -39,12 +39,12 @@ class Account:
         self._in_flight: dict[int, SimulatedGroup] = {}
         """Groups to train on that actors hold, by lease id, oldest first."""
         self._ready: dict[int, SimulatedGroup] = {}
-        """By lease id, in the order they were finished."""
+        """Groups that a batch can be selected from, by lease id, in the order in which they were finished."""
         self._training: list[SimulatedGroup] = []
         self.num_open = 0
         """Leases being generated, buffered or trained on."""
         self.num_dropped = 0
-        """Groups evicted."""
+        """Number of groups evicted."""
         self._num_leased = self._num_trained = self._num_aborted = 0
         self._generated_s = self._wasted_s = 0.0
         self._wait_leases_s = self._wait_weights_s = self._slots_s = self._open_s = 0.0

@@ -28,13 +28,13 @@ class SimulatedGroup:
     drawn: int
     """Row of `Timings.completions_s`."""
     generate_s: float
-    """Duration of its generation on an actor of its own."""
+    """Seconds that its generation would take on an actor of its own."""
     is_evaluation: bool
     oldest_version: int
     started: float
-    """Progress of its actor when it began."""
+    """Progress of its actor when the group began."""
     is_generated: bool = False
-    """It is on its way to the learner, or there."""
+    """True when the group is on its way to the learner, or there."""
     is_cancelled: bool = False
     mean_version: float = 0.0
     last_version: int = 0
@@ -62,10 +62,10 @@ class Slots:
         """Turn at which each actor took its newest slot."""
         self._turns = count()
         self._by_free: list[list[tuple[int, int]]] = [[] for _ in range(num_slots + 1)]
-        """By number of free slots, a heap of actors behind their newest turn. Those with another number are out of date."""
+        """A heap of (newest turn, actor) for each number of free slots. Entries with another number are out of date."""
         self._by_free[num_slots] = [(-1, actor) for actor in range(num_actors)]
         self._most = num_slots
-        """No actor has more free slots."""
+        """Upper bound of the free slots of any actor."""
 
     def take(self) -> int | None:
         """Take a slot of the actor with the most room, of equals the one that waits longest; None when no slot is free."""
@@ -104,19 +104,19 @@ class Actor:
     ends: list[tuple[float, int, SimulatedGroup]] = field(default_factory=list)
     """A heap: progress at the end, lease id, group. Cancelled groups stay until they come up."""
     num_held: int = 0
-    """Leases: groups that are generated, or on their way to the learner."""
+    """Number of leases: groups that are being generated, or on their way to the learner."""
     num_running: int = 0
-    """Groups that are generated."""
+    """Number of groups that are being generated."""
     company: float = 0.0
-    """Groups that are generated, those of evaluation counted by their size."""
+    """Number of groups that are being generated, where a group of evaluation counts by its share of a whole group's size."""
     progress: float = 0.0
     """Seconds of generation done per group, at `since`."""
     since: float = 0.0
-    """On the work clock; in the future while new weights are being committed."""
+    """Time of `progress` on the work clock; in the future while new weights are being committed."""
     slowness: float = 1.0
     """Seconds of work per second of progress."""
     next_end: float = math.inf
-    """When its next group ends; an event of another time is out of date."""
+    """Time on the work clock at which the next group ends; an event of another time is out of date."""
     commits: list[tuple[float, int]] = field(default_factory=list)
     """Progress at which each policy version was committed, oldest first."""
 
@@ -150,7 +150,7 @@ class SimulatedActors:
         self._evaluated_s: list[float] = timings.completions_s[:, :evaluation_group_size].max(axis=1).tolist()
         self._evaluation_share = evaluation_group_size / timings.completions_s.shape[1]
         self._needs_commits = lag_of != "oldest_token"
-        """Lags are measured by more than a group's oldest version."""
+        """True when lags are measured by more than a group's oldest version."""
         self._rows = Draws(generator, range(len(self._group_s)))
         self._lease_ids = count()
         self._slots = Slots(fleet.num_actors, fleet.max_inflight_groups)
@@ -158,7 +158,7 @@ class SimulatedActors:
         self._changed: set[int] = set()
         """Actors whose next group may end at another time than was scheduled."""
         self._num_swaps = 0
-        """Versions that the actors are swapping in, or checking: all of them alike, so that all are busy."""
+        """Number of versions that all actors are swapping in or checking; each keeps all of them busy."""
         self.num_idle = fleet.num_actors
         """Actors without a lease."""
 

@@ -44,7 +44,7 @@ class WorkClock:
         self._num_busy = 0
         self._seconds_per_work = 1.0
         self._events: list[Event] = []
-        """A heap."""
+        """A heap of the events ahead."""
         self._order = count()
         self.now = 0.0
         """Seconds of work since the start."""

@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 WARM_UP = 0.1
 """Share of a run's batches that is left out: compilation, caches, an empty buffer."""
 MARGIN_S = 1e5
-"""Seconds around a run_times in which nothing is busy."""
+"""Seconds before and after a run in which nothing is busy."""
 MIN_BATCHES = 5
 MIN_GROUPS = 50
 LOADS = [1 + 0.05 * step for step in range(21)]
@@ -52,14 +52,14 @@ class Generation:
     actor: str
     granted_at: float
     ended_at: float = 0.0
-    """When the learner had the group, or gave it up."""
+    """Time at which the learner had the group, or gave it up."""
     generate_s: float = 0.0
     lengths: tuple[int, ...] = ()
     """Tokens of each completion; empty for a lease that brought no group."""
 
     @property
     def generated_at(self) -> float:
-        """When the group had its last token, if generation began with the grant; the rest counts as hand-off."""
+        """Time of the group's last token if generation began with the grant; the time after it counts as hand-off."""
         return min(self.ended_at, self.granted_at + self.generate_s) if self.lengths else self.ended_at
 
 
@@ -69,19 +69,19 @@ class Stall(NamedTuple):
     arrived_at: float
     committed_at: float
     checked_at: float
-    """When the actor sampled again."""
+    """Time at which the actor sampled again."""
 
 
 class LearnerBatch(NamedTuple):
     """One selection in the learner, in seconds since the epoch."""
 
     policy_version: int
-    """After it."""
+    """Policy version after the batch."""
     num_steps: int
     selected_at: float
     trained_at: float
     rested_at: float
-    """When the learner looked for the next batch."""
+    """Time at which the learner looked for the next batch."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ class RunTimes:
     """The times of a run."""
 
     generations: list[Generation] = field(default_factory=list)
-    """In the order in which they ended."""
+    """Leases in the order in which they ended."""
     batches: list[LearnerBatch] = field(default_factory=list)
     stalls: dict[str, list[Stall]] = field(default_factory=dict)
     """Spans in which new weights kept an actor from sampling, by actor."""
@@ -105,7 +105,7 @@ class RunTimes:
 
     @property
     def steady_since(self) -> float:
-        """When the warm-up ended."""
+        """Time at which the warm-up ended."""
         return self.steady_batches[0].selected_at if self.batches else 0.0
 
     @property
@@ -190,7 +190,7 @@ def read_times(history: RunHistory, events: Iterable[LeaseEvent]) -> RunTimes:
 
 
 def fit_times(all_times: Sequence[RunTimes], cores: int | None) -> Fit:
-    """Fit timings to all of these all_times."""
+    """Fit timings to the times of these runs."""
     load = _load(all_times, cores) if len(all_times) > 1 else 1.0
     parts = [_measure(run_times, Work(run_times, load, cores)) for run_times in all_times]
     lengths = np.concatenate([part.lengths for part in parts])
@@ -246,7 +246,7 @@ class Track(NamedTuple):
 
 
 class Work:
-    """A run_times's time as work: while busy processes outnumber the cores, work passes more slowly than time."""
+    """A run's time as work: while busy processes outnumber the cores, work passes more slowly than time."""
 
     def __init__(self, run_times: RunTimes, load: float, cores: int | None) -> None:
         self.tracks = _tracks(run_times)

@@ -41,17 +41,17 @@ class SimulatedBatch(NamedTuple):
     """The optimizer steps on one selection."""
 
     policy_version: int
-    """After its last step."""
+    """Policy version after the last of these steps."""
     ended_at: float
-    """Seconds since the start."""
+    """Time of the end, in seconds since the start."""
     waited_s: float
-    """The learner's wait for the batch."""
+    """Seconds that the learner waited for the batch."""
     lags: dict[int, int]
     """Groups by policy lag of their oldest token, when they are trained for the last time."""
     num_over_bound: int
-    """Groups over `max_staleness`, as `staleness.lag_of` measures it."""
+    """Number of groups whose lag, measured by `staleness.lag_of`, exceeds `max_staleness`."""
     totals: Totals
-    """When it ended."""
+    """Sums of the run at the end of the batch."""
 
 
 class Simulation:
@@ -96,7 +96,7 @@ class Simulation:
         )
         self._policy_version = 0
         self._needs_weights = False
-        """A lease could be granted, had the actors newer weights."""
+        """True while a lease could be granted if the actors had newer weights."""
         self._handed_over: deque[list[SimulatedGroup]] = deque()
         """Groups on their way from actors to the learner, in the order they will arrive."""
         self._is_learner_free = True

@@ -13,23 +13,25 @@ class Timings(NamedTuple):
     """Durations of a run's parts, in seconds of a process that has a core (or a device) to itself."""
 
     completions_s: NDArray[np.float64]
-    """`[num_groups, group_size]`: generation times of the completions of groups that had their actor to themselves. Drawn from
-    with replacement; a group takes the time of its longest."""
+    """`[num_groups, group_size]`: generation times of the completions of groups that had their actor to themselves.
+
+    The simulation draws groups with replacement; a group takes the time of its longest completion.
+    """
     train_s: NDArray[np.float64]
-    """Optimizer steps; drawn from."""
+    """Durations of optimizer steps, from which the simulation draws."""
     sync_s: NDArray[np.float64]
-    """From the end of an optimizer step until the actors have its weights beside their engines; drawn from."""
+    """Times from the end of an optimizer step until the actors have its weights beside their engines, to draw from."""
     crowding: float = 0.0
     """Slowdown of a group by each other group on its actor, as a share of its time alone: 0 for an engine with room, 1 for one
     that works on its groups in turn."""
     handoff_s: float = 0.0
-    """From a group's last token until the learner has it and its slot is free for the next lease: rewards, messages."""
+    """Time from a group's last token until the learner has it and its slot is free: rewards and messages."""
     swap_s: float = 0.0
     """Pause of an actor's sampling until the new weights are in its engine."""
     check_s: float = 0.0
     """Further pause after the swap, while the actor scores the canary."""
     rest_s: float = 0.0
-    """Between an optimizer step and the learner's next look at the buffer: snapshot, rows, checkpoint."""
+    """Time between an optimizer step and the learner's next look at the buffer: snapshot, rows, checkpoint."""
     load: float = 1.0
     """Cores that a busy process takes with its threads and helpers."""
 
@@ -41,7 +43,7 @@ class Fleet(NamedTuple):
     max_inflight_groups: int
     """Slots of each actor."""
     cores: int | None = None
-    """Shared by all actors and the learner; None: each has its own."""
+    """Cores that all actors and the learner share; None: each has its own."""
 
 
 T = TypeVar("T")

@@ -32,7 +32,7 @@ class Planned(NamedTuple):
     """Values of the varied settings, in the plan's order, as the user wrote them."""
     seed: int
     name: str
-    """Its folder below the sweep's: `max_staleness=4/seed=1`."""
+    """Folder of the run below the sweep's: `max_staleness=4/seed=1`."""
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -30,7 +30,7 @@ class Reach:
     """The point of a run at which the mean reward of `NUM_FINAL_STEPS` steps reached a target; None: it never did."""
 
     seconds: float | None
-    """On the run's clock."""
+    """Seconds on the run's clock."""
     groups: float | None
     """Groups trained on by then."""
 

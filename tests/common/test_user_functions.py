@@ -1,4 +1,4 @@
-"""What a user's module does when it is imported is reported in words, and never ends the program."""
+"""A user's module that raises or exits when it is imported is reported in words, and never ends the program."""
 
 from pathlib import Path
 

@@ -13,7 +13,7 @@ from tests.deploy.services import SERVICES_S, Services, free_port, write_config
 pytestmark = pytest.mark.timeout(SERVICES_S)
 
 TIMESTAMP = re.compile(r"^\S+Z ", re.MULTILINE)
-"""Of a line of the log."""
+"""Pattern of a line of the log."""
 
 
 @pytest.mark.parametrize("arguments", [("check", "run.toml"), ("check", "run.toml", "train.num_step=3"), ("report", "nowhere")])

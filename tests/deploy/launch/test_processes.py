@@ -1,4 +1,4 @@
-"""What a killed group of processes leaves behind: nothing."""
+"""A killed group of processes leaves nothing behind."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What is read out of recorded runs: times as they would be alone."""
+"""Times fitted to recorded runs are those that each process would have had alone."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whatever has happened to the actors, a batch comes, or the run ends, or the reason of the wait is told with its end."""
+"""After any fault of the actors a batch comes, or the run ends, or a report names the reason of the wait and its deadline."""
 
 from hypothesis import settings
 from hypothesis import strategies as st

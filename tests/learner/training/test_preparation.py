@@ -1,4 +1,4 @@
-"""From rewards and frozen log-probs to one advantage per token."""
+"""Rewards and frozen log-probs become one advantage per token."""
 
 from typing import Any
 
