@@ -26,6 +26,7 @@ from offbeat.lab.drift import (
 )
 from offbeat.lab.history import LagDrift, RunHistory, fold_rows
 from offbeat.lab.report import run_plots, staleness_plots
+from offbeat.lab.report.evaluation_section import evaluation_section
 from offbeat.lab.report.health_section import health_section
 from offbeat.lab.report.page import Figures, KeyFigure, duration, head, page_html, section, table_html, tiles, write_page
 from offbeat.lab.report.sample_section import samples_section
@@ -122,6 +123,7 @@ def _page(name: str, history: RunHistory, config: _Config, broken_lines: Sequenc
             _key_figures(history),
             health_section(history.events, history.first_time),
             _learning(figures, history, config),
+            evaluation_section(figures, history),
             _staleness(figures, history, config),
             _drift(figures, drift.by_lag),
             samples_section(history.samples),

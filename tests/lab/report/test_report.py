@@ -244,6 +244,27 @@ def test_rewards_of_steps_and_evaluations_are_plotted(tmp_path: Path):
     assert (held_out["x"], held_out["y"]) == ([2], [0.625])
 
 
+def evaluation(version: int, **fields: Any) -> dict[str, Any]:
+    row = {"kind": "eval", "time": START + 2 * version, "policy_version": version, "reward": 0.5, "length": 9.0}
+    return row | {"num_completions": 8, "num_failed": 0} | fields
+
+
+def test_pass_at_k_and_the_rewards_of_named_sets_are_lines_over_policy_versions(tmp_path: Path):
+    first = evaluation(10, pass_at={"1": 0.25, "2": 0.375, "16": 0.5}, sets={"<i>hard": 0.125, "easy": 0.75})
+    page = report_of(tmp_path, [evaluation(20, pass_at={"1": 0.5, "2": 0.625}, sets={"easy": 1.0}), first])
+    lines = [(line["name"], line["x"], line["y"]) for line in figure_titled(page, "Held-out pass@k")["data"]]
+    assert lines == [("pass@1", [10, 20], [0.25, 0.5]), ("pass@2", [10, 20], [0.375, 0.625]), ("pass@16", [10], [0.5])]
+    lines = [(line["name"], line["x"], line["y"]) for line in figure_titled(page, "Held-out reward by set")["data"]]
+    assert lines == [("&lt;i&gt;hard", [10], [0.125]), ("easy", [10, 20], [0.75, 1.0])]
+
+
+def test_run_without_evaluations_has_no_section_about_them(tmp_path: Path):
+    assert "<h2>Evaluation</h2>" not in report_of(tmp_path, [step(1, {"0": 3})])
+    page = report_of(tmp_path, [evaluation(1)])
+    assert "<h2>Evaluation</h2>" in page and "No evaluation has measured pass@k." in text_of(page)
+    assert "Held-out reward by set" not in page
+
+
 def test_clips_that_noise_alone_makes_are_a_line_across_all_clips_where_the_floor_is_known(tmp_path: Path):
     without = figure_titled(report_of(tmp_path, [step(1, {"0": 3}), step(2, {"0": 3})]), "Clip fraction")["data"]
     rows = [step(1, {"0": 3}, **{"clip/noise": 0.2}), step(2, {"0": 3}, **{"clip/noise": 0.1})]
