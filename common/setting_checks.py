@@ -6,6 +6,7 @@ from functools import partial
 
 from offbeat.common.config import Config
 from offbeat.common.deepspeed_options import check_deepspeed_options, deepspeed_warnings
+from offbeat.common.inert_settings import check_inert
 from offbeat.common.learning_sections import TrainSection
 from offbeat.common.objective_checks import check_objective, objective_warnings
 from offbeat.common.settings import SettingError, collect_errors
@@ -22,6 +23,17 @@ def check(config: Config) -> list[str]:
         *(_check_hub, _check_ports, _check_log, _check_launch, _check_gpus, _check_run_name),
     )
     collect_errors([*(partial(check, config) for check in checks), partial(check_deepspeed_options, config.train)])
+    return _warnings(config)
+
+
+def check_before_run(config: Config) -> list[str]:
+    """Do the same as `check`, and raise `SettingError` for settings without effect too, except in a run that is resumed.
+
+    Who resumes a run could not remove them: it must have the settings that it began with.
+    """
+    if config.run.resume:
+        return check(config)
+    collect_errors([partial(check, config), partial(check_inert, config)])
     return _warnings(config)
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from offbeat.common.logs import configure_logs
-from offbeat.common.setting_checks import check
+from offbeat.common.setting_checks import check_before_run
 from offbeat.common.settings import resolved_toml
 from offbeat.deploy.commands import explain
 from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, load_config, say_start
@@ -28,7 +28,7 @@ def command(
     config = load_config(arguments, default=QUICKSTART)
     # The quick start's files are made when it is first run.
     if PLACEHOLDER in config.model.path and not quickstart_folder().exists():
-        check(config)
+        check_before_run(config)
     else:
         for note in look(expand(config), "check"):
             typer.echo(f"# {note}")

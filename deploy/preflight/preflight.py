@@ -3,6 +3,7 @@
 | | `check` | `train` | `learner` | `actor` |
 |---|---|---|---|---|
 | settings against each other, environment variables | x | x | x | x |
+| settings without effect, unless the run is resumed | x | x | x | |
 | data, tokenizer, model, reference, adapter, run folder, ports, Weights & Biases | x | x | x | |
 | functions of yours that the learner calls, called once | x | x | x | |
 | tokenizer and model, engine options, the reward called once | x | x | | x |
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from offbeat.common.config import Config
-from offbeat.common.setting_checks import check
+from offbeat.common.setting_checks import check, check_before_run
 from offbeat.common.settings import SettingError, SeveralSettingsError
 from offbeat.deploy.preflight.apart import Apart
 from offbeat.deploy.preflight.engine_options import check_engine_options
@@ -68,7 +69,7 @@ def look(config: Config, command: Command) -> list[str]:
     # The slow ones first: they run beside the others.
     inputs = _start_inputs(config, command)
     functions = _start_functions(config, command)
-    findings = _contradictions(config)
+    findings = _contradictions(config, command)
     for one in _CHECKS[command]:
         findings += one(config)
     if inputs is not None:
@@ -85,9 +86,10 @@ def look(config: Config, command: Command) -> list[str]:
     return [finding.text for finding in findings if finding.kind == "note"]
 
 
-def _contradictions(config: Config) -> list[Finding]:
+def _contradictions(config: Config, command: Command) -> list[Finding]:
+    check_settings = check if command == "actor" else check_before_run
     try:
-        return [Finding("warning", text) for text in check(config)]
+        return [Finding("warning", text) for text in check_settings(config)]
     except SettingError as error:
         return [Finding("mistake", text) for text in error.texts]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.setting_checks import check
+from offbeat.common.setting_checks import check_before_run
 from offbeat.common.settings import load
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +18,7 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.parent.name)
 def test_config_passes_every_check_without_a_warning(path: Path) -> None:
-    assert check(load(path)) == []
+    assert check_before_run(load(path)) == []
 
 
 @pytest.mark.parametrize("folder", EXAMPLES, ids=lambda folder: folder.name)

@@ -59,6 +59,16 @@ def test_run_without_mistakes_passes_and_its_first_prompt_is_shown(
     assert caplog.records == []
 
 
+def test_setting_without_effect_is_refused_to_a_new_run_but_not_to_an_actor_or_a_resumed_run(overrides: list[str]) -> None:
+    inert = [*overrides, "kl.horizon=5"]
+    for command in ("check", "train", "learner"):
+        (text,) = refused(inert, command)
+        assert text.startswith("kl.horizon = 5: nothing reads it")
+    look(load(None, inert), "actor")
+    (text,) = refused([*inert, "run.resume=true"])
+    assert text.startswith('run.dir = "run": there is no such folder to resume from')
+
+
 def cut_weights() -> None:
     file = Path("model/model.safetensors")
     file.write_bytes(file.read_bytes()[:-1000])

@@ -1,0 +1,89 @@
+"""Settings that nothing reads beside the others of a config.
+
+A run's folder holds every setting, so nobody may have given a setting that is at its default: only other values are refused.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+from offbeat.common.config import Config
+from offbeat.common.settings import SettingError, collect_errors, setting_value
+
+_DEFAULTS = Config()
+
+
+class _Reader(NamedTuple):
+    """The only reader of some settings."""
+
+    settings: tuple[str, ...]
+    is_there: bool
+    """The config has the reader."""
+    absence: str
+    """Why there is no reader, if there is none."""
+    cure: str
+    """The settings that would make one."""
+
+
+def check_inert(config: Config) -> None:
+    """Raise `SettingError` for all settings that are not at their defaults and change nothing; `config` is complete."""
+    collect_errors(
+        partial(_check_default, config, setting, reader)
+        for reader in _readers(config)
+        if not reader.is_there
+        for setting in reader.settings
+    )
+
+
+def _check_default(config: Config, setting: str, reader: _Reader) -> None:
+    value = setting_value(config, setting)
+    if value != setting_value(_DEFAULTS, setting):
+        raise SettingError(setting, value, f"nothing reads it, because {reader.absence}", f"Remove it, or {reader.cure}.")
+
+
+def _readers(config: Config) -> Iterator[_Reader]:
+    loss, advantage, kl = config.loss, config.advantage, config.kl
+    baseline = f"advantage.baseline = {advantage.baseline!r}"
+    has_critic = advantage.baseline == "critic"
+    yield _Reader(
+        ("advantage.gamma",),
+        has_critic or kl.reward_coef > 0,
+        f"{baseline} has one advantage for a completion, and kl.reward_coef = 0",
+        'set advantage.baseline="critic" or kl.reward_coef',
+    )
+    yield _Reader(
+        ("advantage.gae_lambda", "critic.loss_coef", "critic.value_clip"),
+        has_critic,
+        f"{baseline} has no critic",
+        'set advantage.baseline="critic"',
+    )
+    yield _Reader(
+        ("advantage.std_epsilon", "advantage.std_unbiased"),
+        bool(advantage.divide_by_std) and not advantage.function,
+        "advantage.function takes the place of the division" if advantage.function else "advantage.divide_by_std = false",
+        "remove advantage.function" if advantage.function else "set advantage.divide_by_std=true",
+    )
+    yield _Reader(
+        ("reward.overlong_penalty",),
+        bool(config.reward.overlong_buffer),
+        "reward.overlong_buffer = 0 punishes no completion",
+        "set reward.overlong_buffer",
+    )
+    yield _Reader(
+        ("loss.tau_positive", "loss.tau_negative"),
+        loss.objective == "sapo" and not loss.function,
+        "loss.function takes the place of the objective" if loss.function else f"loss.objective = {loss.objective!r}",
+        "remove loss.function" if loss.function else 'set loss.objective="sapo"',
+    )
+    yield _Reader(
+        ("loss.dual_clip",), not loss.function, "loss.function takes the place of the objective", "remove loss.function"
+    )
+    yield _Reader(
+        ("kl.estimator",),
+        kl.loss_coef > 0 or kl.reward_coef > 0,
+        "kl.loss_coef = 0 and kl.reward_coef = 0 compute no KL",
+        "set one of them",
+    )
+    yield _Reader(
+        ("kl.horizon",), kl.target is not None, "without kl.target the KL's coefficient stays constant", "set kl.target"
+    )
