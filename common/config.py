@@ -52,6 +52,9 @@ class TaskSection(Section, frozen=True):
     Face dataset (`owner/name` or `owner/name/config`). Required."""
     train_split: str = "train"
     """Split of the training folder or dataset. Ignored for a file."""
+    appended_data: Literal["refuse", "allow"] = "refuse"
+    """Treatment of rows that were added to the end of the training data when a run is resumed. refuse: the learner does not
+    start. allow: they join at the next pass over the data, if the rows before them are as they were."""
     eval_data: str | dict[str, str] = ""
     """Held-out prompts for evaluation, given as for `task.train_data`, or a table of named sets. Empty: no evaluation."""
     eval_split: str = "test"

@@ -37,11 +37,12 @@ RULES = (
     Rule(
         "refused",
         ("task.train_data: prompts",),
-        "Kept groups are completions of these prompts: their tokens, their rows with the answers, their weights, their order.",
+        "Kept groups are completions of these prompts: their tokens, their rows with the answers, their weights, their order. "
+        "Prompts behind the last are recorded with `task.appended_data`.",
     ),
     Rule(
         "recorded",
-        _of("task", "train_data train_split max_prompt_tokens long_prompts"),
+        _of("task", "train_data train_split appended_data max_prompt_tokens long_prompts"),
         "The prompts that are read with it are compared themselves.",
     ),
     Rule(

@@ -6,6 +6,7 @@ It counts the leases a second time and in another way than `learner.leases.ledge
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -94,6 +95,8 @@ class LogAudit:
         """Batches that are in the weights. A restart from an older checkpoint removes the batches after it."""
         self.turns: dict[Turn, list[int]] = {}
         """The leases of each prompt's turn, in order. Turns are in the order of their first lease."""
+        self.epoch_sizes: dict[int, int] = {}
+        """Number of prompts of each epoch, as its grants tell; logs of older programs do not."""
         self.num_starts = 0
         self.num_undone = 0
         """Batches that a restart from an older checkpoint undid."""
@@ -169,6 +172,11 @@ class LogAudit:
 
     def _grant(self, event: Granted) -> None:
         turn = Turn(event.prompt_id, event.epoch)
+        if event.epoch_size is not None:
+            size = self.epoch_sizes.setdefault(event.epoch, event.epoch_size)
+            if size != event.epoch_size:
+                text = f"epoch {event.epoch} had {size} prompts, and now has {event.epoch_size}"
+                self._flaw(self.prompt_flaws, event.lease_id, text)
         if event.lease_id in self.leases:
             self._flaw(self.lease_flaws, event.lease_id, "granted twice")
         previous = self.turns.setdefault(turn, [])
@@ -314,7 +322,7 @@ def audit_log(folder: Path, config: Config, final: FinalRow | None, lost: Lost) 
             f"{prompts.num_compared} of {prompts.num_trained} trained groups compared",
         ),
         check_conservation(log, final.ledger if final else None, is_whole=is_whole, lost=lost),
-        check_prompts(log, config.run.seed, _num_prompts(config) if is_whole else None, lost),
+        check_prompts(log, config.run.seed, _epoch_sizes(log, config) if is_whole else None, lost),
     ]
 
 
@@ -337,14 +345,20 @@ def check_conservation(log: LogAudit, reported: LedgerSums | None, *, is_whole: 
     return Check(claim, violations, seen)
 
 
-def check_prompts(log: LogAudit, seed: int, num_prompts: int | None, lost: Lost) -> Check:
-    """Check that prompts come in the seed's order and none is skipped; without `num_prompts`, only the latter."""
+def check_prompts(log: LogAudit, seed: int, sizes: Sequence[int] | None, lost: Lost) -> Check:
+    """Check that prompts come in the seed's order and none is skipped; without the `sizes` of epochs, only the latter."""
     violations = [*log.prompt_flaws, *log.lost_turns()]
     turns = list(log.turns)
     seen = f"{len(turns)} turns"
-    if num_prompts is None:
+    if sizes is None:
         return Check("prompts keep to the seed's order, none is lost", violations, f"{seen}; the order was not checked")
-    expected = (turn for epoch in range(len(turns) // num_prompts + 2) for turn in _order(seed, epoch, num_prompts))
+    for epoch in range(1, len(sizes)):
+        if sizes[epoch] < sizes[epoch - 1]:
+            violations.append(f"epoch {epoch} has {sizes[epoch]} prompts, the one before it had {sizes[epoch - 1]}")
+    # Behind the last epoch no turn is due.
+    expected = chain(
+        (turn for epoch, size in enumerate(sizes) for turn in _order(seed, epoch, size)), repeat(Turn(-1, len(sizes)))
+    )
     for turn in turns:
         due = next(expected)
         while due != turn and due in lost.turns:
@@ -355,11 +369,12 @@ def check_prompts(log: LogAudit, seed: int, num_prompts: int | None, lost: Lost)
             break
     ended = Counter(turn.epoch for turn, leases in log.turns.items() if log.leases[leases[-1]].is_final)
     # The last epoch goes on, and the one before it may have prompts in flight.
-    for epoch in range(max((turn.epoch for turn in turns), default=0) - 1):
+    for epoch in range(len(sizes) - 2):
         num_lost = sum(turn.epoch == epoch for turn in lost.turns)
-        if ended[epoch] + num_lost < num_prompts:
-            violations.append(f"epoch {epoch}: {ended[epoch]} of {num_prompts} prompts were trained or finally dropped")
-    return Check("prompts keep to the seed's order, none is lost", violations, f"{seen} of {num_prompts} prompts")
+        if ended[epoch] + num_lost < sizes[epoch]:
+            violations.append(f"epoch {epoch}: {ended[epoch]} of {sizes[epoch]} prompts were trained or finally dropped")
+    numbers = ", then ".join(map(str, dict.fromkeys(sizes)))
+    return Check("prompts keep to the seed's order, none is lost", violations, f"{seen} of {numbers} prompts")
 
 
 def _largest_tolerance(run: Path, config: Config) -> float:
@@ -435,6 +450,17 @@ def is_log_whole(folder: Path) -> bool:
         return not isinstance(next(read_history(folder, Position(0, 0)), None), Gap)
     except LogDamagedError:
         return False
+
+
+def _epoch_sizes(log: LogAudit, config: Config) -> list[int] | None:
+    """Return the number of prompts of each epoch that began; None where the log does not tell and the data is not here."""
+    epochs = range(max((turn.epoch for turn in log.turns), default=0) + 1)
+    known = log.epoch_sizes
+    if not known:
+        num_prompts = _num_prompts(config)
+        return None if num_prompts is None else [num_prompts] * len(epochs)
+    # Of an epoch that an older program leased, the next one tells: data only grows.
+    return [known[min((one for one in known if one >= epoch), default=max(known))] for epoch in epochs]
 
 
 def _num_prompts(config: Config) -> int | None:

@@ -15,6 +15,7 @@ from offbeat.common.config import LogSection
 from offbeat.common.descriptors import patiently
 from offbeat.common.rows import EvalRow, EventRow, Recorder, Row
 from offbeat.common.run_folder import CHECKPOINTS, LOG
+from offbeat.common.settings import SettingError
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.leases.auto_bound import AutoBound, Noise
@@ -116,11 +117,11 @@ def needed_by_oldest(root: Path, keep: int) -> Position:
     return needed_position(dispatcher.ledger.open, dispatcher.log_end or Position(0, 0))
 
 
-def check_identity(run_folder: Path, identity: RunIdentity, hashes: PromptHashes) -> list[Change]:
+def check_identity(run_folder: Path, identity: RunIdentity, hashes: PromptHashes, *, may_append: bool = False) -> list[Change]:
     """Return the differences to the run in the folder that a resumed run may have; `SettingError` where it has another.
 
-    `hashes` are those of the training prompts. Compares with the folder's identity and with the newest checkpoint's, which is
-    all that is left where the folder's file is lost.
+    `hashes` are those of the training prompts, to whose end prompts may be added with `may_append`. Compares with the folder's
+    identity and with the newest checkpoint's, which is all that is left where the folder's file is lost.
     """
     known = [found for found in (read_identity(run_folder), _identity_in_checkpoint(run_folder)) if found is not None]
     if not known:
@@ -130,7 +131,11 @@ def check_identity(run_folder: Path, identity: RunIdentity, hashes: PromptHashes
             run_folder,
         )
     hashes_before = read_prompt_hashes(run_folder)
-    changes = [change for before in known for change in require_same_run(before, identity, hashes_before, hashes)]
+    changes = [
+        change
+        for before in known
+        for change in require_same_run(before, identity, hashes_before, hashes, may_append=may_append)
+    ]
     # Of a name that differs from both, the checkpoint's value counts: the weights were made with it.
     return list({change.name: change for change in changes}.values())
 
@@ -192,18 +197,33 @@ def open_log(run_folder: Path, settings: LogSection, state: ServiceState | None)
 
 
 def recover_run(
-    run_folder: Path, state: ServiceState | None, prompts: Sequence[Prompt], seed: int, *, has_log: bool
+    run_folder: Path,
+    state: ServiceState | None,
+    prompts: Sequence[Prompt],
+    seed: int,
+    *,
+    has_log: bool,
+    may_append: bool = False,
 ) -> Recovered:
-    """Return the ledger, buffer and prompt order as they were when the process before this one ended."""
+    """Return the ledger, buffer and prompt order as they were when the process before this one ended.
+
+    Raises `SettingError` when there are more prompts than before, unless `may_append`: a run whose identity is not known, which
+    `check_identity` lets pass, must have the same number at least.
+    """
     folder = run_folder / LOG
     log_end = state.dispatcher.log_end if state else Position(0, 0)
-    return recover(
+    recovered = recover(
         state.dispatcher if state else None,
         read_history(folder, log_end) if has_log and log_end is not None else (),
         lambda position: read_record(folder, position),
         prompts,
         seed,
     )
+    appended = recovered.appended
+    if appended is not None and not may_append:
+        problem = f"the run was made with {appended.num_before} prompts, and task.train_data now has {appended.num_prompts}"
+        raise SettingError("task.appended_data", "refuse", problem, "Give the data as it was, or set it to allow.")
+    return recovered
 
 
 def tell_resumed(recovered: Recovered, policy_version: int, record: Recorder) -> None:
@@ -215,6 +235,22 @@ def tell_resumed(recovered: Recovered, policy_version: int, record: Recorder) ->
     if recovered.num_skipped:
         logger.warning(
             "%d records belong to leases that the damaged log lost; their prompts are leased again", recovered.num_skipped
+        )
+    if (appended := recovered.appended) is not None:
+        num_new = appended.num_prompts - appended.num_before
+        detail = (
+            f"{num_new} prompts were added to the end of the {appended.num_before} of task.train_data; they are leased from "
+            f"epoch {appended.epoch} on"
+        )
+        logger.warning(detail)
+        record(
+            EventRow(
+                event="data_appended",
+                detail=detail,
+                setting="task.train_data",
+                before=str(appended.num_before),
+                after=str(appended.num_prompts),
+            )
         )
     detail = (
         f"at policy version {policy_version}; {recovered.num_records} log records applied, "

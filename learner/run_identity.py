@@ -130,21 +130,33 @@ def compare(before: RunIdentity, after: RunIdentity) -> list[Change]:
 
 
 def require_same_run(
-    before: RunIdentity, after: RunIdentity, hashes_before: PromptHashes | None, hashes: PromptHashes
+    before: RunIdentity,
+    after: RunIdentity,
+    hashes_before: PromptHashes | None,
+    hashes: PromptHashes,
+    *,
+    may_append: bool = False,
 ) -> list[Change]:
     """Return the differences that a resumed run may have; raise `SettingError` where it has one that it may not.
 
-    `hashes_before` are those of the run's training prompts, None where they are not known any more.
+    `hashes_before` are those of the run's training prompts, None where they are not known any more. `hashes` may have more
+    behind them with `may_append` (`task.appended_data`).
     """
     changes = compare(before, after)
     refused = [change for change in changes if OUTCOMES[change.name] == "refused"]
+    grown_from = next((_first_of(hashes, digest) for name, digest, _ in refused if name == TRAIN_PROMPTS), None)
+    if grown_from is not None and may_append:
+        refused = [change for change in refused if change.name != TRAIN_PROMPTS]
     if not refused:
         return changes
     first, *others = refused
     setting, is_content, content = first.name.partition(": ")
     if first.name == TRAIN_PROMPTS:
-        problem = f"these are not the prompts that the run was made with: {describe_prompts(hashes_before, hashes)}"
         cure = "Give the data as it was"
+        if grown_from is not None:
+            hashes_before = grown_from
+            cure += ", or set task.appended_data=allow,"
+        problem = f"these are not the prompts that the run was made with: {describe_prompts(hashes_before, hashes)}"
     elif is_content:
         problem = f"{content}: not as the run was made with (hash {first.before}, now {first.after})"
         cure = "Give the files as they were"
@@ -187,6 +199,12 @@ def tell_changes(changes: Iterable[Change], record: Recorder) -> None:
 
 def _digest(hashes: PromptHashes) -> str:
     return f"{len(hashes)} prompts, hash {xxhash.xxh3_128_hexdigest(hashes.astype('<u8').tobytes())}"
+
+
+def _first_of(hashes: PromptHashes, digest: str) -> PromptHashes | None:
+    """Return the first of these prompts that make the digest, in their order; None when they do not."""
+    first = hashes[: int(digest.partition(" ")[0])]
+    return first if _digest(first) == digest else None
 
 
 def _hash_source(path: str) -> str | None:

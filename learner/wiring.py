@@ -139,7 +139,8 @@ def prepare_folder(config: Config, identity: RunIdentity, prompt_hashes: PromptH
     folder = Path(config.run.dir)
     # Checked again now that no other learner can be at work there.
     check_run_folder(config.run)
-    changes = check_identity(folder, identity, prompt_hashes) if config.run.resume else []
+    may_append = config.task.appended_data == "allow"
+    changes = check_identity(folder, identity, prompt_hashes, may_append=may_append) if config.run.resume else []
     if not config.run.resume and (aside := set_aside_failed_start(folder)) is not None:
         logger.info("an earlier start made no step: its files are in %s", aside)
     (folder / CONFIG_FILE).write_text(resolved_toml(config))
@@ -247,7 +248,8 @@ def _resume(config: Config, folder: Path, trainer: RankedTrainer, prompts: Seque
     has_log = config.log.enabled
     state = load_checkpoint(folder, trainer, has_log=has_log) if config.run.resume else None
     log = open_log(folder, config.log, state)
-    recovered = recover_run(folder, state, prompts, config.run.seed, has_log=has_log)
+    may_append = config.task.appended_data == "allow"
+    recovered = recover_run(folder, state, prompts, config.run.seed, has_log=has_log, may_append=may_append)
     if config.run.resume:
         tell_resumed(recovered, trainer.policy_version, record)
     settings = LiveSettings(config, recovered.tuned)

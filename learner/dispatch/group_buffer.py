@@ -151,7 +151,7 @@ class GroupBuffer:
 
     def record_epochs(self) -> None:
         """Record the passes over the data in which every prompt is trained on or given up."""
-        while (ended := self._journal.ledger.end_epoch(len(self._prompts))) is not None:
+        while (ended := self._journal.ledger.end_epoch(self._journal.stream.size_of)) is not None:
             epoch, account = ended
             self._record(EpochRow(epoch=epoch, num_trained=account.num_trained, dropped=account.dropped))
 

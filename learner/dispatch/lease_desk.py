@@ -75,7 +75,8 @@ class LeaseDesk:
 
     def lease_training(self, member: Member, policy_version: int, min_version: int, now: float) -> None:
         """Lease the next prompt of the stream to a member, or raise `LogFullError` and change nothing."""
-        turn = self._journal.stream.peek()
+        stream = self._journal.stream
+        turn = stream.peek()
         prompt = self._prompts[turn.prompt_id]
         assert member.policy_version is not None, "a member without weights takes no leases"
         granted = Granted(
@@ -83,6 +84,7 @@ class LeaseDesk:
             lease_id=self._journal.ledger.next_lease_id(),
             prompt_id=turn.prompt_id,
             epoch=turn.epoch,
+            epoch_size=stream.size_of(turn.epoch),
             actor=member.name,
             policy_version=policy_version,
             oldest_version=max(min_version, member.policy_version),

@@ -34,6 +34,8 @@ class Granted(Event, frozen=True):
     """The oldest version that a token of the group can have: what the actor had, or must wait for."""
     prompt_hash: int | None = None
     """`Prompt.content_hash` of the prompt that was sent; None in logs of older programs."""
+    epoch_size: int | None = None
+    """Number of prompts of the pass `epoch`; None in logs of older programs."""
 
 
 class Accepted(Event, frozen=True):

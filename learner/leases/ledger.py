@@ -6,7 +6,7 @@ rollout log by a restart, and refuses those that cannot follow.
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Literal
 
 import msgspec
@@ -232,10 +232,13 @@ class Ledger:
         lease.group, lease.position = group, position
         self._ready[group.lease_id] = group
 
-    def end_epoch(self, num_prompts: int) -> tuple[int, EpochAccount] | None:
-        """Return the oldest pass over the data whose prompts are all done with, once; None when there is none."""
+    def end_epoch(self, size_of: Callable[[int], int]) -> tuple[int, EpochAccount] | None:
+        """Return the oldest pass over the data whose prompts are all done with, once; None when there is none.
+
+        `size_of` returns the number of prompts of a pass.
+        """
         for epoch, account in self.epochs.items():
-            if account.num_ended >= num_prompts:
+            if account.num_ended >= size_of(epoch):
                 return epoch, self.epochs.pop(epoch)
         return None
 

@@ -18,6 +18,7 @@ from typing import NamedTuple, assert_never
 
 import msgspec
 
+from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import ServiceError
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, Started, Trained, Tuned
 from offbeat.learner.leases.groups import Group, make_group
@@ -51,6 +52,16 @@ class RecoveryError(ServiceError):
     """Log and checkpoint contradict each other; the text names the record and what to do."""
 
 
+class Appended(NamedTuple):
+    """Prompts that were added to the end of the data, and that no pass over the data has had yet."""
+
+    num_before: int
+    num_prompts: int
+    """Number of prompts with those that were added."""
+    epoch: int
+    """The first pass that will have them."""
+
+
 class Recovered(NamedTuple):
     """The recovered state of a run."""
 
@@ -68,6 +79,8 @@ class Recovered(NamedTuple):
     """Places after the checkpoint where the log is damaged."""
     num_skipped: int = 0
     """Records behind a gap that could not be applied."""
+    appended: Appended | None = None
+    """None when the data has no more prompts than it had."""
 
 
 def recover(
@@ -80,12 +93,13 @@ def recover(
     """Rebuild the state from a checkpoint (None: from the run's beginning) and the log's `records` and gaps after it.
 
     `read` returns the record at a position, or None when the log no longer has it. Raises `RecoveryError` when log and
-    checkpoint contradict each other.
+    checkpoint contradict each other, and `SettingError` when there are fewer prompts than there were.
     """
     if state is None:
         stream, ledger, newest_version, tuned = PromptStream(len(prompts), seed), Ledger(), 0, {}
     else:
-        stream = PromptStream.from_state(state.stream, len(prompts))
+        stream = PromptStream.from_state(state.stream)
+        _require_prompts(stream.num_prompts, len(prompts))
         ledger, newest_version, tuned = Ledger.from_state(state.ledger), state.newest_version, dict(state.tuned)
         _refill(ledger, state, read, prompts)
     run_id, num_records, num_skipped = "", 0, 0
@@ -104,6 +118,8 @@ def recover(
             case Tuned(settings=settings) as event:
                 tuned |= dict.fromkeys(settings, event)
             case Granted() | Accepted() | Dropped() | Expired() as event:
+                if isinstance(event, Granted):
+                    _follow_size(event, stream, len(prompts))
                 if gaps and not _make_applicable(event, ledger, stream):
                     num_skipped += 1
                 else:
@@ -114,7 +130,29 @@ def recover(
             case _:
                 assert_never(record.event)
     ledger.skip_lease_ids()
-    return Recovered(stream, ledger, newest_version, run_id, num_records, tuned, tuple(gaps), num_skipped)
+    appended = None
+    if (num_before := stream.num_prompts) != len(prompts):
+        appended = Appended(num_before, len(prompts), stream.grow(len(prompts)))
+    return Recovered(stream, ledger, newest_version, run_id, num_records, tuned, tuple(gaps), num_skipped, appended)
+
+
+def _follow_size(event: Granted, stream: PromptStream, num_prompts: int) -> None:
+    """Give the stream's passes the size that they had when this lease was granted; there are `num_prompts` now."""
+    size = event.epoch_size
+    if size is not None and size != stream.size_of(event.epoch):
+        _require_prompts(size, num_prompts)
+        stream.grow(size)
+
+
+def _require_prompts(num_before: int, num_prompts: int) -> None:
+    """Raise `SettingError` when prompts were taken away."""
+    if num_prompts < num_before:
+        raise SettingError(
+            "run.resume",
+            True,
+            f"the run was made with {num_before} prompts, and task.train_data now has {num_prompts}",
+            "Resume with the same data and prompt settings, or start a new run.",
+        )
 
 
 def _make_applicable(event: Granted | Accepted | Dropped | Expired, ledger: Ledger, stream: PromptStream) -> bool:

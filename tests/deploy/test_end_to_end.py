@@ -136,6 +136,37 @@ def test_stopped_run_of_an_adapter_resumes_where_it_was(services: Services, tmp_
     assert final["leased"] == final["trained"] + sum(final["dropped"].values()) + final["expired"] + final["in_flight"]
 
 
+def test_rows_added_to_the_data_are_trained_on_from_the_next_epoch_on(
+    services: Services, tmp_path: Path, tiny_model: Path
+) -> None:
+    config = write_config(
+        tmp_path,
+        tiny_model,
+        train={"num_steps": 40, "groups_per_step": 4, "checkpoint_interval": 2, "learning_rate": 1e-3},
+        actor={"max_inflight_groups": 4, "engine": "transformers", "engine_options": {}},
+    )
+    train = services.start("train", config)
+    services.wait_for(lambda: len(services.rows("run", "step")) >= 3, "three steps")
+    train.send_signal(signal.SIGINT)
+    assert services.wait(train, "train") == 130, services.output("train")
+    data = tmp_path / "train.jsonl"
+    rows = data.read_text().splitlines(keepends=True)
+    data.write_text("".join([*rows, *rows[:8]]))
+    resumed = services.start("train", config, "run.resume=true", "task.appended_data=allow", log="resumed")
+    assert services.wait(resumed, "resumed") == 0, services.output("resumed")
+    (appended,) = [row for row in services.rows("run", "event") if row["event"] == "data_appended"]
+    assert (appended["before"], appended["after"]) == ("64", "72")
+    first = int(appended["detail"].removesuffix(" on").rpartition(" ")[2])
+    assert first > 0
+    changes = [row["setting"] for row in services.rows("run", "event") if row["event"] == "resumed_with_changes"]
+    assert changes == ["task.appended_data", "task.train_data: prompts"]
+    sizes = {row["epoch"]: row["num_trained"] for row in services.rows("run", "epoch")}
+    assert sizes == {epoch: 64 if epoch < first else 72 for epoch in range(2)}
+    checks = audit(tmp_path / "run", load(tmp_path / "run" / "config.toml"))
+    assert [check.violations for check in checks] == [[]] * len(checks)
+    assert any("of 64, then 72 prompts" in check.seen for check in checks)
+
+
 def test_two_learner_ranks_train_a_mixture_of_experts_with_a_critic(
     services: Services, tmp_path: Path, tiny_moe_model: Path
 ) -> None:

@@ -27,6 +27,7 @@ from offbeat.lab.audit import (
 )
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
 from offbeat.learner.leases.log_reading import read_log
+from offbeat.learner.leases.prompt_stream import PromptStream
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.training import checkpoints
 from offbeat.protocols.messages import CompletionMeta, Segment
@@ -41,6 +42,10 @@ def order(epoch: int) -> list[int]:
 
 def started(version: int = 0) -> Started:
     return Started(at=0, run_id="r", learner_incarnation=1, policy_version=version)
+
+
+def sizes(log: LogAudit) -> list[int]:
+    return [NUM_PROMPTS] * (max((turn.epoch for turn in log.turns), default=0) + 1)
 
 
 def granted(lease_id: int, turn: int | None = None, actor: str = "a") -> Granted:
@@ -78,7 +83,7 @@ def followed(*events: LeaseEvent, is_whole: bool = True, lost: Lost = NOTHING_LO
 def flaws(*events: LeaseEvent, lost: Lost = NOTHING_LOST) -> list[str]:
     """Return all violations in a history."""
     log = followed(*events, lost=lost)
-    return [*log.lease_flaws, *log.training_flaws, *check_prompts(log, SEED, NUM_PROMPTS, lost).violations]
+    return [*log.lease_flaws, *log.training_flaws, *check_prompts(log, SEED, sizes(log), lost).violations]
 
 
 GOOD: list[LeaseEvent] = [
@@ -131,6 +136,35 @@ def test_what_must_not_happen_to_a_lease_is_seen(more: Sequence[LeaseEvent], sai
 def test_batch_that_a_checkpoint_cuts_in_two_is_seen() -> None:
     two_steps = Trained(at=0, lease_ids=(0,), policy_version=0, num_steps=2, selected_at=0.0, selected_after=0)
     assert flaws(started(), granted(0), accepted(0), two_steps, started(1))[0] == "version 1 lies within the batch of version 0"
+
+
+@pytest.mark.parametrize(
+    ("epoch_sizes", "said"),
+    [
+        ((4, 6, 6), ""),
+        ((6, 6, 6), "was leased when it was the turn of prompt"),
+        ((4, 6, 4), "epoch 2 has 4 prompts, the one before it had 6"),
+    ],
+)
+def test_data_that_grew_is_followed_from_the_epoch_that_had_more(epoch_sizes: tuple[int, ...], said: str) -> None:
+    """The data had 4 prompts, and 6 from epoch 1 on; the grants tell `epoch_sizes`."""
+    stream = PromptStream(NUM_PROMPTS, SEED)
+    turns = [stream.next() for _ in range(2)]
+    assert stream.grow(6) == 1
+    turns += [stream.next() for _ in range(9)]
+    grants = [
+        msgspec.structs.replace(granted(index), prompt_id=prompt_id, epoch=epoch, epoch_size=epoch_sizes[epoch])
+        for index, (prompt_id, epoch) in enumerate(turns)
+    ]
+    log = followed(started(), *grants, *(dropped(grant.lease_id, is_final=True) for grant in grants))
+    found = check_prompts(log, SEED, [log.epoch_sizes[epoch] for epoch in sorted(log.epoch_sizes)], NOTHING_LOST)
+    assert (found.violations == []) == (not said)
+    assert said in "".join(found.violations)
+    if not said:
+        assert found.seen == "11 turns of 4, then 6 prompts"
+    again = msgspec.structs.replace(grants[0], lease_id=99, epoch_size=5)
+    log.take(again)
+    assert any("lease 99: epoch 0 had" in flaw for flaw in log.prompt_flaws)
 
 
 def test_prompt_that_a_finished_epoch_never_trained_is_seen() -> None:

@@ -342,6 +342,24 @@ def test_resumed_run_says_what_it_reuses(old_run: Path) -> None:
     }
 
 
+def test_prompts_that_were_added_are_told_with_both_numbers_and_the_epoch_that_has_them(old_run: Path) -> None:
+    state = resume.load_checkpoint(old_run, cast(RankedTrainer, FakeTrainer()), has_log=True)
+    more = [*PROMPTS, PROMPTS[0]._replace(prompt_id=len(PROMPTS))]
+    # A run of an older program has no identity that could be compared.
+    with pytest.raises(
+        SettingError, match=r"task\.appended_data = .refuse.: .* made with 5 prompts, and task\.train_data now has 6"
+    ):
+        resume.recover_run(old_run, state, more, 3, has_log=True)
+    recovered = resume.recover_run(old_run, state, more, 3, has_log=True, may_append=True)
+    first, _ = told(resume.tell_resumed, recovered, 1)
+    assert (first["event"], first["setting"], first["before"], first["after"]) == ("data_appended", "task.train_data", "5", "6")
+    assert first["detail"].startswith(
+        "1 prompts were added to the end of the 5 of task.train_data; they are leased from epoch 1"
+    )
+    with pytest.raises(SettingError, match=r"made with 5 prompts, and task\.train_data now has 4"):
+        resume.recover_run(old_run, state, PROMPTS[:4], 3, has_log=True, may_append=True)
+
+
 def test_setting_that_an_operator_changed_before_the_restart_is_told(old_run: Path) -> None:
     config = Config(model=ModelSection(path="model"), task=TaskSection(train_data="data.jsonl"))
     event = Tuned(at=30.0, settings={"staleness.max_staleness": "3"}, who="operator", reason="", policy_version=9)

@@ -184,6 +184,28 @@ def test_other_prompts_are_refused(config: Config, after: list[Prompt]) -> None:
     assert "these are not the prompts that the run was made with" in str(error)
 
 
+def test_prompts_behind_the_last_are_recorded_where_they_may_be_added(config: Config) -> None:
+    before, now = hash_prompts(prompts("a", "b")), hash_prompts(prompts("a", "b", "c"))
+    first, second = identity_of(config, train=before), identity_of(config, train=now)
+    # The hashes of a folder whose data has grown already say nothing of an older checkpoint's.
+    for known in (before, now, None):
+        (change,) = require_same_run(first, second, known, now, may_append=True)
+        assert (change.name, change.before[:9], change.after[:9]) == ("task.train_data: prompts", "2 prompts", "3 prompts")
+        with pytest.raises(SettingError) as caught:
+            require_same_run(first, second, known, now)
+        assert "1 prompts were added to the end of the 2. Give the data as it was, or set task.appended_data=allow, to" in str(
+            caught.value
+        )
+
+
+@pytest.mark.parametrize("after", [("a", "c", "b"), ("b", "a", "c"), ("a",), ("a", "c")])
+def test_changed_moved_and_missing_prompts_are_refused_where_more_may_be_added(config: Config, after: tuple[str, ...]) -> None:
+    before, now = hash_prompts(prompts("a", "b")), hash_prompts(prompts(*after))
+    with pytest.raises(SettingError, match="these are not the prompts that the run was made with") as caught:
+        require_same_run(identity_of(config, train=before), identity_of(config, train=now), before, now, may_append=True)
+    assert "appended_data" not in str(caught.value)
+
+
 def test_more_steps_more_actors_and_settings_of_set_are_recorded(config: Config) -> None:
     other = replace(
         config,

@@ -62,6 +62,7 @@ def test_everything_that_happens_to_a_lease_is_in_the_log_in_order(log: WillingL
                 policy_version=0,
                 oldest_version=0,
                 prompt_hash=hashes[index],
+                epoch_size=20,
             )
             for index, prompt_id in enumerate(prompt_ids)
         ),

@@ -269,14 +269,14 @@ def test_pass_is_told_once_when_all_its_prompts_are_done_with() -> None:
         accept(ledger, lease_id)
     train(ledger, *leases[:2])
     drop(ledger, leases[2], "reward_error")
-    assert ledger.end_epoch(3) is None, "that prompt is leased again"
+    assert ledger.end_epoch(lambda epoch: 3) is None, "that prompt is leased again"
     drop(ledger, grant(ledger, 2), "reward_error", is_final=True)
     later = grant(ledger, epoch=1)
-    assert ledger.end_epoch(3) == (0, EpochAccount(2, {"reward_error": [2]}))
-    assert ledger.end_epoch(3) is None
+    assert ledger.end_epoch(lambda epoch: 3) == (0, EpochAccount(2, {"reward_error": [2]}))
+    assert ledger.end_epoch(lambda epoch: 3) is None
     assert ledger.epochs.keys() == {1}
     drop(ledger, later, "x", is_final=True)
-    assert ledger.end_epoch(3) is None
+    assert ledger.end_epoch(lambda epoch: 3) is None
 
 
 @pytest.mark.parametrize(

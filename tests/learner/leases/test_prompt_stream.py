@@ -3,11 +3,10 @@
 from collections import Counter
 
 import msgspec
-import pytest
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.common.settings import SettingError
 from offbeat.learner.leases.prompt_stream import PromptStream, StreamState, Turn
 
 
@@ -94,10 +93,55 @@ def test_restored_stream_goes_on_as_the_saved_one(served: int, returns: int, num
     for turn in drain_turns(stream, served)[:returns]:
         stream.give_back(*turn)
     saved = msgspec.json.decode(msgspec.json.encode(stream.state()), type=StreamState)
-    restored = PromptStream.from_state(saved, num_prompts)
+    restored = PromptStream.from_state(saved)
     assert drain_turns(restored, 15) == drain_turns(stream, 15)
 
 
-def test_stream_over_other_data_is_not_restored() -> None:
-    with pytest.raises(SettingError, match=r"made with 5 prompts, and task\.train_data now has 6"):
-        PromptStream.from_state(PromptStream(5, seed=0).state(), 6)
+@given(data=st.data(), num_prompts=st.integers(1, 6), seed=st.integers(0, 9))
+def test_prompts_that_were_added_join_at_the_first_epoch_that_has_not_begun(
+    data: st.DataObject, num_prompts: int, seed: int
+) -> None:
+    """No prompt of an epoch is left out or served twice, wherever and however often the data grows."""
+    stream = PromptStream(num_prompts, seed)
+    sizes: dict[int, int] = {}
+    served: list[Turn] = []
+    for _ in range(data.draw(st.integers(0, 4))):
+        served += drain_turns(stream, data.draw(st.integers(0, 15)))
+        if data.draw(st.booleans()):
+            stream.peek()
+        num_prompts += data.draw(st.integers(1, 4))
+        begun = {turn.epoch for turn in served}
+        first = stream.grow(num_prompts)
+        assert first == max(begun, default=-1) + 1
+        assert (stream.num_prompts, stream.size_of(first)) == (num_prompts, num_prompts)
+        sizes[first] = num_prompts
+        if data.draw(st.booleans()):
+            stream = PromptStream.from_state(msgspec.json.decode(msgspec.json.encode(stream.state()), type=StreamState))
+    served += drain_turns(stream, 30)
+    assert stream.position == len(served)
+    for epoch in range(stream.epoch):
+        size = stream.size_of(epoch)
+        order = np.random.default_rng([seed, epoch]).permutation(size)
+        assert [turn.prompt_id for turn in served if turn.epoch == epoch] == order.tolist()
+        assert size == sizes.get(epoch, stream.size_of(epoch - 1) if epoch else size)
+    assert [turn.epoch for turn in served] == sorted(turn.epoch for turn in served)
+
+
+@given(data=st.data(), num_prompts=st.integers(1, 5), position=st.integers(0, 12), added=st.integers(1, 4))
+def test_turn_brought_forward_over_a_growth_leaves_none_out(
+    data: st.DataObject, num_prompts: int, position: int, added: int
+) -> None:
+    stream = PromptStream(num_prompts, 2, position)
+    stream.grow(num_prompts + added)
+    whole = PromptStream.from_state(stream.state())
+    turns = drain_turns(whole, 25)
+    index = data.draw(st.integers(0, 24))
+    assert stream.bring_forward(turns[index])
+    assert drain_turns(stream, 25) == [turns[index], *turns[:index], *turns[index + 1 :]]
+    # A prompt that no epoch before the growth has.
+    assert not stream.bring_forward(Turn(num_prompts + added, stream.epoch))
+
+
+def test_state_of_a_stream_whose_data_never_grew_is_as_older_programs_wrote_it() -> None:
+    state = PromptStream(5, seed=0, position=7).state()
+    assert msgspec.json.decode(msgspec.json.encode(state)) == {"num_prompts": 5, "seed": 0, "position": 7, "returned": []}

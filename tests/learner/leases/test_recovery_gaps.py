@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Trained
 from offbeat.learner.leases.log_reading import Gap
@@ -14,6 +15,7 @@ from offbeat.learner.leases.prompt_stream import PromptStream, Turn
 from offbeat.learner.leases.recovery import Recovered, recover
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.messages import CompletionMeta, Segment
+from tests.learner.dispatch.dispatch_desk import make_prompts
 from tests.learner.leases.log_entries import flip
 from tests.learner.leases.taped_log import NUM_PROMPTS, PROMPTS
 from tests.learner.leases.test_recovery import Tale
@@ -140,15 +142,30 @@ class History:
         self.num_leases += 1
         self.open[lease_id] = (turn, False)
         return Granted(
-            at=0.0, lease_id=lease_id, prompt_id=turn[0], epoch=turn[1], actor="a", policy_version=0, oldest_version=0
+            at=0.0,
+            lease_id=lease_id,
+            prompt_id=turn[0],
+            epoch=turn[1],
+            actor="a",
+            policy_version=0,
+            oldest_version=0,
+            epoch_size=self.stream.size_of(turn.epoch),
         )
 
 
 @given(st.data(), st.integers(5, 60))
 def test_no_prompt_is_lost_wherever_the_log_is_damaged(data: st.DataObject, num_events: int) -> None:
-    """Every turn that was served is open, to be served again, or was finally dropped; none is two of these."""
+    """Every turn that was served is open, to be served again, or was finally dropped; none is two of these.
+
+    The data grows meanwhile.
+    """
     history = History(lambda most: data.draw(st.integers(0, most)))
-    events = [history.next_event() for _ in range(num_events)]
+    grows_at = data.draw(st.sets(st.integers(0, num_events - 1), max_size=2))
+    events: list[LeaseEvent] = []
+    for index in range(num_events):
+        if index in grows_at:
+            history.stream.grow(history.stream.num_prompts + 3)
+        events.append(history.next_event())
     arrays = (memoryview(bytes(4)), memoryview(bytes(4)))
     records: list[Record | Gap] = [
         Record(Position(1, 32 + index), event, arrays if isinstance(event, Accepted) else ())
@@ -156,8 +173,10 @@ def test_no_prompt_is_lost_wherever_the_log_is_damaged(data: st.DataObject, num_
     ]
     begin = data.draw(st.integers(0, num_events - 1))
     records[begin : data.draw(st.integers(begin + 1, num_events))] = [GAP]
-    recovered = recover(None, records, lambda position: None, PROMPTS, seed=0)
+    prompts = make_prompts(history.stream.num_prompts, "train")
+    recovered = recover(None, records, lambda position: None, prompts, seed=0)
     ledger, stream = recovered.ledger, recovered.stream
+    assert stream.num_prompts == len(prompts)
     assert ledger.counts().adds_up
     dropped = [
         (prompt_id, epoch) for epoch, account in ledger.epochs.items() for ids in account.dropped.values() for prompt_id in ids
@@ -165,8 +184,8 @@ def test_no_prompt_is_lost_wherever_the_log_is_damaged(data: st.DataObject, num_
     leases = [*ledger.generating(), *(ledger.find(group.lease_id) for group in ledger.ready_groups())]
     waiting = [tuple(turn) for turn in stream.state().returned]
     found = sorted([*dropped, *((lease.prompt_id, lease.epoch) for lease in leases), *waiting])
-    served = sorted(tuple(PromptStream(NUM_PROMPTS, 0, position).next()) for position in range(stream.position))
-    assert found == served
+    in_order = PromptStream.from_state(replace(stream.state(), position=0, returned=()))
+    assert found == sorted(tuple(in_order.next()) for _ in range(stream.position))
 
 
 def test_log_that_a_learner_goes_on_with_keeps_its_gap_and_all_around_it(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from msgspec.structs import replace
 
 from offbeat.common.rows import EpochRow
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
@@ -38,13 +39,16 @@ from tests.learner.dispatch.dispatch_desk import (
     VOCABULARY_SIZE,
     Actor,
     Desk,
+    make_prompts,
 )
-from tests.learner.leases.taped_log import NUM_PROMPTS, PROMPTS, Remote, open_log
+from tests.learner.leases.taped_log import NUM_PROMPTS, Remote, open_log
 
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 8
 GROUPS_PER_STEP = 2
+MOST_PROMPTS = 11
+"""Fewer than are trained on, so that the first epoch ends."""
 HARD_MAX_STALENESS = 2
 ACTORS = st.integers(0, 2)
 PICK = st.integers(0, 99)
@@ -69,6 +73,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         """The turn of every lease that any learner granted, even if the log lost it."""
         self.granted_at: dict[int, Position] = {}
         self.checkpoints: list[Saved] = []
+        self.num_prompts = NUM_PROMPTS
         self.synced = Position(0, 0)
         self._start(None)
         self.incarnations = 3
@@ -233,9 +238,15 @@ class RecoveryMachine(RuleBasedStateMachine):
         assert oldest.log_end is not None
         self.desk.dispatcher.prune_log(needed_position(oldest.ledger.open, oldest.log_end))
 
-    @rule(tail=st.sampled_from(["whole", "cut", "whole", "cut", "garbage"]), count=st.integers(1, 700))
-    def learner_dies(self, tail: str, count: int) -> None:
+    @rule(
+        tail=st.sampled_from(["whole", "cut", "whole", "cut", "garbage"]),
+        count=st.integers(1, 700),
+        num_added=st.sampled_from([0, 0, 1, 2]),
+    )
+    def learner_dies(self, tail: str, count: int, num_added: int) -> None:
+        """End the learner, do that to the log's tail, and start a learner with more prompts."""
         ledger, stream = self.desk.ledger, self.desk.stream
+        self.num_prompts = min(self.num_prompts + num_added, MOST_PROMPTS)
         is_all_logged = not self.desk.journal.waiting
         trained = self._trained_since(self.checkpoints[-1].policy_version if self.checkpoints else 0)
         self.log.close()
@@ -250,6 +261,8 @@ class RecoveryMachine(RuleBasedStateMachine):
         if tail != "cut" and is_all_logged:
             # All that the dead process knew, but for the training since the checkpoint, which is to be done again.
             before, after = ledger.counts(), recovered.ledger.counts()
+            if recovered.stream.num_prompts != stream.num_prompts:
+                stream.grow(self.num_prompts)
             assert recovered.stream.state() == stream.state()
             assert after.leased == before.leased
             assert after.dropped == before.dropped
@@ -281,7 +294,7 @@ class RecoveryMachine(RuleBasedStateMachine):
 
     def every_prompt_served_is_somewhere_exactly_once(self) -> None:
         stream = self.desk.stream.state()
-        in_order = PromptStream(NUM_PROMPTS, seed=0)
+        in_order = self._from_the_beginning()
         served = [in_order.next() for _ in range(stream.position)]
         found = [self.turn_of[lease_id] for lease_id in self._open()]
         found += [*stream.returned, *map(self.turn_of.__getitem__, self._trained()), *self._given_up()]
@@ -305,7 +318,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         assert all((lease_id in ready) + (lease_id in trained) + (lease_id in dropped) == 1 for lease_id in accepted)
 
     def prompts_are_granted_in_the_order_of_the_seed(self) -> None:
-        stream = PromptStream(NUM_PROMPTS, seed=0)
+        stream = self._from_the_beginning()
         granted = [Turn(event.prompt_id, event.epoch) for event in self._history() if isinstance(event, Granted)]
         first_times = list(dict.fromkeys(granted))
         assert first_times == [stream.next() for _ in first_times]
@@ -317,7 +330,7 @@ class RecoveryMachine(RuleBasedStateMachine):
             listed = sorted(prompt_id for prompt_ids in row.dropped.values() for prompt_id in prompt_ids)
             assert listed == sorted(turn.prompt_id for turn in given_up if turn.epoch == row.epoch)
             assert row.num_trained == trained[row.epoch]
-            assert row.num_trained + len(listed) == NUM_PROMPTS
+            assert row.num_trained + len(listed) == self._from_the_beginning().size_of(row.epoch)
 
     def teardown(self) -> None:
         """Finish the run with one good actor."""
@@ -349,13 +362,21 @@ class RecoveryMachine(RuleBasedStateMachine):
 
     # Details
 
+    def _from_the_beginning(self) -> PromptStream:
+        """Return the learner's stream as it was before its first turn."""
+        return PromptStream.from_state(replace(self.desk.stream.state(), position=0, returned=()))
+
     def _start(self, saved: Saved | None) -> Recovered:
         """Start a learner process, up to its first message."""
         state = _decode(saved) if saved else None
         log_end = state.log_end if state else Position(0, 0)
         self.log = open_log(self.path, self.tape, after=log_end)
         recovered = recover(
-            state, read_log(self.path, log_end), lambda position: read_record(self.path, position), PROMPTS, seed=0
+            state,
+            read_log(self.path, log_end),
+            lambda position: read_record(self.path, position),
+            make_prompts(self.num_prompts, "train"),
+            seed=0,
         )
         self.version = saved.policy_version if saved else 0
         self.desk = Desk(
@@ -366,7 +387,7 @@ class RecoveryMachine(RuleBasedStateMachine):
             f"staleness.hard_max_staleness={HARD_MAX_STALENESS}",
             "loss.zero_variance=drop",
             policy_version=self.version,
-            num_prompts=NUM_PROMPTS,
+            num_prompts=self.num_prompts,
             recovered=recovered,
             log=self.log,
         )
