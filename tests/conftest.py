@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from offbeat.common import processes
 from offbeat.common.environment import BROKEN_VARIABLE, prepare_environment
-from offbeat.deploy.launch import processes
 
 # Before any test module imports transformers or vLLM.
 prepare_environment()

@@ -22,6 +22,7 @@ import msgspec
 from msgspec.structs import replace
 from rich.table import Table
 
+from offbeat.common import processes
 from offbeat.common.config import Config
 from offbeat.common.descriptors import raise_limit
 from offbeat.common.masking import write_private
@@ -35,7 +36,6 @@ from offbeat.deploy.chaos.judge import REWARD, URL_VARIABLE, Judge
 from offbeat.deploy.chaos.network import Network, open_network
 from offbeat.deploy.chaos.round import LOCAL, REMOTE, Happened, Site, StoppedError, run_round
 from offbeat.deploy.chaos.schedule import KINDS, plan, round_seed
-from offbeat.deploy.launch import processes
 from offbeat.deploy.launch.keygen import ALLOWED_KEYS, make_keys
 from offbeat.deploy.launch.launcher import free_port
 from offbeat.deploy.quickstart.quickstart import expand

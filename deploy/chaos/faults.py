@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, assert_never
 
+from offbeat.common import processes
 from offbeat.common.run_folder import CHECKPOINTS, CONFIG_FILE, LOG, read_owner
 from offbeat.common.shutdown import USER_ERROR_STATUS
 from offbeat.deploy.chaos.doubt import doubt_learner
@@ -18,7 +19,6 @@ from offbeat.deploy.chaos.judge import Judge
 from offbeat.deploy.chaos.network import Network
 from offbeat.deploy.chaos.schedule import Fault, Target
 from offbeat.deploy.chaos.strangers import crowd
-from offbeat.deploy.launch import processes
 from offbeat.learner.leases.events import LeaseEvent, Tuned
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.log_records import HEADER_BYTES

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
+from offbeat.common import processes
 from offbeat.common.config import Config
 from offbeat.common.metrics import ROWS_FILE
 from offbeat.common.rows import ActorRow, EventRow, StepRow, decode_row
@@ -21,7 +22,6 @@ from offbeat.deploy.chaos.faults import MAX_FILES, Attempt, Clock, Committed, Di
 from offbeat.deploy.chaos.judge import Judge
 from offbeat.deploy.chaos.network import Network
 from offbeat.deploy.chaos.schedule import Fault, Target
-from offbeat.deploy.launch import processes
 from offbeat.deploy.launch.launcher import PROGRAM
 from offbeat.learner.leases.events import LeaseEvent
 

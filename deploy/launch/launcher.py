@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from offbeat.common import processes
 from offbeat.common.config import Config
 from offbeat.common.logs import MAX_FILE_BYTES
 from offbeat.common.masking import write_private
@@ -37,7 +38,6 @@ from offbeat.common.shutdown import (
     ServiceError,
     StopRequest,
 )
-from offbeat.deploy.launch import processes
 from offbeat.deploy.launch.ending import end_run
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from typing import IO, Any
 
 import msgspec
 
+from offbeat.common import processes
 from offbeat.common.config import Config
 from offbeat.common.settings import resolved_toml
-from offbeat.deploy.launch import processes
 from tests.deploy.warm import PROGRAM, ForkedProcess, WarmProcess, service_environment
 
 REWARD_MODULE = '''

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.common import processes
 from offbeat.common.settings import load
-from offbeat.deploy.launch import processes
 from offbeat.lab.audit import audit
 from offbeat.learner.diagnostics.calibration import save_calibration
 from tests.deploy.services import SERVICES_S, SLOW_REWARD, Services, free_port, write_config

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat.common import processes
 from offbeat.common.metrics import MetricsWriter
 from offbeat.common.rows import ActorRow, EventRow, Row, StepRow
 from offbeat.deploy.chaos.chaos import ChaosReport, RoundReport, print_chaos
@@ -24,7 +25,6 @@ from offbeat.deploy.chaos.faults import Attempt, Clock, Committed, Disk, Scene, 
 from offbeat.deploy.chaos.network import Namespace, Network, Proxy, open_network
 from offbeat.deploy.chaos.round import Happened, Watch
 from offbeat.deploy.chaos.schedule import KINDS, Fault, Kind, Target, plan, round_seed
-from offbeat.deploy.launch import processes
 from offbeat.deploy.launch.launcher import free_port
 from offbeat.lab.audit import Check
 from tests.deploy.services import SERVICES_S, Services

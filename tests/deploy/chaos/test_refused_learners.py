@@ -6,10 +6,10 @@ from typing import cast
 
 import pytest
 
+from offbeat.common import processes
 from offbeat.deploy.chaos.faults import Attempt, Clock, Committed, Scene, commit
 from offbeat.deploy.chaos.network import Network
 from offbeat.deploy.chaos.schedule import Kind
-from offbeat.deploy.launch import processes
 from tests.deploy.chaos.test_chaos import Sleepers, fault
 
 pytestmark = pytest.mark.slow

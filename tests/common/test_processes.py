@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from offbeat.deploy.launch import processes
+from offbeat.common import processes
 
 PROGRAM = """
 import multiprocessing, time
