@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from offbeat.common import processes
 from offbeat.common.shutdown import PR_SET_PDEATHSIG
 
 KILL_TIMEOUT_S = 10.0
@@ -55,23 +56,9 @@ def _await_end(leader: int) -> None:
 def _kill_session(leader: int) -> None:
     """Kill the processes of a session, again until there is none: one may fork before it is killed."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
-    while (members := _session_members(leader)) and time.monotonic() < deadline:
+    while (members := processes.session(leader)) and time.monotonic() < deadline:
         for pid in members:
             # It may have ended since, or be another user's.
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
-
-
-def _session_members(leader: int) -> list[int]:
-    """Return the processes of a session that are not dead."""
-    members: list[int] = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # The name, in parentheses, may hold anything; the state and the session are the 1st and the 4th field after it.
-            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue
-        if fields[0] not in "ZX" and int(fields[3]) == leader:
-            members.append(int(stat.parent.name))
-    return members

@@ -29,6 +29,11 @@ def descendants(pid: int) -> list[int]:
     return found + [grandchild for child in found for grandchild in descendants(child)]
 
 
+def session(leader: int) -> list[int]:
+    """Return the living processes of a session."""
+    return [pid for pid in _all() if _stat(pid)[3:4] == [str(leader)] and not has_ended(pid)]
+
+
 def arguments(pid: int) -> list[str]:
     """Return the command line of a process, empty when it has ended."""
     return _read(pid, "cmdline").decode(errors="replace").split("\0")[:-1]
@@ -36,7 +41,7 @@ def arguments(pid: int) -> list[str]:
 
 def has_ended(pid: int) -> bool:
     """Return True when the process has ended, even if its parent has not collected the exit status yet."""
-    return _stat(pid)[:1] in ([], ["Z"])
+    return _stat(pid)[:1] in ([], ["Z"], ["X"])
 
 
 def kill(pid: int, deadline_s: float = 10.0) -> None:
@@ -91,7 +96,7 @@ def _parent(pid: int) -> int | None:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on: state, parent, ...; empty when the process is gone."""
+    """Return the fields of /proc/PID/stat from the state on: state, parent, group, session. Return none when it is gone."""
     # The process name, which comes before the state, may contain blanks and parentheses.
     return _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
 
