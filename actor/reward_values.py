@@ -8,11 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from offbeat.common.user_functions import shortened
-from offbeat.protocols.fields import LARGEST_REWARD
-
-MAX_PARTS = 32
-"""Largest number of named parts of a reward."""
-_PART_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}", re.ASCII)
+from offbeat.protocols.fields import LARGEST_REWARD, MAX_PARTS, PART_NAME
 
 
 class Reward(NamedTuple):
@@ -54,7 +50,7 @@ def rewards_of(values: object, num_samples: int, weights: Mapping[str, float]) -
 
 
 def _part_name(name: object) -> str:
-    if not isinstance(name, str) or not _PART_NAME.fullmatch(name):
+    if not isinstance(name, str) or not re.match(PART_NAME, name):
         raise ValueError(f"a part of the reward is named {_shown(name)}: use letters, digits, '_', '.' and '-', at most 64")
     return name
 

@@ -12,6 +12,8 @@ import re
 from functools import cache
 from typing import NamedTuple
 
+from offbeat.protocols.fields import PART_NAME
+
 
 class Metric(NamedTuple):
     """One number of a row."""
@@ -173,7 +175,7 @@ ROUTING_METRICS: tuple[Metric, ...] = (
 _STEP_NAMES = {metric.name: metric for metric in STEP_METRICS}
 _ROUTING_NAMES = {metric.name: metric for metric in ROUTING_METRICS}
 _FORMER_NAMES = {metric.former_name: metric.name for metric in STEP_METRICS if metric.former_name is not None}
-_REWARD_PART = re.compile(r"(?<=^reward_part/)[A-Za-z_][\w.-]{0,63}\Z", re.ASCII)
+_REWARD_PART = re.compile(f"(?<=^reward_part/){PART_NAME}")
 _STEP_LAG = re.compile(r"(?<=^by_lag/)\d{1,9}(?:-\d{1,9}|\+)?(?=/)")
 _ROUTING_LAG = re.compile(r"(?<=^routing/lag_)\d{1,9}(?:_\d{1,9}|_up)?(?=_)")
 

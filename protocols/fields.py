@@ -20,9 +20,12 @@ Label = Annotated[str, Meta(max_length=256)]
 """A few words, compared or shown, made plain like `FreeText`."""
 FreeText = Annotated[str, Meta(max_length=1 << 16)]
 """A sentence for logs and operators; no code reads its content. Decoding makes it plain (`protocols.text`)."""
-PartName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}\Z")]
-"""Name of a part of a reward; it becomes part of a metric's name."""
-RewardParts = Annotated[dict[PartName, float], Meta(max_length=32)]
+PART_NAME = r"[A-Za-z_][A-Za-z0-9_.-]{0,63}\Z"
+"""Pattern of the name of a part of a reward, which becomes part of a metric's name."""
+MAX_PARTS = 32
+"""Largest number of named parts of a reward."""
+PartName = Annotated[str, Meta(pattern=f"^{PART_NAME}")]
+RewardParts = Annotated[dict[PartName, float], Meta(max_length=MAX_PARTS)]
 LeaseIds = Annotated[tuple[Natural, ...], Meta(max_length=1 << 18)]
 LARGEST_REWARD = 1e6
 """Largest absolute value of a reward. The actor fails a reward beyond it, the learner rejects the group: squares and sums of
