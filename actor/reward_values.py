@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from offbeat.common.user_functions import shortened
 from offbeat.protocols.fields import LARGEST_REWARD, MAX_PARTS, PART_NAME
+from offbeat.protocols.text import plain
 
 
 class Reward(NamedTuple):
@@ -66,4 +66,4 @@ def _number(value: object, what: str) -> float:
 
 
 def _shown(value: object) -> str:
-    return shortened(repr(value))
+    return plain(repr(value), 300)

@@ -60,11 +60,6 @@ def located(error: BaseException) -> str:
     return f"{one_line(error)} ({frame.filename}:{frame.lineno})"
 
 
-def shortened(text: str) -> str:
-    """Return the text, cut after 300 characters."""
-    return text if len(text) <= 300 else f"{text[:300]}..."
-
-
 def _import_problem(error: BaseException, module_name: str) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
         return f"there is no module {error.name!r} in {Path.cwd()}, and none installed"
