@@ -55,7 +55,7 @@ class RewardFailure(NamedTuple):
     """One line: exception, message, file and line."""
 
 
-class RewardTrouble(NamedTuple):
+class UnavailableRewards(NamedTuple):
     """Rewards that cannot be had at the moment and are tried again."""
 
     since: float
@@ -136,12 +136,12 @@ class RewardRunner:
             task.cancel()
             self._end(key)
 
-    def trouble(self) -> RewardTrouble | None:
+    def trouble(self) -> UnavailableRewards | None:
         """Return the state of rewards that cannot be had; None while all can be had."""
         if not self._waiting:
             return None
         waiting = list(self._waiting.values())
-        return RewardTrouble(min(group.since for group in waiting), waiting[-1].problem, tuple(self._waiting))
+        return UnavailableRewards(min(group.since for group in waiting), waiting[-1].problem, tuple(self._waiting))
 
     def close(self) -> None:
         """End all rewards and their processes."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from offbeat.actor.contact import ActorIdentity
 from offbeat.actor.engine import Completion, Score
 from offbeat.actor.reward_values import Reward
-from offbeat.actor.rewards import Rewarded, RewardFailure, RewardRunner, RewardTrouble
+from offbeat.actor.rewards import Rewarded, RewardFailure, RewardRunner, UnavailableRewards
 from offbeat.actor.samples import Sample
 from offbeat.actor.service import ActorService
 from offbeat.common.config import ActorSection, Config, HubSection, MetricsSection
@@ -115,10 +115,10 @@ class FakeRewards:
     def cancel(self, key: int) -> None:
         self.cancelled.append(key)
 
-    def trouble(self) -> RewardTrouble | None:
+    def trouble(self) -> UnavailableRewards | None:
         if not self.is_held or not self._results:
             return None
-        return RewardTrouble(time.monotonic() - 7.0, "the judge is down", tuple(result.key for result in self._results))
+        return UnavailableRewards(time.monotonic() - 7.0, "the judge is down", tuple(result.key for result in self._results))
 
     def poll(self) -> list[Rewarded | RewardFailure]:
         self.num_polls += 1
