@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from offbeat.learner.policy.packed_attention import place_spans, use_packed_attention
+from offbeat.learner.policy.packed_attention import PlacedSpans, use_packed_attention
 from offbeat.learner.policy.packing import Span
 
 MAX_CHUNK_LOGITS = 2**24
@@ -224,7 +224,7 @@ class CompletionLogprobs(nn.Module):
             input_ids=token_ids[None],
             position_ids=position_ids[None],
             use_cache=False,
-            placed_spans=place_spans(spans, token_ids.device),
+            placed_spans=PlacedSpans(spans, token_ids.device),
         ).last_hidden_state[0]
         states = states.index_select(0, predictors)
         logprobs, entropies = self.head(states, targets, temperature)

@@ -25,7 +25,10 @@ computations round differently."""
 
 @dataclass(frozen=True, eq=False)
 class PlacedSpans:
-    """The spans of a pack, arranged for the kernel that attends; made once per forward pass and used by every layer."""
+    """The model's keyword argument `placed_spans`: the spans of a pack, arranged for the kernel that attends.
+
+    Made once per forward pass, and used by every layer.
+    """
 
     spans: tuple[Span, ...]
     device: torch.device
@@ -75,11 +78,6 @@ class SpansByShape(NamedTuple):
     """Inputs that are keys, `[sum of num_spans * num_keys]` int64."""
     results: Tensor
     """Entry of `query_indices` that is each input's own query, `[num_inputs]` int64."""
-
-
-def place_spans(spans: tuple[Span, ...], device: torch.device) -> PlacedSpans:
-    """Return the model's keyword argument `placed_spans` for a pack of these spans on `device`."""
-    return PlacedSpans(spans, device)
 
 
 def _in_line(spans: Sequence[Span], device: torch.device) -> SpansInLine:
@@ -264,7 +262,7 @@ def packed_logprobs(policy: PreTrainedModel, packed: Pack) -> Tensor:
         input_ids=packed.token_ids[None],
         position_ids=packed.position_ids[None],
         use_cache=False,
-        placed_spans=place_spans(packed.spans, packed.token_ids.device),
+        placed_spans=PlacedSpans(packed.spans, packed.token_ids.device),
     )
     return _gathered_logprobs(outputs.logits[0, packed.predictors], packed.targets)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offbeat.learner.policy.packed_attention import ATTENTION_NAME, Shape, check_packing, packed_attention, place_spans
+from offbeat.learner.policy.packed_attention import ATTENTION_NAME, PlacedSpans, Shape, check_packing, packed_attention
 from offbeat.learner.policy.packing import Span, pack
 
 pytestmark = pytest.mark.slow
@@ -60,7 +60,7 @@ def random_inputs(num_inputs: int, dtype: torch.dtype, device: str = "cpu", head
 
 
 def attend(spans: tuple[Span, ...], inputs: Inputs, *, window: int | None, scaling: float) -> Tensor:
-    placed = place_spans(spans, inputs[0].device)
+    placed = PlacedSpans(spans, inputs[0].device)
     output, weights = packed_attention(
         nn.Identity(), *inputs, None, scaling=scaling, sliding_window=window, placed_spans=placed, is_causal=True
     )
@@ -103,7 +103,7 @@ def test_on_a_gpu_in_bfloat16_attention_is_that_of_the_whole_matrix_in_value_and
 
 
 def test_a_kernel_for_many_lengths_finds_a_prompts_keys_once_for_each_completion():
-    placed = place_spans((Span(0, 2), Span(2, 3, 0, 2), Span(5, 1, 0, 2)), torch.device("cpu")).in_line
+    placed = PlacedSpans((Span(0, 2), Span(2, 3, 0, 2), Span(5, 1, 0, 2)), torch.device("cpu")).in_line
     assert placed.key_indices.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 5]
     assert placed.query_offsets.tolist() == [0, 2, 5, 6]
     assert placed.key_offsets.tolist() == [0, 2, 7, 10]
@@ -113,7 +113,7 @@ def test_a_kernel_for_many_lengths_finds_a_prompts_keys_once_for_each_completion
 
 def test_a_kernel_for_one_length_gets_the_prompts_queries_too_where_a_square_is_less_work():
     spans = (Span(0, 2), Span(2, 3, 0, 2), Span(5, 1, 0, 2), Span(6, 3, 0, 2))
-    placed = place_spans(spans, torch.device("cpu")).by_shape
+    placed = PlacedSpans(spans, torch.device("cpu")).by_shape
     assert placed.shapes == (Shape(1, 2, 2), Shape(2, 5, 5), Shape(1, 1, 3))
     assert placed.query_indices.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 6, 7, 8, 5]
     assert placed.key_indices.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 6, 7, 8, 0, 1, 5]
@@ -129,7 +129,7 @@ def test_an_attention_with_more_to_it_is_refused(setting):
             nn.Identity(),
             *random_inputs(2, torch.float32),
             None,
-            placed_spans=place_spans(spans, torch.device("cpu")),
+            placed_spans=PlacedSpans(spans, torch.device("cpu")),
             **setting,
         )
 
@@ -200,8 +200,8 @@ def test_a_policy_that_cannot_be_packed_is_refused_by_its_path(config_class, set
 
 def test_completions_that_do_not_see_their_prompts_are_noticed(monkeypatch):
     monkeypatch.setattr(
-        "offbeat.learner.policy.packed_attention.place_spans",
-        lambda spans, device: place_spans(tuple(Span(span.start, span.length) for span in spans), device),
+        "offbeat.learner.policy.packed_attention.PlacedSpans",
+        lambda spans, device: PlacedSpans(tuple(Span(span.start, span.length) for span in spans), device),
     )
     with pytest.raises(ValueError, match="the log-probs of tokens differ by"):
         check_packing(make_policy("LlamaConfig"))
