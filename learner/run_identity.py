@@ -6,7 +6,6 @@ RUN/prompts.bin     a hash per training prompt, in order: 8 bytes each, little-e
 
 import importlib.metadata
 import logging
-import os
 import platform
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -19,6 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from offbeat.common.config import Config
+from offbeat.common.durable_files import replace
 from offbeat.common.models import hash_weights, resolve_model
 from offbeat.common.resume_rules import OUTCOMES
 from offbeat.common.rows import EventRow, Recorder
@@ -94,8 +94,8 @@ def hash_prompts(prompts: Sequence[Prompt]) -> PromptHashes:
 
 def write_identity(folder: Path, identity: RunIdentity, train: PromptHashes) -> None:
     """Write the identity into a run's folder, replacing that of an earlier process."""
-    _replace(folder / PROMPT_HASHES_FILE, train.astype("<u8").tobytes())
-    _replace(folder / IDENTITY_FILE, msgspec.json.format(msgspec.json.encode(identity)))
+    replace(folder / PROMPT_HASHES_FILE, train.astype("<u8").tobytes())
+    replace(folder / IDENTITY_FILE, msgspec.json.format(msgspec.json.encode(identity)))
 
 
 def read_identity(folder: Path) -> RunIdentity | None:
@@ -215,13 +215,3 @@ def _hash_source(path: str) -> str | None:
 
 def _hash_file(path: Path) -> str | None:
     return xxhash.xxh3_128_hexdigest(path.read_bytes()) if path.is_file() else None
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file so that a killed process leaves the old one or the new one."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)

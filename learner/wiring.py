@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig
 
 from offbeat.common.config import Config
+from offbeat.common.durable_files import replace
 from offbeat.common.environment import launcher_number
 from offbeat.common.hub_keys import keys_of_learner
 from offbeat.common.logs import doing, log_to_file
@@ -143,7 +144,7 @@ def prepare_folder(config: Config, identity: RunIdentity, prompt_hashes: PromptH
     changes = check_identity(folder, identity, prompt_hashes, may_append=may_append) if config.run.resume else []
     if not config.run.resume and (aside := set_aside_failed_start(folder)) is not None:
         logger.info("an earlier start made no step: its files are in %s", aside)
-    (folder / CONFIG_FILE).write_text(resolved_toml(config))
+    replace(folder / CONFIG_FILE, resolved_toml(config).encode())
     write_identity(folder, identity, prompt_hashes)
     return changes
 

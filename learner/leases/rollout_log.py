@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, Literal
 from numpy.typing import NDArray
 
 from offbeat.common.descriptors import patiently
+from offbeat.common.durable_files import sync
 from offbeat.common.shutdown import ServiceError
 from offbeat.learner.leases.events import LeaseEvent
 from offbeat.learner.leases.log_reading import find_end, segment_numbers, segment_path
@@ -146,11 +147,11 @@ class RolloutLog:
         if not self._unsynced:
             return
         for number in sorted(self._unsynced):
-            _sync(segment_path(self._folder, number))
+            sync(segment_path(self._folder, number))
         self._unsynced.clear()
         if self._has_unsynced_name:
-            _sync(self._folder)
-            _sync(self._folder.parent)
+            sync(self._folder)
+            sync(self._folder.parent)
             self._has_unsynced_name = False
         self._next_sync = self._clock() + LOOK_S
 
@@ -252,12 +253,3 @@ def _write_all(descriptor: int, parts: Sequence[Buffer], num_bytes: int) -> None
         rest = memoryview(b"".join(parts))[num_written:]
         while rest:
             rest = rest[os.write(descriptor, rest) :]
-
-
-def _sync(path: Path) -> None:
-    """Sync a file's bytes, or a folder's names, to the disk."""
-    descriptor = patiently(lambda: os.open(path, os.O_RDONLY))
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,7 +5,6 @@ step-00000050.partial/    being written, or left by a killed process
 step-00000030.damaged/    its files are not those of its manifest; kept for people, never loaded
 """
 
-import os
 import re
 import shutil
 import zipfile
@@ -14,7 +13,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from offbeat.common.descriptors import patiently
+from offbeat.common.durable_files import sync
 
 OLD_STATE = "state"
 """DeepSpeed's folder in a checkpoint of a version of offbeat that wrote no manifest."""
@@ -89,11 +88,11 @@ def put_in_place(folder: Path) -> None:
     partial = partial_folder(folder)
     # Synced before the rename, so that a complete name means complete files even after a power failure.
     for path in [*partial.rglob("*"), partial]:
-        _sync(path)
+        sync(path)
     if folder.exists():
         _delete(folder)
     partial.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
 
 
 def whole(root: Path) -> list[Path]:
@@ -131,7 +130,7 @@ def set_aside(folder: Path) -> Path:
     places = [folder.with_name(f"{folder.name}.damaged{suffix}") for suffix in ("", *(f"-{index}" for index in range(2, 100)))]
     place = next(place for place in places if not place.exists())
     folder.rename(place)
-    _sync(folder.parent)
+    sync(folder.parent)
     return place
 
 
@@ -200,12 +199,3 @@ def _delete(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def _sync(path: Path) -> None:
-    """Flush a file's bytes, or a folder's names, to disk."""
-    descriptor = patiently(lambda: os.open(path, os.O_RDONLY))
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

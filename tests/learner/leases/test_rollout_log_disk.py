@@ -162,13 +162,13 @@ def test_pruning_loses_nothing_needed_and_keeps_no_more_than_it_must(
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of the synced files and folders, in order."""
     names: list[str] = []
-    sync = rollout_log._sync
+    sync = rollout_log.sync
 
     def note(path: Path) -> None:
         names.append(path.name)
         sync(path)
 
-    monkeypatch.setattr(rollout_log, "_sync", note)
+    monkeypatch.setattr(rollout_log, "sync", note)
     return names
 
 

@@ -134,7 +134,7 @@ def test_death_at_any_moment_of_replacing_a_checkpoint_leaves_a_whole_one(tmp_pa
         with monkeypatch.context() as patch:
             patch.setattr(checkpoints.shutil, "rmtree", life.of(checkpoints.shutil.rmtree))
             patch.setattr(Path, "rename", life.of(Path.rename))
-            patch.setattr(checkpoints, "_sync", life.of(checkpoints._sync))
+            patch.setattr(checkpoints, "sync", life.of(checkpoints.sync))
             try:
                 write(root, 2, "new")
                 checkpoints.prune(root, keep=1)
