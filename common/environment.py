@@ -81,6 +81,15 @@ def _can_import(name: str) -> bool:
     return True
 
 
+def launcher_rank() -> int:
+    """Return this process's rank among the learner's processes; raise `SettingError` for one that cannot be."""
+    rank, world_size = launcher_number("RANK", 0), launcher_number("WORLD_SIZE", 1)
+    if rank >= world_size:
+        problem = f"ranks are counted from 0, and WORLD_SIZE is {world_size}"
+        raise SettingError("environment variable RANK", rank, problem, "Run `unset RANK WORLD_SIZE`, or use torchrun.")
+    return rank
+
+
 def launcher_number(name: str, default: int) -> int:
     """Return a variable of a distributed launcher (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`); raise `SettingError` for no number."""
     text = os.environ.get(name, str(default))

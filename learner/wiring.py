@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from offbeat.common.config import Config
 from offbeat.common.durable_files import replace
-from offbeat.common.environment import launcher_number
+from offbeat.common.environment import launcher_rank
 from offbeat.common.hub_keys import keys_of_learner
 from offbeat.common.logs import doing, log_to_file
 from offbeat.common.metrics import MetricsWriter
@@ -88,7 +88,7 @@ LOADING = "ended while the learner was loading"
 
 def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
     """Train until `train.num_steps` or a signal; every rank of the learner calls this, rank 0 with the run's folder locked."""
-    if launcher_number("RANK", 0) > 0:
+    if launcher_rank() > 0:
         RankedTrainer(Trainer(config)).follow()
         return "finished"
     started = time.monotonic()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from offbeat.common.config import Config
 from offbeat.common.descriptors import raise_limit
-from offbeat.common.environment import fast_imports, launcher_number, prepare_environment
+from offbeat.common.environment import fast_imports, launcher_rank, prepare_environment
 from offbeat.common.logs import configure_logs, doing
 from offbeat.common.run_folder import locked
 from offbeat.common.settings import SettingError, refuse_masked
@@ -27,7 +27,7 @@ def command(arguments: Arguments = None, preflight: Preflight = True) -> None:
     say_start("learner")
     config = expand(load_config(arguments))
     refuse_masked(config)
-    is_first_rank = launcher_number("RANK", 0) == 0
+    is_first_rank = launcher_rank() == 0
     # Beside rank 0 the others would find its ports taken.
     if preflight and is_first_rank:
         look(config, "learner")

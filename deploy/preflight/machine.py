@@ -10,17 +10,17 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from offbeat.common.config import Config
-from offbeat.common.environment import COMPANIONS
+from offbeat.common.environment import COMPANIONS, launcher_number, launcher_rank
 from offbeat.common.run_folder import check_run_folder, locked
 from offbeat.common.settings import SettingError
 from offbeat.deploy.preflight.findings import Finding, mistake
 from offbeat.protocols.addresses import host_of
 
 _LARGEST_PORT = 65535
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 def check_ports(config: Config) -> Iterator[Finding]:
@@ -102,17 +102,11 @@ def check_gpus(config: Config) -> Iterator[Finding]:
 
 def check_variables(config: Config) -> Iterator[Finding]:
     """Find values of a distributed launcher's variables that no launcher sets."""
-    values: dict[str, int] = {}
-    for name in _RANK_VARIABLES:
-        text = os.environ.get(name)
-        if text is not None and not text.isdecimal():
-            yield mistake(f"environment variable {name}", text, "it is not a whole number", f"Run `unset {name}`.")
-        elif text is not None:
-            values[name] = int(text)
-    rank, world_size = values.get("RANK", 0), values.get("WORLD_SIZE", 1)
-    if rank >= world_size:
-        problem = f"ranks are counted from 0, and WORLD_SIZE is {world_size}"
-        yield mistake("environment variable RANK", str(rank), problem, "Run `unset RANK WORLD_SIZE`, or use torchrun.")
+    for read in (launcher_rank, partial(launcher_number, "LOCAL_RANK", 0)):
+        try:
+            read()
+        except SettingError as error:
+            yield Finding("mistake", str(error))
 
 
 def check_wandb(config: Config) -> Iterator[Finding]:

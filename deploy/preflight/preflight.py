@@ -2,12 +2,16 @@
 
 | | `check` | `train` | `learner` | `actor` |
 |---|---|---|---|---|
-| settings against each other, environment variables | x | x | x | x |
+| settings against each other, the model's folder | x | x | x | x |
 | settings without effect, unless the run is resumed | x | x | x | |
-| data, tokenizer, model, reference, adapter, run folder, ports, Weights & Biases | x | x | x | |
+| reference, run folder, ports, Weights & Biases | x | x | x | |
+| data and tokenizer, which a learner alone reads before it loads the model | x | x | | |
 | functions of yours that the learner calls, called once | x | x | x | |
-| tokenizer and model, engine options, the reward called once | x | x | | x |
+| engine options, the reward's function | x | x | | x |
+| the reward called once | x | x | | |
 | GPUs of this machine | | x | | |
+| variables of a distributed launcher, which `train` sets itself | x | | x | |
+| builds of the packages beside torch | x | | | |
 """
 
 import logging
@@ -50,12 +54,12 @@ LOOK_S = 120.0
 REWARD_S = 10.0
 """Longest time for one call of the reward, with the import of its module."""
 
-_LEARNER: tuple[Check, ...] = (check_model, check_reference, check_folder, check_ports, check_wandb, check_variables)
+_LEARNER: tuple[Check, ...] = (check_model, check_reference, check_folder, check_ports, check_wandb)
 _ACTOR: tuple[Check, ...] = (check_engine_options,)
 _CHECKS: dict[Command, tuple[Check, ...]] = {
-    "check": (*_LEARNER, *_ACTOR, check_companions),
+    "check": (*_LEARNER, *_ACTOR, check_variables, check_companions),
     "train": (*_LEARNER, *_ACTOR, check_gpus),
-    "learner": _LEARNER,
+    "learner": (*_LEARNER, check_variables),
     "actor": (check_model, *_ACTOR),
 }
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from offbeat.common.environment import launcher_number
+from offbeat.common.environment import launcher_number, launcher_rank
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 """A rank fails after waiting this long in a collective; otherwise the death of one would leave the others waiting forever."""
@@ -29,7 +29,7 @@ def join_process_group() -> Place:
     torchrun and the DeepSpeed launcher set `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT`; without them
     this process is the only rank, and no port is opened.
     """
-    world_size, rank = launcher_number("WORLD_SIZE", 1), launcher_number("RANK", 0)
+    world_size, rank = launcher_number("WORLD_SIZE", 1), launcher_rank()
     # DeepSpeed requires the variable even for a single process.
     os.environ.setdefault("LOCAL_RANK", "0")
     local_rank = launcher_number("LOCAL_RANK", 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.environment import BROKEN_VARIABLE, fast_imports, launcher_number
+from offbeat.common.environment import BROKEN_VARIABLE, fast_imports, launcher_number, launcher_rank
 from offbeat.common.settings import SettingError
 
 ROOT = Path(__file__).parents[2]
@@ -57,3 +57,18 @@ def test_launchers_variable_that_is_no_number_is_a_mistake(monkeypatch: pytest.M
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(SettingError, match='environment variable RANK = "first"'):
         launcher_number("RANK", 0)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [("3", None), ("2", "2"), ("0", "0")])
+def test_rank_that_no_launcher_sets_is_a_mistake(rank: str, world_size: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert launcher_rank() == 1
+    monkeypatch.setenv("RANK", rank)
+    # As after a launcher's shell: one of the two is left.
+    if world_size is None:
+        monkeypatch.delenv("WORLD_SIZE")
+    else:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    with pytest.raises(SettingError, match=f"RANK = {rank}: .*WORLD_SIZE is {world_size or 1}. Run `unset RANK WORLD_SIZE`"):
+        launcher_rank()

@@ -206,21 +206,31 @@ def test_missing_reference_is_refused(overrides: list[str]) -> None:
     assert text.startswith("kl.reference")
 
 
+@pytest.mark.parametrize("command", ["check", "learner"])
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
         ({"RANK": "first"}, 'environment variable RANK = "first"'),
         ({"WORLD_SIZE": "-1"}, 'environment variable WORLD_SIZE = "-1"'),
+        ({"LOCAL_RANK": "x"}, 'environment variable LOCAL_RANK = "x"'),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2"),
     ],
 )
 def test_launchers_variables_that_no_launcher_sets_are_refused(
-    variables: dict[str, str], said: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], said: str, command: Command, overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    (text,) = refused(overrides)
+    (text,) = refused(overrides, command)
     assert said in text
+
+
+@pytest.mark.parametrize("command", ["train", "actor"])
+def test_launchers_variables_are_nothing_to_commands_that_do_not_read_them(
+    command: Command, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "first")
+    look(load(None, overrides), command)
 
 
 def test_all_mistakes_are_told_at_once(overrides: list[str]) -> None:
