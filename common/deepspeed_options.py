@@ -49,7 +49,7 @@ REPLACEMENTS = {
 
 
 def check_deepspeed_options(train: TrainSection) -> None:
-    """Raise `SettingError` for an option in `train.deepspeed` that is unknown, of a wrong type, or another setting's."""
+    """Raise `SettingError` for an option in `train.deepspeed` that is unknown, malformed, another setting's or unsupported."""
     for name, value in train.deepspeed.items():
         setting = f"train.deepspeed.{name}"
         if name in REPLACEMENTS:
@@ -64,6 +64,11 @@ def check_deepspeed_options(train: TrainSection) -> None:
     if zero.get("stage", train.zero_stage) != train.zero_stage:
         problem = f"train.zero_stage is {train.zero_stage}"
         raise SettingError("train.deepspeed.zero_optimization.stage", zero["stage"], problem, "Set train.zero_stage.")
+    for name in ("offload_optimizer", "offload_param"):
+        offload = zero.get(name)
+        if isinstance(offload, dict) and offload.get("device") == "nvme":
+            problem = "checkpoints cannot keep what is on NVMe"
+            raise SettingError(f"train.deepspeed.zero_optimization.{name}.device", "nvme", problem, 'Set it to "cpu".')
 
 
 def deepspeed_warnings(train: TrainSection) -> list[str]:

@@ -81,6 +81,14 @@ def test_defaults_with_a_model_and_data_pass_without_warnings() -> None:
             ["train.deepspeed.zero_optimization={stage = 3}"],
             ["train.deepspeed.zero_optimization.stage = 3", "train.zero_stage is 0"],
         ),
+        (
+            ["train.zero_stage=3", "train.deepspeed.zero_optimization.offload_param.device=nvme"],
+            ['train.deepspeed.zero_optimization.offload_param.device = "nvme"', "checkpoints", 'Set it to "cpu".'],
+        ),
+        (
+            ["train.zero_stage=2", 'train.deepspeed={zero_optimization = {offload_optimizer = {device = "nvme"}}}'],
+            ['train.deepspeed.zero_optimization.offload_optimizer.device = "nvme"', 'Set it to "cpu".'],
+        ),
         (["task.train_data="], ["task.train_data"]),
     ],
 )
@@ -105,6 +113,7 @@ def test_contradiction_is_refused(overrides: list[str], parts: list[str]) -> Non
         ["hub.address=tcp://[::1]:5700"],
         ["hub.bind=tcp://*:5700", "hub.address=tcp://learner.example:5700", *KEYS],
         ["launch.num_actors=2", "launch.actor_gpus=[[0],[1]]"],
+        ["train.zero_stage=3", "train.deepspeed.zero_optimization.offload_param.device=cpu"],
     ],
 )
 def test_settings_at_the_edge_pass(overrides: list[str]) -> None:
