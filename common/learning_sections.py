@@ -69,7 +69,7 @@ class LossSection(Section, frozen=True):
     """Training objective; docs/objectives.md describes each. It decides the default of every setting below that is none."""
     function: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
     """Your own token loss, as `module:function` (docs/own_code.md), in place of the objective's, which still decides the
-    defaults of other settings. Clip settings are not used. Empty: the objective's own loss."""
+    defaults of other settings. It takes no clip settings and no temperatures. Empty: the objective's own loss."""
     anchor: Literal["behavior", "proximal", "decoupled"] = "behavior"
     """Denominator of the importance ratio. behavior: the log-probs that the engine sampled with. proximal: the learner's own
     log-probs, recomputed before the update. decoupled: the proximal ones, with `loss.correction` for what separates them from

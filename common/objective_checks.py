@@ -2,7 +2,7 @@
 
 from offbeat.common.config import Config
 from offbeat.common.learning_sections import TrainSection
-from offbeat.common.objectives import DEFAULTS, LOWER_BOUNDED
+from offbeat.common.objectives import DEFAULTS, LOWER_BOUNDED, resolve_clip
 from offbeat.common.settings import SettingError
 
 NOISY_CLIP = 2e-3
@@ -26,8 +26,8 @@ def objective_warnings(config: Config) -> list[str]:
     """Return a warning for each combination that is allowed but easily misread in the results."""
     loss = config.loss
     warnings: list[str] = []
-    is_sequence_ratio = DEFAULTS[loss.objective].is_sequence_ratio
-    is_narrow = is_sequence_ratio and min(loss.clip_low or 0.0, loss.clip_high or 0.0) < NOISY_CLIP
+    band = resolve_clip(loss)
+    is_narrow = band is not None and DEFAULTS[loss.objective].is_sequence_ratio and min(band) < NOISY_CLIP
     # A user with a measured noise floor sees in the metrics how much of it the band clips.
     if is_narrow and loss.anchor == "behavior" and not loss.noise_floor:
         warnings.append(
@@ -92,6 +92,9 @@ def _check_clip(config: Config) -> None:
     loss = config.loss
     defaults = DEFAULTS[loss.objective]
     for name, value in (("clip_low", loss.clip_low), ("clip_high", loss.clip_high)):
+        if value is not None and loss.function:
+            problem = f"loss.function = {loss.function!r} takes the place of the loss that would clip"
+            raise SettingError(f"loss.{name}", value, problem, "Remove it, or remove loss.function.")
         if value is not None and defaults.band is None:
             raise SettingError(f"loss.{name}", value, f"loss.objective = {loss.objective!r} does not clip", "Remove it.")
     if loss.clip_low is not None and loss.clip_low > 1:

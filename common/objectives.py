@@ -96,7 +96,9 @@ def complete(config: Config) -> Config:
 
 
 def resolve_clip(loss: LossSection) -> Bounds | None:
-    """Return the band that the objective clips its ratio to; None for an objective that does not clip."""
+    """Return the band that the loss clips its ratio to; None for an objective that does not clip, and for the user's own."""
+    if loss.function:
+        return None
     defaults = DEFAULTS[loss.objective]
     own = defaults.band
     if defaults.recomputed_band is not None and loss.anchor != "behavior":

@@ -66,6 +66,11 @@ def test_what_is_set_wins() -> None:
     assert config.advantage.divide_by_std is False
 
 
+def test_own_loss_has_no_clip_band_and_the_objectives_other_values() -> None:
+    loss = load(None, ["loss.function=my:loss", "loss.objective=dapo"]).loss
+    assert (loss.clip_low, loss.clip_high, loss.aggregation, loss.zero_variance) == (None, None, "token-mean", "drop")
+
+
 def test_constant_length_is_that_of_the_longest_completion() -> None:
     config = load(None, ["loss.objective=dr_grpo", "rollout.max_new_tokens=123"])
     assert config.loss.aggregation_length == 123
@@ -100,6 +105,13 @@ REFUSALS = [
     ),
     Refusal(["loss.objective=sapo", "loss.dual_clip=3"], ["loss.dual_clip = 3.0", "'sapo' has none"]),
     Refusal(["loss.objective=reinforce", "loss.dual_clip=3"], ["loss.dual_clip = 3.0", "'reinforce' has none"]),
+    *(
+        Refusal(
+            ["loss.function=my:loss", f"loss.objective={objective}", f"loss.{name}=0.5"],
+            [f"loss.{name} = 0.5", "loss.function = 'my:loss'", "Remove it"],
+        )
+        for objective, name in (("gspo", "clip_low"), ("grpo", "clip_high"), ("sapo", "clip_low"))
+    ),
     Refusal(["loss.aggregation_length=9"], ["loss.aggregation_length = 9", "seq-mean-token-sum-norm"]),
     Refusal(["loss.correction_high=2"], ["loss.correction_high = 2.0", "set loss.correction"]),
     Refusal(["loss.correction=opsm", "loss.correction_low=0.1"], ["loss.correction_low = 0.1", "no lower bound"]),
@@ -152,6 +164,8 @@ def test_what_is_allowed_and_easily_misread_is_said_aloud(overrides: list[str], 
         ["loss.clip_low=3e-4", "loss.noise_floor=measured.json"],
         ["loss.objective=grpo", "loss.dual_clip=3", "loss.clip_low=3e-4"],
         ["loss.dual_clip=1.4"],
+        ["loss.function=my:loss"],
+        ["loss.function=my:loss", "loss.objective=dapo", "loss.zero_variance=count"],
         ["loss.objective=gspo_token", "loss.dual_clip=1.4"],
         ["reward.norm_mean=group"],
         ["reward.norm_std=running"],
