@@ -123,6 +123,7 @@ def objective_config(config: Config, objective: str) -> Config:
     loss = msgspec.structs.replace(
         config.loss,
         objective=objective,
+        function="",
         clip_low=None,
         clip_high=None,
         dual_clip=config.loss.dual_clip if DEFAULTS[objective].dual_clip else None,

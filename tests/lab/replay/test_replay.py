@@ -373,6 +373,12 @@ def test_another_objective_has_its_own_values_and_the_runs_correction(config: Co
     assert objective_config(config, "sapo").loss.clip_low is None
 
 
+def test_another_objective_takes_the_place_of_the_runs_own_loss(config: Config) -> None:
+    own = msgspec.structs.replace(config, loss=msgspec.structs.replace(config.loss, function="my:loss"))
+    assert objective_config(own, config.loss.objective).loss.function == "my:loss"
+    assert objective_config(own, "grpo").loss == objective_config(config, "grpo").loss
+
+
 def test_objective_that_contradicts_the_runs_anchor_is_refused(tiny_model: Path) -> None:
     config = Config(loss=LossSection(objective="grpo", anchor="proximal"), advantage=AdvantageSection(), reward=RewardSection())
     with pytest.raises(SettingError, match="reinforce"):
