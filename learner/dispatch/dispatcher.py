@@ -22,6 +22,7 @@ from offbeat.learner.dispatch.held_back import HeldBackTimer
 from offbeat.learner.dispatch.listeners import Listeners
 from offbeat.learner.dispatch.live_settings import CREDIT_LIMIT, record_change
 from offbeat.learner.dispatch.parts import Parts
+from offbeat.learner.dispatch.quarantine import reason_to_dismiss
 from offbeat.learner.dispatch.roster import Member, Mismatch
 from offbeat.learner.dispatch.send_queue import Outgoing
 from offbeat.learner.leases.events import Started, Tuned
@@ -247,15 +248,23 @@ class Dispatcher:
             return self._watchdog.waiting_for()
 
     def judge_canary(self, actor: str, policy_version: int, flaw: str | None, agrees_with: Sequence[str] = ()) -> None:
-        """Trust an actor whose log-probs of the canary are right; quarantine one whose log-probs have this flaw.
+        """Trust an actor whose log-probs of the canary are right; quarantine or dismiss one whose log-probs have this flaw.
 
         `agrees_with` names the actors whose log-probs have the same flaw.
         """
         with self._lock:
             if flaw is None:
                 self._quarantine.release(actor, policy_version)
-            elif (member := self._quarantine.impose(actor, Mismatch(flaw, tuple(agrees_with)))) is not None:
+                return
+            member = self._quarantine.impose(actor, Mismatch(flaw, tuple(agrees_with)))
+            if member is None:
+                return
+            reason = reason_to_dismiss(member)
+            if reason is None:
                 self._listeners.distrusted(member.peer, actor, flaw)
+            else:
+                self._roster.dismiss(member, reason)
+                self._lose(member, "actor_lost", "dismissed for its weights")
 
     # The hub's thread
 

@@ -1,8 +1,9 @@
 """Trust in the actors' weights, by their log-probs of the canary: quarantine, release, and doubt of the learner itself.
 
-An actor in quarantine gets no leases and pulls the weights again. That repairs an actor that is wrong. When every actor is in
-quarantine the learner may be wrong, or the hand-over of its weights: then pulling again changes nothing, and the run ends after
-`MAX_MISMATCHES` comparisons of each actor.
+An actor in quarantine gets no leases and pulls the weights again. That repairs an actor that is wrong. One that is wrong again
+and again, and right in between, would cost its groups each time: after `MAX_QUARANTINES` within `RECENT` comparisons it is
+dismissed, and only a new process of it may join. When every actor is in quarantine the learner may be wrong, or the hand-over
+of its weights: then pulling again changes nothing, and the run ends after `MAX_MISMATCHES` comparisons of each actor.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,10 @@ from offbeat.learner.dispatch.roster import Member, Mismatch, Roster
 
 MAX_MISMATCHES = 4
 """Wrong comparisons in a row of every actor after which the run ends."""
+MAX_QUARANTINES = 4
+"""Quarantines that begin within the last `RECENT` comparisons of an actor after which it is dismissed."""
+RECENT = 32
+"""Comparisons of an actor that this rule looks back on."""
 _MAX_NAMED = 4
 """Actors that a sentence names."""
 _CURE = (
@@ -52,6 +57,7 @@ class Quarantine:
         if member is None:
             return
         member.good_version = policy_version
+        _note_comparison(member, begins_quarantine=False)
         self._is_doubt_told = False
         if member.is_quarantined:
             member.mismatches.clear()
@@ -67,6 +73,7 @@ class Quarantine:
         if member is None:
             return None
         report(self._record, EventRow(event="actor_quarantined", detail=mismatch.flaw, actor=actor))
+        _note_comparison(member, begins_quarantine=not member.is_quarantined)
         member.mismatches = [*member.mismatches, mismatch][-MAX_MISMATCHES:]
         # The publisher then treats the actor as one without weights, and has it pull them.
         member.policy_version = None
@@ -88,6 +95,22 @@ class Quarantine:
             report(self._record, EventRow(event="learner_doubted", detail=doubt))
         if all(len(member.mismatches) >= MAX_MISMATCHES for member in self._roster):
             self._failures.end_run(RunFailedError(f"{MAX_MISMATCHES} times in a row {doubt}. {_CURE}"))
+
+
+def reason_to_dismiss(member: Member) -> str | None:
+    """Return the reason why an actor may not stay, with the cure; None for one that may be repaired."""
+    if sum(member.quarantines) < MAX_QUARANTINES:
+        return None
+    num_compared, flaw = len(member.quarantines), member.mismatches[-1].flaw
+    return (
+        f"quarantined {MAX_QUARANTINES} times within {num_compared} comparisons of the canary, and right in between: {flaw}. "
+        "Restart it; if it happens again, look for the cause at its machine and its engine, or, if the difference is harmless, "
+        "raise weights.canary_tolerance"
+    )
+
+
+def _note_comparison(member: Member, *, begins_quarantine: bool) -> None:
+    member.quarantines = [*member.quarantines, begins_quarantine][-RECENT:]
 
 
 def doubt_of_learner(members: Sequence[Member]) -> str | None:

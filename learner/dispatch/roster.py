@@ -32,8 +32,8 @@ TROUBLE_REPORTED_AFTER_S = 5.0
 """Seconds for which rewards must be failing at an actor before that is an event: a busy judge is nothing unusual."""
 MAX_ACTOR_ROWS_PER_S = 50
 """Rows about all actors together: 1,000 actors, however idle, wrote 0.2 MB each second with a row at each heartbeat."""
-MAX_REPLACED = 1000
-"""Replaced actor processes that are remembered, to refuse them when they come back."""
+MAX_BARRED = 1000
+"""Replaced and dismissed actor processes that are remembered, to refuse them when they come back."""
 
 
 class Mismatch(NamedTuple):
@@ -64,6 +64,8 @@ class Member:
     """The newest version under which its log-probs of the canary were right."""
     mismatches: list[Mismatch] = field(default_factory=list)
     """Wrong log-probs of the canary since its last right ones, oldest first; at most `MAX_MISMATCHES` are kept."""
+    quarantines: list[bool] = field(default_factory=list)
+    """The latest comparisons of the canary, oldest first: True for one that began a quarantine. At most `RECENT` are kept."""
     stats: ActorStats = field(default_factory=ActorStats)
     """Statistics of the last recorded heartbeat."""
     stats_at: float = -math.inf
@@ -125,7 +127,7 @@ class Member:
 
 
 class Roster:
-    """Owns the members, the names of replaced actors, and the count of refusals.
+    """Owns the members, the actor processes that may not come back, and the count of refusals.
 
     Decides who may join. Which leases end with a member is the lease desk's to say, who is trusted the quarantine's.
     """
@@ -141,8 +143,8 @@ class Roster:
         self._send_queue = send_queue
         self._record = record
         self._by_peer: dict[bytes, Member] = {}
-        self._replaced: dict[tuple[str, int], None] = {}
-        """Name and incarnation of processes whose name another one has taken, oldest first."""
+        self._barred: dict[tuple[str, int], str] = {}
+        """The reason why a process may not come back, by its name and incarnation, oldest first."""
 
     def __iter__(self) -> Iterator[Member]:
         """Yield the members there are now; the roster may change meanwhile."""
@@ -171,8 +173,9 @@ class Roster:
             return (
                 f"the actor's key is for {sender.name!r}, and it calls itself {hello.actor!r}: set actor.name, or use its key"
             )
-        if (hello.actor, hello.incarnation) in self._replaced:
-            return f"another actor named {hello.actor!r}, started later, is in the run: set actor.name"
+        barred = self._barred.get((hello.actor, hello.incarnation))
+        if barred is not None:
+            return barred
         if peer not in self._by_peer and len(self) >= self._hub.max_actors:
             return f"the run has hub.max_actors = {self._hub.max_actors} actors already"
         most = self._contract.max_peers
@@ -193,10 +196,18 @@ class Roster:
         namesake = self.named(hello.actor)
         if namesake is None or namesake.peer == peer:
             return None
-        self._replaced[namesake.name, namesake.hello.incarnation] = None
-        if len(self._replaced) > MAX_REPLACED:
-            del self._replaced[next(iter(self._replaced))]
+        self._bar(namesake, f"another actor named {namesake.name!r}, started later, is in the run: set actor.name")
         return namesake
+
+    def dismiss(self, member: Member, reason: str) -> None:
+        """Tell a member to end, and refuse its process from now on; a new process of the same name may join."""
+        self._bar(member, reason)
+        self.turn_away(member.peer, member.hello, reason)
+
+    def _bar(self, member: Member, reason: str) -> None:
+        self._barred[member.name, member.hello.incarnation] = reason
+        if len(self._barred) > MAX_BARRED:
+            del self._barred[next(iter(self._barred))]
 
     def add(self, peer: bytes, hello: Hello, sender: Sender, now: float) -> Member:
         """Admit an actor that is not here yet."""

@@ -1,10 +1,12 @@
 """Actors with wrong weights are put in quarantine; when all are, the learner is doubted and the run ends."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from offbeat.learner.dispatch.failures import RunFailedError
-from offbeat.learner.dispatch.quarantine import MAX_MISMATCHES
-from offbeat.protocols.messages import Cancel, Goodbye, Lease
+from offbeat.learner.dispatch.quarantine import MAX_MISMATCHES, MAX_QUARANTINES, RECENT
+from offbeat.protocols.messages import Cancel, Goodbye, Lease, Refused, Welcome
 from tests.learner.dispatch.dispatch_desk import Actor, Desk
 
 FLAW = "its log-probs of the canary differ by 0.0051 at version 0 (tolerance 0.001)"
@@ -139,3 +141,69 @@ def test_only_the_first_few_of_many_actors_are_named() -> None:
     assert "actor-3" in told.detail
     assert "actor-4" not in told.detail
     assert "and 2 more" in told.detail
+
+
+@given(st.lists(st.booleans(), max_size=3 * RECENT))
+def test_quarantines_of_one_process_are_bounded_and_others_are_not_dismissed(are_right: list[bool]) -> None:
+    desk = Desk()
+    actor = Actor(desk, "a").join(capacity=2)
+    trusted = Actor(desk, "trusted").join(capacity=2)
+    begins: list[bool] = []
+    was_right = True
+    for is_right in are_right:
+        begins.append(was_right and not is_right)
+        was_right = is_right
+        desk.dispatcher.judge_canary("a", 0, None if is_right else FLAW)
+        is_dismissed = sum(begins[-RECENT:]) == MAX_QUARANTINES
+        assert {name for _, name, _ in desk.dispatcher.members()} == ({"trusted"} if is_dismissed else {"a", "trusted"})
+        if is_dismissed:
+            break
+    assert len(desk.events("actor_quarantined")) == are_right[: len(begins)].count(False)
+    assert bool(actor.heard(Refused)) == (sum(begins[-RECENT:]) == MAX_QUARANTINES)
+    assert desk.batch() is None
+    assert len(trusted.leases()) == 2
+
+
+def alternate(desk: Desk, name: str) -> None:
+    """Judge an actor wrong and right in turn until it has left."""
+    for _ in range(RECENT):
+        desk.dispatcher.judge_canary(name, 0, FLAW)
+        desk.dispatcher.judge_canary(name, 0, None)
+
+
+def test_actor_that_is_wrong_every_other_time_ends_with_the_reason_and_only_a_new_process_may_join() -> None:
+    desk = Desk("staleness.max_staleness=3")
+    actor = Actor(desk, "a").join(capacity=2)
+    other = Actor(desk, "other").join(capacity=2)
+    prompts = {lease.prompt_id for lease in actor.leases()}
+    other.heard(Lease)
+    alternate(desk, "a")
+    (refused,) = actor.heard(Refused)
+    assert refused.reason.startswith(
+        f"quarantined 4 times within 7 comparisons of the canary, and right in between: {FLAW}. Restart it; "
+    )
+    assert "weights.canary_tolerance" in refused.reason
+    assert [event.detail for event in desk.events("actor_lost")] == ["dismissed for its weights"]
+    assert len(desk.distrusted) == MAX_QUARANTINES - 1, "its last pull would be for nothing"
+    (told,) = [reason for reason in desk.status().rejected if reason.startswith("a: ")]
+    assert "quarantined 4 times within 7 comparisons" in told
+    other.credit(4)
+    assert {lease.prompt_id for lease in other.leases()} == prompts
+
+    actor.hello()
+    assert actor.heard(Refused) == [refused]
+    assert actor.heard(Welcome)[1:] == []
+    restarted = Actor(desk, "a", incarnation=2).join(capacity=2)
+    assert len(restarted.leases()) == 2
+    desk.dispatcher.judge_canary("a", 0, FLAW)
+    assert restarted.heard(Refused) == [], "its count begins anew"
+
+
+def test_rare_quarantines_are_forgiven() -> None:
+    desk = Desk()
+    Actor(desk, "a").join(capacity=2)
+    for _ in range(2 * MAX_QUARANTINES):
+        desk.dispatcher.judge_canary("a", 0, FLAW)
+        for _ in range(RECENT // (MAX_QUARANTINES - 1)):
+            desk.dispatcher.judge_canary("a", 0, None)
+    assert [name for _, name, _ in desk.dispatcher.members()] == ["a"]

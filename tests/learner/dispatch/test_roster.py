@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.common.rows import ActorRow, CommitRow
-from offbeat.learner.dispatch.roster import MAX_ACTOR_ROWS_PER_S, MAX_REPLACED, LeaseTurns, Member, Mismatch
+from offbeat.learner.dispatch.roster import MAX_ACTOR_ROWS_PER_S, MAX_BARRED, LeaseTurns, Member, Mismatch
 from offbeat.protocols.keys import Sender
 from offbeat.protocols.messages import (
     ActorStats,
@@ -114,12 +114,12 @@ def test_of_two_actors_with_one_name_the_one_that_came_last_stays(before: int, a
 def test_replaced_actor_is_refused_for_good_and_remembered_among_many() -> None:
     desk = Desk()
     Actor(desk, "a", incarnation=0).hello()
-    for incarnation in range(1, MAX_REPLACED + 1):
+    for incarnation in range(1, MAX_BARRED + 1):
         Actor(desk, "a", incarnation=incarnation).hello()
     first = Actor(desk, "a", incarnation=0)
     first.hello()
     assert len(first.heard(Refused)) == 1
-    Actor(desk, "a", incarnation=MAX_REPLACED + 1).hello()
+    Actor(desk, "a", incarnation=MAX_BARRED + 1).hello()
     first.hello()
     assert first.heard(Refused) == [], "one more than are remembered: the first is forgotten"
 
