@@ -10,7 +10,6 @@ from offbeat.protocols.messages import (
 from tests.learner.dispatch.dispatch_desk import (
     DEAD_AFTER_S,
     LEASE_TIMEOUT_S,
-    NUM_PROMPTS,
     Actor,
     Desk,
     make_recovered,
@@ -59,7 +58,7 @@ def test_actor_heard_on_waking_up_is_not_thought_alive_for_as_long_as_the_learne
 def restarted(desk: Desk) -> Desk:
     """Return the next learner process, which knows all leases of the process of `desk`."""
     state = desk.dispatcher.state()
-    stream = PromptStream.from_state(state.stream, NUM_PROMPTS)
+    stream = PromptStream.from_state(state.stream)
     return Desk(recovered=make_recovered()._replace(stream=stream, ledger=Ledger.from_state(state.ledger)))
 
 
@@ -135,7 +134,7 @@ def test_unclaimed_lease_that_has_become_too_stale_is_aborted_and_not_given_up_a
     before = Desk("train.groups_per_step=1")
     (lease,) = Actor(before, "gone").join(capacity=1).leases()
     state = before.dispatcher.state()
-    stream = PromptStream.from_state(state.stream, NUM_PROMPTS)
+    stream = PromptStream.from_state(state.stream)
     recovered = make_recovered()._replace(stream=stream, ledger=Ledger.from_state(state.ledger))
     settings = ("train.groups_per_step=1", "staleness.max_staleness=1", "staleness.staleness_policy=abort")
     desk = Desk(*settings, policy_version=2, recovered=recovered)
