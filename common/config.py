@@ -48,17 +48,18 @@ class TaskSection(Section, frozen=True):
     """The prompts, and the reward for completions."""
 
     train_data: str = ""
-    """Training prompts: a file (.jsonl, .json, .parquet, .csv, .tsv, .arrow), a folder of such files, or the name of a Hugging
-    Face dataset (`owner/name` or `owner/name/config`). Required."""
+    """Training prompts: a file (.jsonl, .json, .parquet, .csv, .tsv, .arrow), a folder of such files, the name of a Hugging
+    Face dataset (`owner/name` or `owner/name/config`), or your own function as `module:function`, which returns the rows of a
+    split (docs/own_code.md). Required."""
     train_split: str = "train"
-    """Split of the training folder or dataset. Ignored for a file."""
+    """Split of the training folder or dataset, which a function is called with. Ignored for a file."""
     appended_data: Literal["refuse", "allow"] = "refuse"
     """Treatment of rows that were added to the end of the training data when a run is resumed. refuse: the learner does not
     start. allow: they join at the next pass over the data, if the rows before them are as they were."""
     eval_data: str | dict[str, str] = ""
     """Held-out prompts for evaluation, given as for `task.train_data`, or a table of named sets. Empty: no evaluation."""
     eval_split: str = "test"
-    """Split of the evaluation folder or dataset. Ignored for a file."""
+    """Split of the evaluation folder or dataset, which a function is called with. Ignored for a file."""
     prompt_field: str = "prompt"
     """Name of the field that holds the prompt in each row: text, or a list of messages, which needs `task.chat_template`."""
     weight_field: str = ""

@@ -60,13 +60,14 @@ RULES = (
     Rule(
         "recorded",
         (
+            "task.train_data: source file",
             "task.reward: source file",
             "reward.length_penalty: source file",
             "loss.function: source file",
             "loss.correction: source file",
             "advantage.function: source file",
         ),
-        "A mistake in it may be corrected. Kept groups keep the rewards they have.",
+        "A mistake in it may be corrected. Kept groups keep the rewards they have, and prompts are compared themselves.",
     ),
     Rule("recorded", _of("task", "reward_timeout_s reward_retry_s"), "It limits a wait."),
     Rule(

@@ -1,7 +1,8 @@
-"""Functions that a setting names as `module:function`: rewards, penalties."""
+"""Functions that a setting names as `module:function`: rewards, losses, sources of prompts."""
 
 import importlib
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -10,6 +11,11 @@ from typing import Any
 
 from offbeat.common.settings import SettingError
 from offbeat.protocols.text import plain
+
+
+def is_function(value: str) -> bool:
+    """Return whether a setting that may hold something else names a function: `module:function`."""
+    return re.fullmatch(r"[\w.]+:\w+", value) is not None
 
 
 def load_function(path: str, *, setting: str, parameters: Sequence[str] | None = None) -> Callable[..., Any]:

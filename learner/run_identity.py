@@ -24,7 +24,7 @@ from offbeat.common.resume_rules import OUTCOMES
 from offbeat.common.rows import EventRow, Recorder
 from offbeat.common.run_folder import IDENTITY_FILE, PROMPT_HASHES_FILE
 from offbeat.common.settings import SettingError, setting_names, setting_text
-from offbeat.common.user_functions import find_source
+from offbeat.common.user_functions import find_source, is_function
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.protocols.messages import ModelHashes
 
@@ -68,6 +68,7 @@ def make_identity(config: Config, hashes: ModelHashes, train: PromptHashes, eval
         "kl.reference: weights": hash_weights(resolve_model(kl.reference)) if kl.reference else None,
         TRAIN_PROMPTS: _digest(train),
         "task.eval_data: prompts": _digest(evaluation) if len(evaluation) else None,
+        "task.train_data: source file": _hash_source(task.train_data),
         "task.reward: source file": _hash_source(task.reward),
         "reward.length_penalty: source file": _hash_source(reward.length_penalty),
         "loss.function: source file": _hash_source(loss.function),
@@ -152,7 +153,8 @@ def require_same_run(
     first, *others = refused
     setting, is_content, content = first.name.partition(": ")
     if first.name == TRAIN_PROMPTS:
-        cure = "Give the data as it was"
+        given = after.settings["task.train_data"].strip('"')
+        cure = "Let the function return the rows as it did" if is_function(given) else "Give the data as it was"
         if grown_from is not None:
             hashes_before = grown_from
             cure += ", or set task.appended_data=allow,"
@@ -209,7 +211,7 @@ def _first_of(hashes: PromptHashes, digest: str) -> PromptHashes | None:
 
 def _hash_source(path: str) -> str | None:
     """Return the hash of the file that a function named as `module:function` comes from; None for one that is built in."""
-    source = find_source(path) if ":" in path else None
+    source = find_source(path) if is_function(path) else None
     return _hash_file(source) if source is not None else None
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from offbeat.common.config import Config
 from offbeat.common.eval_sets import eval_sets, eval_setting
 from offbeat.common.settings import SettingError, is_local_data
+from offbeat.common.user_functions import is_function
 from offbeat.deploy.preflight.findings import Finding, mistake
 from offbeat.learner.leases.data_rows import read_rows
 from offbeat.learner.leases.prompts import MUCH_LEFT_OUT, LoadedPrompts, Prompt, load_prompts
@@ -41,7 +42,9 @@ def check_inputs(config: Config) -> Iterator[Finding]:
     """Find mistakes in the tokenizer and the data, and show the first prompt as the model will see it."""
     folder = Path(config.model.path)
     try:
-        tokenizer, vocabulary_size = _load(folder)
+        # A function may import torch itself.
+        hides_torch = not any(is_function(source) for _, source, _ in _local_sources(config))
+        tokenizer, vocabulary_size = _load(folder, hides_torch=hides_torch)
     # transformers raises whatever a broken file makes it raise.
     except Exception as error:  # noqa: BLE001
         reason = " ".join(str(error).split())[:300]
@@ -54,6 +57,8 @@ def check_inputs(config: Config) -> Iterator[Finding]:
     for setting, source, split in _local_sources(config):
         try:
             loaded = load_prompts(source, split, config.task, tokenizer, setting=setting)
+            if setting == "task.train_data" and is_function(source):
+                yield from _check_repeated(loaded, load_prompts(source, split, config.task, tokenizer, setting=setting))
         except SettingError as error:
             yield Finding("mistake", str(error))
             continue
@@ -84,9 +89,9 @@ def _local_sources(config: Config) -> Iterator[tuple[str, str, str]]:
             yield setting, source, split
 
 
-def _load(folder: Path) -> tuple[Any, int]:
+def _load(folder: Path, *, hides_torch: bool) -> tuple[Any, int]:
     """Return the tokenizer, and the number of token ids that the model knows."""
-    if "torch" not in sys.modules:
+    if hides_torch and "torch" not in sys.modules:
         # Otherwise transformers would tell the user that torch is missing.
         os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
         sys.modules["torch"] = None  # pyright: ignore[reportArgumentType], makes it look absent
@@ -99,6 +104,12 @@ def _load(folder: Path) -> tuple[Any, int]:
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(f"{config.model_type} is not a language model that transformers knows")
     return AutoTokenizer.from_pretrained(folder), config.get_text_config().vocab_size
+
+
+def _check_repeated(loaded: LoadedPrompts, again: LoadedPrompts) -> Iterator[Finding]:
+    if [prompt.row for prompt in loaded.prompts] != [prompt.row for prompt in again.prompts]:
+        text = "task.train_data: called twice, the function returned other rows. Such a run cannot be resumed: give its random"
+        yield Finding("warning", f"{text} numbers a fixed seed, and sort what has no order.")
 
 
 def _describe(setting: str, loaded: LoadedPrompts, tokenizer: Any) -> Iterator[Finding]:

@@ -1,15 +1,17 @@
-"""The rows of a task's data: a file or folder in a common format, or a dataset of the Hugging Face Hub."""
+"""The rows of a task's data: a file or folder in a common format, a dataset of the Hugging Face Hub, or a function."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from offbeat.common.settings import SettingError, is_local_data
+from offbeat.common.user_functions import is_function, load_function, located, one_line
 
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -21,6 +23,8 @@ _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".tsv": ("csv", {"encoding": "utf-8-sig", "sep": "\t"}),
 }
 """The builder of `datasets` for a file's suffix, and its options. Files with any other suffix hold JSON."""
+LARGEST_SOURCE = 1_000_000
+"""Number of rows above which a function is taken to be endless."""
 
 
 class DataRow(NamedTuple):
@@ -34,11 +38,13 @@ class DataRow(NamedTuple):
 
 
 def read_rows(source: str, split: str, setting: str) -> Iterable[DataRow]:
-    """Return the rows of a file, of a folder's or dataset's `split`; what is on this machine comes before the hub's.
+    """Return the rows of a file, of a folder's or dataset's `split`, or those that a function returns for it.
 
-    Rows of JSON lines are read as they are asked for. Raises `SettingError` about `setting` for data that is missing or
-    malformed.
+    What is on this machine comes before the hub's. Rows of JSON lines are read as they are asked for. Raises `SettingError`
+    about `setting` for data that is missing or malformed, and a function that fails.
     """
+    if is_function(source):
+        return _own_rows(source, split, setting)
     path = Path(source).expanduser()
     if path.is_dir() or not is_local_data(source):
         return _dataset_rows(source, split, setting)
@@ -49,6 +55,43 @@ def read_rows(source: str, split: str, setting: str) -> Iterable[DataRow]:
             raise _unreadable(path, setting, "No such file")
         return _loaded_rows(source, setting, builder, split="train", data_files=str(path), **options)
     return _json_rows(path, setting)
+
+
+def _own_rows(path: str, split: str, setting: str) -> list[DataRow]:
+    """Return all rows of a function, so that an endless one is known before any row is used."""
+    rows = [_own_row(fields, f"row {number} of {path}", path, setting) for number, fields in _yielded(path, split, setting)]
+    if len(rows) > LARGEST_SOURCE:
+        problem = f"it gave more than {LARGEST_SOURCE} rows and may never end"
+        cure = "Give it a limit, for example with itertools.islice: prompts are taken again in every epoch."
+        raise SettingError(setting, path, problem, cure)
+    return rows
+
+
+def _yielded(path: str, split: str, setting: str) -> Iterator[tuple[int, object]]:
+    function = load_function(path, setting=setting)
+    try:
+        # By keyword, so that a run's settings cannot call any function of Python with any text.
+        rows = function(split=split)
+        if not isinstance(rows, Iterable):
+            raise SettingError(setting, path, f"it returned {type(rows).__name__}", "Return or yield rows, each a dict.")
+        yield from enumerate(islice(rows, LARGEST_SOURCE + 1))
+    except (Exception, SystemExit) as error:  # the user's code
+        if isinstance(error, SettingError):
+            raise
+        raise SettingError(setting, path, f"it raised {located(error)}", "Correct the function.") from error
+
+
+def _own_row(fields: object, place: str, path: str, setting: str) -> DataRow:
+    if not isinstance(fields, Mapping):
+        raise SettingError(setting, path, f"{place} is a {type(fields).__name__}", "Return or yield rows, each a dict.")
+    try:
+        json = msgspec.json.encode(dict(fields))
+    # No text stands for other values here, as it does for datasets: it might hold an address, another in each process.
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        problem = f"{place} cannot be written as JSON ({one_line(error)})"
+        raise SettingError(setting, path, problem, "Give text, numbers, lists and dicts.") from error
+    # Decoded again: the reward's `row` is the same as for a line of a file, whatever the function does with its dict.
+    return DataRow(place, msgspec.json.decode(json), json.decode())
 
 
 def _json_rows(path: Path, setting: str) -> Iterator[DataRow]:

@@ -74,7 +74,7 @@ def test_every_setting_and_content_has_exactly_one_rule(config: Config, tmp_path
         kl=replace(config.kl, reference=config.model.path),
         loss=LossSection(noise_floor=str(tmp_path / "floor"), function="json:dump", correction="json:dump"),
         advantage=replace(config.advantage, function="json:load"),
-        task=replace(config.task, reward="json:dumps"),
+        task=replace(config.task, train_data="json:dumps", reward="json:dumps"),
         reward=replace(config.reward, length_penalty="json:loads"),
     )
     identity = make_identity(full, HASHES, numbers(1), numbers(2))
@@ -260,7 +260,8 @@ def test_corrected_reward_is_recorded(config: Config, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "setting", ["task.reward", "reward.length_penalty", "loss.function", "loss.correction", "advantage.function"]
+    "setting",
+    ["task.train_data", "task.reward", "reward.length_penalty", "loss.function", "loss.correction", "advantage.function"],
 )
 def test_corrected_function_is_recorded(setting: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -271,6 +272,17 @@ def test_corrected_function_is_recorded(setting: str, config: Config, tmp_path: 
     source.write_text("def f(): return 2")
     (change,) = require_same_run(before, identity_of(with_function), NO_PROMPTS, NO_PROMPTS)
     assert change.name == f"{setting}: source file"
+
+
+def test_function_that_returns_other_rows_is_refused_with_its_own_cure(config: Config) -> None:
+    config = replace(config, task=replace(config.task, train_data="mine:rows"))
+    before = hash_prompts(prompts("a", "b"))
+    now = before[::-1]
+    with pytest.raises(SettingError) as raised:
+        require_same_run(identity_of(config, train=before), identity_of(config, train=now), before, now)
+    text = str(raised.value)
+    assert text.startswith('task.train_data = "mine:rows": these are not the prompts that the run was made with')
+    assert "the 2 prompts are in another order. Let the function return the rows as it did to resume" in text
 
 
 def test_hash_of_weights_sees_size_name_and_samples_of_every_file(tmp_path: Path) -> None:

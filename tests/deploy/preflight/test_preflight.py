@@ -2,6 +2,8 @@
 
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -279,6 +281,56 @@ def test_function_of_the_learner_that_fails_is_refused_for_all_but_an_actor(comm
     (text,) = refused(overrides, command)
     assert text.startswith('loss.correction = "my_correction:below_zero": it returned a weight below 0')
     assert look(load(None, overrides), "actor") == []
+
+
+ROWS = """
+import random
+
+def good(split): return [{"prompt": "1+2>", "answer": "3"}]
+def needs_torch(split):
+    import torch
+    return [{"prompt": "1+2>", "answer": str(torch.tensor(3).item())}]
+def random_order(split): return [{"prompt": str(random.random())[2:8], "answer": ""} for _ in range(9)]
+def wrong(split): return [{"prompt": "1+2>", "answer": "3"}, {"text": "1"}]
+def none_held_out(split): return [] if split == "test" else good(split)
+"""
+
+
+def test_rows_of_a_function_pass_and_the_reward_is_called_on_the_first(
+    overrides: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("my_rows.py").write_text(ROWS)
+    overrides = [*overrides, "task.train_data=my_rows:good"]
+    (note,) = look(load(None, overrides), "check")
+    assert note.startswith("task.train_data: 1 prompts of 4 to 4 tokens")
+    assert caplog.records == []
+    (text,) = refused([*overrides, "task.reward=my_rewards:wrong_field"])
+    assert "KeyError: 'solution'" in text
+
+
+def test_function_may_import_torch_although_the_check_of_the_data_does_without_it(overrides: list[str]) -> None:
+    Path("my_rows.py").write_text(ROWS)
+    # A process of its own, which has not imported torch.
+    command = [sys.executable, "-m", "offbeat.deploy.cli", "check", *overrides, "task.train_data=my_rows:needs_torch"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert "task.train_data: 1 prompts of 4 to 4 tokens" in done.stderr + done.stdout
+    assert done.returncode == 0
+
+
+def test_function_whose_rows_differ_between_calls_is_warned_about(
+    overrides: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("my_rows.py").write_text(ROWS)
+    (text,) = warned([*overrides, "task.train_data=my_rows:random_order"], caplog)
+    assert text.startswith("task.train_data: called twice, the function returned other rows")
+
+
+def test_wrong_rows_of_a_function_are_refused_for_training_and_evaluation(overrides: list[str]) -> None:
+    Path("my_rows.py").write_text(ROWS)
+    (text,) = refused([*overrides, "task.train_data=my_rows:wrong"])
+    assert "row 1 of my_rows:wrong" in text
+    (text,) = refused([*overrides, "task.eval_data.held_out=my_rows:none_held_out"])
+    assert text.startswith('task.eval_data.held_out = "my_rows:none_held_out": there are no rows')
 
 
 def test_actor_needs_no_data_and_no_port(overrides: list[str]) -> None:

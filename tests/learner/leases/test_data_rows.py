@@ -1,5 +1,6 @@
 """Rows come out the same whatever format they are in; what cannot be read is refused with its place and the cure."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,95 @@ def test_damaged_table_is_refused(suffix: str, tmp_path: Path) -> None:
 def test_missing_file_is_refused(name: str) -> None:
     with pytest.raises(SettingError, match="cannot be read"):
         read(Path(name))
+
+
+SOURCES = """
+import itertools
+import datasets
+import numpy
+
+ROWS = [{"prompt": "ab", "answer": 1}, {"prompt": "é", "answer": 2}]
+
+def listed(split): return ROWS if split == "train" else []
+def yielded(split): yield from ROWS
+def dataset(split): return datasets.Dataset.from_list(ROWS)
+
+def reused(split):
+    row = {}
+    for new in ROWS:
+        row.update(new)
+        yield row
+
+def with_tuple(split): return [{"prompt": ("a", "b")}]
+def endless(split): return ({"prompt": str(number)} for number in itertools.count())
+def fails(split):
+    yield ROWS[0]
+    raise KeyError("lost")
+def leaves(split): raise SystemExit(3)
+def none(split): return None
+def texts(split): return ["ab"]
+def numpy_number(split): return [*ROWS, {"prompt": "a", "answer": numpy.int64(3)}]
+def surrogate(split): return [{"prompt": "\\ud800"}]
+def other_name(part): return ROWS
+"""
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "sources", raising=False)
+    (tmp_path / "sources.py").write_text(SOURCES)
+
+
+@pytest.mark.usefixtures("sources")
+@pytest.mark.parametrize("name", ["listed", "yielded", "dataset", "reused"])
+def test_rows_of_a_function_are_those_of_a_file(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl")
+    of_file = [(row.fields, row.json) for row in read_rows(str(path), "train", "task.train_data")]
+    of_function = list(read_rows(f"sources:{name}", "train", "task.train_data"))
+    assert [(row.fields, row.json) for row in of_function] == of_file
+    assert of_function[1].place == f"row 1 of sources:{name}"
+
+
+@pytest.mark.usefixtures("sources")
+def test_function_gets_the_split_and_its_values_are_those_of_json() -> None:
+    assert list(read_rows("sources:listed", "test", "task.eval_data")) == []
+    assert read(Path("sources:with_tuple")) == [{"prompt": ["a", "b"]}]
+
+
+@pytest.mark.usefixtures("sources")
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("fails", r"it raised KeyError: 'lost' \(.*sources.py:22\). Correct the function"),
+        ("leaves", "it raised SystemExit: 3"),
+        ("none", "it returned NoneType. Return or yield rows, each a dict"),
+        ("texts", "row 0 of sources:texts is a str. Return or yield rows, each a dict"),
+        ("numpy_number", r"row 2 of sources:numpy_number cannot be written as JSON \(.*numpy.int64.*\)"),
+        ("surrogate", "row 0 of sources:surrogate cannot be written as JSON"),
+        ("other_name", "unexpected keyword argument 'split'"),
+        ("absent", "has no 'absent'"),
+        ("endless", "it gave more than 1000 rows and may never end. Give it a limit"),
+    ],
+)
+def test_function_that_fails_or_never_ends_is_refused(name: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.learner.leases.data_rows.LARGEST_SOURCE", 1000)
+    with pytest.raises(SettingError, match=problem) as raised:
+        read(Path(f"sources:{name}"))
+    assert raised.value.setting == "task.train_data"
+
+
+def test_function_of_python_itself_is_not_called_with_text_of_the_settings() -> None:
+    with pytest.raises(SettingError, match="TypeError"):
+        list(read_rows("os:system", "true", "task.train_data"))
+
+
+def test_example_returns_the_same_rows_each_time_and_none_for_training_and_evaluation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "examples" / "own_data")
+    train, held_out = (read(Path("digits:rows"), split) for split in ("train", "test"))
+    assert (len(train), len(held_out)) == (2048, 64)
+    assert {row["prompt"] for row in train}.isdisjoint(row["prompt"] for row in held_out)
+    assert read(Path("digits:rows")) == train
+    assert all(row["answer"] == row["prompt"][-2::-1] for row in train)
