@@ -268,6 +268,9 @@ class MetricsSection(Section, frozen=True):
     """Write TensorBoard events to `run.dir/tensorboard`."""
     wandb_project: str = ""
     """Weights & Biases project; needs the `wandb` extra. Empty: off."""
+    callback: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
+    """Your own function, as `module:function`, that is called with each row of `metrics.jsonl` as a dict. It runs beside the
+    learner, cannot slow or end it by an error, and may ask it to stop (docs/callbacks.md). Empty: no such function."""
     routing_interval: NonNegativeInt = 10
     """Number of optimizer steps between measurements of a mixture-of-experts model's routing. 0: never."""
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -86,6 +87,13 @@ def log_to_file(path: Path, service: str) -> None:
     handler = RotatingFileHandler(path, maxBytes=MAX_FILE_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(_plain_formatter(service))
     logging.getLogger().addHandler(handler)
+
+
+def bound_log(path: Path, max_bytes: int) -> None:
+    """Move the content of a log above this size to `PATH.1`. Processes that append to it go on in the emptied file."""
+    if path.stat().st_size > max_bytes:
+        shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+        os.truncate(path, 0)
 
 
 @contextlib.contextmanager

@@ -165,7 +165,7 @@ RULES = (
     Rule(
         "recorded", _of("evaluation", "interval num_prompts group_size temperature pass_reward"), "No training depends on it."
     ),
-    Rule("recorded", _of("metrics", "tensorboard wandb_project routing_interval"), "It says what is shown."),
+    Rule("recorded", _of("metrics", "tensorboard wandb_project callback routing_interval"), "It says what is shown."),
     Rule("recorded", _of("launch", "num_actors learner_gpus actor_gpus max_restarts"), "A run may have more or fewer actors."),
     Rule("refused", _of("launch", "learner_processes"), "The optimizer's state is stored in as many parts."),
     Rule(

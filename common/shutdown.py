@@ -31,22 +31,28 @@ class ServiceError(RuntimeError):
 
 
 class StopRequest:
-    """A flag that SIGTERM and SIGINT set to ask the service to drain; a second signal ends the service at once.
+    """A flag that SIGTERM, SIGINT or `ask` set to ask the service to drain; a second signal ends the service at once.
 
     Work that does not look at the flag runs in `at_once`, where the first signal ends the process.
     """
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._is_signalled = False
         self._last_words: str | None = None
         self.reason: str | None = None
-        """Name of the first signal; None before it."""
+        """Name of the first signal, or what `ask` was given, whichever was first; None before it."""
 
     def install(self) -> "StopRequest":
         """Handle SIGTERM and SIGINT from now on (main thread only); return this request."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         return self
+
+    def ask(self, reason: str) -> None:
+        """Ask the service to drain for this reason; any thread may call it. A signal after it is a first signal."""
+        self.reason = self.reason or reason
+        self._event.set()
 
     def __bool__(self) -> bool:
         return self._event.is_set()
@@ -69,15 +75,15 @@ class StopRequest:
             # Not through the log: the signal may have interrupted a log line, whose stream cannot be entered again.
             os.write(2, f"{signal.Signals(number).name}: {self._last_words}\n".encode())
             self._last_words = None
-            self.reason = self.reason or signal.Signals(number).name
-            self._event.set()
+            self.ask(signal.Signals(number).name)
             sys.exit(INTERRUPTED_STATUS if number == signal.SIGINT else 0)
-        if self._event.is_set():
+        if self._is_signalled:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.reason = signal.Signals(number).name
-        self._event.set()
-        os.write(2, f"{self.reason}: stops after the work under way; again: ends at once\n".encode())
+        self._is_signalled = True
+        name = signal.Signals(number).name
+        self.ask(name)
+        os.write(2, f"{name}: stops after the work under way; again: ends at once\n".encode())
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig
 
+from offbeat.common.callback import Callback
 from offbeat.common.config import Config
 from offbeat.common.durable_files import replace
 from offbeat.common.environment import launcher_rank
@@ -119,14 +120,21 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
         metrics = MetricsWriter(folder, tensorboard=config.metrics.tensorboard, wandb_project=config.metrics.wandb_project)
         stack.enter_context(metrics)
         progress = Progress(config.train.num_steps)
+        path = config.metrics.callback
+        callback = stack.enter_context(Callback(path, folder / "logs" / "callback.log", stop.ask)) if path else None
 
         def record(row: Row) -> None:
-            progress.add(metrics.write(row))
+            row = metrics.write(row)
+            progress.add(row)
+            if callback is not None:
+                callback.add(row)
 
         tell_damaged(damaged, record)
         tell_changes(changes, record)
         with stop.at_once(LOADING), doing(logger, "loading the model"):
             learner = open_learner(config, inputs, hub, open_weight_hub, record, started)
+            if callback is not None:
+                callback.wait_loaded()
         with progress:
             return learner.run(stop)
 

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +23,7 @@ from msgspec.structs import replace
 
 from offbeat.common import processes
 from offbeat.common.config import Config
-from offbeat.common.logs import MAX_FILE_BYTES
+from offbeat.common.logs import MAX_FILE_BYTES, bound_log
 from offbeat.common.masking import write_private
 from offbeat.common.metrics import ROWS_FILE
 from offbeat.common.run_folder import LAUNCH_FILE, PROGRAM_LOGS, has_checkpoint, has_steps, locked
@@ -139,11 +138,10 @@ class Service:
             process.wait()
 
     def bound_logs(self, max_bytes: int) -> None:
-        """Move the content of each log above this size to `LOG.1`. The processes append: they go on in the emptied file."""
+        """Bound each log file of the processes, as `bound_log`."""
         for log in self._logs:
-            if log is not None and log.stat().st_size > max_bytes:
-                shutil.copyfile(log, log.with_name(f"{log.name}.1"))
-                os.truncate(log, 0)
+            if log is not None:
+                bound_log(log, max_bytes)
 
     def last_words(self, num_lines: int = 15) -> str:
         """Return the end of the failed process's log, or a reference to the terminal if the process wrote there."""

@@ -9,6 +9,7 @@ import numpy as np
 from offbeat.actor.reward_failures import Failure
 from offbeat.actor.reward_functions import load_reward
 from offbeat.actor.samples import Sample
+from offbeat.common.callback_worker import load_callback
 from offbeat.common.config import Config
 from offbeat.common.settings import SettingError
 from offbeat.deploy.preflight.findings import Finding, mistake
@@ -25,18 +26,23 @@ STAND_IN = "This text stands for a completion. The answer is 42."
 
 def has_learner_functions(config: Config) -> bool:
     """Return whether the settings name functions that the learner calls."""
-    loss = config.loss
-    return bool(config.reward.length_penalty or loss.function or ":" in loss.correction or config.advantage.function)
+    loss, callback = config.loss, config.metrics.callback
+    functions = (config.reward.length_penalty, loss.function, config.advantage.function, callback)
+    return any(functions) or ":" in loss.correction
 
 
 def check_learner_functions(config: Config) -> Iterator[Finding]:
-    """Find functions of the learner that cannot be imported, take other parameters, or fail on two completions."""
+    """Find functions of the learner that cannot be imported, take other parameters, or fail on two completions.
+
+    The callback is not called: it may tell somebody.
+    """
     reward, loss, advantage = config.reward, config.loss, config.advantage
     checks: tuple[tuple[bool, Callable[[], object]], ...] = (
         (bool(reward.length_penalty), lambda: load_length_penalty(reward.length_penalty)),
         (bool(loss.function), lambda: _call_loss(loss.function)),
         (":" in loss.correction, lambda: _call_correction(loss.correction)),
         (bool(advantage.function), lambda: _call_advantage(advantage.function, config.rollout.group_size)),
+        (bool(config.metrics.callback), lambda: load_callback(config.metrics.callback)),
     )
     for is_set, call in checks:
         try:

@@ -57,6 +57,16 @@ def test_signal_elsewhere_is_acknowledged_at_once_and_ends_the_work_in_order() -
     assert errors == "SIGINT: stops after the work under way; again: ends at once\n"
 
 
+def test_signal_after_a_wish_to_stop_is_a_first_signal_and_the_wish_stays_the_reason() -> None:
+    asked = WORKING.replace('print("ready"', "stop.ask('enough')\nprint(\"ready\"", 1)
+    asked = asked.replace("while not stop:", "while not stop._is_signalled:").replace("AFTER", "")
+    process = start(asked)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=30)
+    assert (process.returncode, output) == (0, "asked by enough\n")
+    assert errors == "SIGTERM: stops after the work under way; again: ends at once\n"
+
+
 def test_second_signal_ends_the_process_at_once() -> None:
     process = start(WORKING.replace("AFTER", "time.sleep(60)"))
     process.send_signal(signal.SIGINT)

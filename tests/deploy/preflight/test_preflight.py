@@ -71,6 +71,15 @@ def test_setting_without_effect_is_refused_to_a_new_run_but_not_to_an_actor_or_a
     assert text.startswith('run.dir = "run": there is no such folder to resume from')
 
 
+@pytest.mark.parametrize("command", ["train", "learner"])
+def test_callback_is_imported_but_not_called(command: Command, overrides: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    Path("my_callbacks.py").write_text("def on_row(row): open('called', 'w')\ndef two(row, other): pass\n")
+    assert warned([*overrides, "metrics.callback=my_callbacks:on_row"], caplog, command) == []
+    assert not Path("called").exists()
+    (text,) = refused([*overrides, "metrics.callback=my_callbacks:two"], command)
+    assert text.startswith('metrics.callback = "my_callbacks:two"')
+
+
 def cut_weights() -> None:
     file = Path("model/model.safetensors")
     file.write_bytes(file.read_bytes()[:-1000])
@@ -157,6 +166,8 @@ def test_file_that_cannot_be_used_is_refused(case: str, overrides: list[str]) ->
         ("task.reward=my_rewards:not_finite", "the reward is nan"),
         ("task.reward=my_rewards:leaves", "SystemExit"),
         ("reward.length_penalty=absent:penalty", "no module 'absent'"),
+        ("metrics.callback=absent:on_row", "no module 'absent'"),
+        ("metrics.callback=my_rewards:good", "cannot take (row)"),
         ("run.dir=train.jsonl/run", "train.jsonl is a file"),
         ("run.dir=/proc/run", "cannot be written"),
         ("log.min_free_mb=100000000", "no lease would ever be granted"),
