@@ -7,11 +7,24 @@ from pathlib import Path
 import pytest
 
 from offbeat.common.config import Config, ModelSection, RolloutSection, TaskSection
+from offbeat.common.metrics import ROWS_FILE, read_rows
+from offbeat.common.rows import FinalRow, StepRow
 from offbeat.common.settings import resolved_toml
 
 pytestmark = pytest.mark.slow
 
 FOREIGN = ("protocols", "common", "actor", "learner", "lab", "deploy")
+ALERTS = """
+import offbeat
+
+def on_row(row):
+    if row["kind"] == "step" and row["policy_version"] == 2:
+        raise offbeat.StopRun("two steps are enough")
+"""
+SMALL_RUN = (
+    *("actor.engine=transformers", "hub.address=tcp://127.0.0.1:0", "run.dir=run", "num_steps=200", "groups_per_step=1"),
+    *("rollout.group_size=2", "max_staleness=0", "checkpoint_interval=1", "tensorboard=false"),
+)
 REWARD = "from common.scores import score\n\n\ndef reward(prompt, completion, row):\n    return score(completion)\n"
 
 
@@ -53,3 +66,25 @@ def test_service_checks_its_arguments_beside_folders_of_the_same_names(home: Pat
     refused = offbeat(home, service, "run.toml", "train.num_step=3")
     assert refused.returncode == 2, refused.stderr
     assert "Did you mean train.num_steps?" in refused.stderr.splitlines()[-1]
+
+
+@pytest.mark.service
+@pytest.mark.engine
+@pytest.mark.parametrize("home", ["packages"], indirect=True)
+def test_whole_run_trains_beside_folders_of_the_same_names_until_its_callback_stops_it(home: Path) -> None:
+    (home / "common" / "alerts.py").write_text(ALERTS)
+    (home / "train.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    trained = offbeat(home, "train", "run.toml", *SMALL_RUN, "metrics.callback=common.alerts:on_row")
+    assert trained.returncode == 0, trained.stderr
+    assert "a foreign" not in trained.stdout + trained.stderr
+    rows = list(read_rows(home / "run" / ROWS_FILE))
+    final = rows[-1]
+    assert isinstance(final, FinalRow)
+    assert (final.outcome, final.detail) == ("stopped", "metrics.callback: two steps are enough")
+    # The callback runs beside training, which goes on until the wish arrives.
+    assert 2 <= final.policy_version < 200
+    assert final.policy_version == sum(isinstance(row, StepRow) for row in rows)
+    newest = max(path.name for path in (home / "run" / "checkpoints").glob("step-*"))
+    assert newest == f"step-{final.policy_version:08}"
+    assert "the run stopped at step" in trained.stderr
+    assert "s (metrics.callback: two steps are enough)" in trained.stderr
