@@ -63,8 +63,7 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK_FILE).open("a+b")
     except OSError as error:
-        problem = f"the folder cannot be written ({error.strerror})"
-        raise SettingError("run.dir", str(folder), problem, "Name a folder that you may write to.") from error
+        raise not_writable(folder, error) from error
     # Closing the file anywhere in this process would free the lock: nothing else may open it.
     with file:
         _lock(file, folder)
@@ -131,6 +130,12 @@ def set_aside_failed_start(folder: Path) -> Path | None:
         if path.exists():
             path.rename(target / path.name)
     return target
+
+
+def not_writable(folder: Path, error: OSError) -> SettingError:
+    """Return the mistake of a run's folder that cannot be made or written, for the error that was raised then."""
+    problem = f"the folder cannot be written ({error.strerror})"
+    return SettingError("run.dir", str(folder), problem, "Name a folder that you may write to.")
 
 
 def _lock(file: BinaryIO, folder: Path) -> None:

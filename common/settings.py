@@ -108,7 +108,7 @@ def resolved_toml(config: Config, *, with_secrets: bool = False) -> str:
         for field in msgspec.structs.fields(section):
             value = getattr(section, field.name)
             if value is not None:
-                lines.append(f"{field.name} = {_to_toml(value if with_secrets else masked(value))}")
+                lines.append(f"{field.name} = {to_toml(value if with_secrets else masked(value))}")
             elif field.default is not None:
                 lines.append(f'{field.name} = "none"')
         lines.append("")
@@ -359,7 +359,7 @@ def _describe(accepted: types.Type) -> str:
         case types.StrType(pattern=pattern):
             return "text" if pattern is None else f"text that matches {pattern}"
         case types.LiteralType(values=values):
-            return "one of " + ", ".join(_to_toml(value) for value in values)
+            return "one of " + ", ".join(to_toml(value) for value in values)
         case types.VarTupleType(item_type=item) | types.ListType(item_type=item):
             return f"a list, each entry {_describe(item)}"
         case types.TupleType(item_types=items):
@@ -375,7 +375,7 @@ def _describe(accepted: types.Type) -> str:
 
 def _describe_range(low: float | None, high: float | None, above: float | None) -> str:
     parts = [(low, "at least"), (above, "above"), (high, "at most")]
-    return "".join(f", {word} {_to_toml(bound)}" for bound, word in parts if bound is not None)
+    return "".join(f", {word} {to_toml(bound)}" for bound, word in parts if bound is not None)
 
 
 def _explain_section(section_name: str) -> list[Explanation]:
@@ -383,17 +383,18 @@ def _explain_section(section_name: str) -> list[Explanation]:
     rows: list[Explanation] = []
     for field in _fields(section_name).values():
         value = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
-        default = "none" if value is None else _to_toml(value)
+        default = "none" if value is None else to_toml(value)
         kind = _describe(types.type_info(field.type))
         rows.append(Explanation(f"{section_name}.{field.name}", kind, default, docstrings[field.name]))
     return rows
 
 
 def _shown(value: object) -> str:
-    return "none" if value is None else _to_toml(masked(value))
+    return "none" if value is None else to_toml(masked(value))
 
 
-def _to_toml(value: object) -> str:
+def to_toml(value: object) -> str:
+    """Return a value of a setting as TOML; `none` for None is for the caller to write."""
     match value:
         case bool():
             return "true" if value else "false"
@@ -403,9 +404,9 @@ def _to_toml(value: object) -> str:
         case int() | float():
             return repr(value)
         case list() | tuple():
-            return f"[{', '.join(_to_toml(item) for item in value)}]"
+            return f"[{', '.join(to_toml(item) for item in value)}]"
         case dict():
-            items = (f"{_to_toml(str(key))} = {_to_toml(item)}" for key, item in value.items())
+            items = (f"{to_toml(str(key))} = {to_toml(item)}" for key, item in value.items())
             return f"{{{', '.join(items)}}}"
     # The remaining TOML types: dates and times.
     return str(value)

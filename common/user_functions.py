@@ -27,6 +27,9 @@ def load_function(path: str, *, setting: str, parameters: Sequence[str] | None =
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     module_name, _, function_name = path.partition(":")
+    if module_name == "__main__":
+        problem = "a function of a notebook or of the main script cannot be imported by the processes that call it"
+        raise SettingError(setting, path, problem, f"Put it into a file, my_code.py, and name it my_code:{function_name}.")
     try:
         module = importlib.import_module(module_name)
     # Importing runs the user's code, which may also call `sys.exit`: that must not end this program without a word.

@@ -161,6 +161,18 @@ def test_quick_commands_start_without_torch() -> None:
     assert slow_imports(["offbeat.deploy.cli", *(f"offbeat.deploy.commands.{name}" for name in QUICK_COMMANDS)]) == []
 
 
+def test_a_notebook_starts_runs_without_torch() -> None:
+    assert slow_imports(["offbeat", "offbeat.deploy.notebook"]) == []
+
+
+def test_import_of_the_package_loads_none_of_its_dependencies() -> None:
+    # Every reward process imports it.
+    program = "import sys; before = set(sys.modules); import offbeat; print(*sorted(set(sys.modules) - before))"
+    loaded = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
+    ours = {name for name in loaded if name.split(".")[0] not in sys.stdlib_module_names}
+    assert ours <= {"offbeat", *(f"offbeat.{name}" for name in ("actor", "actor.samples", "common", "common.user_errors"))}
+
+
 def test_every_module_says_what_it_is_about() -> None:
     assert [name_of(path) for path in MODULES if not ast.get_docstring(source(path))] == []
 

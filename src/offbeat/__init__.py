@@ -1,6 +1,28 @@
 """Asynchronous, off-policy reinforcement learning for language models."""
 
-from offbeat.actor.samples import RewardUnavailable, Sample
-from offbeat.common.user_errors import StopRun
+from typing import TYPE_CHECKING
 
-__all__ = ["RewardUnavailable", "Sample", "StopRun"]
+from offbeat.actor.samples import RewardUnavailable, Sample
+from offbeat.common.user_errors import RunError, StopRun
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from offbeat.deploy.notebook import Run
+
+__all__ = ["RewardUnavailable", "RunError", "Sample", "StopRun", "train"]
+
+
+def train(config: "str | Path | None" = None, **settings: object) -> "Run":
+    """Start learner and actors on this machine in the background, as `offbeat train` does; return when the learner is at work.
+
+    Args:
+        config: A TOML file. None: the quick start.
+        settings: Settings that replace those of the file: `learning_rate=1e-5`, `**{"task.reward": "my_rewards:solved"}`.
+
+    Raises `RunError` with the text that the command prints when the run cannot start.
+    """
+    # Imported now: every service imports this package, and most of them never call this.
+    from offbeat.deploy.notebook import start
+
+    return start(config, settings)

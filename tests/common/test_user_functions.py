@@ -28,3 +28,8 @@ def test_a_module_that_ends_the_program_when_imported_is_the_users_mistake(
         load_function(f"{name}:reward", setting="task.reward", parameters=("prompt", "completion", "row"))
     assert f"importing it raised {words}" in str(raised.value)
     assert f"{name}.py:{len(source.splitlines())})" in str(raised.value)
+
+
+def test_function_of_the_main_script_is_refused_with_the_cure() -> None:
+    with pytest.raises(SettingError, match=r"Put it into a file, my_code\.py, and name it my_code:reward\."):
+        load_function("__main__:reward", setting="task.reward")
