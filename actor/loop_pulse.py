@@ -4,11 +4,11 @@ import asyncio
 
 _BEAT_S = 0.1
 _LONGEST_LOOK_S = 1.0
-"""Most that a time in which nobody looked at the loop's pulse counts: the process may have been suspended."""
+"""Most seconds that are counted between two looks at the pulse: the process may have been suspended."""
 
 
 class Pulse:
-    """Shows from another thread that an event loop runs: a loop that a call blocks cannot even end the call in time."""
+    """Shows another thread that an event loop runs: a loop that is blocked by a call cannot end that call at its time limit."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -17,7 +17,7 @@ class Pulse:
         self._looked_at: float | None = None
 
     async def beat(self) -> None:
-        """Count, in the loop, for ever."""
+        """Count beats for as long as the loop runs."""
         while True:
             self._num_beats += 1
             await asyncio.sleep(_BEAT_S)

@@ -75,7 +75,7 @@ class Attempts:
             # One trip to a process for all: a cheap reward takes less time than the trip.
             return _without_mistakes(await self._call(samples))
         else:
-            # Apart from the others, a sample whose call never ends takes none of them with it.
+            # Call each sample apart, so that a call that never ends fails no other sample.
             calls = [self._call([sample]) for sample in samples]
         tasks = [asyncio.ensure_future(_checked(call)) for call in calls]
         try:

@@ -45,7 +45,7 @@ class Batches:
             items = [await self._queue.get()]
             while len(items) < self._batch_size and not self._queue.empty():
                 items.append(self._queue.get_nowait())
-            # Those of groups that were cancelled meanwhile need no reward.
+            # Samples of groups that were cancelled meanwhile need no reward.
             items = [item for item in items if not item.outcome.done()]
             if items:
                 await self._answer(items)

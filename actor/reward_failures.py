@@ -1,4 +1,4 @@
-"""Failures of reward functions: told in words, and sorted into those that time may heal and mistakes in the function."""
+"""Failures of reward functions: their descriptions, and the line between passing troubles and mistakes in the function."""
 
 import errno
 import socket
@@ -30,22 +30,22 @@ _TRANSIENT_CLASSES = frozenset(
         ("urllib3", "TimeoutError"),
     }
 )
-"""Errors of connections and time limits in clients whose classes are none of Python's own, by package and name."""
+"""Classes with which third-party clients report a failed connection or a time limit, by package and name."""
 
 
 class Failure(NamedTuple):
     """The failure of one call of a reward function."""
 
     is_transient: bool
-    """The same call may succeed later: a connection, a time limit, a judge that is busy or down."""
+    """True when the same call may succeed later: the connection failed, time ran out, or the judge is busy or down."""
     detail: str
     """One line: exception, message, file and line."""
     traceback: str = ""
     """The user's part of the traceback, in several lines; empty where there is none."""
     is_timeout: bool = False
-    """The call was ended at `task.reward_timeout_s`."""
+    """True when the call was ended at `task.reward_timeout_s`."""
     was_killed: bool = False
-    """The call was ended with its process, which it did not leave by itself."""
+    """True when the call had to be ended by killing its process."""
 
 
 def failure_of(error: BaseException, file: str | None) -> Failure:

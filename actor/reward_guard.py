@@ -1,8 +1,8 @@
-"""The end of everything that a reward started: a guard for each reward process ends the processes that it leaves behind.
+"""Guards of reward processes: each guard ends the processes that its reward process leaves behind.
 
 A reward may start programs (a compiler, a test run, a sandbox). At the time limit only the reward's own process is killed,
-and after kill -9 of the actor nobody is left to kill anything. So each reward process leads a session of its own, in which its
-children stay, and forks a guard, which the kernel wakes when the reward process ends.
+and after kill -9 of the actor nobody is left to kill anything. Therefore each reward process leads a session of its own, in
+which its children stay, and forks a guard, which the kernel wakes when the reward process ends.
 """
 
 import contextlib

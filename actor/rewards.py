@@ -1,4 +1,4 @@
-"""The rewards of groups, computed beside the actor's loop: called, tried again while they cannot be had, given up in time.
+"""The rewards of groups, computed beside the actor's loop. A call that fails in passing is tried again within a time limit.
 
     submit(group) -> calls of the function (`reward_backends`) -> all rewarded        -> `Rewarded`
                          ^ back-off <- some cannot be had now -> `trouble`
@@ -42,7 +42,7 @@ class Rewarded(NamedTuple):
 
     key: int
     rewards: tuple[Reward, ...]
-    """In the order of the completions."""
+    """One reward per completion, in the order of the completions."""
 
 
 class RewardFailure(NamedTuple):
@@ -50,7 +50,8 @@ class RewardFailure(NamedTuple):
 
     key: int
     reason: Literal["reward_error", "reward_timeout", "reward_unavailable"]
-    """`reward_error`: a mistake in the function. The others: not to be had, within the time limit or at all."""
+    """`reward_error`: the function has a mistake. `reward_timeout`: the last attempt ended at the time limit.
+    `reward_unavailable`: the last attempt failed for another cause that may pass."""
     detail: str
     """One line: exception, message, file and line."""
 
@@ -59,7 +60,7 @@ class UnavailableRewards(NamedTuple):
     """Rewards that cannot be had at the moment and are tried again."""
 
     since: float
-    """First failure of the group that waits longest, on `time.monotonic`."""
+    """Time of the first failure of the group that waits longest, on `time.monotonic`."""
     problem: str
     """The newest failure; one line."""
     keys: tuple[int, ...]
@@ -91,7 +92,7 @@ class RewardRunner:
         """Groups that `poll` has not returned."""
         self._waiting: dict[int, _Waiting] = {}
         self._news: queue.SimpleQueue[Rewarded | RewardFailure | _Waiting] = queue.SimpleQueue()
-        """What the loop's thread tells the submitting one."""
+        """Results and troubles, on their way from the loop's thread to the one that submits."""
         self._has_shown_mistake = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
@@ -167,7 +168,7 @@ class RewardRunner:
         if not self._waiting:
             limit = f"tried again with back-off for {self._limits.retry_s:g} s (task.reward_retry_s)"
             logger.warning("the reward cannot be had; %s: %s", limit, waiting.problem)
-        # The newest last.
+        # Move it to the end: `trouble` tells the problem of the last one.
         self._waiting.pop(waiting.key, None)
         self._waiting[waiting.key] = waiting
 

@@ -1,4 +1,7 @@
-"""What reward functions are given, and what they raise. `import offbeat` imports it, so it imports nothing itself."""
+"""The sample that a reward function receives and the exception that it may raise.
+
+`import offbeat` imports this module, so the module itself imports no other package.
+"""
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 

@@ -146,11 +146,11 @@ class VllmEngine:
 
     def score(self, token_ids: Sequence[int]) -> Score:
         request_id = "score"
-        # Before whatever is queued: the learner waits for the canary.
+        # Score before all queued work: the learner waits for the canary.
         self._engine.add_request(request_id, self._prompt(token_ids), _SCORING, priority=-1)
         scored = None
         while scored is None:
-            # The whole list, also past the score: what else finished in this step is in it.
+            # Read the whole list, past the score too: it also holds all others that finished in this step.
             for output in self._step_engine():
                 if output.request_id == request_id:
                     scored = output

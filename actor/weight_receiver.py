@@ -31,7 +31,7 @@ class TransferEnd(NamedTuple):
     epoch: int | None
     """The collective's membership epoch; None for a pull."""
     error: str | None
-    """None when the whole version lies in the buffer."""
+    """The reason for a failure; None when the whole version lies in the buffer."""
 
     def as_message(self) -> WeightsStaged:
         """Return the report to the learner."""
@@ -40,7 +40,7 @@ class TransferEnd(NamedTuple):
 
 
 class ChecksumError(RuntimeError):
-    """All bytes arrived, and they are not the learner's."""
+    """The received bytes are not those of the learner."""
 
 
 class WeightReceiver:

@@ -20,7 +20,7 @@ class _Reader(NamedTuple):
     is_there: bool
     """The config has the reader."""
     absence: str
-    """Why there is no reader, if there is none."""
+    """The reason why there is no reader, told when there is none."""
     cure: str
     """The settings that would make one."""
 

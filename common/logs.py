@@ -100,7 +100,7 @@ def bound_log(path: Path, max_bytes: int) -> None:
 def doing(logger: logging.Logger, what: str) -> Iterator[None]:
     """Log `what` is begun now, and every `STILL_S` that it is still going on, with the seconds so far.
 
-    For work of unknown length during which the process says nothing else.
+    Use it for work of unknown length during which the process says nothing else.
     """
     logger.info("%s ...", what)
     started = time.monotonic()

@@ -14,7 +14,7 @@ from offbeat.common.step_metrics import current_name, step_metric
 from offbeat.protocols.messages import EngineInfo
 
 MetricValue = int | float | dict[str, int] | None
-"""Only `lag/counts` is a mapping. None: the value was not finite when it was written."""
+"""A metric's value; only `lag/counts` is a mapping. None: the value was not finite when it was written."""
 
 
 class Stamped(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
@@ -267,7 +267,7 @@ class LedgerSums(msgspec.Struct, frozen=True):
     trained: int
     """Leases whose group was trained on."""
     dropped: dict[str, int]
-    """By reason."""
+    """Dropped leases, by reason."""
     expired: int
     """Leases that ended without a group."""
     in_flight: int

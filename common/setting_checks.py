@@ -29,7 +29,7 @@ def check(config: Config) -> list[str]:
 def check_before_run(config: Config) -> list[str]:
     """Do the same as `check`, and raise `SettingError` for settings without effect too, except in a run that is resumed.
 
-    Who resumes a run could not remove them: it must have the settings that it began with.
+    A resumed run must have the settings that it began with, so they could not be removed.
     """
     if config.run.resume:
         return check(config)

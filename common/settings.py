@@ -24,7 +24,7 @@ from offbeat.common.objectives import complete
 from offbeat.common.section import Section
 
 LARGEST_NUMBER = 2**53
-"""No whole number of a setting is larger: floats count exactly up to here."""
+"""Largest whole number of a setting: floats count exactly up to here."""
 
 ALIASES = {"staleness.max_off_policy_steps": "max_staleness"}
 """Names from other systems, as `section.key`, with the key of the setting they stand for."""
@@ -216,7 +216,7 @@ def setting_text(config: Config, setting: str) -> str:
 def is_local_data(source: str) -> bool:
     """Return True when a data setting names a file or folder rather than a dataset of the Hugging Face Hub.
 
-    What exists on this machine always does; what does not exist does by its suffix, or by a name that the hub cannot have.
+    A path that exists on this machine always does. Any other does by its suffix, or by a name that the hub cannot have.
     """
     path = Path(source).expanduser()
     return (

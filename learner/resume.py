@@ -136,7 +136,7 @@ def check_identity(run_folder: Path, identity: RunIdentity, hashes: PromptHashes
         for before in known
         for change in require_same_run(before, identity, hashes_before, hashes, may_append=may_append)
     ]
-    # Of a name that differs from both, the checkpoint's value counts: the weights were made with it.
+    # Where a setting differs from both, the checkpoint's value counts: the weights were made with it.
     return list({change.name: change for change in changes}.values())
 
 

@@ -82,7 +82,7 @@ logger = logging.getLogger(__name__)
 REBIND_S = 60.0
 """Seconds for which a learner that resumes tries to bind a hub address that another process has taken."""
 CHUNK_REQUEST_BYTES = 4096
-"""No message to the weight server is longer."""
+"""Longest message to the weight server."""
 LOADING = "ended while the learner was loading"
 """The last words of a learner that a signal ends before it works."""
 
@@ -210,7 +210,7 @@ class _Inputs(NamedTuple):
 
     identity: RunIdentity
     prompt_hashes: PromptHashes
-    """Of the training prompts."""
+    """The hashes of the training prompts."""
     prompts: Prompts
     decode: Decode
     hashes: ModelHashes

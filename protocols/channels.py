@@ -220,7 +220,7 @@ class Hub:
                 return
 
     def _receive_rest(self, first_frame: zmq.Frame) -> list[zmq.Frame]:
-        """Return the frames after the first. Of a message with too many, keep only enough to see that."""
+        """Return the frames after the first. Keep no more than show that there are too many."""
         frames: list[zmq.Frame] = []
         more = first_frame.more
         while more:

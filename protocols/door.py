@@ -17,12 +17,12 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 SHARE = 3
-"""A socket may have this fraction (one in three) of the descriptors: the hub and the weight server a third each, and files,
-collectives and libraries the rest."""
+"""A socket may use one in this many descriptors. The hub and the weight server take a third each; files, collectives and
+libraries have the rest."""
 STRANGERS = 4
-"""The fraction (one in four) of a socket's connections that strangers may have."""
+"""Strangers may have one in this many of a socket's connections."""
 FILES_PER_PEER = 4
-"""Descriptors that the limit must allow for each peer: the inverse of a third, less a quarter of it."""
+"""Descriptors that the limit must allow for each peer: a peer gets three quarters of a third of them."""
 
 HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _EVENTS = HANDSHAKE_FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED

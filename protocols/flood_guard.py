@@ -24,7 +24,7 @@ V = TypeVar("V")
 
 
 class FloodGuard:
-    """Counts bad messages by sender, and decides who is muted. Only `is_muted` is for any thread."""
+    """Counts bad messages by sender, and decides who is muted. Only `is_muted` may be called by any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -138,7 +138,7 @@ def read_allowed_keys(path: Path) -> dict[bytes, Sender]:
 
 
 class AllowList:
-    """The file of public keys that may connect. Changes of the file are noticed. For any thread.
+    """The file of public keys that may connect. Changes of the file are noticed. Any thread may use it.
 
     While the file is missing or broken, the last good list stays in force.
     """

@@ -132,7 +132,7 @@ class Hello(Message, frozen=True):
     actor: Name
     """The actor's name, unique among live actors."""
     incarnation: Annotated[int, Meta(ge=0)]
-    """Random, one for each process. Of two actors with one name the later one stays."""
+    """Random, one for each process. When two actors have one name, the later one stays."""
     engine: EngineInfo
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
     """`rollout.temperature` in the actor's config; it must equal the learner's."""

@@ -21,7 +21,7 @@ from offbeat.protocols.wire import Frame
 
 
 class Selection(NamedTuple):
-    """When a batch was selected, and which groups it holds."""
+    """A batch in training: the time of its selection, and its groups."""
 
     at: float = 0.0
     """Seconds since the epoch."""

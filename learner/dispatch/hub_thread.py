@@ -63,7 +63,7 @@ class HubThread:
                 return
             match received.packet:
                 case UnknownMessageError() as error:
-                    # Of a newer minor version, which can do without an answer.
+                    # The message is of a newer minor version, whose sender needs no answer.
                     self._dispatcher.count_rejected(received.sender.name, str(error))
                 case WireError() as error:
                     self._dispatcher.refuse(received.peer, error, received.sender)

@@ -43,7 +43,7 @@ class LeaseDesk:
     ) -> None:
         """`claims_until` is when leases of the learner process before this one are given up, on the clock of `now`."""
         self.is_log_full = False
-        """Nothing is granted, acknowledged or taken back for being late until the log has room again."""
+        """True until a full log has room again. Meanwhile nothing is granted, acknowledged, or taken back for being late."""
         self.deadlines: dict[int, float] = {}
         """Times at which the leases that members hold expire, by lease."""
         self._waiting_for_rewards: set[int] = set()
@@ -246,7 +246,7 @@ class _Grants:
         self._now = now
         self._evaluation_turns: LeaseTurns | None = None
         self._training_turns: LeaseTurns | None = None
-        """Made when evaluation has taken its share."""
+        """Turns of training leases; None until evaluation has taken its share."""
 
     def lease_evaluation(self, round_: Round) -> bool:
         """Lease a held-out prompt, or return False when no member takes it."""

@@ -1,9 +1,10 @@
 """Trust in the actors' weights, by their log-probs of the canary: quarantine, release, and doubt of the learner itself.
 
-An actor in quarantine gets no leases and pulls the weights again. That repairs an actor that is wrong. One that is wrong again
-and again, and right in between, would cost its groups each time: after `MAX_QUARANTINES` within `RECENT` comparisons it is
-dismissed, and only a new process of it may join. When every actor is in quarantine the learner may be wrong, or the hand-over
-of its weights: then pulling again changes nothing, and the run ends after `MAX_MISMATCHES` comparisons of each actor.
+An actor in quarantine gets no leases and pulls the weights again, which repairs one that is wrong. An actor that is wrong
+again and again, and right in between, would cost its groups each time: after `MAX_QUARANTINES` within `RECENT` comparisons it
+is dismissed, and only a new process of the same name may join. When every actor is in quarantine the learner may be wrong, or
+the hand-over of its weights: then pulling again changes nothing, and the run ends after `MAX_MISMATCHES` comparisons of each
+actor.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ MAX_QUARANTINES = 4
 RECENT = 32
 """Comparisons of an actor that this rule looks back on."""
 _MAX_NAMED = 4
-"""Actors that a sentence names."""
+"""Most actors that a sentence names."""
 _CURE = (
     "Pulling the weights again did not help. The learner or the hand-over of its weights is wrong, or its numerics have grown "
     "beyond the tolerance, as after a learning rate that is too high. Resume from an earlier checkpoint with a lower "

@@ -88,12 +88,12 @@ class Member:
 
     @property
     def is_quarantined(self) -> bool:
-        """Its log-probs of the canary were wrong at the last comparison."""
+        """True when its log-probs of the canary were wrong at the last comparison."""
         return bool(self.mismatches)
 
     @property
     def takes_leases(self) -> bool:
-        """The actor may be sent leases, if it has room."""
+        """True when the actor may be sent leases, if it has room."""
         return self.is_reachable and not self.is_quarantined
 
     @property
@@ -129,7 +129,7 @@ class Member:
 class Roster:
     """Owns the members, the actor processes that may not come back, and the count of refusals.
 
-    Decides who may join. Which leases end with a member is the lease desk's to say, who is trusted the quarantine's.
+    Decides who may join. `LeaseDesk` ends the leases of a member that leaves; `Quarantine` decides which members are trusted.
     """
 
     def __init__(
@@ -335,7 +335,7 @@ class LeaseTurns:
             for order, member in enumerate(members)
             if member.takes_leases and member.free > 0
         ]
-        """A heap."""
+        """The members' places in line, as a heap."""
         heapq.heapify(self._turns)
         # The leases of this round are newer than all others; their ids are not known here.
         self._numbers = itertools.count(1 << 63)
@@ -358,14 +358,14 @@ class LeaseTurns:
 
 
 class _Turn(NamedTuple):
-    """A member's place in line; the least comes first."""
+    """A member's place in line; the smallest gets the next lease."""
 
     share: float
-    """Leases that it holds, by its credit."""
+    """Leases that it holds, divided by its credit."""
     newest: int
     """Its newest lease; -1: none yet."""
     order: int
-    """Decides between members that are equal otherwise; no two have the same."""
+    """A different number for each member, which decides between those that are equal otherwise."""
     num_held: int
     member: Member
 

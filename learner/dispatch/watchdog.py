@@ -36,7 +36,7 @@ class Cause(NamedTuple):
     condition: str
     hint: str
     is_usual: bool = False
-    """It is also the reason of a wait as it should be."""
+    """True when waits that are no trouble have this reason too."""
 
 
 CAUSES: dict[str, Cause] = {
@@ -95,7 +95,7 @@ CAUSES: dict[str, Cause] = {
     "held_back": Cause("The staleness bound admits no lease.", "Raise staleness.max_staleness.", is_usual=True),
     "granting": Cause("Leases are about to be granted.", "Wait.", is_usual=True),
 }
-"""Every reason for which a batch can be late. Of several, the first is told."""
+"""Every reason for which a batch can be late. When several hold, the first is told."""
 
 
 class Late(NamedTuple):

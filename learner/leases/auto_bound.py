@@ -25,11 +25,11 @@ from offbeat.common.config import StalenessSection
 from offbeat.common.rows import StepRow
 
 MAX_KL_DRIFT = 0.02
-"""Nats per token. M2PO stays stable 256 steps behind with the mean squared log-ratio held to 0.04, which is twice the KL where
-ratios are near 1: https://arxiv.org/abs/2510.01161."""
+"""Limit of the KL's drift, in nats per token. M2PO stays stable 256 steps behind with the mean squared log-ratio held to 0.04,
+which is twice the KL where ratios are near 1: https://arxiv.org/abs/2510.01161."""
 MAX_CLIP_DRIFT = 0.2
-"""At this drift a fifth of the completions teach nothing because they are late. The GSPO paper clips 0.15 of its tokens, and
-its policy still learns."""
+"""Limit of the clip fraction's drift, at which a fifth of the completions teach nothing because they are late. The GSPO paper
+clips 0.15 of its tokens, and its policy still learns."""
 SMALL = 0.25
 """Share of the limits below which drift is small; see the module's docstring."""
 MIN_LOST_SHARE = 0.05

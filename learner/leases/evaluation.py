@@ -24,12 +24,12 @@ class Round:
 
     @property
     def is_finished(self) -> bool:
-        """Every prompt has its completions, or failed for good."""
+        """True when every prompt has its completions, or failed for good."""
         return not self._waiting and not self._leased
 
     @property
     def has_prompt(self) -> bool:
-        """Prompts are left for `next_prompt`."""
+        """True when prompts are left for `next_prompt`."""
         return bool(self._waiting)
 
     def next_prompt(self, lease_id: int) -> int:
@@ -105,7 +105,7 @@ class Evaluations:
 
     @property
     def is_idle(self) -> bool:
-        """No round runs or waits."""
+        """True when no round runs or waits."""
         return self.current is None and not self._due
 
     def reach(self, policy_version: int, *, last: bool = False) -> None:

@@ -48,7 +48,7 @@ class Group(NamedTuple):
     weight: float = 1.0
     """Weight of the group in the loss (`task.weight_field`)."""
     ready_at: float = math.nan
-    """When the group was accepted, in seconds since the epoch."""
+    """Time at which the group was accepted, in seconds since the epoch."""
 
     @property
     def oldest_version(self) -> int:

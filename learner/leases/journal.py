@@ -73,7 +73,7 @@ class LeaseJournal:
 
     @property
     def is_over(self) -> bool:
-        """The log is larger than `log.retain_mb`, and only a new checkpoint lets it be shortened."""
+        """True when the log is larger than `log.retain_mb`, and only a new checkpoint lets it be shortened."""
         return self._log is not None and self._log.is_over(self._needed)
 
     def flush(self) -> None:

@@ -34,7 +34,7 @@ class LedgerCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def adds_up(self) -> bool:
-        """The conservation law holds."""
+        """True when the conservation law holds."""
         return self.leased == self.trained + sum(self.dropped.values()) + self.expired + self.in_flight
 
     def sums(self) -> dict[str, int]:

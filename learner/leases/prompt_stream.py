@@ -41,7 +41,7 @@ class StreamState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     returned: tuple[Turn, ...]
     """Turns given back and not served again yet, oldest first."""
     growths: tuple[Growth, ...] = ()
-    """In the order of their epochs."""
+    """Additions to the data, in the order of their epochs."""
 
 
 class PromptStream:

@@ -5,12 +5,12 @@
 
 `learner.leases.log_records` has the records' bytes, `learner.leases.log_reading` reads the files.
 
-The log loses nothing that it has. What is no whole record stays where it is, and whole records behind it are read: one flipped
-bit costs one record. At the end of the newest segment it is the torn tail of a process that died while it wrote. Elsewhere it
-is damage, which readers tell as a `Gap` at its place in the history; a restart uses what the ledger can still apply
-(`learner.leases.recovery`).
+The log loses nothing that it has. Bytes that are no whole record stay where they are, and whole records behind them are read:
+one flipped bit costs one record. At the end of the newest segment such bytes are the torn tail of a process that died while it
+wrote. Elsewhere they are damage, which readers tell as a `Gap` at its place in the history; a restart uses what the ledger can
+still apply (`learner.leases.recovery`).
 
-A process killed at any moment leaves at most one short record. What a power failure may take is `log.fsync`'s choice.
+A process killed at any moment leaves at most one short record. `log.fsync` decides what a power failure may take.
 """
 
 import errno

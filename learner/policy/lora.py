@@ -138,7 +138,7 @@ def _merged(layer: Any, weight: Tensor) -> Tensor:
 def without_adapter(policy: PreTrainedModel) -> Iterator[None]:
     """Disable the adapter inside the context: the policy computes as before `add_adapter`, a frozen reference for no memory.
 
-    For forward passes without a gradient. Raises ValueError for a policy without an adapter.
+    Use it for forward passes without a gradient. Raises ValueError for a policy without an adapter.
     """
     layers = _adapted_layers(policy)
     if not layers:

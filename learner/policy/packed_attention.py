@@ -35,12 +35,12 @@ class PlacedSpans:
 
     @cached_property
     def in_line(self) -> "SpansInLine":
-        """For a kernel that takes sequences of many lengths at once."""
+        """The spans for a kernel that takes sequences of many lengths at once."""
         return _in_line(self.spans, self.device)
 
     @cached_property
     def by_shape(self) -> "SpansByShape":
-        """For a kernel that takes sequences of one length at a time."""
+        """The spans for a kernel that takes sequences of one length at a time."""
         return _by_shape(self.spans, self.device)
 
 

@@ -54,20 +54,20 @@ class Outputs(NamedTuple):
 
     logprobs: Tensor
     entropies: Tensor | None
-    """None where no gradient is computed."""
+    """The entropy of each token's distribution; None where no gradient is computed."""
     values: Tensor | None
-    """None without a critic."""
+    """The critic's values; None without a critic."""
 
 
 class FrozenOutputs(NamedTuple):
     """The outputs of the networks that stay fixed during an update, `[rows, tokens]` float32; None where the run needs none."""
 
     proximal_logprobs: Tensor | None = None
-    """Under the policy before the update."""
+    """Log-probs under the policy before the update."""
     reference_logprobs: Tensor | None = None
-    """Under the reference of the KL."""
+    """Log-probs under the reference of the KL."""
     values: Tensor | None = None
-    """The critic's before the update."""
+    """The critic's values before the update."""
 
 
 class PreparedMicroBatch(NamedTuple):

@@ -31,7 +31,7 @@ class RankCommand(msgspec.Struct, tag=True):
 
 
 class Idle(RankCommand):
-    """No call; proof that rank 0 lives."""
+    """A command without a call, which proves that rank 0 lives."""
 
 
 class Train(RankCommand):

@@ -167,7 +167,7 @@ class Trainer:
         return metrics, torch.cat([gradient.flatten() for gradient in gradients])
 
     def layout(self) -> tuple[TensorSpec, ...]:
-        """List the weights that `snapshot` copies: Hugging Face names, the model's order, tied weights once. No collective."""
+        """List the weights that `snapshot` copies: Hugging Face names, the model's order, tied weights once; no collective."""
         return make_layout(base_shapes(self._module.policy), tensor_dtype(self._config.model.dtype))
 
     def snapshot(self, buffer: WeightBuffer | None) -> None:

@@ -28,7 +28,7 @@ class Absent(NamedTuple):
 
     recipient: Recipient
     why: str | None
-    """None when it is not to blame: it left, or `close` ended the wait."""
+    """The reason to blame it; None when it left, or `close` ended the wait."""
 
 
 class Transfer(NamedTuple):
@@ -108,7 +108,7 @@ class CollectiveUpdates:
         try:
             self._broadcast(peers, edition, rendezvous)
         except CollectiveError as error:
-            # Who is to blame shows in the next round: the one that does not get ready.
+            # The next round shows who is to blame: the member that does not get ready.
             logger.warning("weights %d, epoch %d: %s; asking again who is there", policy_version, self._epoch, error)
             self._is_retry = True
             self._begin_epoch()

@@ -233,7 +233,7 @@ class WeightPublisher:
             if not waiting or self._pulls.num_free <= 0 or self._closing.is_set():
                 return
             is_lent = self._pulls.lent_version is not None
-        # Nobody else lends; that the last pull ends meanwhile does no harm.
+        # Nobody else lends. It does no harm if the last pull ends meanwhile.
         borrowed = None if is_lent else self._pulls.borrow()
         max_lag = self._max_pull_lag()
         with self._changed:

@@ -20,9 +20,9 @@ class Pull(NamedTuple):
     name: str
     policy_version: int
     begun_at: float
-    """Monotonic, as all times here."""
+    """Start of the pull, on `time.monotonic` like all times here."""
     is_announced: bool = False
-    """`WeightPull` was posted, on the connection that the actor has now."""
+    """True when `WeightPull` was posted on the connection that the actor has now."""
 
 
 class LatePull(NamedTuple):

@@ -31,7 +31,7 @@ class Visitor:
     """An actor that may pull."""
 
     asked_at: float
-    """When it last asked for a chunk, or was admitted (monotonic)."""
+    """Time of its admission or of its last request for a chunk, on `time.monotonic`."""
     num_requests: int = 0
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from offbeat.common.weights import WRONG_CHECKSUM
 
 LONGEST_EXCLUSION_S = 60.0
-"""Also how long an actor must do well before its failures are forgotten."""
+"""Longest exclusion, and the time without a failure after which earlier failures are forgotten."""
 
 
 class Recipient(NamedTuple):
@@ -45,7 +45,7 @@ class Standing:
     """Newest version that was broadcast to it, or that it pulled."""
     sent_at: float = 0.0
     needs_pull: bool = False
-    """It failed since it last committed."""
+    """True when it has failed since its last commit."""
     num_breaks: int = 0
     """Collectives in a row that broke for it."""
     num_failures: int = 0
@@ -65,7 +65,7 @@ class Standings:
         self._clock = clock
         self._by_peer: dict[bytes, Standing] = {}
         self._has_anyone_weights = False
-        """Some live actor has weights of this learner process: a new one pulls, instead of keeping the others waiting."""
+        """True when a live actor has weights of this learner process. A new one then pulls and keeps nobody waiting."""
         self._news: list[Exclusion] = []
 
     @property
