@@ -4,6 +4,8 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.common import callback as learners_end
+from offbeat.common import processes
 from offbeat.common.callback import Callback
 from offbeat.common.rows import EventRow, StepRow
 from offbeat.common.settings import SettingError
@@ -162,6 +165,28 @@ def test_function_that_hangs_is_killed_at_the_end(monkeypatch: pytest.MonkeyPatc
         os.kill(made._process.pid, signal.SIGINT)
     assert made._process.poll() == -signal.SIGKILL
     assert "its process is killed" in caplog.text
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from offbeat.common.callback import Callback
+from offbeat.common.rows import StepRow
+
+callback = Callback("mine:hangs", Path("logs/callback.log"), print)
+callback.add(StepRow(time=1.5, policy_version=1, metrics={}))
+print(callback._process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_process_dies_with_its_learner_even_while_the_function_hangs() -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True) as learner:
+        assert learner.stdout is not None
+        pid = int(learner.stdout.readline())
+        wait_for(Path("hangs").exists)
+        learner.kill()
+    wait_for(lambda: processes.has_ended(pid))
 
 
 def test_process_that_dies_is_said_and_later_rows_are_counted(caplog: pytest.LogCaptureFixture) -> None:
