@@ -226,7 +226,8 @@ class Run:
     def _error_text(self) -> str:
         """Return the errors that the command has printed; the end of its log where it printed none."""
         with self._log.open("rb") as log:
-            log.seek(self._log_start)
+            # A log that has grown too large was emptied meanwhile.
+            log.seek(self._log_start if self._log.stat().st_size >= self._log_start else 0)
             lines = log.read().decode(errors="replace").splitlines()
         found = [number for number, line in enumerate(lines) if line.startswith("error: ")]
         if not found:

@@ -187,6 +187,21 @@ def test_start_that_ends_without_a_word_shows_the_end_of_its_log() -> None:
         train('write(kind="event", event="actor_joined"); 1 / 0')
 
 
+def test_error_is_found_in_a_log_that_was_emptied_because_it_was_too_large() -> None:
+    Path("run/logs").mkdir(parents=True)
+    Path("run/logs/train.log").write_text("error: of an earlier start\n" * 10)
+    with pytest.raises(offbeat.RunError) as raised:
+        train(
+            """
+            os.truncate(folder / "logs" / "train.log", 0)
+            print("error: the new one", file=sys.stderr)
+            sys.exit(2)
+            """,
+            dir="run",
+        )
+    assert str(raised.value) == "the new one"
+
+
 def test_run_that_fails_yields_its_rows_and_then_raises() -> None:
     run = train("""
         begin()
