@@ -31,7 +31,7 @@ from offbeat.common.rows import EventRow
 from offbeat.common.run_folder import CHECKPOINTS, LOG, MODEL
 from offbeat.common.settings import load, resolved_toml
 from offbeat.common.shutdown import StopRequest
-from offbeat.deploy.chaos.faults import Clock, open_disk
+from offbeat.deploy.chaos.faults import MORE_DATA, Clock, open_disk
 from offbeat.deploy.chaos.judge import REWARD, URL_VARIABLE, Judge
 from offbeat.deploy.chaos.network import Network, open_network
 from offbeat.deploy.chaos.round import LOCAL, REMOTE, Happened, Site, StoppedError, run_round
@@ -55,6 +55,9 @@ LEAST_REWARD = 0.9
 NUM_PROMPTS = 1000
 """Number of the quick start's prompts that a round uses: few, so that it passes over them several times."""
 
+NUM_MORE = 200
+"""Number of prompts that a fault adds to them."""
+
 SETTINGS = (
     "train.checkpoint_interval=10",
     "hub.dead_after_s=5.0",
@@ -64,6 +67,7 @@ SETTINGS = (
     "log.segment_mb=1",
     "log.retain_mb=100000",
     "log.min_free_mb=16",
+    "task.appended_data=allow",
     "launch.num_actors=1",
     "launch.max_restarts=1000",
 )
@@ -186,6 +190,7 @@ def _write_config(site: Site, seed: int, *, is_quickstart: bool) -> Site:
         data = work / "train.jsonl"
         rows = Path(task.train_data).read_text().splitlines(keepends=True)
         data.write_text("".join(rows[:NUM_PROMPTS]))
+        data.with_name(MORE_DATA).write_text("".join(rows[NUM_PROMPTS : NUM_PROMPTS + NUM_MORE]))
         task = replace(task, train_data=str(data), reward=REWARD)
     config = replace(config, run=replace(config.run, dir=str(site.run), seed=seed), hub=hub, task=task)
     write_private(site.config_file, resolved_toml(config, with_secrets=True))
@@ -229,7 +234,7 @@ def print_chaos(report: ChaosReport) -> None:
 def _fault_table(report: ChaosReport) -> Table:
     table = Table(title=f"{len(report.rounds)} rounds, seed {report.seed}; {report.network}", title_justify="left")
     table.add_column("fault")
-    for column in ("times", "recovery: median", "longest"):
+    for column in ("times", "hit", "recovery: median", "longest"):
         table.add_column(column, justify="right")
     table.add_column("")
     everything = [happened for one in report.rounds for happened in one.happened]
@@ -242,7 +247,9 @@ def _fault_table(report: ChaosReport) -> Table:
             remarks = ["SKIPPED: it needs root, to mount a small disk"]
         median = f"{statistics.median(recoveries):.1f} s" if recoveries else "-"
         longest = f"{max(recoveries):.1f} s" if recoveries else "-"
-        table.add_row(kind, str(len(done)), median, longest, ", ".join(remarks))
+        known = [one.has_hit for one in done if one.has_hit is not None]
+        hit = f"{sum(known)} of {len(known)}" if known else "-"
+        table.add_row(kind, str(len(done)), hit, median, longest, ", ".join(remarks))
     return table
 
 

@@ -34,7 +34,10 @@ CHECKPOINT_LOOK_S = 0.1
 LOCK_WAIT_S = 30.0
 """Seconds to wait until a starting learner has locked the run's folder."""
 DAY_S = 86_400.0
-DAMAGES = ("garbage", "half a record", "flipped bit", "cut", "flipped bit in the middle")
+DAMAGES_AT_THE_END = ("garbage", "half a record", "flipped bit", "cut")
+DAMAGES_IN_THE_MIDDLE = ("flipped bit in the middle",)
+MORE_DATA = "more.jsonl"
+"""File beside the training data with the rows that a fault adds to it."""
 
 CLOCK_VARIABLE = "OFFBEAT_CHAOS_CLOCK"
 SITE_CUSTOMIZE = f'''"""Python imports this module at start: it shifts the time of day that this process sees."""
@@ -165,6 +168,8 @@ class Committed(NamedTuple):
     """Events that the fault destroyed in the rollout log."""
     violations: tuple[str, ...] = ()
     """Reactions of the services that are violations."""
+    has_hit: bool | None = None
+    """Whether the fault has had its effect; None where the fault itself does not tell (`offbeat.deploy.chaos.effects`)."""
 
 
 def commit(fault: Fault, scene: Scene) -> Committed:
@@ -192,9 +197,10 @@ def commit(fault: Fault, scene: Scene) -> Committed:
         case "packet loss":
             network.lose_packets(fault.duration_s, pause, generator)
             return Committed(f"lost packets for {fault.duration_s:.1f} s")
-        case "corrupt log":
+        case "corrupt log" | "corrupt log's middle":
             processes.kill(victims.find("learner"))
-            return corrupt_log(scene.run / LOG, generator)
+            damages = DAMAGES_AT_THE_END if fault.kind == "corrupt log" else DAMAGES_IN_THE_MIDDLE
+            return corrupt_log(scene.run / LOG, generator.choice(damages), generator)
         case "damage checkpoint":
             deadline = time.monotonic() + CHECKPOINT_WAIT_S
             while checkpoints.newest(scene.run / CHECKPOINTS) is None and time.monotonic() < deadline:
@@ -213,6 +219,8 @@ def commit(fault: Fault, scene: Scene) -> Committed:
             return _start_second_learner(scene)
         case "resume with changes":
             return _resume_with_changes(scene)
+        case "append data":
+            return _append_data(scene)
         case "judge down":
             return _take_judge_down(scene, fault)
         case "descriptors gone":
@@ -221,8 +229,11 @@ def commit(fault: Fault, scene: Scene) -> Committed:
             assert_never(fault.kind)
 
 
-def corrupt_log(log: Path, generator: random.Random) -> Committed:
-    """Damage the newest segment as a killed process or a bad disk would. No process may write the log meanwhile."""
+def corrupt_log(log: Path, damage: str, generator: random.Random) -> Committed:
+    """Damage the newest segment as a killed process or a bad disk would. No process may write the log meanwhile.
+
+    `damage` is one of `DAMAGES_AT_THE_END` or `DAMAGES_IN_THE_MIDDLE`.
+    """
     before = list(read_log(log))
     segment = max(log.glob("*.log"), default=None)
     whole = segment.read_bytes() if segment else b""
@@ -232,7 +243,7 @@ def corrupt_log(log: Path, generator: random.Random) -> Committed:
     last = before[-1].position
     # A new segment may hold no record yet; then only garbage can be added to it.
     start = last.offset if segment.name == f"{last.segment:08d}.log" else len(content)
-    damage = generator.choice(DAMAGES) if start < len(content) else "garbage"
+    damage = damage if start < len(content) else "garbage"
     if damage == "garbage":
         content += generator.randbytes(generator.randint(1, 300))
     elif damage == "half a record":
@@ -318,8 +329,11 @@ def _take_judge_down(scene: Scene, fault: Fault) -> Committed:
     judge = scene.judge
     if judge is None:
         return Committed(None)
+    num_before = judge.num_refusals
     judge.be_down(fault.duration_s, scene.victims.pause)
-    return Committed(f"the judge of the rewards was down for {fault.duration_s:.1f} s")
+    num_refused = judge.num_refusals - num_before
+    detail = f"the judge of the rewards was down for {fault.duration_s:.1f} s, and refused {num_refused} requests"
+    return Committed(detail, has_hit=num_refused > 0)
 
 
 def _fill_disk_in_checkpoint(scene: Scene, fault: Fault) -> Committed:
@@ -341,7 +355,9 @@ def _take_descriptors(scene: Scene, fault: Fault) -> Committed:
         duration_s=fault.duration_s,
         pause=scene.victims.pause,
     )
-    return Committed(f"{num_made} silent connections to the hub in {fault.duration_s:.1f} s")
+    detail = f"{num_made} silent connections to the hub in {fault.duration_s:.1f} s"
+    # Connections are replaced when the hub has closed them.
+    return Committed(detail, has_hit=num_made > NUM_STRANGERS)
 
 
 def _jump_clock(scene: Scene, fault: Fault, generator: random.Random) -> Committed:
@@ -382,6 +398,20 @@ def _resume_with_changes(scene: Scene) -> Committed:
     finally:
         os.kill(launcher, signal.SIGCONT)
     return Committed("killed the learner and resumed with reversed data", violations=tuple(violations))
+
+
+def _append_data(scene: Scene) -> Committed:
+    """Add rows to the end of the training data, and kill the learner; the launcher resumes the run with them."""
+    more = scene.train_data.with_name(MORE_DATA)
+    if not more.exists():
+        return Committed(None)
+    # Renamed into place: a learner that is starting reads the old rows or all of them.
+    grown = scene.train_data.with_name("grown.jsonl")
+    grown.write_text(scene.train_data.read_text() + more.read_text())
+    learner = scene.victims.find("learner")
+    grown.rename(scene.train_data)
+    processes.kill(learner)
+    return Committed(f"killed the learner and added {len(more.read_text().splitlines())} rows to the data")
 
 
 def _try_refused(scene: Scene, setting: str, what: str, *settings: str) -> list[str]:

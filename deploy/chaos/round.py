@@ -18,6 +18,7 @@ from offbeat.common.config import Config
 from offbeat.common.metrics import ROWS_FILE
 from offbeat.common.rows import ActorRow, EventRow, StepRow, decode_row
 from offbeat.common.shutdown import PARENT_VARIABLE, StopRequest
+from offbeat.deploy.chaos import effects
 from offbeat.deploy.chaos.faults import MAX_FILES, Attempt, Clock, Committed, Disk, Scene, commit
 from offbeat.deploy.chaos.judge import Judge
 from offbeat.deploy.chaos.network import Network
@@ -65,6 +66,8 @@ class Happened(NamedTuple):
 
     None when the run ended before.
     """
+    has_hit: bool | None = None
+    """Whether the fault has had its effect; None where only the recovery tells."""
 
 
 class RoundResult(NamedTuple):
@@ -98,7 +101,7 @@ class Site(NamedTuple):
     """Environment variables of the services, in addition to those of chaos."""
 
 
-SeenRow = TypeVar("SeenRow", StepRow, ActorRow)
+SeenRow = TypeVar("SeenRow", StepRow, ActorRow, EventRow)
 
 
 class Sight(NamedTuple, Generic[SeenRow]):
@@ -117,6 +120,7 @@ class Watch:
         self._torn = b""
         self.steps: list[Sight[StepRow]] = []
         self.actors: list[Sight[ActorRow]] = []
+        self.events: list[Sight[EventRow]] = []
         self.members: set[str] = set()
         """Names of the actors that are connected to the learner."""
 
@@ -143,6 +147,7 @@ class Watch:
                 case ActorRow() as row:
                     self.actors.append(Sight(now, row))
                 case EventRow() as row:
+                    self.events.append(Sight(now, row))
                     self._follow_members(row)
 
     def _follow_members(self, row: EventRow) -> None:
@@ -315,14 +320,24 @@ def run_round(plan: list[Fault], site: Site, stop: StopRequest) -> RoundResult:
     finally:
         services.close()
     watch.look()
-    happened = [
-        Happened(one.fault, one.began - started, one.outcome.detail or "", _recovery_s(watch, one.fault, one.ended))
-        for one in strikes
+    happened = [_happened(one, watch, started, site.run) for one in strikes]
+    violations += [
+        f"{one.fault.kind}: it had no effect ({one.detail})"
+        for one in happened
+        if one.detail and one.has_hit is False and one.fault.kind in effects.CERTAIN
     ]
     happened += [Happened(fault, 0.0, "", None) for fault in plan[len(strikes) :]]
     violations += [violation for one in strikes for violation in one.outcome.violations]
     lost = [event for one in strikes for event in one.outcome.lost]
     return RoundResult(time.monotonic() - started, happened, lost, violations)
+
+
+def _happened(strike: Strike, watch: Watch, started: float, run: Path) -> Happened:
+    fault, outcome = strike.fault, strike.outcome
+    events = {sight.row.event for sight in watch.events if sight.at >= strike.began}
+    has_hit = outcome.has_hit if outcome.has_hit is not None else effects.has_hit(fault.kind, events, run)
+    recovery_s = _recovery_s(watch, fault, strike.ended)
+    return Happened(fault, strike.began - started, outcome.detail or "", recovery_s, has_hit)
 
 
 def _await_fault(fault: Fault, services: Services, watch: Watch) -> None:

@@ -14,6 +14,7 @@ Kind = Literal[
     "partition",
     "packet loss",
     "corrupt log",
+    "corrupt log's middle",
     "damage checkpoint",
     "fill disk",
     "fill disk in checkpoint",
@@ -22,6 +23,7 @@ Kind = Literal[
     "doubt learner",
     "second learner",
     "resume with changes",
+    "append data",
     "descriptors gone",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -53,7 +53,7 @@ def test_judge_is_down_for_a_while_and_costs_no_group(monkeypatch: pytest.Monkey
 
     try:
         down = commit(DOWN, make_scene(judge, meanwhile))
-        assert down.detail == "the judge of the rewards was down for 0.2 s"
+        assert down.detail.startswith("the judge of the rewards was down for 0.2 s, and refused ")
         assert judge.num_refusals >= 4
         assert wait(runner) == {key: rewarded(key, 1.0, 0.0) for key in range(4)}
     finally:

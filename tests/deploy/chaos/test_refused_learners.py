@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from offbeat.common import processes
-from offbeat.deploy.chaos.faults import Attempt, Clock, Committed, Scene, commit
+from offbeat.deploy.chaos.faults import MORE_DATA, Attempt, Clock, Committed, Scene, commit
 from offbeat.deploy.chaos.network import Network
 from offbeat.deploy.chaos.schedule import Kind
 from tests.deploy.chaos.test_chaos import Sleepers, fault
@@ -60,3 +60,12 @@ def test_learner_that_is_not_refused_is_a_violation(scene: Scene, started: Sleep
 def test_data_that_cannot_be_reversed_line_by_line_is_left_alone(scene: Scene, started: Sleepers) -> None:
     assert commit(fault("resume with changes"), scene._replace(train_data=Path("owner/name"))).detail is None
     assert not processes.has_ended(started.find("learner"))
+
+
+def test_rows_are_added_to_the_data_and_the_learner_is_killed(scene: Scene, started: Sleepers) -> None:
+    assert commit(fault("append data"), scene).detail is None, "there are no more rows"
+    assert not processes.has_ended(started.find("learner"))
+    scene.train_data.with_name(MORE_DATA).write_text("third\nfourth\n")
+    assert commit(fault("append data"), scene).detail == "killed the learner and added 2 rows to the data"
+    assert scene.train_data.read_text() == "first\nsecond\nthird\nfourth\n"
+    assert processes.has_ended(started.find("learner"))

@@ -1,0 +1,46 @@
+"""Chaos knows which of its faults have hit."""
+
+from pathlib import Path
+
+import pytest
+
+from offbeat.common.metrics import MetricsWriter
+from offbeat.common.rows import EventRow
+from offbeat.deploy.chaos.effects import CERTAIN, EVENTS, has_hit
+from offbeat.deploy.chaos.round import Watch
+from offbeat.deploy.chaos.schedule import KINDS, Kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "event"),
+    [
+        ("append data", "data_appended"),
+        ("fill disk in checkpoint", "checkpoint_failed"),
+        ("corrupt log's middle", "log_damaged"),
+        ("doubt learner", "learner_doubted"),
+    ],
+)
+def test_fault_is_known_by_the_event_that_the_learner_records(tmp_path: Path, kind: Kind, event: str) -> None:
+    assert has_hit(kind, {event, "resumed"}, tmp_path) is True
+    assert has_hit(kind, {"resumed"}, tmp_path) is False
+    assert has_hit("kill learner", {event}, tmp_path) is None
+
+
+def test_damaged_checkpoint_is_known_by_the_folder_that_was_set_aside(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "step-00000010"
+    folder.mkdir(parents=True)
+    assert has_hit("damage checkpoint", {"checkpoint_damaged"}, tmp_path) is False
+    folder.rename(folder.with_name("step-00000010.damaged"))
+    assert has_hit("damage checkpoint", set(), tmp_path) is True
+
+
+def test_every_fault_that_cannot_miss_can_be_known() -> None:
+    assert set(CERTAIN) <= {*EVENTS, "damage checkpoint"} <= set(KINDS)
+
+
+def test_watch_keeps_events_with_their_times(tmp_path: Path) -> None:
+    watch = Watch(tmp_path / "metrics.jsonl")
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write(EventRow(event="data_appended", detail=""))
+    watch.look()
+    assert [sight.row.event for sight in watch.events] == ["data_appended"]
