@@ -11,9 +11,8 @@ from offbeat.common.settings import SettingError
 from offbeat.protocols.messages import ModelHashes
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
-NUM_SAMPLES = 64
-"""Samples of each weight file that `hash_weights` reads."""
-SAMPLE_BYTES = 1 << 16
+BUFFER_BYTES = 1 << 20
+"""Bytes of a weight file that are read at once."""
 
 
 def resolve_model(path: str) -> Path:
@@ -63,20 +62,17 @@ def hash_model(folder: Path) -> ModelHashes:
 
 
 def hash_weights(folder: Path) -> str:
-    """Return a hash of a model folder's weight files, 32 hexadecimal digits.
+    """Return a hash of the names, sizes and contents of a model folder's weight files, 32 hexadecimal digits.
 
-    It covers the files' names and sizes, and `NUM_SAMPLES` samples spread over each: models that were trained differ in all of
-    their numbers, and reading hundreds of GB would take minutes.
+    Costs 0.1 s of CPU per GB. The learner loads the files next, and finds them in the page cache.
     """
     digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(BUFFER_BYTES))
     for path in sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern)):
-        num_bytes = path.stat().st_size
-        digest.update(f"{path.name} {num_bytes}\n".encode())
-        last = max(0, num_bytes - SAMPLE_BYTES)
-        with path.open("rb") as file:
-            for index in range(NUM_SAMPLES):
-                file.seek(last * index // (NUM_SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        with path.open("rb", buffering=0) as file:
+            while num_bytes := file.readinto(buffer):
+                digest.update(buffer[:num_bytes])
     return digest.hexdigest()
 
 

@@ -29,7 +29,7 @@ RULES = (
     Rule("refused", _of("run", "seed"), "The order of the prompts follows from it."),
     Rule(
         "refused",
-        ("model.path: config", "model.path: weights", "model.path: tokenizer", "model.path: chat template"),
+        ("model.path: config", "model.path: weight files", "model.path: tokenizer", "model.path: chat template"),
         "The weights come from this model, and kept groups are tokens of this tokenizer.",
     ),
     Rule("recorded", _of("model", "path max_length"), "The model's files are compared themselves. A length is only a limit."),
@@ -60,12 +60,12 @@ RULES = (
     Rule(
         "recorded",
         (
-            "task.train_data: source file",
-            "task.reward: source file",
-            "reward.length_penalty: source file",
-            "loss.function: source file",
-            "loss.correction: source file",
-            "advantage.function: source file",
+            "task.train_data: source files",
+            "task.reward: source files",
+            "reward.length_penalty: source files",
+            "loss.function: source files",
+            "loss.correction: source files",
+            "advantage.function: source files",
         ),
         "A mistake in it may be corrected. Kept groups keep the rewards they have, and prompts are compared themselves.",
     ),
@@ -105,7 +105,7 @@ RULES = (
     ),
     Rule(
         "refused",
-        (*_of("kl", "estimator loss_coef unbiased reward_coef target horizon reference"), "kl.reference: weights"),
+        (*_of("kl", "estimator loss_coef unbiased reward_coef target horizon reference"), "kl.reference: weight files"),
         "It is part of the objective.",
     ),
     Rule("refused", _of("critic", "loss_coef value_clip"), "It is part of the objective."),

@@ -47,17 +47,6 @@ def load_function(path: str, *, setting: str, parameters: Sequence[str] | None =
     return function
 
 
-def find_source(path: str) -> Path | None:
-    """Return the file of the module in `module:function` without running its code; None when no folder on the path has it."""
-    parts = path.partition(":")[0].split(".")
-    for folder in ("", *sys.path):
-        module = Path(folder, *parts)
-        for file in (module / "__init__.py", module.with_name(f"{module.name}.py")):
-            if file.is_file():
-                return file
-    return None
-
-
 def one_line(error: BaseException) -> str:
     """Return the type and the message of an error, on one line of at most about 300 characters."""
     return plain(" ".join(f"{type(error).__name__}: {error}".split()), 300)

@@ -24,7 +24,8 @@ from offbeat.common.resume_rules import OUTCOMES
 from offbeat.common.rows import EventRow, Recorder
 from offbeat.common.run_folder import IDENTITY_FILE, PROMPT_HASHES_FILE
 from offbeat.common.settings import SettingError, setting_names, setting_text
-from offbeat.common.user_functions import find_source, is_function
+from offbeat.common.user_functions import is_function
+from offbeat.common.user_sources import find_sources
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.protocols.messages import ModelHashes
 
@@ -62,18 +63,18 @@ def make_identity(config: Config, hashes: ModelHashes, train: PromptHashes, eval
     loss, kl, task, reward = config.loss, config.kl, config.task, config.reward
     contents = {
         "model.path: config": hashes.config,
-        "model.path: weights": hash_weights(resolve_model(config.model.path)),
+        "model.path: weight files": hash_weights(resolve_model(config.model.path)),
         "model.path: tokenizer": hashes.tokenizer,
         "model.path: chat template": hashes.chat_template,
-        "kl.reference: weights": hash_weights(resolve_model(kl.reference)) if kl.reference else None,
+        "kl.reference: weight files": hash_weights(resolve_model(kl.reference)) if kl.reference else None,
         TRAIN_PROMPTS: _digest(train),
         "task.eval_data: prompts": _digest(evaluation) if len(evaluation) else None,
-        "task.train_data: source file": _hash_source(task.train_data),
-        "task.reward: source file": _hash_source(task.reward),
-        "reward.length_penalty: source file": _hash_source(reward.length_penalty),
-        "loss.function: source file": _hash_source(loss.function),
-        "loss.correction: source file": _hash_source(loss.correction),
-        "advantage.function: source file": _hash_source(config.advantage.function),
+        "task.train_data: source files": _hash_sources(task.train_data),
+        "task.reward: source files": _hash_sources(task.reward),
+        "reward.length_penalty: source files": _hash_sources(reward.length_penalty),
+        "loss.function: source files": _hash_sources(loss.function),
+        "loss.correction: source files": _hash_sources(loss.correction),
+        "advantage.function: source files": _hash_sources(config.advantage.function),
         "loss.noise_floor: file": _hash_file(Path(loss.noise_floor)) if loss.noise_floor else None,
         **{f"software: {package}": version for package, version in software_versions().items()},
     }
@@ -209,10 +210,10 @@ def _first_of(hashes: PromptHashes, digest: str) -> PromptHashes | None:
     return first if _digest(first) == digest else None
 
 
-def _hash_source(path: str) -> str | None:
-    """Return the hash of the file that a function named as `module:function` comes from; None for one that is built in."""
-    source = find_source(path) if is_function(path) else None
-    return _hash_file(source) if source is not None else None
+def _hash_sources(path: str) -> str | None:
+    """Return each file that a function named as `module:function` is made of, with a hash; None for one that is built in."""
+    sources = find_sources(path) if is_function(path) else {}
+    return ", ".join(f"{name} {_hash_file(sources[name])}" for name in sorted(sources)) or None
 
 
 def _hash_file(path: Path) -> str | None:

@@ -112,7 +112,7 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
             patience_s=REBIND_S if config.run.resume else 0.0,
         )
         stack.enter_context(hub)
-        with stop.at_once(LOADING), doing(logger, "reading data and tokenizer"):
+        with stop.at_once(LOADING), doing(logger, "reading data, tokenizer and weight files"):
             inputs = _load_inputs(config)
         damaged = set_damaged_aside(folder) if config.run.resume else []
         changes = prepare_folder(config, inputs.identity, inputs.prompt_hashes)

@@ -14,7 +14,6 @@ from offbeat.common.models import hash_weights
 from offbeat.common.resume_rules import OUTCOMES, RULES
 from offbeat.common.rows import EventRow
 from offbeat.common.settings import SettingError, replace_settings, setting_names
-from offbeat.common.user_functions import find_source
 from offbeat.learner.dispatch.live_settings import CHANGEABLE
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.run_identity import (
@@ -143,7 +142,7 @@ def test_other_weights_are_refused_and_a_moved_model_is_recorded(config: Config,
     assert changes == [Change("model.path", f'"{folder}"', f'"{moved}"')]
     weights = moved / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[::-1])
-    assert "weights: not as the run was made with" in str(refusal(before, identity_of(elsewhere)))
+    assert "weight files: not as the run was made with" in str(refusal(before, identity_of(elsewhere)))
 
 
 def test_every_refused_difference_is_named_at_once(config: Config) -> None:
@@ -245,18 +244,29 @@ def test_corrected_reward_is_recorded(config: Config, tmp_path: Path, monkeypatc
     (tmp_path / "judge" / "__init__.py").write_text("raise SystemExit('it was executed')")
     source = tmp_path / "judge" / "rules.py"
     source.write_text("solved = 1")
-    assert find_source("judge.rules:solved") == Path("judge/rules.py")
-    assert find_source("judge.absent:solved") is None
-    # A folder of modules without an `__init__.py`, and a package.
-    (tmp_path / "plain" / "inner").mkdir(parents=True)
-    (tmp_path / "plain" / "inner" / "rules.py").touch()
-    assert find_source("plain.inner.rules:solved") == Path("plain/inner/rules.py")
-    assert find_source("judge:solved") == Path("judge/__init__.py")
     with_reward = replace(config, task=replace(config.task, reward="judge.rules:solved"))
     before = identity_of(with_reward)
     source.write_text("solved = 2")
     (change,) = require_same_run(before, identity_of(with_reward), NO_PROMPTS, NO_PROMPTS)
-    assert change.name == "task.reward: source file"
+    assert change.name == "task.reward: source files"
+
+
+def test_changed_module_that_a_reward_imports_is_recorded_by_its_name(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_rewards.py").write_text("from parsing import answer\ndef solved(): ...")
+    helper = tmp_path / "parsing.py"
+    helper.write_text("answer = 1")
+    with_reward = replace(config, task=replace(config.task, reward="my_rewards:solved"))
+    before = identity_of(with_reward)
+    helper.write_text("answer = 2")
+    (change,) = require_same_run(before, identity_of(with_reward), NO_PROMPTS, NO_PROMPTS)
+    assert change.name == "task.reward: source files"
+    (mine, theirs), (mine_now, theirs_now) = change.before.split(", "), change.after.split(", ")
+    assert mine == mine_now
+    assert theirs != theirs_now
+    assert theirs.partition(" ")[0] == "parsing.py"
 
 
 @pytest.mark.parametrize(
@@ -271,7 +281,7 @@ def test_corrected_function_is_recorded(setting: str, config: Config, tmp_path: 
     before = identity_of(with_function)
     source.write_text("def f(): return 2")
     (change,) = require_same_run(before, identity_of(with_function), NO_PROMPTS, NO_PROMPTS)
-    assert change.name == f"{setting}: source file"
+    assert change.name == f"{setting}: source files"
 
 
 def test_function_that_returns_other_rows_is_refused_with_its_own_cure(config: Config) -> None:
@@ -285,10 +295,10 @@ def test_function_that_returns_other_rows_is_refused_with_its_own_cure(config: C
     assert "the 2 prompts are in another order. Let the function return the rows as it did to resume" in text
 
 
-def test_hash_of_weights_sees_size_name_and_samples_of_every_file(tmp_path: Path) -> None:
+def test_hash_of_weights_sees_size_name_and_each_byte_of_every_file(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(bytes(1 << 20))
     seen = {hash_weights(tmp_path)}
-    (tmp_path / "a.safetensors").write_bytes(bytes((1 << 20) - 1) + b"\1")
+    (tmp_path / "a.safetensors").write_bytes(bytes(777_777) + b"\1" + bytes((1 << 20) - 777_778))
     seen.add(hash_weights(tmp_path))
     (tmp_path / "a.safetensors").write_bytes(bytes((1 << 20) + 1))
     seen.add(hash_weights(tmp_path))
