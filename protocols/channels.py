@@ -46,6 +46,11 @@ RECEIVE_QUEUE_MESSAGES = 32
 """Messages queued for each connection of the hub. With the bound on their size it bounds the memory that a flood takes."""
 HANDSHAKE_S = 10.0
 """Seconds after which a connection without a finished handshake is closed."""
+KEEPALIVE_IDLE_S = 60
+"""Seconds of silence after which the kernel asks the other end of a connection of the hub whether it is there."""
+KEEPALIVE_INTERVAL_S = 15
+KEEPALIVE_PROBES = 4
+"""Questions without an answer, one in each interval, after which the connection is closed."""
 BIND_RETRY_S = 0.2
 """Seconds between two tries to bind a port that is taken."""
 RETRY_S = 1.0
@@ -90,6 +95,11 @@ class Hub:
         self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
         self._socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_MESSAGES)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000))
+        # A machine that loses its power says no goodbye, and its connection would take a descriptor for good.
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S)
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
         # Sending to a peer that went away must raise; by default the message would vanish.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)

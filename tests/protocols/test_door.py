@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from offbeat.common.descriptors import patiently, raise_limit
@@ -104,6 +105,22 @@ def test_oldest_stranger_is_closed_and_a_peer_that_spoke_is_not(monkeypatch: pyt
                 while connection.recv(100):
                     pass
             assert introduce(hub, link).peer == b"a"
+
+
+def test_kernel_watches_over_the_connections_of_the_hub_and_closes_those_of_dead_machines() -> None:
+    with Hub(ANY_PORT, max_message_bytes=LIMIT) as hub, Link(hub.address, identity=b"a", max_message_bytes=LIMIT) as link:
+        introduce(hub, link)
+        connections = psutil.Process().net_connections("tcp")
+        accepted = [one.fd for one in connections if one.raddr and one.laddr.port == port_of(hub)]
+        assert accepted
+        for descriptor in accepted:
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                idle, interval, probes = (
+                    connection.getsockopt(socket.IPPROTO_TCP, option)
+                    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+                )
+                assert idle + interval * probes == 120
 
 
 def test_opening_waits_for_a_descriptor_and_gives_up_for_other_reasons(tmp_path: Path) -> None:
