@@ -9,7 +9,7 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
@@ -321,15 +321,20 @@ def run_round(plan: list[Fault], site: Site, stop: StopRequest) -> RoundResult:
         services.close()
     watch.look()
     happened = [_happened(one, watch, started, site.run) for one in strikes]
-    violations += [
-        f"{one.fault.kind}: it had no effect ({one.detail})"
-        for one in happened
-        if one.detail and one.has_hit is False and one.fault.kind in effects.CERTAIN
-    ]
+    violations += missed(happened)
     happened += [Happened(fault, 0.0, "", None) for fault in plan[len(strikes) :]]
     violations += [violation for one in strikes for violation in one.outcome.violations]
     lost = [event for one in strikes for event in one.outcome.lost]
     return RoundResult(time.monotonic() - started, happened, lost, violations)
+
+
+def missed(happened: Iterable[Happened]) -> list[str]:
+    """Return a line about each fault that was committed, cannot miss, and had no effect."""
+    return [
+        f"{one.fault.kind}: it had no effect ({one.detail})"
+        for one in happened
+        if one.detail and one.has_hit is False and one.fault.kind in effects.CERTAIN
+    ]
 
 
 def _happened(strike: Strike, watch: Watch, started: float, run: Path) -> Happened:

@@ -310,6 +310,27 @@ def test_run_is_audited_from_its_folder(tmp_path: Path) -> None:
     ]
 
 
+def test_sizes_of_epochs_are_the_logs_and_not_those_of_the_data_as_it_is_now(tmp_path: Path) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"prompt": "1"}\n' * 6)
+    stream = PromptStream(NUM_PROMPTS, SEED)
+    turns = [stream.next() for _ in range(3)]
+    stream.grow(6)
+    turns += [stream.next() for _ in range(5)]
+    # The first grants are an older program's, which do not tell.
+    events = [
+        msgspec.structs.replace(
+            granted(index),
+            prompt_id=turn.prompt_id,
+            epoch=turn.epoch,
+            epoch_size=stream.size_of(turn.epoch) if index > 1 else None,
+        )
+        for index, turn in enumerate(turns)
+    ]
+    check = find(audited(write_run(tmp_path / "run", data, [started(), *events])), "prompts keep to the seed's order")
+    assert (check.violations, check.seen) == ([], "8 turns of 4, then 6 prompts")
+
+
 def audited(run: Path) -> list[Check]:
     return audit(run, load(run / "config.toml"))
 

@@ -7,8 +7,9 @@ import pytest
 from offbeat.common.metrics import MetricsWriter
 from offbeat.common.rows import EventRow
 from offbeat.deploy.chaos.effects import CERTAIN, EVENTS, has_hit
-from offbeat.deploy.chaos.round import Watch
+from offbeat.deploy.chaos.round import Happened, Watch, missed
 from offbeat.deploy.chaos.schedule import KINDS, Kind
+from tests.deploy.chaos.test_chaos import fault
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,17 @@ def test_damaged_checkpoint_is_known_by_the_folder_that_was_set_aside(tmp_path: 
 
 def test_every_fault_that_cannot_miss_can_be_known() -> None:
     assert set(CERTAIN) <= {*EVENTS, "damage checkpoint"} <= set(KINDS)
+
+
+def test_only_a_fault_that_cannot_miss_is_a_violation_without_its_effect() -> None:
+    def missed_of(kind: Kind, detail: str, has_hit: bool | None) -> list[str]:
+        return missed([Happened(fault(kind), 1.0, detail, None, has_hit)])
+
+    assert missed_of("append data", "added 2 rows", False) == ["append data: it had no effect (added 2 rows)"]
+    assert missed_of("append data", "added 2 rows", True) == []
+    assert missed_of("append data", "", False) == [], "it was not committed"
+    assert missed_of("fill disk in checkpoint", "left no room", False) == []
+    assert missed_of("kill learner", "killed", None) == []
 
 
 def test_watch_keeps_events_with_their_times(tmp_path: Path) -> None:

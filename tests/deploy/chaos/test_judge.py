@@ -12,6 +12,7 @@ from offbeat.deploy.chaos.faults import Attempt, Scene, commit
 from offbeat.deploy.chaos.judge import REWARD, URL_VARIABLE, Judge
 from offbeat.deploy.chaos.schedule import Fault, Target
 from tests.actor.reward_harness import make_limits, rewarded, samples, wait
+from tests.deploy.chaos.test_chaos import detail_of
 
 DOWN = Fault("judge down", "learner", at_step=1, delay_s=0.0, duration_s=0.2, seed=1)
 
@@ -53,7 +54,7 @@ def test_judge_is_down_for_a_while_and_costs_no_group(monkeypatch: pytest.Monkey
 
     try:
         down = commit(DOWN, make_scene(judge, meanwhile))
-        assert down.detail.startswith("the judge of the rewards was down for 0.2 s, and refused ")
+        assert detail_of(down).startswith("the judge of the rewards was down for 0.2 s, and refused ")
         assert judge.num_refusals >= 4
         assert wait(runner) == {key: rewarded(key, 1.0, 0.0) for key in range(4)}
     finally:
