@@ -31,6 +31,7 @@ from offbeat.common.config import Config
 from offbeat.common.hub_keys import keys_of_peer
 from offbeat.common.logs import doing
 from offbeat.common.models import hash_model, load_tokenizer, resolve_model
+from offbeat.common.readiness import tell_ready
 from offbeat.common.shutdown import StopRequest
 from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import (
@@ -92,6 +93,7 @@ def run_actor(config: Config, stop: StopRequest) -> str:
                 seed=zlib.crc32(f"{config.run.seed}/{name}".encode()),
                 options=config.actor.engine_options,
             )
+        tell_ready()
         info = engine.info
         logger.info(
             "engine ready: %s %s, %s on %s, %d tokens", *(info.name, info.version), info.dtype, info.device, info.max_model_len

@@ -43,6 +43,7 @@ _OWN_ARGUMENTS = {
     "logprobs_mode": "behavior log-probs must be those of the distribution sampled from",
     "scheduling_policy": "the canary must not wait behind queued completions",
     "async_scheduling": "tokens of a step in flight would be counted under the wrong policy version",
+    "pipeline_parallel_size": "a step of another stage would be in flight when weights change",
     "worker_extension_cls": "weights are loaded through it",
 }
 """Engine arguments that an option may not set, and why."""

@@ -193,7 +193,8 @@ class WeightsSection(Section, frozen=True):
 
     backend: Literal["auto", "gloo", "nccl", "pull"] = "auto"
     """Transport. gloo: collective broadcast of CPU tensors. nccl: collective broadcast of GPU tensors. pull: each actor fetches
-    each version from the learner, encrypted where the hub is. auto: nccl when the learner trains on a GPU, else gloo."""
+    each version from the learner, encrypted where the hub is. auto: nccl when the learner trains on a GPU, else gloo; `offbeat
+    train` takes gloo where processes share a GPU."""
     port: Port = 0
     """Port of the collective's rendezvous store on the learner's host. 0: any free port."""
     pull_port: Port = 0
@@ -283,9 +284,11 @@ class LaunchSection(Section, frozen=True):
     learner_processes: PositiveInt = 1
     """Number of learner processes (ranks)."""
     learner_gpus: tuple[int, ...] = ()
-    """GPU index of each learner process. Empty: every process sees all GPUs, or uses the CPU."""
+    """GPU of each learner process, as an index into `CUDA_VISIBLE_DEVICES` where that is set. Empty: the first GPUs; the CPU
+    where there are none."""
     actor_gpus: tuple[tuple[int, ...], ...] = ()
-    """GPU indices of each actor, one list per actor. Empty: every actor sees all GPUs, or uses the CPU."""
+    """GPUs of each actor, one list per actor, as indices like those of `launch.learner_gpus`. Empty: the GPUs that the learner
+    leaves, or shares of the learner's where it leaves none; `offbeat check` prints the plan."""
     max_restarts: NonNegativeInt = 3
     """Number of times a service that died is started again before the run is stopped. Ten minutes of work restore the full
     number. 0: never restart."""

@@ -2,10 +2,11 @@
 
 import contextlib
 import gc
-import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from offbeat.common.settings import SettingError
 
@@ -14,13 +15,32 @@ COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 BROKEN_VARIABLE = "OFFBEAT_BROKEN_PACKAGES"
 """Environment variable that lists the companions that cannot be imported; child processes inherit the result."""
 
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")
+"""Device files of NVIDIA's driver, on Linux and in Windows' subsystem for it."""
+
 
 def prepare_environment() -> None:
     """Set variables and hide broken packages, before transformers or vLLM are imported. A second call does nothing."""
-    if not os.path.exists("/dev/nvidiactl"):  # noqa: PTH110, pathlib is not needed yet
+    if not _has_gpu():
         _set_cpu_defaults()
     _set_vllm_defaults()
     _mask_broken_companions()
+
+
+def torch_is_built_for_gpus() -> bool:
+    """Return whether the installed torch can use CUDA; read from its files, because its import takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    lines = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8").splitlines()
+    return any(line.startswith("cuda") and not line.endswith("= None") for line in lines)
+
+
+def _has_gpu() -> bool:
+    """Return whether this process's torch will find a GPU."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles") or not torch_is_built_for_gpus():
+        return False
+    return any(Path(file).exists() for file in GPU_FILES)
 
 
 @contextlib.contextmanager
@@ -37,7 +57,7 @@ def fast_imports() -> Iterator[None]:
 
 
 def _set_cpu_defaults() -> None:
-    """Set variables for machines without a GPU, unless the user has set them."""
+    """Set variables for processes that compute on the CPU, unless the user has set them."""
     # Several processes share the cores; with two threads each they ran ten times slower.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # vLLM compiles a small function at the first request for log-probs: it takes seconds, and crashes without a compiler.

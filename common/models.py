@@ -37,6 +37,20 @@ def resolve_model(path: str) -> Path:
         ) from error
 
 
+def find_config(path: str) -> bytes | None:
+    """Return the config.json of `model.path`, of a hub name from its cache or the hub itself; None where it cannot be had."""
+    if Path(path).is_dir():
+        return _read(Path(path) / "config.json") or None
+    # Takes 0.3 s to import, and is only needed for hub names.
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return _read(Path(hf_hub_download(path, "config.json")))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
+        return None
+
+
 def load_tokenizer(folder: Path) -> Any:
     """Return a model folder's tokenizer, a `PreTrainedTokenizerBase`; raise `SettingError` where it cannot be loaded."""
     # Takes seconds to import.

@@ -285,6 +285,15 @@ def _check_launch(config: Config) -> None:
             f"it has {len(launch.actor_gpus)} entries for launch.num_actors = {launch.num_actors}",
             "Give one list of GPUs per actor, or leave it empty.",
         )
+    size = config.actor.engine_options.get("tensor_parallel_size", 1)
+    for gpus in launch.actor_gpus:
+        if len(gpus) != size:
+            raise SettingError(
+                "launch.actor_gpus",
+                launch.actor_gpus,
+                f"an actor has {len(gpus)} GPUs, and actor.engine_options.tensor_parallel_size is {size}",
+                "Give each actor that many GPUs, or set the option to their number.",
+            )
     if launch.learner_gpus and len(launch.learner_gpus) != launch.learner_processes:
         raise SettingError(
             "launch.learner_gpus",

@@ -18,6 +18,7 @@ from offbeat.common.environment import prepare_environment
 from offbeat.common.run_folder import MODEL
 from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import StopRequest
+from offbeat.deploy.devices.plan import plan_of_this_machine
 from offbeat.deploy.launch.launcher import Launcher, free_port
 from offbeat.lab.calibration import ScoredHalves, check_source, engine_of, fit_calibration, load_groups
 from offbeat.learner.diagnostics.calibration import Calibration
@@ -63,7 +64,9 @@ def collection_config(config: Config, num_groups: int) -> Config:
 
 def collect(config: Config, num_groups: int, stop: StopRequest) -> int:
     """Sample the groups into `run.dir` with real services; return the exit status of the run."""
-    status = Launcher(collection_config(config, num_groups), stop).run()
+    collected = collection_config(config, num_groups)
+    plan, _ = plan_of_this_machine(collected)
+    status = Launcher(collected, stop, plan=plan).run()
     # The model is not needed after its one step.
     shutil.rmtree(Path(config.run.dir) / MODEL, ignore_errors=True)
     return status

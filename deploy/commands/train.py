@@ -8,6 +8,7 @@ from offbeat.common.logs import configure_logs
 from offbeat.common.settings import refuse_masked
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, load_config, say_start
+from offbeat.deploy.devices.plan import plan_of_this_machine
 from offbeat.deploy.launch.launcher import Launcher
 from offbeat.deploy.preflight.preflight import look
 from offbeat.deploy.quickstart.quickstart import expand
@@ -23,4 +24,5 @@ def command(arguments: Arguments = None) -> None:
     refuse_masked(config)
     for note in look(config, "train"):
         logger.info("%s", note)
-    raise typer.Exit(Launcher(config, StopRequest().install()).run())
+    plan, _ = plan_of_this_machine(config)
+    raise typer.Exit(Launcher(config, StopRequest().install(), plan=plan).run())

@@ -37,6 +37,8 @@ from offbeat.common.shutdown import (
     ServiceError,
     StopRequest,
 )
+from offbeat.deploy.devices.plan import Plan
+from offbeat.deploy.launch.device_turns import DeviceTurns
 from offbeat.deploy.launch.ending import end_run
 
 logger = logging.getLogger(__name__)
@@ -122,13 +124,19 @@ class Service:
 
     @property
     def status(self) -> int | None:
-        """None while the service works; else the exit status of the process that failed, or 0 when the first one succeeded."""
+        """None while the service works; else the exit status of the process that failed, or 0 when the first one succeeded.
+
+        0 also before the first start.
+        """
+        if not self._processes:
+            return 0
         statuses = [process.poll() for process in self._processes]
         return next((status for status in statuses if status), statuses[0])
 
     def ask_to_stop(self) -> None:
         """Send SIGTERM to the first process, which ends the others."""
-        self._processes[0].terminate()
+        for process in self._processes[:1]:
+            process.terminate()
 
     def kill(self) -> None:
         """Kill every process and its children, also the children of a process that is dead already."""
@@ -155,8 +163,12 @@ class Service:
 class Launcher:
     """The processes of `offbeat train`; the module's docstring describes their rules."""
 
-    def __init__(self, config: Config, stop: StopRequest, program: tuple[str, ...] = PROGRAM) -> None:
+    def __init__(self, config: Config, stop: StopRequest, program: tuple[str, ...] = PROGRAM, plan: Plan | None = None) -> None:
+        """`plan` places the processes on GPUs; None: they compute on the CPU."""
         self._config = _with_free_port(config)
+        self._devices = DeviceTurns(plan, Path(config.run.dir) / "logs")
+        if self._devices.needs_gloo and config.weights.backend == "auto":
+            self._config = replace(self._config, weights=replace(config.weights, backend="gloo"))
         self._stop = stop
         self._folder = Path(config.run.dir)
         self._config_file = self._folder / LAUNCH_FILE
@@ -189,6 +201,7 @@ class Launcher:
         finally:
             for service in [self._learner, *self._actors]:
                 service.kill()
+                self._devices.forget(service.name)
             if not is_refused:
                 end_run(self._folder, "train", self._stop)
         return INTERRUPTED_STATUS if self._stop else status
@@ -203,13 +216,11 @@ class Launcher:
         if launch.learner_processes > 1:
             # A new port at each start: the port of killed ranks may not be free yet.
             shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
-        if launch.learner_gpus:
-            shared["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.learner_gpus))
         self._learner.start(
             [
                 ProcessStart(
                     ["learner", str(self._config_file), "--no-preflight", *settings],
-                    {**shared, "LOCAL_RANK": str(rank), "RANK": str(rank)},
+                    {**shared, **self._devices.learner_variables(rank), "LOCAL_RANK": str(rank), "RANK": str(rank)},
                     self._log(f"learner-{rank}") if rank else None,
                 )
                 for rank in range(launch.learner_processes)
@@ -217,11 +228,15 @@ class Launcher:
         )
 
     def _start_actor(self, index: int) -> None:
+        """Start an actor, unless another process must take its memory of the GPU first: then it is tried again."""
         actor = self._actors[index]
-        gpus = self._config.launch.actor_gpus
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus[index]))} if gpus else {}
+        starting = {number for number, other in enumerate(self._actors) if other.restart_at is None and other.status is None}
+        if not self._devices.may_start(index, starting):
+            actor.restart_at = actor.restart_at or time.monotonic()
+            return
         arguments = ["actor", str(self._config_file), "--no-preflight", f'actor.name="{actor.name}"']
-        actor.start([ProcessStart(arguments, environment, self._log(actor.name))])
+        arguments += self._devices.actor_settings(index)
+        actor.start([ProcessStart(arguments, self._devices.actor_variables(index), self._log(actor.name))])
 
     def _log(self, name: str) -> Path:
         return self._folder / PROGRAM_LOGS / f"{name}.log"
@@ -261,6 +276,7 @@ class Launcher:
         if not status:
             return status
         service.kill()
+        self._devices.forget(service.name)
         problem = f"{service.name} ended with {_describe(status)}"
         if service is self._learner and status == USER_ERROR_STATUS:
             # The learner has named the mistake on this terminal.

@@ -17,6 +17,8 @@ from offbeat.common.config import Config
 from offbeat.common.environment import COMPANIONS, launcher_number, launcher_rank
 from offbeat.common.run_folder import check_run_folder, locked
 from offbeat.common.settings import SettingError
+from offbeat.deploy.devices.inventory import find_gpus
+from offbeat.deploy.devices.plan import plan_of_this_machine
 from offbeat.deploy.preflight.findings import Finding, mistake
 from offbeat.protocols.addresses import host_of
 
@@ -89,15 +91,27 @@ def check_folder(config: Config) -> Iterator[Finding]:
         yield mistake("log.min_free_mb", config.log.min_free_mb, problem, "Free space, lower it, or name another run.dir.")
 
 
-def check_gpus(config: Config) -> Iterator[Finding]:
-    """Find GPU indices that this machine does not have."""
-    present = sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
-    launch = config.launch
-    for setting, gpus in (("learner_gpus", launch.learner_gpus), *(("actor_gpus", gpus) for gpus in launch.actor_gpus)):
-        absent = [gpu for gpu in gpus if gpu >= present]
-        if absent:
-            problem = f"this machine has {present} GPUs, counted from 0, and no GPU {absent[0]}"
-            yield mistake(f"launch.{setting}", gpus, problem, "Name those that it has, or leave the setting empty.")
+def show_devices(config: Config) -> Iterator[Finding]:
+    """Find what `check_devices` does on a machine with GPUs; a config for another machine may be checked on one without."""
+    inventory = find_gpus()
+    if inventory.gpus:
+        yield from check_devices(config)
+    elif inventory.unused:
+        yield Finding("note", f"a run here uses no GPU: {inventory.unused}")
+
+
+def check_devices(config: Config) -> Iterator[Finding]:
+    """Find a device plan that this machine cannot meet; note the plan, or why the machine's GPUs are not used."""
+    try:
+        plan, inventory = plan_of_this_machine(config)
+    except SettingError as error:
+        yield Finding("mistake", str(error))
+        return
+    if inventory.unused:
+        yield Finding("note", f"the run uses no GPU: {inventory.unused}")
+    if plan is not None:
+        yield from (Finding("warning", text) for text in plan.warnings)
+        yield from (Finding("note", text) for text in plan.notes)
 
 
 def check_variables(config: Config) -> Iterator[Finding]:

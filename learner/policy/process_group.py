@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from offbeat.common.environment import launcher_number, launcher_rank
+from offbeat.common.readiness import GPU_BYTES_VARIABLE, tell_ready
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 """A rank fails after waiting this long in a collective; otherwise the death of one would leave the others waiting forever."""
@@ -37,6 +38,7 @@ def join_process_group() -> Place:
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
+        _take_memory(device)
     if not dist.is_initialized():
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         if world_size == 1:
@@ -44,6 +46,18 @@ def join_process_group() -> Place:
         else:
             dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
     return Place(rank, world_size, device)
+
+
+def _take_memory(device: torch.device) -> None:
+    """Take this process's share of a GPU that actors share, and tell the launcher, which starts the actors only then.
+
+    An engine measures at its start what is free; what the learner took later would be missing from the engine's part.
+    """
+    num_bytes = launcher_number(GPU_BYTES_VARIABLE, 0)
+    if num_bytes:
+        # Freed at once, and kept by torch's allocator, which serves later tensors from it.
+        torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    tell_ready()
 
 
 def gather_tensors(values: torch.Tensor) -> torch.Tensor:

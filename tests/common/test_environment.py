@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.common import environment
 from offbeat.common.environment import BROKEN_VARIABLE, fast_imports, launcher_number, launcher_rank
 from offbeat.common.settings import SettingError
 
@@ -72,3 +73,48 @@ def test_rank_that_no_launcher_sets_is_a_mistake(rank: str, world_size: str | No
         monkeypatch.setenv("WORLD_SIZE", world_size)
     with pytest.raises(SettingError, match=f"RANK = {rank}: .*WORLD_SIZE is {world_size or 1}. Run `unset RANK WORLD_SIZE`"):
         launcher_rank()
+
+
+TORCH_OF_GPUS = "from typing import Optional\n__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\n"
+TORCH_OF_CPUS = "from typing import Optional\n__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n"
+
+
+@pytest.mark.parametrize(
+    ("version_file", "has_driver", "visible", "computes_on_gpu"),
+    [
+        (TORCH_OF_GPUS, True, None, True),
+        (TORCH_OF_GPUS, True, "2,3", True),
+        (TORCH_OF_GPUS, True, "", False),
+        (TORCH_OF_GPUS, False, None, False),
+        (TORCH_OF_CPUS, True, None, False),
+    ],
+)
+def test_defaults_of_a_cpu_are_those_of_a_torch_that_cannot_use_the_gpu(
+    version_file: str,
+    has_driver: bool,
+    visible: str | None,
+    computes_on_gpu: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The driver alone decides nothing: an environment for CPUs on a machine with GPUs trains on the CPU."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").touch()
+    (tmp_path / "torch/version.py").write_text(version_file)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(environment, "GPU_FILES", (str(tmp_path / "torch") if has_driver else "/nowhere/nvidiactl",))
+    variables = {"PATH": os.environ["PATH"], BROKEN_VARIABLE: ""}
+    if visible is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = visible
+    monkeypatch.setattr(os, "environ", variables)
+    environment.prepare_environment()
+    assert (variables.get("DS_ACCELERATOR") == "cpu") == (not computes_on_gpu)
+    assert ("OMP_NUM_THREADS" in variables) == (not computes_on_gpu)
+    assert variables["VLLM_LOGGING_LEVEL"] == ("WARNING" if computes_on_gpu else "ERROR")
+
+
+def test_build_of_the_installed_torch_is_read_from_its_files() -> None:
+    import torch
+
+    assert environment.torch_is_built_for_gpus() == (torch.version.cuda is not None)

@@ -67,6 +67,7 @@ def test_defaults_with_a_model_and_data_pass_without_warnings() -> None:
         (["launch.num_actors=100000000"], ["launch.num_actors = 100000000", "hub.max_actors"]),
         (["launch.learner_processes=2", "launch.learner_gpus=[0, 0]"], ["launch.learner_gpus = [0, 0]", "GPU 0", "twice"]),
         (["launch.actor_gpus=[[1, 1]]"], ["launch.actor_gpus = [1, 1]", "twice"]),
+        (["launch.actor_gpus=[[0, 1]]"], ["launch.actor_gpus = [[0, 1]]", "an actor has 2 GPUs", "tensor_parallel_size is 1"]),
         (["launch.learner_gpus=[-1]"], ["launch.learner_gpus = [-1]", "below 0"]),
         (["rollout.lease_timeout_s=10"], ["rollout.lease_timeout_s = 10.0", "task.reward_timeout_s = 30.0"]),
         (["run.dir="], ['run.dir = ""', "no folder"]),

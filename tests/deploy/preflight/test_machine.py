@@ -1,11 +1,15 @@
-"""Checks of the machine that need no port, disk or GPU."""
+"""Checks of the machine that need no port or disk, on GPUs that are not there."""
 
 import importlib.metadata
+from pathlib import Path
 
+import msgspec
 import pytest
 
-from offbeat.common.config import Config, ModelSection, TaskSection
-from offbeat.deploy.preflight.machine import check_companions
+from offbeat.common.config import Config, LaunchSection, ModelSection, TaskSection
+from offbeat.deploy.devices import inventory
+from offbeat.deploy.devices.inventory import Device
+from offbeat.deploy.preflight.machine import check_companions, check_devices, show_devices
 
 CONFIG = Config(model=ModelSection(path="model"), task=TaskSection(train_data="data.jsonl"))
 
@@ -32,3 +36,42 @@ def test_package_of_another_build_than_torch_is_told_with_its_cure(
     assert [finding.kind for finding in found] == ["warning"] * len(said)
     for finding, cure in zip(found, said, strict=True):
         assert finding.text.endswith(cure)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory, "list_devices", lambda: [Device(0, "GPU-a", "L4", 24, 24), Device(1, "GPU-b", "L4", 24, 24)])
+    monkeypatch.setattr(inventory, "torch_is_built_for_gpus", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def with_learner_gpu(gpu: int) -> Config:
+    # A folder, so that no hub is asked.
+    return msgspec.structs.replace(CONFIG, model=ModelSection(path="."), launch=LaunchSection(learner_gpus=(gpu,)))
+
+
+def test_check_and_train_tell_the_plan_of_a_machine_with_gpus(two_gpus: None, tmp_path: Path) -> None:
+    config = msgspec.structs.replace(CONFIG, model=ModelSection(path=str(tmp_path)))
+    for check in (check_devices, show_devices):
+        notes = [finding.text for finding in check(config) if finding.kind == "note"]
+        assert [note.partition(": ")[2] for note in notes[:2]] == ["learner", "actor-0"]
+
+
+def test_gpu_that_the_machine_lacks_is_a_mistake(two_gpus: None) -> None:
+    assert [finding.kind for finding in check_devices(with_learner_gpu(2))] == ["mistake"]
+
+
+def test_config_for_another_machine_is_checked_but_not_trained_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory, "list_devices", list)
+    assert list(show_devices(with_learner_gpu(0))) == []
+    (refusal,) = check_devices(with_learner_gpu(0))
+    assert "this run has 0 GPUs" in refusal.text
+    assert list(check_devices(CONFIG)) == []
+
+
+def test_gpus_that_an_environment_for_cpus_leaves_idle_are_told(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory, "torch_is_built_for_gpus", lambda: False)
+    for check in (check_devices, show_devices):
+        (note,) = check(CONFIG)
+        assert note.kind == "note"
+        assert "./dev setup cuda" in note.text

@@ -1,0 +1,15 @@
+"""What services and their launcher agree on about a GPU that several of them share: who has taken its memory."""
+
+import os
+from pathlib import Path
+
+READY_VARIABLE = "OFFBEAT_READY_FILE"
+"""Environment variable with the file that a service makes when it is ready; set where it shares a GPU with others."""
+GPU_BYTES_VARIABLE = "OFFBEAT_GPU_BYTES"
+"""Environment variable with the bytes of its GPU that a learner process takes at its start; set where actors share the GPU."""
+
+
+def tell_ready() -> None:
+    """Make the file that the launcher waits for before it starts the next process on the same GPU."""
+    if READY_VARIABLE in os.environ:
+        Path(os.environ[READY_VARIABLE]).touch()

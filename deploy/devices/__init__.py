@@ -1,0 +1,1 @@
+"""Decide which process of a run works on which GPU, with how much of its memory."""

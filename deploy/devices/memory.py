@@ -1,0 +1,154 @@
+"""Memory that a run's processes take on a GPU, computed from the settings and the model's sizes.
+
+Weights, optimizer, gradients and buffers are arithmetic. Activations follow from what autograd keeps in a model of Llama's
+structure, which a test counts. What CUDA and the kernels take is an estimate. No run on a GPU has checked these sums yet.
+"""
+
+from typing import Any, NamedTuple
+
+from offbeat.common.config import Config
+from offbeat.common.objectives import resolve_baseline
+from offbeat.deploy.devices.model_sizes import ModelSizes
+
+GIB = float(1 << 30)
+CONTEXT_BYTES = 1.0 * GIB
+"""CUDA context, cuBLAS and NCCL of one process, and what its allocator cannot use."""
+ENGINE_BYTES = 1.5 * GIB
+"""What an engine takes beside weights, logits and KV cache: context, CUDA graphs, activations."""
+ENGINE_LOGITS = 1024
+"""Rows of logits, in float32 and twice, that an engine holds at once."""
+HEAD_BYTES = 0.25 * GIB
+"""Chunks of logits that the learner computes at once, and what is computed from them."""
+REDUCE_BUCKET = 500_000_000
+"""Numbers in DeepSpeed's buffer of gradients, whatever the model's size."""
+LIVE_PARAMETERS = 1_000_000_000
+"""Parameters that ZeRO-3 holds whole at once at most, and numbers in one step of its optimizer."""
+FULL_LENGTH = 2
+"""Completions of full length that a KV cache has room for at least."""
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class Part(NamedTuple):
+    """A named part of a sum."""
+
+    name: str
+    num_bytes: float
+    is_estimate: bool = False
+
+
+class Need(NamedTuple):
+    """The memory of one process on each of its GPUs."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> float:
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def certain_bytes(self) -> float:
+        """The sum without the estimated parts."""
+        return sum(part.num_bytes for part in self.parts if not part.is_estimate)
+
+    def __str__(self) -> str:
+        parts = " + ".join(f"{part.name} {gib(part.num_bytes)}" for part in self.parts if part.num_bytes >= 0.005 * GIB)
+        return f"{parts} = {gib(self.num_bytes)} GiB"
+
+
+def gib(num_bytes: float) -> str:
+    """Return a size in GiB with the digits that matter."""
+    return f"{num_bytes / GIB:.2g}" if num_bytes < GIB else f"{num_bytes / GIB:.1f}"
+
+
+def learner_need(config: Config, sizes: ModelSizes) -> Need:
+    """Return the peak memory of one learner process."""
+    train, dtype_bytes = config.train, _BYTES[config.model.dtype]
+    is_bfloat16 = config.model.dtype == "bfloat16"
+    # Stage 0 becomes stage 1 in bfloat16.
+    stage = max(1, train.zero_stage) if is_bfloat16 else train.zero_stage
+    ranks = config.launch.learner_processes
+    num_trained = _adapter_parameters(config, sizes) if config.lora.rank else sizes.num_parameters
+    kept, owned = sizes.num_parameters / (ranks if stage == 3 else 1), num_trained / (ranks if stage else 1)
+    weights = kept * dtype_bytes
+    if stage == 3:
+        weights += min(sizes.num_parameters, LIVE_PARAMETERS) * dtype_bytes
+    if config.kl.loss_coef or config.kl.reward_coef:
+        # The reference is whole on every rank.
+        weights += sizes.num_parameters * dtype_bytes
+    optimizer = 0.0 if _is_offloaded(config) else owned * (12 if is_bfloat16 else 8)
+    gradients = 4 * (owned if stage >= 2 else num_trained)
+    # Temporaries of AdamW, and under ZeRO the flat gradient.
+    step = min(owned, LIVE_PARAMETERS) * (8 if stage else 4)
+    activations = _activation_bytes(config, sizes)
+    return Need(
+        (
+            Part("weights", weights),
+            Part("optimizer", optimizer),
+            Part("gradients", gradients + (4 * _reduce_bucket(config) if stage else 0)),
+            # The two peaks come one after the other.
+            Part("optimizer step", step, True) if step > activations else Part("activations", activations, True),
+            Part("CUDA", CONTEXT_BYTES, True),
+        )
+    )
+
+
+def engine_need(config: Config, sizes: ModelSizes) -> Need:
+    """Return the least memory of one actor on each of its GPUs, with a KV cache for `FULL_LENGTH` completions."""
+    dtype_bytes, parallel = _BYTES[config.model.dtype], tensor_parallel_size(config)
+    return Need(
+        (
+            Part("weights", sizes.num_parameters * dtype_bytes / parallel),
+            Part("KV cache", FULL_LENGTH * completion_bytes(config, sizes)),
+            Part("engine", ENGINE_BYTES + ENGINE_LOGITS * sizes.vocab_size * 8 / parallel, True),
+        )
+    )
+
+
+def completion_bytes(config: Config, sizes: ModelSizes) -> float:
+    """Return the KV cache of one completion of full length on each GPU of an actor."""
+    per_token = 2 * sizes.num_layers * sizes.key_value_size * _BYTES[config.model.dtype]
+    return config.model.max_length * per_token / tensor_parallel_size(config)
+
+
+def tensor_parallel_size(config: Config) -> int:
+    """Return the number of GPUs of one actor; 1 where the option is no such number, which another check refuses."""
+    size = config.actor.engine_options.get("tensor_parallel_size", 1)
+    return size if isinstance(size, int) and size > 0 else 1
+
+
+def _activation_bytes(config: Config, sizes: ModelSizes) -> float:
+    """Return what one micro-batch keeps for its backward pass, and its head."""
+    tokens = max(config.train.micro_batch_tokens, config.model.max_length)
+    scale = _BYTES[config.model.dtype] / 2
+    hidden, layers = sizes.hidden_size, sizes.num_layers
+    # Norms of hidden states (float32 copies), queries, keys, values and their norms and rotation, attention, gated MLP.
+    layer = 16 * hidden + 10 * sizes.query_size + 10 * sizes.key_value_size + 8 * sizes.mlp_size
+    # With checkpoints one layer is computed again, and its backward pass holds as much once more.
+    kept = 2 * hidden * layers + 2 * layer if config.train.activation_checkpointing else layer * (layers + 1)
+    # The head's gradient, and under ZeRO-3 the whole head.
+    head = 2 * sizes.vocab_size * hidden * _BYTES[config.model.dtype] + HEAD_BYTES
+    critic = 4 * tokens * hidden if resolve_baseline(config.advantage, config.loss.objective) == "critic" else 0
+    return tokens * kept * scale + head + critic
+
+
+def _adapter_parameters(config: Config, sizes: ModelSizes) -> float:
+    """Return the parameters of an adapter of all linear layers."""
+    hidden, inner = sizes.hidden_size, sizes.mlp_size
+    attention = 4 * hidden + 2 * sizes.query_size + 2 * sizes.key_value_size
+    return config.lora.rank * sizes.num_layers * (attention + 3 * (hidden + inner))
+
+
+def _zero_options(config: Config) -> dict[str, Any]:
+    options = config.train.deepspeed.get("zero_optimization", {})
+    return options if isinstance(options, dict) else {}
+
+
+def _is_offloaded(config: Config) -> bool:
+    options = _zero_options(config).get("offload_optimizer")
+    return isinstance(options, dict) and options.get("device") == "cpu"
+
+
+def _reduce_bucket(config: Config) -> float:
+    size = _zero_options(config).get("reduce_bucket_size", REDUCE_BUCKET)
+    return float(size) if isinstance(size, int | float) else REDUCE_BUCKET
