@@ -32,7 +32,7 @@ def note(*words):
     with (folder / "events").open("a") as file:
         print(name, *words, file=file)
 
-settings = [word.rpartition(".")[2] for word in sys.argv[6:]]
+settings = [word.removeprefix("actor.engine_options.") for word in sys.argv[6:]]
 note("starts", os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("OFFBEAT_GPU_BYTES"), *settings)
 time.sleep(0.3)
 if "OFFBEAT_READY_FILE" in os.environ:
