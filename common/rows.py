@@ -130,6 +130,30 @@ class SampleRow(Stamped, frozen=True, kw_only=True, tag="sample"):
     """The completion, special tokens included."""
 
 
+class EvalSampleRow(Stamped, frozen=True, kw_only=True, tag="eval_sample"):
+    """A completion of an evaluation, as text: the first one of some held-out prompts, the same prompts in every evaluation.
+
+    Long texts lack their middle. All texts are as the model wrote them: escape them before they are shown.
+    """
+
+    policy_version: int
+    """The version of the evaluation, as in its `eval` row."""
+    prompt_id: int
+    """Number of the held-out prompt, counted from 0 over all sets."""
+    data_set: str | None = None
+    """Name of the prompt's set in `task.eval_data`; absent where the sets have no names."""
+    reward: float
+    """Reward of the completion, as the task gave it."""
+    finish_reason: str
+    """`stop`, or `length` for a completion cut off at `rollout.max_new_tokens`."""
+    num_tokens: int
+    """Tokens of the completion."""
+    prompt: str
+    """The prompt with the chat template and the special tokens."""
+    completion: str
+    """The completion, special tokens included."""
+
+
 class ActorRow(Stamped, frozen=True, kw_only=True, tag="actor"):
     """An actor's report; its counters only grow until the actor is started again."""
 
@@ -307,6 +331,7 @@ Row = (
     | EvalRow
     | GroupRow
     | SampleRow
+    | EvalSampleRow
     | ActorRow
     | WeightsRow
     | CommitRow

@@ -17,6 +17,7 @@ from offbeat.common.rows import (
     EngineRow,
     EpochRow,
     EvalRow,
+    EvalSampleRow,
     EventRow,
     FinalRow,
     GroupRow,
@@ -136,6 +137,8 @@ class RunHistory:
     """One row for each optimizer step. A step repeated after a resume is listed once, as last done."""
     evaluations: dict[int, EvalRow] = field(default_factory=dict)
     """Evaluations by policy version."""
+    evaluation_samples: dict[tuple[int, int], EvalSampleRow] = field(default_factory=dict)
+    """Samples of evaluations by policy version and prompt."""
     publishes: list[WeightsRow] = field(default_factory=list)
     commits: list[CommitRow] = field(default_factory=list)
     canaries: list[CanaryRow] = field(default_factory=list)
@@ -262,6 +265,8 @@ def _take(history: RunHistory, row: Row | OtherRow) -> None:
             history.final = None
         case EvalRow():
             history.evaluations[row.policy_version] = row
+        case EvalSampleRow():
+            history.evaluation_samples[row.policy_version, row.prompt_id] = row
         case GroupRow():
             history.groups[row.lease_id] = _ended_group(row)
         case SampleRow():

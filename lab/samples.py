@@ -155,12 +155,12 @@ def print_samples(console: Console, groups: Sequence[SampledGroup], *, full: boo
         named = "unknown" if group.prompt_id is None else str(group.prompt_id)
         title = f"step {group.step}  prompt {named}  lag {group.policy_lag}  {printable(group.actor)}"
         console.rule(Text(title), align="left")
-        _print_text(console, group.prompt or "(the data does not have this prompt any more)", limit, style="dim")
+        print_text(console, group.prompt or "(the data does not have this prompt any more)", limit, style="dim")
         for completion in group.completions:
             ended = "cut at the limit" if completion.finish_reason == "length" else "stopped"
             scored = f"reward {completion.reward:g}  above mean {completion.above_mean:+.3g}"
             console.print(Text(f"{scored}  {completion.num_tokens} tokens, {ended}", style="bold"))
-            _print_text(console, completion.text, limit)
+            print_text(console, completion.text, limit)
         console.print()
 
 
@@ -169,7 +169,8 @@ def printable(text: str) -> str:
     return "\n".join(plain(line, len(line)) for line in text.split("\n"))
 
 
-def _print_text(console: Console, text: str, limit: int | None, style: str = "") -> None:
+def print_text(console: Console, text: str, limit: int | None, style: str = "") -> None:
+    """Print a text as data, indented; one of more than `limit` characters without its middle."""
     shown = printable(text if limit is None else shorten(text, limit))
     console.print(Text("\n".join(f"  {line}" for line in shown.split("\n"))), style=style, soft_wrap=True)
 

@@ -186,7 +186,7 @@ def open_learner(
     watch.check_learner(learner_numerics(config, inputs.hashes, trainer.device))
     contract = _make_contract(config, inputs, run.run_id, trainer.layout(), canary)._replace(max_peers=_max_peers(config, hub))
     listeners = _make_listeners(hub, publisher, canary, watch, health)
-    dispatcher = _make_dispatcher(contract, run, inputs.prompts, listeners, trainer.policy_version, record)
+    dispatcher = _make_dispatcher(contract, run, inputs, listeners, trainer.policy_version, record)
     loop = TrainingLoop(
         config,
         trainer=trainer,
@@ -321,12 +321,13 @@ def _make_listeners(
 
 
 def _make_dispatcher(
-    contract: Contract, run: _Run, prompts: Prompts, listeners: Listeners, policy_version: int, record: Recorder
+    contract: Contract, run: _Run, inputs: _Inputs, listeners: Listeners, policy_version: int, record: Recorder
 ) -> Dispatcher:
     recovered = run.recovered
     journal = LeaseJournal(run.log, recovered.ledger, recovered.stream)
     versions = Versions(policy_version, recovered.newest_version)
-    return Dispatcher(make_parts(contract, run.settings, prompts, journal, versions, record), listeners)
+    parts = make_parts(contract, run.settings, inputs.prompts, inputs.decode, journal, versions, record)
+    return Dispatcher(parts, listeners)
 
 
 def _make_checkpoints(

@@ -29,7 +29,7 @@ from offbeat.lab.report import run_plots, staleness_plots
 from offbeat.lab.report.evaluation_section import evaluation_section
 from offbeat.lab.report.health_section import health_section
 from offbeat.lab.report.page import Figures, KeyFigure, duration, head, page_html, section, table_html, tiles, write_page
-from offbeat.lab.report.sample_section import samples_section
+from offbeat.lab.report.sample_section import evaluation_samples_section, samples_section
 from offbeat.learner.diagnostics.length_bias import MAX_P, MIN_EFFECT, MIN_SHARE
 
 logger = logging.getLogger(__name__)
@@ -127,6 +127,7 @@ def _page(name: str, history: RunHistory, config: _Config, broken_lines: Sequenc
             _staleness(figures, history, config),
             _drift(figures, drift.by_lag),
             samples_section(history.samples),
+            evaluation_samples_section([row for _, row in sorted(history.evaluation_samples.items())]),
             _rollouts(figures, history),
             _bias(drift),
             _weights(figures, history),

@@ -1,21 +1,24 @@
-"""The sample rows of a run: the best and the worst completion of some of its steps, as text."""
+"""The sample rows of a run: completions of some of its steps, and of each of its evaluations, as text."""
 
 from collections.abc import Callable, Sequence
 
-from offbeat.common.rows import Recorder, SampleRow
-from offbeat.learner.leases.groups import Group
+from offbeat.common.rows import EvalSampleRow, Recorder, SampleRow
+from offbeat.learner.leases.groups import Group, Rollout
+from offbeat.learner.leases.prompts import Prompt
 
 NUM_SAMPLED_STEPS = 25
 """Steps of a run that are sampled, spread evenly, besides the first and the last."""
+NUM_EVALUATION_SAMPLES = 8
+"""Held-out prompts with a sample in each evaluation, spread evenly."""
 MAX_TEXT = 2000
-"""Longest text in a row, in characters: 25 steps of two completions stay below half a megabyte."""
+"""Longest text in a row, in characters: 25 steps of two completions, or as many evaluations, stay below a megabyte."""
 
 Decode = Callable[[Sequence[int]], str]
 """Turns token ids into text, special tokens included."""
 
 
 class SampleRows:
-    """Records what the model wrote."""
+    """Records the best and the worst completion of some steps."""
 
     def __init__(self, num_steps: int, decode: Decode, record: Recorder) -> None:
         """`num_steps` is `train.num_steps`."""
@@ -46,6 +49,34 @@ class SampleRows:
             num_tokens=len(rollout.token_ids),
             prompt=shorten(self._decode(group.prompt_token_ids.tolist()), MAX_TEXT),
             completion=shorten(self._decode(rollout.token_ids.tolist()), MAX_TEXT),
+        )
+
+
+class EvaluationSampleRows:
+    """Records the first completion of some held-out prompts, the same ones in every evaluation."""
+
+    def __init__(self, num_prompts: int, decode: Decode, record: Recorder) -> None:
+        """`num_prompts` are evaluated in each round."""
+        num_samples = min(num_prompts, NUM_EVALUATION_SAMPLES)
+        self._prompt_ids = {num_prompts * index // num_samples for index in range(num_samples)}
+        self._decode = decode
+        self._record = record
+
+    def record(self, prompt: Prompt, rollout: Rollout, policy_version: int) -> None:
+        """Record a sample of the evaluation of `policy_version`, if the prompt is one of the sampled."""
+        if prompt.prompt_id not in self._prompt_ids:
+            return
+        self._record(
+            EvalSampleRow(
+                policy_version=policy_version,
+                prompt_id=prompt.prompt_id,
+                data_set=prompt.data_set or None,
+                reward=rollout.reward,
+                finish_reason=rollout.finish_reason,
+                num_tokens=len(rollout.token_ids),
+                prompt=shorten(self._decode(prompt.token_ids.tolist()), MAX_TEXT),
+                completion=shorten(self._decode(rollout.token_ids.tolist()), MAX_TEXT),
+            )
         )
 
 

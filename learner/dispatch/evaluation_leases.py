@@ -1,9 +1,10 @@
-"""Leases of held-out prompts: they go to the same actors as training leases, and end in an evaluation row."""
+"""Leases of held-out prompts: they go to the same actors as training leases, and end in the rows of an evaluation."""
 
 from collections.abc import Callable, Sequence
 
 from offbeat.common.config import EvaluationSection, RolloutSection
 from offbeat.common.rows import Recorder
+from offbeat.learner.diagnostics.sample_rows import Decode, EvaluationSampleRows
 from offbeat.learner.dispatch.offers import Offer
 from offbeat.learner.leases.evaluation import Evaluations, Round
 from offbeat.learner.leases.groups import unpack
@@ -20,6 +21,7 @@ class EvaluationLeases:
         evaluation: EvaluationSection,
         rollout: RolloutSection,
         prompts: Sequence[Prompt],
+        decode: Decode,
         record: Recorder,
         wake: Callable[[], None],
     ) -> None:
@@ -27,11 +29,11 @@ class EvaluationLeases:
         self.group_size = evaluation.group_size
         self._pass_reward = evaluation.pass_reward
         self._sets = [prompt.data_set for prompt in prompts]
+        num_prompts = min(evaluation.num_prompts * len(set(self._sets)), len(prompts))
         self.rounds = Evaluations(
-            interval=evaluation.interval,
-            num_prompts=min(evaluation.num_prompts * len(set(self._sets)), len(prompts)),
-            max_attempts=rollout.max_lease_attempts,
+            interval=evaluation.interval, num_prompts=num_prompts, max_attempts=rollout.max_lease_attempts
         )
+        self._samples = EvaluationSampleRows(num_prompts, decode, record)
         self.num_answered = 0
         """Leases whose completions have arrived."""
         self._sampling = Sampling(max_new_tokens=rollout.max_new_tokens, temperature=evaluation.temperature)
@@ -51,7 +53,10 @@ class EvaluationLeases:
     def accept(self, actor: str, done: GroupDone, arrays: Sequence[Frame]) -> None:
         """Take the completions of a held-out prompt into the round."""
         self.num_answered += 1
-        self._current().complete(done.lease_id, unpack(done.completions, arrays))
+        current = self._current()
+        rollouts = unpack(done.completions, arrays)
+        prompt = self._prompts[current.complete(done.lease_id, rollouts)]
+        self._samples.record(prompt, rollouts[0], current.policy_version)
 
     def fail(self, lease_id: int, reason: str) -> None:
         """End a lease that brought nothing usable; its prompt gets another try, up to `rollout.max_lease_attempts`."""

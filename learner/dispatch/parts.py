@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from offbeat.common.rows import Recorder
+from offbeat.learner.diagnostics.sample_rows import Decode
 from offbeat.learner.dispatch.answers import Answers, GroupCheck
 from offbeat.learner.dispatch.contract import Contract
 from offbeat.learner.dispatch.evaluation_leases import EvaluationLeases
@@ -58,12 +59,16 @@ def make_parts(
     contract: Contract,
     settings: LiveSettings,
     prompts: Prompts,
+    decode: Decode,
     journal: LeaseJournal,
     versions: Versions,
     record: Recorder,
     clock: Callable[[], float] = time.monotonic,
 ) -> Parts:
-    """Make the parts of one learner process; `clock` gives seconds, as `now` does in every message and tick."""
+    """Make the parts of one learner process; `clock` gives seconds, as `now` does in every message and tick.
+
+    `decode` is called in the hub's thread, for the samples of evaluations.
+    """
     now = clock()
     config = settings.config
     rollout = config.rollout
@@ -71,7 +76,7 @@ def make_parts(
     wake = progress.notify_all
     send_queue = SendQueue()
     failures = Failures(rollout.max_lease_attempts, config.train.max_failed_leases, wake)
-    evaluations = EvaluationLeases(config.evaluation, rollout, prompts.evaluation, record, wake)
+    evaluations = EvaluationLeases(config.evaluation, rollout, prompts.evaluation, decode, record, wake)
     scheduler = RolloutScheduler(settings.staleness, evaluations.rounds, journal.ledger)
     roster = Roster(contract, config.hub, versions, send_queue, record)
     claims_until = now + config.hub.dead_after_s

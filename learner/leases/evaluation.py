@@ -41,11 +41,12 @@ class Round:
         """Return whether this lease is one of the round's."""
         return lease_id in self._leased
 
-    def complete(self, lease_id: int, rollouts: tuple[Rollout, ...]) -> None:
-        """Add the completions of a lease to the results."""
+    def complete(self, lease_id: int, rollouts: tuple[Rollout, ...]) -> int:
+        """Add the completions of a lease to the results, and return the index of its prompt."""
         prompt_id, _ = self._leased.pop(lease_id)
         self.rewards[prompt_id] = [rollout.reward for rollout in rollouts]
         self.lengths += [len(rollout.token_ids) for rollout in rollouts]
+        return prompt_id
 
     def fail(self, lease_id: int) -> None:
         """Queue the prompt of a lease without a result again, until its attempts are used up."""

@@ -163,6 +163,7 @@ def make_dispatcher(
         contract,
         LiveSettings(config, {}),
         Prompts(prompts, evaluation=()),
+        str,
         LeaseJournal(log, Ledger(), PromptStream(NUM_PROMPTS, seed=0)),
         Versions(current=0, newest=0),
         record,

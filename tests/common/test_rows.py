@@ -42,6 +42,10 @@ RECORDED = b"""\
 "ready_at":8.0,"taken_at":8.25}
 {"kind":"sample","time":8.5,"policy_version":1,"lease_id":9,"prompt_id":9,"policy_lag":0,"reward":1.0,"above_mean":0.5,\
 "finish_reason":"length","num_tokens":2,"prompt":"ab>","completion":"\u001b[31m<b>"}
+{"kind":"eval_sample","time":8.5,"policy_version":20,"prompt_id":3,"data_set":"math","reward":1.0,"finish_reason":"stop",\
+"num_tokens":2,"prompt":"ab>","completion":"\\u001b[31m<b>"}
+{"kind":"eval_sample","time":8.5,"policy_version":20,"prompt_id":3,"reward":1.0,"finish_reason":"stop","num_tokens":2,\
+"prompt":"ab>","completion":"ba"}
 {"kind":"step","time":8.5,"policy_version":1,"reward/mean":0.25,"reward/zero_variance_groups":7,"lag/max":0,\
 "lag/counts":{"0":32},"by_lag/0/count":256,"loss/policy":null,"time/prepare_s":0.5,"staleness/bound":4}
 {"kind":"eval","time":8.5,"policy_version":20,"reward":0.5,"length":6.25,"num_completions":64,"num_failed":0}

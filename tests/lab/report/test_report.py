@@ -146,6 +146,25 @@ def test_samples_of_steps_that_a_resume_repeats_are_replaced_and_their_number_is
     assert [f"text{version}." in text for version in (1, 30, 31, 69, 70, 99)] == [True, True, False, False, True, True]
 
 
+def evaluation_sample(version: int, prompt_id: int, completion: str, **fields: Any) -> dict[str, Any]:
+    row = {"kind": "eval_sample", "time": START + 2 * version, "policy_version": version, "prompt_id": prompt_id}
+    row |= {"reward": 0.5, "finish_reason": "stop", "num_tokens": 2, "prompt": "6*7=", "completion": completion}
+    return row | fields
+
+
+def test_samples_of_evaluations_are_data_in_the_order_of_versions_and_prompts(tmp_path: Path):
+    rows = [evaluation_sample(20, 1, "last", data_set="<i>hard"), evaluation_sample(20, 0, "<script>alert(1)</script>")]
+    page = report_of(tmp_path, [*rows, evaluation_sample(10, 1, "replaced"), evaluation_sample(10, 1, "again")])
+    assert "<script>alert" not in page and "<i>hard" not in page
+    text = text_of(page)
+    assert "version 20, prompt 1 of <i>hard: reward 0.5 held out, 2 tokens, stopped 6*7= last" in text
+    places = [text.index(completion) for completion in ("again", "<script>alert(1)</script>", "last")]
+    assert places == sorted(places) and "replaced" not in text
+    many = [evaluation_sample(version, prompt_id, f"text{version}.") for version in range(1, 100) for prompt_id in (0, 1)]
+    text = text_of(report_of(tmp_path, many))
+    assert [f"text{version}." in text for version in (1, 15, 16, 84, 85, 99)] == [True, True, False, False, True, True]
+
+
 def test_folder_without_metrics_is_refused_by_name(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=re.escape(f"{tmp_path} has no metrics.jsonl")):
         write_report(tmp_path)
@@ -261,8 +280,7 @@ def test_pass_at_k_and_the_rewards_of_named_sets_are_lines_over_policy_versions(
 def test_run_without_evaluations_has_no_section_about_them(tmp_path: Path):
     assert "<h2>Evaluation</h2>" not in report_of(tmp_path, [step(1, {"0": 3})])
     page = report_of(tmp_path, [evaluation(1)])
-    assert "<h2>Evaluation</h2>" in page and "No evaluation has measured pass@k." in text_of(page)
-    assert "Held-out reward by set" not in page
+    assert "No evaluation has measured pass@k." in text_of(page) and "Held-out reward by set" not in page
 
 
 def test_clips_that_noise_alone_makes_are_a_line_across_all_clips_where_the_floor_is_known(tmp_path: Path):

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from offbeat.common.rows import Row, SampleRow
-from offbeat.learner.diagnostics.sample_rows import MAX_TEXT, SampleRows, shorten
+from offbeat.common.rows import EvalSampleRow, Row, SampleRow
+from offbeat.learner.diagnostics.sample_rows import MAX_TEXT, EvaluationSampleRows, SampleRows, shorten
 from offbeat.learner.leases.groups import Group, Rollout
+from offbeat.learner.leases.prompts import Prompt
 from offbeat.protocols.messages import Segment
 
 
@@ -60,3 +61,25 @@ def test_long_texts_lack_their_middle() -> None:
     (row,) = samples_of(1, [1], [group(1, [0.0], ["a" * 5000 + "z"])])
     assert row.completion == f"{'a' * 1000} [... 3,001 characters left out ...] {'a' * 999}z"
     assert shorten("a" * MAX_TEXT, MAX_TEXT) == "a" * MAX_TEXT
+
+
+def evaluated(num_prompts: int, data_set: str = "") -> list[EvalSampleRow]:
+    rows: list[Row] = []
+    samples = EvaluationSampleRows(num_prompts, decode, rows.append)
+    for prompt_id in range(num_prompts):
+        prompt = Prompt(prompt_id, "", np.array([ord("p")], np.int32), "{}", data_set=data_set)
+        samples.record(prompt, group(0, [0.25], ["abc"]).rollouts[0], 40)
+    return [row for row in rows if isinstance(row, EvalSampleRow)]
+
+
+def test_evaluation_samples_are_of_eight_prompts_spread_evenly() -> None:
+    assert [row.prompt_id for row in evaluated(64)] == [0, 8, 16, 24, 32, 40, 48, 56]
+    assert [row.prompt_id for row in evaluated(3)] == [0, 1, 2]
+    assert evaluated(0) == []
+
+
+def test_evaluation_sample_has_the_completion_with_its_version_and_set() -> None:
+    (row,) = evaluated(1, "math")
+    assert (row.policy_version, row.data_set, row.prompt, row.completion) == (40, "math", "p", "abc")
+    assert (row.reward, row.finish_reason, row.num_tokens) == (0.25, "length", 3)
+    assert evaluated(1)[0].data_set is None

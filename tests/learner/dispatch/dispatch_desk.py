@@ -226,6 +226,7 @@ class Desk:
             contract,
             LiveSettings(with_settings(config, *settings), recovered.tuned),
             Prompts(make_prompts(num_prompts, "train"), make_prompts(num_eval_prompts, "held-out")),
+            lambda token_ids: " ".join(map(str, token_ids)),
             self.journal,
             self.versions,
             self.rows.append,

@@ -3,7 +3,7 @@
 import math
 import threading
 
-from offbeat.common.rows import EvalRow
+from offbeat.common.rows import EvalRow, EvalSampleRow
 from offbeat.protocols.messages import (
     Ack,
     Cancel,
@@ -35,6 +35,17 @@ def test_evaluation_round_completes_beside_training() -> None:
     assert actor.answer(held_out[0].lease_id, rewards=(1.0,)).outcome == "duplicate"
     # Evaluation is not in the account of training.
     assert desk.dispatcher.counts().leased == 1
+
+
+def test_first_completion_of_a_held_out_prompt_is_kept_as_text_with_the_version_evaluated() -> None:
+    desk = Desk("evaluation.interval=1", "evaluation.num_prompts=2", "evaluation.group_size=2", "evaluation.temperature=1.0")
+    actor = Actor(desk, "a").join(capacity=9)
+    held_out = [lease for lease in actor.leases() if lease.prompt.startswith("held-out")]
+    for lease in held_out:
+        actor.answer(lease.lease_id, rewards=(float(lease.prompt_id), 7.0))
+    samples = desk.rows_of(EvalSampleRow)
+    assert [(row.policy_version, row.prompt_id, row.reward) for row in samples] == [(0, 0, 0.0), (0, 1, 1.0)]
+    assert [(row.num_tokens, row.completion) for row in samples] == [(2, "1 2")] * 2
 
 
 def test_thread_that_waits_for_evaluations_is_woken_by_the_last_answer() -> None:
