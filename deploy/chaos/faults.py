@@ -36,6 +36,10 @@ LOCK_WAIT_S = 30.0
 DAY_S = 86_400.0
 DAMAGES_AT_THE_END = ("garbage", "half a record", "flipped bit", "cut")
 DAMAGES_IN_THE_MIDDLE = ("flipped bit in the middle",)
+NEAR_RECORDS = 60
+"""The middle is damaged within this many records of the end: a restart from the newest checkpoint reads no older ones."""
+NEARLY_FULL_BYTES = 32 << 20
+"""Room on the disk that is enough for the log and for a checkpoint."""
 MORE_DATA = "more.jsonl"
 """File beside the training data with the rows that a fault adds to it."""
 
@@ -95,7 +99,7 @@ class Disk:
 
     def fill(self, leave_bytes: int) -> None:
         """Fill the file system until `leave_bytes` are free."""
-        with self._filler.open("wb") as file:
+        with self._filler.open("ab") as file:
             while (excess := shutil.disk_usage(self.folder).free - leave_bytes) > 0:
                 # The services write at the same time, so the space may be gone.
                 with contextlib.suppress(OSError):
@@ -253,8 +257,9 @@ def corrupt_log(log: Path, damage: str, generator: random.Random) -> Committed:
     elif damage == "cut":
         del content[generator.randrange(start, len(content)) :]
     else:
+        near = min(record.position.offset for record in before[-NEAR_RECORDS:] if record.position.segment == last.segment)
         # Of a segment with one record there is no middle but the header.
-        content[generator.randrange(HEADER_BYTES if start > HEADER_BYTES else 0, start)] ^= 1 << generator.randrange(8)
+        content[generator.randrange(near if start > near else 0, start)] ^= 1 << generator.randrange(8)
     segment.write_bytes(content)
     end = "" if "middle" in damage else " at the end"
     left = {record.position for record in read_log(log)}
@@ -339,6 +344,8 @@ def _take_judge_down(scene: Scene, fault: Fault) -> Committed:
 def _fill_disk_in_checkpoint(scene: Scene, fault: Fault) -> Committed:
     if scene.disk is None:
         return Committed(None)
+    # The rest is filled in a moment, and hits a checkpoint that is written in a moment.
+    scene.disk.fill(NEARLY_FULL_BYTES)
     partial = _await_checkpoint(scene)
     scene.disk.fill(0)
     scene.victims.pause(fault.duration_s)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.deploy.chaos.faults import DAMAGES_AT_THE_END, DAMAGES_IN_THE_MIDDLE, corrupt_log, damage_checkpoint
+from offbeat.deploy.chaos.faults import DAMAGES_AT_THE_END, DAMAGES_IN_THE_MIDDLE, NEAR_RECORDS, corrupt_log, damage_checkpoint
 from offbeat.learner.leases.events import Expired, Tuned
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.rollout_log import RolloutLog
@@ -67,3 +67,14 @@ def test_damage_to_the_newest_checkpoint_is_one_that_a_restart_finds(tmp_path: P
     assert detail.endswith("step-00000002")
     assert checkpoints.find_damage(checkpoints.checkpoint_folder(tmp_path, 2)) is not None
     assert checkpoints.find_damage(checkpoints.checkpoint_folder(tmp_path, 1)) is None
+
+
+def test_middle_of_a_long_log_is_damaged_where_a_restart_from_the_newest_checkpoint_reads(tmp_path: Path) -> None:
+    folder = tmp_path / "log"
+    log = RolloutLog(folder, fsync="off", segment_bytes=1 << 20, retain_bytes=1 << 30, min_free_bytes=0)
+    for lease_id in range(400):
+        log.append(Expired(at=0.0, lease_id=lease_id, reason="lost"))
+    log.close()
+    corrupted = corrupt_log(folder, *DAMAGES_IN_THE_MIDDLE, random.Random(2))
+    (lost,) = [event.lease_id for event in corrupted.lost if isinstance(event, Expired)]
+    assert 400 - NEAR_RECORDS <= lost < 399
