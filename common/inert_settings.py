@@ -76,6 +76,12 @@ def _readers(config: Config) -> Iterator[_Reader]:
         "remove loss.function" if loss.function else 'set loss.objective="sapo"',
     )
     yield _Reader(
+        ("loss.m2_threshold",),
+        loss.objective == "m2po" and not loss.function,
+        "loss.function takes the place of the objective" if loss.function else f"loss.objective = {loss.objective!r}",
+        "remove loss.function" if loss.function else 'set loss.objective="m2po"',
+    )
+    yield _Reader(
         ("loss.dual_clip",), not loss.function, "loss.function takes the place of the objective", "remove loss.function"
     )
     yield _Reader(

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from offbeat.common.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
-CorrectionName = Literal["token_tis", "sequence_tis", "icepop", "sequence_mask", "geometric_mask", "opsm", "m2po"]
+CorrectionName = Literal["token_tis", "sequence_tis", "icepop", "sequence_mask", "geometric_mask", "opsm"]
 """The built-in corrections."""
 
 
@@ -65,7 +65,7 @@ class AdvantageSection(Section, frozen=True):
 class LossSection(Section, frozen=True):
     """The objective, its importance ratio, and the average over tokens."""
 
-    objective: Literal["gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "sapo", "cispo", "reinforce", "ppo"] = "gspo"
+    objective: Literal["gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "sapo", "cispo", "m2po", "reinforce", "ppo"] = "gspo"
     """Training objective; docs/objectives.md describes each. It decides the default of every setting below that is none."""
     function: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
     """Your own token loss, as `module:function` (docs/own_code.md), in place of the objective's, which still decides the
@@ -87,11 +87,14 @@ class LossSection(Section, frozen=True):
     split."""
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
     """Cap on the loss where the advantage is negative, as a multiple of the advantage's absolute value. It acts where the ratio
-    that the objective clips is larger. Not available for sapo, cispo and reinforce. none: no cap."""
+    that the objective clips is larger. Not available for sapo, cispo, m2po and reinforce. none: no cap."""
     tau_positive: PositiveFloat = 1.0
     """SAPO's temperature for positive advantages."""
     tau_negative: PositiveFloat = 1.05
     """SAPO's temperature for negative advantages."""
+    m2_threshold: PositiveFloat = 0.04
+    """Largest mean of `(log pi/mu)^2` that M2PO leaves among the tokens that their advantage pushes away from 1; it drops the
+    largest of the step until then, and clips nothing."""
     correction: Annotated[str, Meta(pattern=rf"^(none|{'|'.join(get_args(CorrectionName))}|[\w.]+:\w+)$")] = "none"
     """Weight or mask applied to the loss for the mismatch that the importance ratio does not cover: `pi_old / mu` with the
     decoupled anchor, `pi / mu` otherwise. none, a built-in one (docs/objectives.md), or your own as `module:function`
@@ -99,8 +102,7 @@ class LossSection(Section, frozen=True):
     correction_low: NonNegativeFloat | None = None
     """Lower bound of the correction's ratio. none: the correction's default."""
     correction_high: PositiveFloat | None = None
-    """Upper bound of the correction's ratio; for opsm of the mean log-ratio, for m2po of the second moment. none: the
-    correction's default."""
+    """Upper bound of the correction's ratio; for opsm of the mean log-ratio. none: the correction's default."""
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] | None = None
     """Average that turns token losses into one number. none: the objective's default."""
     aggregation_length: PositiveInt | None = None

@@ -9,6 +9,8 @@ NOISY_CLIP = 2e-3
 """Clip band below which the noise of engine log-probs alone clips many completions."""
 TRUNCATING = ("token_tis", "sequence_tis", "icepop", "sequence_mask")
 """Corrections that multiply by an importance ratio; the others keep or drop."""
+MASKING = ("geometric_mask", "opsm")
+"""Corrections that keep or drop, and multiply by 1."""
 
 
 def check_objective(config: Config) -> None:
@@ -46,6 +48,11 @@ def objective_warnings(config: Config) -> list[str]:
             f'loss.correction = "{loss.correction}" with loss.anchor = "behavior": pi / mu is in the objective\'s ratio '
             "already and counts twice where it is not clipped or masked."
         )
+    if loss.anchor == "decoupled" and loss.correction in MASKING:
+        warnings.append(
+            f'loss.correction = "{loss.correction}" with loss.anchor = "decoupled": what it keeps has the weight 1, so '
+            'pi_old / mu of it is not corrected; loss.anchor="behavior" has it in the objective\'s ratio.'
+        )
     return warnings
 
 
@@ -56,6 +63,13 @@ def _check_ratio(config: Config) -> None:
             "loss.anchor",
             "proximal",
             'loss.objective = "reinforce" has no importance ratio, so nothing would be anchored',
+            'Set loss.anchor="behavior".',
+        )
+    if loss.anchor != "behavior" and loss.objective == "m2po":
+        raise SettingError(
+            "loss.anchor",
+            loss.anchor,
+            'loss.objective = "m2po" bounds the second moment of pi / mu, and its ratio is pi / mu',
             'Set loss.anchor="behavior".',
         )
     if loss.anchor == "proximal" and _is_one_step(config.train):
@@ -135,13 +149,6 @@ def _check_correction(config: Config) -> None:
             loss.correction_low,
             f"it is not below loss.correction_high = {loss.correction_high}",
             "Lower it, or leave both out.",
-        )
-    if loss.correction == "m2po" and loss.anchor != "decoupled":
-        raise SettingError(
-            "loss.correction",
-            "m2po",
-            "its cut is taken over the tokens of the whole step, so pi_old / mu must be known before it",
-            'Set loss.anchor="decoupled".',
         )
 
 

@@ -59,6 +59,7 @@ DEFAULTS: dict[str, Defaults] = {
     "sapo": Defaults("seq-mean-token-mean"),
     # No lower bound, as in the paper, which does not disclose the upper one: ScaleRL finds caps of 4, 5 and 8 equivalent.
     "cispo": Defaults("token-mean", band=Bounds(1.0, 4.0)),
+    "m2po": Defaults("token-mean"),
     "reinforce": Defaults("seq-mean-token-mean"),
     "ppo": Defaults("token-mean", band=Bounds(0.2, 0.2), dual_clip=True, baseline="critic", divide_by_std=False),
 }
@@ -71,9 +72,8 @@ CORRECTION_BANDS: dict[CorrectionName, Bounds] = {
     "sequence_mask": Bounds(0.0, 3.0),
     "geometric_mask": Bounds(0.999, 1.001),
     "opsm": Bounds(0.0, 1e-4),
-    "m2po": Bounds(0.0, 0.04),
 }
-"""Bounds of the ratio of each built-in `loss.correction`. opsm and m2po have a threshold instead, in `high`."""
+"""Bounds of the ratio of each built-in `loss.correction`. opsm has a threshold instead, in `high`."""
 LOWER_BOUNDED = ("token_tis", "icepop", "sequence_mask", "geometric_mask")
 """Corrections that have a lower bound."""
 

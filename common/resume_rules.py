@@ -98,8 +98,8 @@ RULES = (
         "refused",
         _of(
             "loss",
-            "objective function anchor dual_clip tau_positive tau_negative correction correction_low correction_high "
-            "aggregation aggregation_length entropy_coef zero_variance",
+            "objective function anchor dual_clip tau_positive tau_negative m2_threshold "
+            "correction correction_low correction_high aggregation aggregation_length entropy_coef zero_variance",
         ),
         "It is part of the objective.",
     ),

@@ -30,6 +30,15 @@ ALIASES = {"staleness.max_off_policy_steps": "max_staleness"}
 """Names from other systems, as `section.key`, with the key of the setting they stand for."""
 
 
+REMOVED_VALUES = {
+    ("loss.correction", "m2po"): (
+        "this mask gave the tokens that it kept no weight, which is not M2PO, and it is gone",
+        'Set loss.objective="m2po" for M2PO. A run that has the mask cannot go on; to read its folder, set it to "none" in its '
+        "config.toml.",
+    )
+}
+"""Values that a setting once had, with the problem and the cure."""
+
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".arrow")
 """Suffixes of data files."""
 
@@ -335,6 +344,8 @@ def _convert_value(section_name: str, field: FieldInfo, value: Any) -> Any:
     if value == "none" and isinstance(accepted, types.UnionType) and accepted.includes_none:
         return None
     setting, cure = f"{section_name}.{field.name}", f"Give {_describe(accepted)}."
+    if isinstance(value, str) and (setting, value) in REMOVED_VALUES:
+        raise SettingError(setting, value, *REMOVED_VALUES[setting, value])
     # TOML has nan and inf; nan would pass every comparison with a bound.
     if isinstance(value, float) and not math.isfinite(value):
         raise SettingError(setting, value, "the number is not finite", cure)

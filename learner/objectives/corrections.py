@@ -67,39 +67,6 @@ def opsm(log_rho: Tensor, completion_mask: Tensor, advantages: Tensor, *, thresh
     return (completion_mask & ~dropped).float()
 
 
-def m2po_candidates(log_rho: Tensor, completion_mask: Tensor, advantages: Tensor) -> Tensor:
-    """Return `(log rho)^2` of the tokens that `m2po` may drop, 1-D: those with A > 0 and rho > 1, or A < 0 and rho < 1.
-
-    A clip could act on these tokens: their ratio is already beyond 1 on the side that their advantage pushes it to. The caller
-    concatenates the result over the global batch for `m2po_cutoff`.
-    """
-    return log_rho.detach()[_may_drop(log_rho, completion_mask, advantages)].square()
-
-
-def m2po_cutoff(squared_log_rho: Tensor, *, threshold: float) -> float:
-    """Return the smallest `(log rho)^2` to drop so that the mean of the kept ones is at most `threshold`; inf to drop none.
-
-    M2PO, https://arxiv.org/abs/2510.01161: dropping the largest log-ratios of a batch holds their second moment under a
-    threshold (0.04 there). `squared_log_rho`: 1-D, the candidates of the whole global batch. The mean is over the kept
-    candidates; the authors' code clips at the bound it finds instead of dropping, and AReaL averages over all tokens.
-    """
-    ascending = squared_log_rho.double().sort().values
-    running_mean = ascending.cumsum(dim=0) / torch.arange(1, len(ascending) + 1, device=ascending.device)
-    # The means of growing prefixes of an ascending sequence never fall, so those within the threshold come first.
-    num_kept = int((running_mean <= threshold).sum())
-    return ascending[num_kept].item() if num_kept < len(ascending) else math.inf
-
-
-def m2po(log_rho: Tensor, completion_mask: Tensor, advantages: Tensor, *, cutoff: float) -> Tensor:
-    """0 for the candidates whose `(log rho)^2` is at least `cutoff` (see `m2po_cutoff`), else 1, per token.
-
-    Equal candidates are dropped together, so the kept ones never exceed the threshold. `advantages`: `[rows, tokens]`.
-    """
-    log_rho = _masked(log_rho, completion_mask)
-    dropped = _may_drop(log_rho, completion_mask, advantages) & (log_rho.square() >= cutoff)
-    return (completion_mask & ~dropped).float()
-
-
 def _masked(log_rho: Tensor, completion_mask: Tensor) -> Tensor:
     return torch.where(completion_mask, log_rho.detach(), 0.0)
 
@@ -111,8 +78,3 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 def _within(log_ratio: Tensor, low: float, high: float) -> Tensor:
     log_low = math.log(low) if low > 0 else -math.inf
     return (log_ratio >= log_low) & (log_ratio <= math.log(high))
-
-
-def _may_drop(log_rho: Tensor, completion_mask: Tensor, advantages: Tensor) -> Tensor:
-    outward = ((advantages > 0) & (log_rho > 0)) | ((advantages < 0) & (log_rho < 0))
-    return completion_mask & outward

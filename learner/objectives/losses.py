@@ -7,6 +7,7 @@ makes it vary. Gradients below are those of `losses.sum()` with respect to the t
 then multiplies losses and gradients by the tokens' weights.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -150,6 +151,46 @@ def cispo(
     return TokenLosses(token_losses, _nowhere(token_losses), log_ratio)
 
 
+def m2po(
+    policy_logprobs: Tensor, anchor_logprobs: Tensor, completion_mask: Tensor, advantages: Tensor, *, cutoff: float
+) -> TokenLosses:
+    """`l = -r A`, and 0 for the tokens of `m2po_candidates` with `(log r)^2 >= cutoff`; `r` as in `ppo_clip`, without its clip.
+
+    M2PO, https://arxiv.org/abs/2510.01161, algorithm 1, where the mask holds the second moment of `log r` over the candidates
+    of a batch (`m2po_cutoff`) and replaces the clip. Gradient: `-r A` in every kept token, however far its ratio is from 1,
+    and exactly 0 in the dropped ones. Equal candidates are dropped together.
+    """
+    log_ratio = log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)
+    apart = log_ratio.detach()
+    dropped = _is_pushed_outward(apart, completion_mask, advantages) & (apart.square() >= cutoff)
+    advantages = torch.where(completion_mask, advantages, 0.0)
+    token_losses = -torch.where(dropped, 0.0, _bounded(log_ratio).exp()) * advantages
+    return TokenLosses(token_losses, dropped | ((advantages != 0) & (apart.abs() > LOG_RATIO_BOUND)), None)
+
+
+def m2po_candidates(log_ratio: Tensor, completion_mask: Tensor, advantages: Tensor) -> Tensor:
+    """Return `(log r)^2` of the tokens that `m2po` may drop, 1-D: those with A > 0 and r > 1, or A < 0 and r < 1.
+
+    A clip could act on these tokens: their ratio is already beyond 1 on the side that their advantage pushes it to. The caller
+    concatenates the result over the global batch for `m2po_cutoff`. `log_ratio`, `advantages`: `[rows, tokens]`.
+    """
+    return log_ratio.detach()[_is_pushed_outward(log_ratio, completion_mask, advantages)].square()
+
+
+def m2po_cutoff(squared_log_ratios: Tensor, *, threshold: float) -> float:
+    """Return the smallest `(log r)^2` to drop so that the mean of the kept ones is at most `threshold`; inf to drop none.
+
+    `squared_log_ratios`: 1-D, the candidates of the whole global batch. The paper's loop drops the largest until the mean of
+    the others is within the threshold (0.04 there). The authors' code takes the bound at which the mean of
+    `min((log r)^2, bound)` is, and takes it for each micro-batch; AReaL averages over all tokens.
+    """
+    ascending = squared_log_ratios.double().sort().values
+    running_mean = ascending.cumsum(dim=0) / torch.arange(1, len(ascending) + 1, device=ascending.device)
+    # The means of growing prefixes of an ascending sequence never fall, so those within the threshold come first.
+    num_kept = int((running_mean <= threshold).sum())
+    return ascending[num_kept].item() if num_kept < len(ascending) else math.inf
+
+
 def reinforce(policy_logprobs: Tensor, completion_mask: Tensor, advantages: Tensor) -> TokenLosses:
     """`l = -A policy_logprobs`: the policy gradient as if the policy itself had sampled; gradient `-A` in every token.
 
@@ -192,6 +233,11 @@ def log_sequence_ratio(log_of_tokens: Tensor, completion_mask: Tensor) -> Tensor
 
 def _bounded(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def _is_pushed_outward(log_ratio: Tensor, completion_mask: Tensor, advantages: Tensor) -> Tensor:
+    outward = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
+    return completion_mask & outward
 
 
 def _clipped_losses(

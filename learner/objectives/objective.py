@@ -87,6 +87,14 @@ class Sapo:
 
 
 @dataclass(frozen=True)
+class M2po:
+    """`losses.m2po`, which drops tokens by a cutoff of the whole optimizer step in place of a band."""
+
+    threshold: float
+    """Largest mean of `(log r)^2` over the kept candidates."""
+
+
+@dataclass(frozen=True)
 class Reinforce:
     """`losses.reinforce`, which has no ratio."""
 
@@ -98,7 +106,7 @@ class Own:
     function: OwnLoss
 
 
-TokenLoss = ClippedSurrogate | Cispo | Sapo | Reinforce | Own
+TokenLoss = ClippedSurrogate | Cispo | Sapo | M2po | Reinforce | Own
 """A loss function with its parameters."""
 
 
@@ -111,7 +119,7 @@ class CorrectionRule:
     low: float
     """Lower bound of the ratio; 0 where the correction has none."""
     high: float
-    """Upper bound of the ratio; the threshold of opsm and m2po."""
+    """Upper bound of the ratio; the threshold of opsm."""
 
 
 class Evaluation(NamedTuple):
@@ -166,10 +174,10 @@ class Objective:
         """Return the corrected token losses of a micro-batch, and what the clip and the correction did to them.
 
         `completion_mask` and `advantages`: `[rows, tokens]`. `m2po_cutoff` is that of the whole optimizer step
-        (`corrections.m2po_cutoff`); other corrections ignore it.
+        (`losses.m2po_cutoff`); objectives other than m2po ignore it.
         """
-        token_losses, clipped, log_ratio = self._token_losses(logprobs, completion_mask, advantages)
-        correction = self._correct(logprobs, completion_mask, advantages, m2po_cutoff)
+        token_losses, clipped, log_ratio = self._token_losses(logprobs, completion_mask, advantages, m2po_cutoff)
+        correction = self._correct(logprobs, completion_mask, advantages)
         if correction is not None:
             token_losses = token_losses * correction.weights
         clipped_ratio = None
@@ -181,7 +189,9 @@ class Objective:
         """Return the divisor of an optimizer step's summed loss: see `aggregation.denominator`."""
         return denominator(self.aggregation, num_rows=num_rows, num_tokens=num_tokens, length=self.aggregation_length)
 
-    def _token_losses(self, logprobs: PolicyLogprobs, completion_mask: Tensor, advantages: Tensor) -> TokenLosses:
+    def _token_losses(
+        self, logprobs: PolicyLogprobs, completion_mask: Tensor, advantages: Tensor, m2po_cutoff: float
+    ) -> TokenLosses:
         inputs = (logprobs.policy, logprobs.anchor, completion_mask, advantages)
         match self.token_loss:
             case ClippedSurrogate(function, band, dual_clip):
@@ -190,6 +200,8 @@ class Objective:
                 return losses.cispo(*inputs, clip_low=band.low, clip_high=band.high)
             case Sapo(tau_positive, tau_negative):
                 return losses.sapo(*inputs, tau_positive=tau_positive, tau_negative=tau_negative)
+            case M2po():
+                return losses.m2po(*inputs, cutoff=m2po_cutoff)
             case Reinforce():
                 return losses.reinforce(logprobs.policy, completion_mask, advantages)
             case Own(function):
@@ -197,9 +209,7 @@ class Objective:
             case _:
                 assert_never(self.token_loss)
 
-    def _correct(
-        self, logprobs: PolicyLogprobs, completion_mask: Tensor, advantages: Tensor, m2po_cutoff: float
-    ) -> Correction | None:
+    def _correct(self, logprobs: PolicyLogprobs, completion_mask: Tensor, advantages: Tensor) -> Correction | None:
         if self.correction is None:
             return None
         log_rho = torch.where(completion_mask, logprobs.log_rho, 0.0)
@@ -221,8 +231,6 @@ class Objective:
                 weights = corrections.geometric_mask(log_rho, completion_mask, low=low, high=high)
             case "opsm":
                 weights = corrections.opsm(log_rho, completion_mask, advantages, threshold=high)
-            case "m2po":
-                weights = corrections.m2po(log_rho, completion_mask, advantages, cutoff=m2po_cutoff)
             case _:
                 assert_never(self.correction.name)
         return Correction(weights, log_rho, truncated_at)
@@ -265,6 +273,8 @@ def _resolve_token_loss(loss: LossSection) -> TokenLoss:
             return Sapo(loss.tau_positive, loss.tau_negative)
         case "cispo":
             return Cispo(_resolve_band(loss))
+        case "m2po":
+            return M2po(loss.m2_threshold)
         case "reinforce":
             return Reinforce()
         case _:

@@ -26,9 +26,9 @@ from offbeat.learner.diagnostics.group_metrics import Metrics, group_metrics
 from offbeat.learner.diagnostics.loss_metrics import EngineNoise, loss_metrics
 from offbeat.learner.diagnostics.noise_floor import Differences
 from offbeat.learner.leases.groups import Group
-from offbeat.learner.objectives.corrections import m2po_candidates, m2po_cutoff
 from offbeat.learner.objectives.kl import adapt_kl_coefficient
-from offbeat.learner.objectives.objective import CorrectionRule, resolve_objective
+from offbeat.learner.objectives.losses import m2po_candidates, m2po_cutoff
+from offbeat.learner.objectives.objective import M2po, resolve_objective
 from offbeat.learner.objectives.reward_shaping import RunningMoments, resolve_reward_shaping, shape_rewards
 from offbeat.learner.policy.loading import check_policy, load_policy, load_reference
 from offbeat.learner.policy.logprobs import CompletionLogprobs
@@ -347,17 +347,20 @@ class Trainer:
             sums += torch.stack([value.double() for value in loss.sums])
         return torch.cat(tables), gather_tensors(sums).sum(dim=0)
 
+    @torch.no_grad()
     def _find_m2po_cutoff(self, batch: Sequence[PreparedMicroBatch]) -> float:
-        """Return the cutoff of M2PO over the tokens of all ranks; inf for other corrections."""
-        rule = self._objective.correction
-        if not isinstance(rule, CorrectionRule) or rule.name != "m2po":
+        """Return the cutoff of M2PO over the tokens of all ranks; inf for other objectives.
+
+        Runs the current policy once more: the cutoff must be known before the first gradient.
+        """
+        token_loss = self._objective.token_loss
+        if not isinstance(token_loss, M2po):
             return math.inf
         candidates: list[Tensor] = []
-        for micro_batch, frozen, advantages, _ in batch:
-            assert frozen.proximal_logprobs is not None, "m2po takes a decoupled anchor"
-            log_rho = frozen.proximal_logprobs - micro_batch.behavior_logprobs
-            candidates.append(m2po_candidates(log_rho, micro_batch.completion_mask, advantages))
-        return m2po_cutoff(gather_rows(torch.cat(candidates)), threshold=rule.high)
+        for micro_batch, _, advantages, _ in batch:
+            log_ratio = self._run(self._module, micro_batch).logprobs - micro_batch.behavior_logprobs
+            candidates.append(m2po_candidates(log_ratio, micro_batch.completion_mask, advantages))
+        return m2po_cutoff(gather_rows(torch.cat(candidates)), threshold=token_loss.threshold)
 
     def _term_metrics(self, means: TermSums) -> dict[str, float]:
         """Name the means of the loss terms that the run has."""

@@ -17,6 +17,7 @@ INERT = {
     "reward.overlong_penalty=2": ["reward.overlong_buffer = 0", "set reward.overlong_buffer"],
     "loss.tau_positive=2": ["loss.objective = 'dr_grpo'", 'set loss.objective="sapo"'],
     "loss.tau_negative=2": ["loss.objective = 'dr_grpo'"],
+    "loss.m2_threshold=0.1": ["loss.objective = 'dr_grpo'", 'set loss.objective="m2po"'],
     "kl.estimator=k2": ["kl.loss_coef = 0 and kl.reward_coef = 0", "set one of them"],
     "kl.horizon=5": ["without kl.target", "set kl.target"],
 }
@@ -31,6 +32,7 @@ READERS = {
     "reward.overlong_penalty=2": ["reward.overlong_buffer=5"],
     "loss.tau_positive=2": ["loss.objective=sapo"],
     "loss.tau_negative=2": ["loss.objective=sapo"],
+    "loss.m2_threshold=0.1": ["loss.objective=m2po"],
     "kl.estimator=k2": ["kl.loss_coef=0.1"],
     "kl.horizon=5": ["kl.target=0.1", "kl.loss_coef=0.1"],
 }

@@ -45,6 +45,7 @@ def test_every_objective_passes_by_itself_and_completing_twice_changes_nothing(o
         (["loss.objective=dapo"], (0.2, 0.28, "token-mean", "group", True, "drop", 200)),
         (["loss.objective=sapo"], (None, None, "seq-mean-token-mean", "group", True, "count", 0)),
         (["loss.objective=cispo"], (1.0, 4.0, "token-mean", "group", True, "count", 0)),
+        (["loss.objective=m2po"], (None, None, "token-mean", "group", True, "count", 0)),
         (["loss.objective=reinforce"], (None, None, "seq-mean-token-mean", "group", True, "count", 0)),
         (["loss.objective=ppo"], (0.2, 0.2, "token-mean", "critic", False, "count", 0)),
         (["advantage.baseline=leave_one_out"], (0.05, 0.05, "seq-mean-token-mean", "leave_one_out", False, "count", 0)),
@@ -117,7 +118,12 @@ REFUSALS = [
     Refusal(["loss.correction=opsm", "loss.correction_low=0.1"], ["loss.correction_low = 0.1", "no lower bound"]),
     Refusal(["loss.correction=icepop", "loss.correction_low=6"], ["not below loss.correction_high = 5.0"]),
     Refusal(["loss.correction=mine:f", "loss.correction_high=2"], ["loss.correction_high = 2.0", "not given any bounds"]),
-    Refusal(["loss.correction=m2po"], ['loss.correction = "m2po"', 'loss.anchor="decoupled"']),
+    Refusal(["loss.correction=m2po"], ['loss.correction = "m2po"', 'loss.objective="m2po"', "config.toml"]),
+    Refusal(
+        ["loss.objective=m2po", "loss.anchor=decoupled", "loss.correction=token_tis"],
+        ['loss.anchor = "decoupled"', 'loss.anchor="behavior"'],
+    ),
+    Refusal(["loss.objective=m2po", "loss.clip_low=0.2"], ["loss.clip_low = 0.2", "does not clip"]),
     Refusal(["advantage.baseline=zero", "advantage.divide_by_std=true"], ["advantage.divide_by_std = true", "whiten"]),
     Refusal(["advantage.baseline=critic"], ['loss.objective = "gspo"', "critic", "gspo_token"]),
     Refusal(["kl.reward_coef=0.1"], ['loss.objective = "gspo"', "kl.reward_coef = 0.1", "gspo_token"]),
@@ -147,6 +153,7 @@ def test_contradiction_is_refused_with_its_reason_and_cure(refusal: Refusal) -> 
         (["loss.objective=reinforce"], "has no importance ratio"),
         (["loss.anchor=decoupled", "loss.correction=token_tis"], "the ratio is 1 at the one step"),
         (["loss.correction=token_tis"], "counts twice"),
+        (["loss.anchor=decoupled", "loss.correction=opsm", "train.steps_per_batch=2"], "pi_old / mu of it is not corrected"),
     ],
 )
 def test_what_is_allowed_and_easily_misread_is_said_aloud(overrides: list[str], part: str) -> None:
@@ -158,7 +165,7 @@ def test_what_is_allowed_and_easily_misread_is_said_aloud(overrides: list[str], 
     "overrides",
     [
         ["loss.anchor=proximal", "train.steps_per_batch=2"],
-        ["loss.anchor=decoupled", "loss.correction=m2po", "train.steps_per_batch=2"],
+        ["loss.objective=m2po", "loss.m2_threshold=0.1", "train.steps_per_batch=2"],
         ["loss.objective=reinforce", "loss.correction=token_tis"],
         ["loss.correction=opsm"],
         ["loss.clip_low=3e-4", "loss.noise_floor=measured.json"],
@@ -195,7 +202,9 @@ def test_documentation_has_every_objective_and_correction_with_its_own_values() 
     for name, defaults in DEFAULTS.items():
         _, clip, aggregation, _ = objectives[name]
         assert aggregation == f"`{defaults.aggregation}`"
-        if defaults.band is None:
+        if name == "m2po":
+            assert clip.startswith("drops tokens")
+        elif defaults.band is None:
             assert clip == "does not clip"
         elif name != "gspo_token":
             assert clip.startswith(f"{defaults.band.low:g}, {defaults.band.high:g}")

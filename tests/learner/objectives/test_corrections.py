@@ -1,6 +1,5 @@
 import math
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,9 +7,6 @@ from hypothesis import strategies as st
 from offbeat.learner.objectives.corrections import (
     geometric_mask,
     icepop,
-    m2po,
-    m2po_candidates,
-    m2po_cutoff,
     opsm,
     sequence_mask,
     sequence_tis,
@@ -33,7 +29,6 @@ def every_correction(log_rho, mask, advantages):
         "sequence_mask": sequence_mask(log_rho, mask, low=0.0, high=3.0),
         "geometric_mask": geometric_mask(log_rho, mask, low=0.9, high=1.1),
         "opsm": opsm(log_rho, mask, advantages, threshold=0.1),
-        "m2po": m2po(log_rho, mask, advantages, cutoff=0.04),
     }
 
 
@@ -80,67 +75,6 @@ def test_opsm_drops_rows_of_negative_advantage_that_the_policy_moved_away_from()
     weights = opsm(log_rho, MASK.expand(4, 4), advantages, threshold=0.1)
     assert weights[:, :3].tolist() == [[0.0] * 3, [1.0] * 3, [1.0] * 3, [1.0] * 3]
     assert not weights[:, 3].any()
-
-
-def test_m2po_candidates_are_the_tokens_that_a_clip_could_act_on():
-    log_rho = torch.tensor([[0.1, -0.2, 0.3, 0.4], [0.5, -0.6, 0.0, math.nan]], requires_grad=True)
-    advantages = torch.tensor([[1.0, 1.0, 0.0, 1.0], [-1.0, -1.0, -1.0, -1.0]])
-    squares = m2po_candidates(log_rho, MASK.expand(2, 4), advantages)
-    torch.testing.assert_close(squares, torch.tensor([0.1**2, 0.6**2]))
-    assert not squares.requires_grad
-
-
-@pytest.mark.parametrize(
-    ("squares", "threshold", "cutoff"),
-    [
-        ([0.04, 0.01, 0.09, 0.25], 0.05, 0.25),  # means of the smallest: 0.01, 0.025, 0.0467, 0.0975
-        ([0.04, 0.01, 0.09, 0.25], 0.04, 0.09),
-        ([0.04, 0.01], 0.04, math.inf),
-        ([0.09, 0.06], 0.04, 0.06),
-        ([], 0.04, math.inf),
-    ],
-)
-def test_m2po_cutoff_is_the_smallest_square_that_must_go(squares, threshold, cutoff):
-    assert m2po_cutoff(torch.tensor(squares), threshold=threshold) == pytest.approx(cutoff)
-
-
-def test_m2po_drops_candidates_from_the_cutoff_on_and_no_others():
-    # All far from 1, but only the first two point where their advantage pushes.
-    log_rho = torch.tensor([[0.5, 0.1, -0.5, 0.5], [-0.5, -0.2, 0.5, 0.5]])
-    advantages = torch.tensor([1.0, -1.0])[:, None].expand(2, 4)
-    weights = m2po(log_rho, MASK.expand(2, 4), advantages, cutoff=0.25)
-    assert weights.tolist() == [[0.0, 1.0, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0]]
-    assert m2po(log_rho, MASK.expand(2, 4), advantages, cutoff=math.inf)[:, :3].all()
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    squares=st.lists(st.sampled_from([0.0, 0.01, 0.03, 0.04, 0.05, 0.1, 4.0]), max_size=12),
-    threshold=st.sampled_from([0.005, 0.035, 0.2]),
-)
-def test_m2po_keeps_as_much_as_the_threshold_allows_up_to_equals(squares, threshold):
-    """Compare with the paper's loop, which drops the largest until the mean of the rest is within the threshold."""
-    kept = sorted(squares)
-    while kept and sum(kept) / len(kept) > threshold:
-        largest = kept[-1]
-        kept = [square for square in kept if square < largest]
-    cutoff = m2po_cutoff(torch.tensor(squares, dtype=torch.float64), threshold=threshold)
-    assert sorted(square for square in squares if square < cutoff) == kept
-
-
-def test_m2po_of_a_whole_batch_holds_the_second_moment_of_its_candidates():
-    generator = torch.Generator().manual_seed(0)
-    log_rho = 0.4 * torch.randn(32, 16, generator=generator)
-    mask = torch.rand(32, 16, generator=generator) < 0.8
-    advantages = torch.randn(32, 1, generator=generator).expand(32, 16)
-    # Collected in two micro-batches, applied in one: the cutoff is global.
-    candidates = [m2po_candidates(log_rho[half], mask[half], advantages[half]) for half in (slice(0, 9), slice(9, 32))]
-    cutoff = m2po_cutoff(torch.cat(candidates), threshold=0.04)
-    weights = m2po(log_rho, mask, advantages, cutoff=cutoff)
-    kept = m2po_candidates(log_rho, mask & (weights > 0), advantages)
-    num_dropped = int((mask & (weights == 0)).sum())
-    assert 0 < num_dropped == len(torch.cat(candidates)) - len(kept)
-    assert 0.038 < kept.mean().item() <= 0.04
 
 
 def test_weights_are_detached_and_finite_and_zero_outside_the_mask():

@@ -15,6 +15,7 @@ from offbeat.learner.objectives.losses import (
     cispo,
     gspo,
     gspo_token,
+    m2po,
     ppo_clip,
     reinforce,
     sapo,
@@ -24,6 +25,7 @@ from offbeat.learner.objectives.losses import (
 BAND = {"clip_low": 0.1, "clip_high": 0.2}
 TAU = {"tau_positive": 1.0, "tau_negative": 1.5}
 DUAL_CLIP = 1.6
+M2PO_CUTOFF = 0.1
 SEQUENCE_DUAL_CLIP = 1.05
 """A cap that mean ratios of `random_batch` reach, some of them inside the band."""
 
@@ -38,9 +40,10 @@ OBJECTIVES: dict[str, Objective] = {
     "gspo_token_dual_clip": lambda *tensors: gspo_token(*tensors, **BAND, dual_clip=SEQUENCE_DUAL_CLIP),
     "sapo": lambda *tensors: sapo(*tensors, **TAU),
     "cispo": lambda *tensors: cispo(*tensors, **BAND),
+    "m2po": lambda *tensors: m2po(*tensors, cutoff=M2PO_CUTOFF),
     "reinforce": lambda policy, _, mask, advantages: reinforce(policy, mask, advantages),
 }
-WITH_CLIP = ("gspo", "gspo_token", "ppo_clip", "dual_clip", "gspo_dual_clip", "gspo_token_dual_clip")
+WITH_CLIP = ("gspo", "gspo_token", "ppo_clip", "dual_clip", "gspo_dual_clip", "gspo_token_dual_clip", "m2po")
 every_objective = pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
 
 
@@ -91,6 +94,13 @@ def printed_cispo(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
     return -(policy.exp() / anchor.exp()).clamp(1 - 0.1, 1 + 0.2).detach() * advantages * policy
 
 
+def printed_m2po(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
+    ratio = policy.exp() / anchor.exp()
+    in_trust_region = ((advantages > 0) & (ratio > 1)) | ((advantages < 0) & (ratio < 1))
+    mask = ~(in_trust_region & (ratio.log().square() >= M2PO_CUTOFF))
+    return -(mask * ratio * advantages)
+
+
 def printed_reinforce(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
     return -advantages * policy
 
@@ -104,6 +114,7 @@ PRINTED = {
     "gspo_token_dual_clip": printed_gspo_token_dual_clip,
     "sapo": printed_sapo,
     "cispo": printed_cispo,
+    "m2po": printed_m2po,
     "reinforce": printed_reinforce,
 }
 

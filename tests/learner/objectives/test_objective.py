@@ -29,6 +29,7 @@ EXPECTED = {
     "gspo_token": lambda anchor: losses.gspo_token(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
     "sapo": lambda anchor: losses.sapo(POLICY, anchor, MASK, ADVANTAGES, tau_positive=1.0, tau_negative=1.05),
     "cispo": lambda anchor: losses.cispo(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
+    "m2po": lambda anchor: losses.m2po(POLICY, anchor, MASK, ADVANTAGES, cutoff=0.01),
     "reinforce": lambda _: losses.reinforce(POLICY, MASK, ADVANTAGES),
 } | dict.fromkeys(
     ("grpo", "dr_grpo", "dapo", "ppo"),
@@ -41,7 +42,7 @@ EXPECTED = {
 def test_objective_is_the_function_of_its_name_against_the_anchor(name: str, proximal: torch.Tensor | None) -> None:
     clip = ["clip_low=0.1", "clip_high=0.2"] if DEFAULTS[name].band else []
     logprobs = PolicyLogprobs(POLICY, BEHAVIOR, proximal)
-    found = make_objective(f"objective={name}", *clip).evaluate(logprobs, MASK, ADVANTAGES)
+    found = make_objective(f"objective={name}", *clip).evaluate(logprobs, MASK, ADVANTAGES, m2po_cutoff=0.01)
     expected = EXPECTED[name](BEHAVIOR if proximal is None else proximal)
     assert torch.equal(found.losses, expected.losses)
     assert torch.equal(found.clipped, expected.clipped)
@@ -50,7 +51,7 @@ def test_objective_is_the_function_of_its_name_against_the_anchor(name: str, pro
 def test_objectives_are_told_apart() -> None:
     distinct = {name: tuple(EXPECTED[name](BEHAVIOR).losses.flatten().tolist()) for name in EXPECTED}
     # GSPO-token is GSPO where advantages are equal along a row; the clip's four names are one function.
-    assert len(set(distinct.values())) == 5
+    assert len(set(distinct.values())) == 6
 
 
 @pytest.mark.parametrize("name", [name for name in DEFAULTS if DEFAULTS[name].dual_clip])
@@ -68,9 +69,9 @@ def test_dual_clip_caps_the_objectives_that_have_it(name: str) -> None:
 @pytest.mark.parametrize("proximal", [None, PROXIMAL], ids=["pi over mu", "pi_old over mu"])
 @pytest.mark.parametrize("name", CORRECTION_BANDS)
 def test_correction_is_the_function_of_its_name_for_what_lies_outside_the_ratio(name: str, proximal) -> None:
-    bounds = ["correction_high=1.1"] + (["correction_low=0.9"] if name not in ("sequence_tis", "opsm", "m2po") else [])
+    bounds = ["correction_high=1.1"] + (["correction_low=0.9"] if name not in ("sequence_tis", "opsm") else [])
     logprobs = PolicyLogprobs(POLICY, BEHAVIOR, proximal)
-    evaluation = make_objective(f"correction={name}", *bounds).evaluate(logprobs, MASK, ADVANTAGES, m2po_cutoff=0.01)
+    evaluation = make_objective(f"correction={name}", *bounds).evaluate(logprobs, MASK, ADVANTAGES)
     found = evaluation.correction
     log_rho = torch.where(MASK, (POLICY if proximal is None else proximal) - BEHAVIOR, 0.0)
     expected = {
@@ -80,7 +81,6 @@ def test_correction_is_the_function_of_its_name_for_what_lies_outside_the_ratio(
         "sequence_mask": lambda: corrections.sequence_mask(log_rho, MASK, low=0.9, high=1.1),
         "geometric_mask": lambda: corrections.geometric_mask(log_rho, MASK, low=0.9, high=1.1),
         "opsm": lambda: corrections.opsm(log_rho, MASK, ADVANTAGES, threshold=1.1),
-        "m2po": lambda: corrections.m2po(log_rho, MASK, ADVANTAGES, cutoff=0.01),
     }[name]()
     assert found is not None
     assert torch.equal(found.weights, expected)
@@ -101,7 +101,7 @@ def test_clipped_ratio_is_the_one_to_the_anchor_that_the_objective_clips(name: s
     # With a gradient, as in training: the ratio that is reported has none.
     logprobs = PolicyLogprobs(POLICY.clone().requires_grad_(), BEHAVIOR, proximal)
     found = make_objective(f"objective={name}").evaluate(logprobs, MASK, ADVANTAGES).clipped_ratio
-    if name in ("sapo", "reinforce"):
+    if name in ("sapo", "m2po", "reinforce"):
         assert found is None
         return
     assert found is not None and not found.log_ratio.requires_grad
@@ -133,7 +133,7 @@ def test_settings_left_open_are_the_objectives_own() -> None:
 def test_noise_of_the_engine_is_clipped_where_a_clip_takes_gradient_against_its_logprobs() -> None:
     assert make_objective("clip_low=0.1", "clip_high=0.2").engine_band == ClipBand(0.1, 0.2, is_sequence_ratio=True)
     assert make_objective("objective=dapo").engine_band == ClipBand(0.2, 0.28, is_sequence_ratio=False)
-    for without in (["objective=cispo"], ["objective=sapo"], ["objective=reinforce"], ["anchor=proximal"]):
+    for without in (["objective=cispo"], ["objective=sapo"], ["objective=m2po"], ["objective=reinforce"], ["anchor=proximal"]):
         assert make_objective(*without).engine_band is None
 
 

@@ -1,5 +1,6 @@
 """The trainer with objectives besides GSPO, KL, critic, adapter: against autograd, and over several steps."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,56 @@ def test_decoupled_token_objective_with_kl_and_entropy_has_the_gradient_of_its_f
     assert metrics["kl/behavior_proximal_k3"] > 1e-4
     for name, parameter in policy.named_parameters():
         torch.testing.assert_close(weights[name], parameter.detach() - 0.1 * parameter.grad, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [20, 10_000])
+def test_m2po_drops_over_the_whole_step_and_keeps_the_ratio_to_the_engine(
+    tiny_model: Path, policy: Any, micro_batch_tokens: int
+) -> None:
+    """Two steps of one batch: each drops by the weights that it starts from, with the paper's loop."""
+    groups = make_groups(6)
+    config = make_config(
+        tiny_model,
+        deepspeed=SGD,
+        max_grad_norm=1e9,
+        micro_batch_tokens=micro_batch_tokens,
+        steps_per_batch=2,
+        loss={"objective": "m2po", "m2_threshold": 4e-3, "clip_low": None, "clip_high": None},
+    )
+    with running(config) as trainer:
+        metrics = trainer.train_batch(groups)
+        weights = weights_of(trainer)
+    expected = copy.deepcopy(policy)
+    dropped = [_take_m2po_step(expected, of_step, threshold=4e-3) for of_step in (groups[:3], groups[3:])]
+    assert [row["clip_tokens/fraction"] for row in metrics] == pytest.approx(dropped)
+    assert min(dropped) > 0.02
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=0, atol=2e-6)
+
+
+def _take_m2po_step(policy: Any, groups: list[Group], *, threshold: float) -> float:
+    """Take a step of M2PO as the paper has it; return the share of tokens that it dropped."""
+    ratios, advantages = [], []
+    for group in groups:
+        rewards = torch.tensor([rollout.reward for rollout in group.rollouts])
+        for index, rollout in enumerate(group.rollouts):
+            logprobs = completion_logits(policy, group, index).gather(
+                -1, torch.tensor(rollout.token_ids, dtype=torch.int64)[:, None]
+            )
+            ratios.append((logprobs.squeeze(-1) - torch.tensor(rollout.behavior_logprobs)).exp())
+            advantages.append(((rewards - rewards.mean()) / (rewards.std() + 1e-6))[index].expand(len(rollout.token_ids)))
+    ratio, advantage = torch.cat(ratios), torch.cat(advantages)
+    region = ((advantage > 0) & (ratio > 1)) | ((advantage < 0) & (ratio < 1))
+    squares = torch.where(region, ratio.detach().log().square(), 0.0)
+    mask = torch.ones(len(ratio), dtype=torch.bool)
+    while squares[region & mask].mean() > threshold:
+        mask[torch.where(region & mask, squares, -1.0).argmax()] = False
+    policy.zero_grad()
+    (-(mask * ratio * advantage).sum() / len(ratio)).backward()
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter -= 0.1 * parameter.grad
+    return float((~mask).float().mean())
 
 
 def test_entropy_is_measured_without_a_bonus(tiny_model: Path, policy: Any) -> None:

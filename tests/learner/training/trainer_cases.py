@@ -78,7 +78,7 @@ def make_config(
 
 
 EXTRAS: dict[str, Any] = {
-    "loss": {"objective": "gspo_token", "anchor": "decoupled", "correction": "m2po", "correction_high": 1e-3},
+    "loss": {"objective": "m2po", "m2_threshold": 1e-3, "clip_low": None, "clip_high": None},
     "advantage": AdvantageSection(whiten=True, clip=1.5),
     "kl": KlSection(loss_coef=0.1, reward_coef=0.01),
 }
