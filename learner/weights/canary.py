@@ -124,6 +124,10 @@ class Canary:
 
 
 def canary_token_ids(prompts: Sequence[NDArray[np.int32]], num_tokens: int) -> NDArray[np.int32]:
-    """Return the first `num_tokens` tokens of the prompts' token ids, one prompt after another."""
+    """Return the first `num_tokens` tokens of the prompts' token ids, one prompt after another.
+
+    A single token is repeated, because the first token of a sequence has no log-prob.
+    """
     # No prompt is empty, so this many hold enough tokens, if there are enough at all.
-    return np.concatenate(prompts[:num_tokens])[:num_tokens].astype(np.int32)
+    found = np.concatenate(prompts[:num_tokens])[:num_tokens].astype(np.int32)
+    return np.repeat(found, 2) if len(found) == 1 < num_tokens else found

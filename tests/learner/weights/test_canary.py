@@ -160,3 +160,4 @@ def test_canary_is_the_beginning_of_the_prompts() -> None:
     assert token_ids.tolist() == [1, 2, 3, 4]
     assert token_ids.dtype == np.int32
     assert canary_token_ids(prompts, 64).tolist() == [1, 2, 3, 4, 5, 6]
+    assert canary_token_ids([np.array([7])], 64).tolist() == [7, 7], "the first token has no log-prob"
