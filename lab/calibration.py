@@ -23,6 +23,7 @@ from offbeat.common.run_folder import CONFIG_FILE, LOG
 from offbeat.common.settings import SettingError, load
 from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.learner.diagnostics.calibration import BandCheck, Calibration, engine_numerics, learner_numerics, save_calibration
+from offbeat.learner.diagnostics.mask_noise import MaskCheck, expected_masked, measured_masked
 from offbeat.learner.diagnostics.noise_floor import (
     NOISE_CLIP_SHARE,
     ClipBand,
@@ -32,7 +33,7 @@ from offbeat.learner.diagnostics.noise_floor import (
     fit,
     recommend_band,
 )
-from offbeat.learner.objectives.objective import resolve_objective
+from offbeat.learner.objectives.objective import CorrectionRule, Objective, resolve_objective
 from offbeat.protocols.messages import EngineInfo
 
 if TYPE_CHECKING:
@@ -80,7 +81,18 @@ def fit_calibration(config: Config, engine: EngineInfo, measured: ScoredHalves) 
         summaries=describe(every, floor),
         checks=checks,
         recommended=recommended,
+        masked=check_mask(resolve_objective(config.loss, max_new_tokens=config.rollout.max_new_tokens), measured.halves),
     )
+
+
+def check_mask(objective: Objective, halves: tuple[Differences, Differences]) -> MaskCheck | None:
+    """Compare the masking of the objective's correction that each half predicts for the other with the measured one."""
+    rule = objective.correction
+    if not isinstance(rule, CorrectionRule):
+        return None
+    expected = [expected_masked(floor, rule, other) for floor, other in cross_fit(*halves)]
+    measured = measured_masked(Differences.join(halves), rule)
+    return MaskCheck(rule.name, rule.low, rule.high, float(np.concatenate(expected).mean()), float(measured.mean()))
 
 
 def cross_fit(first: Differences, second: Differences) -> tuple[tuple[NoiseFloor, Differences], ...]:
@@ -184,6 +196,12 @@ def render_calibration(calibration: Calibration) -> RenderableType:
     parts: list[RenderableType] = [head, _summary_table(calibration), ""]
     if calibration.checks:
         parts += [_band_table(calibration), ""]
+    if calibration.masked is not None:
+        masked = calibration.masked
+        parts.append(
+            f'loss.correction = "{masked.name}" ({masked.low:g} to {masked.high:g}) masks {masked.predicted:.1%} of the tokens '
+            f"for noise alone; measured {masked.measured:.1%}.\n"
+        )
     return Group(*parts, _advice(calibration), "")
 
 

@@ -9,6 +9,7 @@ import torch
 
 from offbeat.common.config import Config
 from offbeat.common.settings import SettingError
+from offbeat.learner.diagnostics.mask_noise import MaskCheck
 from offbeat.learner.diagnostics.noise_floor import NoiseFloor, NoiseSummary
 from offbeat.learner.objectives.bands import ClipBand
 from offbeat.protocols.messages import EngineInfo, ModelHashes
@@ -79,6 +80,8 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     any `anchor`; empty for an objective that does not clip."""
     recommended: ClipBand | None
     """Recommended band for `objective` and `anchor`; None for an objective that does not clip."""
+    masked: MaskCheck | None = None
+    """Check of the correction; None without a built-in one, and in a file of an older version."""
 
 
 def learner_numerics(config: Config, hashes: ModelHashes, device: torch.device) -> LearnerNumerics:

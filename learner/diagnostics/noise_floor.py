@@ -52,17 +52,17 @@ class Differences(NamedTuple):
     @property
     def log_sequence_ratios(self) -> Floats:
         """`log s`, `[completions]`."""
-        return self._means(self.log_ratios)
+        return self.means(self.log_ratios)
 
     @property
     def positive(self) -> Floats:
         """Share of each completion's tokens whose advantage is above 0."""
-        return self._means(self.advantages > 0)
+        return self.means(self.advantages > 0)
 
     @property
     def negative(self) -> Floats:
         """Share of each completion's tokens whose advantage is below 0."""
-        return self._means(self.advantages < 0)
+        return self.means(self.advantages < 0)
 
     def take(self, chosen: NDArray[np.bool_]) -> "Differences":
         """Return the completions that are True in `chosen`, `[completions]`."""
@@ -75,9 +75,10 @@ class Differences(NamedTuple):
         if band.is_sequence_ratio:
             ratios = np.repeat(self.log_sequence_ratios, self.lengths)
         below, above = ratios < band.log_low, ratios > band.log_high
-        return self._means((below & (self.advantages < 0)) | (above & (self.advantages > 0)))
+        return self.means((below & (self.advantages < 0)) | (above & (self.advantages > 0)))
 
-    def _means(self, of_tokens: NDArray[np.generic]) -> Floats:
+    def means(self, of_tokens: NDArray[np.generic]) -> Floats:
+        """Return the mean of each completion's tokens, `[completions]`; `of_tokens`: `[sum(lengths)]`."""
         starts = np.cumsum(self.lengths) - self.lengths
         return np.add.reduceat(of_tokens.astype(np.float64), starts) / self.lengths
 
@@ -117,7 +118,11 @@ class NoiseFloor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def sequences_below(self, log_ratio: float, lengths: NDArray[np.int64]) -> Floats:
         """Return the probability that `log s` is below `log_ratio`, for completions of these lengths."""
-        return _cdf((log_ratio - self.mean) / self.spread(lengths), self.sequence_quantiles)
+        return self.standardized_below((log_ratio - self.mean) / self.spread(lengths))
+
+    def standardized_below(self, z: Floats) -> Floats:
+        """Return the probability that the model's z is below each of these."""
+        return _cdf(z, self.sequence_quantiles)
 
     def tokens_below(self, log_ratio: float) -> float:
         """Return the probability that a token's d is below `log_ratio`."""

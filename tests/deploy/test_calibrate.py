@@ -10,13 +10,15 @@ import pytest
 from msgspec.structs import replace
 
 from offbeat.common.config import Config
+from offbeat.common.learning_sections import LossSection
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load
 from offbeat.deploy.calibrate import calibrate, collection_config
-from offbeat.lab.calibration import check_band, cross_fit, load_groups, print_calibration
+from offbeat.lab.calibration import check_band, check_mask, cross_fit, load_groups, print_calibration
 from offbeat.learner.diagnostics.calibration import FILE, load_calibration
 from offbeat.learner.diagnostics.noise_floor import Differences
 from offbeat.learner.objectives.bands import ClipBand
+from offbeat.learner.objectives.objective import resolve_objective
 from tests.deploy.services import SERVICES_S, Services, services_in, write_config
 from tests.deploy.warm import WarmProcess
 
@@ -186,6 +188,18 @@ def test_band_is_foretold_of_groups_that_the_model_has_not_seen_and_its_error_is
     assert checked.predicted == pytest.approx((0 + 1 / 4) / 2, abs=0.01)
     assert checked.measured == 3 / 8
     assert checked.measured_error == pytest.approx(np.std([0.0] * 500 + [1.0] * 300, ddof=1) / np.sqrt(800))
+
+
+def test_masking_is_foretold_of_the_other_half_and_measured_on_both() -> None:
+    # Two completions in each half; log s of the second half is -0.2 where A < 0, that of the first is 0.
+    lengths, signs = np.full(2, 2), np.array([-1.0, -1.0, 1.0, 1.0])
+    still, noisy = Differences(lengths, np.zeros(4), signs), Differences(lengths, np.full(4, -0.2), signs)
+    objective = resolve_objective(LossSection(correction="opsm", correction_high=0.1), max_new_tokens=2)
+    checked = check_mask(objective, (still, noisy))
+    assert checked is not None and (checked.name, checked.high, checked.measured) == ("opsm", 0.1, 1 / 4)
+    # The still half expects nothing of the noisy one; the noisy one expects the negative half of the still one.
+    assert checked.predicted == pytest.approx((0 + 1 / 2) / 2)
+    assert check_mask(resolve_objective(LossSection(), max_new_tokens=2), (still, noisy)) is None
 
 
 @pytest.mark.parametrize(("section", "setting", "value"), [("rollout", "temperature", 0.5), ("model", "path", "elsewhere")])
