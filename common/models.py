@@ -42,11 +42,13 @@ def find_config(path: str) -> bytes | None:
     if Path(path).is_dir():
         return _read(Path(path) / "config.json") or None
     # Takes 0.3 s to import, and is only needed for hub names.
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return _read(Path(hf_hub_download(path, "config.json")))
+        # The cache first: without a connection the hub is tried for half a minute.
+        cached = try_to_load_from_cache(path, "config.json")
+        return _read(Path(cached if isinstance(cached, str) else hf_hub_download(path, "config.json")))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
         return None
 

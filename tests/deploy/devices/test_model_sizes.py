@@ -1,8 +1,10 @@
 """A model's sizes from its config.json alone, and what its layers keep for the backward pass."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import msgspec
 import pytest
 import torch
@@ -38,6 +40,24 @@ def test_model_whose_sizes_cannot_be_read_has_none(content: str | None, tmp_path
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     assert model_sizes(str(tmp_path)) is None
+
+
+def test_sizes_of_a_hub_name_come_from_its_cache_without_asking_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "models--Qwen--Qwen3-8B/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--Qwen--Qwen3-8B/refs").mkdir()
+    (tmp_path / "models--Qwen--Qwen3-8B/refs/main").write_text("abc")
+    (snapshot / "config.json").write_bytes(msgspec.json.encode(QWEN3_8B))
+
+    def ask(*arguments: str) -> str:
+        raise AssertionError(f"the hub is asked for {arguments}")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", ask)
+    look = partial(huggingface_hub.try_to_load_from_cache, cache_dir=tmp_path)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", look)
+    assert model_sizes("Qwen/Qwen3-8B") == sizes_of(QWEN3_8B)
 
 
 def kept_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
