@@ -260,6 +260,9 @@ class EvaluationSection(Section, frozen=True):
     """Sampling temperature. 0: greedy decoding."""
     pass_reward: PositiveFloat = 1.0
     """Reward from which on a completion solves its prompt. pass@k: the share of prompts that any of k completions solves."""
+    function: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
+    """Your own numbers, as `module:function`. It takes the completions of a finished evaluation and returns numbers by name
+    (docs/own_code.md). Empty: no such function."""
 
 
 class MetricsSection(Section, frozen=True):

@@ -167,6 +167,7 @@ def _scalars_of(row: StepRow | EvalRow) -> dict[str, float]:
     if isinstance(row, EvalRow):
         fields |= {f"pass_at_{k}": share for k, share in row.pass_at.items()}
         fields |= {f"reward/{name}": reward for name, reward in row.sets.items()}
+        fields |= {f"own/{name}": number for name, number in row.numbers.items()}
     numbers = {name: value for name, value in fields.items() if isinstance(value, int | float)}
     return {f"{prefix}{name}": number for name, number in numbers.items() if name not in ("time", "policy_version")}
 

@@ -66,6 +66,7 @@ RULES = (
             "loss.function: source files",
             "loss.correction: source files",
             "advantage.function: source files",
+            "evaluation.function: source files",
         ),
         "A mistake in it may be corrected. Kept groups keep the rewards they have, and prompts are compared themselves.",
     ),
@@ -163,7 +164,9 @@ RULES = (
         "Actors come and go, and each log-prob is that of the engine that sampled the token.",
     ),
     Rule(
-        "recorded", _of("evaluation", "interval num_prompts group_size temperature pass_reward"), "No training depends on it."
+        "recorded",
+        _of("evaluation", "interval num_prompts group_size temperature pass_reward function"),
+        "No training depends on it.",
     ),
     Rule("recorded", _of("metrics", "tensorboard wandb_project callback routing_interval"), "It says what is shown."),
     Rule("recorded", _of("launch", "num_actors learner_gpus actor_gpus max_restarts"), "A run may have more or fewer actors."),

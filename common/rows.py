@@ -69,6 +69,8 @@ class EvalRow(Stamped, frozen=True, kw_only=True, tag="eval"):
     """pass@k by k: the share of prompts that at least one of k completions solves (`evaluation.pass_reward`)."""
     sets: dict[str, float] = {}
     """Mean reward of each named set of `task.eval_data`; sets without completions are left out."""
+    numbers: dict[str, float] = {}
+    """Numbers that `evaluation.function` returned, by name."""
 
 
 class GroupRow(Stamped, frozen=True, kw_only=True, tag="group"):

@@ -175,6 +175,13 @@ def _check_task(config: Config) -> None:
             "there are no prompts to evaluate on",
             "Set task.eval_data, or evaluation.interval=0.",
         )
+    if config.evaluation.function and not config.evaluation.interval:
+        raise SettingError(
+            "evaluation.function",
+            config.evaluation.function,
+            "there is no evaluation",
+            "Set evaluation.interval and task.eval_data, or remove it.",
+        )
     for key in ("system_prompt", "system_prompt_field", "template_arguments", "template_arguments_field"):
         if getattr(task, key) and not task.chat_template:
             raise SettingError(

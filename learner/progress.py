@@ -115,6 +115,7 @@ class Progress:
                 self._evaluation = row
                 parts = [f"pass@{k} {_number(share)}" for k, share in row.pass_at.items() if k != "1"]
                 parts += [f"{name} {_number(reward)}" for name, reward in row.sets.items()]
+                parts += [f"{name} {_number(number)}" for name, number in row.numbers.items()]
                 return f"evaluation at version {row.policy_version}: {', '.join([f'reward {_number(row.reward)}', *parts])}"
             case ActorRow():
                 self._actor(row.actor).add_stats(row)

@@ -75,6 +75,7 @@ def make_identity(config: Config, hashes: ModelHashes, train: PromptHashes, eval
         "loss.function: source files": _hash_sources(loss.function),
         "loss.correction: source files": _hash_sources(loss.correction),
         "advantage.function: source files": _hash_sources(config.advantage.function),
+        "evaluation.function: source files": _hash_sources(config.evaluation.function),
         "loss.noise_floor: file": _hash_file(Path(loss.noise_floor)) if loss.noise_floor else None,
         **{f"software: {package}": version for package, version in software_versions().items()},
     }

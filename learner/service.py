@@ -16,6 +16,7 @@ from offbeat.common.rows import EventRow, FinalRow, LedgerSums, Recorder
 from offbeat.common.run_folder import MODEL
 from offbeat.common.shutdown import StopRequest
 from offbeat.learner.actor_link import ActorLink
+from offbeat.learner.diagnostics.own_evaluation import EvaluationNumbers
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.failures import RunFailedError
 from offbeat.learner.leases.groups import Group
@@ -203,6 +204,7 @@ class Learner:
         log: RolloutLog | None,
         record: Recorder,
         started: float,
+        evaluation_numbers: EvaluationNumbers | None = None,
     ) -> None:
         """`started` is when the learner's process began to load (monotonic): the run's wall time counts from there."""
         self._loop = loop
@@ -211,6 +213,7 @@ class Learner:
         self._log = log
         self._record = record
         self._started = started
+        self._evaluation_numbers = evaluation_numbers
 
     def run(self, stop: StopRequest) -> RunOutcome:
         """Run to the end; raises what ended the run early, after writing the final row."""
@@ -230,6 +233,9 @@ class Learner:
         # First, so that all finish or give up an update under way: actors that leave it look like failures.
         self._publisher.close()
         counts = self._link.close(f"{outcome} {detail}".strip())
+        # Evaluations end in the link's thread, and their rows come before the final one.
+        if self._evaluation_numbers is not None:
+            self._evaluation_numbers.close()
         final = FinalRow(
             policy_version=self._loop.policy_version,
             wall_s=time.monotonic() - self._started,

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,9 +30,11 @@ from offbeat.common.shutdown import StopRequest
 from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.calibration_watch import CalibrationWatch
 from offbeat.learner.diagnostics.calibration import Calibration, learner_numerics, load_calibration
+from offbeat.learner.diagnostics.own_evaluation import EvaluationNumbers, OwnEvaluation, load_evaluation
 from offbeat.learner.diagnostics.sample_rows import Decode, SampleRows
 from offbeat.learner.dispatch.contract import Contract
 from offbeat.learner.dispatch.dispatcher import Dispatcher
+from offbeat.learner.dispatch.evaluation_leases import FinishEvaluation
 from offbeat.learner.dispatch.hub_thread import HubThread
 from offbeat.learner.dispatch.listeners import Listeners
 from offbeat.learner.dispatch.live_settings import LiveSettings
@@ -186,7 +189,8 @@ def open_learner(
     watch.check_learner(learner_numerics(config, inputs.hashes, trainer.device))
     contract = _make_contract(config, inputs, run.run_id, trainer.layout(), canary)._replace(max_peers=_max_peers(config, hub))
     listeners = _make_listeners(hub, publisher, canary, watch, health)
-    dispatcher = _make_dispatcher(contract, run, inputs, listeners, trainer.policy_version, record)
+    numbers = _make_evaluation_numbers(inputs, record)
+    dispatcher = _make_dispatcher(contract, run, inputs, listeners, trainer.policy_version, record, numbers and numbers.finish)
     loop = TrainingLoop(
         config,
         trainer=trainer,
@@ -202,7 +206,15 @@ def open_learner(
     # An actor that is cut off may be back before it counts as dead.
     link = ActorLink(dispatcher, HubThread(hub, dispatcher), config.hub.dead_after_s + config.hub.heartbeat_s)
     logger.info("run %s in %s; hub at %s", run.run_id, folder, hub.address)
-    return Learner(loop, link=link, publisher=publisher, log=run.log, record=record, started=started)
+    return Learner(
+        loop,
+        link=link,
+        publisher=publisher,
+        log=run.log,
+        record=record,
+        started=started,
+        evaluation_numbers=numbers,
+    )
 
 
 class _Inputs(NamedTuple):
@@ -213,6 +225,9 @@ class _Inputs(NamedTuple):
     """The hashes of the training prompts."""
     prompts: Prompts
     decode: Decode
+    decode_plain: Decode
+    """Without special tokens."""
+    own_evaluation: OwnEvaluation | None
     hashes: ModelHashes
     vocabulary_size: int
     calibration: Calibration | None
@@ -246,6 +261,8 @@ def _load_inputs(config: Config) -> _Inputs:
         prompt_hashes=prompt_hashes,
         prompts=Prompts(train, held_out),
         decode=tokenizer.decode,
+        decode_plain=partial(tokenizer.decode, skip_special_tokens=True),
+        own_evaluation=load_evaluation(config.evaluation.function) if config.evaluation.function else None,
         hashes=hashes,
         vocabulary_size=AutoConfig.from_pretrained(model).get_text_config().vocab_size,
         calibration=calibration,
@@ -321,13 +338,26 @@ def _make_listeners(
 
 
 def _make_dispatcher(
-    contract: Contract, run: _Run, inputs: _Inputs, listeners: Listeners, policy_version: int, record: Recorder
+    contract: Contract,
+    run: _Run,
+    inputs: _Inputs,
+    listeners: Listeners,
+    policy_version: int,
+    record: Recorder,
+    finish_evaluation: FinishEvaluation | None,
 ) -> Dispatcher:
     recovered = run.recovered
     journal = LeaseJournal(run.log, recovered.ledger, recovered.stream)
     versions = Versions(policy_version, recovered.newest_version)
-    parts = make_parts(contract, run.settings, inputs.prompts, inputs.decode, journal, versions, record)
+    parts = make_parts(
+        contract, run.settings, inputs.prompts, inputs.decode, journal, versions, record, finish_evaluation=finish_evaluation
+    )
     return Dispatcher(parts, listeners)
+
+
+def _make_evaluation_numbers(inputs: _Inputs, record: Recorder) -> EvaluationNumbers | None:
+    function = inputs.own_evaluation
+    return function and EvaluationNumbers(function, inputs.prompts.evaluation, inputs.decode_plain, record)
 
 
 def _make_checkpoints(

@@ -67,11 +67,24 @@ def check_inputs(config: Config) -> Iterator[Finding]:
 
 def first_prompt(config: Config) -> tuple[str, dict[str, Any]] | None:
     """Return the text and the fields of the first training row; None where the data is not on this machine."""
+    task = config.task
+    return _first_prompt("task.train_data", task.train_data, task.train_split, task.prompt_field)
+
+
+def first_held_out(config: Config) -> tuple[str, dict[str, Any]] | None:
+    """Return the text and the fields of the first held-out row; None where the data is not on this machine."""
+    task = config.task
+    for name, source in eval_sets(task).items():
+        return _first_prompt(eval_setting(name), source, task.eval_split, task.prompt_field)
+    return None
+
+
+def _first_prompt(setting: str, source: str, split: str, prompt_field: str) -> tuple[str, dict[str, Any]] | None:
     # Not rendered: a reward does not see the template.
-    if not is_local_data(config.task.train_data):
+    if not is_local_data(source):
         return None
-    for row in islice(read_rows(config.task.train_data, config.task.train_split, "task.train_data"), 1):
-        prompt = row.fields.get(config.task.prompt_field)
+    for row in islice(read_rows(source, split, setting), 1):
+        prompt = row.fields.get(prompt_field)
         if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
             prompt = prompt[-1].get("content")
         return (prompt, row.fields) if isinstance(prompt, str) else None

@@ -11,9 +11,11 @@ from offbeat.actor.reward_functions import load_reward
 from offbeat.actor.samples import Sample
 from offbeat.common.callback_worker import load_callback
 from offbeat.common.config import Config
+from offbeat.common.eval_sets import eval_sets
 from offbeat.common.settings import SettingError
 from offbeat.deploy.preflight.findings import Finding, mistake
-from offbeat.deploy.preflight.inputs import first_prompt
+from offbeat.deploy.preflight.inputs import first_held_out, first_prompt
+from offbeat.learner.diagnostics.own_evaluation import EvaluatedCompletion, load_evaluation
 from offbeat.learner.objectives.own_functions import load_advantage, load_correction, load_loss
 from offbeat.learner.objectives.reward_shaping import load_length_penalty
 
@@ -27,7 +29,7 @@ STAND_IN = "This text stands for a completion. The answer is 42."
 def has_learner_functions(config: Config) -> bool:
     """Return whether the settings name functions that the learner calls."""
     loss, callback = config.loss, config.metrics.callback
-    functions = (config.reward.length_penalty, loss.function, config.advantage.function, callback)
+    functions = (config.reward.length_penalty, loss.function, config.advantage.function, config.evaluation.function, callback)
     return any(functions) or ":" in loss.correction
 
 
@@ -42,6 +44,7 @@ def check_learner_functions(config: Config) -> Iterator[Finding]:
         (bool(loss.function), lambda: _call_loss(loss.function)),
         (":" in loss.correction, lambda: _call_correction(loss.correction)),
         (bool(advantage.function), lambda: _call_advantage(advantage.function, config.rollout.group_size)),
+        (bool(config.evaluation.function), lambda: _call_evaluation(config)),
         (bool(config.metrics.callback), lambda: load_callback(config.metrics.callback)),
     )
     for is_set, call in checks:
@@ -105,6 +108,16 @@ def _stand_ins() -> "tuple[torch.Tensor, torch.Tensor]":
     import torch
 
     return torch.tensor([[True, True], [True, False]]), torch.tensor([[1.0, 1.0], [-1.0, 0.0]])
+
+
+def _call_evaluation(config: Config) -> None:
+    function = load_evaluation(config.evaluation.function)
+    held_out = first_held_out(config)
+    if held_out is None:
+        return
+    data_set = next(iter(eval_sets(config.task)))
+    completion = EvaluatedCompletion(0, *held_out, data_set, STAND_IN, len(STAND_IN), "stop", reward=1.0, reward_parts={})
+    function([completion, completion._replace(reward=0.0, finish_reason="length")])
 
 
 def _call_advantage(path: str, group_size: int) -> None:

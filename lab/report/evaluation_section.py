@@ -14,7 +14,11 @@ def evaluation_section(figures: Figures, history: RunHistory) -> str:
     rows = [row for _, row in sorted(history.evaluations.items())]
     if not rows:
         return ""
-    plots = [pass_at_k(rows), *([reward_by_set(rows)] if any(row.sets for row in rows) else [])]
+    plots = [pass_at_k(rows)]
+    if any(row.sets for row in rows):
+        plots.append(reward_by_set(rows))
+    if any(row.numbers for row in rows):
+        plots.append(own_numbers(rows))
     return section("Evaluation", "How well does the policy solve prompts that it is not trained on?", figures.cards(plots))
 
 
@@ -39,6 +43,18 @@ def reward_by_set(rows: Sequence[EvalRow]) -> Plot:
         [_line(rows, lambda row: row.sets, name, html.escape(name), index) for index, name in enumerate(names)],
         step_layout("policy version", [row.policy_version for row in rows], "reward"),
         missing="No evaluation has measured a named set.",
+    )
+
+
+def own_numbers(rows: Sequence[EvalRow]) -> Plot:
+    """Return the numbers of `evaluation.function` over policy versions; `rows` are ordered by version."""
+    names = sorted({name for row in rows for name in row.numbers})
+    return Plot(
+        "Own numbers",
+        "The numbers that evaluation.function returned.",
+        [_line(rows, lambda row: row.numbers, name, html.escape(name), index) for index, name in enumerate(names)],
+        step_layout("policy version", [row.policy_version for row in rows], "number"),
+        missing="evaluation.function has returned no number.",
     )
 
 

@@ -1,16 +1,19 @@
 """Leases of held-out prompts: they go to the same actors as training leases, and end in the rows of an evaluation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from offbeat.common.config import EvaluationSection, RolloutSection
-from offbeat.common.rows import Recorder
+from offbeat.common.rows import EvalRow, Recorder
 from offbeat.learner.diagnostics.sample_rows import Decode, EvaluationSampleRows
 from offbeat.learner.dispatch.offers import Offer
 from offbeat.learner.leases.evaluation import Evaluations, Round
-from offbeat.learner.leases.groups import unpack
+from offbeat.learner.leases.groups import Rollout, unpack
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.protocols.messages import GroupDone, Sampling
 from offbeat.protocols.wire import Frame
+
+FinishEvaluation = Callable[[EvalRow, Mapping[int, tuple[Rollout, ...]]], None]
+"""Records the row of a finished evaluation, now or later; takes its completions by prompt."""
 
 
 class EvaluationLeases:
@@ -23,9 +26,10 @@ class EvaluationLeases:
         prompts: Sequence[Prompt],
         decode: Decode,
         record: Recorder,
+        finish: FinishEvaluation | None,
         wake: Callable[[], None],
     ) -> None:
-        """`wake` is called when a round ends: somebody may wait for that."""
+        """`wake` is called when a round ends: somebody may wait for that. `finish` None records the row as it is."""
         self.group_size = evaluation.group_size
         self._pass_reward = evaluation.pass_reward
         self._sets = [prompt.data_set for prompt in prompts]
@@ -38,7 +42,7 @@ class EvaluationLeases:
         """Leases whose completions have arrived."""
         self._sampling = Sampling(max_new_tokens=rollout.max_new_tokens, temperature=evaluation.temperature)
         self._prompts = prompts
-        self._record = record
+        self._finish = finish or (lambda row, rollouts: record(row))
         self._wake = wake
 
     def offer(self, round_: Round, lease_id: int) -> Offer:
@@ -68,7 +72,7 @@ class EvaluationLeases:
         if current is None or not current.is_finished:
             return
         self.rounds.end()
-        self._record(current.row(self._sets, self._pass_reward))
+        self._finish(current.row(self._sets, self._pass_reward), current.rollouts)
         self._wake()
 
     def _current(self) -> Round:

@@ -9,7 +9,7 @@ from offbeat.common.rows import Recorder
 from offbeat.learner.diagnostics.sample_rows import Decode
 from offbeat.learner.dispatch.answers import Answers, GroupCheck
 from offbeat.learner.dispatch.contract import Contract
-from offbeat.learner.dispatch.evaluation_leases import EvaluationLeases
+from offbeat.learner.dispatch.evaluation_leases import EvaluationLeases, FinishEvaluation
 from offbeat.learner.dispatch.failures import Failures
 from offbeat.learner.dispatch.group_buffer import GroupBuffer
 from offbeat.learner.dispatch.lease_desk import LeaseDesk
@@ -64,19 +64,19 @@ def make_parts(
     versions: Versions,
     record: Recorder,
     clock: Callable[[], float] = time.monotonic,
+    finish_evaluation: FinishEvaluation | None = None,
 ) -> Parts:
     """Make the parts of one learner process; `clock` gives seconds, as `now` does in every message and tick.
 
     `decode` is called in the hub's thread, for the samples of evaluations.
     """
     now = clock()
-    config = settings.config
-    rollout = config.rollout
+    config, rollout = settings.config, settings.config.rollout
     progress = threading.Condition()
     wake = progress.notify_all
     send_queue = SendQueue()
     failures = Failures(rollout.max_lease_attempts, config.train.max_failed_leases, wake)
-    evaluations = EvaluationLeases(config.evaluation, rollout, prompts.evaluation, decode, record, wake)
+    evaluations = EvaluationLeases(config.evaluation, rollout, prompts.evaluation, decode, record, finish_evaluation, wake)
     scheduler = RolloutScheduler(settings.staleness, evaluations.rounds, journal.ledger)
     roster = Roster(contract, config.hub, versions, send_queue, record)
     claims_until = now + config.hub.dead_after_s

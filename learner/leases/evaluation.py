@@ -19,6 +19,8 @@ class Round:
         self._leased: dict[int, tuple[int, int]] = {}
         self.rewards: dict[int, list[float]] = {}
         """Rewards of the completions, by prompt."""
+        self.rollouts: dict[int, tuple[Rollout, ...]] = {}
+        """The completions, by prompt."""
         self.lengths: list[int] = []
         self.num_failed = 0
 
@@ -45,6 +47,7 @@ class Round:
         """Add the completions of a lease to the results, and return the index of its prompt."""
         prompt_id, _ = self._leased.pop(lease_id)
         self.rewards[prompt_id] = [rollout.reward for rollout in rollouts]
+        self.rollouts[prompt_id] = rollouts
         self.lengths += [len(rollout.token_ids) for rollout in rollouts]
         return prompt_id
 

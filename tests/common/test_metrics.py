@@ -120,7 +120,9 @@ def test_scalars_of_steps_and_evaluations_reach_tensorboard(tmp_path: Path):
         for version in (1, 2):
             metrics.write(step(version, reward__mean=version / 4, lag__counts={"0": 3}, loss__policy=None))
         evaluation = EvalRow(policy_version=1, reward=0.75, length=None, num_completions=8, num_failed=0)
-        metrics.write(msgspec.structs.replace(evaluation, pass_at={"1": 0.75, "2": 0.875}, sets={"math": 0.5}))
+        metrics.write(
+            msgspec.structs.replace(evaluation, pass_at={"1": 0.75, "2": 0.875}, sets={"math": 0.5}, numbers={"cut": 0.25})
+        )
         metrics.write(actor("a0", 1))
     assert tensorboard_points(tmp_path) == {
         "reward/mean": [(1, 0.25), (2, 0.5)],
@@ -130,6 +132,7 @@ def test_scalars_of_steps_and_evaluations_reach_tensorboard(tmp_path: Path):
         "eval/pass_at_1": [(1, 0.75)],
         "eval/pass_at_2": [(1, 0.875)],
         "eval/reward/math": [(1, 0.5)],
+        "eval/own/cut": [(1, 0.25)],
     }
 
 

@@ -118,6 +118,7 @@ REFUSALS = [
     Refusal(["loss.correction=opsm", "loss.correction_low=0.1"], ["loss.correction_low = 0.1", "no lower bound"]),
     Refusal(["loss.correction=icepop", "loss.correction_low=6"], ["not below loss.correction_high = 5.0"]),
     Refusal(["loss.correction=mine:f", "loss.correction_high=2"], ["loss.correction_high = 2.0", "not given any bounds"]),
+    Refusal(["evaluation.function=mine:f", "task.eval_data=eval.jsonl"], ["there is no evaluation", "Set evaluation.interval"]),
     Refusal(["loss.correction=m2po"], ['loss.correction = "m2po"', 'loss.objective="m2po"', "config.toml"]),
     Refusal(
         ["loss.objective=m2po", "loss.anchor=decoupled", "loss.correction=token_tis"],

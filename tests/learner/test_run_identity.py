@@ -73,6 +73,7 @@ def test_every_setting_and_content_has_exactly_one_rule(config: Config, tmp_path
         kl=replace(config.kl, reference=config.model.path),
         loss=LossSection(noise_floor=str(tmp_path / "floor"), function="json:dump", correction="json:dump"),
         advantage=replace(config.advantage, function="json:load"),
+        evaluation=replace(config.evaluation, function="json:load"),
         task=replace(config.task, train_data="json:dumps", reward="json:dumps"),
         reward=replace(config.reward, length_penalty="json:loads"),
     )
@@ -271,7 +272,15 @@ def test_changed_module_that_a_reward_imports_is_recorded_by_its_name(
 
 @pytest.mark.parametrize(
     "setting",
-    ["task.train_data", "task.reward", "reward.length_penalty", "loss.function", "loss.correction", "advantage.function"],
+    [
+        "task.train_data",
+        "task.reward",
+        "reward.length_penalty",
+        "loss.function",
+        "loss.correction",
+        "advantage.function",
+        "evaluation.function",
+    ],
 )
 def test_corrected_function_is_recorded(setting: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

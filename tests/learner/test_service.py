@@ -1,6 +1,7 @@
 """The training loop and the service around it, with hand-written collaborators and a clock that only they move."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -11,10 +12,11 @@ import pytest
 
 from offbeat.common.config import Config, ModelSection, RolloutSection, RunSection, TaskSection, WeightsSection
 from offbeat.common.learning_sections import TrainSection
-from offbeat.common.rows import Row, row_fields
+from offbeat.common.rows import EvalRow, Recorder, Row, row_fields
 from offbeat.common.shutdown import StopRequest
 from offbeat.learner import service
 from offbeat.learner.actor_link import ActorLink
+from offbeat.learner.diagnostics.own_evaluation import EvaluatedCompletion, EvaluationNumbers
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.failures import RunFailedError
 from offbeat.learner.dispatch.hub_thread import HubThread
@@ -241,6 +243,7 @@ class Bench:
         publish_interval: int = 1,
         checkpoint_interval: int = 0,
         waits: list[float] | None = None,
+        make_numbers: Callable[[Recorder], EvaluationNumbers] | None = None,
     ) -> None:
         self.clock, self.calls, self.stop = cast(Clock, service.time), list[str](), StopRequest()
         self.config = Config(
@@ -277,6 +280,7 @@ class Bench:
             log=cast(RolloutLog, FakeLog(self.calls)),
             record=self.record,
             started=self.clock.now - 100.0,
+            evaluation_numbers=make_numbers and make_numbers(self.record),
         )
 
     def record(self, row: Row) -> None:
@@ -412,6 +416,28 @@ def test_service_starts_its_threads_before_the_loop_and_ends_them_after_it() -> 
         "outcome": "finished",
         "detail": "",
     }
+
+
+def test_evaluation_whose_numbers_are_late_is_recorded_before_the_final_row() -> None:
+    is_called = threading.Event()
+
+    def late(completions: Sequence[EvaluatedCompletion]) -> dict[str, float]:
+        is_called.set()
+        threading.Event().wait(0.2)
+        return {"late": 1.0}
+
+    numbers: list[EvaluationNumbers] = []
+
+    def make_numbers(record: Recorder) -> EvaluationNumbers:
+        numbers.append(EvaluationNumbers(late, [], str, record))
+        return numbers[0]
+
+    bench = Bench(num_steps=1, make_numbers=make_numbers)
+    numbers[0].finish(EvalRow(policy_version=1, reward=0.5, length=1.0, num_completions=0, num_failed=0), {})
+    assert is_called.wait(60.0)
+    bench.learner.run(bench.stop)
+    assert [row["kind"] for row in bench.rows] == ["event", "eval", "final"]
+    assert bench.rows[1]["numbers"] == {"late": 1.0}
 
 
 def test_service_that_is_stopped_tells_by_which_signal() -> None:

@@ -294,6 +294,19 @@ def test_function_of_the_learner_that_fails_is_refused_for_all_but_an_actor(comm
     assert look(load(None, overrides), "actor") == []
 
 
+@pytest.mark.parametrize("command", ["check", "train", "learner"])
+def test_own_evaluation_is_called_on_the_first_held_out_row(command: Command, overrides: list[str]) -> None:
+    Path("my_numbers.py").write_text("""
+def right(completions): return {each.finish_reason: each.row["extra"] * each.reward for each in completions}
+def wrong(completions): return {"share": completions[0].row["absent"]}
+""")
+    Path("eval.jsonl").write_text('{"prompt": "1+2>", "answer": "3", "extra": 7}')
+    overrides = [*overrides, "task.eval_data.math=eval.jsonl", "evaluation.interval=1"]
+    look(load(None, [*overrides, "evaluation.function=my_numbers:right"]), command)
+    (text,) = refused([*overrides, "evaluation.function=my_numbers:wrong"], command)
+    assert text.startswith("evaluation.function = \"my_numbers:wrong\": it raised KeyError: 'absent'")
+
+
 ROWS = """
 import random
 

@@ -1,6 +1,6 @@
 """A dispatcher with hand-made messages and a clock that the test moves, for all tests of learner/dispatch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from offbeat.common.config import (
     TaskSection,
 )
 from offbeat.common.learning_sections import LossSection, TrainSection
-from offbeat.common.rows import EventRow, Row
+from offbeat.common.rows import EvalRow, EventRow, Row
 from offbeat.common.settings import replace_settings
 from offbeat.learner.dispatch.contract import Contract
 from offbeat.learner.dispatch.dispatcher import Dispatcher
@@ -26,7 +26,7 @@ from offbeat.learner.dispatch.parts import Prompts, make_parts
 from offbeat.learner.dispatch.send_queue import Outgoing
 from offbeat.learner.dispatch.versions import Versions
 from offbeat.learner.leases.events import LeaseEvent
-from offbeat.learner.leases.groups import Group
+from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.leases.journal import LeaseJournal
 from offbeat.learner.leases.ledger import Ledger
 from offbeat.learner.leases.log_reading import read_log
@@ -211,6 +211,8 @@ class Desk:
         recovered = recovered or make_recovered(num_prompts)
         self.now = 1000.0
         self.rows: list[Row] = []
+        self.evaluated: list[dict[int, list[float]]] = []
+        """Rewards of the completions of each finished evaluation, by prompt."""
         self.joined: list[bytes] = []
         self.weights: list[tuple[str, WeightsStaged | WeightsCommitted]] = []
         self.weight_problems: list[str] = []
@@ -231,6 +233,7 @@ class Desk:
             self.versions,
             self.rows.append,
             lambda: self.now,
+            self._finish_evaluation,
         )
         listeners = Listeners(
             joined=lambda peer, hello: self.joined.append(peer),
@@ -243,6 +246,10 @@ class Desk:
         self.dispatcher = Dispatcher(self.parts, listeners)
         if is_published:
             self.dispatcher.publish(policy_version)
+
+    def _finish_evaluation(self, row: EvalRow, rollouts: Mapping[int, tuple[Rollout, ...]]) -> None:
+        self.rows.append(row)
+        self.evaluated.append({prompt: [one.reward for one in of_prompt] for prompt, of_prompt in rollouts.items()})
 
     def tick(self, seconds: float = 0.0, *alive: Actor) -> None:
         """Let time pass, in steps as the hub thread would; actors that are `alive` are heard at each."""

@@ -32,6 +32,7 @@ def test_evaluation_round_completes_beside_training() -> None:
     assert desk.dispatcher.wait_evaluations(0.0)
     (row,) = desk.rows_of(EvalRow)
     assert (row.policy_version, row.reward, row.num_completions, row.length) == (0, 0.5, 3, 2.0)
+    assert desk.evaluated == [{0: [1.0], 1: [0.0], 2: [0.5]}]
     assert actor.answer(held_out[0].lease_id, rewards=(1.0,)).outcome == "duplicate"
     # Evaluation is not in the account of training.
     assert desk.dispatcher.counts().leased == 1

@@ -1,0 +1,19 @@
+"""The report draws the user's own numbers about evaluations."""
+
+from offbeat.common.rows import EvalRow
+from offbeat.lab.history import RunHistory
+from offbeat.lab.report.evaluation_section import evaluation_section, own_numbers
+from offbeat.lab.report.page import Figures
+
+
+def row(policy_version: int, numbers: dict[str, float]) -> EvalRow:
+    return EvalRow(policy_version=policy_version, reward=0.5, length=1.0, num_completions=1, num_failed=0, numbers=numbers)
+
+
+def test_own_numbers_are_lines_over_policy_versions_and_absent_where_there_are_none() -> None:
+    rows = [row(10, {"<b>cut": 0.5}), row(20, {}), row(30, {"<b>cut": 0.25})]
+    (line,) = own_numbers(rows).traces
+    assert (line["name"], line["x"], line["y"]) == ("&lt;b&gt;cut", [10, 30], [0.5, 0.25])
+    for evaluations, is_drawn in ((rows, True), ([row(10, {})], False)):
+        history = RunHistory(evaluations={one.policy_version: one for one in evaluations})
+        assert ("Own numbers" in evaluation_section(Figures(), history)) == is_drawn
