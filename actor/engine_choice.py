@@ -2,12 +2,16 @@
 
 import importlib.util
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from offbeat.actor.engine import Engine
 from offbeat.common.environment import fast_imports
 from offbeat.common.settings import SettingError
 from offbeat.protocols.messages import ModelHashes
+
+if TYPE_CHECKING:
+    from offbeat.actor.transformers_engine import TransformersEngine
+    from offbeat.actor.vllm_engine import VllmEngine
 
 
 def make_engine(
@@ -20,7 +24,12 @@ def make_engine(
     seed: int,
     options: Mapping[str, Any],
 ) -> Engine:
-    """Return the engine of this `actor.engine` setting, with the model loaded; `auto` takes vLLM where it is installed.
+    """Return the engine of this `actor.engine` setting, with the model loaded; `auto` takes vLLM where it is installed."""
+    return engine_class(name)(model_path, dtype=dtype, max_model_len=max_model_len, hashes=hashes, seed=seed, options=options)
+
+
+def engine_class(name: Literal["auto", "vllm", "transformers"]) -> "type[VllmEngine] | type[TransformersEngine]":
+    """Return the class of this `actor.engine` setting.
 
     The engines are imported here: either import takes seconds, and vLLM need not be installed.
     """
@@ -38,7 +47,7 @@ def make_engine(
             from offbeat.actor.vllm_engine import VllmEngine as ChosenEngine
         else:
             from offbeat.actor.transformers_engine import TransformersEngine as ChosenEngine
-    return ChosenEngine(model_path, dtype=dtype, max_model_len=max_model_len, hashes=hashes, seed=seed, options=options)
+    return ChosenEngine
 
 
 def _is_vllm_installed() -> bool:

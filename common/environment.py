@@ -18,11 +18,24 @@ BROKEN_VARIABLE = "OFFBEAT_BROKEN_PACKAGES"
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")
 """Device files of NVIDIA's driver, on Linux and in Windows' subsystem for it."""
 
+CPU_DEFAULTS = {
+    # Several processes share the cores; with two threads each they ran ten times slower.
+    "OMP_NUM_THREADS": "1",
+    # vLLM compiles a small function at the first request for log-probs: it takes seconds, and crashes without a compiler.
+    "TORCHDYNAMO_DISABLE": "1",
+    # transformers imports DeepSpeed to save a model when accelerate is installed; it would probe for a device and log it.
+    "DS_ACCELERATOR": "cpu",
+    # On a CPU, vLLM's warnings at start only name libraries that would make it faster.
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+"""Environment variables of processes that compute on the CPU, unless the user has set them."""
+
 
 def prepare_environment() -> None:
     """Set variables and hide broken packages, before transformers or vLLM are imported. A second call does nothing."""
-    if not _has_gpu():
-        _set_cpu_defaults()
+    if not has_gpu():
+        for name, value in CPU_DEFAULTS.items():
+            os.environ.setdefault(name, value)
     _set_vllm_defaults()
     _mask_broken_companions()
 
@@ -36,7 +49,7 @@ def torch_is_built_for_gpus() -> bool:
     return any(line.startswith("cuda") and not line.endswith("= None") for line in lines)
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
     """Return whether this process's torch will find a GPU."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles") or not torch_is_built_for_gpus():
         return False
@@ -54,18 +67,6 @@ def fast_imports() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def _set_cpu_defaults() -> None:
-    """Set variables for processes that compute on the CPU, unless the user has set them."""
-    # Several processes share the cores; with two threads each they ran ten times slower.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # vLLM compiles a small function at the first request for log-probs: it takes seconds, and crashes without a compiler.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    # transformers imports DeepSpeed to save a model when accelerate is installed; it would probe for a device and log it.
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # On a CPU, vLLM's warnings at start only name libraries that would make it faster.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def _set_vllm_defaults() -> None:

@@ -19,6 +19,7 @@ from offbeat.common.run_folder import MODEL
 from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.devices.plan import plan_of_this_machine
+from offbeat.deploy.launch.forks import choose_starts
 from offbeat.deploy.launch.launcher import Launcher, free_port
 from offbeat.lab.calibration import ScoredHalves, check_source, engine_of, fit_calibration, load_groups
 from offbeat.learner.diagnostics.calibration import Calibration
@@ -66,7 +67,7 @@ def collect(config: Config, num_groups: int, stop: StopRequest) -> int:
     """Sample the groups into `run.dir` with real services; return the exit status of the run."""
     collected = collection_config(config, num_groups)
     plan, _ = plan_of_this_machine(collected)
-    status = Launcher(collected, stop, plan=plan).run()
+    status = Launcher(collected, stop, choose_starts(collected), plan=plan).run()
     # The model is not needed after its one step.
     shutil.rmtree(Path(config.run.dir) / MODEL, ignore_errors=True)
     return status

@@ -29,7 +29,7 @@ from offbeat.common.settings import SettingError, to_toml
 from offbeat.common.shutdown import PARENT_VARIABLE, ServiceError
 from offbeat.common.user_errors import RunError
 from offbeat.deploy.commands.arguments import QUICKSTART, load_config
-from offbeat.deploy.launch.launcher import PROGRAM
+from offbeat.deploy.launch.starts import PROGRAM
 from offbeat.deploy.live.link import ask, open_link_to
 from offbeat.lab.ended_run import read_end
 from offbeat.protocols.messages import StatusReport, StatusRequest

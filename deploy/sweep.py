@@ -29,7 +29,8 @@ from offbeat.common.run_folder import CHECKPOINTS, LOG
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load, resolved_toml
 from offbeat.common.shutdown import StopRequest
-from offbeat.deploy.launch.launcher import LOOK_S, PROGRAM, ProcessStart, RestartBudget, Service
+from offbeat.deploy.launch.launcher import LOOK_S, RestartBudget, Service
+from offbeat.deploy.launch.starts import PROGRAM, FreshStarts, ProcessStart
 from offbeat.lab.history import RunHistory
 from offbeat.lab.report.page import duration
 from offbeat.lab.sweep.measures import final_reward
@@ -301,7 +302,7 @@ def _run(cell: Cell, stop: StopRequest, program: Sequence[str]) -> int:
     """Run one cell to its end or until a signal; return the exit status."""
     if not _can_resume(cell):
         _clean(cell)
-    run = Service(cell.name, RestartBudget(0), list(program))
+    run = Service(cell.name, RestartBudget(0), FreshStarts(program))
     run.start([ProcessStart(_arguments(cell), {}, cell.folder / LOG_FILE)])
     is_asked = False
     try:

@@ -23,7 +23,7 @@ from offbeat.deploy.chaos.faults import MAX_FILES, Attempt, Clock, Committed, Di
 from offbeat.deploy.chaos.judge import Judge
 from offbeat.deploy.chaos.network import Network
 from offbeat.deploy.chaos.schedule import Fault, Target
-from offbeat.deploy.launch.launcher import PROGRAM
+from offbeat.deploy.launch.starts import PROGRAM
 from offbeat.learner.leases.events import LeaseEvent
 
 logger = logging.getLogger(__name__)

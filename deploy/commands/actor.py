@@ -1,6 +1,7 @@
 """`offbeat actor`: one actor service."""
 
 import logging
+from typing import Literal
 
 from offbeat.common.descriptors import raise_limit
 from offbeat.common.environment import fast_imports, prepare_environment
@@ -32,3 +33,11 @@ def command(arguments: Arguments = None, preflight: Preflight = True) -> None:
         from offbeat.actor.service import run_actor
 
     run_actor(config, stop)
+
+
+def import_service(engine: Literal["auto", "vllm", "transformers"]) -> None:
+    """Import what an actor with this engine needs, for a process that forks actors."""
+    import offbeat.actor.service  # noqa: F401
+    from offbeat.actor.engine_choice import engine_class
+
+    engine_class(engine)

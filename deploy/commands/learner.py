@@ -36,6 +36,11 @@ def command(arguments: Arguments = None, preflight: Preflight = True) -> None:
         _run(config, is_first_rank=is_first_rank)
 
 
+def import_service(_: str) -> None:
+    """Import what a learner needs, for a process that forks learners; the actors' engine does not matter."""
+    import offbeat.learner.wiring  # noqa: F401
+
+
 def _run(config: Config, *, is_first_rank: bool) -> None:
     """Run the learner in its folder, and write the report unless a launcher does."""
     stop = StopRequest().install()

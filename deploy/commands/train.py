@@ -9,6 +9,7 @@ from offbeat.common.settings import refuse_masked
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, load_config, say_start
 from offbeat.deploy.devices.plan import plan_of_this_machine
+from offbeat.deploy.launch.forks import choose_starts
 from offbeat.deploy.launch.launcher import Launcher
 from offbeat.deploy.preflight.preflight import look
 from offbeat.deploy.quickstart.quickstart import expand
@@ -25,4 +26,4 @@ def command(arguments: Arguments = None) -> None:
     for note in look(config, "train"):
         logger.info("%s", note)
     plan, _ = plan_of_this_machine(config)
-    raise typer.Exit(Launcher(config, StopRequest().install(), plan=plan).run())
+    raise typer.Exit(Launcher(config, StopRequest().install(), choose_starts(config), plan=plan).run())

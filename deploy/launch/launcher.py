@@ -8,20 +8,15 @@ again where it had neither; the actors wait for it at the same address.
 
 import contextlib
 import logging
-import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from offbeat.common import processes
 from offbeat.common.config import Config
 from offbeat.common.logs import MAX_FILE_BYTES, bound_log
 from offbeat.common.masking import write_private
@@ -31,8 +26,6 @@ from offbeat.common.settings import SettingError, resolved_toml
 from offbeat.common.shutdown import (
     GAVE_UP_STATUS,
     INTERRUPTED_STATUS,
-    LAUNCHED_VARIABLE,
-    PARENT_VARIABLE,
     USER_ERROR_STATUS,
     ServiceError,
     StopRequest,
@@ -40,6 +33,7 @@ from offbeat.common.shutdown import (
 from offbeat.deploy.devices.plan import Plan
 from offbeat.deploy.launch.device_turns import DeviceTurns
 from offbeat.deploy.launch.ending import end_run
+from offbeat.deploy.launch.starts import Process, ProcessStart, Starts
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +48,6 @@ LONGEST_WAIT_S = 10.0
 RESTORING_S = 600.0
 """Seconds of work after which a service has all its restarts again."""
 
-PROGRAM = (sys.executable, "-m", "offbeat.deploy.cli")
-"""The command `offbeat` of this environment, independent of the user's PATH."""
 PORTS = range(20_000, 32_000)
 """Ports to choose from for port 0; kernels take source ports above them."""
 
@@ -89,28 +81,16 @@ class RestartBudget:
         return min(FIRST_WAIT_S * 2 ** (self._num_restarts - 1), LONGEST_WAIT_S)
 
 
-class ProcessStart(NamedTuple):
-    """The command line, environment and output of one process."""
-
-    arguments: list[str]
-    """Arguments of `offbeat`."""
-    environment: Mapping[str, str]
-    """Variables that are set in addition to the launcher's own."""
-    log: Path | None
-    """File for the output. None: the launcher's terminal."""
-
-
 class Service:
     """A group of processes that start, work and end together: the learner's ranks, or one actor."""
 
-    def __init__(self, name: str, budget: RestartBudget, program: list[str]) -> None:
-        """`program` is the command that takes the arguments of `offbeat`."""
+    def __init__(self, name: str, budget: RestartBudget, starts: Starts) -> None:
         self.name = name
         self.budget = budget
         self.restart_at: float | None = None
         """Monotonic time of the next restart; None while no restart is pending."""
-        self._program = program
-        self._processes: list[subprocess.Popen] = []
+        self._starts = starts
+        self._processes: list[Process] = []
         self._logs: list[Path | None] = []
 
     def start(self, starts: list[ProcessStart]) -> None:
@@ -120,7 +100,7 @@ class Service:
         self._logs = [one.log for one in starts]
         self._processes = []
         for one in starts:
-            self._processes.append(_popen([*self._program, *one.arguments], one.environment, one.log))
+            self._processes.append(self._starts.start(one))
 
     @property
     def status(self) -> int | None:
@@ -130,20 +110,18 @@ class Service:
         """
         if not self._processes:
             return 0
-        statuses = [process.poll() for process in self._processes]
+        statuses = [process.status() for process in self._processes]
         return next((status for status in statuses if status), statuses[0])
 
     def ask_to_stop(self) -> None:
         """Send SIGTERM to the first process, which ends the others."""
         for process in self._processes[:1]:
-            process.terminate()
+            process.ask_to_stop()
 
     def kill(self) -> None:
         """Kill every process and its children, also the children of a process that is dead already."""
         for process in self._processes:
-            processes.kill_group(process.pid)
-        for process in self._processes:
-            process.wait()
+            process.kill()
 
     def bound_logs(self, max_bytes: int) -> None:
         """Bound each log file of the processes, as `bound_log`."""
@@ -154,7 +132,7 @@ class Service:
     def last_words(self, num_lines: int = 15) -> str:
         """Return the end of the failed process's log, or a reference to the terminal if the process wrote there."""
         for process, log in zip(self._processes, self._logs, strict=True):
-            if process.poll() and log is not None:
+            if process.status() and log is not None:
                 lines = log.read_text(errors="replace").splitlines()[-num_lines:]
                 return "\n".join([f"The end of {log}:", *lines])
         return "Its output is above."
@@ -163,7 +141,7 @@ class Service:
 class Launcher:
     """The processes of `offbeat train`; the module's docstring describes their rules."""
 
-    def __init__(self, config: Config, stop: StopRequest, program: tuple[str, ...] = PROGRAM, plan: Plan | None = None) -> None:
+    def __init__(self, config: Config, stop: StopRequest, starts: Starts, plan: Plan | None = None) -> None:
         """`plan` places the processes on GPUs; None: they compute on the CPU."""
         self._config = _with_free_port(config)
         self._devices = DeviceTurns(plan, Path(config.run.dir) / "logs")
@@ -173,9 +151,10 @@ class Launcher:
         self._folder = Path(config.run.dir)
         self._config_file = self._folder / LAUNCH_FILE
         max_restarts = config.launch.max_restarts
-        self._learner = Service("learner", RestartBudget(max_restarts), list(program))
+        self._starts = starts
+        self._learner = Service("learner", RestartBudget(max_restarts), starts)
         self._actors = [
-            Service(f"actor-{index}", RestartBudget(max_restarts), list(program)) for index in range(config.launch.num_actors)
+            Service(f"actor-{index}", RestartBudget(max_restarts), starts) for index in range(config.launch.num_actors)
         ]
 
     def run(self) -> int:
@@ -202,6 +181,7 @@ class Launcher:
             for service in [self._learner, *self._actors]:
                 service.kill()
                 self._devices.forget(service.name)
+            self._starts.close()
             if not is_refused:
                 end_run(self._folder, "train", self._stop)
         return INTERRUPTED_STATUS if self._stop else status
@@ -311,14 +291,6 @@ class Launcher:
         deadline = time.monotonic() + LEAVE_S
         while time.monotonic() < deadline and any(actor.status is None for actor in self._actors):
             time.sleep(LOOK_S)
-
-
-def _popen(command: list[str], environment: Mapping[str, str], log: Path | None) -> subprocess.Popen:
-    environment = {**os.environ, **environment, PARENT_VARIABLE: str(os.getpid()), LAUNCHED_VARIABLE: "1"}
-    if log is None:
-        return subprocess.Popen(command, env=environment, process_group=0)
-    with log.open("ab") as stream:
-        return subprocess.Popen(command, env=environment, process_group=0, stdout=stream, stderr=subprocess.STDOUT)
 
 
 def _with_free_port(config: Config) -> Config:

@@ -9,26 +9,27 @@ start itself, or of an environment that imports depend on, uses a real process i
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import json
 import os
-import runpy
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from offbeat.common.shutdown import PARENT_VARIABLE, die_with_parent, end_process
+from offbeat.deploy.launch.becoming import has_threads, run_module, show_arguments
+from offbeat.deploy.launch.forks import WARM_MODULE
+from offbeat.deploy.launch.starts import PROGRAM
 
-PROGRAM = [sys.executable, "-m", "offbeat.deploy.cli"]
+MODULES = (PROGRAM[2], WARM_MODULE)
+"""The modules that a service may start as `python -m MODULE`, and that are forked instead."""
 LATE_VARIABLES = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *(PARENT_VARIABLE, "OFFBEAT_LOG_LEVEL", "PYTEST_CURRENT_TEST"),
@@ -169,15 +170,11 @@ def _import_everything() -> None:
         with contextlib.suppress(ImportError):
             import offbeat.actor.vllm_engine  # noqa: F401
     _Imported.environments = (before, dict(os.environ))
-    if _has_threads():
+    if has_threads():
         raise RuntimeError("the imports have started threads, which a fork would lose")
     # The collector need not look at the modules again, nor a fork copy them.
     gc.freeze()
     subprocess.Popen = _ForkingPopen
-
-
-def _has_threads() -> bool:
-    return len(list(Path("/proc/self/task").iterdir())) > 1
 
 
 def _serve(connection: socket.socket) -> None:
@@ -200,7 +197,8 @@ def _serve(connection: socket.socket) -> None:
                 os.chdir(request["cwd"])
                 # `python -m` begins its path with the folder it is started in.
                 sys.path[0] = request["cwd"]
-                _become_service(request["arguments"], request["environment"], *descriptors)
+                output, errors = descriptors
+                _become(PROGRAM[2], request["arguments"], request["environment"], output, errors)
             _lead_group(pid)
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -209,20 +207,21 @@ def _serve(connection: socket.socket) -> None:
 
 
 class _ForkingPopen(subprocess.Popen):
-    """`subprocess.Popen` that forks this process where it would start `offbeat`."""
+    """`subprocess.Popen` that forks this process where it would start one of `MODULES`."""
 
     def _execute_child(self, args: Any, *rest: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        _, _, _, _, cwd, environment, _, _, shell, p2cread, _, c2pread, c2pwrite, errread, errwrite, *_ = rest
+        _, _, _, passed, cwd, environment, _, _, shell, p2cread, _, c2pread, c2pwrite, errread, errwrite, *_ = rest
         environment = dict(os.environ if environment is None else environment)
         is_alike = cwd is None and not shell and p2cread == -1 and _agree(environment, _Imported.environments)
-        if list(args[:3]) != PROGRAM or not is_alike or _has_threads():
+        is_known = [*args[:2]] == [*PROGRAM[:2]] and args[2] in MODULES
+        if not is_known or not is_alike or has_threads():
             super()._execute_child(args, *rest)  # pyright: ignore[reportAttributeAccessIssue]
             return
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            _become_service(args[3:], environment, c2pwrite, errwrite)
+            _become(args[2], args[3:], environment, c2pwrite, errwrite, kept=passed)
         _lead_group(self.pid)
         self._child_created = True
         self._close_pipe_fds(p2cread, -1, c2pread, c2pwrite, errread, errwrite)  # pyright: ignore[reportAttributeAccessIssue]
@@ -234,15 +233,24 @@ def _lead_group(pid: int) -> None:
         os.setpgid(pid, pid)
 
 
-def _become_service(arguments: Sequence[str], environment: Mapping[str, str], output: int, errors: int) -> NoReturn:
-    """Go on as a process that has just been started as `offbeat ARGUMENTS`; -1 keeps this process's output."""
+def _become(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], output: int, errors: int, kept: Sequence[int] = ()
+) -> NoReturn:
+    """Go on as a process that has just been started as `python -m MODULE ARGUMENTS`; -1 keeps this process's output.
+
+    Of the other descriptors the `kept` ones stay open.
+    """
     os.setpgid(0, 0)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     for descriptor, own in ((output, 1), (errors, 2)):
         if descriptor != -1:
             os.dup2(descriptor, own)
-    os.closerange(3, 1 << 16)
+    first = 3
+    for descriptor in sorted(kept):
+        os.closerange(first, descriptor)
+        first = descriptor + 1
+    os.closerange(first, 1 << 16)
     # What the imports set, they would have set here.
     before, after = _Imported.environments
     set_at_import = {name: value for name, value in after.items() if value != before.get(name)}
@@ -256,33 +264,8 @@ def _become_service(arguments: Sequence[str], environment: Mapping[str, str], ou
     import numpy
 
     numpy.random.seed()
-    sys.argv = ["", *arguments]
-    _show_arguments([*PROGRAM, *arguments])
-    end_process(_run())
-
-
-def _run() -> int:
-    """Run the command line; return its exit status."""
-    try:
-        runpy.run_module("offbeat.deploy.cli", run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return end.code or 0
-        print(end.code, file=sys.stderr)
-        return 1
-    except BaseException:  # noqa: BLE001, the interpreter's last resort
-        traceback.print_exc()
-        return 1
-    return 0
-
-
-def _show_arguments(arguments: Sequence[str]) -> None:
-    """Write a command line where the kernel shows this process's own; what is too long is cut off."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    # Fields 48 and 49 of proc(5), the third is the first here.
-    start, end = int(fields[45]), int(fields[46])
-    line = b"\0".join(map(os.fsencode, arguments))[: end - start - 1]
-    ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
+    show_arguments([*PROGRAM[:2], module, *arguments])
+    end_process(run_module(module, arguments))
 
 
 if __name__ == "__main__":

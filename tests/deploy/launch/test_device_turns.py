@@ -16,6 +16,7 @@ from offbeat.deploy.devices.plan import Plan, make_plan
 from offbeat.deploy.launch import launcher
 from offbeat.deploy.launch.device_turns import DeviceTurns
 from offbeat.deploy.launch.launcher import Launcher
+from offbeat.deploy.launch.starts import FreshStarts
 from offbeat.learner.policy import process_group
 from tests.deploy.devices.machines import QWEN3_600M, machine
 
@@ -66,7 +67,7 @@ time.sleep(0.5)
 (folder / "end").touch()
 """)
     program = (sys.executable, str(folder / "services.py"), str(folder))
-    assert Launcher(config, StopRequest(), program, plan).run() == 0
+    assert Launcher(config, StopRequest(), FreshStarts(program), plan).run() == 0
     return (folder / "events").read_text().splitlines()
 
 
@@ -141,7 +142,7 @@ def test_without_a_plan_nothing_is_said_and_nobody_waits(tmp_path: Path) -> None
 @pytest.mark.parametrize(("backend", "gpus", "used"), [("auto", 1, "gloo"), ("auto", 2, "auto"), ("pull", 1, "pull")])
 def test_weights_travel_by_gloo_where_processes_share_a_gpu(backend: str, gpus: int, used: str, tmp_path: Path) -> None:
     config, plan = planned(f"weights.backend={backend}", f"run.dir={tmp_path}", gpus=gpus)
-    assert Launcher(config, StopRequest(), plan=plan)._config.weights.backend == used
+    assert Launcher(config, StopRequest(), FreshStarts(), plan)._config.weights.backend == used
 
 
 def test_learner_takes_its_part_of_a_shared_gpu_and_then_tells_the_launcher(

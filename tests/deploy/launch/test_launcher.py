@@ -18,6 +18,7 @@ from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.launch import launcher
 from offbeat.deploy.launch.launcher import Launcher, LaunchError, RestartBudget
+from offbeat.deploy.launch.starts import FreshStarts
 from tests.common.test_run_folder import held_by_another_process
 from tests.deploy.services import SERVICES_S, services_in, write_config
 from tests.deploy.warm import WarmProcess
@@ -67,7 +68,8 @@ class Services:
             log=LogSection(enabled=has_log),
             launch=LaunchSection(max_restarts=max_restarts, learner_processes=learner_processes),
         )
-        return Launcher(config, self.stop, (sys.executable, str(self.folder / "services.py"), str(self.folder)))
+        program = (sys.executable, str(self.folder / "services.py"), str(self.folder))
+        return Launcher(config, self.stop, FreshStarts(program))
 
     def starts(self, name: str) -> list[list[str]]:
         """Return process id and further words of each start."""

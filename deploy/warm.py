@@ -1,0 +1,101 @@
+"""A process that imports what services need, once, and then forks them; `deploy/launch/forks.py` is the other end.
+
+    request (arguments, variables, gate, output) -> the imports of that command, unless made -> fork -> `offbeat ARGUMENTS`
+
+The learner's imports come with its request and the engine's with the first actor's: the learner starts while the engine is
+imported. Nothing but imports happens before a fork: no thread, no socket, no CUDA, no parallel region of OpenMP.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from offbeat.common.environment import prepare_environment
+from offbeat.common.shutdown import PARENT_VARIABLE, die_with_parent, end_process
+from offbeat.deploy.launch.becoming import has_threads, run_module, show_arguments
+from offbeat.deploy.launch.forks import GO
+from offbeat.deploy.launch.starts import PROGRAM
+
+MESSAGE_BYTES = 1 << 18
+NUM_DESCRIPTORS = 3
+"""Descriptors of a request: gate, output, errors."""
+LOOK_S = 0.001
+
+
+def main() -> None:
+    """Serve requests until the launcher closes the socket."""
+    launcher = int(os.environ.pop(PARENT_VARIABLE))
+    die_with_parent(launcher)
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    engine = sys.argv[2]
+    # Modules are a million objects that stay: neither this process nor its forks need look at them.
+    gc.disable()
+    prepare_environment()
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, MESSAGE_BYTES, NUM_DESCRIPTORS)
+        if not message:
+            # Nothing was begun that needs an end; libraries write pages about what they leak at one.
+            os._exit(0)
+        request = json.loads(message)
+        arguments = request["arguments"]
+        importlib.import_module(f"offbeat.deploy.commands.{arguments[0]}").import_service(engine)
+        if has_threads():
+            raise RuntimeError("the imports have started threads, which a fork would lose: unset OMP_NUM_THREADS")
+        gc.freeze()
+        between = os.fork()
+        if between == 0:
+            parent = os.getpid()
+            if os.fork():
+                # The service is an orphan now, and becomes the launcher's child.
+                os._exit(0)
+            requests.close()
+            gate, output, errors = descriptors
+            _pass_gate(gate, parent, launcher)
+            _become_service(arguments, request["variables"], output, errors)
+        os.waitpid(between, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _pass_gate(descriptor: int, parent: int, launcher: int) -> None:
+    """Tell the launcher this process's id once it is its child, and return when it has said go; else end the process."""
+    with socket.socket(fileno=descriptor) as gate:
+        os.setpgid(0, 0)
+        while (now := os.getppid()) != launcher:
+            if now != parent:
+                # The launcher does not wait for it any more.
+                os._exit(1)
+            time.sleep(LOOK_S)
+        word = b""
+        with contextlib.suppress(OSError):
+            gate.send(str(os.getpid()).encode())
+            word = gate.recv(64)
+        if word != GO:
+            os._exit(1)
+
+
+def _become_service(arguments: Sequence[str], variables: Mapping[str, str], output: int, errors: int) -> NoReturn:
+    """Go on as a process that has just been started as `offbeat ARGUMENTS`, with these variables added to the environment."""
+    for descriptor, own in ((output, 1), (errors, 2)):
+        os.dup2(descriptor, own)
+    for descriptor in {output, errors} - {1, 2}:
+        os.close(descriptor)
+    os.environ.update(variables)
+    gc.enable()
+    # Python's own generator seeds itself in a fork, numpy's does not.
+    import numpy
+
+    numpy.random.seed()
+    show_arguments([*PROGRAM, *arguments])
+    end_process(run_module(PROGRAM[2], arguments))
+
+
+if __name__ == "__main__":
+    main()
