@@ -26,9 +26,10 @@ import json, os, sys
 from pathlib import Path
 
 facts = {"parent": os.getppid(), "group": os.getpgid(0), "argv": sys.argv, "variables": dict(os.environ)}
-if __name__ == "my_reward" and "-c" not in sys.orig_argv:
-    Path("facts.tmp").write_text(json.dumps(facts))
-    Path("facts.tmp").rename("facts.json")
+# Reward workers load this too.
+partial = Path(f"facts-{os.getpid()}.partial")
+partial.write_text(json.dumps(facts))
+partial.rename(partial.with_suffix(".json"))
 
 def digits(prompt, completion, row):
     return 0.0
@@ -89,7 +90,7 @@ def test_forked_service_is_like_a_new_interpreter_and_outlives_the_process_that_
     arguments = ["actor", config, f'hub.address="tcp://127.0.0.1:{free_port()}"']
     actor = starts.start(ProcessStart(arguments, {"RANK": "7"}, tmp_path / "actor.log"))
     pid = forked_pid(actor)
-    facts = tmp_path / "facts.json"
+    facts = tmp_path / f"facts-{pid}.json"
     wait_for(facts.exists)
     known = json.loads(facts.read_text())
     assert (known["parent"], known["group"]) == (os.getpid(), pid)
