@@ -93,7 +93,7 @@ def test_activations_of_a_layer_are_those_that_autograd_keeps(make: type[PreTrai
     }
     measured, computed = {}, {}
     for layers in (2, 6):
-        config = make(**fields, num_hidden_layers=layers)
+        config = make.from_dict({**fields, "num_hidden_layers": layers})
         measured[layers] = kept_bytes(config, num_tokens=256)
         sizes = sizes_of(msgspec.json.decode(msgspec.json.encode({**config.to_dict(), "num_hidden_layers": layers})))
         # Many tokens, so that the part does not hide behind the optimizer's step.

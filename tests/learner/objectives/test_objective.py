@@ -10,7 +10,7 @@ from offbeat.common.objectives import CORRECTION_BANDS, DEFAULTS
 from offbeat.common.settings import load
 from offbeat.learner.objectives import corrections, losses
 from offbeat.learner.objectives.bands import ClipBand
-from offbeat.learner.objectives.objective import Objective, PolicyLogprobs, resolve_objective
+from offbeat.learner.objectives.objective import CorrectionRule, Objective, PolicyLogprobs, resolve_objective
 
 generator = torch.Generator().manual_seed(0)
 POLICY, BEHAVIOR, PROXIMAL = (-torch.rand(3, 4, generator=generator) for _ in range(3))
@@ -126,7 +126,7 @@ def test_settings_left_open_are_the_objectives_own() -> None:
             assert resolve_objective(left_open, max_new_tokens=100) == completed
     for correction, own in CORRECTION_BANDS.items():
         rule = resolve_objective(LossSection(correction=cast(Any, correction)), max_new_tokens=100).correction
-        assert rule is not None
+        assert isinstance(rule, CorrectionRule)
         assert (rule.name, rule.low, rule.high) == (correction, own.low, own.high)
 
 
