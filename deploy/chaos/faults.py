@@ -1,6 +1,7 @@
 """The faults of a chaos round, committed on real processes, files and connections."""
 
 import contextlib
+import math
 import os
 import random
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, assert_never
 
 from offbeat.common import processes
-from offbeat.common.run_folder import CHECKPOINTS, CONFIG_FILE, LOG, read_owner
+from offbeat.common.run_folder import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, LOG, read_owner
 from offbeat.common.shutdown import USER_ERROR_STATUS
 from offbeat.deploy.chaos.doubt import doubt_learner
 from offbeat.deploy.chaos.judge import Judge
@@ -381,7 +382,7 @@ def _jump_clock(scene: Scene, fault: Fault, generator: random.Random) -> Committ
 def _start_second_learner(scene: Scene) -> Committed:
     learner = scene.victims.find("learner")
     deadline = time.monotonic() + LOCK_WAIT_S
-    while (owner := read_owner(scene.run)) is None or owner.pid != learner:
+    while not _has_settled(scene.run, learner):
         if time.monotonic() > deadline:
             return Committed(None)
         scene.victims.pause(0.05)
@@ -389,6 +390,13 @@ def _start_second_learner(scene: Scene) -> Committed:
     if processes.has_ended(learner):
         violations.append("the learner ended beside a second one")
     return Committed("started a second learner", violations=tuple(violations))
+
+
+def _has_settled(run: Path, learner: int) -> bool:
+    """Return whether the learner has locked the run's folder and then written its settings there."""
+    owner = read_owner(run)
+    locked_at = (run / LOCK_FILE).stat().st_mtime_ns if owner is not None and owner.pid == learner else math.inf
+    return (run / CONFIG_FILE).stat().st_mtime_ns >= locked_at
 
 
 def _resume_with_changes(scene: Scene) -> Committed:

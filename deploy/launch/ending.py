@@ -7,7 +7,7 @@ from pathlib import Path
 from offbeat.common.logs import doing
 from offbeat.common.metrics import ROWS_FILE
 from offbeat.common.run_folder import CHECKPOINTS, CONFIG_FILE, LAUNCH_FILE, LOG, MODEL, PROGRAM_LOGS, has_steps
-from offbeat.common.shutdown import StopRequest
+from offbeat.common.shutdown import ServiceError, StopRequest
 from offbeat.lab.ended_run import read_end
 from offbeat.learner.training import checkpoints
 
@@ -20,13 +20,16 @@ def end_run(folder: Path, command: str, stop: StopRequest) -> None:
     `command` is the command that the user gave: `train` or `learner`. A signal ends the writing at once.
     """
     if (folder / ROWS_FILE).exists():
-        with stop.at_once(f"the run is kept as it is; its report: offbeat report {_quoted(folder)}"):
-            with doing(logger, "writing the report"):
-                # Imported now: the statistics behind the report take longer to import than the services to start.
-                from offbeat.lab.report.run_report import write_report
+        kept = f"the run is kept as it is; its report: offbeat report {_quoted(folder)}"
+        with stop.at_once(kept), doing(logger, "writing the report"):
+            # Imported now: the statistics behind the report take longer to import than the services to start.
+            from offbeat.lab.report.run_report import write_report
 
-                report = write_report(folder)
-            logger.info("report: %s", report)
+            try:
+                logger.info("report: %s", write_report(folder))
+            except ServiceError as error:
+                # The run is over all the same, and its summary is worth more than its report.
+                logger.error("%s To write it: offbeat report %s", error, _quoted(folder))
     for line in summary(folder, command):
         logger.info("%s", line)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from offbeat.common.shutdown import ServiceError
 from offbeat.lab.report.figures import DARK_COLORS, Plot
 
 
@@ -83,11 +84,15 @@ def page_html(title: str, body: str, figures: Figures) -> str:
 
 
 def write_page(path: Path, text: str) -> Path:
-    """Write the page, whole or not at all; return its path."""
+    """Write the page, whole or not at all; return its path. Raises `ServiceError` where it cannot be written."""
     # Under another name first: a browser may be reading the report of a running run.
     unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    return unfinished.rename(path)
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        return unfinished.rename(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise ServiceError(f"{path} cannot be written ({error.strerror}). Make room there.") from error
 
 
 def head(name: str, tone: str, outcome: str, detail: str, facts: Mapping[str, str]) -> str:

@@ -24,7 +24,7 @@ from offbeat.deploy.chaos.chaos import ChaosReport, RoundReport, print_chaos
 from offbeat.deploy.chaos.faults import Attempt, Clock, Committed, Disk, Scene, commit, open_disk
 from offbeat.deploy.chaos.network import Namespace, Network, Proxy, open_network
 from offbeat.deploy.chaos.round import Happened, Watch
-from offbeat.deploy.chaos.schedule import KINDS, Fault, Kind, Target, plan, round_seed
+from offbeat.deploy.chaos.schedule import FILLING, KINDS, Fault, Kind, Target, plan, round_seed
 from offbeat.deploy.launch.launcher import free_port
 from offbeat.lab.audit import Check
 from tests.deploy.services import SERVICES_S, Services
@@ -44,6 +44,8 @@ def test_plan_holds_each_kind_once_in_the_order_of_its_steps_and_is_a_function_o
     assert steps[0] > 0
     assert steps[-1] <= 0.9 * num_steps
     assert plan(seed, num_steps=num_steps, dead_after_s=5.0) == faults
+    kinds = [fault.kind for fault in faults]
+    assert all(kinds.index(kind) <= len(KINDS) // 2 for kind in FILLING), "a full disk at the end leaves no model"
 
 
 def test_rounds_differ_and_stops_come_shorter_and_longer_than_a_peer_may_be_silent() -> None:

@@ -28,8 +28,8 @@ def scene(started: Sleepers, tmp_path: Path) -> Scene:
     network = cast(Network, None)
     scene = Scene(started, network, Clock(tmp_path), None, None, tmp_path / "run", tmp_path / "train.jsonl", 0)
     scene.run.mkdir()
-    (scene.run / "config.toml").write_text("[run]")
     (scene.run / "learner.lock").write_text(f'{{"pid": {started.find("learner")}, "host": "here"}}')
+    (scene.run / "config.toml").write_text("[run]")
     scene.train_data.write_text("first\nsecond\n")
     return scene
 
@@ -38,6 +38,22 @@ def test_second_learner_is_refused_and_the_first_lives(scene: Scene, started: Sl
     assert commit(fault("second learner"), scene) == Committed("started a second learner")
     assert started.tried == [()]
     assert not processes.has_ended(started.find("learner"))
+
+
+def test_second_learner_comes_when_the_first_has_written_its_settings(
+    scene: Scene, started: Sleepers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (scene.run / "learner.lock").touch()
+    config = scene.run / "config.toml"
+
+    def write_settings(_: float) -> None:
+        assert started.tried == []
+        config.write_text("[run]\nresume = true")
+
+    monkeypatch.setattr(started, "pause", write_settings)
+    assert commit(fault("second learner"), scene).violations == ()
+    assert config.read_text() == "[run]\nresume = true"
+    assert started.tried == [()]
 
 
 def test_resume_with_reversed_rows_is_tried_while_the_launcher_stands_still(scene: Scene, started: Sleepers) -> None:

@@ -1,6 +1,8 @@
 """The summary at the end of a run: outcome, paths, and the command that goes on."""
 
+import errno
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,23 @@ def test_end_of_a_run_that_was_resumed_and_killed_is_not_its_earlier_one(tmp_pat
 
 
 @pytest.mark.slow
+def test_report_that_cannot_be_written_costs_no_summary(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_in(tmp_path / "run")
+
+    def fail(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    caplog.set_level(logging.INFO)
+    end_run(run, "train", StopRequest())
+    assert f"{run}/report.html cannot be written (No space left on device). Make room there." in caplog.text
+    assert f"To write it: offbeat report {run}" in caplog.text
+    assert "the run finished at step 7" in caplog.text
+    assert not list(run.glob("report.html*"))
+
+
 def test_report_is_written_and_the_summary_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = run_in(tmp_path / "run")
     with caplog.at_level(logging.INFO):
