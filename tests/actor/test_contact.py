@@ -62,6 +62,7 @@ def test_refusal_raises_with_the_reason(learner: Learner) -> None:
             actor.wait()
 
 
+@pytest.mark.slow
 def test_silent_learner_is_greeted_again(learner: Learner) -> None:
     with actor_of(learner, dead_after_s=1.5) as actor:
         learner.welcome()

@@ -141,6 +141,7 @@ FILES: dict[str, tuple[Callable[[], object], str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FILES)
 def test_file_that_cannot_be_used_is_refused(case: str, overrides: list[str]) -> None:
     damage, setting, problem = FILES[case]
@@ -149,6 +150,7 @@ def test_file_that_cannot_be_used_is_refused(case: str, overrides: list[str]) ->
     assert any(text.startswith(setting) and problem in text for text in texts), texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "problem"),
     [
@@ -332,6 +334,7 @@ def test_rows_of_a_function_pass_and_the_reward_is_called_on_the_first(
     assert "KeyError: 'solution'" in text
 
 
+@pytest.mark.slow
 def test_function_may_import_torch_although_the_check_of_the_data_does_without_it(overrides: list[str]) -> None:
     Path("my_rows.py").write_text(ROWS)
     # A process of its own, which has not imported torch.
