@@ -101,8 +101,12 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """
     data: dict[str, Any] = {} if path is None else _read_toml(path)
     _replace_aliases(data)
-    collect_errors([partial(_apply_override, data, override) for override in overrides])
-    return complete(_convert(data))
+    converted: list[Config] = []
+    # Values are converted even where an override has failed: all mistakes are told at once.
+    collect_errors(
+        [*(partial(_apply_override, data, override) for override in overrides), lambda: converted.append(_convert(data))]
+    )
+    return complete(converted[0])
 
 
 def resolved_toml(config: Config, *, with_secrets: bool = False) -> str:

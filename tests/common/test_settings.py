@@ -299,6 +299,9 @@ def test_all_values_that_are_not_accepted_are_told_at_once(tmp_path: Path) -> No
     with pytest.raises(SettingError) as raised:
         load(file)
     assert [text.split(" = ")[0] for text in raised.value.texts] == ["train.num_steps", "hub.heartbeat_s", "setting"]
+    with pytest.raises(SettingError) as raised:
+        load(None, ["tempertaure=1", "max_new_tokens=abc", "learning_rate=-1"])
+    assert [text.split(" = ")[0] for text in raised.value.texts] == ["setting", "rollout.max_new_tokens", "train.learning_rate"]
 
 
 @pytest.mark.parametrize("name", ["../x", "a b", "a\n", "\x1b[2J", "x" * 300])
