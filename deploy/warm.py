@@ -47,7 +47,7 @@ def main() -> None:
         arguments = request["arguments"]
         importlib.import_module(f"offbeat.deploy.commands.{arguments[0]}").import_service(engine)
         if has_threads():
-            raise RuntimeError("the imports have started threads, which a fork would lose: unset OMP_NUM_THREADS")
+            raise RuntimeError("the imports have started threads, which a fork would lose")
         gc.freeze()
         between = os.fork()
         if between == 0:

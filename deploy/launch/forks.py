@@ -41,9 +41,11 @@ PR_SET_CHILD_SUBREAPER = 36
 def choose_starts(config: Config) -> Starts:
     """Return the way to start the services of a run on this machine.
 
-    Forks where no GPU is: CUDA does not survive a fork, and which GPU a process sees is read by its imports.
+    Forks where no GPU is: CUDA does not survive a fork, and which GPU a process sees is read by its imports. Nor does it fork
+    where the user wants several threads of OpenMP: numpy would start its own when it is imported, and a fork loses threads.
     """
-    is_possible = sys.platform == "linux" and not has_gpu() and adopt_orphans(False)
+    has_one_thread = os.environ.get("OMP_NUM_THREADS", "1") == "1"
+    is_possible = sys.platform == "linux" and not has_gpu() and has_one_thread and adopt_orphans(False)
     return WarmStarts(config.actor.engine, Path(config.run.dir) / PROGRAM_LOGS / LOG_FILE) if is_possible else FreshStarts()
 
 

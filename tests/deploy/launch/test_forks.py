@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from offbeat.deploy.launch.forks import ForkedProcess, WarmStarts, adopt_orphans
-from offbeat.deploy.launch.starts import Process, ProcessStart
+from offbeat.common.config import Config
+from offbeat.deploy.launch.forks import ForkedProcess, WarmStarts, adopt_orphans, choose_starts
+from offbeat.deploy.launch.starts import FreshStarts, Process, ProcessStart
 from tests.deploy.services import SERVICES_S, free_port, write_config
 
 pytestmark = [
@@ -156,3 +157,12 @@ def test_imports_that_start_threads_are_not_forked(starts: WarmStarts, tmp_path:
     assert isinstance(learner, ForkedProcess)
     assert learner._pid is None
     assert "have started threads" in (tmp_path / "imports.log").read_text()
+
+
+def test_several_threads_of_openmp_are_left_to_new_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.deploy.launch.forks.has_gpu", lambda: False)
+    kinds: dict[str, type] = {}
+    for number in ("1", "4"):
+        monkeypatch.setenv("OMP_NUM_THREADS", number)
+        kinds[number] = type(choose_starts(Config()))
+    assert kinds == {"1": WarmStarts, "4": FreshStarts}
