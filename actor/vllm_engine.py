@@ -1,9 +1,10 @@
 """The actor's engine on vLLM: `LLMEngine` inside this process, stepped by its owner."""
 
+import contextlib
 import dataclasses
 import gc
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -165,10 +166,8 @@ class VllmEngine:
         )
 
     def close(self) -> None:
-        # vLLM collects garbage twice, which takes a second with all its modules.
-        gc.freeze()
-        self._engine.engine_core.shutdown()
-        gc.unfreeze()
+        with _no_collections():
+            self._engine.engine_core.shutdown()
         if self._shared_weights is not None:
             self._shared_weights.close()
 
@@ -218,6 +217,17 @@ def check_internals(engine: LLMEngine) -> None:
             f"vLLM {vllm.__version__} has no LLMEngine.output_processor.request_states, which the actor counts sampled tokens "
             f"with: install vLLM {WRITTEN_FOR}, or set actor.engine to transformers"
         ) from error
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Ignore calls of `gc.collect`: vLLM's at its shutdown look at a million objects, for a process that is about to end."""
+    collect = gc.collect
+    gc.collect = lambda generation=2: 0
+    try:
+        yield
+    finally:
+        gc.collect = collect
 
 
 def _routed_experts(recorded: np.ndarray | None, *, num_tokens: int) -> np.ndarray | None:
