@@ -9,6 +9,8 @@ from offbeat.common.config import RolloutSection, TaskSection
 from offbeat.protocols.messages import Ack, ActorHeartbeat, Credit, GroupDone, Hello, Refused, SayHello
 from tests.actor.actor_harness import CANARY, ENGINE, Learner, actor_of
 
+pytestmark = pytest.mark.slow
+
 
 def test_hello_says_who_is_there_and_credit_follows_the_welcome(learner: Learner) -> None:
     with actor_of(learner, policy_version=None, max_inflight_groups=7):
@@ -62,7 +64,6 @@ def test_refusal_raises_with_the_reason(learner: Learner) -> None:
             actor.wait()
 
 
-@pytest.mark.slow
 def test_silent_learner_is_greeted_again(learner: Learner) -> None:
     with actor_of(learner, dead_after_s=1.5) as actor:
         learner.welcome()

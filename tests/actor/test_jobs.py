@@ -1,8 +1,12 @@
 """Leases become groups, against a real hub with a fake engine; each answer is kept until it is acknowledged."""
 
+import pytest
+
 from offbeat.protocols.messages import Ack, ActorHeartbeat, Cancel, GroupDone, Hello, LeaseFailed, SayHello, Segment
 from offbeat.protocols.wire import logprobs, token_ids
 from tests.actor.actor_harness import CANARY, Learner, actor_of, eventually
+
+pytestmark = pytest.mark.slow
 
 
 def test_lease_becomes_a_group_in_the_order_of_its_completions(learner: Learner) -> None:

@@ -34,6 +34,8 @@ from offbeat.protocols.messages import (
 from offbeat.protocols.wire import Array, FromActor, logprobs, routed_experts
 from tests.actor.actor_harness import CANARY, LAYOUT, LIMIT, PATIENCE_S, PEER, FakeEngine, Learner, actor_of, eventually
 
+pytestmark = pytest.mark.slow
+
 
 class OneActor:
     """The publisher's list of actors, with the test's only actor."""

@@ -17,6 +17,8 @@ from offbeat.protocols.messages import CompletionMeta, Goodbye, GroupDone, Segme
 from offbeat.protocols.wire import MAGIC, MAX_FRAMES, FromActor, UnknownMessageError, VersionError, WireError, encode
 from tests.protocols.sockets import ANY_PORT, LIMIT, RawPeer, eventually, flood, flood_with_key, introduce, port_of, receive
 
+pytestmark = pytest.mark.slow
+
 GOODBYE = [bytes(frame) for frame in encode(Goodbye(reason="x"))]
 SPAWN = multiprocessing.get_context("spawn")
 

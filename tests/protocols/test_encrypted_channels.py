@@ -14,6 +14,8 @@ from offbeat.protocols.keys import LOOK_INTERVAL_S, AllowList, KeyPair, Sender, 
 from offbeat.protocols.messages import Credit, Goodbye, SayHello, Stop
 from tests.protocols.sockets import ANY_PORT, LIMIT, PATIENCE_S, eventually, introduce, port_of, receive, replay, tapped
 
+pytestmark = pytest.mark.slow
+
 LEARNER = make_key_pair("learner", "learner")
 ACTOR = make_key_pair("actor", "actor-0")
 OTHER = make_key_pair("actor", "gpu-*")

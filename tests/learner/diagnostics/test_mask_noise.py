@@ -15,6 +15,7 @@ DEFAULT_RULES = [CorrectionRule(name, bounds.low, bounds.high) for name, bounds 
 TIGHT = [CorrectionRule("icepop", 0.95, 1.05), CorrectionRule("sequence_mask", 0.7, 1.3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [float("inf"), 4.0])
 @pytest.mark.parametrize("kl", [1e-4, 1.5e-3])
 @pytest.mark.parametrize("rule", [*DEFAULT_RULES, *TIGHT], ids=lambda rule: f"{rule.name} {rule.low} {rule.high}")

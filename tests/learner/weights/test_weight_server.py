@@ -19,6 +19,8 @@ from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.messages import Chunk, ChunkGone, ChunkRequest, Credit, LearnerMessage, WeightPull
 from offbeat.protocols.wire import Array
 
+pytestmark = pytest.mark.slow
+
 LAYOUT = make_layout([("w", (1 << 18,))], torch.float32)
 CHUNK_BYTES = 1 << 15
 NUM_CHUNKS = 32
