@@ -110,12 +110,13 @@ def trl_python() -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
-        (own,) = folder.glob("lib/python*/site-packages")
-        shared = importlib.metadata.distribution("torch").locate_file("")
-        (own / "shared.pth").write_text(f"{shared}\n{Path(__file__).resolve().parents[2] / 'src'}\n")
         packages = [f"trl=={TRL}", f"accelerate=={ACCELERATE}"]
         # Without their requirements, which would replace torch and transformers by others than offbeat's.
         subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", *packages], check=True)
+    # Each time: the checkout that made it may be gone.
+    (own,) = folder.glob("lib/python*/site-packages")
+    shared = importlib.metadata.distribution("torch").locate_file("")
+    (own / "shared.pth").write_text(f"{shared}\n{Path(__file__).resolve().parents[2] / 'src'}\n")
     return python
 
 
