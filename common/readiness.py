@@ -1,4 +1,4 @@
-"""What services and their launcher agree on about a GPU that several of them share: who has taken its memory."""
+"""Marks by which a service tells its launcher that it has taken its memory on a GPU that several services share."""
 
 import os
 from pathlib import Path

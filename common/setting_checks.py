@@ -33,8 +33,9 @@ def check_before_run(config: Config) -> list[str]:
     """
     if config.run.resume:
         return check(config)
-    collect_errors([partial(check, config), partial(check_inert, config)])
-    return _warnings(config)
+    warnings: list[str] = []
+    collect_errors([lambda: warnings.extend(check(config)), partial(check_inert, config)])
+    return warnings
 
 
 def least_staleness(config: Config) -> int:

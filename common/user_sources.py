@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 class _Module(NamedTuple):
     name: str
-    """As it is imported."""
+    """Dotted name by which it is imported."""
     root: Path
     """Folder on the import path in which it lies."""
     file: Path

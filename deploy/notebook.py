@@ -24,7 +24,7 @@ import msgspec
 
 from offbeat.common.logs import MAX_FILE_BYTES, bound_log
 from offbeat.common.metrics import ROWS_FILE
-from offbeat.common.run_folder import not_writable, read_run_config
+from offbeat.common.run_folder import PROGRAM_LOGS, not_writable, read_run_config
 from offbeat.common.settings import SettingError, to_toml
 from offbeat.common.shutdown import PARENT_VARIABLE, ServiceError
 from offbeat.common.user_errors import RunError
@@ -56,7 +56,7 @@ class Run:
         self.folder = folder.absolute()
         """The run's folder: metrics, checkpoints, report, model, logs."""
         self._rows_file = self.folder / ROWS_FILE
-        self._log = self.folder / "logs" / "train.log"
+        self._log = self.folder / PROGRAM_LOGS / "train.log"
         is_new = not self.folder.exists()
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,7 @@ class Run:
         if any(row.get("event") == "run_started" for row in self._follow()):
             return
         text = self._error_text()
-        if is_new and {path.name for path in self.folder.rglob("*")} == {"logs", "train.log"}:
+        if is_new and {path.name for path in self.folder.rglob("*")} == {PROGRAM_LOGS, self._log.name}:
             self._log.unlink()
             self._log.parent.rmdir()
             self.folder.rmdir()

@@ -124,7 +124,7 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
         stack.enter_context(metrics)
         progress = Progress(config.train.num_steps)
         path = config.metrics.callback
-        callback = stack.enter_context(Callback(path, folder / "logs" / "callback.log", stop.ask)) if path else None
+        callback = stack.enter_context(Callback(path, folder / PROGRAM_LOGS / "callback.log", stop.ask)) if path else None
 
         def record(row: Row) -> None:
             row = metrics.write(row)

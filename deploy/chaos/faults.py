@@ -174,7 +174,7 @@ class Committed(NamedTuple):
     violations: tuple[str, ...] = ()
     """Reactions of the services that are violations."""
     has_hit: bool | None = None
-    """Whether the fault has had its effect; None where the fault itself does not tell (`offbeat.deploy.chaos.effects`)."""
+    """True if the fault has had its effect; None where the fault itself does not tell (`offbeat.deploy.chaos.effects`)."""
 
 
 def commit(fault: Fault, scene: Scene) -> Committed:

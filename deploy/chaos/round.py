@@ -67,7 +67,7 @@ class Happened(NamedTuple):
     None when the run ended before.
     """
     has_hit: bool | None = None
-    """Whether the fault has had its effect; None where only the recovery tells."""
+    """True if the fault has had its effect; None where only the recovery tells."""
 
 
 class RoundResult(NamedTuple):

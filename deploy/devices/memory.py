@@ -14,7 +14,7 @@ GIB = float(1 << 30)
 CONTEXT_BYTES = 1.0 * GIB
 """CUDA context, cuBLAS and NCCL of one process, and what its allocator cannot use."""
 ENGINE_BYTES = 1.5 * GIB
-"""What an engine takes beside weights, logits and KV cache: context, CUDA graphs, activations."""
+"""Memory of an engine for its context, CUDA graphs and activations: all but weights, logits and KV cache."""
 ENGINE_LOGITS = 1024
 """Rows of logits, in float32 and twice, that an engine holds at once."""
 HEAD_BYTES = 0.25 * GIB

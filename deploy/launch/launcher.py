@@ -144,7 +144,7 @@ class Launcher:
     def __init__(self, config: Config, stop: StopRequest, starts: Starts, plan: Plan | None = None) -> None:
         """`plan` places the processes on GPUs; None: they compute on the CPU."""
         self._config = _with_free_port(config)
-        self._devices = DeviceTurns(plan, Path(config.run.dir) / "logs")
+        self._devices = DeviceTurns(plan, Path(config.run.dir) / PROGRAM_LOGS)
         if self._devices.needs_gloo and config.weights.backend == "auto":
             self._config = replace(self._config, weights=replace(config.weights, backend="gloo"))
         self._stop = stop

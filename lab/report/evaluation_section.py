@@ -36,26 +36,41 @@ def pass_at_k(rows: Sequence[EvalRow]) -> Plot:
 
 def reward_by_set(rows: Sequence[EvalRow]) -> Plot:
     """Return the mean reward of each named set over policy versions; `rows` are ordered by version."""
-    names = sorted({name for row in rows for name in row.sets})
-    return Plot(
+    return _named_lines(
+        rows,
+        lambda row: row.sets,
         "Held-out reward by set",
         "Mean reward of the completions of each named set of task.eval_data.",
-        [_line(rows, lambda row: row.sets, name, html.escape(name), index) for index, name in enumerate(names)],
-        step_layout("policy version", [row.policy_version for row in rows], "reward"),
-        missing="No evaluation has measured a named set.",
+        "reward",
+        "No evaluation has measured a named set.",
     )
 
 
 def own_numbers(rows: Sequence[EvalRow]) -> Plot:
     """Return the numbers of `evaluation.function` over policy versions; `rows` are ordered by version."""
-    names = sorted({name for row in rows for name in row.numbers})
-    return Plot(
+    return _named_lines(
+        rows,
+        lambda row: row.numbers,
         "Own numbers",
         "The numbers that evaluation.function returned.",
-        [_line(rows, lambda row: row.numbers, name, html.escape(name), index) for index, name in enumerate(names)],
-        step_layout("policy version", [row.policy_version for row in rows], "number"),
-        missing="evaluation.function has returned no number.",
+        "number",
+        "evaluation.function has returned no number.",
     )
+
+
+def _named_lines(
+    rows: Sequence[EvalRow],
+    numbers: Callable[[EvalRow], Mapping[str, float]],
+    title: str,
+    question: str,
+    axis: str,
+    missing: str,
+) -> Plot:
+    """Return a plot with a line for each name among the numbers, which is the user's text."""
+    names = sorted({name for row in rows for name in numbers(row)})
+    lines = [_line(rows, numbers, name, html.escape(name), index) for index, name in enumerate(names)]
+    layout = step_layout("policy version", [row.policy_version for row in rows], axis)
+    return Plot(title, question, lines, layout, missing=missing)
 
 
 def _line(

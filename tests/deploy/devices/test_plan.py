@@ -1,4 +1,4 @@
-"""Who works on which GPU with how much of it, on imaginary machines."""
+"""The plan gives each process its GPU and its share of the memory, on imaginary machines."""
 
 import re
 from pathlib import Path

@@ -222,7 +222,7 @@ def test_checkpoint_without_groups_to_compare_is_passed_over(
 
 
 def test_gradient_of_the_batch_that_was_trained_on_next_is_that_of_the_steps_metrics(run: Path) -> None:
-    """What a replay measures is what the run's own next step saw."""
+    """A replay measures the gradient that the run's own next step saw."""
     from offbeat.learner.training.trainer import Trainer
 
     config = load(run / "config.toml")
