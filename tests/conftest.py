@@ -19,6 +19,9 @@ prepare_environment()
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Processes started by tests find broken packages by themselves, as elsewhere.
 os.environ.pop(BROKEN_VARIABLE, None)
+# They run the code beside these tests, also where another checkout is installed.
+_SOURCES = str(Path(__file__).resolve().parents[1] / "src")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SOURCES, os.environ.get("PYTHONPATH")]))
 
 # No time limits on single examples: on a busy machine they fail tests at random.
 settings.register_profile("offbeat", deadline=None, suppress_health_check=[HealthCheck.too_slow])
