@@ -1,9 +1,9 @@
 """A process that imports what services need, once, and then forks them; `deploy/launch/forks.py` is the other end.
 
-    request (arguments, variables, gate, output) -> the imports of that command, unless made -> fork -> `offbeat ARGUMENTS`
+    the learner's imports -> request (arguments, variables, gate, output) -> fork -> `offbeat ARGUMENTS`
 
-The learner's imports come with its request and the engine's with the first actor's: the learner starts while the engine is
-imported. Nothing but imports happens before a fork: no thread, no socket, no CUDA, no parallel region of OpenMP.
+The engine's imports come with the first actor's request: the learner starts while the engine is imported. Nothing but imports
+happens before a fork: no thread, no socket, no CUDA, no parallel region of OpenMP.
 """
 
 import contextlib
@@ -38,6 +38,8 @@ def main() -> None:
     # Modules are a million objects that stay: neither this process nor its forks need look at them.
     gc.disable()
     prepare_environment()
+    # Learners come first, and by the time of their request the launcher has looked at the settings for seconds.
+    _import_for("learner", engine)
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, MESSAGE_BYTES, NUM_DESCRIPTORS)
         if not message:
@@ -45,7 +47,7 @@ def main() -> None:
             os._exit(0)
         request = json.loads(message)
         arguments = request["arguments"]
-        importlib.import_module(f"offbeat.deploy.commands.{arguments[0]}").import_service(engine)
+        _import_for(arguments[0], engine)
         if has_threads():
             raise RuntimeError("the imports have started threads, which a fork would lose")
         gc.freeze()
@@ -62,6 +64,11 @@ def main() -> None:
         os.waitpid(between, 0)
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _import_for(command: str, engine: str) -> None:
+    """Import what the service that this command starts needs."""
+    importlib.import_module(f"offbeat.deploy.commands.{command}").import_service(engine)
 
 
 def _pass_gate(descriptor: int, parent: int, launcher: int) -> None:

@@ -23,7 +23,9 @@ def command(arguments: Arguments = None) -> None:
     say_start("train")
     config = expand(load_config(arguments, default=QUICKSTART))
     refuse_masked(config)
+    starts = choose_starts(config)
+    starts.prepare()
     for note in look(config, "train"):
         logger.info("%s", note)
     plan, _ = plan_of_this_machine(config)
-    raise typer.Exit(Launcher(config, StopRequest().install(), choose_starts(config), plan=plan).run())
+    raise typer.Exit(Launcher(config, StopRequest().install(), starts, plan=plan).run())

@@ -18,12 +18,12 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
+import tempfile
+from typing import IO
 
 from offbeat.common import processes
 from offbeat.common.config import Config
 from offbeat.common.environment import CPU_DEFAULTS, has_gpu
-from offbeat.common.run_folder import PROGRAM_LOGS
 from offbeat.common.shutdown import PARENT_VARIABLE
 from offbeat.deploy.launch.starts import FreshStarts, Process, ProcessStart, Starts
 
@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 WARM_MODULE = "offbeat.deploy.warm"
 ROOM_BYTES = 4096
 """Length of an argument that only makes room for the command lines of forked processes."""
-LOG_FILE = "imports.log"
+MAX_WORDS_BYTES = 2_000
+"""End of a failed warm process's output in which its last line is looked for."""
 GO = b"go"
 PR_SET_CHILD_SUBREAPER = 36
 """Option of Linux's prctl: orphans among this process's descendants become its children."""
@@ -46,16 +47,17 @@ def choose_starts(config: Config) -> Starts:
     """
     has_one_thread = os.environ.get("OMP_NUM_THREADS", "1") == "1"
     is_possible = sys.platform == "linux" and not has_gpu() and has_one_thread and adopt_orphans(False)
-    return WarmStarts(config.actor.engine, Path(config.run.dir) / PROGRAM_LOGS / LOG_FILE) if is_possible else FreshStarts()
+    return WarmStarts(config.actor.engine) if is_possible else FreshStarts()
 
 
 class WarmStarts:
     """Forks processes from a warm one; where that has failed, starts new interpreters."""
 
-    def __init__(self, engine: str, log: Path) -> None:
-        """`engine` is `actor.engine`; `log` takes what the imports say, and its folder exists at the first start."""
+    def __init__(self, engine: str) -> None:
+        """`engine` is `actor.engine`."""
         self._engine = engine
-        self._log = log
+        self._output: IO[bytes] | None = None
+        """What the newest warm process says; a file that has no name."""
         self._fresh = FreshStarts()
         self._warm: subprocess.Popen | None = None
         self._socket: socket.socket | None = None
@@ -65,13 +67,17 @@ class WarmStarts:
         self._num_awaited = 0
         """Requests whose process has not come."""
 
+    def prepare(self) -> None:
+        if self._socket is None:
+            self._socket = self._launch()
+
     def start(self, start: ProcessStart) -> Process:
         if self._warm is not None and self._warm.poll() is not None:
             self._note_end(self._warm.returncode)
         if self._is_useless:
             return self._fresh.start(start)
-        if self._socket is None:
-            self._socket = self._launch()
+        self.prepare()
+        assert self._socket is not None
         self._num_awaited += 1
         adopt_orphans(True)
         gate, their_gate = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -104,7 +110,9 @@ class WarmStarts:
 
     def start_fresh(self, start: ProcessStart) -> Process:
         """Start what the warm process could not."""
-        logger.warning("%s could not be forked; it starts by itself, and the reason is in %s", start.arguments[0], self._log)
+        logger.warning(
+            "%s could not be forked, so it starts by itself; the imports ended with %r", start.arguments[0], self._last_line()
+        )
         return self._fresh.start(start)
 
     def _note_end(self, status: int) -> None:
@@ -113,15 +121,26 @@ class WarmStarts:
             self._is_useless = True
         logger.warning("the process that services are forked from has ended with status %d", status)
 
+    def _last_line(self) -> str:
+        """Return the last line of the newest warm process's output, "" where it said nothing."""
+        if self._output is None:
+            return ""
+        self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - MAX_WORDS_BYTES))
+        lines = self._output.read().decode(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), "")
+
     def _launch(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         logger.info("importing what learner and actors need, once for all")
         # Before the first import: numpy's threads would be lost in a fork.
         environment = {**CPU_DEFAULTS, **os.environ, PARENT_VARIABLE: str(os.getpid())}
         command = [sys.executable, "-m", WARM_MODULE, str(theirs.fileno()), self._engine, "-" * ROOM_BYTES]
-        with theirs, self._log.open("ab") as log:
+        if self._output is not None:
+            self._output.close()
+        self._output = output = tempfile.TemporaryFile()  # noqa: SIM115, read when a fork fails
+        with theirs:
             self._warm = subprocess.Popen(
-                command, env=environment, process_group=0, pass_fds=[theirs.fileno()], stdout=log, stderr=log
+                command, env=environment, process_group=0, pass_fds=[theirs.fileno()], stdout=output, stderr=output
             )
         self._has_forked = False
         return ours

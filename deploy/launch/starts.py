@@ -48,6 +48,10 @@ class Process(Protocol):
 class Starts(Protocol):
     """A way to start processes."""
 
+    def prepare(self) -> None:
+        """Begin what can be done before it is known which processes will start; do not wait for anything."""
+        ...
+
     def start(self, start: ProcessStart) -> Process:
         """Start a process; do not wait for anything."""
         ...
@@ -85,6 +89,9 @@ class FreshStarts:
     def __init__(self, program: Sequence[str] = PROGRAM) -> None:
         """`program` is the command that takes the arguments of `offbeat`."""
         self._program = program
+
+    def prepare(self) -> None:
+        pass
 
     def start(self, start: ProcessStart) -> Process:
         return FreshProcess([*self._program, *start.arguments], start)

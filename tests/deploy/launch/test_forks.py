@@ -38,8 +38,8 @@ def digits(prompt, completion, row):
 
 
 class _RecordedStarts(WarmStarts):
-    def __init__(self, engine: str, log: Path) -> None:
-        super().__init__(engine, log)
+    def __init__(self, engine: str) -> None:
+        super().__init__(engine)
         self.started: list[Process] = []
 
     def start(self, start: ProcessStart) -> Process:
@@ -51,7 +51,7 @@ class _RecordedStarts(WarmStarts):
 def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WarmStarts]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    starts = _RecordedStarts("transformers", tmp_path / "imports.log")
+    starts = _RecordedStarts("transformers")
     yield starts
     for process in starts.started:
         process.kill()
@@ -146,7 +146,17 @@ def test_service_that_is_ended_before_it_was_forked_never_runs(starts: WarmStart
     assert (tmp_path / "refused.log").read_text() == ""
 
 
-def test_imports_that_start_threads_are_not_forked(starts: WarmStarts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imports_begin_before_it_is_known_what_starts(starts: WarmStarts, tmp_path: Path) -> None:
+    starts.prepare()
+    warm = warm_pid(starts)
+    wait_for(lambda: "libtorch" in Path(f"/proc/{warm}/maps").read_text())
+    forked_pid(starts.start(refused(tmp_path)))
+    assert warm_pid(starts) == warm
+
+
+def test_imports_that_start_threads_are_not_forked(
+    starts: WarmStarts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
     )
@@ -156,7 +166,7 @@ def test_imports_that_start_threads_are_not_forked(starts: WarmStarts, tmp_path:
     assert learner.status() == 2
     assert isinstance(learner, ForkedProcess)
     assert learner._pid is None
-    assert "have started threads" in (tmp_path / "imports.log").read_text()
+    assert "have started threads" in caplog.text
 
 
 def test_several_threads_of_openmp_are_left_to_new_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
