@@ -5,10 +5,14 @@
                      or for a pull      -> chunks into `buffer` -> checksum -> staged
 
 Until the actor loop commits, nothing has changed: a transfer that breaks half-way leaves the engine as it was.
+
+Every wait in the thread has a deadline of its library. A thread that is stuck beyond it cannot be ended, and could still write
+into the buffer: `outcome` raises, so that the actor ends and is started again.
 """
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,12 +20,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from offbeat.actor.weight_pull import PullError, pull_weights
-from offbeat.common.collectives import CollectiveError, Rendezvous, WeightGroup, connect_store
+from offbeat.common.collectives import CollectiveError, GlooGroup, Rendezvous, Seat, WeightGroup, connect_store
 from offbeat.common.weights import WRONG_CHECKSUM, WeightBuffer, checksum
 from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import TensorSpec, WeightPull, WeightsStaged, WeightUpdate
 
 logger = logging.getLogger(__name__)
+
+STUCK_S = 30.0
+"""Time beyond the deadline of an update after which a transfer that does not move is stuck."""
+LONGEST_LOOK_S = 5.0
+"""Longest time between two looks that counts: a process that was stopped has not waited."""
 
 
 class TransferEnd(NamedTuple):
@@ -43,6 +52,10 @@ class ChecksumError(RuntimeError):
     """The received bytes are not those of the learner."""
 
 
+class StuckError(RuntimeError):
+    """The receiver's thread hangs in a transfer."""
+
+
 class WeightReceiver:
     """A thread that receives weights, and its staging buffer. All methods are for the actor's loop."""
 
@@ -54,6 +67,9 @@ class WeightReceiver:
         self._announced: WeightUpdate | WeightPull | None = None
         self._outcome: TransferEnd | None = None
         self._is_receiving = False
+        self._patience_s = 0.0
+        """Time for which the transfer under way may stay as it is."""
+        self._looked_at = 0.0
         self._store: TCPStore | None = None
         self._store_address = ("", 0)
         self._group: WeightGroup | None = None
@@ -81,6 +97,14 @@ class WeightReceiver:
         with self._changed:
             if self._failure is not None:
                 raise self._failure
+            now = time.monotonic()
+            self._patience_s -= min(now - self._looked_at, LONGEST_LOOK_S)
+            self._looked_at = now
+            if self._is_receiving and self._patience_s < 0:
+                raise StuckError(
+                    "the weight receiver is stuck in a transfer far beyond its deadline (weights.timeout_s): this actor ends, "
+                    "because only a new process can take weights again"
+                )
             outcome, self._outcome = self._outcome, None
             return outcome
 
@@ -123,19 +147,28 @@ class WeightReceiver:
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or (self._announced is not None and self._is_buffer_free))
             update, self._announced = self._announced, None
-            self._is_receiving = not self._is_closed
-            return None if self._is_closed else update
+            if self._is_closed or update is None:
+                return None
+            self._beat(update)
+            self._is_receiving = True
+            return update
 
-    def _is_superseded(self) -> bool:
-        return self._is_closed or self._announced is not None
+    def _beat(self, update: WeightUpdate | WeightPull) -> None:
+        """Note that a transfer moves."""
+        self._patience_s = update.timeout_s + STUCK_S
 
     def _receive(self, update: WeightUpdate | WeightPull) -> str | None:
         """Fill the buffer. Return the error if that failed or the bytes are not the learner's, else None."""
+
+        def is_superseded() -> bool:
+            self._beat(update)
+            return self._is_closed or self._announced is not None
+
         try:
             if isinstance(update, WeightPull):
-                pull_weights(update, self.buffer.flat, self._open_link, self._is_superseded)
+                pull_weights(update, self.buffer.flat, self._open_link, is_superseded)
             else:
-                self._join_collective(update)
+                self._join_collective(update, is_superseded)
             received = checksum(self.buffer.flat)
             if received != update.checksum:
                 raise ChecksumError(f"{WRONG_CHECKSUM}: {received:08x} arrived, {update.checksum:08x} was announced")
@@ -147,24 +180,19 @@ class WeightReceiver:
             return str(error).splitlines()[0]
         return None
 
-    def _join_collective(self, update: WeightUpdate) -> None:
+    def _join_collective(self, update: WeightUpdate, is_superseded: Callable[[], bool]) -> None:
         """Receive one broadcast as a member of the update's epoch."""
         store = self._connect(update)
         if self._group is not None and self._group.epoch != update.epoch:
             self._drop_group()
+        if self._group is None:
+            seat = Seat(update.epoch, update.rank, update.world_size, update.bucket_bytes, update.timeout_s)
+            self._group = GlooGroup(store, seat)
+        self._group.prepare()
         rendezvous = Rendezvous(store, epoch=update.epoch, policy_version=update.policy_version)
         rendezvous.set_ready(update.rank)
-        rendezvous.wait_go(update.timeout_s, self._is_superseded)
-        if self._group is None:
-            self._group = WeightGroup(
-                store,
-                epoch=update.epoch,
-                rank=update.rank,
-                world_size=update.world_size,
-                backend=update.backend,
-                timeout_s=update.timeout_s,
-            )
-        self._group.broadcast(self.buffer.flat, update.bucket_bytes)
+        rendezvous.wait_go(update.timeout_s, is_superseded)
+        self._group.broadcast(self.buffer.flat, lambda: self._beat(update))
 
     def _connect(self, update: WeightUpdate) -> TCPStore:
         address = (update.store_host, update.store_port)

@@ -1,7 +1,7 @@
 """The collective that moves weights: one process group per membership epoch, gloo on CPUs, NCCL on GPUs.
 
-Both sides hold the weights in host memory (`common.weights.WeightBuffer`). gloo broadcasts straight from and into it; NCCL
-goes through one bucket on the device, so that a transfer needs a bucket of GPU memory and not a second model.
+Both sides hold the weights in host memory (`common.weights.WeightBuffer`). gloo broadcasts straight from and into it, in the
+thread that asks. NCCL runs in a process of its own (`common.nccl_group`).
 
 The learner owns the rendezvous store. An epoch's group is built in two steps, so that nobody blocks on a member that is not
 there: every member sets its ready key; the learner waits for the keys, can name a missing member, and then sets go.
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Literal, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,41 @@ CLOSE_S = 5.0
 
 class CollectiveError(RuntimeError):
     """A transfer did not take place; it changed nothing."""
+
+
+class Seat(NamedTuple):
+    """A member's place in the group of one epoch."""
+
+    epoch: int
+    rank: int
+    """0 is the learner."""
+    world_size: int
+    bucket_bytes: int
+    """Size of one broadcast."""
+    timeout_s: float
+    """Deadline for making the group, and for each bucket."""
+
+
+class WeightGroup(Protocol):
+    """The process group of one epoch. Close it after any error: a broken group stays broken."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    def prepare(self) -> None:
+        """Do what a member can do before the others are there. Raise `CollectiveError` if that failed."""
+        ...
+
+    def broadcast(self, flat: torch.Tensor, beat: Callable[[], None]) -> None:
+        """Copy the learner's buffer `[num_bytes]` (uint8, host) into every member's, bucket by bucket.
+
+        Calls `beat` after each bucket. Raises `CollectiveError` past the deadline of a bucket, and when a member is lost.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give up the group; members blocked in it fail at once instead of at their time limit."""
+        ...
 
 
 def serve_store(host: str, port: int, timeout_s: float, *, listen_on: str) -> TCPStore:
@@ -88,86 +123,57 @@ class Rendezvous:
             self._store.delete_key(f"{self._prefix}/{key}")
 
 
-class WeightGroup:
-    """The process group of one epoch, with the learner as rank 0. Close it after any error: a broken group stays broken."""
+class GlooGroup:
+    """A gloo group: made with the first broadcast, in which all members meet."""
 
-    def __init__(
-        self,
-        store: TCPStore,
-        *,
-        epoch: int,
-        rank: int,
-        world_size: int,
-        backend: Literal["gloo", "nccl"],
-        timeout_s: float,
-    ) -> None:
-        self.epoch = epoch
-        self._rank = rank
-        self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        self._bucket = torch.empty(0, dtype=torch.uint8, device=self._device)
-        prefix = PrefixStore(f"group/{epoch}", store)
-        timeout = timedelta(seconds=timeout_s)
-        with _as_collective_error(f"the process group of epoch {epoch} was not made"):
-            if backend == "nccl":
-                self._group = _nccl_group(prefix, rank, world_size, timeout)
-            else:
-                self._group = _gloo_group(prefix, rank, world_size, timeout, towards=(store.host, store.port))
+    def __init__(self, store: TCPStore, seat: Seat) -> None:
+        self.epoch = seat.epoch
+        self._store = store
+        self._seat = seat
+        self._group: dist.ProcessGroup | None = None
 
-    def broadcast(self, flat: torch.Tensor, bucket_bytes: int) -> None:
+    def prepare(self) -> None:
+        """Do nothing: a gloo group needs all of its members."""
+
+    def broadcast(self, flat: torch.Tensor, beat: Callable[[], None]) -> None:
         """Copy the learner's buffer `[num_bytes]` (uint8, host) into every member's, bucket by bucket."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        buckets = flat.split(bucket_bytes)
+        if self._group is None:
+            with _as_collective_error(f"the process group of epoch {self.epoch} was not made"):
+                self._group = _gloo_group(self._store, self._seat)
+        buckets = flat.split(self._seat.bucket_bytes)
         for index, bucket in enumerate(buckets):
+            beat()
             with _as_collective_error(f"bucket {index + 1} of {len(buckets)}"):
-                carrier = self._load(bucket)
-                self._group.broadcast([carrier], options).wait()
-                if self._rank and carrier is not bucket:
-                    bucket.copy_(carrier)
+                # No local name: an exception would keep it, and with it the group, alive beyond `close`.
+                self._group.broadcast([bucket], options).wait()
 
     def close(self) -> None:
         """Give up the group; members blocked in it fail at once instead of at their time limit."""
-        held = [self._group]
-        del self._group
-
-        def end() -> None:
-            if self._device.type == "cuda":
-                held[0].abort()
-            held.clear()
-
-        # NCCL's abort and a group's destructor both wait for threads of their own.
-        thread = threading.Thread(target=end, name="weight-group-end", daemon=True)
+        held, self._group = [self._group], None
+        # A group's destructor waits for threads of its own.
+        thread = threading.Thread(target=held.clear, name="weight-group-end", daemon=True)
         thread.start()
         thread.join(CLOSE_S)
         if thread.is_alive():
             logger.warning("the process group of epoch %d did not close within %g s; it is left behind", self.epoch, CLOSE_S)
 
-    def _load(self, bucket: torch.Tensor) -> torch.Tensor:
-        """Return the bucket on the device that the collective runs on."""
-        if self._device.type == "cpu":
-            return bucket
-        if len(self._bucket) < len(bucket):
-            self._bucket = torch.empty(len(bucket), dtype=torch.uint8, device=self._device)
-        carrier = self._bucket[: len(bucket)]
-        if self._rank == 0:
-            carrier.copy_(bucket)
-        return carrier
 
-
-def _gloo_group(store: Store, rank: int, world_size: int, timeout: timedelta, *, towards: tuple[str, int]) -> dist.ProcessGroup:
+def _gloo_group(store: TCPStore, seat: Seat) -> dist.ProcessGroup:
     # Left to itself gloo takes the interface that the host name resolves to, which need not reach the learner.
     # The stubs know neither the options class nor the constructor that takes it.
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(*towards))]
-    options._timeout = timeout
-    return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, world_size, options))
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(store.host, store.port))]
+    options._timeout = timedelta(seconds=seat.timeout_s)
+    group = dist.ProcessGroupGloo(group_store(store, seat.epoch), seat.rank, seat.world_size, options)
+    return cast(dist.ProcessGroup, group)
 
 
-def _nccl_group(store: Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return cast(dist.ProcessGroup, dist.ProcessGroupNCCL(store, rank, world_size, options))
+def group_store(store: TCPStore, epoch: int) -> Store:
+    """Return the part of the learner's store in which the members of this epoch's group meet."""
+    return PrefixStore(f"group/{epoch}", store)
 
 
 def local_address(host: str, port: int) -> str:

@@ -3,15 +3,19 @@
     announce (WeightUpdate) -> wait ready -> go -> broadcast
 
 An epoch is one process group. A new one begins when other actors take part, or when anything about the last transfer failed.
+
+The broadcast runs in a thread of its own. One that neither ends nor moves past the deadlines of its library is left behind, and
+counts as a failure like any other.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
-from offbeat.common.collectives import POLL_S, CollectiveError, Rendezvous, WeightGroup, serve_store
+from offbeat.common.collectives import POLL_S, CollectiveError, GlooGroup, Rendezvous, Seat, WeightGroup, serve_store
 from offbeat.learner.weights.editions import Edition
 from offbeat.learner.weights.standings import Recipient
 from offbeat.learner.weights.transport import Transport
@@ -21,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_READY_S = 2.0
 """Deadline for getting ready after a broken broadcast. It is short: live actors already wait for the retry."""
+STUCK_S = 5.0
+"""Time beyond the deadline of the group after which a broadcast that does not move is left behind."""
 
 
 class Absent(NamedTuple):
@@ -36,6 +42,8 @@ class Transfer(NamedTuple):
 
     is_sent: bool
     absent: list[Absent]
+    error: str | None = None
+    """The reason for a broadcast that failed although everybody was ready."""
 
 
 class CollectiveUpdates:
@@ -112,7 +120,7 @@ class CollectiveUpdates:
             logger.warning("weights %d, epoch %d: %s; asking again who is there", policy_version, self._epoch, error)
             self._is_retry = True
             self._begin_epoch()
-            return Transfer(is_sent=False, absent=[])
+            return Transfer(is_sent=False, absent=[], error=str(error))
         self._is_retry = False
         self._sent_version = policy_version
         return Transfer(is_sent=True, absent=[])
@@ -166,18 +174,14 @@ class CollectiveUpdates:
         return absent + [Absent(recipient, None) for recipient in waiting.values()]
 
     def _broadcast(self, peers: list[bytes], edition: Edition, rendezvous: Rendezvous) -> None:
-        rendezvous.set_go()
         if self._group is None:
-            self._group = WeightGroup(
-                self._store,
-                epoch=self._epoch,
-                rank=0,
-                world_size=len(peers) + 1,
-                backend=self._backend,
-                timeout_s=self._transport.timeout_s,
-            )
+            seat = Seat(self._epoch, 0, len(peers) + 1, self._transport.bucket_bytes, self._transport.timeout_s)
+            self._group = GlooGroup(self._store, seat)
             self._group_peers = peers
-        self._group.broadcast(edition.buffer.flat, self._transport.bucket_bytes)
+        self._group.prepare()
+        rendezvous.set_go()
+        broadcast = partial(self._group.broadcast, edition.buffer.flat)
+        watched(broadcast, self._transport.timeout_s + STUCK_S, f"the broadcast of epoch {self._epoch}")
 
     def _begin_epoch(self) -> None:
         """Give up the group; reports about it do not count any more."""
@@ -191,3 +195,33 @@ class CollectiveUpdates:
         for rendezvous, world_size in self._past:
             rendezvous.clear(world_size)
         self._past.clear()
+
+
+def watched(work: Callable[[Callable[[], None]], None], quiet_s: float, what: str) -> None:
+    """Run `work(beat)` in a thread of its own, and raise what it raises.
+
+    Raises `CollectiveError` when it has neither ended nor called `beat` for `quiet_s`. The thread is left behind then, with
+    what it holds: no thread can be ended from outside.
+    """
+    beat_at = time.monotonic()
+    raised: list[BaseException] = []
+
+    def beat() -> None:
+        nonlocal beat_at
+        beat_at = time.monotonic()
+
+    def run() -> None:
+        try:
+            work(beat)
+        except BaseException as error:  # noqa: BLE001  raised in the thread that waits
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="weight-broadcast", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        quiet = time.monotonic() - beat_at
+        if quiet > quiet_s:
+            raise CollectiveError(f"{what} has been stuck for {quiet:.0f} s; its thread is left behind")
+        thread.join(quiet_s - quiet + POLL_S)
+    if raised:
+        raise raised[0]

@@ -7,20 +7,22 @@
 
 An actor that does not get ready, does not commit, reports an error or is distrusted is named and left out for a while; then it
 pulls. The others go on without it. Every actor that has committed takes part in the collectives. One that has nothing of this
-learner's pulls, unless no actor has anything: a run's first update is a collective.
+learner's pulls, unless no actor has anything: a run's first update is a collective. Actors that the collective cannot reach
+pull, and so do all for a while after collectives that nobody is to blame for have failed.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from offbeat.common.rows import EventRow, Recorder, WeightsRow
 from offbeat.common.weights import WeightBuffer
-from offbeat.learner.weights.collective import CollectiveUpdates
+from offbeat.learner.weights.collective import CollectiveUpdates, Transfer
 from offbeat.learner.weights.editions import Editions
+from offbeat.learner.weights.failed_epochs import FailedEpochs
 from offbeat.learner.weights.pulls import PullService
 from offbeat.learner.weights.server import WeightServer
 from offbeat.learner.weights.standings import Behind, Recipient, Standings
@@ -65,8 +67,8 @@ class WeightPublisher:
         """
         Args:
             open_hub: Opens the weight server's socket.
-            max_pull_lag: Returns the largest lag, in optimizer steps, at which with the backend `pull` an actor still begins to
-                pull the version that others are pulling; otherwise it waits for the next one.
+            max_pull_lag: Returns the largest lag, in optimizer steps, at which an actor that no collective reaches still begins
+                to pull the version that others are pulling; otherwise it waits for the next one.
             record: Writes a metrics row.
         """
         self._transport = transport
@@ -76,7 +78,8 @@ class WeightPublisher:
         self._changed = threading.Condition()
         """Guards what several threads use. Never held while something outside is called: the caller may hold its own locks."""
         self._closing = threading.Event()
-        self._standings = Standings(transport.timeout_s, always_pull=transport.backend == "pull")
+        self._standings = Standings(transport.timeout_s)
+        self._failed = FailedEpochs()
         self._server = WeightServer(open_hub=open_hub, chunk_bytes=transport.chunk_bytes)
         self._pulls = PullService(self._editions, self._server, transport)
         self._collective = CollectiveUpdates(transport, self._closing) if transport.backend != "pull" else None
@@ -125,6 +128,9 @@ class WeightPublisher:
         """Return one line for each actor that is left out, or pulling, for the operator."""
         with self._changed:
             lines = self._standings.problems() + self._pulls.problems()
+            pause = self._failed.pause()
+        if pause is not None:
+            lines.append(pause)
         if self._server.num_rejected:
             lines.append(f"the weight server got {self._server.num_rejected} messages that were no requests")
         return lines
@@ -177,12 +183,19 @@ class WeightPublisher:
         if newest is None:
             return
         with self._changed:
-            self._standings.settle(recipients, newest)
+            self._failed.settle({recipient.peer for recipient in recipients})
+            self._standings.settle(recipients, newest, self._eligible(recipients))
             idle = self._idle(recipients)
             if self._collective is not None:
                 self._settle_errors(idle, newest, self._collective)
             self._standings.exclude_late(idle, newest)
         self._tell()
+
+    def _eligible(self, recipients: Sequence[Recipient]) -> Set[bytes]:
+        """Return the actors that the collective can reach now."""
+        if self._collective is None or self._failed.pause() is not None:
+            return frozenset()
+        return {recipient.peer for recipient in recipients}
 
     def _settle_errors(self, recipients: Sequence[Recipient], newest: int, collective: CollectiveUpdates) -> None:
         for recipient in recipients:
@@ -240,10 +253,10 @@ class WeightPublisher:
             if borrowed is not None:
                 self._pulls.lend(borrowed)
             lent, newest = self._pulls.lent_version, self._editions.newest_version
+            has_aged = lent is not None and newest is not None and newest - lent > max_lag
             # An older version is good enough to begin with where the next collective brings the newest.
-            is_too_old = self._collective is None and lent is not None and newest is not None and newest - lent > max_lag
-            able = [] if is_too_old else [one for one in waiting if one.peer not in self._in_collective]
-            self._pulls.admit(able)
+            able = [one for one in waiting if not has_aged or self._standings.is_eligible(one)]
+            self._pulls.admit([one for one in able if one.peer not in self._in_collective])
 
     # The publisher's thread
 
@@ -286,11 +299,16 @@ class WeightPublisher:
             for recipient, why in transfer.absent:
                 if why is not None:
                     self._standings.exclude(recipient.peer, recipient.name, why)
-            if not transfer.is_sent:
-                return
-            for recipient in members:
+            for recipient in members if transfer.is_sent else ():
                 self._standings.note_sent(recipient.peer, edition.policy_version)
+            pause = self._count_failure(members, transfer)
             num_excluded = self._standings.num_excluded
+        if pause is not None:
+            detail = f"weights {edition.policy_version}: {pause}"
+            logger.warning(detail)
+            self._record(EventRow(event="collectives_paused", detail=detail))
+        if not transfer.is_sent:
+            return
         row = WeightsRow(
             policy_version=edition.policy_version,
             publish_s=time.monotonic() - started,
@@ -298,3 +316,14 @@ class WeightPublisher:
             num_excluded=num_excluded,
         )
         self._record(row)
+
+    def _count_failure(self, members: Sequence[Recipient], transfer: Transfer) -> str | None:
+        """Count a broadcast that failed with everybody ready; return the reason when actors begin to pull for it."""
+        if transfer.error is not None:
+            self._failed.note([recipient.peer for recipient in members], transfer.error)
+            return self._failed.pause()
+        if transfer.is_sent:
+            self._failed.clear()
+        else:
+            self._failed.explain()
+        return None

@@ -1,7 +1,7 @@
 """The publisher's memory of each actor: the version sent, the failures, the time until which updates leave the actor out."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ class Recipient(NamedTuple):
     name: str
     policy_version: int | None
     """The version that it committed; None when it has no weights of this learner process that it may use. The roster's copy."""
+    gpu: str | None = None
+    """UUID of the GPU on which it would receive a collective; None when its engine has none."""
 
 
 class Behind(NamedTuple):
@@ -58,12 +60,13 @@ class Standing:
 class Standings:
     """The standings of all live actors. Not thread-safe: the publisher holds its lock."""
 
-    def __init__(self, timeout_s: float, *, always_pull: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        """Give actors `timeout_s` to commit what they were sent; `always_pull` where the run has no collective."""
+    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Give actors `timeout_s` to commit what they were sent."""
         self._timeout_s = timeout_s
-        self._always_pull = always_pull
         self._clock = clock
         self._by_peer: dict[bytes, Standing] = {}
+        self._eligible: Set[bytes] = frozenset()
+        """Actors that the collective can reach; the others always pull."""
         self._has_anyone_weights = False
         """True when a live actor has weights of this learner process. A new one then pulls and keeps nobody waiting."""
         self._news: list[Exclusion] = []
@@ -78,8 +81,12 @@ class Standings:
         """Forget an actor that is new or came back: nothing that it was sent before counts."""
         self._by_peer.pop(peer, None)
 
-    def settle(self, recipients: Sequence[Recipient], newest: int) -> None:
-        """Forget the actors that left, and forgive those that have committed what they were sent."""
+    def settle(self, recipients: Sequence[Recipient], newest: int, eligible: Set[bytes]) -> None:
+        """Forget the actors that left, and forgive those that have committed what they were sent.
+
+        `eligible` are the actors that the collective can reach now.
+        """
+        self._eligible = eligible
         self._has_anyone_weights = any(recipient.policy_version is not None for recipient in recipients)
         self._by_peer = {recipient.peer: self._find(recipient.peer) for recipient in recipients}
         for recipient in recipients:
@@ -97,6 +104,10 @@ class Standings:
                 continue
             (behind.by_pull if self._must_pull(recipient) else behind.by_collective).append(recipient)
         return behind
+
+    def is_eligible(self, recipient: Recipient) -> bool:
+        """Return whether the collective can reach this actor now."""
+        return recipient.peer in self._eligible
 
     def late(self, recipients: Iterable[Recipient], newest: int) -> list[Recipient]:
         """Return the actors that have not committed in time what they were sent."""
@@ -186,4 +197,4 @@ class Standings:
     def _must_pull(self, recipient: Recipient) -> bool:
         standing = self._find(recipient.peer)
         has_nothing = recipient.policy_version is None and standing.sent_version is None
-        return self._always_pull or standing.needs_pull or (has_nothing and self._has_anyone_weights)
+        return not self.is_eligible(recipient) or standing.needs_pull or (has_nothing and self._has_anyone_weights)

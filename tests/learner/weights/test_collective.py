@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from offbeat.common.collectives import CollectiveError
+from offbeat.common.collectives import CollectiveError, Seat
 from offbeat.common.weights import WeightBuffer
 from offbeat.learner.weights import collective as collective_module
 from offbeat.learner.weights.collective import RETRY_READY_S, Absent, CollectiveUpdates, Transfer
@@ -59,10 +59,13 @@ class FakeGroup:
     num_breaks = 0
     """Broadcasts to come that break."""
 
-    def __init__(self, store: FakeStore, *, epoch: int, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
-        assert (rank, backend, timeout_s) == (0, "gloo", GLOO.timeout_s)
+    def __init__(self, store: FakeStore, seat: Seat) -> None:
+        assert (seat.rank, seat.bucket_bytes, seat.timeout_s) == (0, GLOO.bucket_bytes, GLOO.timeout_s)
 
-    def broadcast(self, flat: torch.Tensor, bucket_bytes: int) -> None:
+    def prepare(self) -> None:
+        pass
+
+    def broadcast(self, flat: torch.Tensor, beat: Callable[[], None]) -> None:
         if FakeGroup.num_breaks:
             FakeGroup.num_breaks -= 1
             raise CollectiveError("bucket 1 of 3: Connection reset by peer")
@@ -104,7 +107,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     clock, store = Clock(), FakeStore()
     monkeypatch.setattr(collective_module, "time", clock)
     monkeypatch.setattr(collective_module, "serve_store", lambda *_, **__: store)
-    monkeypatch.setattr(collective_module, "WeightGroup", FakeGroup)
+    monkeypatch.setattr(collective_module, "GlooGroup", FakeGroup)
     monkeypatch.setattr(FakeGroup, "num_breaks", 0)
     return Bench(clock, store)
 
@@ -160,7 +163,7 @@ def test_nobody_is_blamed_when_the_publisher_closes(bench: Bench) -> None:
 
 def test_broadcast_that_breaks_blames_nobody_until_somebody_is_missing_from_the_retry(bench: Bench) -> None:
     FakeGroup.num_breaks = 1
-    assert bench.send(3) == Transfer(is_sent=False, absent=[])
+    assert bench.send(3) == Transfer(is_sent=False, absent=[], error="bucket 1 of 3: Connection reset by peer")
     bench.asleep.add(B.peer)
     began = bench.clock.now
     (absent,) = bench.send(3).absent

@@ -1,5 +1,7 @@
 """Standings choose each actor's transport, and exclude actors that fail for a while."""
 
+from collections.abc import Set
+
 import pytest
 
 from offbeat.learner.weights.standings import LONGEST_EXCLUSION_S, Recipient, Standings
@@ -11,13 +13,15 @@ NEWEST = 5
 class Bench:
     """Standings with a clock that only tests move, and a newest version of `NEWEST`."""
 
-    def __init__(self, *, always_pull: bool = False) -> None:
+    def __init__(self, *, unreachable: Set[bytes] = frozenset()) -> None:
         self.now = 1000.0
-        self.standings = Standings(TIMEOUT_S, always_pull=always_pull, clock=lambda: self.now)
+        self.unreachable = unreachable
+        """Actors that no collective reaches."""
+        self.standings = Standings(TIMEOUT_S, clock=lambda: self.now)
 
     def plan(self, *recipients: Recipient) -> tuple[list[str], list[str]]:
         """Settle, exclude late actors, and return the names by collective and by pull."""
-        self.standings.settle(recipients, NEWEST)
+        self.standings.settle(recipients, NEWEST, {one.peer for one in recipients} - self.unreachable)
         self.standings.exclude_late(recipients, NEWEST)
         behind = self.standings.behind(recipients, NEWEST)
         return [one.name for one in behind.by_collective], [one.name for one in behind.by_pull]
@@ -42,8 +46,9 @@ def test_new_actor_pulls_when_others_have_weights() -> None:
     assert Bench().plan(actor("a", 4), actor("b", NEWEST), actor("new", None)) == (["a"], ["new"])
 
 
-def test_without_a_collective_every_actor_pulls() -> None:
-    assert Bench(always_pull=True).plan(actor("a", 4), actor("b", None), actor("c", NEWEST)) == ([], ["a", "b"])
+def test_actors_that_no_collective_reaches_pull() -> None:
+    bench = Bench(unreachable={b"a", b"b"})
+    assert bench.plan(actor("a", 4), actor("b", None), actor("c", NEWEST), actor("d", 4)) == (["d"], ["a", "b"])
 
 
 def test_actor_that_was_sent_the_newest_version_is_given_time_to_commit_it() -> None:
@@ -66,7 +71,7 @@ def test_actor_that_was_sent_an_older_version_enters_the_next_collective_without
 
 
 def test_actor_that_pulls_always_commits_before_it_pulls_more() -> None:
-    bench = Bench(always_pull=True)
+    bench = Bench(unreachable={b"a"})
     bench.standings.note_sent(b"a", 4)
     assert bench.plan(actor("a", 3)) == ([], [])
     assert bench.plan(actor("a", 4)) == ([], ["a"])
@@ -129,6 +134,7 @@ def test_actor_that_joins_again_or_leaves_is_forgotten() -> None:
 def test_first_broken_collective_is_forgiven_and_the_second_in_a_row_is_not() -> None:
     bench = Bench()
     member = actor("a", 4)
+    bench.plan(member)
     assert bench.standings.note_break(member, "bucket 1 of 1", NEWEST)
     assert bench.plan(member) == (["a"], [])
     assert not bench.standings.note_break(member, "bucket 1 of 1", NEWEST)
@@ -137,6 +143,7 @@ def test_first_broken_collective_is_forgiven_and_the_second_in_a_row_is_not() ->
 
 def test_commit_between_two_broken_collectives_forgives_the_first() -> None:
     bench = Bench()
+    bench.plan(actor("a", 4))
     assert bench.standings.note_break(actor("a", 4), "broken", NEWEST)
     assert bench.plan(actor("a", NEWEST)) == ([], [])
     assert bench.standings.note_break(actor("a", 4), "broken", NEWEST)
