@@ -4,6 +4,7 @@ from offbeat.common.config import Config
 from offbeat.common.learning_sections import TrainSection
 from offbeat.common.objectives import DEFAULTS, LOWER_BOUNDED, resolve_clip
 from offbeat.common.settings import SettingError
+from offbeat.common.user_functions import is_function
 
 NOISY_CLIP = 2e-3
 """Clip band below which the noise of engine log-probs alone clips many completions."""
@@ -133,7 +134,7 @@ def _check_correction(config: Config) -> None:
     for name, value in bounds:
         if value is not None and loss.correction == "none":
             raise SettingError(f"loss.{name}", value, 'loss.correction = "none"', "Remove it, or set loss.correction.")
-        if value is not None and ":" in loss.correction:
+        if value is not None and is_function(loss.correction):
             problem = f"the function of loss.correction = {loss.correction!r} is not given any bounds"
             raise SettingError(f"loss.{name}", value, problem, "Remove it, and write the bound in the function.")
     if loss.correction_low is not None and loss.correction not in LOWER_BOUNDED:

@@ -13,6 +13,7 @@ from offbeat.common.callback_worker import load_callback
 from offbeat.common.config import Config
 from offbeat.common.eval_sets import eval_sets
 from offbeat.common.settings import SettingError
+from offbeat.common.user_functions import is_function
 from offbeat.deploy.preflight.findings import Finding, mistake
 from offbeat.deploy.preflight.inputs import first_held_out, first_prompt
 from offbeat.learner.diagnostics.own_evaluation import EvaluatedCompletion, load_evaluation
@@ -30,7 +31,7 @@ def has_learner_functions(config: Config) -> bool:
     """Return whether the settings name functions that the learner calls."""
     loss, callback = config.loss, config.metrics.callback
     functions = (config.reward.length_penalty, loss.function, config.advantage.function, config.evaluation.function, callback)
-    return any(functions) or ":" in loss.correction
+    return any(functions) or is_function(loss.correction)
 
 
 def check_learner_functions(config: Config) -> Iterator[Finding]:
@@ -42,7 +43,7 @@ def check_learner_functions(config: Config) -> Iterator[Finding]:
     checks: tuple[tuple[bool, Callable[[], object]], ...] = (
         (bool(reward.length_penalty), lambda: load_length_penalty(reward.length_penalty)),
         (bool(loss.function), lambda: _call_loss(loss.function)),
-        (":" in loss.correction, lambda: _call_correction(loss.correction)),
+        (is_function(loss.correction), lambda: _call_correction(loss.correction)),
         (bool(advantage.function), lambda: _call_advantage(advantage.function, config.rollout.group_size)),
         (bool(config.evaluation.function), lambda: _call_evaluation(config)),
         (bool(config.metrics.callback), lambda: load_callback(config.metrics.callback)),
