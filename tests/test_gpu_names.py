@@ -1,0 +1,116 @@
+"""What the source uses of vLLM, torch's GPU modules and DeepSpeed is defined in their CUDA wheels as in the builds for CPUs."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import gpu_names
+from tests.gpu_names import TABLE, Definitions, Folder, Use, find_uses, read_pins
+
+WRITE = "run: python .ci/read_cuda_wheels.py"
+USES = find_uses()
+TABLE_OF_WHEELS = json.loads(TABLE.read_text())
+NAMES: dict[str, str] = TABLE_OF_WHEELS["names"]
+
+
+@pytest.fixture(scope="module")
+def installed() -> Definitions:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    return Definitions(Folder(Path(spec.origin).parents[1]))
+
+
+def test_wheels_were_read_for_the_pins_of_the_project() -> None:
+    assert TABLE_OF_WHEELS["pins"] == read_pins(), WRITE
+
+
+def test_wheels_were_asked_for_every_name_that_the_source_uses() -> None:
+    assert sorted(NAMES) == sorted({use.name for use in USES}), WRITE
+    # Names of each kind: imported, of a module, of an object.
+    assert {"vllm.inputs.tokens_input", "torch.cuda.set_device", "vllm.v1.engine.llm_engine.LLMEngine.step"} <= NAMES.keys()
+
+
+def test_cuda_wheels_define_names_as_the_installed_build_does(installed: Definitions) -> None:
+    here = {name: text for name, text in NAMES.items() if importlib.util.find_spec(name.partition(".")[0])}
+    differing = {name: (text, installed.describe(name)) for name, text in here.items() if installed.describe(name) != text}
+    assert differing == {}
+
+
+@pytest.mark.parametrize("use", [use for use in USES if use.keywords], ids=lambda use: f"{use.place} {use.name}")
+def test_keywords_of_a_call_are_parameters_in_the_cuda_wheels(use: Use) -> None:
+    assert unknown_keywords(use, NAMES[use.name]) == set()
+
+
+def unknown_keywords(use: Use, definition: str) -> set[str]:
+    words = definition.replace("class ", "").replace("(", " ").replace(")", " ").replace(",", " ").replace(";", " ").split()
+    return set() if any(word.startswith("**") for word in words) else set(use.keywords) - {word.rstrip("=") for word in words}
+
+
+def test_keyword_that_is_no_parameter_is_seen() -> None:
+    assert unknown_keywords(Use("f", "", ("a", "b")), "class (a, *, c=)") == {"b"}
+    assert unknown_keywords(Use("f", "", ("b",)), "(a, **others)") == set()
+
+
+SOURCES = {
+    "pack/__init__.py": """
+from .first import *
+from .second import Other as Renamed
+MODULE_ATTRS = {"Lazy": ".second:Other"}
+def __getattr__(name):
+    if name == "made": return 1
+""",
+    "pack/first.py": "import sys\nif sys.argv:\n    def f(a, /, b=1, *rest, c, d=2, **others): ...\nelse:\n    f = None",
+    "pack/second.py": """
+class Base:
+    x: int
+    def g(self, old): ...
+class Other(Base):
+    def __init__(self, size): self.y = size
+alias = Other()
+""",
+}
+
+
+class Text:
+    def read(self, path: str) -> str | None:
+        return SOURCES.get(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "definition"),
+    [
+        ("pack.f", "(a, b=, *rest, c, d=, **others)"),
+        ("pack.Renamed", "class (size)"),
+        ("pack.Lazy.g", "(old)"),
+        ("pack.second.Base", "class (x)"),
+        ("pack.second.Other.y", "value"),
+        ("pack.second.alias.g", "(old)"),
+        ("pack.made", "value"),
+        ("pack.first", "module"),
+    ],
+)
+def test_definition_is_found_wherever_it_stands(name: str, definition: str) -> None:
+    assert Definitions(Text()).describe(name) == definition
+
+
+@pytest.mark.parametrize("name", ["pack.g", "pack.Lazy.h", "pack.third.f", "pack.second.Other.z"])
+def test_name_that_is_not_defined_is_seen(name: str) -> None:
+    with pytest.raises(LookupError, match=name):
+        Definitions(Text()).describe(name)
+
+
+def test_uses_are_found_with_their_full_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor/module.py").write_text(
+        "import torch.distributed as dist\nimport torch\nfrom vllm.inputs import tokens_input as made\n"
+        "dist.send(1, dst=2)\nmade(3)\nimport vllm\nvllm.LLM().generate\ntorch.tensor(1).cuda()\n"
+    )
+    monkeypatch.setattr(gpu_names, "ROOT", tmp_path)
+    uses = {(use.name, use.keywords) for use in find_uses()} - {(name, ()) for name in gpu_names.ALSO}
+    assert uses == {
+        ("torch.distributed.send", ("dst",)),
+        ("vllm.inputs.tokens_input", ()),
+        ("vllm.LLM", ()),
+    }
