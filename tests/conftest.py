@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from offbeat.common import processes
 from offbeat.common.environment import BROKEN_VARIABLE, prepare_environment
+from tests.gpu_report import describe_machine, outcomes_of, require_gpu, table
 
 # Before any test module imports transformers or vLLM.
 prepare_environment()
@@ -83,6 +84,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fast", action="store_true", help="leave out tests marked engine, service or slow, and try fewer random examples"
     )
+    parser.addoption(
+        "--gpu", action="store_true", help="only tests that need a GPU, and a table of what they found to send back"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -90,6 +94,8 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
     if config.getoption("--fast"):
         settings.load_profile("fast")
+    if config.getoption("--gpu"):
+        require_gpu()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -120,7 +126,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             group = "services" if item.get_closest_marker("service") else item.location[0]
             item.add_marker(pytest.mark.xdist_group(group))
     _leave_out(config, items, set(SLOW_MARKERS) if config.getoption("--fast") else set())
-    if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
+    if config.getoption("--gpu"):
+        others = [item for item in items if not item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=others)
+    elif any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
         _leave_out(config, items, {"gpu"})
 
 
@@ -159,6 +169,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(
             f"--fast left out {config.stash.get(LEFT_OUT, 0)} tests of engines, services, and slow ones"
         )
+    if config.getoption("--gpu"):
+        terminalreporter.section("GPU")
+        for line in table(describe_machine(), outcomes_of(terminalreporter.stats)):
+            terminalreporter.write_line(line)
 
 
 def _has_gpu() -> bool:
