@@ -3,6 +3,7 @@
 import errno
 import importlib.metadata
 import importlib.util
+import ipaddress
 import netrc
 import os
 import shutil
@@ -121,6 +122,29 @@ def check_variables(config: Config) -> Iterator[Finding]:
             read()
         except SettingError as error:
             yield Finding("mistake", str(error))
+            return
+    yield from _check_master_address()
+
+
+def _check_master_address() -> Iterator[Finding]:
+    """Find an address of rank 0 that ranks on other machines cannot reach: its own loopback."""
+    host = os.environ.get("MASTER_ADDR", "")
+    # torchrun's name for the processes of one machine, and DeepSpeed's.
+    num_here = next((launcher_number(name, 1) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in os.environ), None)
+    if not host or num_here is None or launcher_number("WORLD_SIZE", 1) <= num_here:
+        return
+    setting = "environment variable MASTER_ADDR"
+    cure = "Give --master-addr an address of this machine that the others reach."
+    try:
+        addresses = {str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except socket.gaierror as error:
+        yield mistake(setting, host, f"the host is not known ({error.strerror})", cure)
+        return
+    if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses):
+        problem = (
+            f"to this machine it is its own loopback ({', '.join(sorted(addresses))}), and ranks run on other machines too"
+        )
+        yield mistake(setting, host, problem, cure)
 
 
 def check_wandb(config: Config) -> Iterator[Finding]:

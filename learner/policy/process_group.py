@@ -4,10 +4,12 @@ import os
 from datetime import timedelta
 from typing import NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from offbeat.common.collectives import local_address
 from offbeat.common.environment import launcher_number, launcher_rank
 from offbeat.common.readiness import GPU_BYTES_VARIABLE, tell_ready
 
@@ -44,8 +46,20 @@ def join_process_group() -> Place:
         if world_size == 1:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
+            _choose_interface()
             dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
     return Place(rank, world_size, device)
+
+
+def _choose_interface() -> None:
+    """Have gloo use the interface on the route to rank 0, unless `GLOO_SOCKET_IFNAME` is set.
+
+    Left to itself gloo takes the address that the host's name resolves to, which on many machines is 127.0.0.1 or 127.0.1.1.
+    """
+    address = local_address(os.environ["MASTER_ADDR"], launcher_number("MASTER_PORT", 0))
+    named = [name for name, found in psutil.net_if_addrs().items() if address in {one.address for one in found}]
+    if named:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", named[0])
 
 
 def _take_memory(device: torch.device) -> None:

@@ -38,7 +38,7 @@ from offbeat.learner.policy.process_group import gather_rows, gather_tensors, jo
 from offbeat.learner.policy.saving import gather_policy, write_policy
 from offbeat.learner.policy.zero import deepspeed_config, discard_gradients, full_gradients, full_shape, make_engine
 from offbeat.learner.training.batching import MicroBatch, Row, assign_rows, collate, make_rows
-from offbeat.learner.training.checkpoints import partial_folder, put_in_place
+from offbeat.learner.training.checkpoints import put_in_place
 from offbeat.learner.training.learning_rate import learning_rate
 from offbeat.learner.training.micro_batch_loss import TermSums, compute_loss
 from offbeat.learner.training.preparation import (
@@ -52,6 +52,7 @@ from offbeat.learner.training.preparation import (
     run_network,
     scale_advantages,
 )
+from offbeat.learner.training.same_settings import require_same_settings
 from offbeat.learner.training.tensor_files import disk_errors
 from offbeat.learner.training.trainer_state import AdaptiveState, CheckpointMeta, load_state, save_state, write_folder
 from offbeat.protocols.messages import TensorSpec
@@ -93,6 +94,7 @@ class Trainer:
         self._advantage = resolve_advantage(config.advantage, objective=objective)
         self._shaping = resolve_reward_shaping(config.reward, objective=objective, max_new_tokens=max_new_tokens)
         self.rank, self.world_size, self.device = join_process_group()
+        require_same_settings(config)
         self.policy_version = 0
         """Optimizer steps taken, including those before a loaded checkpoint."""
         torch.manual_seed(config.run.seed)
@@ -223,13 +225,12 @@ class Trainer:
         policy, is_first = self._module.policy, self.rank == 0
         state = gather_policy(policy, is_keeper=is_first)
 
-        def write() -> None:
+        def write(partial: Path) -> None:
             if is_first:
-                partial = partial_folder(folder)
                 with disk_errors(partial):
                     write_policy(policy, state, partial, tokenizer=self._config.model.path)
 
-        write_folder(folder, write, put_in_place, is_first=is_first)
+        write_folder(folder, write, put_in_place, rank=self.rank)
 
     def close(self) -> None:
         """Free the engine. The process group lives as long as the process."""

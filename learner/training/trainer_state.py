@@ -8,7 +8,7 @@ manifest.json                            size and checksum of each of these file
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from offbeat.learner.objectives.reward_shaping import RunningMoments
 from offbeat.learner.policy.process_group import gather_tensors
 from offbeat.learner.policy.zero import gathered_parameters, muted_prints, optimizer_state, restore_state
 from offbeat.learner.training import checkpoints
+from offbeat.learner.training.far_ranks import copy_files, find_far_ranks, own_place
 from offbeat.learner.training.old_checkpoints import load_old_state
 from offbeat.learner.training.tensor_files import read_tree, write_tensors, write_tree
 
@@ -67,11 +68,11 @@ def save_state(folder: Path, engine: Any, meta: CheckpointMeta, adaptive: Adapti
     `folder` appears at the end, and whole: see `learner.training.checkpoints`. Where one rank cannot write, every rank raises
     `CheckpointFailedError`, and nothing is left.
     """
-    partial = checkpoints.partial_folder(folder)
     is_first = rank == 0
     weights = gather_weights(engine.module, is_keeper=is_first)
 
-    def write() -> None:
+    def write(partial: Path) -> None:
+        partial.mkdir(exist_ok=True)
         write_tree(partial / _rank_file(rank), {"optimizer": optimizer_state(engine), "random": _read_random_state()})
         if is_first:
             write_tensors(partial / WEIGHTS_FILE, weights)
@@ -79,15 +80,17 @@ def save_state(folder: Path, engine: Any, meta: CheckpointMeta, adaptive: Adapti
             (partial / _META_FILE).write_bytes(msgspec.json.encode(meta))
             (partial / _ADAPTIVE_FILE).write_bytes(msgspec.json.encode(adaptive))
 
-    write_folder(folder, write, checkpoints.publish, is_first=is_first)
+    write_folder(folder, write, checkpoints.publish, rank=rank)
 
 
-def write_folder(folder: Path, write: Callable[[], None], publish: Callable[[Path], None], *, is_first: bool) -> None:
+def write_folder(folder: Path, write: Callable[[Path], None], publish: Callable[[Path], None], *, rank: int) -> None:
     """Have every rank write its part of `partial_folder(folder)`, then the first rank publish it as `folder`; a collective.
 
-    Raises `CheckpointFailedError` on every rank when one of them cannot write, so that none waits for it, and leaves nothing.
+    `write` gets the folder for its files: that one, or a far rank's own. Raises `CheckpointFailedError` on every rank when one
+    of them cannot write, so that none waits for it, and leaves nothing.
     """
     partial = checkpoints.partial_folder(folder)
+    is_first = rank == 0
 
     def begin() -> None:
         shutil.rmtree(partial, ignore_errors=True)
@@ -95,7 +98,10 @@ def write_folder(folder: Path, write: Callable[[], None], publish: Callable[[Pat
 
     try:
         _on_all_ranks(begin if is_first else None)
-        _on_all_ranks(write)
+        far = find_far_ranks(partial)
+        with own_place(partial, far) as place:
+            _on_all_ranks(lambda: write(place))
+            _agree(_collect(place, far, rank=rank))
         _on_all_ranks((lambda: publish(folder)) if is_first else None)
     except checkpoints.CheckpointFailedError:
         if is_first:
@@ -108,6 +114,14 @@ def load_state(folder: Path, engine: Any, expected: CheckpointMeta, *, rank: int
 
     Raises ValueError if the checkpoint differs from `expected` in anything but the version.
     """
+    far = find_far_ranks(folder)
+    with own_place(folder, far) as place:
+        # Under ZeRO-3 the ranks' own parts are all the weights.
+        _hand_out(place, far, without={WEIGHTS_FILE} if expected.zero_stage == 3 else set(), rank=rank)
+        return _load_state(place, engine, expected, rank=rank)
+
+
+def _load_state(folder: Path, engine: Any, expected: CheckpointMeta, *, rank: int) -> LoadedState:
     meta = msgspec.json.decode((folder / _META_FILE).read_bytes(), type=CheckpointMeta)
     expected = msgspec.structs.replace(expected, policy_version=meta.policy_version)
     if meta != expected:
@@ -120,7 +134,8 @@ def load_state(folder: Path, engine: Any, expected: CheckpointMeta, *, rank: int
     else:
         state = read_tree(folder / _rank_file(rank))
         with muted_prints():
-            restore_state(engine, load_file(folder / WEIGHTS_FILE), state["optimizer"])
+            weights = {} if meta.zero_stage == 3 else load_file(folder / WEIGHTS_FILE)
+            restore_state(engine, weights, state["optimizer"])
         random_state = state["random"]
     _restore_random_state(random_state)
     adaptive = msgspec.json.decode((folder / _ADAPTIVE_FILE).read_bytes(), type=AdaptiveState)
@@ -130,6 +145,29 @@ def load_state(folder: Path, engine: Any, expected: CheckpointMeta, *, rank: int
 def gather_weights(module: nn.Module, *, is_keeper: bool) -> dict[str, Tensor]:
     """Return the module's parameters, whole, in CPU memory, by name; empty on ranks that do not keep them. A collective."""
     return {name: weight.to("cpu", copy=True) for name, weight in gathered_parameters(module.named_parameters()) if is_keeper}
+
+
+def _collect(place: Path, far: Sequence[int], *, rank: int) -> OSError | None:
+    """Copy the files of far ranks to rank 0, one rank after the other; return the error of this rank's disk."""
+    failures: list[OSError | None] = [None]
+    for source in far:
+        if rank in (0, source):
+            names = [path.name for path in sorted(place.glob("*"))] if rank == source else []
+            failures.append(copy_files(place, names, source=source, target=0))
+    return next(filter(None, failures), None)
+
+
+def _hand_out(place: Path, far: Sequence[int], *, without: Set[str], rank: int) -> None:
+    """Copy from rank 0 to each far rank what it loads: all files but the other ranks' parts, and those named in `without`."""
+    for target in far:
+        if rank in (0, target):
+            files = [path for path in sorted(place.rglob("*")) if path.is_file()] if rank == 0 else []
+            wanted = [
+                path.relative_to(place).as_posix() for path in files if _is_for(target, path) and path.name not in without
+            ]
+            failure = copy_files(place, wanted, source=0, target=target)
+            if failure is not None:
+                raise failure
 
 
 def _on_all_ranks(act: Callable[[], None] | None) -> None:
@@ -144,10 +182,19 @@ def _on_all_ranks(act: Callable[[], None] | None) -> None:
             patiently(act)
     except OSError as error:
         failure = error
+    _agree(failure)
+
+
+def _agree(failure: OSError | None) -> None:
+    """Raise `CheckpointFailedError` on every rank where one of them had a failure; a collective."""
     numbers = gather_tensors(torch.tensor(0 if failure is None else failure.errno or -1)).tolist()
     if any(numbers):
         said = ", ".join(f"rank {rank}: {os.strerror(number)}" for rank, number in enumerate(numbers) if number)
         raise checkpoints.CheckpointFailedError(said) from failure
+
+
+def _is_for(rank: int, path: Path) -> bool:
+    return not path.name.startswith("rank-") or path.stem == _rank_file(rank)
 
 
 def _rank_file(rank: int) -> str:

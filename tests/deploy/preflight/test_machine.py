@@ -9,7 +9,7 @@ import pytest
 from offbeat.common.config import Config, LaunchSection, ModelSection, TaskSection
 from offbeat.deploy.devices import inventory
 from offbeat.deploy.devices.inventory import Device
-from offbeat.deploy.preflight.machine import check_companions, check_devices, show_devices
+from offbeat.deploy.preflight.machine import check_companions, check_devices, check_variables, show_devices
 
 CONFIG = Config(model=ModelSection(path="model"), task=TaskSection(train_data="data.jsonl"))
 
@@ -75,3 +75,26 @@ def test_gpus_that_an_environment_for_cpus_leaves_idle_are_told(two_gpus: None, 
         (note,) = check(CONFIG)
         assert note.kind == "note"
         assert "./dev setup cuda" in note.text
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}, True),
+        ({"LOCAL_SIZE": "8", "WORLD_SIZE": "16"}, True),
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "8"}, False),
+        ({"WORLD_SIZE": "2"}, False),
+    ],
+)
+def test_rank_0_that_takes_its_address_for_loopback_is_a_mistake_where_ranks_are_elsewhere(
+    variables: dict[str, str], said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    # As a host's own name on Debian.
+    for name, value in {**variables, "RANK": "0", "MASTER_ADDR": "127.0.1.1"}.items():
+        monkeypatch.setenv(name, value)
+    found = [finding.text for finding in check_variables(CONFIG)]
+    assert ["its own loopback (127.0.1.1)" in text for text in found] == [True] * said
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    assert list(check_variables(CONFIG)) == []

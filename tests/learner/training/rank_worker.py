@@ -3,6 +3,7 @@
 `python -m tests.learner.training.rank_worker MODEL RESULT`, with torchrun's variables in the environment.
 """
 
+import os
 import resource
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ prepare_environment()
 from offbeat.common.weights import WeightBuffer  # noqa: E402
 from offbeat.learner.training.checkpoints import CheckpointFailedError  # noqa: E402
 from offbeat.learner.training.trainer import Trainer  # noqa: E402
-from tests.learner.training.trainer_cases import EXTRAS, SGD, make_config, make_groups  # noqa: E402
+from tests.learner.training.trainer_cases import APART, EXTRAS, SGD, make_config, make_groups  # noqa: E402
 
 SETTINGS = {0: {}, 1: EXTRAS, 2: {}, 3: EXTRAS}
 """Settings by ZeRO stage."""
@@ -66,7 +67,10 @@ def save_on_a_full_disk(trainer: Trainer, folder: Path) -> str:
 
 def main(model: Path, result: Path) -> None:
     """Run every stage; only rank 0 has weights to write."""
-    outcome = {stage: train(model, stage, result.parent) for stage in SETTINGS}
+    own = result.parent / f"machine-{os.environ['RANK']}"
+    own.mkdir()
+    os.chdir(own)
+    outcome = {stage: train(model, stage, Path("run") if stage in APART else result.parent / "run") for stage in SETTINGS}
     if torch.distributed.get_rank() == 0:
         torch.save(outcome, result)
 

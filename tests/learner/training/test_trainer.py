@@ -17,7 +17,8 @@ from offbeat.common.learning_sections import KlSection, RewardSection
 from offbeat.common.settings import SettingError
 from offbeat.common.weights import WeightBuffer
 from offbeat.learner.leases.groups import Group
-from tests.learner.training.trainer_cases import EXTRAS, SGD, make_config, make_groups
+from offbeat.learner.training.checkpoints import find_damage
+from tests.learner.training.trainer_cases import APART, EXTRAS, SGD, make_config, make_groups
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -433,11 +434,21 @@ def test_disk_that_is_full_for_one_rank_costs_a_checkpoint_on_all_and_training_g
     assert results[zero_stage]["failure"] == "rank 1: File too large"
 
 
+def test_rank_on_another_machine_has_its_part_of_a_checkpoint_on_rank_0(two_ranks):
+    folder, _ = two_ranks
+    assert list((folder / "machine-1").iterdir()) == []
+    for zero_stage in APART:
+        checkpoint = folder / f"machine-0/run/stage-{zero_stage}/step-00000001"
+        assert find_damage(checkpoint) is None
+        assert (checkpoint / "rank-00001.safetensors").exists()
+
+
 @pytest.mark.parametrize("zero_stage", [0, 3])
 def test_two_ranks_save_one_model_and_one_checkpoint(two_ranks, zero_stage):
     from transformers import AutoModelForCausalLM
 
     folder, results = two_ranks
+    folder /= "machine-0/run" if zero_stage in APART else "run"
     assert results[zero_stage]["extra"] == b"position"
     assert [path.name for path in (folder / f"stage-{zero_stage}").iterdir()] == ["step-00000001"]
     model = AutoModelForCausalLM.from_pretrained(folder / f"model-{zero_stage}", dtype=torch.float32)

@@ -18,6 +18,9 @@ SGD = {"optimizer": {"type": "SGD", "params": {"lr": 1e9}}}
 """`train.deepspeed` under which weights show gradients: Adam's first step is the gradient's sign, rounding noise included.
 The learning rate is still `train.learning_rate`."""
 
+APART = (2, 3)
+"""ZeRO stages for which two ranks do not see each other's files, as on two machines."""
+
 
 def make_groups(num_groups: int, *, group_size: int = 4, seed: int = 0, policy_version: int = 0) -> list[Group]:
     """Return random groups: prompts of 2 to 8 tokens, completions of 1 to 12, behavior log-probs near the uniform policy's."""
