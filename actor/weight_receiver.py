@@ -2,7 +2,7 @@
 
     actor loop: announce(update) ... staged() -> commit from `buffer` -> release()
     receiver thread: wait for an update -> ready -> go -> broadcast into `buffer` -> checksum -> staged
-                     or for a pull      -> chunks into `buffer` -> checksum -> staged
+                     or for a pull      -> chunks into `buffer`, or differences added to it -> checksum -> staged
 
 Until the actor loop commits, nothing has changed: a transfer that breaks half-way leaves the engine as it was.
 
@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from offbeat.actor.weight_pull import PullError, pull_weights
+from offbeat.actor.weight_pull import PullError, UselessAnswerError, add_deltas, fetch_deltas, pull_weights
 from offbeat.common.collectives import CollectiveError, GlooGroup, Rendezvous, Seat, WeightGroup, connect_store
+from offbeat.common.weight_deltas import DeltaError, word_bytes
 from offbeat.common.weights import WRONG_CHECKSUM, WeightBuffer, checksum
 from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import TensorSpec, WeightPull, WeightsStaged, WeightUpdate
@@ -41,11 +42,14 @@ class TransferEnd(NamedTuple):
     """The collective's membership epoch; None for a pull."""
     error: str | None
     """The reason for a failure; None when the whole version lies in the buffer."""
+    delta_error: str = ""
+    """The reason why differences failed and all weights were pulled."""
 
     def as_message(self) -> WeightsStaged:
         """Return the report to the learner."""
         epoch = -1 if self.epoch is None else self.epoch
-        return WeightsStaged(policy_version=self.policy_version, epoch=epoch, error=self.error or "")
+        error = self.error or ""
+        return WeightsStaged(policy_version=self.policy_version, epoch=epoch, error=error, delta_error=self.delta_error)
 
 
 class ChecksumError(RuntimeError):
@@ -74,6 +78,10 @@ class WeightReceiver:
         self._store_address = ("", 0)
         self._group: WeightGroup | None = None
         self._is_buffer_free = True
+        self._held: int | None = None
+        """Checksum of the whole version that lies in the buffer; None when none does."""
+        self._delta_error = ""
+        """The reason why differences failed in the update under way."""
         self._is_closed = False
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
@@ -136,7 +144,7 @@ class WeightReceiver:
                     # The learner does not care how an update failed that it has replaced by a newer one.
                     if error is None or self._announced is None:
                         epoch = update.epoch if isinstance(update, WeightUpdate) else None
-                        self._outcome = TransferEnd(update.policy_version, epoch, error)
+                        self._outcome = TransferEnd(update.policy_version, epoch, error, self._delta_error)
             self._drop_group()
             self._store = None
         except BaseException as error:  # noqa: BLE001  a dead receiver must raise in the actor's loop
@@ -164,14 +172,14 @@ class WeightReceiver:
             self._beat(update)
             return self._is_closed or self._announced is not None
 
+        self._delta_error = ""
         try:
             if isinstance(update, WeightPull):
-                pull_weights(update, self.buffer.flat, self._open_link, is_superseded)
+                self._pull(update, is_superseded)
             else:
+                self._held = None
                 self._join_collective(update, is_superseded)
-            received = checksum(self.buffer.flat)
-            if received != update.checksum:
-                raise ChecksumError(f"{WRONG_CHECKSUM}: {received:08x} arrived, {update.checksum:08x} was announced")
+                self._verify(update)
         except (PullError, ChecksumError, CollectiveError, dist.DistError) as error:
             self._drop_group()
             self._store = None
@@ -179,6 +187,37 @@ class WeightReceiver:
                 logger.warning("weights %d: %s", update.policy_version, error)
             return str(error).splitlines()[0]
         return None
+
+    def _pull(self, pull: WeightPull, is_superseded: Callable[[], bool]) -> None:
+        """Bring the buffer to this version by differences where the server has them, else by all weights."""
+        if self._held is not None and self._held in (*pull.bases, pull.checksum):
+            try:
+                return self._pull_deltas(pull, self._held, is_superseded)
+            except (DeltaError, UselessAnswerError, ChecksumError) as error:
+                self._delta_error = str(error).splitlines()[0]
+                logger.warning("weights %d: differences failed, all weights are pulled: %s", pull.policy_version, error)
+        self._held = None
+        pull_weights(pull, self.buffer.flat, self._open_link, is_superseded)
+        self._verify(pull)
+        return None
+
+    def _pull_deltas(self, pull: WeightPull, held: int, is_superseded: Callable[[], bool]) -> None:
+        flat = self.buffer.flat
+        # With the announced version in the buffer there is nothing to fetch: the actor came back, or its engine is doubted.
+        arrived = [] if held == pull.checksum else fetch_deltas(pull, held, flat, self._open_link, is_superseded)
+        self._held = None
+        add_deltas(pull, arrived, flat, word_bytes(self.layout), lambda: self._beat(pull))
+        self._verify(pull)
+        num_bytes = sum(len(delta) for _, delta in arrived)
+        sizes = (num_bytes / 1e6, len(flat) / 1e6)
+        logger.info("weights %d: pulled as differences, %.3f MB for %.3f MB", pull.policy_version, *sizes)
+
+    def _verify(self, update: WeightUpdate | WeightPull) -> None:
+        """Raise `ChecksumError` unless the buffer holds the announced bytes."""
+        received = checksum(self.buffer.flat)
+        if received != update.checksum:
+            raise ChecksumError(f"{WRONG_CHECKSUM}: {received:08x} arrived, {update.checksum:08x} was announced")
+        self._held = received
 
     def _join_collective(self, update: WeightUpdate, is_superseded: Callable[[], bool]) -> None:
         """Receive one broadcast as a member of the update's epoch."""

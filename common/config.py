@@ -203,6 +203,10 @@ class WeightsSection(Section, frozen=True):
     """Maximum number of actors that pull at the same time."""
     chunk_mb: PositiveInt = 8
     """Size of one pulled chunk, in MB."""
+    delta: bool = False
+    """Send the difference between two versions, compressed and lossless, to an actor that has the older one, for
+    `weights.backend = "pull"`. It suits slow links and small learning rates (docs/deployment.md). The learner's machine needs
+    memory for up to two more copies of the weights."""
     on_canary_mismatch: Literal["drop", "flag"] = "drop"
     """Treatment of buffered groups that a quarantined actor sampled after its last good version. drop: drop them. flag: keep
     them, and list them in an event of `metrics.jsonl`."""

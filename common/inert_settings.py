@@ -91,5 +91,11 @@ def _readers(config: Config) -> Iterator[_Reader]:
         "set one of them",
     )
     yield _Reader(
+        ("weights.delta",),
+        config.weights.backend == "pull",
+        f"weights.backend = {config.weights.backend!r} broadcasts whole versions",
+        'set weights.backend="pull"',
+    )
+    yield _Reader(
         ("kl.horizon",), kl.target is not None, "without kl.target the KL's coefficient stays constant", "set kl.target"
     )

@@ -150,7 +150,7 @@ RULES = (
         "recorded",
         _of(
             "weights",
-            "backend port pull_port max_pulls chunk_mb on_canary_mismatch canary_tolerance bucket_mb timeout_s interval",
+            "backend port pull_port max_pulls chunk_mb delta on_canary_mismatch canary_tolerance bucket_mb timeout_s interval",
         ),
         "It says how weights travel.",
     ),

@@ -186,6 +186,23 @@ class WeightsRow(Stamped, frozen=True, kw_only=True, tag="weights"):
     """Actors excluded from collectives at its end."""
 
 
+class PullRow(Stamped, frozen=True, kw_only=True, tag="pull"):
+    """Weights that an actor has pulled."""
+
+    actor: str
+    """The actor that pulled the weights."""
+    policy_version: int
+    """The version that it pulled."""
+    pull_s: float
+    """Seconds from the start of the pull until the whole version lay beside the engine."""
+    sent_bytes: int
+    """Bytes that the learner sent for it; with `weights.delta` mostly differences."""
+    full_bytes: int
+    """Size of the weights."""
+    delta_error: str | None = None
+    """Reason why differences failed and all weights were pulled; absent when nothing failed."""
+
+
 class CommitRow(Stamped, frozen=True, kw_only=True, tag="commit"):
     """An actor's engine has changed to new weights."""
 
@@ -336,6 +353,7 @@ Row = (
     | EvalSampleRow
     | ActorRow
     | WeightsRow
+    | PullRow
     | CommitRow
     | CanaryRow
     | RoutingRow

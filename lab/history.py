@@ -23,6 +23,7 @@ from offbeat.common.rows import (
     GroupRow,
     LedgerSums,
     OtherRow,
+    PullRow,
     RoutingRow,
     Row,
     SampleRow,
@@ -283,7 +284,7 @@ def _take(history: RunHistory, row: Row | OtherRow) -> None:
             history.events.append(row)
         case FinalRow():
             history.final = row
-        case EngineRow() | EpochRow() | RoutingRow() | OtherRow():
+        case EngineRow() | EpochRow() | PullRow() | RoutingRow() | OtherRow():
             pass
         case _:
             assert_never(row)

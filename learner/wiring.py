@@ -414,4 +414,5 @@ def _transport(config: Config, device: torch.device) -> Transport:
         bucket_bytes=weights.bucket_mb << 20,
         chunk_bytes=weights.chunk_mb << 20,
         max_pulls=weights.max_pulls,
+        delta=weights.delta,
     )

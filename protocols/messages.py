@@ -27,8 +27,10 @@ from offbeat.protocols.operator_reports import MemberStatus, SettingChange, Vita
 
 PROTOCOL_MAJOR = 2
 """Peers of another major version are refused with a reason."""
-PROTOCOL_MINOR = 3
+PROTOCOL_MINOR = 4
 """Peers of another minor version are accepted; see the module's docstring."""
+MAX_BASES = 16
+"""Largest number of differences that lead from one version of the weights to a newer one."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):
@@ -192,6 +194,8 @@ class WeightsStaged(Message, frozen=True):
     epoch: NaturalOrNone
     """The collective's membership epoch; -1 for a pull."""
     error: FreeText = ""
+    delta_error: FreeText = ""
+    """Reason why the pull of differences failed and all weights were pulled. Since minor version 4."""
 
 
 class WeightsCommitted(Message, frozen=True):
@@ -235,6 +239,9 @@ class ChunkRequest(Message, frozen=True):
 
     policy_version: Natural
     index: Natural
+    base: Checksum | None = None
+    """One of `WeightPull.bases`: asks for the chunk's difference from that version to the next. None: asks for the chunk.
+    Since minor version 4."""
 
 
 class StatusRequest(Message, frozen=True):
@@ -368,6 +375,10 @@ class WeightPull(Message, frozen=True):
     """`common.weights.checksum` of all bytes; the actor commits nothing else."""
     timeout_s: Seconds
     """Longest wait for the next chunk."""
+    bases: Annotated[tuple[Checksum, ...], Meta(max_length=MAX_BASES)] = ()
+    """Checksums of older versions, oldest first. The server has the difference from each to the next one, and from the last to
+    `policy_version` (`common.weight_deltas`). An actor that holds one of them may fetch these instead of the weights. Since
+    minor version 4."""
 
 
 class Chunk(Message, frozen=True):
@@ -377,6 +388,8 @@ class Chunk(Message, frozen=True):
     index: Natural
     checksum: Checksum
     """`common.weights.checksum` of the bytes."""
+    base: Checksum | None = None
+    """As in the request. Since minor version 4."""
 
 
 class ChunkGone(Message, frozen=True):
@@ -384,6 +397,8 @@ class ChunkGone(Message, frozen=True):
 
     policy_version: Natural
     index: Natural
+    base: Checksum | None = None
+    """As in the request. Since minor version 4."""
 
 
 class LearnerHeartbeat(Message, frozen=True):

@@ -46,7 +46,7 @@ class Editions:
     """Lends the newest version to readers, and a free buffer to the one writer. Any thread may read."""
 
     def __init__(self, layout: tuple[TensorSpec, ...]) -> None:
-        self._layout = layout
+        self.layout = layout
         self._current = Edition(WeightBuffer(layout), None)
         self._spare: WeightBuffer | None = None
         self._has_second = False
@@ -67,7 +67,7 @@ class Editions:
         with self._changed:
             if not self._changed.wait_for(self._is_a_buffer_free, PATIENCE_S) and not self._has_second:
                 # Its pages are touched by the snapshot: filling it with zeros first would keep training waiting.
-                self._spare = WeightBuffer(self._layout, torch.empty(buffer_bytes(self._layout), dtype=torch.uint8))
+                self._spare = WeightBuffer(self.layout, torch.empty(buffer_bytes(self.layout), dtype=torch.uint8))
                 self._has_second = True
             self._changed.wait_for(self._is_a_buffer_free)
             buffer = self._current.buffer
@@ -112,7 +112,7 @@ class Editions:
             if self._has_second:
                 return
             self._has_second = True
-        spare = WeightBuffer(self._layout)
+        spare = WeightBuffer(self.layout)
         with self._changed:
             self._spare = spare
             self._changed.notify_all()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from offbeat.common.rows import EventRow, Recorder, WeightsRow
+from offbeat.common.rows import EventRow, PullRow, Recorder, WeightsRow
 from offbeat.common.weights import WeightBuffer
 from offbeat.learner.weights.collective import CollectiveUpdates, Transfer
 from offbeat.learner.weights.editions import Editions
@@ -87,6 +87,8 @@ class WeightPublisher:
         """Actors in the transfer that is under way."""
         self._distrusted: set[bytes] = set()
         """Actors that `distrust` named since that transfer began: nobody waits for them."""
+        self._pull_rows: list[PullRow] = []
+        """Pulls that ended since the last `_tell`."""
         self._thread: threading.Thread | None = None
 
     # The training thread
@@ -167,13 +169,22 @@ class WeightPublisher:
         self._server.wake()
 
     def _end_staged_pull(self, actor: str, message: WeightsStaged) -> None:
-        for peer, pull in self._pulls.end_staged(actor, message.policy_version).items():
-            if message.error:
-                self._standings.exclude(peer, actor, f"could not pull the weights: {message.error}")
-                continue
-            self._standings.note_sent(peer, pull.policy_version)
-            seconds = time.monotonic() - pull.begun_at
-            logger.info("weights %d: %s has pulled them in %.2f s", pull.policy_version, actor, seconds)
+        pull = self._pulls.end_staged(actor, message.policy_version)
+        if pull is None:
+            return
+        if message.error:
+            self._standings.exclude(pull.peer, actor, f"could not pull the weights: {message.error}")
+            return
+        self._standings.note_sent(pull.peer, pull.policy_version)
+        row = PullRow(
+            actor=actor,
+            policy_version=pull.policy_version,
+            pull_s=pull.pull_s,
+            sent_bytes=pull.sent_bytes,
+            full_bytes=pull.full_bytes,
+            delta_error=message.delta_error or None,
+        )
+        self._pull_rows.append(row)
 
     # The publisher's and the server's thread
 
@@ -216,9 +227,20 @@ class WeightPublisher:
         return [one for one in recipients if one.peer not in self._pulls and one.peer not in self._in_collective]
 
     def _tell(self) -> None:
-        """Log and record the exclusions."""
+        """Log and record the exclusions and the pulls that ended."""
         with self._changed:
             news = self._standings.take_news()
+            pulls, self._pull_rows = self._pull_rows, []
+        for pull in pulls:
+            if pull.delta_error:
+                logger.warning(
+                    "weights %d: %s could not use differences: %s", pull.policy_version, pull.actor, pull.delta_error
+                )
+            sizes = (pull.sent_bytes / 1e6, pull.full_bytes / 1e6)
+            logger.info(
+                "weights %d: %s has pulled %.3f MB for %.3f MB in %.2f s", pull.policy_version, pull.actor, *sizes, pull.pull_s
+            )
+            self._record(pull)
         for name, why, seconds in news:
             detail = f"weights {self._editions.newest_version}: {name} {why}; left out for {seconds:g} s"
             logger.warning(detail)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from offbeat.learner.weights.deltas import Delta, DeltaChain
 from offbeat.learner.weights.editions import Edition, Editions
 from offbeat.learner.weights.server import WeightServer
 from offbeat.learner.weights.standings import Recipient
@@ -23,6 +24,19 @@ class Pull(NamedTuple):
     """Start of the pull, on `time.monotonic` like all times here."""
     is_announced: bool = False
     """True when `WeightPull` was posted on the connection that the actor has now."""
+
+
+class StagedPull(NamedTuple):
+    """The end of a pull that its actor reported."""
+
+    peer: bytes
+    policy_version: int
+    pull_s: float
+    """Seconds since the pull began."""
+    sent_bytes: int
+    """Size of the chunks that the server sent for it."""
+    full_bytes: int
+    """Size of the weights."""
 
 
 class LatePull(NamedTuple):
@@ -44,6 +58,7 @@ class PullService:
         self._server = server
         self._transport = transport
         self._pulls: dict[bytes, Pull] = {}
+        self._deltas = DeltaChain(editions.layout, transport.chunk_bytes) if transport.delta else None
         self._lent: Edition | None = None
 
     def __contains__(self, peer: bytes) -> bool:
@@ -63,16 +78,20 @@ class PullService:
         return self._transport.max_pulls - len(self._pulls)
 
     def borrow(self) -> Edition:
-        """Return the newest edition, to `lend` it. Waits for the end of a snapshot, and makes the second buffer if need be."""
+        """Return the newest edition, to `lend` it. Waits for the end of a snapshot, makes the second buffer if need be, and
+        encodes the difference from the edition lent before."""
         # Training must find another buffer before this one is lent.
         self._editions.provide_spare()
-        return self._editions.take()
+        edition = self._editions.take()
+        if self._deltas is not None:
+            self._deltas.advance(edition)
+        return edition
 
     def lend(self, edition: Edition) -> None:
         """Serve what was borrowed."""
         assert self._lent is None
         self._lent = edition
-        self._server.lend(edition.policy_version, edition.buffer.flat)
+        self._server.lend(edition.policy_version, edition.buffer.flat, self._chain)
 
     def admit(self, waiting: Iterable[Recipient]) -> None:
         """Begin pulls of those that the lent version brings forward, as many as may pull; with none, take the edition back."""
@@ -100,6 +119,7 @@ class PullService:
             chunk_bytes=self._transport.chunk_bytes,
             checksum=lent.checksum,
             timeout_s=self._transport.timeout_s,
+            bases=tuple(delta.base for delta in self._chain),
         )
         return [(peer, announcement) for peer in new]
 
@@ -108,14 +128,15 @@ class PullService:
         if peer in self._pulls and not self._server.visitor(peer).num_requests:
             self._pulls[peer] = self._pulls[peer]._replace(is_announced=False)
 
-    def end_staged(self, actor: str, policy_version: int) -> dict[bytes, Pull]:
-        """End the pull of this version by the actor of this name; return it by the actor's address, if there is one."""
-        staged = {
-            peer: pull for peer, pull in self._pulls.items() if (pull.name, pull.policy_version) == (actor, policy_version)
-        }
-        for peer in staged:
-            self.end(peer)
-        return staged
+    def end_staged(self, actor: str, policy_version: int) -> StagedPull | None:
+        """End the pull of this version by the actor of this name; return what it took, or None when there is no such pull."""
+        for peer, pull in self._pulls.items():
+            if (pull.name, pull.policy_version) == (actor, policy_version):
+                assert self._lent is not None
+                sent_bytes, full_bytes = self._server.visitor(peer).num_bytes, len(self._lent.buffer.flat)
+                self.end(peer)
+                return StagedPull(peer, policy_version, time.monotonic() - pull.begun_at, sent_bytes, full_bytes)
+        return None
 
     def end_obsolete(self, recipients: Iterable[Recipient]) -> None:
         """End the pulls of actors that left, or have committed the version by now."""
@@ -151,6 +172,10 @@ class PullService:
             f"{self._num_chunks} chunks"
             for peer, pull in self._pulls.items()
         ]
+
+    @property
+    def _chain(self) -> tuple[Delta, ...]:
+        return () if self._deltas is None else self._deltas.deltas
 
     @property
     def _num_chunks(self) -> int:

@@ -3,18 +3,21 @@
     publisher: lend(version) -> admit(actor) ... -> dismiss(actor) -> withdraw()
     server thread: ChunkRequest -> Chunk, or ChunkGone for an actor that is not admitted, or asks for another version
 
+A chunk is part of the weights, or its difference from an older version, where the actor asks for that.
+
 The buffer must not change between `lend` and `withdraw`. An actor is known by its socket's identity, as at the hub.
 """
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from offbeat.common.weights import checksum
+from offbeat.learner.weights.deltas import Delta
 from offbeat.protocols.channels import Hub, Received
 from offbeat.protocols.messages import Chunk, ChunkGone, ChunkRequest
 from offbeat.protocols.wire import WireError
@@ -33,6 +36,9 @@ class Visitor:
     asked_at: float
     """Time of its admission or of its last request for a chunk, on `time.monotonic`."""
     num_requests: int = 0
+    """Requests that were answered with a chunk."""
+    num_bytes: int = 0
+    """Size of these chunks."""
 
 
 class WeightServer:
@@ -45,7 +51,8 @@ class WeightServer:
         self._chunk_bytes = chunk_bytes
         self._policy_version: int | None = None
         """The version that is served; None: none."""
-        self._chunks: tuple[torch.Tensor, ...] = ()
+        self._chunks: dict[int | None, tuple[torch.Tensor, ...]] = {}
+        """The weights' chunks at None, and their differences by the checksum of the version that they start from."""
         self._visitors: dict[bytes, Visitor] = {}
         self.num_rejected = 0
         """Messages that were no chunk requests."""
@@ -75,15 +82,17 @@ class WeightServer:
             self._thread.join()
         self._hub.close()
 
-    def lend(self, policy_version: int, flat: torch.Tensor) -> None:
-        """Serve this buffer `[num_bytes]` (uint8, host)."""
+    def lend(self, policy_version: int, flat: torch.Tensor, deltas: Sequence[Delta] = ()) -> None:
+        """Serve this buffer `[num_bytes]` (uint8, host), and the differences that lead to it."""
         with self._lock:
-            self._policy_version, self._chunks = policy_version, flat.split(self._chunk_bytes)
+            self._policy_version = policy_version
+            self._chunks = {None: flat.split(self._chunk_bytes)}
+            self._chunks |= {delta.base: delta.pieces for delta in deltas}
 
     def withdraw(self) -> None:
         """Serve nothing."""
         with self._lock:
-            self._policy_version, self._chunks = None, ()
+            self._policy_version, self._chunks = None, {}
 
     def admit(self, peer: bytes) -> None:
         """Let this actor pull."""
@@ -99,7 +108,7 @@ class WeightServer:
         """Return a copy of what is known of an admitted actor."""
         with self._lock:
             visitor = self._visitors[peer]
-            return Visitor(visitor.asked_at, visitor.num_requests)
+            return replace(visitor)
 
     def _run(self, tend: Callable[[], None], on_failure: Callable[[BaseException], None]) -> None:
         """Consumes: chunk requests. Waits for: one, `LOOK_S` at most. Unblocked by: a request, `wake`. Produces: chunks."""
@@ -122,18 +131,21 @@ class WeightServer:
         request = received.packet.message
         chunk = self._grant(received.peer, request)
         if chunk is None:
-            self._hub.send(received.peer, ChunkGone(policy_version=request.policy_version, index=request.index))
+            gone = ChunkGone(policy_version=request.policy_version, index=request.index, base=request.base)
+            self._hub.send(received.peer, gone)
             return
-        answer = Chunk(policy_version=request.policy_version, index=request.index, checksum=checksum(chunk))
+        answer = Chunk(policy_version=request.policy_version, index=request.index, checksum=checksum(chunk), base=request.base)
         # A peer that is gone, or does not read, asks again.
         self._hub.send(received.peer, answer, chunk.numpy().view(np.int32))
 
     def _grant(self, peer: bytes, request: ChunkRequest) -> torch.Tensor | None:
         with self._lock:
             visitor = self._visitors.get(peer)
-            is_here = request.policy_version == self._policy_version and 0 <= request.index < len(self._chunks)
-            if visitor is None or not is_here or visitor.num_requests >= MAX_SERVINGS * len(self._chunks):
+            chunks = self._chunks.get(request.base, ()) if request.policy_version == self._policy_version else ()
+            num_chunks = sum(len(of_base) for of_base in self._chunks.values())
+            if visitor is None or not 0 <= request.index < len(chunks) or visitor.num_requests >= MAX_SERVINGS * num_chunks:
                 return None
             visitor.asked_at = time.monotonic()
             visitor.num_requests += 1
-            return self._chunks[request.index]
+            visitor.num_bytes += len(chunks[request.index])
+            return chunks[request.index]

@@ -21,3 +21,5 @@ class Transport(NamedTuple):
     """Size of one pulled chunk."""
     max_pulls: int
     """Actors that may pull at once."""
+    delta: bool = False
+    """Offer differences between versions to actors that pull."""

@@ -19,6 +19,7 @@ INERT = {
     "loss.tau_negative=2": ["loss.objective = 'dr_grpo'"],
     "loss.m2_threshold=0.1": ["loss.objective = 'dr_grpo'", 'set loss.objective="m2po"'],
     "kl.estimator=k2": ["kl.loss_coef = 0 and kl.reward_coef = 0", "set one of them"],
+    "weights.delta=true": ["weights.backend = 'auto'", 'set weights.backend="pull"'],
     "kl.horizon=5": ["without kl.target", "set kl.target"],
 }
 """Settings that are inert under `loss.objective = "dr_grpo"`, with parts of the refusal."""
@@ -34,6 +35,7 @@ READERS = {
     "loss.tau_negative=2": ["loss.objective=sapo"],
     "loss.m2_threshold=0.1": ["loss.objective=m2po"],
     "kl.estimator=k2": ["kl.loss_coef=0.1"],
+    "weights.delta=true": ["weights.backend=pull"],
     "kl.horizon=5": ["kl.target=0.1", "kl.loss_coef=0.1"],
 }
 """For each of them settings that give it a reader."""

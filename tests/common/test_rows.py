@@ -34,6 +34,7 @@ RECORDED = b"""\
 {"kind":"actor","time":8.5,"actor":"actor-0","policy_version":-1,"num_generated_tokens":0,"num_groups_sent":0,\
 "num_running_completions":0,"seconds":{"generate":0.0,"wait_leases":0.5}}
 {"kind":"weights","time":8.5,"policy_version":0,"publish_s":0.013107742000102007,"num_members":1,"num_excluded":0}
+{"kind":"pull","time":8.6,"actor":"actor-0","policy_version":0,"pull_s":0.25,"sent_bytes":1024,"full_bytes":65536}
 {"kind":"commit","time":8.5,"actor":"actor-0","policy_version":0,"stall_s":0.020377336999899853}
 {"kind":"canary","time":8.5,"actor":"actor-0","policy_version":0,"max_abs_diff":5.9604644775390625e-6}
 {"kind":"canary","time":8.5,"actor":"actor-0","policy_version":1,"max_abs_diff":null}

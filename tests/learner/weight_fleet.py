@@ -103,7 +103,9 @@ class Receiver:
 class Fleet:
     """The publisher, its receivers, and a thread that carries messages between them as the hub would."""
 
-    def __init__(self, layout: tuple[TensorSpec, ...], timeout_s: float, backend: Literal["gloo", "pull"]) -> None:
+    def __init__(
+        self, layout: tuple[TensorSpec, ...], timeout_s: float, backend: Literal["gloo", "pull"], *, delta: bool = False
+    ) -> None:
         self.layout = layout
         self.receivers: list[Receiver] = []
         self.rows: list[dict[str, Any]] = []
@@ -126,6 +128,7 @@ class Fleet:
                 bucket_bytes=BUCKET_BYTES,
                 chunk_bytes=CHUNK_BYTES,
                 max_pulls=MAX_PULLS,
+                delta=delta,
             ),
             open_hub=open_hub,
             max_pull_lag=lambda: 2,
@@ -229,9 +232,13 @@ class Fleet:
 
 @contextmanager
 def fleet_of(
-    layout: tuple[TensorSpec, ...], *names: str, timeout_s: float = TIMEOUT_S, backend: Literal["gloo", "pull"] = "gloo"
+    layout: tuple[TensorSpec, ...],
+    *names: str,
+    timeout_s: float = TIMEOUT_S,
+    backend: Literal["gloo", "pull"] = "gloo",
+    delta: bool = False,
 ) -> Iterator[Fleet]:
-    fleet = Fleet(layout, timeout_s, backend)
+    fleet = Fleet(layout, timeout_s, backend, delta=delta)
     try:
         for name in names:
             fleet.join(name)

@@ -92,10 +92,12 @@ def test_pull_ends_when_its_actor_leaves_or_has_the_version() -> None:
 def test_report_ends_the_pull_of_that_actor_and_version() -> None:
     bench = Bench()
     bench.pulls.admit([actor("a"), actor("b")])
-    assert bench.pulls.end_staged("a", 2) == {}
-    assert bench.pulls.end_staged("c", 3) == {}
-    (pull,) = bench.pulls.end_staged("b", 3).values()
-    assert (pull.name, pull.policy_version) == ("b", 3)
+    assert bench.pulls.end_staged("a", 2) is None
+    assert bench.pulls.end_staged("c", 3) is None
+    bench.server.visitors[b"b"].num_bytes = 100
+    pull = bench.pulls.end_staged("b", 3)
+    assert pull is not None
+    assert (pull.peer, pull.policy_version, pull.sent_bytes, pull.full_bytes) == (b"b", 3, 100, 256)
     assert b"b" not in bench.pulls
     assert b"a" in bench.pulls
 

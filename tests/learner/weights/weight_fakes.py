@@ -1,11 +1,12 @@
 """Parts around the weight publisher that its tests replace: a server without a socket, and a transport of small sizes."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from offbeat.common.weights import make_layout
+from offbeat.learner.weights.deltas import Delta
 from offbeat.learner.weights.server import Visitor
 from offbeat.learner.weights.standings import Recipient
 from offbeat.learner.weights.transport import Transport
@@ -44,7 +45,7 @@ class FakeServer:
     def close(self) -> None:
         pass
 
-    def lend(self, policy_version: int, flat: torch.Tensor) -> None:
+    def lend(self, policy_version: int, flat: torch.Tensor, deltas: Sequence[Delta] = ()) -> None:
         self.lent_version = policy_version
 
     def withdraw(self) -> None:
