@@ -8,7 +8,7 @@ import pytest
 from offbeat.deploy.cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/README.md")])
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 MODULE = re.compile(r"`((?:protocols|common|actor|learner|lab|deploy|tests)/[\w/.]+\.(?:py|toml))`")
 COMMAND = re.compile(r"`offbeat ([a-z]+)\b")

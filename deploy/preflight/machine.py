@@ -19,6 +19,8 @@ from offbeat.common.environment import COMPANIONS, launcher_number, launcher_ran
 from offbeat.common.run_folder import check_run_folder, locked
 from offbeat.common.settings import SettingError
 from offbeat.deploy.devices.inventory import find_gpus
+from offbeat.deploy.devices.memory import engine_need, learner_need
+from offbeat.deploy.devices.model_sizes import model_sizes
 from offbeat.deploy.devices.plan import plan_of_this_machine
 from offbeat.deploy.preflight.findings import Finding, mistake
 from offbeat.protocols.addresses import host_of
@@ -93,12 +95,16 @@ def check_folder(config: Config) -> Iterator[Finding]:
 
 
 def show_devices(config: Config) -> Iterator[Finding]:
-    """Find what `check_devices` does on a machine with GPUs; a config for another machine may be checked on one without."""
+    """Find what `check_devices` does where the run's GPUs may be this machine's; else note the sums for those of others."""
     inventory = find_gpus()
-    if inventory.gpus:
+    if inventory.gpus and config.launch.learner_processes <= len(inventory.gpus):
         yield from check_devices(config)
-    elif inventory.unused:
+        return
+    if inventory.unused:
         yield Finding("note", f"a run here uses no GPU: {inventory.unused}")
+    if sizes := model_sizes(config.model.path):
+        yield Finding("note", f"on a GPU each learner process would take, estimated: {learner_need(config, sizes)}")
+        yield Finding("note", f"on a GPU each actor would take at least: {engine_need(config, sizes)}")
 
 
 def check_devices(config: Config) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """Checks of the machine that need no port or disk, on GPUs that are not there."""
 
 import importlib.metadata
+import json
 from pathlib import Path
 
 import msgspec
@@ -9,7 +10,10 @@ import pytest
 from offbeat.common.config import Config, LaunchSection, ModelSection, TaskSection
 from offbeat.deploy.devices import inventory
 from offbeat.deploy.devices.inventory import Device
+from offbeat.deploy.devices.memory import engine_need, learner_need
+from offbeat.deploy.devices.model_sizes import sizes_of
 from offbeat.deploy.preflight.machine import check_companions, check_devices, check_variables, show_devices
+from tests.deploy.devices.machines import QWEN3_600M
 
 CONFIG = Config(model=ModelSection(path="model"), task=TaskSection(train_data="data.jsonl"))
 
@@ -75,6 +79,23 @@ def test_gpus_that_an_environment_for_cpus_leaves_idle_are_told(two_gpus: None, 
         (note,) = check(CONFIG)
         assert note.kind == "note"
         assert "./dev setup cuda" in note.text
+
+
+@pytest.mark.parametrize("num_processes", [1, 3])
+def test_sums_are_told_where_the_gpus_are_on_other_machines(
+    num_processes: int, two_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_600M))
+    launch = LaunchSection(learner_processes=num_processes)
+    config = msgspec.structs.replace(CONFIG, model=ModelSection(path=str(tmp_path), dtype="bfloat16"), launch=launch)
+    if num_processes == 1:
+        monkeypatch.setattr(inventory, "list_devices", list)
+    notes = [finding.text.partition(": ")[::2] for finding in show_devices(config)]
+    sizes = sizes_of(QWEN3_600M)
+    assert notes == [
+        ("on a GPU each learner process would take, estimated", str(learner_need(config, sizes))),
+        ("on a GPU each actor would take at least", str(engine_need(config, sizes))),
+    ]
 
 
 @pytest.mark.parametrize(
