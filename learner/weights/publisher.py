@@ -89,6 +89,8 @@ class WeightPublisher:
         """Actors that `distrust` named since that transfer began: nobody waits for them."""
         self._pull_rows: list[PullRow] = []
         """Pulls that ended since the last `_tell`."""
+        self._num_delta_errors = 0
+        """Pulls of all weights because differences failed."""
         self._thread: threading.Thread | None = None
 
     # The training thread
@@ -135,6 +137,8 @@ class WeightPublisher:
             lines.append(pause)
         if self._server.num_rejected:
             lines.append(f"the weight server got {self._server.num_rejected} messages that were no requests")
+        if self._num_delta_errors:
+            lines.append(f"differences of weights failed {self._num_delta_errors} times; the actors pulled all weights instead")
         return lines
 
     def joined(self, peer: bytes) -> None:
@@ -185,6 +189,7 @@ class WeightPublisher:
             delta_error=message.delta_error or None,
         )
         self._pull_rows.append(row)
+        self._num_delta_errors += bool(message.delta_error)
 
     # The publisher's and the server's thread
 

@@ -92,6 +92,7 @@ def test_small_steps_of_bfloat16_take_a_fraction_of_the_weights() -> None:
 
 
 PIECE = random_piece(np.random.default_rng(0), 1 << 12)
+LONGER = np.zeros(1 << 13, np.uint8)
 DELTA = encode_delta(PIECE, changed(np.random.default_rng(1), PIECE, 2, 0.1), 2).tobytes()
 
 
@@ -110,7 +111,8 @@ def with_header(num_entries: int, num_compressed: int, rest: bytes = DELTA[HEADE
         (with_header(1, 0), "cannot be decompressed"),
         (with_header(9, 8, b"not zstd"), "cannot be decompressed"),
         (DELTA[:8] + DELTA[:8] + DELTA[HEADER_BYTES:], "cannot be decompressed"),
-        # A difference of a longer piece.
+        # Differences of longer pieces.
+        (encode_delta(LONGER, LONGER ^ (np.arange(1 << 13) == 1 << 12), 2).tobytes(), "an entry is for word 2048 of 2048"),
         (
             encode_delta(np.zeros(1 << 18, np.uint8), np.zeros(1 << 18, np.uint8), 2).tobytes(),
             "an entry is for word 131071 of 2048",

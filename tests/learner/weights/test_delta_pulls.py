@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import torch
 
+from offbeat.actor.weight_pull import ArrivedDelta, add_deltas
 from offbeat.actor.weight_receiver import TransferEnd, WeightReceiver
 from offbeat.common.weight_deltas import encode_delta
 from offbeat.common.weights import checksum, make_layout
@@ -250,8 +251,16 @@ def test_fetch_that_breaks_half_way_leaves_the_base_whole(
     assert learner.sent_bytes < NUM_BYTES / 5
 
 
+def test_each_added_difference_is_noted_so_that_many_are_not_taken_for_a_hanging_transfer(learner: Learner) -> None:
+    pull, flat = learner.lend(0, start()), start()
+    nothing = encode_delta(flat.numpy()[:CHUNK_BYTES], flat.numpy()[:CHUNK_BYTES], 2).tobytes()
+    beats: list[bool] = []
+    add_deltas(pull, [ArrivedDelta(chunk, nothing) for chunk in range(NUM_CHUNKS)], flat, 2, lambda: beats.append(True))
+    assert len(beats) == NUM_CHUNKS
+
+
 def test_differences_reach_every_actor_of_a_run_and_the_rows_tell_their_size() -> None:
-    with fleet_of(LAYOUT, "a", "b", backend="pull", delta=True) as fleet:
+    with fleet_of(LAYOUT, "a", "b", timeout_s=PATIENCE_S, backend="pull", delta=True) as fleet:
         flat = start()
         for version in range(4):
             flat = step(flat, version)

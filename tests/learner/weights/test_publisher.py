@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from offbeat.common.rows import EventRow, Row, WeightsRow
+from offbeat.common.rows import EventRow, PullRow, Row, WeightsRow
 from offbeat.learner.weights import publisher as publisher_module
 from offbeat.learner.weights.collective import Absent, Transfer
 from offbeat.learner.weights.editions import Edition
@@ -247,6 +247,20 @@ def test_pull_that_fails_or_stalls_excludes_its_actor_and_leaves_its_place_to_an
     (excluded,) = bench.excluded()
     assert excluded.startswith(f"weights 0: a {why}")
     assert bench.posted[2:] == [("c", 0)]
+
+
+def test_pull_that_differences_failed_for_is_a_row_and_a_line_for_the_operator(benches: Callable[..., Bench]) -> None:
+    bench = benches(actor("a"), actor("b"), backend="pull")
+    bench.publish(0)
+    bench.tend()
+    bench.server.visitors[b"a"].num_bytes = 300
+    bench.publisher.handle("a", WeightsStaged(policy_version=0, epoch=-1, delta_error="wrong checksum"))
+    bench.publisher.handle("b", WeightsStaged(policy_version=0, epoch=-1))
+    assert bench.rows == [], "rows are not written in the hub's thread"
+    bench.tend()
+    rows = [(row.actor, row.sent_bytes, row.full_bytes, row.delta_error) for row in bench.rows if isinstance(row, PullRow)]
+    assert rows == [("a", 300, 256, "wrong checksum"), ("b", 0, 256, None)]
+    assert "differences of weights failed 1 times; the actors pulled all weights instead" in bench.publisher.problems()
 
 
 def test_edition_is_not_kept_for_nobody_when_training_goes_on_while_it_is_borrowed(benches: Callable[..., Bench]) -> None:
