@@ -1,9 +1,11 @@
 """The actor's contact with the learner: hello and welcome, heartbeats, and what happens when the learner is silent."""
 
+import contextlib
 import importlib.metadata
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from offbeat.common.config import Config
@@ -154,20 +156,43 @@ class LearnerContact:
         """Return True when `hub.heartbeat_s` passed since the last heartbeat."""
         return self._clock() - self._heartbeat_at >= self._config.hub.heartbeat_s
 
-    def send_heartbeat(
+    def make_heartbeat(
         self, policy_version: int | None, stats: ActorStats, lease_ids: tuple[int, ...], reward_trouble: RewardTrouble | None
-    ) -> None:
-        """Tell the learner the state of this actor."""
-        self._heartbeat_at = self._clock()
-        self._link.send(
-            ActorHeartbeat(
-                policy_version=-1 if policy_version is None else policy_version,
-                stats=stats,
-                lease_ids=lease_ids,
-                seen_lease_id=-1 if self._newest_lease_id is None else self._newest_lease_id,
-                reward_trouble=reward_trouble,
-            )
+    ) -> ActorHeartbeat:
+        """Return a heartbeat that tells the learner the state of this actor."""
+        return ActorHeartbeat(
+            policy_version=-1 if policy_version is None else policy_version,
+            stats=stats,
+            lease_ids=lease_ids,
+            seen_lease_id=-1 if self._newest_lease_id is None else self._newest_lease_id,
+            reward_trouble=reward_trouble,
         )
+
+    def send_heartbeat(self, heartbeat: ActorHeartbeat) -> None:
+        """Send a heartbeat; the next one is due `hub.heartbeat_s` later."""
+        self._heartbeat_at = self._clock()
+        self._link.send(heartbeat)
+
+    @contextlib.contextmanager
+    def repeating(self, heartbeat: ActorHeartbeat) -> Iterator[None]:
+        """Repeat a heartbeat from a thread while the caller works on something long, and leaves this object alone.
+
+        After `weights.timeout_s` the heartbeats end: an actor that hangs must be found dead.
+        """
+        is_over = threading.Event()
+        deadline = self._clock() + self._config.weights.timeout_s
+
+        def repeat() -> None:
+            while not is_over.wait(self._config.hub.heartbeat_s) and self._clock() < deadline:
+                self._link.send(heartbeat)
+
+        thread = threading.Thread(target=repeat, name="heartbeats", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
     def _check_patience(self, searching_s: float) -> None:
         limit_s = self._config.actor.connect_timeout_s

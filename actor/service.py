@@ -36,6 +36,7 @@ from offbeat.common.shutdown import StopRequest
 from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import (
     Ack,
+    ActorHeartbeat,
     ActorStats,
     Cancel,
     Chunk,
@@ -141,6 +142,7 @@ class ActorService:
             engine,
             self._learner.send,
             link.second_link,
+            self._staying_in_touch,
             recompute_kv=config.actor.on_update == "recompute_kv",
             sends_routing=config.metrics.routing_interval > 0,
             clock=clock,
@@ -178,9 +180,16 @@ class ActorService:
         if not self._learner.is_welcome:
             self._learner.say_hello(self._held_lease_ids())
         elif self._learner.is_heartbeat_due():
-            self._learner.send_heartbeat(
-                self._engine.policy_version, self._stats(), self._held_lease_ids(), self._reward_trouble()
-            )
+            self._learner.send_heartbeat(self._heartbeat())
+
+    def _heartbeat(self) -> ActorHeartbeat:
+        return self._learner.make_heartbeat(
+            self._engine.policy_version, self._stats(), self._held_lease_ids(), self._reward_trouble()
+        )
+
+    def _staying_in_touch(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which heartbeats go on without the loop."""
+        return self._learner.repeating(self._heartbeat()) if self._learner.is_welcome else contextlib.nullcontext()
 
     def _commit_weights(self) -> None:
         """Report the end of a weight transfer; after a success, swap the weights in."""

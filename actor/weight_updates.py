@@ -5,6 +5,7 @@ learner -> announce -> WeightReceiver (thread) -> outcome -> commit -> canary's 
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from offbeat.actor.engine import Engine
@@ -36,15 +37,20 @@ class WeightUpdates:
         engine: Engine,
         send: Send,
         open_pull_link: Callable[[str], Link],
+        staying_in_touch: Callable[[], AbstractContextManager[None]],
         *,
         recompute_kv: bool,
         sends_routing: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`open_pull_link(address)` connects to the learner's weight server. `sends_routing`: the learner measures routing."""
+        """`open_pull_link(address)` connects to the learner's weight server. `sends_routing`: the learner measures routing.
+
+        The engine works inside `staying_in_touch()`, as a large model takes longer than the learner waits for a heartbeat.
+        """
         self._engine = engine
         self._send = send
         self._open_pull_link = open_pull_link
+        self._staying_in_touch = staying_in_touch
         self._recompute_kv = recompute_kv
         self._sends_routing = sends_routing
         self._clock = clock
@@ -78,7 +84,8 @@ class WeightUpdates:
         """Swap in the received weights, report it, and score the canary under them."""
         assert self._receiver is not None
         started = self._clock()
-        self._engine.load_weights(self._receiver.buffer.views(), policy_version, recompute_kv=self._recompute_kv)
+        with self._staying_in_touch():
+            self._engine.load_weights(self._receiver.buffer.views(), policy_version, recompute_kv=self._recompute_kv)
         stall_s = self._clock() - started
         self._receiver.release()
         self._send(WeightsCommitted(policy_version=policy_version, stall_s=stall_s))
@@ -91,7 +98,8 @@ class WeightUpdates:
         self._receiver = None
 
     def _score_canary(self, policy_version: int) -> None:
-        score = self._engine.score(self._canary)
+        with self._staying_in_touch():
+            score = self._engine.score(self._canary)
         self._send(CanaryScored(policy_version=policy_version), score.logprobs)
         if score.routed_experts is not None and self._sends_routing:
             num_tokens, num_layers, top_k = score.routed_experts.shape

@@ -3,7 +3,8 @@
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from offbeat.learner.weights.standings import Recipient
 from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.messages import (
+    ActorHeartbeat,
     ActorMessage,
     CanaryRouted,
     CanaryScored,
@@ -141,6 +143,36 @@ def test_idle_actor_commits_an_update_at_once(learner: Learner, monkeypatch: pyt
         assert actor.rewards.num_polls <= num_polls + 2
 
 
+@pytest.mark.parametrize("phase", ["load_weights", "score"])
+def test_heartbeats_go_on_in_a_long_commit_until_it_counts_as_hanging(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    is_busy, may_end = threading.Event(), threading.Event()
+    work = getattr(FakeEngine, phase)
+
+    def work_long(*arguments: Any, **options: Any) -> Any:
+        is_busy.set()
+        assert may_end.wait(PATIENCE_S)
+        return work(*arguments, **options)
+
+    monkeypatch.setattr(FakeEngine, phase, work_long)
+    with actor_of(learner, policy_version=None, heartbeat_s=0.02) as actor, published(0, torch.ones(3, 2), learner) as update:
+        learner.welcome()
+        learner.send(update)
+        eventually(is_busy.is_set, learner)
+        learner.forget()
+        # As many as a commit of 20 seconds takes at one a second.
+        beats = [learner.wait(ActorHeartbeat) for _ in range(20)]
+        assert {beat.policy_version for beat in beats} == {-1 if phase == "load_weights" else 0}
+        actor.skipped_s += 1000.0
+        learner.forget()
+        assert learner.hears_no(ActorHeartbeat)
+        may_end.set()
+        assert learner.wait(CanaryScored).policy_version == 0
+        learner.wait(ActorHeartbeat)
+        assert not [thread for thread in threading.enumerate() if thread.name == "heartbeats"]
+
+
 class ChunkServer:
     """The learner's end of pulls: one chunk for each version, sent when the test asks for it."""
 
@@ -189,7 +221,9 @@ class Bench:
         self.server = ChunkServer()
         self.engine = FakeEngine(policy_version=None)
         self.sent: list[ActorMessage] = []
-        self.updates = WeightUpdates(self.engine, self.send, self.open_link, recompute_kv=False, sends_routing=True)
+        self.updates = WeightUpdates(
+            self.engine, self.send, self.open_link, nullcontext, recompute_kv=False, sends_routing=True
+        )
 
     def send(self, message: ActorMessage, *arrays: Array) -> bool:
         self.sent.append(message)
