@@ -3,9 +3,10 @@
 import contextlib
 import dataclasses
 import gc
+import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.core_client import InprocClient
 
 from offbeat.actor.engine import Completion, Score, check_options, check_prompt_length
 from offbeat.actor.shared_weights import SharedWeights
@@ -29,7 +31,14 @@ from offbeat.common.weights import layout_of
 from offbeat.protocols.messages import EngineInfo, ModelHashes, Sampling, Segment
 
 WRITTEN_FOR = "0.32"
-"""vLLM release whose internals this module uses: `LLMEngine.output_processor.request_states`, which no release promises."""
+"""vLLM release whose `INTERNALS` this module uses."""
+INTERNALS = (
+    "output_processor.request_states",
+    "engine_core.engine_core.batch_queue",
+    "engine_core.engine_core.pause_scheduler",
+    "engine_core.engine_core.resume_scheduler",
+)
+"""Attributes of `LLMEngine` that no release promises: where it keeps requests, and steps in flight."""
 CPU_KV_CACHE_BYTES = 256 << 20
 """KV cache on a CPU unless `kv_cache_memory_bytes` is among the options, or two completions of full length need more.
 
@@ -43,7 +52,6 @@ _OWN_ARGUMENTS = {
     "seed": "every actor has its own",
     "logprobs_mode": "behavior log-probs must be those of the distribution sampled from",
     "scheduling_policy": "the canary must not wait behind queued completions",
-    "async_scheduling": "tokens of a step in flight would be counted under the wrong policy version",
     "pipeline_parallel_size": "a step of another stage would be in flight when weights change",
     "worker_extension_cls": "weights are loaded through it",
 }
@@ -51,7 +59,11 @@ _OWN_ARGUMENTS = {
 
 
 class VllmEngine:
-    """An `actor.engine.Engine` on vLLM. Segments are exact, because no step is in flight when weights change."""
+    """An `actor.engine.Engine` on vLLM.
+
+    Where vLLM schedules asynchronously (on GPUs), a call of `step` starts the next step before it reads the tokens of the one
+    before. Segments are exact, because steps in flight are finished before weights change.
+    """
 
     def __init__(
         self,
@@ -82,6 +94,8 @@ class VllmEngine:
             config.cache_config.kv_cache_memory_bytes = _cpu_kv_cache_bytes(config)
         self._engine = LLMEngine.from_vllm_config(config, UsageContext.LLM_CLASS, disable_log_stats=True)
         check_internals(self._engine)
+        # The client of an engine that runs in this process.
+        self._core = cast(InprocClient, self._engine.engine_core).engine_core
         self._info = EngineInfo(
             name="vllm",
             version=vllm.__version__,
@@ -95,7 +109,7 @@ class VllmEngine:
         """Weights of the last update for worker processes; None before it, and without worker processes."""
         self._sampling_params: dict[Sampling, SamplingParams] = {}
         self._finished: list[Completion] = []
-        """Completions that finished while `score` stepped the engine."""
+        """Completions that finished outside of `step`."""
         self._num_ended_tokens = 0
         self._policy_version: int | None = None
 
@@ -136,6 +150,7 @@ class VllmEngine:
         self._finished = [completion for completion in self._finished if completion.request_id not in ids]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv: bool) -> None:
+        self._finish_steps_in_flight()
         if self._num_workers == 1:
             self._engine.collective_rpc(WeightLoading.load_host_weights.__name__, args=(weights,))
         else:
@@ -170,6 +185,16 @@ class VllmEngine:
             self._engine.engine_core.shutdown()
         if self._shared_weights is not None:
             self._shared_weights.close()
+
+    def _finish_steps_in_flight(self) -> None:
+        """Read the tokens of all steps that have begun; they belong to the weights that the steps began with."""
+        if not self._core.batch_queue:
+            return
+        # "keep": nothing more is scheduled, and running completions stay as they are.
+        self._core.pause_scheduler("keep", clear_cache=False)
+        while self._core.batch_queue:
+            self._finished += [self._completion(output) for output in self._step_engine()]
+        self._core.resume_scheduler()
 
     def _share_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Load weights in worker processes through shared memory; arguments would be pickled and copied through pipes."""
@@ -209,14 +234,15 @@ class VllmEngine:
 
 
 def check_internals(engine: LLMEngine) -> None:
-    """Raise `ServiceError` unless this vLLM keeps the requests where the token count reads them."""
-    try:
-        _ = engine.output_processor.request_states
-    except AttributeError as error:
-        raise ServiceError(
-            f"vLLM {vllm.__version__} has no LLMEngine.output_processor.request_states, which the actor counts sampled tokens "
-            f"with: install vLLM {WRITTEN_FOR}, or set actor.engine to transformers"
-        ) from error
+    """Raise `ServiceError` unless this vLLM has the `INTERNALS`."""
+    for name in INTERNALS:
+        try:
+            operator.attrgetter(name)(engine)
+        except AttributeError as error:
+            raise ServiceError(
+                f"vLLM {vllm.__version__} has no LLMEngine.{name}, which the actor needs: install vLLM {WRITTEN_FOR}, or set "
+                "actor.engine to transformers"
+            ) from error
 
 
 @contextlib.contextmanager
@@ -289,7 +315,6 @@ def _engine_arguments(model_path: str, *, dtype: str, max_model_len: int, seed: 
         "seed": seed,
         "logprobs_mode": "processed_logprobs",
         "scheduling_policy": "priority",
-        "async_scheduling": False,
         "worker_extension_cls": f"{WeightLoading.__module__}.{WeightLoading.__qualname__}",
     }
     try:
