@@ -19,6 +19,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from offbeat.actor.engine import Completion, Score, check_options, check_prompt_length
+from offbeat.common.nccl_group import gpu_uuid
 from offbeat.common.routing import record_routing
 from offbeat.common.weights import tensor_dtype
 from offbeat.protocols.messages import EngineInfo, ModelHashes, Sampling, Segment
@@ -72,6 +73,7 @@ class TransformersEngine:
             device=device.type,
             max_model_len=max_model_len,
             hashes=hashes,
+            gpu=gpu_uuid(0) if device.type == "cuda" else None,
         )
         self._policy_version: int | None = None
         self._segments: dict[str, list[Segment]] = {}

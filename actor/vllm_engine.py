@@ -24,6 +24,7 @@ from vllm.v1.engine.core_client import InprocClient
 from offbeat.actor.engine import Completion, Score, check_options, check_prompt_length
 from offbeat.actor.shared_weights import SharedWeights
 from offbeat.actor.vllm_worker import WeightLoading
+from offbeat.common.nccl_group import gpu_uuid
 from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import ServiceError
 from offbeat.common.user_functions import one_line
@@ -103,6 +104,7 @@ class VllmEngine:
             device=current_platform.device_type,
             max_model_len=max_model_len,
             hashes=hashes,
+            gpu=gpu_uuid(0) if current_platform.is_cuda() else None,
         )
         self._num_workers = config.parallel_config.world_size
         self._shared_weights: SharedWeights | None = None

@@ -11,9 +11,11 @@ into the buffer: `outcome` raises, so that the actor ends and is started again.
 """
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from offbeat.actor.weight_pull import PullError, UselessAnswerError, add_deltas, fetch_deltas, pull_weights
 from offbeat.common.collectives import CollectiveError, GlooGroup, Rendezvous, Seat, WeightGroup, connect_store
+from offbeat.common.nccl_group import NcclGroup
 from offbeat.common.weight_deltas import DeltaError, word_bytes
 from offbeat.common.weights import WRONG_CHECKSUM, WeightBuffer, checksum
 from offbeat.protocols.channels import Link
@@ -226,7 +229,11 @@ class WeightReceiver:
             self._drop_group()
         if self._group is None:
             seat = Seat(update.epoch, update.rank, update.world_size, update.bucket_bytes, update.timeout_s)
-            self._group = GlooGroup(store, seat)
+            if update.backend == "nccl":
+                with _nccl_settings_of_the_learner():
+                    self._group = NcclGroup(store, seat, avoided=update.avoided)
+            else:
+                self._group = GlooGroup(store, seat)
         self._group.prepare()
         rendezvous = Rendezvous(store, epoch=update.epoch, policy_version=update.policy_version)
         rendezvous.set_ready(update.rank)
@@ -245,3 +252,15 @@ class WeightReceiver:
         if self._group is not None:
             self._group.close()
         self._group = None
+
+
+def _nccl_settings_of_the_learner() -> AbstractContextManager[None]:
+    """Take back, for a process that is started in this context, the NCCL settings that vLLM made for its own communicators.
+
+    In its batch-invariant mode vLLM pins some. NCCL never reconciles them, and members that differ hang.
+    """
+    if "vllm" not in sys.modules:
+        return nullcontext()
+    from vllm.utils.nccl import unpinned_nccl_env
+
+    return unpinned_nccl_env()

@@ -31,6 +31,10 @@ class CollectiveError(RuntimeError):
     """A transfer did not take place; it changed nothing."""
 
 
+class CollectiveLateError(CollectiveError):
+    """A transfer did not move until its deadline."""
+
+
 class Seat(NamedTuple):
     """A member's place in the group of one epoch."""
 

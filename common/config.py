@@ -194,7 +194,8 @@ class WeightsSection(Section, frozen=True):
     backend: Literal["auto", "gloo", "nccl", "pull"] = "auto"
     """Transport. gloo: collective broadcast of CPU tensors. nccl: collective broadcast of GPU tensors. pull: each actor fetches
     each version from the learner, encrypted where the hub is. auto: nccl when the learner trains on a GPU, else gloo; `offbeat
-    train` takes gloo where processes share a GPU."""
+    train` takes gloo where processes share a GPU. Beside nccl, actors without a GPU of their own pull; without any other actor
+    they take part by gloo."""
     port: Port = 0
     """Port of the collective's rendezvous store on the learner's host. 0: any free port."""
     pull_port: Port = 0

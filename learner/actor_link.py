@@ -27,7 +27,7 @@ class ActorLink:
 
     def recipients(self) -> list[Recipient]:
         """Return the live actors, with the versions that they committed."""
-        return [Recipient(peer, name, version) for peer, name, version in self._dispatcher.members()]
+        return [Recipient(*member) for member in self._dispatcher.members()]
 
     def post(self, peer: bytes, message: LearnerMessage) -> None:
         """Send a message to the actor at this address, soon."""

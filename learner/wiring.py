@@ -22,10 +22,11 @@ from offbeat.common.hub_keys import keys_of_learner
 from offbeat.common.logs import doing, log_to_file
 from offbeat.common.metrics import MetricsWriter
 from offbeat.common.models import hash_model, load_tokenizer, resolve_model
+from offbeat.common.nccl_group import gpu_uuid
 from offbeat.common.rows import Recorder, Row, canary_tolerance
 from offbeat.common.run_folder import CONFIG_FILE, PROGRAM_LOGS, check_run_folder, set_aside_failed_start
 from offbeat.common.setting_checks import least_staleness
-from offbeat.common.settings import resolved_toml, weighted_reward
+from offbeat.common.settings import SettingError, resolved_toml, weighted_reward
 from offbeat.common.shutdown import StopRequest
 from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.calibration_watch import CalibrationWatch
@@ -74,7 +75,7 @@ from offbeat.learner.training.ranks import RankedTrainer
 from offbeat.learner.training.trainer import Trainer
 from offbeat.learner.weights.canary import CANARY_TOKENS, Canary, canary_token_ids
 from offbeat.learner.weights.publisher import WeightPublisher
-from offbeat.learner.weights.transport import Transport
+from offbeat.learner.weights.transport import LearnerGpu, Transport
 from offbeat.protocols.addresses import host_of
 from offbeat.protocols.channels import Hub
 from offbeat.protocols.door import FILES_PER_PEER
@@ -405,14 +406,19 @@ def _hub_rejections(hub: Hub) -> dict[str, int]:
 
 def _transport(config: Config, device: torch.device) -> Transport:
     weights = config.weights
+    if weights.backend == "nccl" and device.type != "cuda":
+        problem = "the learner trains on a CPU, and NCCL needs a GPU"
+        raise SettingError("weights.backend", "nccl", problem, 'Set weights.backend="auto".')
+    gpu = LearnerGpu(device.index, gpu_uuid(device.index)) if device.type == "cuda" else None
     return Transport(
         host=host_of(config.hub.address),
         listen_on=host_of(config.hub.bind or config.hub.address),
-        backend=weights.backend if weights.backend != "auto" else "nccl" if device.type == "cuda" else "gloo",
+        backend=weights.backend if weights.backend != "auto" else "gloo" if gpu is None else "nccl",
         port=weights.port,
         timeout_s=weights.timeout_s,
         bucket_bytes=weights.bucket_mb << 20,
         chunk_bytes=weights.chunk_mb << 20,
         max_pulls=weights.max_pulls,
         delta=weights.delta,
+        gpu=gpu,
     )

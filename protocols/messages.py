@@ -33,6 +33,10 @@ MAX_BASES = 16
 """Largest number of differences that lead from one version of the weights to a newer one."""
 
 
+NcclTransport = Literal["P2P", "SHM"]
+"""A transport of NCCL between GPUs of one machine: peer-to-peer, or shared memory of the host."""
+
+
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):
     """Base of all messages: immutable, strict, tagged on the wire with the class name.
 
@@ -102,6 +106,8 @@ class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: Natural
     """Longest prompt plus completion, in tokens."""
     hashes: ModelHashes
+    gpu: Label | None = None
+    """UUID of the engine's first GPU; None without one. Since minor version 4."""
 
 
 class ActorStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -361,6 +367,8 @@ class WeightUpdate(Message, frozen=True):
     checksum: Checksum
     """`common.weights.checksum` of the whole buffer; the actor commits nothing else."""
     timeout_s: Seconds
+    avoided: Annotated[tuple[NcclTransport, ...], Meta(max_length=2)] = ()
+    """Transports between GPUs of one machine that NCCL must do without, the same for all members. Since minor version 4."""
 
 
 class WeightPull(Message, frozen=True):

@@ -237,10 +237,10 @@ class Dispatcher:
             ledger = self._journal.ledger
             return ledger.num_ready, ledger.num_open - ledger.num_ready
 
-    def members(self) -> list[tuple[bytes, str, int | None]]:
-        """Return address, name and policy version of every live actor; None: it has no weights of this process."""
+    def members(self) -> list[tuple[bytes, str, int | None, str | None]]:
+        """Return address, name, policy version (None: it has no weights of this process) and GPU of every live actor."""
         with self._lock:
-            return [(member.peer, member.name, member.policy_version) for member in self._roster]
+            return [(member.peer, member.name, member.policy_version, member.hello.engine.gpu) for member in self._roster]
 
     def waiting_for(self) -> str | None:
         """Return one line that says what keeps the next batch; None when it is complete."""

@@ -16,16 +16,19 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from offbeat.common.collectives import POLL_S, CollectiveError, GlooGroup, Rendezvous, Seat, WeightGroup, serve_store
+from offbeat.common.nccl_group import NcclGroup
 from offbeat.learner.weights.editions import Edition
+from offbeat.learner.weights.nccl_detour import NcclDetour
 from offbeat.learner.weights.standings import Recipient
 from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.messages import LearnerMessage, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
-RETRY_READY_S = 2.0
-"""Deadline for getting ready after a broken broadcast. It is short: live actors already wait for the retry."""
-STUCK_S = 5.0
+RETRY_READY_S = {"gloo": 2.0, "nccl": 30.0}
+"""Deadline for getting ready after a broken broadcast, by backend. It is short: live actors already wait for the retry, or for
+the start of NCCL's process."""
+STUCK_S = 15.0
 """Time beyond the deadline of the group after which a broadcast that does not move is left behind."""
 
 
@@ -44,6 +47,8 @@ class Transfer(NamedTuple):
     absent: list[Absent]
     error: str | None = None
     """The reason for a broadcast that failed although everybody was ready."""
+    advice: str | None = None
+    """Settings without which NCCL does not work here, as this broadcast was the first to show."""
 
 
 class CollectiveUpdates:
@@ -51,14 +56,14 @@ class CollectiveUpdates:
 
     def __init__(self, transport: Transport, closing: threading.Event) -> None:
         """Open the store; a set `closing` ends every wait for actors."""
-        assert transport.backend != "pull"
-        self._backend: Literal["gloo", "nccl"] = transport.backend
         self._transport = transport
         self._closing = closing
         self._store = serve_store(transport.host, transport.port, transport.timeout_s, listen_on=transport.listen_on)
         self._epoch = 0
         self._group: WeightGroup | None = None
-        self._group_peers: list[bytes] = []
+        self._group_of: tuple[str, list[bytes]] = ("", [])
+        """Backend and members of the group."""
+        self._detour = NcclDetour()
         self._sent_version: int | None = None
         """Newest version that went through a group."""
         self._is_retry = False
@@ -87,6 +92,7 @@ class CollectiveUpdates:
         self,
         recipients: Sequence[Recipient],
         edition: Edition,
+        backend: Literal["gloo", "nccl"],
         *,
         live: Callable[[], set[bytes]],
         post: Callable[[bytes, LearnerMessage], None],
@@ -100,39 +106,64 @@ class CollectiveUpdates:
         peers = [recipient.peer for recipient in recipients]
         # The same version to the same members needs another epoch: keys are never used twice.
         is_fresh_needed = self._is_group_broken or policy_version == self._sent_version
-        if self._group is None or peers != self._group_peers or is_fresh_needed:
+        if self._group is None or (backend, peers) != self._group_of or is_fresh_needed:
             self._begin_epoch()
+            self._group_of = (backend, peers)
         rendezvous = Rendezvous(self._store, epoch=self._epoch, policy_version=policy_version)
-        self._announce(peers, edition, post)
+        self._announce(peers, edition, backend, post)
+        try:
+            # Before the wait: NCCL's process starts while the actors start theirs.
+            self._group = self._group or self._make_group(len(peers) + 1, backend)
+            return self._send(recipients, self._group, edition, rendezvous, live)
+        except CollectiveError as error:
+            # The next round shows who is to blame: the member that does not get ready.
+            logger.warning("weights %d, epoch %d: %s; asking again who is there", policy_version, self._epoch, error)
+            self._is_retry = True
+            if backend == "nccl":
+                self._detour.note(error)
+            self._begin_epoch()
+            return Transfer(is_sent=False, absent=[], error=str(error))
+
+    def _send(
+        self,
+        recipients: Sequence[Recipient],
+        group: WeightGroup,
+        edition: Edition,
+        rendezvous: Rendezvous,
+        live: Callable[[], set[bytes]],
+    ) -> Transfer:
         absent = self._wait_ready(recipients, rendezvous, live)
         if not absent:
             # Not earlier: a member that is served by another member need not have seen the go yet when the learner's
             # part of the broadcast is over. Ready for this transfer, it has seen those before.
             self._forget_past()
-        self._past.append((rendezvous, len(peers) + 1))
+        self._past.append((rendezvous, len(recipients) + 1))
         if absent:
+            # They explain the failure before.
+            self._detour.forget()
             self._begin_epoch()
             return Transfer(is_sent=False, absent=absent)
-        try:
-            self._broadcast(peers, edition, rendezvous)
-        except CollectiveError as error:
-            # The next round shows who is to blame: the member that does not get ready.
-            logger.warning("weights %d, epoch %d: %s; asking again who is there", policy_version, self._epoch, error)
-            self._is_retry = True
-            self._begin_epoch()
-            return Transfer(is_sent=False, absent=[], error=str(error))
+        group.prepare()
+        rendezvous.set_go()
+        broadcast = partial(group.broadcast, edition.buffer.flat)
+        watched(broadcast, self._transport.timeout_s + STUCK_S, f"the broadcast of epoch {self._epoch}")
         self._is_retry = False
-        self._sent_version = policy_version
-        return Transfer(is_sent=True, absent=[])
+        self._sent_version = edition.policy_version
+        return Transfer(is_sent=True, absent=[], advice=self._detour.confirm() if self._group_of[0] == "nccl" else None)
 
     def close(self) -> None:
         """Give up the group."""
         if self._group is not None:
             self._group.close()
         self._group = None
-        self._group_peers = []
 
-    def _announce(self, peers: Sequence[bytes], edition: Edition, post: Callable[[bytes, LearnerMessage], None]) -> None:
+    def _announce(
+        self,
+        peers: Sequence[bytes],
+        edition: Edition,
+        backend: Literal["gloo", "nccl"],
+        post: Callable[[bytes, LearnerMessage], None],
+    ) -> None:
         for rank, peer in enumerate(peers, start=1):
             update = WeightUpdate(
                 policy_version=edition.policy_version,
@@ -141,10 +172,11 @@ class CollectiveUpdates:
                 world_size=len(peers) + 1,
                 store_host=self._transport.host,
                 store_port=self._store.port,
-                backend=self._backend,
+                backend=backend,
                 bucket_bytes=self._transport.bucket_bytes,
                 checksum=edition.checksum,
                 timeout_s=self._transport.timeout_s,
+                avoided=self._detour.avoided if backend == "nccl" else (),
             )
             post(peer, update)
 
@@ -153,7 +185,7 @@ class CollectiveUpdates:
     ) -> list[Absent]:
         """Return the recipients that did not get ready."""
         timeout_s = self._transport.timeout_s
-        limit_s = min(timeout_s, RETRY_READY_S) if self._is_retry else timeout_s
+        limit_s = min(timeout_s, RETRY_READY_S[self._group_of[0]]) if self._is_retry else timeout_s
         within = f"{limit_s:g} s of a broken broadcast" if self._is_retry else f"{limit_s:g} s (weights.timeout_s)"
         late = f"did not enter epoch {self._epoch} within {within}"
         deadline = time.monotonic() + limit_s
@@ -173,15 +205,12 @@ class CollectiveUpdates:
             time.sleep(POLL_S)
         return absent + [Absent(recipient, None) for recipient in waiting.values()]
 
-    def _broadcast(self, peers: list[bytes], edition: Edition, rendezvous: Rendezvous) -> None:
-        if self._group is None:
-            seat = Seat(self._epoch, 0, len(peers) + 1, self._transport.bucket_bytes, self._transport.timeout_s)
-            self._group = GlooGroup(self._store, seat)
-            self._group_peers = peers
-        self._group.prepare()
-        rendezvous.set_go()
-        broadcast = partial(self._group.broadcast, edition.buffer.flat)
-        watched(broadcast, self._transport.timeout_s + STUCK_S, f"the broadcast of epoch {self._epoch}")
+    def _make_group(self, world_size: int, backend: Literal["gloo", "nccl"]) -> WeightGroup:
+        seat = Seat(self._epoch, 0, world_size, self._transport.bucket_bytes, self._transport.timeout_s)
+        if backend == "gloo":
+            return GlooGroup(self._store, seat)
+        assert self._transport.gpu is not None, "NCCL is the backend only of a learner on a GPU"
+        return NcclGroup(self._store, seat, self._transport.gpu.number, self._detour.avoided)
 
     def _begin_epoch(self) -> None:
         """Give up the group; reports about it do not count any more."""

@@ -24,6 +24,7 @@ from offbeat.learner.weights.collective import CollectiveUpdates, Transfer
 from offbeat.learner.weights.editions import Editions
 from offbeat.learner.weights.failed_epochs import FailedEpochs
 from offbeat.learner.weights.pulls import PullService
+from offbeat.learner.weights.reach import find_reach
 from offbeat.learner.weights.server import WeightServer
 from offbeat.learner.weights.standings import Behind, Recipient, Standings
 from offbeat.learner.weights.transport import Transport
@@ -80,6 +81,9 @@ class WeightPublisher:
         self._closing = threading.Event()
         self._standings = Standings(transport.timeout_s)
         self._failed = FailedEpochs()
+        self._reach = find_reach([], transport)
+        self._advice: str | None = None
+        """What the operator should set for NCCL."""
         self._server = WeightServer(open_hub=open_hub, chunk_bytes=transport.chunk_bytes)
         self._pulls = PullService(self._editions, self._server, transport)
         self._collective = CollectiveUpdates(transport, self._closing) if transport.backend != "pull" else None
@@ -132,9 +136,7 @@ class WeightPublisher:
         """Return one line for each actor that is left out, or pulling, for the operator."""
         with self._changed:
             lines = self._standings.problems() + self._pulls.problems()
-            pause = self._failed.pause()
-        if pause is not None:
-            lines.append(pause)
+            lines += [line for line in (self._failed.pause(), self._advice) if line is not None]
         if self._server.num_rejected:
             lines.append(f"the weight server got {self._server.num_rejected} messages that were no requests")
         if self._num_delta_errors:
@@ -209,9 +211,8 @@ class WeightPublisher:
 
     def _eligible(self, recipients: Sequence[Recipient]) -> Set[bytes]:
         """Return the actors that the collective can reach now."""
-        if self._collective is None or self._failed.pause() is not None:
-            return frozenset()
-        return {recipient.peer for recipient in recipients}
+        self._reach = find_reach(recipients, self._transport)
+        return frozenset() if self._failed.pause() is not None else self._reach.peers
 
     def _settle_errors(self, recipients: Sequence[Recipient], newest: int, collective: CollectiveUpdates) -> None:
         for recipient in recipients:
@@ -318,7 +319,7 @@ class WeightPublisher:
             return {recipient.peer for recipient in actors.recipients()} - self._distrusted
 
         try:
-            transfer = collective.send(members, edition, live=live, post=actors.post)
+            transfer = collective.send(members, edition, self._reach.backend, live=live, post=actors.post)
         finally:
             self._editions.give_back(edition)
         with self._changed:
@@ -329,11 +330,13 @@ class WeightPublisher:
             for recipient in members if transfer.is_sent else ():
                 self._standings.note_sent(recipient.peer, edition.policy_version)
             pause = self._count_failure(members, transfer)
+            self._advice = transfer.advice or self._advice
             num_excluded = self._standings.num_excluded
-        if pause is not None:
-            detail = f"weights {edition.policy_version}: {pause}"
-            logger.warning(detail)
-            self._record(EventRow(event="collectives_paused", detail=detail))
+        for event, text in (("collectives_paused", pause), ("nccl_transports_avoided", transfer.advice)):
+            if text is not None:
+                detail = f"weights {edition.policy_version}: {text}"
+                logger.warning(detail)
+                self._record(EventRow(event=event, detail=detail))
         if not transfer.is_sent:
             return
         row = WeightsRow(

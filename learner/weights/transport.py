@@ -3,6 +3,14 @@
 from typing import Literal, NamedTuple
 
 
+class LearnerGpu(NamedTuple):
+    """The GPU of the learner's rank 0."""
+
+    number: int
+    """Index among the GPUs that this process sees."""
+    uuid: str
+
+
 class Transport(NamedTuple):
     """`[weights]` of the config, resolved."""
 
@@ -23,3 +31,5 @@ class Transport(NamedTuple):
     """Actors that may pull at once."""
     delta: bool = False
     """Offer differences between versions to actors that pull."""
+    gpu: LearnerGpu | None = None
+    """None when the learner trains on a CPU; no backend is `nccl` then."""

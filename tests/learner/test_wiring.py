@@ -13,6 +13,7 @@ from offbeat.common.config import Config, HubSection, ModelSection, RunSection, 
 from offbeat.common.rows import FinalRow, Row
 from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import StopRequest
+from offbeat.learner import wiring
 from offbeat.learner.run_identity import RunIdentity, read_identity
 from offbeat.learner.wiring import _load_inputs, _transport, open_learner, prepare_folder
 from offbeat.protocols.channels import Hub
@@ -33,12 +34,19 @@ def config_with(*, run_dir: str = "run", **weights: str | int) -> Config:
 
 @pytest.mark.parametrize(
     ("backend", "device", "resolved"),
-    [("auto", "cpu", "gloo"), ("auto", "cuda", "nccl"), ("gloo", "cuda", "gloo"), ("pull", "cpu", "pull")],
+    [("auto", "cpu", "gloo"), ("auto", "cuda:2", "nccl"), ("gloo", "cuda:2", "gloo"), ("pull", "cpu", "pull")],
 )
 def test_collective_runs_where_the_learner_trains_unless_the_setting_says_otherwise(
-    backend: str, device: str, resolved: str
+    backend: str, device: str, resolved: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _transport(config_with(backend=backend), torch.device(device)).backend == resolved
+    monkeypatch.setattr(wiring, "gpu_uuid", lambda number: f"GPU-{number}")
+    transport = _transport(config_with(backend=backend), torch.device(device))
+    assert (transport.backend, transport.gpu) == (resolved, (2, "GPU-2") if device == "cuda:2" else None)
+
+
+def test_nccl_is_refused_for_a_learner_on_a_cpu() -> None:
+    with pytest.raises(SettingError, match=r'weights\.backend.*"nccl".*trains on a CPU'):
+        _transport(config_with(backend="nccl"), torch.device("cpu"))
 
 
 def test_sizes_of_transfers_are_in_bytes_and_hosts_without_ports() -> None:

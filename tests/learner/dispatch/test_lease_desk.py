@@ -165,7 +165,7 @@ def test_leases_of_a_silent_actor_go_to_another() -> None:
     other.heard(Lease)
     assert len(desk.dispatcher.members()) == 2
     desk.tick(0.2)
-    assert desk.dispatcher.members() == [(other.peer, "other", 0)]
+    assert desk.dispatcher.members() == [(other.peer, "other", 0, None)]
     assert [event.actor for event in desk.events("actor_lost")] == ["silent"]
     assert desk.dispatcher.counts().expired == 2
     other.say(Credit(capacity=9))

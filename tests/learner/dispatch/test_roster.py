@@ -37,7 +37,7 @@ def test_hello_is_answered_with_the_contract() -> None:
     )
     assert outgoing.arrays[0].tolist() == [1, 2, 3]
     assert desk.joined == [actor.peer]
-    assert desk.dispatcher.members() == [(actor.peer, "a", None)]
+    assert desk.dispatcher.members() == [(actor.peer, "a", None, None)]
 
 
 def test_second_hello_is_welcomed_and_changes_nothing() -> None:
@@ -48,7 +48,7 @@ def test_second_hello_is_welcomed_and_changes_nothing() -> None:
     actor.hello(lease_ids=held)
     assert len(actor.heard(Welcome)) == 2
     assert desk.joined == [actor.peer]
-    assert desk.dispatcher.members() == [(actor.peer, "a", 0)]
+    assert desk.dispatcher.members() == [(actor.peer, "a", 0, None)]
     assert actor.leases() == []
 
 
@@ -83,7 +83,7 @@ def test_more_actors_than_the_run_takes_are_refused_and_those_in_it_stay() -> No
     assert "hub.max_actors = 1" in second.heard(Refused)[0].reason
     first.hello()
     assert len(first.heard(Welcome)) == 2
-    assert [name for _, name, _ in desk.dispatcher.members()] == ["a"]
+    assert [name for _, name, *_ in desk.dispatcher.members()] == ["a"]
 
 
 def test_newer_incarnation_replaces_the_older_one_and_its_leases_go_on() -> None:
@@ -91,7 +91,7 @@ def test_newer_incarnation_replaces_the_older_one_and_its_leases_go_on() -> None
     older = Actor(desk, "a", incarnation=1).join(capacity=2)
     before = older.leases()
     newer = Actor(desk, "a", incarnation=2).join(capacity=2)
-    assert desk.dispatcher.members() == [(newer.peer, "a", 0)]
+    assert desk.dispatcher.members() == [(newer.peer, "a", 0, None)]
     after = newer.leases()
     assert [lease.prompt_id for lease in after] == [lease.prompt_id for lease in before]
     assert {lease.lease_id for lease in after}.isdisjoint(lease.lease_id for lease in before)
@@ -107,7 +107,7 @@ def test_of_two_actors_with_one_name_the_one_that_came_last_stays(before: int, a
     last = Actor(desk, "a", incarnation=after).join(capacity=2)
     first.hello()
     assert "actor.name" in first.heard(Refused)[0].reason
-    assert desk.dispatcher.members() == [(last.peer, "a", 0)]
+    assert desk.dispatcher.members() == [(last.peer, "a", 0, None)]
     assert len(last.leases()) == 2
 
 
@@ -152,7 +152,7 @@ def test_commit_of_weights_that_were_not_published_is_distrusted_and_counts_for_
     desk = Desk()
     actor = Actor(desk, "a").join(capacity=2)
     actor.commit(1)
-    assert desk.dispatcher.members() == [(actor.peer, "a", 0)]
+    assert desk.dispatcher.members() == [(actor.peer, "a", 0, None)]
     assert [actor for _, actor, _ in desk.distrusted] == ["a"]
     assert "claims to have weights 1" in desk.distrusted[0][2]
     assert len(desk.events("actor_lied")) == 1
@@ -168,7 +168,7 @@ def test_actor_is_who_its_key_says() -> None:
     impostor = Actor(desk, "cpu-1", sender=Sender("gpu-*", "actor"))
     impostor.hello()
     assert "actor.name" in impostor.heard(Refused)[0].reason
-    assert [name for _, name, _ in desk.dispatcher.members()] == ["gpu-7"]
+    assert [name for _, name, *_ in desk.dispatcher.members()] == ["gpu-7"]
 
 
 def test_many_actors_write_a_bounded_number_of_rows_between_them() -> None:

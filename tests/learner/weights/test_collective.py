@@ -2,20 +2,22 @@
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
-from offbeat.common.collectives import CollectiveError, Seat
+from offbeat.common.collectives import CollectiveError, CollectiveLateError, Seat
 from offbeat.common.weights import WeightBuffer
 from offbeat.learner.weights import collective as collective_module
 from offbeat.learner.weights.collective import RETRY_READY_S, Absent, CollectiveUpdates, Transfer
 from offbeat.learner.weights.editions import Edition
+from offbeat.learner.weights.nccl_detour import NcclDetour
+from offbeat.learner.weights.transport import LearnerGpu
 from offbeat.protocols.messages import WeightUpdate
 from tests.learner.weights.weight_fakes import LAYOUT, TRANSPORT, actor
 
-GLOO = TRANSPORT._replace(backend="gloo")
+ON_GPU = TRANSPORT._replace(backend="nccl", gpu=LearnerGpu(3, "of the learner"))
 A, B = actor("a"), actor("b")
 SENT = Transfer(is_sent=True, absent=[])
 
@@ -58,9 +60,10 @@ class FakeGroup:
 
     num_breaks = 0
     """Broadcasts to come that break."""
+    error = CollectiveError("bucket 1 of 3: Connection reset by peer")
 
     def __init__(self, store: FakeStore, seat: Seat) -> None:
-        assert (seat.rank, seat.bucket_bytes, seat.timeout_s) == (0, GLOO.bucket_bytes, GLOO.timeout_s)
+        assert (seat.rank, seat.bucket_bytes, seat.timeout_s) == (0, ON_GPU.bucket_bytes, ON_GPU.timeout_s)
 
     def prepare(self) -> None:
         pass
@@ -68,7 +71,7 @@ class FakeGroup:
     def broadcast(self, flat: torch.Tensor, beat: Callable[[], None]) -> None:
         if FakeGroup.num_breaks:
             FakeGroup.num_breaks -= 1
-            raise CollectiveError("bucket 1 of 3: Connection reset by peer")
+            raise FakeGroup.error
 
     def close(self) -> None:
         pass
@@ -80,7 +83,8 @@ class Bench:
     def __init__(self, clock: Clock, store: FakeStore) -> None:
         self.clock, self.store = clock, store
         self.closing = threading.Event()
-        self.updates = CollectiveUpdates(GLOO, self.closing)
+        self.updates = CollectiveUpdates(ON_GPU, self.closing)
+        self.backend: Literal["gloo", "nccl"] = "gloo"
         self.asleep: set[bytes] = set()
         self.gone: set[bytes] = set()
         self.posted: list[tuple[bytes, WeightUpdate]] = []
@@ -99,7 +103,7 @@ class Bench:
     def send(self, policy_version: int, *recipients: Any) -> Transfer:
         edition = Edition(WeightBuffer(LAYOUT), policy_version, known_checksum=9)
         live = {A.peer, B.peer}
-        return self.updates.send(recipients or (A, B), edition, live=lambda: live - self.gone, post=self.post)
+        return self.updates.send(recipients or (A, B), edition, self.backend, live=lambda: live - self.gone, post=self.post)
 
 
 @pytest.fixture
@@ -109,6 +113,12 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(collective_module, "serve_store", lambda *_, **__: store)
     monkeypatch.setattr(collective_module, "GlooGroup", FakeGroup)
     monkeypatch.setattr(FakeGroup, "num_breaks", 0)
+
+    def make_nccl_group(store: FakeStore, seat: Seat, gpu_index: int, avoided: tuple[str, ...]) -> FakeGroup:
+        assert gpu_index == 3
+        return FakeGroup(store, seat)
+
+    monkeypatch.setattr(collective_module, "NcclGroup", make_nccl_group)
     return Bench(clock, store)
 
 
@@ -126,7 +136,7 @@ def test_recipient_that_is_not_ready_at_the_deadline_is_named_and_nothing_is_sen
     began = bench.clock.now
     late = "did not enter epoch 1 within 5 s (weights.timeout_s)"
     assert bench.send(3) == Transfer(is_sent=False, absent=[Absent(B, late)])
-    assert bench.clock.now - began == pytest.approx(GLOO.timeout_s, abs=0.25)
+    assert bench.clock.now - began == pytest.approx(ON_GPU.timeout_s, abs=0.25)
     assert "weights/1/3/go" not in bench.store.keys
     bench.asleep.clear()
     assert bench.send(3) == SENT
@@ -168,7 +178,7 @@ def test_broadcast_that_breaks_blames_nobody_until_somebody_is_missing_from_the_
     began = bench.clock.now
     (absent,) = bench.send(3).absent
     assert absent.why is not None and absent.why.endswith("within 2 s of a broken broadcast")
-    assert bench.clock.now - began == pytest.approx(RETRY_READY_S, abs=0.25)
+    assert bench.clock.now - began == pytest.approx(RETRY_READY_S["gloo"], abs=0.25)
     # A broadcast that succeeds ends the haste.
     assert bench.send(3, A) == SENT
     (absent,) = bench.send(4).absent
@@ -203,3 +213,65 @@ def test_store_keeps_only_the_keys_of_the_last_transfer(bench: Bench) -> None:
     for version in range(2, 9):
         bench.send(version)
     assert len(bench.store.keys) == num_keys == 3
+
+
+def avoided(bench: Bench) -> tuple[str, ...]:
+    """Return what the members of the last transfer avoid."""
+    return bench.posted[-1][1].avoided
+
+
+@pytest.fixture
+def nccl(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A bench whose NCCL groups hang."""
+    monkeypatch.setattr(FakeGroup, "error", CollectiveLateError("NCCL did not answer within 5 s"))
+    bench.backend = "nccl"
+    return bench
+
+
+def test_retry_of_an_nccl_group_that_hung_avoids_transports_and_success_keeps_to_it_and_is_told_once(nccl: Bench) -> None:
+    FakeGroup.num_breaks = 1
+    nccl.send(3)
+    assert avoided(nccl) == ()
+    (advice,) = {nccl.send(3).advice}
+    assert avoided(nccl) == ("P2P", "SHM")
+    assert advice is not None and "NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1" in advice and "NCCL did not answer" in advice
+    nccl.asleep.add(B.peer)
+    assert nccl.send(4).absent and nccl.send(4, A).advice is None
+    assert avoided(nccl) == ("P2P", "SHM"), "proved once, it stays"
+
+
+def test_transports_are_not_suspected_when_a_member_explains_the_hang_or_nccl_names_another_reason(nccl: Bench) -> None:
+    FakeGroup.num_breaks = 1
+    nccl.send(3)
+    nccl.asleep.add(B.peer)
+    assert nccl.send(3).absent
+    assert nccl.send(3, A).advice is None and avoided(nccl) == ()
+    FakeGroup.error = CollectiveError("ncclInvalidUsage; Duplicate GPU detected")
+    FakeGroup.num_breaks = 1
+    nccl.send(4, A)
+    assert nccl.send(4, A).is_sent and avoided(nccl) == ()
+    FakeGroup.error = CollectiveError("Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)")
+    FakeGroup.num_breaks = 1
+    nccl.send(5, A)
+    assert nccl.send(5, A).advice is not None
+
+
+def test_operators_own_settings_of_nccl_stay() -> None:
+    detour = NcclDetour({"NCCL_P2P_DISABLE": "0"})
+    detour.note(CollectiveLateError("hangs"))
+    assert detour.avoided == ("SHM",)
+
+
+def test_other_backend_needs_another_group_and_retries_of_nccl_wait_for_its_process(nccl: Bench) -> None:
+    nccl.send(1)
+    nccl.backend = "gloo"
+    nccl.send(2)
+    assert [update.backend for _, update in nccl.posted] == ["nccl", "nccl", "gloo", "gloo"]
+    assert nccl.epochs == [1, 1, 2, 2]
+    nccl.backend = "nccl"
+    FakeGroup.num_breaks = 1
+    nccl.send(3)
+    nccl.asleep.add(B.peer)
+    began = nccl.clock.now
+    nccl.send(3)
+    assert nccl.clock.now - began == pytest.approx(min(RETRY_READY_S["nccl"], ON_GPU.timeout_s), abs=0.25)

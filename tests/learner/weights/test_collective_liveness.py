@@ -4,19 +4,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from offbeat.actor import weight_receiver
 from offbeat.actor.weight_receiver import StuckError, WeightReceiver
+from offbeat.common import nccl_group
 from offbeat.common.collectives import CollectiveError, GlooGroup
 from offbeat.common.rows import EventRow, Row
 from offbeat.learner.weights import collective
 from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.standings import Recipient
+from offbeat.learner.weights.transport import LearnerGpu
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.messages import LearnerMessage, WeightPull, WeightsCommitted, WeightUpdate
+from tests.common import nccl_stand_in
+from tests.common.nccl_stand_in import Fate, context
 from tests.learner.weights.weight_fakes import LAYOUT, TRANSPORT
 
 pytestmark = pytest.mark.slow
@@ -28,8 +33,9 @@ DUPLICATE = "bucket 1 of 1: ncclInvalidUsage; Duplicate GPU detected : rank 1 an
 class Actor:
     """A receiver in this process, under a peer's name."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, gpu: str | None) -> None:
         self.name = name
+        self.gpu = gpu
         self.peer = f"{name}/{time.monotonic_ns()}".encode()
         self.policy_version: int | None = None
         self.receiver = WeightReceiver(LAYOUT, partial(Link, identity=self.peer, max_message_bytes=1 << 20))
@@ -38,15 +44,17 @@ class Actor:
 class Bench:
     """A publisher with real receivers, whose loops a test runs."""
 
-    def __init__(self, *names: str, timeout_s: float) -> None:
-        self.actors = [Actor(name) for name in names]
+    def __init__(self, *names: str, timeout_s: float, gpus: dict[str, str] | None = None) -> None:
+        """Actors without an entry in `gpus` have no GPU; without `gpus`, neither has the learner."""
+        self.actors = [Actor(name, (gpus or {}).get(name)) for name in names]
         self.announced: list[tuple[str, type[LearnerMessage]]] = []
         self.rows: list[Row] = []
         self.failures: list[BaseException] = []
         self.publisher = WeightPublisher(
             layout=LAYOUT,
             transport=TRANSPORT._replace(
-                backend="gloo",
+                backend="gloo" if gpus is None else "nccl",
+                gpu=None if gpus is None else LearnerGpu(0, "GPU-0"),
                 host="127.0.0.1",
                 listen_on="127.0.0.1",
                 timeout_s=timeout_s,
@@ -60,7 +68,7 @@ class Bench:
         self.publisher.start(self)
 
     def recipients(self) -> list[Recipient]:
-        return [Recipient(actor.peer, actor.name, actor.policy_version) for actor in self.actors]
+        return [Recipient(actor.peer, actor.name, actor.policy_version, actor.gpu) for actor in self.actors]
 
     def post(self, peer: bytes, message: LearnerMessage) -> None:
         for actor in self.actors:
@@ -87,7 +95,7 @@ class Bench:
                 try:
                     self.run(actor)
                 except StuckError:
-                    self.actors[self.actors.index(actor)] = again = Actor(actor.name)
+                    self.actors[self.actors.index(actor)] = again = Actor(actor.name, actor.gpu)
                     self.publisher.joined(again.peer)
             time.sleep(0.002)
 
@@ -113,8 +121,8 @@ class Bench:
 def benches() -> Iterator[Callable[..., Bench]]:
     made: list[Bench] = []
 
-    def make(*names: str, timeout_s: float) -> Bench:
-        made.append(bench := Bench(*names, timeout_s=timeout_s))
+    def make(*names: str, **arguments: Any) -> Bench:
+        made.append(bench := Bench(*names, **arguments))
         return bench
 
     yield make
@@ -170,3 +178,54 @@ def test_broadcast_that_never_returns_is_left_behind_and_every_stuck_actor_is_re
     assert any("b did not enter epoch" in why for why in bench.events("actor_excluded"))
     assert "stuck" in bench.events("collectives_paused")[0]
     released.set()
+
+
+@pytest.fixture
+def befall(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, Fate]], None]:
+    """Lets a fate befall the ranks of the NCCL groups to come."""
+    monkeypatch.setattr(nccl_group, "context", context)
+    monkeypatch.setattr(nccl_group, "GRACE_S", 0.3)
+    return lambda fates: monkeypatch.setattr(nccl_group, "serve", partial(nccl_stand_in.serve, fates=fates))
+
+
+GPUS = {"a": "GPU-1", "b": "GPU-2", "shares": "GPU-0"}
+
+
+def test_mixed_fleet_takes_part_by_nccl_where_it_can_and_pulls_where_not(
+    benches: Callable[..., Bench], befall: Callable[[dict[int, Fate]], None]
+) -> None:
+    befall({})
+    bench = benches("a", "b", "shares", "cpu", timeout_s=10.0, gpus=GPUS)
+    for version in range(2):
+        bench.publish(version)
+        bench.run_until(lambda version=version: bench.have(version))
+    kinds = {(name, kind) for name, kind in bench.announced}
+    assert kinds == {("a", WeightUpdate), ("b", WeightUpdate), ("shares", WeightPull), ("cpu", WeightPull)}
+    assert bench.publisher.problems() == []
+
+
+@pytest.mark.parametrize("fate", ["refuse", "hang in init", "no device"])
+def test_nccl_that_fails_for_all_ends_in_pulls_and_nobody_is_stuck(
+    benches: Callable[..., Bench], befall: Callable[[dict[int, Fate]], None], fate: Fate
+) -> None:
+    befall(dict.fromkeys(range(3), fate))
+    bench = benches("a", "b", timeout_s=0.7, gpus=GPUS)
+    threads = [actor.receiver._thread for actor in bench.actors]
+    bench.publish(0)
+    bench.run_until(lambda: bench.have(0))
+    assert all(thread.is_alive() for thread in threads), "a construction that fails is reported, and ends no receiver"
+    assert threads == [actor.receiver._thread for actor in bench.actors]
+    if fate == "refuse":
+        assert "Duplicate GPU detected" in bench.events("collectives_paused")[0]
+
+
+def test_nccl_process_that_dies_amid_a_transfer_costs_a_retry(
+    benches: Callable[..., Bench], befall: Callable[[dict[int, Fate]], None]
+) -> None:
+    befall({2: "die"})
+    bench = benches("a", "b", timeout_s=1.0, gpus=GPUS)
+    bench.publish(0)
+    bench.run_until(lambda: len(bench.announced) >= 3)
+    befall({})
+    bench.run_until(lambda: bench.have(0))
+    assert bench.events("collectives_paused") == bench.events("actor_excluded") == []

@@ -33,7 +33,7 @@ class FakeCollective:
         self.num_distrusts = 0
 
     def send(
-        self, recipients: Sequence[Recipient], edition: Edition, *, live: Callable[[], set[bytes]], post: object
+        self, recipients: Sequence[Recipient], edition: Edition, backend: str, *, live: Callable[[], set[bytes]], post: object
     ) -> Transfer:
         self.asked.put(([recipient.name for recipient in recipients], live))
         return self.outcomes.get(timeout=PATIENCE_S)

@@ -1,0 +1,190 @@
+"""The process that holds one NCCL communicator: it answers one request after the other until it is killed.
+
+    parent (`common.nccl_group`): start it -> "join" -> a slot, a slot, ... -> "finish" -> kill it
+    this process:                           up  ->    done  ->  done, done, ...  ->  done
+
+Buckets lie in slots of shared memory. Rank 0 sends what is in the slot; the other ranks find the bytes there when it is done.
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from offbeat.common.collectives import Seat, connect_store, group_store
+from offbeat.common.shared_bytes import map_bytes
+from offbeat.protocols.messages import NcclTransport
+
+NUM_SLOTS = 2
+"""Buckets that may be under way: one is copied by the parent while another is on the wire."""
+MAX_ERROR_CHARS = 500
+
+T = TypeVar("T")
+ENVIRONMENT = {
+    # `wait` raises in the thread that waits, and no watchdog thread runs that would take the process down without a word.
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # Non-blocking communicators hang in some versions (pytorch#153960), and the parent's deadline does without.
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",
+}
+"""Environment variables that torch reads when the group is made."""
+
+
+class Slot(NamedTuple):
+    """The request to broadcast one bucket."""
+
+    number: int
+    num_bytes: int
+
+
+Request = Slot | Literal["join", "finish"]
+
+
+class Answer(NamedTuple):
+    """The end of a request."""
+
+    error: str | None = None
+    is_late: bool = False
+    """The error came with the end of the time limit: something hangs."""
+
+
+class Place(NamedTuple):
+    """Everything that the process is started with."""
+
+    store: tuple[str, int]
+    """Host and port of the learner's rendezvous store."""
+    seat: Seat
+    slots: str
+    """Path of the shared memory of `NUM_SLOTS` buckets."""
+    gpu_index: int
+    """Index of the GPU among those that this process sees."""
+    avoided: tuple[NcclTransport, ...]
+    """Transports that NCCL must do without. They must be the same for all members."""
+
+
+def serve(connection: Connection, place: Place) -> None:
+    """Answer the parent's requests, in the process of its own that this function is the body of."""
+    # Ctrl-C reaches the whole process group; the parent decides what becomes of the transfer.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.update(environment_of(place.avoided))
+    with contextlib.suppress(EOFError, OSError):
+        member = _answer(connection, place.seat.timeout_s, partial(Member, place))
+        while True:
+            _answer(connection, place.seat.timeout_s, partial(member.do, connection.recv()))
+
+
+def _answer(connection: Connection, timeout_s: float, work: Callable[[], T]) -> T:
+    """Do the work and tell the parent its end; end the process if it failed."""
+    began = time.monotonic()
+    try:
+        result = work()
+    except Exception as error:
+        connection.send(Answer(describe(error), is_late=time.monotonic() - began >= timeout_s))
+        raise SystemExit(1) from error
+    connection.send(Answer())
+    return result
+
+
+def environment_of(avoided: tuple[NcclTransport, ...]) -> dict[str, str]:
+    """Return the environment variables of a process whose communicator avoids these transports."""
+    return ENVIRONMENT | {f"NCCL_{transport}_DISABLE": "1" for transport in avoided}
+
+
+def describe(error: Exception) -> str:
+    """Return an error in one line: its first, and what torch quotes from NCCL under "Last error"."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    quoted = lines[lines.index("Last error:") + 1 :] if "Last error:" in lines else []
+    return "; ".join([lines[0], *quoted])[:MAX_ERROR_CHARS]
+
+
+class Member:
+    """One rank of an NCCL group, with a bucket of device memory for each slot."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        seat = place.seat
+        self._device = take_device(place.gpu_index)
+        self._host = map_bytes(place.slots, NUM_SLOTS * seat.bucket_bytes).split(seat.bucket_bytes)
+        self._buckets = [torch.empty(seat.bucket_bytes, dtype=torch.uint8, device=self._device) for _ in self._host]
+        pin(self._host)
+        self._group: Any = None
+
+    def do(self, request: Request) -> None:
+        """Do what the parent asks for; return when it is over on the device too."""
+        match request:
+            case "join":
+                self._join()
+            case "finish":
+                self._finish()
+            case Slot():
+                self._broadcast(request)
+
+    def _join(self) -> None:
+        """Meet the others. torch makes the communicator with the first collective, and that call has no time limit."""
+        seat = self._place.seat
+        store = group_store(connect_store(*self._place.store, seat.timeout_s), seat.epoch)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=seat.timeout_s)
+        self._group = dist.ProcessGroupNCCL(store, seat.rank, seat.world_size, options)
+        self._wait(self._group.broadcast, self._buckets[0][:1], _root(dist.BroadcastOptions()))
+
+    def _broadcast(self, slot: Slot) -> None:
+        host, bucket = self._host[slot.number][: slot.num_bytes], self._buckets[slot.number][: slot.num_bytes]
+        if self._place.seat.rank == 0:
+            bucket.copy_(host)
+        self._wait(self._group.broadcast, bucket, _root(dist.BroadcastOptions()))
+        if self._place.seat.rank:
+            host.copy_(bucket)
+
+    def _finish(self) -> None:
+        """Return at rank 0 when every member has all buckets.
+
+        The root's part of a broadcast is over earlier than theirs, and giving up the communicator then would cut the last one.
+        """
+        self._wait(self._group.reduce, self._buckets[0][:1], _root(dist.ReduceOptions()))
+
+    def _wait(self, collective: Callable[..., Any], tensor: torch.Tensor, options: Any) -> None:
+        # Without the time limit NCCL's `wait` returns at once: it only makes the device's stream wait.
+        collective([tensor], options).wait(timedelta(seconds=self._place.seat.timeout_s))
+
+
+def _root(options: Any) -> Any:
+    options.rootRank = 0
+    options.rootTensor = 0
+    return options
+
+
+def take_device(gpu_index: int) -> torch.device:
+    """Return the GPU of this index, made the current one."""
+    torch.cuda.set_device(gpu_index)
+    return torch.device("cuda", gpu_index)
+
+
+def pin(buckets: tuple[torch.Tensor, ...]) -> None:
+    """Pin host memory for fast copies; where the driver refuses, copies are slower."""
+    runtime = torch.cuda.cudart()
+    assert runtime is not None, "torch is built for GPUs"
+    for bucket in buckets:
+        runtime.cudaHostRegister(bucket.data_ptr(), bucket.nbytes, 0)
+
+
+def _end_with_parent() -> None:
+    """End this process with the parent, also when it hangs in NCCL."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
