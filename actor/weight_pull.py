@@ -97,8 +97,7 @@ def fetch_deltas(
         arrived.append(ArrivedDelta(part.chunk, bytes(frame)))
         return True
 
-    newest_first = pull.bases[::-1]
-    bases = pull.bases[len(newest_first) - 1 - newest_first.index(held) :]
+    bases = pull.bases[pull.bases.index(held) :]
     num_chunks = len(_chunks(pull, flat))
     _fetch(pull, [_Part(base, index) for base in bases for index in range(num_chunks)], store, open_link, is_superseded)
     return arrived

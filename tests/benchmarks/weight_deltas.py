@@ -21,10 +21,10 @@ from offbeat.learner.weights.deltas import DeltaChain
 from offbeat.learner.weights.editions import Edition
 from tests.benchmarks.measuring import NUM_ROUNDS, print_table, spread
 
-LEARNING_RATES = (1e-6, 3e-6, 1e-5, 1e-4)
+LEARNING_RATES = (1e-6, 1e-5, 1e-4)
 DTYPES = (torch.bfloat16, torch.float32)
-WARM_UP_STEPS = 60
-SETTLING_STEPS = 10
+WARM_UP_STEPS = 50
+SETTLING_STEPS = 8
 """Steps at a learning rate before the first version is kept: AdamW's first steps are longer than the others."""
 NUM_VERSIONS = 5
 CHUNK_BYTES = 8 << 20

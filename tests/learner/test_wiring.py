@@ -51,6 +51,8 @@ def test_nccl_is_refused_for_a_learner_on_a_cpu() -> None:
 
 def test_sizes_of_transfers_are_in_bytes_and_hosts_without_ports() -> None:
     transport = _transport(config_with(bucket_mb=3, chunk_mb=5, max_pulls=7, port=9), torch.device("cpu"))
+    assert not transport.delta
+    assert _transport(config_with(backend="pull", delta=True), torch.device("cpu")).delta
     assert (transport.bucket_bytes, transport.chunk_bytes) == (3 << 20, 5 << 20)
     assert (transport.max_pulls, transport.port, transport.timeout_s) == (7, 9, 60.0)
     assert (transport.host, transport.listen_on) == ("learner", "0.0.0.0")

@@ -4,10 +4,11 @@ import time
 from collections.abc import Callable, Iterator
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
-from offbeat.actor.weight_pull import ArrivedDelta, add_deltas
+from offbeat.actor.weight_pull import MAX_DAMAGED, ArrivedDelta, add_deltas
 from offbeat.actor.weight_receiver import TransferEnd, WeightReceiver
 from offbeat.common.weight_deltas import encode_delta
 from offbeat.common.weights import checksum, make_layout
@@ -230,6 +231,44 @@ def test_difference_that_is_gone_falls_back_to_all_weights(learner: Learner, rec
     flat = step(start(), 1)
     pull = learner.lend(1, flat, lambda delta: delta._replace(base=delta.base + 1))
     assert "does not offer version 1 any longer" in fall_back(learner, receiver, pull, flat)
+
+
+def damaging(send: Callable[..., bool], num_times: int, damage: Callable[[Array], Array]) -> Callable[..., bool]:
+    """Return a `send` that damages the first answers with a difference."""
+    left = [num_times]
+
+    def send_damaged(peer: bytes, message: LearnerMessage, *arrays: Array) -> bool:
+        if isinstance(message, Chunk) and message.base is not None and left[0]:
+            left[0] -= 1
+            return send(peer, message, damage(arrays[0].view(np.uint8).copy()))
+        return send(peer, message, *arrays)
+
+    return send_damaged
+
+
+def flip(array: Array) -> Array:
+    array[-9] ^= 1
+    return array
+
+
+def test_difference_that_was_damaged_on_the_way_is_asked_for_again(
+    learner: Learner, receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(learner, receiver, 0, start())
+    monkeypatch.setattr(learner.server._hub, "send", damaging(learner.server._hub.send, 2, flip))
+    take(learner, receiver, 1, step(start(), 1))
+    assert learner.server.visitor(PEER).num_requests == NUM_CHUNKS + 2
+
+
+def test_difference_that_is_always_damaged_falls_back_to_all_weights(
+    learner: Learner, receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(learner, receiver, 0, start())
+    # 12 bytes: a checksum takes words of 8.
+    monkeypatch.setattr(learner.server._hub, "send", damaging(learner.server._hub.send, 20, lambda array: array[:12]))
+    end = end_of(receiver, learner.lend(1, step(start(), 1)))
+    assert (end.error, torch.equal(receiver.buffer.flat, step(start(), 1))) == (None, True)
+    assert f"came damaged {MAX_DAMAGED} times" in end.delta_error
 
 
 def test_fetch_that_breaks_half_way_leaves_the_base_whole(
