@@ -208,7 +208,6 @@ class WeightReceiver:
         flat = self.buffer.flat
         # With the announced version in the buffer there is nothing to fetch: the actor came back, or its engine is doubted.
         arrived = [] if held == pull.checksum else fetch_deltas(pull, held, flat, self._open_link, is_superseded)
-        self._held = None
         add_deltas(pull, arrived, flat, word_bytes(self.layout), lambda: self._beat(pull))
         self._verify(pull)
         num_bytes = sum(len(delta) for _, delta in arrived)

@@ -16,7 +16,7 @@ from offbeat.learner.weights.deltas import Delta, DeltaChain
 from offbeat.learner.weights.editions import Editions
 from offbeat.learner.weights.server import WeightServer
 from offbeat.protocols.channels import Hub, Link
-from offbeat.protocols.messages import Chunk, LearnerMessage, WeightPull
+from offbeat.protocols.messages import Chunk, LearnerMessage, WeightPull, WeightUpdate
 from offbeat.protocols.wire import Array
 from tests.learner.weight_fleet import PATIENCE_S, fleet_of
 
@@ -97,8 +97,8 @@ def step(flat: torch.Tensor, seed: int, num_changes: int = 100) -> torch.Tensor:
     return flat
 
 
-def end_of(receiver: WeightReceiver, pull: WeightPull) -> TransferEnd:
-    receiver.announce(pull)
+def end_of(receiver: WeightReceiver, update: WeightPull | WeightUpdate) -> TransferEnd:
+    receiver.announce(update)
     deadline = time.monotonic() + PATIENCE_S
     while (end := receiver.outcome()) is None:
         assert time.monotonic() < deadline
@@ -288,6 +288,39 @@ def test_fetch_that_breaks_half_way_leaves_the_base_whole(
     monkeypatch.setattr(learner.server._hub, "send", send)
     take(learner, receiver, 2, step(start(), 2))
     assert learner.sent_bytes < NUM_BYTES / 5
+
+
+@pytest.mark.parametrize("is_collective", [False, True])
+def test_buffer_that_a_broken_transfer_wrote_to_is_no_base(
+    learner: Learner, receiver: WeightReceiver, is_collective: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(learner, receiver, 0, start())
+    send = learner.server._hub.send
+
+    def lose_half(peer: bytes, message: LearnerMessage, *arrays: Array) -> bool:
+        return isinstance(message, Chunk) and message.index < NUM_CHUNKS // 2 and send(peer, message, *arrays)
+
+    broken: WeightPull | WeightUpdate = msgspec.structs.replace(learner.lend(1, step(start(), 7)), bases=(), timeout_s=0.2)
+    if is_collective:
+        broken = WeightUpdate(
+            policy_version=1,
+            epoch=0,
+            rank=1,
+            world_size=2,
+            store_host="127.0.0.1",
+            store_port=learner.server.port,
+            backend="gloo",
+            bucket_bytes=1 << 10,
+            checksum=0,
+            timeout_s=0.2,
+        )
+    else:
+        monkeypatch.setattr(learner.server._hub, "send", lose_half)
+    assert end_of(receiver, broken).error
+    monkeypatch.setattr(learner.server._hub, "send", send)
+    receiver.buffer.flat[0] ^= 1
+    take(learner, receiver, 2, step(start(), 1))
+    assert learner.sent_bytes == NUM_BYTES
 
 
 def test_each_added_difference_is_noted_so_that_many_are_not_taken_for_a_hanging_transfer(learner: Learner) -> None:
