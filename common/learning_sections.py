@@ -183,10 +183,16 @@ class TrainSection(Section, frozen=True):
     passed alone."""
     fp32_head: bool = False
     """Compute the logits in float32, from float32 copies of the output head's input and weights, whatever `model.dtype` is."""
+    sequence_parallel_size: PositiveInt = 1
+    """Number of neighboring learner processes that share each forward and backward pass, for sequences too long for one GPU
+    (Ulysses). Each holds that part of a pass's tokens, and attends with that part of the heads. It divides
+    `launch.learner_processes` and the model's number of heads, and divides the number of key-value heads or is a multiple of
+    it."""
     zero_stage: Annotated[int, Meta(ge=0, le=3)] = 0
     """DeepSpeed ZeRO stage, from 0 to 3."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory for about a third more computation."""
+    activation_checkpointing: bool | Literal["offload"] = False
+    """Recompute activations in the backward pass: less memory for about a third more computation. offload: also keep the inputs
+    of the layers, from which they are recomputed, in the host's memory."""
     deepspeed: dict[str, Any] = msgspec.field(default_factory=dict)
     """DeepSpeed options beside those derived from the settings above."""
     checkpoint_interval: NonNegativeInt = 0

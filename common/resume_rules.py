@@ -132,7 +132,7 @@ RULES = (
     Rule("refused", _of("train", "zero_stage deepspeed"), "The optimizer's state is stored in its shape."),
     Rule(
         "recorded",
-        _of("train", "micro_batch_tokens activation_checkpointing"),
+        _of("train", "micro_batch_tokens sequence_parallel_size activation_checkpointing"),
         "It trades memory for time.",
     ),
     Rule(

@@ -82,7 +82,7 @@ def _check_given_share(config: Config, need: Need, room: Room, learner: Need) ->
 
 def learner_cure(config: Config, sizes: ModelSizes, free_bytes: float) -> str:
     """Return settings that make the learner fit into so much memory, as few as do it."""
-    changes = [_checkpointed, _small_batches, _offloaded]
+    changes = [_checkpointed, _small_batches, _offloaded, _inputs_offloaded]
     return _cure(config, changes, lambda changed: learner_need(changed, sizes).num_bytes <= free_bytes)
 
 
@@ -96,7 +96,7 @@ def _sharing_cure(config: Config, room: Room, sizes: ModelSizes) -> str:
         # One part in a hundred more than the plan's reserve, because shares are rounded down.
         return needed <= room.gpu.free_bytes - 0.06 * room.gpu.total_bytes
 
-    of_learner = [_checkpointed, _small_batches, _offloaded] if room.learner_bytes else []
+    of_learner = [_checkpointed, _small_batches, _offloaded, _inputs_offloaded] if room.learner_bytes else []
     return _cure(config, [_one_actor, *of_learner], fits)
 
 
@@ -118,8 +118,14 @@ def _cure(config: Config, changes: Sequence[Change], fits: Callable[[Config], bo
 
 
 def _checkpointed(config: Config) -> tuple[Config, str]:
-    changed = replace(config, train=replace(config.train, activation_checkpointing=True))
+    checkpointing = config.train.activation_checkpointing or True
+    changed = replace(config, train=replace(config.train, activation_checkpointing=checkpointing))
     return changed, "train.activation_checkpointing=true"
+
+
+def _inputs_offloaded(config: Config) -> tuple[Config, str]:
+    changed = replace(config, train=replace(config.train, activation_checkpointing="offload"))
+    return changed, 'train.activation_checkpointing="offload"'
 
 
 def _one_actor(config: Config) -> tuple[Config, str]:

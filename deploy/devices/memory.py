@@ -119,17 +119,31 @@ def tensor_parallel_size(config: Config) -> int:
 
 def _activation_bytes(config: Config, sizes: ModelSizes) -> float:
     """Return what one micro-batch keeps for its backward pass, and its head."""
-    tokens = max(config.train.micro_batch_tokens, config.model.max_length)
+    tokens = _pass_tokens(config)
     scale = _BYTES[config.model.dtype] / 2
     hidden, layers = sizes.hidden_size, sizes.num_layers
     # Norms of hidden states (float32 copies), queries, keys, values and their norms and rotation, attention, gated MLP.
     layer = 16 * hidden + 10 * sizes.query_size + 10 * sizes.key_value_size + 8 * sizes.mlp_size
     # With checkpoints one layer is computed again, and its backward pass holds as much once more.
-    kept = 2 * hidden * layers + 2 * layer if config.train.activation_checkpointing else layer * (layers + 1)
+    kept: float = layer * (layers + 1)
+    if config.train.activation_checkpointing:
+        kept = 2 * layer if config.train.activation_checkpointing == "offload" else 2 * hidden * layers + 2 * layer
     # The head's gradient, and under ZeRO-3 the whole head.
     head = 2 * sizes.vocab_size * hidden * _BYTES[config.model.dtype] + HEAD_BYTES
     critic = 4 * tokens * hidden if resolve_baseline(config.advantage, config.loss.objective) == "critic" else 0
     return tokens * kept * scale + head + critic
+
+
+def offloaded_bytes(config: Config, sizes: ModelSizes) -> float:
+    """Return what one learner process keeps in the host's memory for the backward pass of a micro-batch."""
+    if config.train.activation_checkpointing != "offload":
+        return 0.0
+    return _pass_tokens(config) * sizes.hidden_size * sizes.num_layers * _BYTES[config.model.dtype]
+
+
+def _pass_tokens(config: Config) -> float:
+    """Return a learner process's tokens of one micro-batch."""
+    return max(config.train.micro_batch_tokens, config.model.max_length) / config.train.sequence_parallel_size
 
 
 def _adapter_parameters(config: Config, sizes: ModelSizes) -> float:

@@ -13,7 +13,7 @@ from offbeat.common.config import Config
 from offbeat.common.settings import SettingError
 from offbeat.deploy.devices.fitting import Room, check_actor_share, check_learner
 from offbeat.deploy.devices.inventory import Gpu, Inventory, find_gpus
-from offbeat.deploy.devices.memory import Need, engine_need, gib, learner_need, tensor_parallel_size
+from offbeat.deploy.devices.memory import Need, engine_need, gib, learner_need, offloaded_bytes, tensor_parallel_size
 from offbeat.deploy.devices.model_sizes import ModelSizes, model_sizes
 
 RESERVE = 0.05
@@ -217,6 +217,9 @@ def _describe(config: Config, plan: Plan, need: Need | None, sizes: ModelSizes |
         lines.append(shown + (", ".join(there) or "nobody"))
     if need and sizes:
         lines.append(f"each learner process, estimated: {need}")
+        if config.train.activation_checkpointing == "offload":
+            kept = gib(offloaded_bytes(config, sizes))
+            lines.append(f"each learner process, in the host's memory for the backward pass: {kept} GiB")
         lines.append(f"each actor, on each of its GPUs, at least: {engine_need(config, sizes)}")
     else:
         lines.append("the model's sizes are not known here, so the plan has no sums")

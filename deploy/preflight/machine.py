@@ -17,6 +17,7 @@ from pathlib import Path
 from offbeat.common.config import Config
 from offbeat.common.environment import COMPANIONS, launcher_number, launcher_rank
 from offbeat.common.run_folder import check_run_folder, locked
+from offbeat.common.sequence_parallel import check_groups
 from offbeat.common.settings import SettingError
 from offbeat.deploy.devices.inventory import find_gpus
 from offbeat.deploy.devices.memory import engine_need, learner_need
@@ -119,6 +120,14 @@ def check_devices(config: Config) -> Iterator[Finding]:
     if plan is not None:
         yield from (Finding("warning", text) for text in plan.warnings)
         yield from (Finding("note", text) for text in plan.notes)
+
+
+def check_groups_of_processes(config: Config) -> Iterator[Finding]:
+    """Find a number of learner processes that cannot be divided into groups that share packs."""
+    try:
+        check_groups(config.train.sequence_parallel_size, num_processes=config.launch.learner_processes)
+    except SettingError as error:
+        yield Finding("mistake", str(error))
 
 
 def check_variables(config: Config) -> Iterator[Finding]:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from offbeat.common.config import Config
+from offbeat.common.sequence_parallel import check_heads
+from offbeat.common.settings import SettingError
 from offbeat.deploy.preflight.findings import Finding, mistake
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -41,6 +43,7 @@ def check_model(config: Config) -> Iterator[Finding]:
         return
     if fields is not None:
         yield from _check_positions(config, fields)
+        yield from _check_heads(config, fields)
     yield from _check_adapter(config, tensors)
 
 
@@ -151,6 +154,18 @@ def _check_positions(config: Config, fields: dict[str, Any]) -> Iterator[Finding
     if isinstance(positions, int) and not is_scaled and config.model.max_length > positions:
         problem = f"the model has {positions} positions"
         yield mistake("model.max_length", config.model.max_length, problem, f"Set model.max_length={positions} or less.")
+
+
+def _check_heads(config: Config, fields: dict[str, Any]) -> Iterator[Finding]:
+    text = fields.get("text_config")
+    text = text if isinstance(text, dict) else fields
+    num_heads = text.get("num_attention_heads")
+    num_key_heads = text.get("num_key_value_heads") or num_heads
+    if isinstance(num_heads, int) and isinstance(num_key_heads, int):
+        try:
+            check_heads(config.train.sequence_parallel_size, num_heads=num_heads, num_key_heads=num_key_heads)
+        except SettingError as error:
+            yield Finding("mistake", str(error))
 
 
 def _check_adapter(config: Config, tensors: list[Tensor]) -> Iterator[Finding]:

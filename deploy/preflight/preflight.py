@@ -9,6 +9,7 @@
 | functions of yours that the learner calls, called once | x | x | x | |
 | engine options, the reward's function | x | x | | x |
 | the reward called once | x | x | | |
+| learner processes, in groups that share packs | x | x | | |
 | GPUs of this machine, and the plan of what works on which | x | x | | |
 | variables of a distributed launcher, which `train` sets itself | x | | x | |
 | builds of the packages beside torch | x | | | |
@@ -32,6 +33,7 @@ from offbeat.deploy.preflight.machine import (
     check_companions,
     check_devices,
     check_folder,
+    check_groups_of_processes,
     check_ports,
     check_variables,
     check_wandb,
@@ -58,8 +60,8 @@ REWARD_S = 10.0
 _LEARNER: tuple[Check, ...] = (check_model, check_reference, check_folder, check_ports, check_wandb)
 _ACTOR: tuple[Check, ...] = (check_engine_options,)
 _CHECKS: dict[Command, tuple[Check, ...]] = {
-    "check": (*_LEARNER, *_ACTOR, check_variables, check_companions, show_devices),
-    "train": (*_LEARNER, *_ACTOR, check_devices),
+    "check": (*_LEARNER, *_ACTOR, check_groups_of_processes, check_variables, check_companions, show_devices),
+    "train": (*_LEARNER, *_ACTOR, check_groups_of_processes, check_devices),
     "learner": (*_LEARNER, check_variables),
     "actor": (check_model, *_ACTOR),
 }

@@ -8,6 +8,7 @@ from transformers.utils import logging as transformers_logging
 
 from offbeat.common.config import Config, ModelSection
 from offbeat.common.objectives import resolve_baseline
+from offbeat.common.sequence_parallel import SETTING
 from offbeat.common.settings import SettingError
 from offbeat.common.user_functions import one_line
 from offbeat.common.weights import tensor_dtype
@@ -15,17 +16,19 @@ from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.lora import add_adapter
 from offbeat.learner.policy.packed_attention import check_packing, packed_logprobs
 from offbeat.learner.policy.packing import pack
+from offbeat.learner.policy.sequence_parallel import SequenceGroup, check_model_heads
 
 _MAX_HEAD_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.25}
 """In bfloat16 neighboring numbers near 10 are 0.06 apart, and the two paths may round differently."""
 
 
-def load_policy(config: Config) -> CompletionLogprobs:
+def load_policy(config: Config, sequence_group: SequenceGroup | None = None) -> CompletionLogprobs:
     """Load the policy for training, with an adapter and a value head if the settings ask for them.
 
     Raises ValueError for a model that cannot be packed (`check_packing`), TypeError for one whose output layer is no Linear.
     """
     policy = _load("model.path", config.model.path, config.model.dtype)
+    check_model_heads(policy.config, config.train.sequence_parallel_size)
     if config.lora.rank:
         lora = config.lora
         add_adapter(policy, rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules)
@@ -39,14 +42,18 @@ def load_policy(config: Config) -> CompletionLogprobs:
         policy,
         fp32_head=config.train.fp32_head,
         value_head=resolve_baseline(config.advantage, config.loss.objective) == "critic",
+        sequence_group=sequence_group,
+        offloads=config.train.activation_checkpointing == "offload",
     )
 
 
-def load_reference(config: Config, device: torch.device) -> CompletionLogprobs:
+def load_reference(config: Config, device: torch.device, sequence_group: SequenceGroup | None = None) -> CompletionLogprobs:
     """Load the frozen reference of the KL, whole on every rank."""
     setting = "kl.reference" if config.kl.reference else "model.path"
     policy = _load(setting, config.kl.reference or config.model.path, config.model.dtype)
-    return CompletionLogprobs(policy, fp32_head=config.train.fp32_head).to(device).requires_grad_(False)
+    check_model_heads(policy.config, config.train.sequence_parallel_size)
+    reference = CompletionLogprobs(policy, fp32_head=config.train.fp32_head, sequence_group=sequence_group)
+    return reference.to(device).requires_grad_(False)
 
 
 @torch.no_grad()
@@ -62,7 +69,8 @@ def check_policy(module: CompletionLogprobs, model: ModelSection, device: torch.
         raise SettingError("model.path", model.path, str(error), cure) from error
     row = torch.arange(8) % module.policy.config.get_text_config().vocab_size
     packed = pack([(row[:1].numpy(), [row[1:].numpy()])]).to(device)
-    logprobs, _, _ = module(*packed.inputs, 1.0)
+    with module.whole_packs():
+        logprobs, _, _ = module(*packed.inputs, 1.0)
     difference = (logprobs - packed_logprobs(module.policy, packed)).abs().max().item()
     if difference > _MAX_HEAD_DIFFERENCE[model.dtype]:
         raise SettingError(
@@ -72,6 +80,12 @@ def check_policy(module: CompletionLogprobs, model: ModelSection, device: torch.
             f"{difference:.3g}), which is not supported",
             cure,
         )
+    if module.sequence_group is not None:
+        shared, _, _ = module(*packed.inputs, 1.0)
+        difference = (shared - logprobs).abs().max().item()
+        if difference > _MAX_HEAD_DIFFERENCE[model.dtype]:
+            problem = f"the model's log-probs differ by {difference:.3g} when ranks share a pack"
+            raise SettingError(SETTING, module.sequence_group.size, problem, "Set it to 1, or train another architecture.")
 
 
 def _load(setting: str, path: str, dtype: str) -> PreTrainedModel:

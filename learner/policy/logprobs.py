@@ -1,6 +1,7 @@
 """Log-probs of given tokens under a causal language model, computed without the logits of a whole batch."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from offbeat.learner.policy.offload import kept_on_host
 from offbeat.learner.policy.packed_attention import PlacedSpans, use_packed_attention
 from offbeat.learner.policy.packing import Span
+from offbeat.learner.policy.sequence_parallel import SequenceGroup
 
 MAX_CHUNK_LOGITS = 2**24
 """Logits in memory at once: 64 MiB in float32, such as 8,192 tokens by 2,048 entries of the vocabulary."""
@@ -183,6 +186,9 @@ class CompletionLogprobs(nn.Module):
     Switches `policy` to packed attention; `learner.policy.packed_attention.check_packing` tests if that worked. With
     `value_head` there is a critic on the policy's states. It starts at 0, is trained and saved in checkpoints, and is not a
     part of `policy`, so actors do not get it.
+
+    With `sequence_group` every rank of the group passes the same pack, computes a share of it, and gets all results.
+    With `offloads` the policy's activations wait for the backward pass in the host's memory.
     """
 
     def __init__(
@@ -192,6 +198,8 @@ class CompletionLogprobs(nn.Module):
         max_chunk_logits: int = MAX_CHUNK_LOGITS,
         fp32_head: bool = False,
         value_head: bool = False,
+        sequence_group: SequenceGroup | None = None,
+        offloads: bool = False,
     ) -> None:
         super().__init__()
         output_layer = policy.get_output_embeddings()
@@ -199,6 +207,8 @@ class CompletionLogprobs(nn.Module):
             raise TypeError(f"the policy's output layer is {type(output_layer).__name__}; only a plain Linear is supported")
         use_packed_attention(policy)
         self.policy = policy
+        self.sequence_group = sequence_group
+        self._offloads = offloads
         self.head = CompletionHead(output_layer, max_chunk_logits=max_chunk_logits, fp32_head=fp32_head)
         self.value_head: nn.Linear | None = None
         if value_head:
@@ -220,13 +230,32 @@ class CompletionLogprobs(nn.Module):
 
         Entropies are None without gradients, values without a value head. A value is that of the state before its token.
         """
-        states = self.policy.base_model(
-            input_ids=token_ids[None],
-            position_ids=position_ids[None],
-            use_cache=False,
-            placed_spans=PlacedSpans(spans, token_ids.device),
-        ).last_hidden_state[0]
+        group = self.sequence_group
+        is_own = torch.ones_like(predictors, dtype=torch.bool)
+        if group is not None:
+            token_ids, position_ids, spans = group.take_share(token_ids, position_ids, spans)
+            is_own = predictors % group.size == group.rank
+            predictors, targets = predictors[is_own] // group.size, targets[is_own]
+        with kept_on_host() if self._offloads else nullcontext():
+            states = self.policy.base_model(
+                input_ids=token_ids[None],
+                position_ids=position_ids[None],
+                use_cache=False,
+                placed_spans=PlacedSpans(spans, token_ids.device, group),
+            ).last_hidden_state[0]
         states = states.index_select(0, predictors)
         logprobs, entropies = self.head(states, targets, temperature)
         values = self.value_head(states).squeeze(-1).float() if self.value_head is not None else None
-        return logprobs, entropies, values
+        if group is None:
+            return logprobs, entropies, values
+        entropies, values = (None if part is None else group.merge(part, is_own) for part in (entropies, values))
+        return group.merge(logprobs, is_own), entropies, values
+
+    @contextmanager
+    def whole_packs(self) -> Iterator[None]:
+        """Compute whole packs on this rank while the context is open, whatever `sequence_group`."""
+        group, self.sequence_group = self.sequence_group, None
+        try:
+            yield
+        finally:
+            self.sequence_group = group

@@ -14,6 +14,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
 from offbeat.learner.policy.packing import Pack, Span, pack
+from offbeat.learner.policy.sequence_parallel import SequenceGroup
 
 ATTENTION_NAME = "offbeat_packed"
 """Name of `packed_attention` in transformers' register of attention functions."""
@@ -32,6 +33,8 @@ class PlacedSpans:
 
     spans: tuple[Span, ...]
     device: torch.device
+    sequence_group: SequenceGroup | None = None
+    """The ranks that share the pack's inputs; None: this rank has all."""
 
     @cached_property
     def in_line(self) -> "SpansInLine":
@@ -154,18 +157,23 @@ def packed_attention(
     """Attend within one layer; transformers calls it. Returns `[1, num_inputs, heads, head_size]`, and no weights.
 
     `query`: `[1, heads, num_inputs, head_size]`; `key`, `value`: the same with as many heads or fewer, each shared by
-    `heads / key_heads` neighboring ones; `sliding_window`: number of positions that an input sees, its own included. `others`
-    are keywords of other attention functions. Raises ValueError for soft-capping (`softcap`), attention sinks (`s_aux`) and
-    dropout.
+    `heads / key_heads` neighboring ones; `sliding_window`: number of positions that an input sees, its own included. Where
+    ranks share a pack, `num_inputs` are this rank's. `others` are keywords of other attention functions. Raises ValueError for
+    soft-capping (`softcap`), attention sinks (`s_aux`) and dropout.
     """
     if placed_spans is None:
         raise ValueError("packed attention was called without placed_spans, which the model should have passed on")
     if others.get("softcap") is not None or others.get("s_aux") is not None or others.get("dropout", 0.0) != 0.0:
         raise ValueError("packed attention has no soft-capping, no attention sinks and no dropout")
     assert attention_mask is None and len(query) == 1
+    group = placed_spans.sequence_group
+    if group is not None:
+        query, key, value = (group.gather_inputs(part) for part in (query, key, value))
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-        return _attend_at_once(query, key, value, placed_spans.in_line, scaling, sliding_window), None
-    return _attend_by_shape(query, key, value, placed_spans.by_shape, scaling, sliding_window), None
+        attended = _attend_at_once(query, key, value, placed_spans.in_line, scaling, sliding_window)
+    else:
+        attended = _attend_by_shape(query, key, value, placed_spans.by_shape, scaling, sliding_window)
+    return (attended if group is None else group.gather_heads(attended)), None
 
 
 def _attend_at_once(

@@ -74,21 +74,24 @@ def _take_memory(device: torch.device) -> None:
     tell_ready()
 
 
-def gather_tensors(values: torch.Tensor) -> torch.Tensor:
-    """Gather every rank's `values`, `[world_size, *values.shape]`, on the CPU; a collective."""
+def gather_tensors(values: torch.Tensor, *, num_alike: int = 1) -> torch.Tensor:
+    """Gather every rank's `values`, `[world_size / num_alike, *values.shape]`, on the CPU; a collective.
+
+    `num_alike`: number of neighboring ranks that hold the same values, which are there once.
+    """
     values = values.cpu()
     gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, values)
-    return torch.stack(gathered)
+    return torch.stack(gathered[::num_alike])
 
 
-def gather_rows(rows: torch.Tensor) -> torch.Tensor:
+def gather_rows(rows: torch.Tensor, *, num_alike: int = 1) -> torch.Tensor:
     """Concatenate every rank's `rows`, `[num_rows, *shape]`, in the order of ranks, on the CPU; a collective.
 
-    Ranks may have different numbers of rows, also none; shape and dtype must agree.
+    Ranks may have different numbers of rows, also none; shape and dtype must agree. `num_alike`: see `gather_tensors`.
     """
-    counts = gather_tensors(torch.tensor(len(rows))).tolist()
+    counts = gather_tensors(torch.tensor(len(rows)), num_alike=num_alike).tolist()
     padded = rows.new_zeros(max(counts), *rows.shape[1:])
     padded[: len(rows)] = rows
-    gathered = gather_tensors(padded)
+    gathered = gather_tensors(padded, num_alike=num_alike)
     return torch.cat([of_rank[:count] for of_rank, count in zip(gathered, counts, strict=True)])

@@ -77,6 +77,8 @@ def make_rows(
 def assign_rows(rows: Sequence[Row], *, micro_batch_tokens: int, world_size: int) -> list[list[list[Row]]]:
     """Assign every row to a rank and a micro-batch, `[rank][micro_batch][row]`; the result is the same on every rank.
 
+    Ranks that share their packs count as one.
+
     A group stays in one micro-batch where possible, because each micro-batch computes the prompts of its rows once. A group is
     split if it has more than `micro_batch_tokens`, or more than a rank's share of all tokens. Ranks get about the same number
     of tokens; a micro-batch gets at most `micro_batch_tokens`, or one longer row. Every rank gets the same number of

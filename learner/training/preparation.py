@@ -154,11 +154,14 @@ def prepare_micro_batch(
     return PreparedMicroBatch(micro_batch, frozen, advantages, None)
 
 
-def scale_advantages(batch: list[PreparedMicroBatch], rule: AdvantageRule) -> list[PreparedMicroBatch]:
-    """Whiten advantages over the tokens of all ranks, then clip them, each only if set; a collective if it whitens."""
+def scale_advantages(batch: list[PreparedMicroBatch], rule: AdvantageRule, *, num_alike: int = 1) -> list[PreparedMicroBatch]:
+    """Whiten advantages over the tokens of all ranks, then clip them, each only if set; a collective if it whitens.
+
+    `num_alike`: number of neighboring ranks with the same micro-batches.
+    """
     if rule.whiten:
         of_micro_batches = [moments(prepared.advantages, prepared.micro_batch.completion_mask) for prepared in batch]
-        merged = merge_moments(gather_tensors(merge_moments(torch.stack(of_micro_batches))))
+        merged = merge_moments(gather_tensors(merge_moments(torch.stack(of_micro_batches)), num_alike=num_alike))
         batch = [
             prepared._replace(advantages=whiten(prepared.advantages, prepared.micro_batch.completion_mask, merged))
             for prepared in batch

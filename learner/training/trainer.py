@@ -36,6 +36,7 @@ from offbeat.learner.policy.lora import base_shapes, merged_parameters, without_
 from offbeat.learner.policy.packing import pack
 from offbeat.learner.policy.process_group import gather_rows, gather_tensors, join_process_group
 from offbeat.learner.policy.saving import gather_policy, write_policy
+from offbeat.learner.policy.sequence_parallel import join_sequence_group
 from offbeat.learner.policy.zero import deepspeed_config, discard_gradients, full_gradients, full_shape, make_engine
 from offbeat.learner.training.batching import MicroBatch, Row, assign_rows, collate, make_rows
 from offbeat.learner.training.checkpoints import put_in_place
@@ -98,7 +99,9 @@ class Trainer:
         self.policy_version = 0
         """Optimizer steps taken, including those before a loaded checkpoint."""
         torch.manual_seed(config.run.seed)
-        self._module = load_policy(config)
+        self._num_alike = config.train.sequence_parallel_size
+        sequence_group = join_sequence_group(self._num_alike, world_size=self.world_size)
+        self._module = load_policy(config, sequence_group)
         deepspeed = deepspeed_config(config.train, config.model.dtype)
         self._zero_stage: int = deepspeed["zero_optimization"]["stage"]
         self._engine = make_engine(self._module, deepspeed, config.train)
@@ -107,7 +110,7 @@ class Trainer:
         self._reference: CompletionLogprobs | None = None
         # An adapted policy needs no second model: without its adapter it is the initial policy.
         if (kl.loss_coef or kl.reward_coef) and (kl.reference or not config.lora.rank):
-            self._reference = load_reference(config, self.device)
+            self._reference = load_reference(config, self.device, sequence_group)
         self._adaptive = AdaptiveState(kl_coefficient=kl.loss_coef or kl.reward_coef)
         self._direction = GradientDirection()
         path = config.loss.noise_floor
@@ -182,7 +185,7 @@ class Trainer:
     def score(self, token_ids: Sequence[int]) -> Scored:
         """Score at least two given tokens."""
         packed = pack([(token_ids[:1], [token_ids[1:]])]).to(self.device)
-        with torch.no_grad(), record_routing(self._module.policy) as record:
+        with torch.no_grad(), self._module.whole_packs(), record_routing(self._module.policy) as record:
             logprobs, _, _ = self._module(*packed.inputs, 1.0)
         return Scored(logprobs.cpu().numpy(), record.routing())
 
@@ -200,8 +203,9 @@ class Trainer:
             log_ratios = logprobs.double() - micro_batch.behavior_logprobs.double()
             tokens.append(torch.stack([log_ratios, advantages.double()], dim=-1)[micro_batch.completion_mask])
             lengths.append(micro_batch.completion_mask.sum(dim=-1))
-        log_ratios, advantages = gather_rows(torch.cat(tokens)).unbind(dim=-1)
-        return Differences(gather_rows(torch.cat(lengths)).numpy(), log_ratios.numpy(), advantages.numpy())
+        log_ratios, advantages = gather_rows(torch.cat(tokens), num_alike=self._num_alike).unbind(dim=-1)
+        all_lengths = gather_rows(torch.cat(lengths), num_alike=self._num_alike)
+        return Differences(all_lengths.numpy(), log_ratios.numpy(), advantages.numpy())
 
     def save_checkpoint(self, folder: Path, extra: bytes) -> None:
         """Write everything that continues this run, and rank 0's `extra`. `CheckpointFailedError` leaves no rank behind."""
@@ -253,16 +257,17 @@ class Trainer:
 
     def _prepare(self, rows: Sequence[Row]) -> list[PreparedMicroBatch]:
         """Return this rank's micro-batches of one optimizer step."""
-        assigned = assign_rows(rows, micro_batch_tokens=self._train.micro_batch_tokens, world_size=self.world_size)
+        share, num_shares = self.rank // self._num_alike, self.world_size // self._num_alike
+        assigned = assign_rows(rows, micro_batch_tokens=self._train.micro_batch_tokens, world_size=num_shares)
         kl = self._config.kl
         kl_coefficient = self._adaptive.kl_coefficient if kl.reward_coef else 0.0
         prepared: list[PreparedMicroBatch] = []
-        for micro_batch in [collate(of_micro_batch).to(self.device) for of_micro_batch in assigned[self.rank]]:
+        for micro_batch in [collate(of_micro_batch).to(self.device) for of_micro_batch in assigned[share]]:
             frozen = self._run_frozen(micro_batch)
             prepared.append(
                 prepare_micro_batch(micro_batch, frozen, self._advantage, estimator=kl.estimator, kl_coefficient=kl_coefficient)
             )
-        return scale_advantages(prepared, self._advantage)
+        return scale_advantages(prepared, self._advantage, num_alike=self._num_alike)
 
     @torch.no_grad()
     def _run_frozen(self, micro_batch: MicroBatch) -> FrozenOutputs:
@@ -317,7 +322,7 @@ class Trainer:
         means = TermSums(*(sums / max(1, num_tokens)))
         metrics: Metrics = {**group_metrics(step.groups, self.policy_version)}
         metrics |= loss_metrics(
-            gather_rows(table),
+            gather_rows(table, num_alike=self._num_alike),
             aggregation=self._objective.aggregation,
             denominator=denominator,
             noise=None if self._noise_floor is None else EngineNoise(self._noise_floor, self._objective.engine_band),
@@ -342,11 +347,12 @@ class Trainer:
                 critic=self._config.critic,
                 m2po_cutoff=cutoff,
             )
-            # DeepSpeed averages gradients over ranks; the loss is a sum over all of them.
+            # DeepSpeed averages gradients over ranks; the loss is a sum over all of them. Of ranks that share a pack each has
+            # the gradient through its own tokens.
             self._engine.backward(loss.total * (self.world_size / denominator))
             tables.append(loss.table)
             sums += torch.stack([value.double() for value in loss.sums])
-        return torch.cat(tables), gather_tensors(sums).sum(dim=0)
+        return torch.cat(tables), gather_tensors(sums, num_alike=self._num_alike).sum(dim=0)
 
     @torch.no_grad()
     def _find_m2po_cutoff(self, batch: Sequence[PreparedMicroBatch]) -> float:
@@ -361,7 +367,7 @@ class Trainer:
         for micro_batch, _, advantages, _ in batch:
             log_ratio = self._run(self._module, micro_batch).logprobs - micro_batch.behavior_logprobs
             candidates.append(m2po_candidates(log_ratio, micro_batch.completion_mask, advantages))
-        return m2po_cutoff(gather_rows(torch.cat(candidates)), threshold=token_loss.threshold)
+        return m2po_cutoff(gather_rows(torch.cat(candidates), num_alike=self._num_alike), threshold=token_loss.threshold)
 
     def _term_metrics(self, means: TermSums) -> dict[str, float]:
         """Name the means of the loss terms that the run has."""

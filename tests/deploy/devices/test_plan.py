@@ -62,7 +62,7 @@ def test_config_that_names_no_gpu_fits_every_machine_with_one(name: str, num_gpu
     assert plan.can_use_nccl == (len(set(used)) == len(used))
 
 
-@pytest.mark.parametrize("name", ["gsm8k_8gpu", "gspo_roll"])
+@pytest.mark.parametrize("name", ["gsm8k_8gpu", "gspo_roll", "long_32k"])
 def test_config_for_eight_gpus_fits_those_of_80_gb_and_is_refused_by_others(name: str, tmp_path: Path) -> None:
     config = config_of(name, tmp_path)
     sizes = sizes_for(config)
@@ -157,6 +157,24 @@ def test_plan_that_cannot_fit_is_refused_with_the_arithmetic_and_settings_that_f
     assert cure in str(refused.value)
     settings = str(refused.value).partition("Set ")[2].split(". ")[0].removesuffix(".").split(", ")
     assert planned(*overrides, *settings, gpus=gpus, gib=gib) is not None, "the cure works"
+
+
+def test_shared_and_offloaded_sequences_keep_less_on_each_gpu() -> None:
+    long = ["model.dtype=bfloat16", "model.max_length=32768", "train.zero_stage=3", "launch.learner_processes=4"]
+
+    def activations(*overrides: str) -> float:
+        need = learner_need(load(None, [*BASE, *long, *overrides]), SIZES["Qwen/Qwen3-8B"])
+        return next(part.num_bytes for part in need.parts if part.name == "activations")
+
+    kept = 32768 * 4096 * 36 * 2
+    assert activations() - activations("train.activation_checkpointing=offload") == kept
+    # The head and its gradient are not divided.
+    head = 2 * 151936 * 4096 * 2 + 0.25 * GIB
+    assert activations("train.sequence_parallel_size=2") - head == (activations() - head) / 2
+    offloaded = [*long, "launch.num_actors=4", "train.activation_checkpointing=offload", "train.sequence_parallel_size=2"]
+    plan = planned(*offloaded, gpus=8, sizes=SIZES["Qwen/Qwen3-8B"])
+    host = f"each learner process, in the host's memory for the backward pass: {kept / 2 / GIB:.1f} GiB"
+    assert host in plan.notes
 
 
 def test_model_too_large_for_every_cure_gets_an_honest_one() -> None:

@@ -38,7 +38,8 @@ def test_rows_cover_the_machines_and_models_of_the_examples() -> None:
     assert {f"{number} x {size}" for number, size, *_ in ROWS} == {"1 x 24", "1 x 48", "1 x 80", "8 x 80", "16 x 80"}
     assert {config_of(row[3]).model.path for row in ROWS} == SIZES.keys()
     files = {row[3].split()[0] for row in ROWS}
-    assert files == {str(path.relative_to(ROOT)) for path in ROOT.glob("examples/gsm8k_*gpu/run.toml")}
+    shipped = [*ROOT.glob("examples/gsm8k_*gpu/run.toml"), ROOT / "examples/long_32k/run.toml"]
+    assert files == {str(path.relative_to(ROOT)) for path in shipped}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}x{row[1]} {row[2]}")

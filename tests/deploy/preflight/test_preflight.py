@@ -56,7 +56,7 @@ def warned(overrides: list[str], caplog: pytest.LogCaptureFixture, command: Comm
 def test_run_without_mistakes_passes_and_its_first_prompt_is_shown(
     overrides: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    (note,) = look(load(None, overrides), "check")
+    *_, note = look(load(None, overrides), "check")
     assert note == "task.train_data: 2 prompts of 4 to 5 tokens; the first as tokens: '1+2>'"
     assert caplog.records == []
 
@@ -157,6 +157,8 @@ def test_file_that_cannot_be_used_is_refused(case: str, overrides: list[str]) ->
         ("model.path=/nowhere/model", "there is no such folder"),
         ("model.path=train.jsonl/model", "there is no such folder"),
         ("model.path=./train.jsonl", "this is a file"),
+        ("train.sequence_parallel_size=3", "the model has 2 heads of keys and values: 2 / 3 is not whole"),
+        ("train.sequence_parallel_size=2", "1 learner processes (launch.learner_processes) cannot be divided into groups of 2"),
         ("task.eval_data=absent.parquet", "cannot be read"),
         ("task.prompt_field=question", "Its fields are: prompt, answer"),
         ("task.weight_field=weight", "no such field"),
@@ -327,7 +329,7 @@ def test_rows_of_a_function_pass_and_the_reward_is_called_on_the_first(
 ) -> None:
     Path("my_rows.py").write_text(ROWS)
     overrides = [*overrides, "task.train_data=my_rows:good"]
-    (note,) = look(load(None, overrides), "check")
+    *_, note = look(load(None, overrides), "check")
     assert note.startswith("task.train_data: 1 prompts of 4 to 4 tokens")
     assert caplog.records == []
     (text,) = refused([*overrides, "task.reward=my_rewards:wrong_field"])

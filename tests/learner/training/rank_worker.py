@@ -1,4 +1,4 @@
-"""One learner rank of a test: trains on shared groups under each ZeRO stage; rank 0 writes the results.
+"""One learner rank of a test: trains on shared groups in each case; rank 0 writes the results.
 
 `python -m tests.learner.training.rank_worker MODEL RESULT`, with torchrun's variables in the environment.
 """
@@ -17,29 +17,27 @@ prepare_environment()
 from offbeat.common.weights import WeightBuffer  # noqa: E402
 from offbeat.learner.training.checkpoints import CheckpointFailedError  # noqa: E402
 from offbeat.learner.training.trainer import Trainer  # noqa: E402
-from tests.learner.training.trainer_cases import APART, EXTRAS, SGD, make_config, make_groups  # noqa: E402
-
-SETTINGS = {0: {}, 1: EXTRAS, 2: {}, 3: EXTRAS}
-"""Settings by ZeRO stage."""
+from tests.learner.training.trainer_cases import APART, SGD, make_config, make_groups  # noqa: E402
+from tests.learner.training.trainer_cases import RANK_CASES as CASES  # noqa: E402
 
 
-def train(model: Path, zero_stage: int, checkpoints: Path) -> dict[str, object]:
+def train(model: Path, case: str, checkpoints: Path) -> dict[str, object]:
     """Take two optimizer steps, the second by a new trainer that loads the first one's checkpoint."""
-    config = make_config(model, zero_stage=zero_stage, deepspeed=SGD, **SETTINGS[zero_stage])
+    config = make_config(model, **{"deepspeed": SGD, **CASES[case].of_step, **CASES[case].of_ranks})
     trainer = Trainer(config)
     # Several chunks a micro-batch, and not as many on every rank.
     trainer._module.head._max_chunk_logits = 7 * 44
     first = trainer.train_batch(make_groups(3, seed=1))
-    failure = save_on_a_full_disk(trainer, checkpoints / f"stage-{zero_stage}" / "step-00000000")
-    trainer.save_checkpoint(checkpoints / f"stage-{zero_stage}" / "step-00000001", b"position")
+    failure = save_on_a_full_disk(trainer, checkpoints / case / "step-00000000")
+    trainer.save_checkpoint(checkpoints / case / "step-00000001", b"position")
     trainer.close()
     trainer = Trainer(config)
-    extra = trainer.load_checkpoint(checkpoints / f"stage-{zero_stage}" / "step-00000001")
+    extra = trainer.load_checkpoint(checkpoints / case / "step-00000001")
     second = trainer.train_batch(make_groups(3, seed=2))
     buffer = WeightBuffer(trainer.layout()) if trainer.rank == 0 else None
     trainer.snapshot(buffer)
     score = trainer.score([5, 6, 7, 8]).logprobs
-    trainer.save_model(checkpoints / f"model-{zero_stage}")
+    trainer.save_model(checkpoints / f"model-{case}")
     trainer.close()
     weights = dict(buffer.views()) if buffer is not None else {}
     return {
@@ -66,11 +64,11 @@ def save_on_a_full_disk(trainer: Trainer, folder: Path) -> str:
 
 
 def main(model: Path, result: Path) -> None:
-    """Run every stage; only rank 0 has weights to write."""
+    """Run every case; only rank 0 has weights to write."""
     own = result.parent / f"machine-{os.environ['RANK']}"
     own.mkdir()
     os.chdir(own)
-    outcome = {stage: train(model, stage, Path("run") if stage in APART else result.parent / "run") for stage in SETTINGS}
+    outcome = {case: train(model, case, Path("run") if case in APART else result.parent / "run") for case in CASES}
     if torch.distributed.get_rank() == 0:
         torch.save(outcome, result)
 

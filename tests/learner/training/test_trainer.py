@@ -18,7 +18,7 @@ from offbeat.common.settings import SettingError
 from offbeat.common.weights import WeightBuffer
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.training.checkpoints import find_damage
-from tests.learner.training.trainer_cases import APART, EXTRAS, SGD, make_config, make_groups
+from tests.learner.training.trainer_cases import APART, RANK_CASES, SGD, make_config, make_groups
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -411,11 +411,11 @@ def run_ranks(world_size: int, model: Path, result: Path) -> None:
     assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_two_ranks_take_the_steps_of_one(tiny_model, two_ranks, zero_stage):
+@pytest.mark.parametrize("case", RANK_CASES)
+def test_two_ranks_take_the_steps_of_one(tiny_model, two_ranks, case):
     _, results = two_ranks
-    outcome = results[zero_stage]
-    with running(make_config(tiny_model, deepspeed=SGD, **(EXTRAS if zero_stage in (1, 3) else {}))) as trainer:
+    outcome = results[case]
+    with running(make_config(tiny_model, deepspeed=SGD, **RANK_CASES[case].of_step)) as trainer:
         expected_metrics = [*trainer.train_batch(make_groups(3, seed=1)), *trainer.train_batch(make_groups(3, seed=2))]
         expected = weights_of(trainer)
         score = trainer.score([5, 6, 7, 8]).logprobs
@@ -428,29 +428,29 @@ def test_two_ranks_take_the_steps_of_one(tiny_model, two_ranks, zero_stage):
             assert metrics[name] == pytest.approx(expected_step[name], rel=1e-3, abs=1e-6), name
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_disk_that_is_full_for_one_rank_costs_a_checkpoint_on_all_and_training_goes_on(two_ranks, zero_stage):
+@pytest.mark.parametrize("case", RANK_CASES)
+def test_disk_that_is_full_for_one_rank_costs_a_checkpoint_on_all_and_training_goes_on(two_ranks, case):
     _, results = two_ranks
-    assert results[zero_stage]["failure"] == "rank 1: File too large"
+    assert results[case]["failure"] == "rank 1: File too large"
 
 
 def test_rank_on_another_machine_has_its_part_of_a_checkpoint_on_rank_0(two_ranks):
     folder, _ = two_ranks
     assert list((folder / "machine-1").iterdir()) == []
-    for zero_stage in APART:
-        checkpoint = folder / f"machine-0/run/stage-{zero_stage}/step-00000001"
+    for case in APART:
+        checkpoint = folder / f"machine-0/run/{case}/step-00000001"
         assert find_damage(checkpoint) is None
         assert (checkpoint / "rank-00001.safetensors").exists()
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
-def test_two_ranks_save_one_model_and_one_checkpoint(two_ranks, zero_stage):
+@pytest.mark.parametrize("case", ["stage-0", "stage-3"])
+def test_two_ranks_save_one_model_and_one_checkpoint(two_ranks, case):
     from transformers import AutoModelForCausalLM
 
     folder, results = two_ranks
-    folder /= "machine-0/run" if zero_stage in APART else "run"
-    assert results[zero_stage]["extra"] == b"position"
-    assert [path.name for path in (folder / f"stage-{zero_stage}").iterdir()] == ["step-00000001"]
-    model = AutoModelForCausalLM.from_pretrained(folder / f"model-{zero_stage}", dtype=torch.float32)
-    weights = results[zero_stage]["weights"]
+    folder /= "machine-0/run" if case in APART else "run"
+    assert results[case]["extra"] == b"position"
+    assert [path.name for path in (folder / case).iterdir()] == ["step-00000001"]
+    model = AutoModelForCausalLM.from_pretrained(folder / f"model-{case}", dtype=torch.float32)
+    weights = results[case]["weights"]
     assert all(torch.equal(weights[name], parameter) for name, parameter in model.named_parameters())

@@ -1,7 +1,7 @@
 """Groups and settings that trainer tests share with each other and with their rank processes."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,8 @@ SGD = {"optimizer": {"type": "SGD", "params": {"lr": 1e9}}}
 """`train.deepspeed` under which weights show gradients: Adam's first step is the gradient's sign, rounding noise included.
 The learning rate is still `train.learning_rate`."""
 
-APART = (2, 3)
-"""ZeRO stages for which two ranks do not see each other's files, as on two machines."""
+APART = ("stage-2", "stage-3")
+"""Cases of `RANK_CASES` in which two ranks do not see each other's files, as on two machines."""
 
 
 def make_groups(num_groups: int, *, group_size: int = 4, seed: int = 0, policy_version: int = 0) -> list[Group]:
@@ -86,3 +86,32 @@ EXTRAS: dict[str, Any] = {
     "kl": KlSection(loss_coef=0.1, reward_coef=0.01),
 }
 """Arguments of `make_config` that make ranks exchange tensors before the loss."""
+
+
+class RankCase(NamedTuple):
+    """Arguments of `make_config` for two ranks that take the steps of one."""
+
+    of_step: dict[str, Any]
+    """Those that one rank has too."""
+    of_ranks: dict[str, Any]
+    """Those that change how the steps are computed, not which."""
+
+
+_PERSISTING_NOTHING = {**SGD, "zero_optimization": {"stage3_param_persistence_threshold": 0}}
+
+RANK_CASES = {
+    "stage-0": RankCase({}, {"zero_stage": 0}),
+    "stage-1": RankCase(EXTRAS, {"zero_stage": 1}),
+    "stage-2": RankCase({}, {"zero_stage": 2}),
+    "stage-3": RankCase(EXTRAS, {"zero_stage": 3}),
+    "shared packs": RankCase(EXTRAS, {"sequence_parallel_size": 2}),
+    "shared packs, stage 3": RankCase(
+        {},
+        {
+            "zero_stage": 3,
+            "deepspeed": _PERSISTING_NOTHING,
+            "sequence_parallel_size": 2,
+            "activation_checkpointing": "offload",
+        },
+    ),
+}
