@@ -3,19 +3,33 @@
 import functools
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.platforms import current_platform
 
 from offbeat.actor.shared_weights import map_weights
+from offbeat.actor.weight_replay import NotReplayableError, Packer, WeightReplay, learn
 from offbeat.protocols.messages import TensorSpec
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+_logger = logging.getLogger(__name__)
+
+
+_PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+"""vLLM's methods for weights as they are in the checkpoint. On a CPU they keep a packed copy, and no other state of weights."""
 
 
 class WeightLoading:
@@ -23,21 +37,82 @@ class WeightLoading:
 
     model_runner: "GPUModelRunner"
     """Attribute of the worker class that this is mixed into."""
+    _replay: WeightReplay | None = None
+    """Copies that repeat vLLM's generic reload; None before the first load, and for a model that it does more for than copy."""
+    _is_replay_tried: bool = False
 
     def load_host_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace the model's parameters by `weights`, host tensors that stay valid during the call."""
-        _silence_reload_warnings()
-        model = self.model_runner.get_model()
-        if not current_platform.is_cpu():
-            self.model_runner.reload_weights(weights)
-            return
-        _unpack_experts(model)
-        self.model_runner.reload_weights(weights)
-        _repack_tied_heads(model)
+        named = dict(weights)
+        if self._replay is not None:
+            try:
+                self._replay.load(named)
+            except NotReplayableError as error:
+                _logger.warning("vLLM's generic reload takes the place of copies: %s", error)
+                self._replay = None
+            else:
+                self._forget_cached_results()
+                return
+        if self._is_replay_tried:
+            self._reload(named)
+        else:
+            self._learn(named)
 
     def load_shared_weights(self, path: str, layout: tuple[TensorSpec, ...]) -> None:
         """Replace the model's parameters by the weights of a `SharedWeights`."""
-        self.load_host_weights(map_weights(path, layout).views())
+        self._reload(dict(map_weights(path, layout).views()))
+
+    def _learn(self, weights: dict[str, torch.Tensor]) -> None:
+        """Load the weights, and learn to load the next ones as copies."""
+        self._is_replay_tried = True
+        model = self.model_runner.get_model()
+        obstacle = _obstacle_to_replay(model)
+        if obstacle is not None:
+            _logger.info("weights are loaded by vLLM's generic reload, because of %s", obstacle)
+            self._reload(weights)
+            return
+        try:
+            self._replay = learn(model, weights, lambda: self._reload(weights), _packers(model))
+        except NotReplayableError as error:
+            _logger.info("weights are loaded by vLLM's generic reload: %s", error)
+
+    def _reload(self, weights: dict[str, torch.Tensor]) -> None:
+        """Load the weights with vLLM's generic reload."""
+        _silence_reload_warnings()
+        model = self.model_runner.get_model()
+        is_cpu = current_platform.is_cpu()
+        if is_cpu:
+            _unpack_experts(model)
+        # The worker's method, not its runner's: quantized layers ask for vLLM's config.
+        cast(Any, self).reload_weights(weights.items())
+        if is_cpu:
+            _repack_tied_heads(model)
+
+    def _forget_cached_results(self) -> None:
+        """Drop what the runner computed from the weights before, as its reload does."""
+        self.model_runner.reset_lora_state()
+        self.model_runner.reset_encoder_cache()
+        self.model_runner.reset_mm_cache()
+
+
+def _obstacle_to_replay(model: nn.Module) -> str | None:
+    """Return the type of a module that keeps more of its weights than copies in its parameters; None if there is none."""
+    for module in model.modules():
+        if isinstance(module, MLAAttention):
+            return type(module).__name__
+        method = getattr(module, "quant_method", None)
+        is_experts = isinstance(method, UnquantizedFusedMoEMethod) and not current_platform.is_cpu()
+        if isinstance(method, QuantizeMethodBase) and not is_experts and type(method) not in _PLAIN_METHODS:
+            return type(method).__name__
+    return None
+
+
+def _packers(model: nn.Module) -> list[Packer]:
+    """Return the methods that pack weights outside the parameters: on a CPU all of them, elsewhere none."""
+    if not current_platform.is_cpu():
+        return []
+    methods = {id(module.quant_method): module.quant_method for module in model.modules() if hasattr(module, "quant_method")}
+    return [cast(Packer, method) for method in methods.values() if isinstance(method, _PLAIN_METHODS)]
 
 
 @functools.cache

@@ -254,6 +254,31 @@ def test_tokens_of_running_and_aborted_completions_are_counted(engine, reference
         assert engine.num_generated_tokens - before == 4
 
 
+@pytest.mark.parametrize("kind", ["vllm"], indirect=True)
+def test_vllms_loader_runs_at_the_first_update_only_and_again_when_the_model_changed(engine, references, monkeypatch):
+    worker = engine._engine.model_executor.driver_worker.worker
+    reload, num_reloads = worker.reload_weights, []
+    monkeypatch.setattr(worker, "reload_weights", lambda weights: num_reloads.append(1) or reload(weights))
+    load(engine, references[0], 0)
+    num_reloads.clear()
+    tokens = [5, 6, 7, 8, 30, 2, 9]
+
+    def assert_exact(reference: PreTrainedModel) -> None:
+        expected = reference_logprobs(reference, tokens[:1], tokens[1:])
+        np.testing.assert_allclose(engine.score(tokens).logprobs, expected, atol=TOLERANCE)
+
+    for version in (1, 2):
+        load(engine, references[version], version)
+        assert_exact(references[version])
+    assert not num_reloads
+    norm = worker.model_runner.get_model().model.norm
+    norm.weight.data = norm.weight.data.clone()
+    for version in (0, 1):
+        load(engine, references[version], 3 + version)
+        assert_exact(references[version])
+    assert len(num_reloads) == 2
+
+
 @pytest.mark.parametrize("model", ["tiny_model", "tiny_untied_model", "tiny_moe_model"])
 def test_every_update_reaches_scores_and_samples(kind, model, request):
     """Without our code vLLM on a CPU keeps old tied heads, and old experts from the second update on."""

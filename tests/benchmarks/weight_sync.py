@@ -3,6 +3,7 @@
     python -m tests.benchmarks.weight_sync run         # `offbeat train` on the quick start: stalls, waits, shares; 1 minute
     python -m tests.benchmarks.weight_sync transfer    # 256 MB to one and to two receivers; 20 seconds
     python -m tests.benchmarks.weight_sync checksum    # 256 MB, against memcpy
+    python -m tests.benchmarks.weight_sync commit      # replayed commits against vLLM's reload, quick start's model; 1 minute
     python -m tests.benchmarks.weight_sync join        # optimizer steps a second, also while 4 newcomers pull; 1 minute
     python -m tests.benchmarks.weight_sync death       # a member is killed, or stopped, during a broadcast; 1 minute
 
@@ -16,20 +17,28 @@
 
 import os
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 
 from offbeat.common.environment import prepare_environment
 from offbeat.common.rows import ActorRow, CommitRow, StepRow, WeightsRow
+from offbeat.common.weights import WeightBuffer, layout_of, tensor_dtype
 from offbeat.common.weights import checksum as checksum_of
 from tests.benchmarks.measuring import (
+    PATIENCE_S,
     OffbeatRun,
     actor_shares,
     learner_shares,
     print_table,
+    processes,
+    receive_from,
     run_offbeat,
     spread,
 )
@@ -129,11 +138,59 @@ def checksum() -> None:
     print_table(f"{NUM_BYTES >> 20} MB, one thread: median (min–max)", ("", "GB/s"), rows)
 
 
+# The commit
+
+NUM_COMMITS = 50
+"""Commits of one way in a round."""
+
+
+def commit() -> None:
+    """Measure the CPU time of a commit, canary apart, as copies and by vLLM's generic reload."""
+    rows: list[list[str]] = []
+    for dtype in ("float32", "bfloat16"):
+        with processes(measure_commits, 1, dtype) as (connection,):
+            measured = receive_from(connection, 2 * PATIENCE_S)
+        rows += [[dtype, way, spread(milliseconds, 1)] for way, milliseconds in measured.items()]
+    title = f"CPU milliseconds of a commit, mean of {NUM_COMMITS}: median (min–max) of {NUM_ROUNDS} rounds"
+    print_table(title, ("dtype", "way", "ms"), rows)
+
+
+def measure_commits(connection: Connection, dtype: str) -> None:
+    """Send the CPU milliseconds of each way to commit, by round."""
+    from transformers import AutoModelForCausalLM
+
+    from offbeat.actor.engine_choice import make_engine
+    from offbeat.deploy.quickstart.tiny_models import make_tiny_model
+    from offbeat.protocols.messages import ModelHashes
+
+    prepare_environment()
+    with tempfile.TemporaryDirectory(prefix="offbeat-benchmark-") as folder:
+        make_tiny_model(Path(folder), alphabet="0123456789abcdefghijklmnopqrstuvwxyz+-=>")
+        engine = make_engine("vllm", folder, dtype=dtype, max_model_len=256, hashes=ModelHashes("", "", ""), seed=0, options={})
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=tensor_dtype(dtype))
+    buffer = WeightBuffer(layout_of(dict(model.named_parameters())))
+    for (_, view), parameter in zip(buffer.views(), model.parameters(), strict=True):
+        view.copy_(parameter.data)
+    worker = cast(Any, engine)._engine.model_executor.driver_worker.worker
+    engine.load_weights(buffer.views(), 0, recompute_kv=True)
+    replay = worker._replay
+    assert replay is not None
+    milliseconds: dict[str, list[float]] = {"vLLM's reload": [], "copies": []}
+    for _ in range(NUM_ROUNDS):
+        for way, values in milliseconds.items():
+            worker._replay = replay if way == "copies" else None
+            started = time.process_time()
+            for version in range(NUM_COMMITS):
+                engine.load_weights(buffer.views(), version, recompute_kv=True)
+            values.append(1000 * (time.process_time() - started) / NUM_COMMITS)
+    connection.send(milliseconds)
+
+
 def main() -> None:
     """Run the parts named on the command line, or all of them."""
     prepare_environment()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    parts = {"run": run, "transfer": transfer, "checksum": checksum, "join": join, "death": death}
+    parts = {"run": run, "transfer": transfer, "checksum": checksum, "commit": commit, "join": join, "death": death}
     for part in sys.argv[1:] or parts:
         parts[part]()
 
