@@ -19,6 +19,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from offbeat.actor.engine import Completion, Score, check_options, check_prompt_length
+from offbeat.actor.reserved_options import RESERVED
 from offbeat.common.nccl_group import gpu_uuid
 from offbeat.common.routing import record_routing
 from offbeat.common.weights import tensor_dtype
@@ -26,15 +27,6 @@ from offbeat.protocols.messages import EngineInfo, ModelHashes, Sampling, Segmen
 
 GREEDY_TEMPERATURE = 1e-6
 """Replaces temperature 0: an engine either samples all its completions or none."""
-
-_OWN_OPTIONS = {
-    "return_logprobs": "behavior log-probs are what the learner trains on",
-    "per_request_processors": "every lease has its temperature",
-    "use_async_batching": "tokens of a step in flight would be counted under the wrong policy version",
-    "allow_block_sharing": "new prompts would be continued from keys of older weights",
-    "seed": "every actor has its own",
-}
-"""Options that a user may not set, and the reasons."""
 
 
 class TransformersEngine:
@@ -224,7 +216,7 @@ def _generation_config() -> GenerationConfig:
 def _batching_config(
     device: torch.device, *, max_model_len: int, seed: int, options: Mapping[str, Any]
 ) -> ContinuousBatchingConfig:
-    check_options(options, [field.name for field in dataclasses.fields(ContinuousBatchingConfig)], _OWN_OPTIONS)
+    check_options(options, [field.name for field in dataclasses.fields(ContinuousBatchingConfig)], RESERVED["transformers"])
     arguments: dict[str, Any] = {"auto_switch_to_flash": False}
     if device.type == "cpu":
         # By default it takes nine tenths of the machine's memory.

@@ -22,6 +22,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core_client import InprocClient
 
 from offbeat.actor.engine import Completion, Score, check_options, check_prompt_length
+from offbeat.actor.reserved_options import RESERVED
 from offbeat.actor.shared_weights import SharedWeights
 from offbeat.actor.vllm_worker import WeightLoading
 from offbeat.common.nccl_group import gpu_uuid
@@ -45,18 +46,6 @@ CPU_KV_CACHE_BYTES = 256 << 20
 
 Left to itself vLLM takes nine tenths of the machine's memory.
 """
-
-_OWN_ARGUMENTS = {
-    "model": "it is model.path",
-    "dtype": "it is model.dtype",
-    "max_model_len": "it is model.max_length",
-    "seed": "every actor has its own",
-    "logprobs_mode": "behavior log-probs must be those of the distribution sampled from",
-    "scheduling_policy": "the canary must not wait behind queued completions",
-    "pipeline_parallel_size": "a step of another stage would be in flight when weights change",
-    "worker_extension_cls": "weights are loaded through it",
-}
-"""Engine arguments that an option may not set, and why."""
 
 
 class VllmEngine:
@@ -305,7 +294,7 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
 
 
 def _engine_arguments(model_path: str, *, dtype: str, max_model_len: int, seed: int, options: Mapping[str, Any]) -> EngineArgs:
-    check_options(options, [field.name for field in dataclasses.fields(EngineArgs)], _OWN_ARGUMENTS)
+    check_options(options, [field.name for field in dataclasses.fields(EngineArgs)], RESERVED["vllm"])
     arguments: dict[str, Any] = {
         # Compiling takes 40 s on a CPU and gains a third there.
         "enforce_eager": current_platform.is_cpu(),

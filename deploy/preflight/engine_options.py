@@ -5,6 +5,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+from offbeat.actor.reserved_options import RESERVED
 from offbeat.common.config import Config
 from offbeat.deploy.preflight.findings import Finding, mistake
 
@@ -17,7 +18,7 @@ _SIMPLE = {"int": int, "float": (int, float), "str": str, "bool": bool}
 
 
 def check_engine_options(config: Config) -> Iterator[Finding]:
-    """Find options that the chosen engine does not know, values of a wrong type, and an engine that is not installed."""
+    """Find options that are unknown or not for users, values of a wrong type, and an engine that is not installed."""
     name = config.actor.engine
     has_vllm = importlib.util.find_spec("vllm") is not None
     if name == "vllm" and not has_vllm:
@@ -26,10 +27,13 @@ def check_engine_options(config: Config) -> Iterator[Finding]:
         return
     if not config.actor.engine_options:
         return
-    declared = declared_options("vllm" if has_vllm and name != "transformers" else "transformers")
+    engine = "vllm" if has_vllm and name != "transformers" else "transformers"
+    declared = declared_options(engine)
     for option, value in config.actor.engine_options.items():
         setting = f"actor.engine_options.{option}"
-        if option not in declared:
+        if option in RESERVED[engine]:
+            yield mistake(setting, value, f"this is not an option, because {RESERVED[engine][option]}", "Remove it.")
+        elif option not in declared:
             yield mistake(setting, value, "the engine has no such option", "Remove it or correct its name.")
         elif not _fits(value, declared[option]):
             yield mistake(setting, value, f"the engine wants {' or '.join(sorted(declared[option]))}", "Give such a value.")

@@ -179,6 +179,7 @@ def test_file_that_cannot_be_used_is_refused(case: str, overrides: list[str]) ->
         ("hub.address=tcp://no.such.host.invalid:5700", "hub.address"),
         ("train.deepspeed.optimiser={}", "no such option"),
         ("actor.engine_options.max_num_sequences=4", "no such option"),
+        ("actor.engine_options.pipeline_parallel_size=2", "this is not an option, because a step of another stage"),
         ('actor.engine_options.max_num_seqs="four"', "the engine wants None or int"),
         ("launch.learner_gpus=[99]", "no GPU 99"),
         ("launch.actor_gpus=[[99]]", "no GPU 99"),
