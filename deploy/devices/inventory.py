@@ -3,18 +3,14 @@
 They are read through NVML, which needs no CUDA context: the launcher must not take memory of a GPU that it deals out.
 """
 
-import ctypes
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from ctypes import byref, c_char_p, c_uint, c_void_p, create_string_buffer
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offbeat.common.environment import torch_is_built_for_gpus
 
-NVML = "libnvidia-ml.so.1"
-"""The library of NVIDIA's driver."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_MAX_TEXT_BYTES = 96
 
 
 class Device(NamedTuple):
@@ -104,48 +100,37 @@ def _find(devices: Sequence[Device], entry: str) -> Device | None:
 def list_devices() -> list[Device]:
     """Return the machine's GPUs, instances after their GPU; none without NVIDIA's driver."""
     try:
-        library = ctypes.CDLL(NVML)
-    except OSError:
-        return []
-    if library.nvmlInit_v2() != 0:
+        import pynvml  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        # An environment of before nvidia-ml-py was required; vLLM's build for CUDA brings it too.
         return []
     try:
-        return list(_devices(library))
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        return list(_devices(pynvml))
     finally:
-        library.nvmlShutdown()
+        pynvml.nvmlShutdown()
 
 
-class _Memory(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
-
-
-def _devices(library: ctypes.CDLL) -> Iterator[Device]:
-    count = c_uint()
-    if library.nvmlDeviceGetCount_v2(byref(count)) != 0:
-        return
-    for index in range(count.value):
-        handle = c_void_p()
-        if library.nvmlDeviceGetHandleByIndex_v2(index, byref(handle)) != 0:
-            continue
-        mode, pending, num_instances = c_uint(), c_uint(), c_uint()
-        # Refused by GPUs that cannot be divided.
-        is_divided = library.nvmlDeviceGetMigMode(handle, byref(mode), byref(pending)) == 0 and mode.value == 1
-        yield _device(library, index, handle, is_divided=is_divided)
-        if is_divided and library.nvmlDeviceGetMaxMigDeviceCount(handle, byref(num_instances)) == 0:
-            for number in range(num_instances.value):
-                instance = c_void_p()
+def _devices(nvml: Any) -> Iterator[Device]:
+    for index in range(nvml.nvmlDeviceGetCount()):
+        with contextlib.suppress(nvml.NVMLError):
+            gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+            is_divided = False
+            # Refused by GPUs that cannot be divided.
+            with contextlib.suppress(nvml.NVMLError):
+                is_divided = nvml.nvmlDeviceGetMigMode(gpu)[0] == nvml.NVML_DEVICE_MIG_ENABLE
+            yield _device(nvml, index, gpu, is_divided=is_divided)
+            for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu) if is_divided else 0):
                 # Numbers without an instance are refused.
-                if library.nvmlDeviceGetMigDeviceHandleByIndex(handle, number, byref(instance)) == 0:
-                    yield _device(library, index, instance, is_divided=False)
+                with contextlib.suppress(nvml.NVMLError):
+                    instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, number)
+                    yield _device(nvml, index, instance, is_divided=False)
 
 
-def _device(library: ctypes.CDLL, index: int, handle: c_void_p, *, is_divided: bool) -> Device:
-    uuid, name, memory = create_string_buffer(_MAX_TEXT_BYTES), create_string_buffer(_MAX_TEXT_BYTES), _Memory()
-    library.nvmlDeviceGetUUID(handle, uuid, c_uint(_MAX_TEXT_BYTES))
-    library.nvmlDeviceGetName(handle, name, c_uint(_MAX_TEXT_BYTES))
-    library.nvmlDeviceGetMemoryInfo(handle, byref(memory))
-    return Device(index, _text(uuid), _text(name), memory.total, memory.free, is_divided)
-
-
-def _text(buffer: "ctypes.Array[ctypes.c_char]") -> str:
-    return (c_char_p(bytes(buffer.raw)).value or b"").decode(errors="replace")
+def _device(nvml: Any, index: int, handle: Any, *, is_divided: bool) -> Device:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
+    return Device(index, uuid, name, memory.total, memory.free, is_divided)

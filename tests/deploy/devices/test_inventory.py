@@ -1,8 +1,7 @@
 """The GPUs that a run may use: what the driver lists, through what `CUDA_VISIBLE_DEVICES` left."""
 
-import ctypes
-import subprocess
-from pathlib import Path
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,33 +16,58 @@ DIVIDED = [
     Device(1, "GPU-aa22", "A100", 80, 70),
 ]
 
-DRIVER = """
-#include <stdio.h>
-#include <string.h>
-typedef struct { unsigned long long total, free, used; } memory;
-int nvmlInit_v2(void) { return 0; }
-int nvmlShutdown(void) { return 0; }
-int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { *handle = (void *)(unsigned long)(index + 1); return 0; }
-int nvmlDeviceGetUUID(void *device, char *text, unsigned size) {
-    unsigned long number = (unsigned long)device;
-    return snprintf(text, size, number < 10 ? "GPU-%lu" : "MIG-%lu", number), 0;
-}
-int nvmlDeviceGetName(void *device, char *text, unsigned size) { return snprintf(text, size, "Card"), 0; }
-int nvmlDeviceGetMemoryInfo(void *device, memory *found) {
-    found->total = 1000 * (unsigned long)device; found->free = found->total - 1; return 0;
-}
-int nvmlDeviceGetMigMode(void *device, unsigned *mode, unsigned *pending) {
-    if ((unsigned long)device == 1) return 3;  /* NVML_ERROR_NOT_SUPPORTED */
-    *mode = 1; *pending = 1; return 0;
-}
-int nvmlDeviceGetMaxMigDeviceCount(void *device, unsigned *count) { *count = 7; return 0; }
-int nvmlDeviceGetMigDeviceHandleByIndex(void *device, unsigned index, void **handle) {
-    if (index != 0 && index != 4) return 6;  /* NVML_ERROR_NOT_FOUND */
-    *handle = (void *)(unsigned long)(10 + index); return 0;
-}
-"""
-"""Stands for NVIDIA's library: a GPU that cannot be divided, and one with two instances."""
+
+class NvmlError(Exception):
+    """What NVML raises."""
+
+
+class Nvml:
+    """Stands for `pynvml`: a GPU that cannot be divided, one that has fallen off the bus, and one with two instances."""
+
+    NVMLError = NvmlError
+    NVML_DEVICE_MIG_ENABLE = 1
+
+    def __init__(self, *, has_driver: bool = True) -> None:
+        self._has_driver = has_driver
+        self.is_open = False
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        if not self._has_driver:
+            raise NvmlError("no driver")
+        self.is_open = True
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.is_open = False
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 3
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        if index == 1:
+            raise NvmlError("lost")
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+        return f"GPU-{handle}" if handle < 10 else f"MIG-{handle}"
+
+    def nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802
+        return "Card"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(total=1000 * (handle + 1), free=1000 * handle)
+
+    def nvmlDeviceGetMigMode(self, handle: int) -> tuple[int, int]:  # noqa: N802
+        if handle == 0:
+            raise NvmlError("not supported")
+        return 1, 1
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: int) -> int:  # noqa: N802
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: int, index: int) -> int:  # noqa: N802
+        if index not in (0, 4):
+            raise NvmlError("not found")
+        return 10 + index
 
 
 @pytest.mark.parametrize(
@@ -79,27 +103,21 @@ def test_of_a_divided_gpu_only_its_instances_can_be_used() -> None:
     assert (first.entry, first.total_bytes) == ("0", 40), "as CUDA does, the first instance"
 
 
-def test_library_of_the_driver_is_asked_for_gpus_and_their_instances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "driver.c").write_text(DRIVER)
-    library = tmp_path / "libnvidia-ml.so.1"
-    try:
-        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True)
-    except FileNotFoundError:
-        pytest.skip("no C compiler")
-    monkeypatch.setattr(inventory, "NVML", str(library))
+def test_driver_is_asked_for_gpus_and_their_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # pyright: ignore[reportArgumentType]
     assert list_devices() == [
-        Device(0, "GPU-1", "Card", 1000, 999),
-        Device(1, "GPU-2", "Card", 2000, 1999, is_divided=True),
-        Device(1, "MIG-10", "Card", 10_000, 9_999),
-        Device(1, "MIG-14", "Card", 14_000, 13_999),
+        Device(0, "GPU-0", "Card", 1000, 0),
+        Device(2, "GPU-2", "Card", 3000, 2000, is_divided=True),
+        Device(2, "MIG-10", "Card", 11_000, 10_000),
+        Device(2, "MIG-14", "Card", 15_000, 14_000),
     ]
+    assert not nvml.is_open
 
 
-def test_machine_without_the_driver_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> ctypes.CDLL:
-        raise OSError(name)
-
-    monkeypatch.setattr(ctypes, "CDLL", refuse)
+@pytest.mark.parametrize("nvml", [Nvml(has_driver=False), None], ids=["no driver", "no package"])
+def test_machine_without_the_driver_has_none(nvml: Nvml | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # pyright: ignore[reportArgumentType]
     assert find_gpus({}) == inventory.Inventory()
 
 
