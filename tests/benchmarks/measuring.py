@@ -74,7 +74,8 @@ def processes(target: Callable[..., None], num_processes: int, *arguments: Any) 
     try:
         for _ in range(num_processes):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_run, args=(target, os.getpid(), theirs, *arguments), daemon=True)
+            # No daemon, which could not start processes of its own; it dies with this one all the same.
+            process = context.Process(target=_run, args=(target, os.getpid(), theirs, *arguments))
             process.start()
             theirs.close()
             started.append(process)
