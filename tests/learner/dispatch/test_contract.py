@@ -47,6 +47,7 @@ WELCOME: dict[str, Hello] = {
     "engine.name": make_hello(engine=engine(name="transformers")),
     "engine.version": make_hello(engine=engine(version="2")),
     "engine.device": make_hello(engine=engine(device="cuda")),
+    "engine.gpu": make_hello(engine=engine(gpu="GPU-1")),
 }
 
 
