@@ -8,6 +8,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from offbeat.actor.engine import Engine
 from offbeat.actor.weight_receiver import TransferEnd, WeightReceiver
 from offbeat.protocols.channels import Link
@@ -15,6 +18,7 @@ from offbeat.protocols.messages import (
     ActorMessage,
     CanaryRouted,
     CanaryScored,
+    FilesScored,
     TensorSpec,
     WeightPull,
     WeightsCommitted,
@@ -56,6 +60,8 @@ class WeightUpdates:
         self._clock = clock
         self._receiver: WeightReceiver | None = None
         self._canary: list[int] = []
+        self._file_logprobs: NDArray[np.float32] | None = None
+        """Log-probs of the canary under the model's files; None before the first `join`."""
 
     @property
     def is_busy(self) -> bool:
@@ -63,8 +69,15 @@ class WeightUpdates:
         return self._receiver is not None and self._receiver.is_busy
 
     def join(self, layout: tuple[TensorSpec, ...], canary: list[int], *, is_another_learner: bool) -> None:
-        """Prepare for updates of a learner that has just welcomed this actor; `canary` is its canary prompt."""
+        """Prepare for updates of a learner that has just welcomed this actor; `canary` is its canary prompt.
+
+        Sends the score of the canary under the model's files, which the engine holds until its first update.
+        """
         self._canary = canary
+        if self._engine.policy_version is None:
+            self._file_logprobs = self._engine.score(canary).logprobs
+        if self._file_logprobs is not None:
+            self._send(FilesScored(), self._file_logprobs)
         if self._receiver is not None and self._receiver.layout == layout and not is_another_learner:
             return
         # Weights from the learner before must not be committed under a version number of this one.

@@ -213,8 +213,8 @@ class WeightsSection(Section, frozen=True):
     them, and list them in an event of `metrics.jsonl`."""
     canary_tolerance: PositiveFloat | None = None
     """Largest difference of a token's log-prob between an engine and the learner on the canary prompt, in nats. An actor that
-    exceeds it is quarantined; when every actor exceeds it four times in a row, the run stops with an error. none: 0.001 for
-    float32, 0.5 for bfloat16."""
+    exceeds it is quarantined; when every actor exceeds it four times in a row, the run stops with an error. none: limits that
+    follow from the noise of each actor's engine, measured when it joins (docs/reliability.md)."""
     bucket_mb: PositiveInt = 8
     """Size of one broadcast, in MB. 8 to 64 are equally fast with gloo; 64 and more suit nccl."""
     timeout_s: PositiveFloat = 60.0

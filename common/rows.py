@@ -223,15 +223,13 @@ class CanaryRow(Stamped, frozen=True, kw_only=True, tag="canary"):
     """The version that the canary was scored under."""
     max_abs_diff: float | None
     """Largest difference of a token, in nats; nan, null in the file, where a log-prob was not finite."""
-
-
-CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
-"""Largest `max_abs_diff` that numerics alone explain between an engine and the learner, by the weights' dtype."""
-
-
-def canary_tolerance(setting: float | None, dtype: str) -> float:
-    """Return the largest `max_abs_diff` of a right engine: `weights.canary_tolerance`, or the default of the dtype."""
-    return CANARY_TOLERANCE[dtype] if setting is None else setting
+    mean_abs_diff: float | None = None
+    """Mean difference of a token, in nats."""
+    high_abs_diff: float | None = None
+    """The difference that 95% of the tokens do not exceed, in nats."""
+    excess: float | None = None
+    """Largest ratio of the differences to the actor's limits, in the part of the canary where it is smaller. The actor is wrong
+    above 1, unless `weights.canary_tolerance` is set; then `max_abs_diff` decides."""
 
 
 class RoutingRow(Stamped, frozen=True, kw_only=True, tag="routing"):

@@ -11,7 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import AutoConfig
 
 from offbeat.common.callback import Callback
@@ -23,7 +25,7 @@ from offbeat.common.logs import doing, log_to_file
 from offbeat.common.metrics import MetricsWriter
 from offbeat.common.models import hash_model, load_tokenizer, resolve_model
 from offbeat.common.nccl_group import gpu_uuid
-from offbeat.common.rows import Recorder, Row, canary_tolerance
+from offbeat.common.rows import Recorder, Row
 from offbeat.common.run_folder import CONFIG_FILE, PROGRAM_LOGS, check_run_folder, set_aside_failed_start
 from offbeat.common.setting_checks import least_staleness
 from offbeat.common.settings import SettingError, resolved_toml, weighted_reward
@@ -177,8 +179,11 @@ def open_learner(
     health = HealthWatch(noting_evaluations(folder, record))
     record = health.record
     trainer = RankedTrainer(Trainer(config))
+    canary_ids = _canary_token_ids(config, inputs.prompts.train)
+    # Before a checkpoint replaces the weights of the files: each actor scores these too, which measures its engine's noise.
+    file_logprobs = trainer.score(canary_ids.tolist()).logprobs
     run = _resume(config, folder, trainer, inputs.prompts.train, record)
-    canary = _make_canary(run.settings, inputs.prompts.train, record)
+    canary = _make_canary(run.settings, canary_ids, file_logprobs, record)
     publisher = WeightPublisher(
         layout=trainer.layout(),
         transport=_transport(config, trainer.device),
@@ -290,12 +295,19 @@ def _resume(config: Config, folder: Path, trainer: RankedTrainer, prompts: Seque
     )
 
 
-def _make_canary(settings: LiveSettings, prompts: Sequence[Prompt], record: Recorder) -> Canary:
+def _canary_token_ids(config: Config, prompts: Sequence[Prompt]) -> NDArray[np.int32]:
+    return canary_token_ids([prompt.token_ids for prompt in prompts], min(CANARY_TOKENS, config.model.max_length - 1))
+
+
+def _make_canary(
+    settings: LiveSettings, token_ids: NDArray[np.int32], file_logprobs: NDArray[np.float32], record: Recorder
+) -> Canary:
     config = settings.config
-    token_ids = [prompt.token_ids for prompt in prompts]
     return Canary(
-        canary_token_ids(token_ids, min(CANARY_TOKENS, config.model.max_length - 1)),
-        tolerance=lambda: canary_tolerance(settings.config.weights.canary_tolerance, config.model.dtype),
+        token_ids,
+        dtype=config.model.dtype,
+        file_logprobs=file_logprobs,
+        tolerance=lambda: settings.config.weights.canary_tolerance,
         routing_interval=config.metrics.routing_interval,
         publish_interval=config.weights.interval,
         record=record,
@@ -324,12 +336,14 @@ def _make_listeners(
 ) -> Listeners:
     def joined(peer: bytes, hello: Hello) -> None:
         publisher.joined(peer)
+        canary.joined(hello.actor)
         watch.joined(hello)
 
     return Listeners(
         joined=joined,
         weights=publisher.handle,
         canary=canary.judge,
+        files_scored=canary.measure_floor,
         routed=canary.compare_routing,
         distrusted=publisher.distrust,
         vitals=health.vitals,

@@ -218,6 +218,14 @@ class CanaryScored(Message, frozen=True):
     policy_version: Natural
 
 
+class FilesScored(Message, frozen=True):
+    """The engine's log-probs of the canary under the model's files, sent at the welcome by an actor that scored them.
+
+    The learner has loaded the same files, so the difference is the noise of this engine. Frame 0: float32
+    `[len(canary) - 1]`. Since minor version 4; an older learner ignores it.
+    """
+
+
 class CanaryRouted(Message, frozen=True):
     """The experts that the engine sent the canary's tokens to under `policy_version`; only for mixtures of experts.
 
@@ -275,6 +283,7 @@ ActorMessage = (
     | WeightsStaged
     | WeightsCommitted
     | CanaryScored
+    | FilesScored
     | CanaryRouted
     | Goodbye
     | ChunkRequest

@@ -27,6 +27,7 @@ from offbeat.protocols.messages import (
     CanaryScored,
     Chunk,
     CompletionMeta,
+    FilesScored,
     Goodbye,
     GroupDone,
     Hello,
@@ -50,7 +51,15 @@ MAX_FRAMES = 8
 """Most frames that a message of this major version may have."""
 MAX_ACTOR_BODY_BYTES = 4 << 20
 """Largest body of an actor's message. Decoded, it may take many times its size."""
-ARRAY_FRAMES: dict[type, int] = {Lease: 1, Welcome: 1, CanaryScored: 1, CanaryRouted: 1, Chunk: 1, GroupDone: 2}
+ARRAY_FRAMES: dict[type, int] = {
+    Lease: 1,
+    Welcome: 1,
+    CanaryScored: 1,
+    FilesScored: 1,
+    CanaryRouted: 1,
+    Chunk: 1,
+    GroupDone: 2,
+}
 """Number of array frames after the body; other messages have none."""
 _FOR_PEOPLE = (
     Ack,

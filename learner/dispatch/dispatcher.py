@@ -40,6 +40,7 @@ from offbeat.protocols.messages import (
     ChunkRequest,
     Credit,
     CreditLimit,
+    FilesScored,
     Goodbye,
     GroupDone,
     Hello,
@@ -68,6 +69,7 @@ MemberMessage = (
     | WeightsStaged
     | WeightsCommitted
     | CanaryScored
+    | FilesScored
     | CanaryRouted
     | Goodbye
     | ChunkRequest
@@ -247,14 +249,23 @@ class Dispatcher:
         with self._lock:
             return self._watchdog.waiting_for()
 
-    def judge_canary(self, actor: str, policy_version: int, flaw: str | None, agrees_with: Sequence[str] = ()) -> None:
+    def judge_canary(
+        self,
+        actor: str,
+        policy_version: int,
+        flaw: str | None,
+        agrees_with: Sequence[str] = (),
+        *,
+        is_certain: bool = True,
+    ) -> None:
         """Trust an actor whose log-probs of the canary are right; quarantine or dismiss one whose log-probs have this flaw.
 
-        `agrees_with` names the actors whose log-probs have the same flaw.
+        `agrees_with` names the actors whose log-probs have the same flaw. Where it is not certain that they are right, a flaw
+        of the next version makes its groups under this one doubtful too.
         """
         with self._lock:
             if flaw is None:
-                self._quarantine.release(actor, policy_version)
+                self._quarantine.release(actor, policy_version, is_certain=is_certain)
                 return
             member = self._quarantine.impose(actor, Mismatch(flaw, tuple(agrees_with)))
             if member is None:
@@ -405,7 +416,11 @@ class Dispatcher:
             case CanaryScored():
                 verdict = self._listeners.canary(member.name, message.policy_version, logprobs(arrays[0]).copy())
                 if verdict is not None:
-                    self.judge_canary(member.name, message.policy_version, verdict.flaw, verdict.agrees_with)
+                    self.judge_canary(
+                        member.name, message.policy_version, verdict.flaw, verdict.agrees_with, is_certain=verdict.is_certain
+                    )
+            case FilesScored():
+                self._listeners.files_scored(member.name, logprobs(arrays[0]).copy())
             case CanaryRouted():
                 self._listeners.routed(member.name, message.policy_version, routed_experts(message, arrays[0]))
             case ChunkRequest():

@@ -17,6 +17,11 @@ class CanaryVerdict(Protocol):
         ...
 
     @property
+    def is_certain(self) -> bool:
+        """False for a verdict of right that the next version may overturn."""
+        ...
+
+    @property
     def agrees_with(self) -> Sequence[str]:
         """The other actors whose log-probs are wrong too, and the same as this one's."""
         ...
@@ -32,6 +37,8 @@ class Listeners(NamedTuple):
     canary: Callable[[str, int, np.ndarray], CanaryVerdict | None]
     """Judges an actor's score of the canary: name, policy version, float32 log-probs `[num_tokens - 1]`. Returns None where
     the version can no longer be judged."""
+    files_scored: Callable[[str, np.ndarray], None]
+    """An actor has scored the canary under the model's files: name, float32 log-probs `[num_tokens - 1]`."""
     routed: Callable[[str, int, np.ndarray], None]
     """An actor has routed the canary: name, policy version, int32 experts `[num_tokens - 1, num_layers, top_k]`."""
     distrusted: Callable[[bytes, str, str], None]

@@ -52,12 +52,16 @@ class Quarantine:
         self._record = record
         self._is_doubt_told = False
 
-    def release(self, actor: str, policy_version: int) -> None:
-        """Note that an actor's log-probs of the canary are right under this version; a quarantine ends."""
+    def release(self, actor: str, policy_version: int, *, is_certain: bool = True) -> None:
+        """Note that an actor's log-probs of the canary are right under this version; a quarantine ends.
+
+        Where it is not certain, the actor is trusted, and its last good version stays the one before.
+        """
         member = self._roster.named(actor)
         if member is None:
             return
-        member.good_version = policy_version
+        if is_certain:
+            member.good_version = policy_version
         _note_comparison(member, begins_quarantine=False)
         self._is_doubt_told = False
         if member.is_quarantined:

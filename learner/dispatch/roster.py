@@ -61,7 +61,7 @@ class Member:
     policy_version: int | None = None
     """The newest version it has committed since it joined; weights from before may be of another learner process."""
     good_version: int | None = None
-    """The newest version under which its log-probs of the canary were right."""
+    """The newest version under which its log-probs of the canary were right for certain."""
     mismatches: list[Mismatch] = field(default_factory=list)
     """Wrong log-probs of the canary since its last right ones, oldest first; at most `MAX_MISMATCHES` are kept."""
     quarantines: list[bool] = field(default_factory=list)

@@ -50,7 +50,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "all_quarantined": Cause(
         "Every actor's log-probs of the canary differ from the learner's.",
-        "Look for the cause at the learner; weights.canary_tolerance is the largest difference allowed.",
+        "Look for the cause at the learner; weights.canary_tolerance may allow a larger difference.",
     ),
     "rewards_failing": Cause(
         f"The last {FAILING_LEASES} or more leases failed, or groups wait for rewards that cannot be had.",

@@ -1,22 +1,33 @@
 """The canary: one fixed sequence of tokens that shows whether an actor samples with the weights that it reports.
 
 training thread: add(version, the learner's log-probs)
-hub's thread:    judge(version, an actor's log-probs) -> Verdict
+hub's thread:    joined(actor), measure_floor(actor, log-probs under the model's files), judge(version, log-probs) -> Verdict
+
+A token must miss twice to count, because numerics strike single tokens hard, and wrong weights strike again. The sequence is
+the beginning of the prompts, then the same tokens in reverse order, so that each token is predicted in two contexts: it counts
+with the smaller of the two differences. So nearly all wrong weights are confirmed before the actor samples anything under them,
+and no group waits for a later comparison. A single token that is off in one context only (one row of the vocabulary) is
+confirmed by the same token under the next version; meanwhile the actor's last good version stays the one before.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.common.routing import Routing
-from offbeat.common.rows import CanaryRow, Recorder, RoutingRow
+from offbeat.common.rows import CanaryRow, EventRow, Recorder, RoutingRow
 from offbeat.learner.diagnostics.routing_history import RoutingHistory
+from offbeat.learner.weights.engine_noise import FACTOR, MOST, Difference, excess_of, limits_of, measure
 
-CANARY_TOKENS = 64
+CANARY_TOKENS = 128
+"""Most tokens, those in reverse order included."""
 CANARY_VERSIONS = 64
 """Published versions whose log-probs are kept for actors that answer late."""
+MAX_ACTORS = 4096
+"""Actors that are remembered; one that is forgotten gets another floor at its next comparison."""
 
 
 class Verdict(NamedTuple):
@@ -24,10 +35,35 @@ class Verdict(NamedTuple):
 
     flaw: str | None
     """The reason why the actor cannot have the weights that it reports; None when its log-probs are right."""
-    max_abs_diff: float | None
-    """Largest difference to the learner's log-probs, in nats; None when the lengths differ."""
     agrees_with: tuple[str, ...] = ()
-    """Other actors whose log-probs of the newest version are wrong, and differ from this one's within the tolerance."""
+    """Other actors whose log-probs of the newest version are wrong, and differ from this one's by no more than noise."""
+    is_certain: bool = True
+    """False where a token missed once: the next version confirms or refutes it."""
+
+
+class _Scored(NamedTuple):
+    """An actor's comparison with the learner under one version."""
+
+    policy_version: int
+    differences: NDArray[np.float32]
+    """`[tokens - 1]`, in nats."""
+
+
+@dataclass
+class _Known:
+    """What is remembered of an actor since it joined."""
+
+    floor: Difference | None = None
+    """Its difference to the learner under weights that both surely have; the largest one since then."""
+    latest: _Scored | None = None
+    before: _Scored | None = None
+    """The last comparison under another version than `latest`."""
+
+    def note(self, scored: _Scored) -> None:
+        """Remember a comparison. One under the same weights replaces the last: it repeats its noise."""
+        if self.latest is not None and self.latest.policy_version != scored.policy_version:
+            self.before = self.latest
+        self.latest = scored
 
 
 class Canary:
@@ -37,25 +73,34 @@ class Canary:
         self,
         token_ids: NDArray[np.int32],
         *,
-        tolerance: Callable[[], float],
+        dtype: str,
+        file_logprobs: NDArray[np.float32],
+        tolerance: Callable[[], float | None],
         routing_interval: int,
         publish_interval: int,
         record: Recorder,
     ) -> None:
         """
         Args:
-            token_ids: The canary, `[tokens]`.
-            tolerance: Returns the largest difference of a log-prob that is no flaw, in nats; it may change during the run.
+            token_ids: The canary, `[tokens]`, as `canary_token_ids` makes it.
+            dtype: torch dtype of the weights without its prefix.
+            file_logprobs: The learner's log-probs of the canary under the model's files, `[tokens - 1]`, in nats.
+            tolerance: Returns the largest difference of a log-prob that is no flaw, in nats, or None where the measured noise
+                decides; it may change during the run.
             routing_interval: Optimizer steps between two comparisons of routing; 0: none.
             publish_interval: Optimizer steps between two published versions.
             record: Writes a metrics row.
         """
         self.token_ids = token_ids
+        self._dtype = dtype
+        self._file_logprobs = file_logprobs
         self._tolerance = tolerance
         self._routing_interval = routing_interval
         self._publish_interval = publish_interval
         self._record = record
         self._logprobs: dict[int, NDArray[np.float32]] = {}
+        self._known: dict[str, _Known] = {}
+        """The actors, by name."""
         self._wrong: dict[str, NDArray[np.float32]] = {}
         """Wrong log-probs of the newest version, by actor."""
         self._routings = RoutingHistory()
@@ -75,39 +120,117 @@ class Canary:
             if self._is_routing_due(policy_version):
                 self._record(RoutingRow(policy_version=policy_version, metrics=self._routings.metrics()))
 
+    def joined(self, actor: str) -> None:
+        """Forget what is known of an actor: a new process may have taken its name."""
+        self._known.pop(actor, None)
+
+    def measure_floor(self, actor: str, logprobs: NDArray[np.float32]) -> None:
+        """Measure an actor's floor from its log-probs under the model's files, which it has loaded as the learner did.
+
+        Files that are not the learner's, or log-probs that are no numbers, give no floor: then its first update does.
+        """
+        if logprobs.shape == self._file_logprobs.shape and _are_finite(self._file_logprobs, logprobs):
+            self._take_floor(actor, np.abs(self._file_logprobs - logprobs), "under the model's files")
+
     def judge(self, actor: str, policy_version: int, logprobs: NDArray[np.float32]) -> Verdict | None:
-        """Compare an actor's log-probs with the learner's; None when those of this version are not kept."""
+        """Compare an actor's log-probs with the learner's; None when those of this version are not kept.
+
+        An actor without a floor is held to `MOST`, and what it is within that becomes its floor.
+        """
         expected = self._logprobs.get(policy_version)
         if expected is None:
             return None
         if expected.shape != logprobs.shape:
-            flaw = f"it scored {len(logprobs)} tokens of the canary, not {len(expected)}, at version {policy_version}"
-            return Verdict(flaw, None)
-        max_abs_diff = float(np.abs(expected - logprobs).max())
-        self._record(CanaryRow(actor=actor, policy_version=policy_version, max_abs_diff=max_abs_diff))
-        # Not `>`: a NaN must not pass.
-        if not max_abs_diff <= self._tolerance():
-            flaw = (
-                f"its log-probs of the canary differ by {max_abs_diff:.2g} at version {policy_version} "
-                f"(tolerance {self._tolerance():g})"
+            return Verdict(f"it scored {len(logprobs)} tokens of the canary, not {len(expected)}, at version {policy_version}")
+        if not _are_finite(expected, logprobs):
+            self._record(CanaryRow(actor=actor, policy_version=policy_version, max_abs_diff=np.nan))
+            theirs, ours = (np.count_nonzero(~np.isfinite(scored)) for scored in (logprobs, expected))
+            return Verdict(
+                f"log-probs of the canary are not finite at version {policy_version}: {theirs} of its {len(logprobs)}, "
+                f"{ours} of the learner's"
             )
-            return Verdict(flaw, max_abs_diff, self._compare_wrong(actor, policy_version, logprobs))
-        self._wrong.pop(actor, None)
-        return Verdict(None, max_abs_diff)
+        scored = _Scored(policy_version, np.abs(expected - logprobs))
+        known = self._know(actor)
+        known.note(scored)
+        if known.floor is None:
+            self._take_floor(actor, scored.differences, f"at version {policy_version}")
+        limits = self._limits(known)
+        whole, confirmed = measure(scored.differences), _confirmed(scored.differences, known.before)
+        excess = excess_of(confirmed, limits)
+        row = CanaryRow(
+            actor=actor,
+            policy_version=policy_version,
+            max_abs_diff=whole.largest,
+            mean_abs_diff=whole.mean,
+            high_abs_diff=whole.high,
+            excess=excess,
+        )
+        self._record(row)
+        if self._is_right(whole, excess):
+            self._wrong.pop(actor, None)
+            is_certain = whole.largest <= limits.largest
+            if is_certain and known.floor is not None:
+                # One comparison may have missed the tail of the noise; `MOST` bounds its growth.
+                known.floor = known.floor._replace(largest=max(known.floor.largest, whole.largest))
+            return Verdict(None, is_certain=is_certain)
+        flaw = f"its log-probs of the canary differ at version {policy_version} by {self._extent(whole, confirmed, limits)}"
+        return Verdict(flaw, self._compare_wrong(actor, policy_version, logprobs, limits))
 
-    def _compare_wrong(self, actor: str, policy_version: int, logprobs: NDArray[np.float32]) -> tuple[str, ...]:
+    def _know(self, actor: str) -> _Known:
+        known = self._known.setdefault(actor, _Known())
+        if len(self._known) > MAX_ACTORS:
+            del self._known[next(iter(self._known))]
+        return known
+
+    def _limits(self, known: _Known) -> Difference:
+        return MOST[self._dtype] if known.floor is None else limits_of(known.floor, self._dtype)
+
+    def _take_floor(self, actor: str, differences: NDArray[np.float32], when: str) -> None:
+        """Keep an actor's floor, unless it is beyond `MOST`, and tell it.
+
+        Its quantile and its largest difference are those of all tokens, confirmed or not: few tokens show the tail of the noise
+        poorly.
+        """
+        confirmed = _confirmed(differences, None)
+        floor = measure(differences)._replace(mean=confirmed.mean)
+        is_noise = excess_of(confirmed, MOST[self._dtype]) <= 1
+        if is_noise:
+            self._know(actor).floor = floor
+        fate = f"the limits are {FACTOR:g} times that, within bounds" if is_noise else "too much for noise: no floor"
+        detail = (
+            f"{when} its log-probs of the canary differ by {floor.mean:.2g} on average, {floor.high:.2g} at the 95% quantile "
+            f"and {floor.largest:.2g} at most; {fate}"
+        )
+        self._record(EventRow(event="engine_noise", detail=detail, actor=actor))
+
+    def _extent(self, whole: Difference, confirmed: Difference, limits: Difference) -> str:
+        tolerance = self._tolerance()
+        if tolerance is not None:
+            return f"{whole.largest:.2g} (tolerance {tolerance:g})"
+        return (
+            f"{confirmed.mean:.2g} on average, {confirmed.high:.2g} at the 95% quantile and {confirmed.largest:.2g} at most "
+            f"(limits {limits.mean:.2g}, {limits.high:.2g} and {limits.largest:.2g})"
+        )
+
+    def _is_right(self, whole: Difference, excess: float) -> bool:
+        """Return whether the setting, or else the limits, allow a difference."""
+        tolerance = self._tolerance()
+        return excess <= 1 if tolerance is None else whole.largest <= tolerance
+
+    def _compare_wrong(
+        self, actor: str, policy_version: int, logprobs: NDArray[np.float32], limits: Difference
+    ) -> tuple[str, ...]:
         """Return the other actors with the same wrong log-probs of the newest version, and remember these."""
         wrong = self._wrong
         if policy_version != max(self._logprobs):
             return ()
         wrong[actor] = logprobs
-        return tuple(
-            sorted(
-                name
-                for name, others in wrong.items()
-                if name != actor and float(np.abs(others - logprobs).max()) <= self._tolerance()
-            )
-        )
+
+        def is_alike(others: NDArray[np.float32]) -> bool:
+            differences = np.abs(others - logprobs)
+            return self._is_right(measure(differences), excess_of(_confirmed(differences, None), limits))
+
+        return tuple(sorted(name for name, others in wrong.items() if name != actor and is_alike(others)))
 
     def compare_routing(self, actor: str, policy_version: int, experts: NDArray[Any]) -> None:
         """Record how an engine's routing of the canary, `experts` `[tokens, layers, top_k]`, differs from the learner's."""
@@ -123,11 +246,30 @@ class Canary:
         return interval > 0 and policy_version % interval < self._publish_interval
 
 
-def canary_token_ids(prompts: Sequence[NDArray[np.int32]], num_tokens: int) -> NDArray[np.int32]:
-    """Return the first `num_tokens` tokens of the prompts' token ids, one prompt after another.
+def _confirmed(differences: NDArray[np.float32], before: _Scored | None) -> Difference:
+    """Return the statistics of the differences that a second comparison confirms, in nats.
 
-    A single token is repeated, because the first token of a sequence has no log-prob.
+    `d_t` of a token is the smaller of its differences in both contexts; the largest is also of tokens that were as far off in
+    one context `before`. With `n` tokens before their reverse begins, log-probs `i < n - 1` and `2n - 3 - i` are of the same
+    token. The last is of the first token, which has no other: it counts only where the canary is that short.
     """
+    forward = len(differences) // 2
+    if not forward:
+        return measure(differences)
+    confirmed = measure(np.minimum(differences[:forward], differences[-2 : -forward - 2 : -1]))
+    if before is None:
+        return confirmed
+    again = float(np.minimum(differences, before.differences).max())
+    return confirmed._replace(largest=max(confirmed.largest, again))
+
+
+def _are_finite(*scores: NDArray[np.float32]) -> bool:
+    return all(bool(np.isfinite(score).all()) for score in scores)
+
+
+def canary_token_ids(prompts: Sequence[NDArray[np.int32]], num_tokens: int) -> NDArray[np.int32]:
+    """Return at most `num_tokens` tokens: the first of the prompts' token ids, one prompt after another, and their reverse."""
+    length = num_tokens // 2
     # No prompt is empty, so this many hold enough tokens, if there are enough at all.
-    found = np.concatenate(prompts[:num_tokens])[:num_tokens].astype(np.int32)
-    return np.repeat(found, 2) if len(found) == 1 < num_tokens else found
+    found = np.concatenate(prompts[:length])[:length].astype(np.int32)
+    return np.concatenate([found, found[::-1]])

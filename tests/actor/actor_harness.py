@@ -59,6 +59,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.weights: dict[str, torch.Tensor] = {}
         self.routed_experts: NDArray[np.int32] | None = None
+        self.logprob_offset = 0.0
 
     @property
     def num_unfinished(self) -> int:
@@ -86,7 +87,7 @@ class FakeEngine:
         self.policy_version = policy_version
 
     def score(self, token_ids: Sequence[int]) -> Score:
-        return Score(-np.array(token_ids[1:], np.float32), self.routed_experts)
+        return Score(self.logprob_offset - np.array(token_ids[1:], np.float32), self.routed_experts)
 
     def close(self) -> None:
         pass

@@ -24,6 +24,7 @@ from offbeat.protocols.messages import (
     CanaryScored,
     Chunk,
     ChunkRequest,
+    FilesScored,
     GroupDone,
     LearnerMessage,
     SayHello,
@@ -221,12 +222,15 @@ class Bench:
         self.server = ChunkServer()
         self.engine = FakeEngine(policy_version=None)
         self.sent: list[ActorMessage] = []
+        self.file_scores: list[list[float]] = []
         self.updates = WeightUpdates(
             self.engine, self.send, self.open_link, nullcontext, recompute_kv=False, sends_routing=True
         )
 
     def send(self, message: ActorMessage, *arrays: Array) -> bool:
         self.sent.append(message)
+        if isinstance(message, FilesScored):
+            self.file_scores.append(arrays[0].tolist())
         return True
 
     def open_link(self, address: str) -> Link:
@@ -261,6 +265,18 @@ def test_every_update_is_received_and_committed_not_only_the_first(bench: Bench)
         assert bench.engine.weights["w"].tolist() == [[version / 2] * 2] * 3
     committed = [message.policy_version for message in bench.sent if isinstance(message, WeightsCommitted)]
     assert committed == [1, 2, 3]
+
+
+def test_score_of_the_files_is_made_before_the_first_update_and_sent_to_each_learner(bench: Bench) -> None:
+    bench.updates.join(LAYOUT, CANARY.tolist(), is_another_learner=False)
+    assert bench.file_scores == [[-6, -7]]
+    bench.updates.announce(bench.server.offer(1, value=1.0))
+    bench.server.serve(1)
+    assert bench.outcome() == TransferEnd(1, None, None)
+    bench.updates.commit(1)
+    bench.engine.logprob_offset = 0.5
+    bench.updates.join(LAYOUT, CANARY.tolist(), is_another_learner=True)
+    assert bench.file_scores == [[-6, -7]] * 2, "the engine has other weights now: its score then is sent again"
 
 
 def test_buffer_is_not_overwritten_before_the_commit(bench: Bench) -> None:

@@ -172,6 +172,7 @@ def make_dispatcher(
         joined=lambda peer, hello: on_join(peer),
         weights=on_weights,
         canary=lambda actor, policy_version, logprobs: None,
+        files_scored=lambda actor, logprobs: None,
         routed=lambda actor, policy_version, experts: None,
         distrusted=lambda peer, actor, why: None,
     )

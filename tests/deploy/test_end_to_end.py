@@ -49,6 +49,9 @@ def test_synchronous_run_never_trains_on_lag_and_leaves_nothing_behind(
     diffs = [row["max_abs_diff"] for row in services.rows("run", "canary")]
     assert len(diffs) >= 6
     assert max(diffs) < 1e-4
+    floors = {row["actor"]: row["detail"] for row in events if row["event"] == "engine_noise"}
+    assert floors.keys() == set(joined)
+    assert all(detail.startswith("under the model's files") and "no floor" not in detail for detail in floors.values())
     assert not processes_that_mention(str(tmp_path))
     assert (tmp_path / "run" / "report.html").stat().st_size > 100_000
     assert list((tmp_path / "run" / "tensorboard").iterdir())

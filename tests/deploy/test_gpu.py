@@ -17,8 +17,6 @@ from tests.gpu_report import MEASURED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(SERVICES_S)]
 
-BFLOAT16_DIFFERENCE = 0.3
-"""Largest difference of log-probs of the canary: bfloat16 on both sides, by different kernels."""
 KILLS = 6
 
 
@@ -57,7 +55,7 @@ def test_quick_start_shares_one_gpu_among_three_processes(
     evaluations = [row["reward"] for row in services.rows("run", "eval")]
     assert evaluations[-1] > 0.9 > evaluations[0]
     assert {row["actor"] for row in services.rows("run", "actor")} == {"actor-0", "actor-1"}
-    assert not [row for row in services.rows("run", "event") if row["event"].startswith("canary")], "no false alarm"
+    assert not [row for row in services.rows("run", "event") if row["event"] == "actor_quarantined"], "no false alarm"
     tell_speeds()
 
 
@@ -137,4 +135,5 @@ def run_to_the_end(services: Services, folder: Path, model: Path, **sections: di
     assert services.wait(train, "train") == 0, services.output("train")
     final = services.rows("run", "final")[-1]["ledger"]
     assert final["trained"] == 4 * sections.get("train", {}).get("num_steps", 6)
-    assert max(row["max_abs_diff"] for row in services.rows("run", "canary")) < BFLOAT16_DIFFERENCE
+    # bfloat16 on both sides, by different kernels: see engine noise, not equality.
+    assert max(row["excess"] for row in services.rows("run", "canary")) < 1

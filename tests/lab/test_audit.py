@@ -220,13 +220,25 @@ def test_sums_that_differ_from_the_learners_or_do_not_add_up_are_seen() -> None:
 
 
 def test_canary_that_differs_or_is_no_number_is_seen() -> None:
-    def violations(*diffs: float | None) -> list[str]:
-        rows = [CanaryRow(actor="a", policy_version=1, max_abs_diff=diff) for diff in diffs]
-        return check_canaries(rows, 1e-3).violations
+    def violations(*measured: tuple[float | None, float | None], tolerance: float | None = None) -> list[str]:
+        rows = [CanaryRow(actor="a", policy_version=1, max_abs_diff=diff, excess=excess) for diff, excess in measured]
+        return check_canaries(rows, [tolerance], "bfloat16").violations
 
-    assert violations(1e-6, 1e-4) == []
-    assert violations(1e-6, 0.5) == ["a at version 1: 0.5"]
-    assert violations(None) == ["a at version 1: None"]
+    assert violations((0.9, 0.3), (0.1, 1.0)) == []
+    assert violations((0.4, 1.5)) == ["a at version 1: 0.4, 1.5 times the limits"]
+    assert violations((None, None)) == ["a at version 1: None"]
+    assert violations((0.4, 1.5), (0.6, 0.1), tolerance=0.5) == ["a at version 1: 0.6, 0.1 times the limits"]
+
+
+@pytest.mark.parametrize(("dtype", "tolerated", "too_much"), [("float32", 0.0009, 0.0011), ("bfloat16", 0.49, 0.51)])
+def test_canaries_of_earlier_versions_are_held_to_the_constant_of_their_dtype(
+    dtype: str, tolerated: float, too_much: float
+) -> None:
+    rows = [CanaryRow(actor="a", policy_version=1, max_abs_diff=diff) for diff in (tolerated, too_much)]
+    assert check_canaries(rows, [None], dtype).violations == [f"a at version 1: {too_much}"]
+    assert check_canaries(rows, [1e-9, None], dtype).violations == [f"a at version 1: {too_much}"]
+    assert check_canaries(rows, [too_much], dtype).violations == []
+    assert len(check_canaries(rows, [1e-9], dtype).violations) == 2, "no measured limits were in force"
 
 
 def test_canary_is_held_to_the_largest_tolerance_that_was_in_force(tmp_path: Path) -> None:
@@ -238,6 +250,8 @@ def test_canary_is_held_to_the_largest_tolerance_that_was_in_force(tmp_path: Pat
             metrics.write(row)
         metrics.write(CanaryRow(actor="a", policy_version=1, max_abs_diff=0.009))
         metrics.write(CanaryRow(actor="a", policy_version=2, max_abs_diff=0.011))
+        metrics.write(CanaryRow(actor="a", policy_version=3, max_abs_diff=0.009, excess=1.1))
+        metrics.write(CanaryRow(actor="a", policy_version=4, max_abs_diff=0.011, excess=0.9))
     checks = audit(tmp_path, load(None, ['model.dtype="float32"']))
     (canaries,) = (check for check in checks if check.claim == "actors sampled with the weights they said")
     assert canaries.violations == ["a at version 2: 0.011"]

@@ -260,7 +260,13 @@ class Bench:
         self.step_rows = FakeStepRows()
         self.rows: list[dict[str, Any]] = []
         canary = Canary(
-            np.array([5, 6], np.int32), tolerance=lambda: 1e-3, routing_interval=0, publish_interval=1, record=self.record
+            np.array([5, 6], np.int32),
+            dtype="float32",
+            file_logprobs=np.zeros(1, np.float32),
+            tolerance=lambda: None,
+            routing_interval=0,
+            publish_interval=1,
+            record=self.record,
         )
         publisher = cast(WeightPublisher, FakePublisher(self.clock, self.calls, canary))
         self.loop = TrainingLoop(

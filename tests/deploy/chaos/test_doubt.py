@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from offbeat.common.config import Config
-from offbeat.common.rows import canary_tolerance
 from offbeat.common.settings import resolved_toml
 from offbeat.deploy.chaos.doubt import IMPOSSIBLE
 from offbeat.deploy.chaos.faults import Attempt, Scene, commit
@@ -79,17 +78,19 @@ class Doubted:
         self.actors = [Actor(self.desk, name).join(capacity=2) for name in ("a", "b")]
         settings = self.desk.parts.settings
         self.canary = Canary(
-            np.array([1, 2, 3], np.int32),
-            tolerance=lambda: canary_tolerance(settings.config.weights.canary_tolerance, "float32"),
+            np.array([1, 2, 2, 1], np.int32),
+            dtype="float32",
+            file_logprobs=np.array([-1.0, -2.0, -3.0], np.float32),
+            tolerance=lambda: settings.config.weights.canary_tolerance,
             routing_interval=0,
             publish_interval=1,
             record=self.desk.rows.append,
         )
-        self.canary.add(0, np.array([-1.0, -2.0], np.float32), None)
+        self.canary.add(0, np.array([-1.0, -2.0, -3.0], np.float32), None)
 
     def compare(self) -> None:
         for actor in self.actors:
-            verdict = self.canary.judge(actor.name, 0, np.array([-1.0, -2.000001], np.float32))
+            verdict = self.canary.judge(actor.name, 0, np.array([-1.0, -2.000001, -3.0], np.float32))
             assert verdict is not None
             actor.commit(0)
             self.desk.dispatcher.judge_canary(actor.name, 0, verdict.flaw, verdict.agrees_with)

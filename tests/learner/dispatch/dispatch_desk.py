@@ -20,7 +20,7 @@ from offbeat.common.rows import EvalRow, EventRow, Row
 from offbeat.common.settings import replace_settings
 from offbeat.learner.dispatch.contract import Contract
 from offbeat.learner.dispatch.dispatcher import Dispatcher
-from offbeat.learner.dispatch.listeners import Listeners
+from offbeat.learner.dispatch.listeners import CanaryVerdict, Listeners
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.dispatch.parts import Prompts, make_parts
 from offbeat.learner.dispatch.send_queue import Outgoing
@@ -216,7 +216,10 @@ class Desk:
         self.joined: list[bytes] = []
         self.weights: list[tuple[str, WeightsStaged | WeightsCommitted]] = []
         self.weight_problems: list[str] = []
+        self.verdict: CanaryVerdict | None = None
+        """The judgement on every score of the canary that a test sends."""
         self.canaries: list[tuple[str, int, list[float]]] = []
+        self.file_scores: list[tuple[str, list[float]]] = []
         self.routings: list[tuple[str, int, list[list[list[int]]]]] = []
         self.distrusted: list[tuple[bytes, str, str]] = []
         self.unread: list[Outgoing] = []
@@ -238,7 +241,8 @@ class Desk:
         listeners = Listeners(
             joined=lambda peer, hello: self.joined.append(peer),
             weights=lambda actor, message: self.weights.append((actor, message)),
-            canary=lambda actor, version, logprobs: self.canaries.append((actor, version, logprobs.tolist())),
+            canary=self._judge,
+            files_scored=lambda actor, logprobs: self.file_scores.append((actor, logprobs.tolist())),
             routed=lambda actor, version, experts: self.routings.append((actor, version, experts.tolist())),
             distrusted=lambda peer, actor, why: self.distrusted.append((peer, actor, why)),
             weight_problems=lambda: self.weight_problems,
@@ -246,6 +250,10 @@ class Desk:
         self.dispatcher = Dispatcher(self.parts, listeners)
         if is_published:
             self.dispatcher.publish(policy_version)
+
+    def _judge(self, actor: str, version: int, logprobs: np.ndarray) -> CanaryVerdict | None:
+        self.canaries.append((actor, version, logprobs.tolist()))
+        return self.verdict
 
     def _finish_evaluation(self, row: EvalRow, rollouts: Mapping[int, tuple[Rollout, ...]]) -> None:
         self.rows.append(row)

@@ -9,6 +9,7 @@ from offbeat.common.rows import CommitRow
 from offbeat.learner.dispatch.send_queue import Outgoing
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.prompt_stream import Turn
+from offbeat.learner.weights.canary import Verdict
 from offbeat.protocols.keys import Sender
 from offbeat.protocols.messages import (
     ActorHeartbeat,
@@ -18,6 +19,7 @@ from offbeat.protocols.messages import (
     CanaryScored,
     ChunkRequest,
     Credit,
+    FilesScored,
     Goodbye,
     LeaseFailed,
     Refused,
@@ -80,10 +82,22 @@ def test_weights_and_canary_messages_reach_their_parts_by_the_actors_name() -> N
     actor.say(CanaryScored(policy_version=1), np.array([-1.0, -2.0], np.float32))
     assert desk.weights == [("a", staged), ("a", WeightsCommitted(policy_version=1, stall_s=0.0))]
     assert desk.canaries == [("a", 1, [-1.0, -2.0])]
+    actor.say(FilesScored(), np.array([-1.0, -2.5], np.float32))
+    assert desk.file_scores == [("a", [-1.0, -2.5])]
     routed = CanaryRouted(policy_version=1, num_tokens=1, num_layers=2, top_k=1)
     actor.say(routed, np.array([[[3], [0]]], np.int32))
     assert desk.routings == [("a", 1, [[[3], [0]]])]
     assert [row.policy_version for row in desk.rows_of(CommitRow)] == [1]
+
+
+@pytest.mark.parametrize("is_certain", [True, False])
+def test_verdict_that_the_next_version_may_overturn_moves_no_good_version(is_certain: bool) -> None:
+    desk = Desk(policy_version=3)
+    desk.verdict = Verdict(None, is_certain=is_certain)
+    actor = Actor(desk, "a").join(capacity=1, policy_version=3)
+    actor.say(CanaryScored(policy_version=3), np.array([-1.0], np.float32))
+    (member,) = desk.parts.roster
+    assert member.good_version == (3 if is_certain else None)
 
 
 def test_nothing_is_granted_after_stop_and_every_actor_is_told() -> None:

@@ -59,6 +59,22 @@ def test_groups_sampled_since_the_last_good_weights_are_dropped_or_flagged(drop:
         assert leases[1].prompt_id in {lease.prompt_id for lease in honest.leases()}
 
 
+def test_groups_under_weights_that_missed_once_are_dropped_when_the_next_version_confirms_it() -> None:
+    desk = Desk("staleness.max_staleness=4", "train.groups_per_step=4")
+    actor = Actor(desk, "a").join(capacity=6)
+    desk.tick()
+    leases = actor.heard(Lease)
+    desk.dispatcher.judge_canary("a", 0, None)
+    actor.answer(leases[0].lease_id, policy_version=0)
+    desk.versions.newest = 2
+    desk.dispatcher.judge_canary("a", 1, None, is_certain=False)
+    actor.answer(leases[1].lease_id, policy_version=1)
+    assert desk.status().members[0].state == "working"
+    desk.dispatcher.judge_canary("a", 2, "they differ")
+    assert [group.lease_id for group in desk.ledger.ready_groups()] == [leases[0].lease_id]
+    assert desk.dispatcher.counts().dropped == {"quarantined": 1}
+
+
 def test_actor_that_is_quarantined_while_its_group_is_trained_on_leaves_that_group_alone() -> None:
     desk = Desk("train.groups_per_step=1")
     actor = Actor(desk, "a").join(capacity=2)
