@@ -75,7 +75,8 @@ class WeightUpdates:
         """
         self._canary = canary
         if self._engine.policy_version is None:
-            self._file_logprobs = self._engine.score(canary).logprobs
+            with self._staying_in_touch():
+                self._file_logprobs = self._engine.score(canary).logprobs
         if self._file_logprobs is not None:
             self._send(FilesScored(), self._file_logprobs)
         if self._receiver is not None and self._receiver.layout == layout and not is_another_learner:

@@ -26,6 +26,7 @@ from offbeat.protocols.messages import (
     ChunkRequest,
     FilesScored,
     GroupDone,
+    Hello,
     LearnerMessage,
     SayHello,
     Segment,
@@ -156,9 +157,10 @@ def test_heartbeats_go_on_in_a_long_commit_until_it_counts_as_hanging(
         assert may_end.wait(PATIENCE_S)
         return work(*arguments, **options)
 
-    monkeypatch.setattr(FakeEngine, phase, work_long)
     with actor_of(learner, policy_version=None, heartbeat_s=0.02) as actor, published(0, torch.ones(3, 2), learner) as update:
         learner.welcome()
+        # Not before: the actor scores the model's files at its welcome.
+        monkeypatch.setattr(FakeEngine, phase, work_long)
         learner.send(update)
         eventually(is_busy.is_set, learner)
         learner.forget()
@@ -172,6 +174,23 @@ def test_heartbeats_go_on_in_a_long_commit_until_it_counts_as_hanging(
         assert learner.wait(CanaryScored).policy_version == 0
         learner.wait(ActorHeartbeat)
         assert not [thread for thread in threading.enumerate() if thread.name == "heartbeats"]
+
+
+def test_heartbeats_go_on_while_the_files_are_scored(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, score = threading.Event(), FakeEngine.score
+
+    def score_long(engine: FakeEngine, token_ids: list[int]) -> Any:
+        assert may_end.wait(PATIENCE_S)
+        return score(engine, token_ids)
+
+    monkeypatch.setattr(FakeEngine, "score", score_long)
+    with actor_of(learner, policy_version=None, heartbeat_s=0.02):
+        learner.wait(Hello)
+        learner.send(learner.make_welcome(), CANARY)
+        assert [learner.wait(ActorHeartbeat).policy_version for _ in range(3)] == [-1] * 3
+        may_end.set()
+        _, arrays = learner.wait_packet(FilesScored)
+        assert logprobs(arrays[0]).tolist() == [-6, -7]
 
 
 class ChunkServer:
