@@ -159,7 +159,7 @@ def test_message_under_another_actors_address_needs_that_actors_key() -> None:
     forger.send_group(lease.lease_id)
     forger.say(Goodbye(reason="x"))
     assert len(forger.heard(Refused)) == 2
-    assert desk.dispatcher.members() == [(actor.peer, "a", 0)]
+    assert desk.dispatcher.members() == [(actor.peer, "a", 0, None)]
     assert desk.ledger.num_ready == 0
     assert {name for name in desk.status(OPERATOR).rejected if name.startswith("b: ")}
 

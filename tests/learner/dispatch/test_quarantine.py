@@ -19,7 +19,7 @@ def test_actor_with_wrong_weights_gets_no_lease_until_they_are_right() -> None:
     desk.dispatcher.judge_canary("a", 0, "they differ")
     assert actor.heard(Cancel) == [Cancel(lease_ids=held)]
     assert desk.distrusted == [(actor.peer, "a", "they differ")]
-    assert desk.dispatcher.members() == [(actor.peer, "a", None)], "it needs weights"
+    assert desk.dispatcher.members() == [(actor.peer, "a", None, None)], "it needs weights"
     assert desk.status().members[0].state == "quarantined"
     assert actor.leases() == []
     other = Actor(desk, "other").join(capacity=2)
@@ -171,7 +171,7 @@ def test_quarantines_of_one_process_are_bounded_and_others_are_not_dismissed(are
         was_right = is_right
         desk.dispatcher.judge_canary("a", 0, None if is_right else FLAW)
         is_dismissed = sum(begins[-RECENT:]) == MAX_QUARANTINES
-        assert {name for _, name, _ in desk.dispatcher.members()} == ({"trusted"} if is_dismissed else {"a", "trusted"})
+        assert {name for _, name, _, _ in desk.dispatcher.members()} == ({"trusted"} if is_dismissed else {"a", "trusted"})
         if is_dismissed:
             break
     assert len(desk.events("actor_quarantined")) == are_right[: len(begins)].count(False)
@@ -222,4 +222,4 @@ def test_rare_quarantines_are_forgiven() -> None:
         desk.dispatcher.judge_canary("a", 0, FLAW)
         for _ in range(RECENT // (MAX_QUARANTINES - 1)):
             desk.dispatcher.judge_canary("a", 0, None)
-    assert [name for _, name, _ in desk.dispatcher.members()] == ["a"]
+    assert [name for _, name, _, _ in desk.dispatcher.members()] == ["a"]
