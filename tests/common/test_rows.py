@@ -38,8 +38,6 @@ RECORDED = b"""\
 {"kind":"commit","time":8.5,"actor":"actor-0","policy_version":0,"stall_s":0.020377336999899853}
 {"kind":"canary","time":8.5,"actor":"actor-0","policy_version":0,"max_abs_diff":5.9604644775390625e-6}
 {"kind":"canary","time":8.5,"actor":"actor-0","policy_version":1,"max_abs_diff":null}
-{"kind":"canary","time":8.5,"actor":"actor-0","policy_version":2,"max_abs_diff":0.25,"mean_abs_diff":0.03125,\
-"high_abs_diff":0.125,"excess":0.5}
 {"kind":"group","time":8.5,"lease_id":9,"prompt_id":9,"actor":"actor-1","outcome":"trained","reason":"",\
 "policy_version":0,"policy_lag":0,"lengths":[6,7],"rewards":[0.0,1.0],"generate_s":0.25,"num_segments":1,\
 "ready_at":8.0,"taken_at":8.25}
