@@ -125,6 +125,15 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("loss/grad_cosine", "", "Cosine between this step's gradient and the last one's.", "not a process's first step"),
     Metric("loss/grad_norm", "", "Norm of the gradient before it is clipped."),
     Metric("loss/learning_rate", "", "Learning rate of the step."),
+    Metric(
+        "compute/flops",
+        "FLOP",
+        "Operations of the step's forward and backward passes, on all ranks, each counted once: matrix products, attention "
+        "within each sequence, the head on completion tokens, of the experts those used.",
+    ),
+    Metric("compute/recomputed", "share", "Operations made again to save memory, or by M2PO's first pass, over compute/flops."),
+    Metric("compute/peak", "FLOP/s", "Speed of the learner's devices: published for GPUs in bfloat16, else measured at start."),
+    Metric("compute/mfu", "share", "Model FLOPs utilization: compute/flops over what compute/peak allows in time/train_s."),
     Metric("time/train_s", "s", "Time of forward and backward passes and the optimizer step."),
     Metric(
         "time/prepare_s",

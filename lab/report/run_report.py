@@ -244,7 +244,18 @@ def _generated_figure(history: RunHistory) -> KeyFigure:
 
 
 def _trained_figure(history: RunHistory) -> KeyFigure:
-    return _rate_figure("Trained", sum(_numbers(history, "tokens/trained")), history.wall_s)
+    figure = _rate_figure("Trained", sum(_numbers(history, "tokens/trained")), history.wall_s)
+    return figure._replace(note=f"{figure.note}{_utilization(history)}")
+
+
+def _utilization(history: RunHistory) -> str:
+    """Return the share of its devices' speed that the learner used while it trained; empty where no step recorded it."""
+    useful = made = possible = 0.0
+    for row in history.steps:
+        flops, again, share = (row.number(f"compute/{name}") for name in ("flops", "recomputed", "mfu"))
+        if flops and share and again is not None:
+            useful, made, possible = useful + flops, made + flops * (1 + again), possible + flops / share
+    return f"; MFU {useful / possible:.0%}, with recomputation {made / possible:.0%}" if possible else ""
 
 
 def _rate_figure(label: str, num_tokens: float, wall_s: float) -> KeyFigure:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 MAX_COORDINATES = 2**20
-"""Gradient coordinates kept from step to step: 4 MiB, and 8 MiB for their indices."""
+"""Gradient coordinates kept from step to step: 4 MiB in float32, 8 MiB in float64, and 8 MiB for their indices."""
 
 
 class GradientDirection:
@@ -27,6 +27,8 @@ class GradientDirection:
         """Share of each tensor's coordinates that is kept."""
         self._indices: dict[str, Tensor] = {}
         self._previous: dict[str, Tensor] = {}
+        self._before: Tensor | None = None
+        """The vector of `_previous`; None since the choice of coordinates changed."""
 
     def compare(self, gradients: Iterable[tuple[str, Tensor | None]]) -> float | None:
         """Return the cosine of these gradients with those of the last call, reading one tensor at a time.
@@ -44,7 +46,8 @@ class GradientDirection:
             current[name] = flat[self._indices[name]].float()
         if not self._indices:
             return None
-        before, now = self._vector(self._previous), self._vector(current)
+        before = self._vector(self._previous) if self._before is None else self._before
+        now = self._before = self._vector(current)
         self._previous = current
         dot, of_before, of_now = torch.stack([before @ now, before @ before, now @ now]).tolist()
         if of_before == 0 or of_now == 0:
@@ -53,6 +56,7 @@ class GradientDirection:
 
     def _admit(self, name: str, flat: Tensor) -> None:
         """Choose this tensor's coordinates; where there are too many, halve those of the others."""
+        self._before = None
         while sum(map(len, self._indices.values())) + self._num_chosen(flat.numel()) > self._max_coordinates:
             self._share /= 2
             # They are in random order, so the first half is a random half.

@@ -96,7 +96,8 @@ def pack(sequences: Sequence[tuple[TokenIds, Sequence[TokenIds]]]) -> Pack:
             token_ids.append(completion[:length])
             position_ids.append(np.arange(len(prompt), len(prompt) + length))
             if len(completion) > 0:
-                predictors += [np.array([prompt_span.start + prompt_span.length - 1]), np.arange(end, end + length)]
+                predictors.append(np.arange(end - 1, end + length))
+                predictors[-1][0] = prompt_span.start + prompt_span.length - 1
             targets.append(completion)
             end += length
     return Pack(
@@ -110,8 +111,8 @@ def pack(sequences: Sequence[tuple[TokenIds, Sequence[TokenIds]]]) -> Pack:
 
 
 def _concatenated(parts: Sequence[TokenIds | NDArray[np.int64]]) -> Tensor:
-    # Start with an empty int64 part: there may be no other, and empty lists would make an array of floats.
-    return torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in ([], *parts)]))
+    # With an empty part, because there may be no other. Numpy takes empty lists for floats, hence the casting.
+    return torch.from_numpy(np.concatenate([[], *parts], dtype=np.int64, casting="unsafe"))
 
 
 def unpack(values: Tensor, lengths: Sequence[int]) -> Tensor:

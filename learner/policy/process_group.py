@@ -80,7 +80,11 @@ def gather_tensors(values: torch.Tensor, *, num_alike: int = 1) -> torch.Tensor:
     `num_alike`: number of neighboring ranks that hold the same values, which are there once.
     """
     values = values.cpu()
-    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    world_size = dist.get_world_size()
+    if world_size == 1:
+        # gloo would hand the copy to another thread.
+        return values[None].clone()
+    gathered = [torch.empty_like(values) for _ in range(world_size)]
     dist.all_gather(gathered, values)
     return torch.stack(gathered[::num_alike])
 

@@ -37,7 +37,8 @@ def deepspeed_config(train: TrainSection, dtype: Literal["float32", "bfloat16"])
         # Micro-batches have any number of rows and accumulate by hand; these two only satisfy DeepSpeed's arithmetic.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": train.max_grad_norm,
+        # Without ZeRO DeepSpeed clips by a norm that it does not report; the trainer computes the norm once and clips.
+        "gradient_clipping": train.max_grad_norm if train.zero_stage else 0.0,
         "zero_optimization": {"stage": train.zero_stage},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -46,6 +47,7 @@ def deepspeed_config(train: TrainSection, dtype: Literal["float32", "bfloat16"])
         # DeepSpeed accumulates bfloat16 gradients in float32 under every stage but 0. Stage 1 differs from stage 0 only in that
         # each rank keeps a part of the optimizer's state.
         config["zero_optimization"]["stage"] = max(1, train.zero_stage)
+        config["gradient_clipping"] = train.max_grad_norm
         config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
         config["communication_data_type"] = "fp32"
     return _merged(config, train.deepspeed)
@@ -65,7 +67,10 @@ def make_engine(module: CompletionLogprobs, config: dict[str, Any], train: Train
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = None
     if "optimizer" not in config:
-        optimizer = torch.optim.AdamW(trained, lr=train.learning_rate, betas=train.adam_betas, weight_decay=train.weight_decay)
+        # Fused: one pass over weights, gradients and moments, without temporaries of their size.
+        optimizer = torch.optim.AdamW(
+            trained, lr=train.learning_rate, betas=train.adam_betas, weight_decay=train.weight_decay, fused=True
+        )
     if config["zero_optimization"]["stage"] == 3:
         deepspeed.zero.register_external_parameter(module.head, module.head.output_layer.weight)
     with muted_prints():

@@ -59,19 +59,14 @@ def make_rows(
     groups: Sequence[Group], rewards: NDArray[np.float64], advantages: NDArray[np.float64], *, policy_version: int
 ) -> list[Row]:
     """Return all completions of `groups`, in order; `rewards`, `advantages`: `[num_groups, group_size]`."""
-    return [
-        Row(
-            index,
-            group.prompt_token_ids,
-            rollout,
-            float(rewards[index, member]),
-            float(advantages[index, member]),
-            group.weight,
-            group.policy_lag(policy_version),
-        )
-        for index, group in enumerate(groups)
-        for member, rollout in enumerate(group.rollouts)
-    ]
+    rows: list[Row] = []
+    for index, (group, of_group, scored) in enumerate(zip(groups, rewards.tolist(), advantages.tolist(), strict=True)):
+        lag = group.policy_lag(policy_version)
+        rows += [
+            Row(index, group.prompt_token_ids, rollout, reward, advantage, group.weight, lag)
+            for rollout, reward, advantage in zip(group.rollouts, of_group, scored, strict=True)
+        ]
+    return rows
 
 
 def assign_rows(rows: Sequence[Row], *, micro_batch_tokens: int, world_size: int) -> list[list[list[Row]]]:
@@ -84,7 +79,7 @@ def assign_rows(rows: Sequence[Row], *, micro_batch_tokens: int, world_size: int
     of tokens; a micro-batch gets at most `micro_batch_tokens`, or one longer row. Every rank gets the same number of
     micro-batches, some without rows, because each micro-batch is a round of collectives.
     """
-    share = math.ceil(sum(_num_tokens([row]) for row in rows) / world_size)
+    share = math.ceil(sum(len(row.prompt_token_ids) + _num_inputs([row]) for row in rows) / world_size)
     pieces = sorted(_split(rows, min(micro_batch_tokens, share)), key=_num_tokens, reverse=True)
     of_rank: list[list[list[Row]]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
@@ -100,32 +95,46 @@ def assign_rows(rows: Sequence[Row], *, micro_batch_tokens: int, world_size: int
 def _split(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
     """Split rows into pieces of one group each, of at most `max_tokens` or of one row."""
     pieces: list[list[Row]] = []
+    num_tokens = 0
     for row in rows:
-        last = pieces[-1] if pieces else []
-        if last and last[0].group == row.group and _num_tokens([*last, row]) <= max_tokens:
-            last.append(row)
+        num_tokens += _num_inputs([row])
+        if pieces and pieces[-1][0].group == row.group and num_tokens <= max_tokens:
+            pieces[-1].append(row)
         else:
             pieces.append([row])
+            num_tokens = _num_tokens([row])
     return pieces
 
 
 def _fill(pieces: Sequence[list[Row]], max_tokens: int) -> list[list[Row]]:
     """Put each piece into the first micro-batch with room for it; a micro-batch has at most `max_tokens`, or one piece."""
     micro_batches: list[list[Row]] = []
+    loads: list[int] = []
+    groups: list[set[int]] = []
     for piece in pieces:
-        for micro_batch in micro_batches:
-            if _num_tokens([*micro_batch, *piece]) <= max_tokens:
-                micro_batch.extend(piece)
+        group, of_completions, alone = piece[0].group, _num_inputs(piece), _num_tokens(piece)
+        for index, load in enumerate(loads):
+            added = of_completions if group in groups[index] else alone
+            if load + added <= max_tokens:
+                micro_batches[index] += piece
+                loads[index] += added
+                groups[index].add(group)
                 break
         else:
             micro_batches.append(list(piece))
+            loads.append(alone)
+            groups.append({group})
     return [sorted(micro_batch, key=lambda row: row.group) for micro_batch in micro_batches]
 
 
-def _num_tokens(rows: Sequence[Row]) -> int:
-    """Count the inputs of the model for these rows together."""
-    prompts = {row.group: len(row.prompt_token_ids) for row in rows}
-    return sum(prompts.values()) + num_inputs(0, [len(row.rollout.token_ids) for row in rows])
+def _num_tokens(piece: Sequence[Row]) -> int:
+    """Count the inputs of the model for rows of one group, their prompt once."""
+    return len(piece[0].prompt_token_ids) + _num_inputs(piece)
+
+
+def _num_inputs(rows: Sequence[Row]) -> int:
+    """Count the inputs of the model for these rows' completions."""
+    return num_inputs(0, [len(row.rollout.token_ids) for row in rows])
 
 
 def collate(rows: Sequence[Row]) -> MicroBatch:

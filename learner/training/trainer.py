@@ -30,10 +30,12 @@ from offbeat.learner.objectives.kl import adapt_kl_coefficient
 from offbeat.learner.objectives.losses import m2po_candidates, m2po_cutoff
 from offbeat.learner.objectives.objective import M2po, resolve_objective
 from offbeat.learner.objectives.reward_shaping import RunningMoments, resolve_reward_shaping, shape_rewards
+from offbeat.learner.policy.flops import FlopCounter
 from offbeat.learner.policy.loading import check_policy, load_policy, load_reference
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.lora import base_shapes, merged_parameters, without_adapter
 from offbeat.learner.policy.packing import pack
+from offbeat.learner.policy.peak import peak_flops
 from offbeat.learner.policy.process_group import gather_rows, gather_tensors, join_process_group
 from offbeat.learner.policy.saving import gather_policy, write_policy
 from offbeat.learner.policy.sequence_parallel import join_sequence_group
@@ -102,6 +104,8 @@ class Trainer:
         self._num_alike = config.train.sequence_parallel_size
         sequence_group = join_sequence_group(self._num_alike, world_size=self.world_size)
         self._module = load_policy(config, sequence_group)
+        self._flops = FlopCounter(self._module, checkpointing=bool(config.train.activation_checkpointing))
+        self._peak_flops = peak_flops(self.device, tensor_dtype(config.model.dtype))
         deepspeed = deepspeed_config(config.train, config.model.dtype)
         self._zero_stage: int = deepspeed["zero_optimization"]["stage"]
         self._engine = make_engine(self._module, deepspeed, config.train)
@@ -307,12 +311,9 @@ class Trainer:
                 f"largest token log ratio {metrics['ratio/token_log_abs_max']}): the weights cannot be trusted any more"
             )
         self.policy_version += 1
-        metrics |= {
-            "loss/grad_norm": grad_norm,
-            "loss/learning_rate": rate,
-            "time/train_s": time.perf_counter() - start,
-        }
-        return metrics
+        train_s = time.perf_counter() - start
+        metrics |= {"loss/grad_norm": grad_norm, "loss/learning_rate": rate, "time/train_s": train_s}
+        return metrics | self._compute_utilization(step.micro_batches, train_s)
 
     def _compute_gradient(self, step: TrainingStep) -> tuple[Metrics, TermSums]:
         """Accumulate the gradient of a step's loss; return the step's metrics and the mean of each `TermSums` per token."""
@@ -330,6 +331,21 @@ class Trainer:
         if self.policy_version > 0:
             del metrics["ratio/first"]
         return metrics | self._term_metrics(means), means
+
+    def _compute_utilization(self, micro_batches: Sequence[PreparedMicroBatch], train_s: float) -> Metrics:
+        """Return the operations of a step that took `train_s`, of all ranks, and their share of what the devices can do."""
+        packs = [prepared.micro_batch.pack for prepared in micro_batches]
+        model, recomputed = (sum(counts) for counts in zip(*map(self._flops.count_training, packs), strict=True))
+        if isinstance(self._objective.token_loss, M2po):
+            recomputed += sum(map(self._flops.count_forward, packs))
+        counts = torch.tensor([model, recomputed], dtype=torch.float64)
+        model, recomputed = gather_tensors(counts, num_alike=self._num_alike).sum(dim=0).tolist()
+        return {
+            "compute/flops": model,
+            "compute/recomputed": recomputed / model,
+            "compute/peak": self._peak_flops * self.world_size,
+            "compute/mfu": model / (self._peak_flops * self.world_size * train_s),
+        }
 
     def _accumulate_gradients(self, micro_batches: Sequence[PreparedMicroBatch], denominator: float) -> tuple[Tensor, Tensor]:
         """Accumulate gradients over all ranks; return this rank's table (`row_statistics`) and all ranks' `TermSums`."""
@@ -398,9 +414,7 @@ class Trainer:
             param_group["lr"] = rate
         norm = None
         if self._zero_stage == 0:
-            # Without ZeRO DeepSpeed clips by the norm but does not report it.
-            gradients = [parameter.grad for parameter in self._module.parameters() if parameter.grad is not None]
-            norm = nn.utils.get_total_norm(gradients)
+            norm = nn.utils.clip_grad_norm_(self._module.parameters(), self._train.max_grad_norm)
         self._engine.step()
         return float(norm if norm is not None else self._engine.get_global_grad_norm())
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from offbeat.learner.policy import packed_attention as packed_attention_module
 from offbeat.learner.policy.packed_attention import ATTENTION_NAME, PlacedSpans, Shape, check_packing, packed_attention
 from offbeat.learner.policy.packing import Span, pack
 
@@ -68,9 +69,13 @@ def attend(spans: tuple[Span, ...], inputs: Inputs, *, window: int | None, scali
     return output
 
 
+@pytest.mark.parametrize("square_keys", [0, 1024])
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("lengths", PROMPTS_AND_LENGTHS)
-def test_attention_is_that_of_the_whole_matrix_in_value_and_gradient(lengths, window):
+def test_attention_is_that_of_the_whole_matrix_in_value_and_gradient(
+    monkeypatch: pytest.MonkeyPatch, lengths, window, square_keys: int
+):
+    monkeypatch.setattr(packed_attention_module, "SQUARE_KEYS", square_keys)
     spans = make_spans(lengths)
     allowed = visible(spans, window)
     inputs = random_inputs(len(allowed), torch.float64)
@@ -111,7 +116,17 @@ def test_a_kernel_for_many_lengths_finds_a_prompts_keys_once_for_each_completion
     assert (placed.max_queries, placed.max_keys) == (3, 5)
 
 
-def test_a_kernel_for_one_length_gets_the_prompts_queries_too_where_a_square_is_less_work():
+def test_a_kernel_for_one_length_gets_each_spans_own_queries():
+    spans = (Span(0, 2), Span(2, 3, 0, 2), Span(5, 1, 0, 2), Span(6, 3, 0, 2))
+    placed = PlacedSpans(spans, torch.device("cpu")).by_shape
+    assert placed.shapes == (Shape(1, 2, 2), Shape(2, 3, 5), Shape(1, 1, 3))
+    assert placed.query_indices.tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 5]
+    assert placed.key_indices.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 6, 7, 8, 0, 1, 5]
+    assert placed.results.tolist() == [0, 1, 2, 3, 4, 8, 5, 6, 7]
+
+
+def test_a_kernel_for_one_length_gets_the_prompts_queries_too_where_a_square_is_less_work(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(packed_attention_module, "SQUARE_KEYS", 5)
     spans = (Span(0, 2), Span(2, 3, 0, 2), Span(5, 1, 0, 2), Span(6, 3, 0, 2))
     placed = PlacedSpans(spans, torch.device("cpu")).by_shape
     assert placed.shapes == (Shape(1, 2, 2), Shape(2, 5, 5), Shape(1, 1, 3))

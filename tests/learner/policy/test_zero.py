@@ -24,9 +24,15 @@ def test_users_deepspeed_settings_are_merged_over_ours():
     assert config["dump_state"] is True
 
 
+def test_deepspeed_clips_under_zero_alone():
+    for stage in (0, 1, 2, 3):
+        assert deepspeed_config(TrainSection(zero_stage=stage), "float32")["gradient_clipping"] == (1.0 if stage else 0.0)
+
+
 def test_bfloat16_accumulates_gradients_in_float32_at_every_stage():
     for stage, effective in ((0, 1), (1, 1), (2, 2), (3, 3)):
         config = deepspeed_config(TrainSection(zero_stage=stage), "bfloat16")
+        assert config["gradient_clipping"] == 1.0
         assert config["zero_optimization"]["stage"] == effective
         assert config["data_types"]["grad_accum_dtype"] == "fp32"
 
