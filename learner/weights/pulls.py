@@ -154,9 +154,8 @@ class PullService:
         for peer, pull in self._pulls.items():
             visitor = self._server.visitor(peer)
             if now - visitor.asked_at > limit_s:
-                failing = "did not commit" if visitor.num_requests >= self._num_chunks else "asked for no chunk of"
-                within = f"within {limit_s:g} s (weights.timeout_s)"
-                late.append(LatePull(peer, pull.name, f"{failing} version {pull.policy_version} {within}"))
+                failing = self._failing(visitor.num_requests, pull.policy_version)
+                late.append(LatePull(peer, pull.name, f"{failing} within {limit_s:g} s (weights.timeout_s)"))
         return late
 
     def end(self, peer: bytes) -> None:
@@ -172,6 +171,13 @@ class PullService:
             f"{self._num_chunks} chunks"
             for peer, pull in self._pulls.items()
         ]
+
+    def _failing(self, num_requests: int, policy_version: int) -> str:
+        """Return what an actor failed to do that has asked for this many chunks."""
+        if num_requests == 0:
+            # An actor whose buffer holds the version already commits it without a chunk.
+            return f"neither asked for a chunk of version {policy_version} nor committed it"
+        return f"{'asked for no chunk of' if num_requests < self._num_chunks else 'did not commit'} version {policy_version}"
 
     @property
     def _chain(self) -> tuple[Delta, ...]:

@@ -23,7 +23,7 @@ from tests.common.row_lines import row_from
 RECORDED = b"""\
 {"kind":"event","time":1795315909.3756888,"event":"run_started","detail":"offbeat 0.1.0, torch 2.13.0+cpu"}
 {"kind":"engine","time":1795315916.37,"actor":"actor-0","engine":{"name":"vllm","version":"0.32.0","dtype":"float32",\
-"device":"cpu","max_model_len":32,"hashes":{"config":"bbb9","tokenizer":"69f4","chat_template":"e3b0"}}}
+"device":"cpu","max_model_len":32,"hashes":{"config":"bbb9","tokenizer":"69f4","chat_template":"e3b0"},"gpu":null}}
 {"kind":"event","time":1795315916.37,"event":"actor_joined","detail":"vllm 0.32.0 float32 on cpu","actor":"actor-0"}
 {"kind":"event","time":8.5,"event":"lease_expired","detail":"actor_lost","actor":"actor-0","lease_id":3,"after_s":2.5}
 {"kind":"event","time":8.5,"event":"bad_message","detail":"no frames","peer":"10.0.0.1"}
@@ -36,7 +36,8 @@ RECORDED = b"""\
 {"kind":"weights","time":8.5,"policy_version":0,"publish_s":0.013107742000102007,"num_members":1,"num_excluded":0}
 {"kind":"pull","time":8.6,"actor":"actor-0","policy_version":0,"pull_s":0.25,"sent_bytes":1024,"full_bytes":65536}
 {"kind":"commit","time":8.5,"actor":"actor-0","policy_version":0,"stall_s":0.020377336999899853}
-{"kind":"canary","time":8.5,"actor":"actor-0","policy_version":0,"max_abs_diff":5.9604644775390625e-6}
+{"kind":"canary","time":8.5,"actor":"actor-0","policy_version":0,"max_abs_diff":5.9604644775390625e-6,\
+"mean_abs_diff":0.03125,"high_abs_diff":0.125,"excess":0.5}
 {"kind":"canary","time":8.5,"actor":"actor-0","policy_version":1,"max_abs_diff":null}
 {"kind":"group","time":8.5,"lease_id":9,"prompt_id":9,"actor":"actor-1","outcome":"trained","reason":"",\
 "policy_version":0,"policy_lag":0,"lengths":[6,7],"rewards":[0.0,1.0],"generate_s":0.25,"num_segments":1,\

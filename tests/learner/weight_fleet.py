@@ -213,8 +213,8 @@ class Fleet:
     def excluded(self) -> list[str]:
         return [row["actor"] for row in self.rows if row.get("event") == "actor_excluded"]
 
-    def commit_failures(self) -> list[str]:
-        return [row["detail"] for row in self.rows if "did not commit" in row.get("detail", "")]
+    def exclusions(self) -> list[str]:
+        return [row["detail"] for row in self.rows if row.get("event") == "actor_excluded"]
 
     def updates(self) -> list[dict[str, Any]]:
         return [row for row in self.rows if row["kind"] == "weights"]
