@@ -8,7 +8,8 @@ import torch
 from numpy.typing import NDArray
 
 from offbeat.common.settings import SettingError
-from offbeat.protocols.messages import EngineInfo, Sampling, Segment
+from offbeat.protocols.completions import Segment, Turn
+from offbeat.protocols.messages import EngineInfo, Sampling
 
 
 class Completion(NamedTuple):
@@ -22,6 +23,10 @@ class Completion(NamedTuple):
     finish_reason: Literal["stop", "length"]
     segments: tuple[Segment, ...]
     """Policy versions in order; the first one starts at token 0."""
+    turns: tuple[Turn, ...] = ()
+    """Of an episode whose environment has added context; empty otherwise."""
+    context_ids: NDArray[np.int32] = np.empty(0, dtype=np.int32)
+    """The context of all turns, concatenated."""
 
 
 class Score(NamedTuple):

@@ -16,16 +16,17 @@ import zlib
 from collections.abc import Callable
 from typing import assert_never
 
-from transformers import PreTrainedTokenizerBase
-
 from offbeat.actor.contact import ActorIdentity, LearnerContact, RefusedError
 from offbeat.actor.engine import Engine
 from offbeat.actor.engine_choice import make_engine
+from offbeat.actor.environments.episodes import Episodes
+from offbeat.actor.environments.workers import Workers, begin_message
 from offbeat.actor.jobs import Jobs
 from offbeat.actor.loop_seconds import Activity, LoopSeconds
 from offbeat.actor.outbox import Outbox
 from offbeat.actor.reward_attempts import limits_of
 from offbeat.actor.rewards import RewardRunner
+from offbeat.actor.single_turns import SingleTurns
 from offbeat.actor.weight_updates import WeightUpdates
 from offbeat.common.config import Config
 from offbeat.common.hub_keys import keys_of_peer
@@ -72,8 +73,13 @@ def run_actor(config: Config, stop: StopRequest) -> str:
     """Wire an actor and run it until the run is over or a signal asks to leave. Return the reason for its end."""
     name = config.actor.name or as_name(f"{socket.gethostname()}-{os.getpid()}")
     identity = ActorIdentity(name, random.SystemRandom().getrandbits(62))
-    # Before the engine, which takes long: a reward that cannot be imported, or a wrong address, shows at once.
-    rewards = RewardRunner(config.task.reward, limits_of(config), config.task.reward_weights)
+    model = resolve_model(config.model.path)
+    # Before the engine, which takes long: a function that cannot be imported, or a wrong address, shows at once.
+    judge = (
+        Workers(begin_message(config, model), config.environment.workers)
+        if config.task.environment
+        else RewardRunner(config.task.reward, limits_of(config), config.task.reward_weights)
+    )
     keys = keys_of_peer(config.hub, name)
     link = Link(
         config.hub.address,
@@ -82,8 +88,7 @@ def run_actor(config: Config, stop: StopRequest) -> str:
         key=keys.key,
         learner_key=keys.learner_key,
     )
-    with contextlib.closing(rewards), link:
-        model = resolve_model(config.model.path)
+    with contextlib.closing(judge), link:
         with stop.at_once("the actor leaves before it has joined"), doing(logger, "starting the engine"):
             engine = make_engine(
                 config.actor.engine,
@@ -100,14 +105,15 @@ def run_actor(config: Config, stop: StopRequest) -> str:
             "engine ready: %s %s, %s on %s, %d tokens", *(info.name, info.version), info.dtype, info.device, info.max_model_len
         )
         with contextlib.closing(engine):
+            outbox = Outbox(resend_after_s=config.hub.dead_after_s)
+            play = (
+                SingleTurns(engine, load_tokenizer(model), judge)
+                if isinstance(judge, RewardRunner)
+                else Episodes(engine, judge, config.environment, max_length=config.model.max_length)
+            )
+            jobs = Jobs(engine, play, outbox, max_message_bytes=config.hub.max_message_mb << 20)
             service = ActorService(
-                identity=identity,
-                config=config,
-                engine=engine,
-                tokenizer=load_tokenizer(model),
-                rewards=rewards,
-                link=link,
-                stop=stop,
+                identity=identity, config=config, engine=engine, jobs=jobs, outbox=outbox, link=link, stop=stop
             )
             return service.run()
 
@@ -121,23 +127,20 @@ class ActorService:
         identity: ActorIdentity,
         config: Config,
         engine: Engine,
-        tokenizer: PreTrainedTokenizerBase,
-        rewards: RewardRunner,
+        jobs: Jobs,
+        outbox: Outbox,
         link: Link,
         stop: StopRequest,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._engine = engine
-        self._rewards = rewards
+        self._jobs = jobs
+        self._outbox = outbox
         self._stop = stop
         self._clock = clock
         self._seconds = LoopSeconds(clock)
         self._learner = LearnerContact(link, identity, config, engine.info, clock)
-        self._outbox = Outbox(resend_after_s=config.hub.dead_after_s)
-        self._jobs = Jobs(
-            engine, tokenizer, rewards, self._outbox, max_message_bytes=config.hub.max_message_mb << 20, clock=clock
-        )
         self._weights = WeightUpdates(
             engine,
             self._learner.send,
@@ -165,7 +168,7 @@ class ActorService:
                 self._jobs.start_ready()
                 if self._engine.num_unfinished:
                     self._generate()
-                self._jobs.collect_rewards()
+                self._jobs.collect()
                 self._send_answers()
                 self._read_messages(self._longest_wait_s())
                 if self._stop:
@@ -221,7 +224,7 @@ class ActorService:
             return 0.0
         is_change_expected = (
             self._weights.is_busy
-            or self._rewards.num_pending > 0
+            or self._jobs.are_waiting_for_rewards
             or self._jobs.are_waiting_for_weights
             or not self._learner.is_welcome
         )
@@ -239,7 +242,7 @@ class ActorService:
             return self._learner.receive(longest_wait_s)
 
     def _reason_to_wait(self) -> Activity:
-        if self._rewards.num_pending:
+        if self._jobs.are_waiting_for_rewards:
             return "wait_rewards"
         is_behind = self._jobs.are_waiting_for_weights or self._engine.policy_version is None
         return "wait_weights" if is_behind else "wait_leases"
@@ -306,7 +309,7 @@ class ActorService:
         )
 
     def _reward_trouble(self) -> RewardTrouble | None:
-        trouble = self._rewards.trouble()
+        trouble = self._jobs.reward_trouble()
         if trouble is None:
             return None
         return RewardTrouble(waiting_s=time.monotonic() - trouble.since, problem=trouble.problem, lease_ids=trouble.keys)

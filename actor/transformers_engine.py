@@ -23,7 +23,8 @@ from offbeat.actor.reserved_options import RESERVED
 from offbeat.common.nccl_group import gpu_uuid
 from offbeat.common.routing import record_routing
 from offbeat.common.weights import tensor_dtype
-from offbeat.protocols.messages import EngineInfo, ModelHashes, Sampling, Segment
+from offbeat.protocols.completions import Segment
+from offbeat.protocols.messages import EngineInfo, ModelHashes, Sampling
 
 GREEDY_TEMPERATURE = 1e-6
 """Replaces temperature 0: an engine either samples all its completions or none."""

@@ -30,7 +30,8 @@ from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import ServiceError
 from offbeat.common.user_functions import one_line
 from offbeat.common.weights import layout_of
-from offbeat.protocols.messages import EngineInfo, ModelHashes, Sampling, Segment
+from offbeat.protocols.completions import Segment
+from offbeat.protocols.messages import EngineInfo, ModelHashes, Sampling
 
 WRITTEN_FOR = "0.32"
 """vLLM release whose `INTERNALS` this module uses."""

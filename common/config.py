@@ -81,6 +81,10 @@ class TaskSection(Section, frozen=True):
     long_prompts: Literal["error", "drop"] = "error"
     """Treatment of rows whose prompt exceeds `task.max_prompt_tokens`. error: the learner refuses to start. drop: the rows are
     left out."""
+    environment: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
+    """Your own environment as `module:function`: an async function that plays one episode, in which the model is sampled
+    several times and reads what the function adds, and returns its reward: docs/environments.md. Empty: one completion, which
+    `task.reward` judges."""
     reward: RewardName = "exact_match"
     """Reward function: a built-in one (`exact_match`, `math_answer`), or your own as `module:function`. It may be plain or
     async, takes one completion, a group or a batch, and returns numbers or named parts: docs/rewards.md."""
@@ -94,6 +98,23 @@ class TaskSection(Section, frozen=True):
     """Time for which a group is kept and tried again, with back-off, while its reward cannot be had: a time limit, a lost
     connection, HTTP 429 or 5xx, or `RewardUnavailable`. In seconds. Leases that wait for it get this much more time. 0: such a
     group counts as failed at once."""
+
+
+class EnvironmentSection(Section, frozen=True):
+    """Limits on episodes, where `task.environment` names a function."""
+
+    workers: PositiveInt = 1
+    """Number of processes that run the function, in each actor. One plays hundreds of episodes that wait; more help where the
+    function computes."""
+    turn_timeout_s: PositiveFloat = 60.0
+    """Longest time that the function takes before its first turn, between two turns, and after the last, in seconds."""
+    episode_timeout_s: PositiveFloat = 300.0
+    """Longest time of an episode, sampling included, in seconds."""
+    close_timeout_s: PositiveFloat = 10.0
+    """Time in which a cancelled episode must end, in seconds. After it the process that plays it is killed."""
+    max_retries: NonNegativeInt = 2
+    """Number of times that an episode is played again after a time limit, a lost process or a failure that may pass. After them
+    its lease has failed."""
 
 
 class RolloutSection(Section, frozen=True):
@@ -308,6 +329,7 @@ class Config(Section, frozen=True):
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     task: TaskSection = TaskSection()
+    environment: EnvironmentSection = EnvironmentSection()
     rollout: RolloutSection = RolloutSection()
     staleness: StalenessSection = StalenessSection()
     reward: RewardSection = RewardSection()

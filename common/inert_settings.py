@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
-from offbeat.common.config import Config
+from offbeat.common.config import Config, EnvironmentSection, TaskSection
 from offbeat.common.settings import SettingError, collect_errors, setting_value
 
 _DEFAULTS = Config()
@@ -42,6 +42,26 @@ def _check_default(config: Config, setting: str, reader: _Reader) -> None:
 
 
 def _readers(config: Config) -> Iterator[_Reader]:
+    yield from _readers_of_tasks(config.task)
+    yield from _readers_of_objectives(config)
+
+
+def _readers_of_tasks(task: TaskSection) -> Iterator[_Reader]:
+    yield _Reader(
+        tuple(f"environment.{name}" for name in EnvironmentSection.__struct_fields__),
+        bool(task.environment),
+        "task.environment names no function",
+        "set task.environment",
+    )
+    yield _Reader(
+        tuple(f"task.{name}" for name in ("reward", "reward_weights", "reward_timeout_s", "reward_retry_s")),
+        not task.environment,
+        "the function of task.environment returns the reward",
+        "remove task.environment",
+    )
+
+
+def _readers_of_objectives(config: Config) -> Iterator[_Reader]:
     loss, advantage, kl = config.loss, config.advantage, config.kl
     baseline = f"advantage.baseline = {advantage.baseline!r}"
     has_critic = advantage.baseline == "critic"

@@ -56,11 +56,12 @@ RULES = (
     ),
     Rule("recorded", _of("task", "eval_data eval_split"), "No training depends on it."),
     Rule("recorded", ("task.eval_data: prompts",), "No training depends on them; evaluations before and after differ."),
-    Rule("refused", _of("task", "reward reward_weights"), "Kept groups have rewards of the other function."),
+    Rule("refused", _of("task", "environment reward reward_weights"), "Kept groups were made with the other function."),
     Rule(
         "recorded",
         (
             "task.train_data: source files",
+            "task.environment: source files",
             "task.reward: source files",
             "reward.length_penalty: source files",
             "loss.function: source files",
@@ -71,6 +72,11 @@ RULES = (
         "A mistake in it may be corrected. Kept groups keep the rewards they have, and prompts are compared themselves.",
     ),
     Rule("recorded", _of("task", "reward_timeout_s reward_retry_s"), "It limits a wait."),
+    Rule(
+        "recorded",
+        _of("environment", "workers turn_timeout_s episode_timeout_s close_timeout_s max_retries"),
+        "It says when an episode is played again or given up.",
+    ),
     Rule(
         "refused",
         _of("rollout", "group_size max_new_tokens temperature top_p top_k min_p"),

@@ -194,7 +194,16 @@ def _check_task(config: Config) -> None:
 
 
 def _check_leases(config: Config) -> None:
-    lease_s, reward_s = config.rollout.lease_timeout_s, config.task.reward_timeout_s
+    lease_s, limits = config.rollout.lease_timeout_s, config.environment
+    if config.task.environment and lease_s <= limits.episode_timeout_s:
+        raise SettingError(
+            "rollout.lease_timeout_s",
+            lease_s,
+            f"a lease would expire before its episodes: environment.episode_timeout_s = {limits.episode_timeout_s:g}",
+            f"Set it to {limits.episode_timeout_s * (1 + limits.max_retries):g}, with time for every retry, or lower "
+            "environment.episode_timeout_s.",
+        )
+    reward_s = config.task.reward_timeout_s
     if lease_s < reward_s:
         raise SettingError(
             "rollout.lease_timeout_s",

@@ -216,7 +216,9 @@ def setting_value(config: Config, setting: str) -> Any:
 
 
 def weighted_reward(task: TaskSection) -> str:
-    """Return `task.reward`, with its weights if there are any: equal texts mean equal rewards."""
+    """Return what judges a completion, `task.reward` with its weights or the environment: equal texts mean equal rewards."""
+    if task.environment:
+        return f"environment {task.environment}"
     weights = ", ".join(f"{name}={weight:g}" for name, weight in sorted(task.reward_weights.items()))
     return f"{task.reward} ({weights})" if weights else task.reward
 

@@ -12,7 +12,7 @@ from offbeat.common.config import Config
 from offbeat.common.models import resolve_model
 from offbeat.common.run_folder import LOG, read_run_config
 from offbeat.common.settings import SettingError
-from offbeat.learner.diagnostics.sample_rows import shorten
+from offbeat.learner.diagnostics.sample_rows import shorten, written
 from offbeat.learner.leases.events import Accepted, Granted, Started, Trained
 from offbeat.learner.leases.groups import unpack
 from offbeat.learner.leases.log_reading import read_log, read_record
@@ -212,7 +212,7 @@ def _decoded(
                 rollout.reward - mean,
                 rollout.finish_reason,
                 len(rollout.token_ids),
-                decode(rollout.token_ids.tolist()),
+                written(rollout, decode),
             )
             for rollout in rollouts
         ]

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from offbeat.protocols.completions import CompletionMeta
 from offbeat.protocols.fields import (
     Checksum,
     FreeText,
@@ -20,7 +21,6 @@ from offbeat.protocols.fields import (
     Natural,
     NaturalOrNone,
     Positive,
-    RewardParts,
     Seconds,
 )
 from offbeat.protocols.operator_reports import MemberStatus, SettingChange, Vitals
@@ -63,25 +63,6 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_new_tokens: Positive
     temperature: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
     """0 means greedy; only evaluation may ask for it."""
-
-
-class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
-    """A stretch of one completion sampled under one policy version; it ends where the next one starts."""
-
-    policy_version: Natural
-    first_token: Natural
-    """Index into the completion of the first token sampled under `policy_version`."""
-
-
-class CompletionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One completion without its arrays."""
-
-    num_tokens: Positive
-    finish_reason: Literal["stop", "length"]
-    reward: float
-    segments: Annotated[tuple[Segment, ...], Meta(min_length=1)]
-    reward_parts: RewardParts = {}
-    """Named parts of the reward, before their weights; empty when the reward is a number. Since minor version 3."""
 
 
 class ModelHashes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -161,7 +142,10 @@ class Credit(Message, frozen=True):
 
 
 class GroupDone(Message, frozen=True):
-    """One finished group; its frames hold the token ids and the behavior log-probs of all completions, concatenated."""
+    """One finished group; its frames hold token ids and behavior log-probs of all sampled tokens, completions concatenated.
+
+    A third frame, only where a completion has turns, holds the token ids of all their context.
+    """
 
     lease_id: Natural
     completions: Annotated[tuple[CompletionMeta, ...], Meta(min_length=1, max_length=1 << 16)]

@@ -17,6 +17,7 @@ import msgspec.inspect as types
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.protocols.completions import CompletionMeta
 from offbeat.protocols.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -26,7 +27,6 @@ from offbeat.protocols.messages import (
     CanaryRouted,
     CanaryScored,
     Chunk,
-    CompletionMeta,
     FilesScored,
     Goodbye,
     GroupDone,
@@ -51,15 +51,7 @@ MAX_FRAMES = 8
 """Most frames that a message of this major version may have."""
 MAX_ACTOR_BODY_BYTES = 4 << 20
 """Largest body of an actor's message. Decoded, it may take many times its size."""
-ARRAY_FRAMES: dict[type, int] = {
-    Lease: 1,
-    Welcome: 1,
-    CanaryScored: 1,
-    FilesScored: 1,
-    CanaryRouted: 1,
-    Chunk: 1,
-    GroupDone: 2,
-}
+ARRAY_FRAMES: dict[type, int] = {Lease: 1, Welcome: 1, CanaryScored: 1, FilesScored: 1, CanaryRouted: 1, Chunk: 1}
 """Number of array frames after the body; other messages have none."""
 _FOR_PEOPLE = (
     Ack,
@@ -119,7 +111,7 @@ class FromLearner(NamedTuple):
 
 def encode(message: ActorMessage | LearnerMessage, *arrays: Array) -> list[Frame]:
     """Return the frames of a message and its arrays."""
-    expected = ARRAY_FRAMES.get(type(message), 0)
+    expected = _num_arrays(message)
     assert len(arrays) == expected, f"{type(message).__name__} takes {expected} arrays, got {len(arrays)}"
     return [MAGIC, _encoder.encode(message), *(_array_frame(array) for array in arrays)]
 
@@ -245,8 +237,19 @@ def _known_part(value: Any, described: types.Type) -> Any:
             return value
 
 
+def has_context(completions: Sequence[CompletionMeta]) -> bool:
+    """Return whether a group has an array of context tokens besides its two arrays of sampled ones."""
+    return any(completion.turns for completion in completions)
+
+
+def _num_arrays(message: ActorMessage | LearnerMessage) -> int:
+    if isinstance(message, GroupDone):
+        return 3 if has_context(message.completions) else 2
+    return ARRAY_FRAMES.get(type(message), 0)
+
+
 def _check_arrays(message: ActorMessage | LearnerMessage, arrays: Sequence[Frame]) -> None:
-    expected = ARRAY_FRAMES.get(type(message), 0)
+    expected = _num_arrays(message)
     if len(arrays) != expected:
         raise WireError(f"{type(message).__name__} has {expected} array frames, got {len(arrays)}")
     for index, array in enumerate(arrays):
@@ -255,15 +258,20 @@ def _check_arrays(message: ActorMessage | LearnerMessage, arrays: Sequence[Frame
 
 
 def _check_group(completions: Sequence[CompletionMeta], arrays: Sequence[Frame]) -> None:
-    num_tokens = 0
+    num_tokens = num_context = 0
     for index, completion in enumerate(completions):
         num_tokens += completion.num_tokens
+        if completion.turns:
+            num_context += sum(turn.num_context for turn in completion.turns)
+            if sum(turn.num_sampled for turn in completion.turns) != completion.num_tokens:
+                raise WireError(f"the turns of completion {index} do not have its {completion.num_tokens} tokens")
         # A single segment that begins at token 0, the common case, is always right.
         if len(completion.segments) != 1 or completion.segments[0].first_token:
             _check_segments(index, completion)
-    for array, content in zip(arrays, ("token ids", "log-probs"), strict=True):
-        if len(array) != num_tokens * ITEM_BYTES:
-            raise WireError(f"{num_tokens} tokens announced, but the {content} have {len(array)} bytes")
+    numbers = num_tokens, num_tokens, num_context
+    for array, content, number in zip(arrays, ("token ids", "log-probs", "context tokens"), numbers, strict=False):
+        if len(array) != number * ITEM_BYTES:
+            raise WireError(f"{number} tokens announced, but the {content} have {len(array)} bytes")
 
 
 def _check_routing(message: CanaryRouted, array: Frame) -> None:

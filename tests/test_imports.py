@@ -16,7 +16,8 @@ MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 ALLOWED = {
     "protocols": set(),
     "common": {"protocols"},
-    "actor": {"common", "protocols"},
+    "actor": {"actor/environments", "common", "protocols"},
+    "actor/environments": {"actor", "common", "protocols"},
     "learner/leases": {"common", "protocols"},
     "learner/objectives": {"common"},
     "learner/policy": {"common"},
@@ -40,7 +41,7 @@ ALLOWED = {
     "deploy/devices": {"common"},
     "deploy/launch": {"deploy/devices", "deploy/live", "lab", "lab/report", "learner/training", "common", "protocols"},
     "deploy/live": {"lab", "common", "protocols"},
-    "deploy/preflight": {"deploy/devices", "actor", "learner/*", "common", "protocols"},
+    "deploy/preflight": {"deploy/devices", "actor", "actor/environments", "learner/*", "common", "protocols"},
     "deploy/quickstart": {"learner/*", "common"},
     "deploy/chaos": {"deploy/*", "lab", "learner/*", "common", "protocols"},
     "deploy/commands": {"deploy", "deploy/*", "lab", "lab/*", "actor", "learner", "learner/*", "common", "protocols"},

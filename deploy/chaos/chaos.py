@@ -38,7 +38,7 @@ from offbeat.deploy.chaos.round import LOCAL, REMOTE, Happened, Site, StoppedErr
 from offbeat.deploy.chaos.schedule import KINDS, plan, round_seed
 from offbeat.deploy.launch.keygen import ALLOWED_KEYS, make_keys
 from offbeat.deploy.launch.launcher import free_port
-from offbeat.deploy.quickstart.quickstart import expand
+from offbeat.deploy.quickstart.prepared import expand
 from offbeat.lab.audit import Check, add_claim, audit, check_learning, check_outcome
 from offbeat.lab.terminal import FittedTable, stdout_console
 

@@ -10,7 +10,7 @@ from offbeat.common.settings import refuse_masked
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.commands.arguments import Arguments, Preflight, load_config, say_start
 from offbeat.deploy.preflight.preflight import look
-from offbeat.deploy.quickstart.quickstart import expand
+from offbeat.deploy.quickstart.prepared import expand
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from offbeat.common.settings import refuse_masked
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, load_config, start_time
 from offbeat.deploy.preflight.preflight import look
-from offbeat.deploy.quickstart.quickstart import expand
+from offbeat.deploy.quickstart.prepared import expand
 
 
 def command(

@@ -10,7 +10,7 @@ from offbeat.common.settings import resolved_toml
 from offbeat.deploy.commands import explain
 from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, load_config, say_start
 from offbeat.deploy.preflight.preflight import look
-from offbeat.deploy.quickstart.quickstart import PLACEHOLDER, expand, quickstart_folder
+from offbeat.deploy.quickstart.prepared import expand, is_made
 
 
 def command(
@@ -26,8 +26,8 @@ def command(
     configure_logs("check")
     say_start("check")
     config = load_config(arguments, default=QUICKSTART)
-    # The quick start's files are made when it is first run.
-    if PLACEHOLDER in config.model.path and not quickstart_folder().exists():
+    # Prepared tasks are made when they are first run.
+    if not is_made(config):
         check_before_run(config)
     else:
         for note in look(expand(config), "check"):

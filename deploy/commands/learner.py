@@ -15,7 +15,7 @@ from offbeat.common.shutdown import LAUNCHED_VARIABLE, StopRequest
 from offbeat.deploy.commands.arguments import Arguments, Preflight, load_config, say_start
 from offbeat.deploy.launch.ending import end_run, go_on
 from offbeat.deploy.preflight.preflight import look
-from offbeat.deploy.quickstart.quickstart import expand
+from offbeat.deploy.quickstart.prepared import expand
 from offbeat.protocols.addresses import ChannelError
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from offbeat.common.settings import SettingError, load
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, split_arguments, start_time
 from offbeat.deploy.preflight.preflight import look
-from offbeat.deploy.quickstart.quickstart import expand
+from offbeat.deploy.quickstart.prepared import expand
 from offbeat.deploy.sweep import check_cells, make_cells, prepare, render_commands, run_sweep
 from offbeat.lab.sweep.plan import make_plan, read_plan
 from offbeat.lab.sweep.sweep_report import write_sweep_report

@@ -12,7 +12,7 @@ from offbeat.deploy.devices.plan import plan_of_this_machine
 from offbeat.deploy.launch.forks import choose_starts
 from offbeat.deploy.launch.launcher import Launcher
 from offbeat.deploy.preflight.preflight import look
-from offbeat.deploy.quickstart.quickstart import expand
+from offbeat.deploy.quickstart.prepared import expand
 
 logger = logging.getLogger(__name__)
 

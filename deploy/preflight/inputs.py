@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from offbeat.actor.environments.chat_format import ChatFormat
 from offbeat.common.config import Config
 from offbeat.common.eval_sets import eval_sets, eval_setting
 from offbeat.common.settings import SettingError, is_local_data
@@ -54,6 +55,11 @@ def check_inputs(config: Config) -> Iterator[Finding]:
     if len(tokenizer) > vocabulary_size:
         problem = f"the tokenizer has {len(tokenizer)} tokens, and the model's vocabulary {vocabulary_size}"
         yield mistake("model.path", config.model.path, problem, "Use the tokenizer that the model was made with.")
+    if config.task.environment:
+        try:
+            ChatFormat(tokenizer, config.task.template_arguments, has_chat_template=config.task.chat_template)
+        except SettingError as error:
+            yield Finding("mistake", str(error))
     for setting, source, split in _local_sources(config):
         try:
             loaded = load_prompts(source, split, config.task, tokenizer, setting=setting)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from offbeat.actor.environments.functions import load_environment
 from offbeat.actor.reward_failures import Failure
 from offbeat.actor.reward_functions import load_reward
 from offbeat.actor.samples import Sample
@@ -63,8 +64,14 @@ def check_functions(config: Config) -> Iterator[Finding]:
 
 
 def check_reward(config: Config, *, calls: bool) -> Iterator[Finding]:
-    """Find a reward that cannot be imported; with `calls`, one that fails on the first row and a stand-in completion."""
+    """Find a reward that cannot be imported; with `calls`, one that fails on the first row and a stand-in completion.
+
+    An environment is only imported: it needs a model to play with.
+    """
     try:
+        if config.task.environment:
+            load_environment(config.task.environment)
+            return
         reward = load_reward(config.task.reward)
         prompt = first_prompt(config) if calls else None
     except SettingError as error:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from offbeat.common.rows import EvalSampleRow, Recorder, SampleRow
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.leases.prompts import Prompt
@@ -48,7 +50,7 @@ class SampleRows:
             finish_reason=rollout.finish_reason,
             num_tokens=len(rollout.token_ids),
             prompt=shorten(self._decode(group.prompt_token_ids.tolist()), MAX_TEXT),
-            completion=shorten(self._decode(rollout.token_ids.tolist()), MAX_TEXT),
+            completion=shorten(written(rollout, self._decode), MAX_TEXT),
         )
 
 
@@ -75,9 +77,20 @@ class EvaluationSampleRows:
                 finish_reason=rollout.finish_reason,
                 num_tokens=len(rollout.token_ids),
                 prompt=shorten(self._decode(prompt.token_ids.tolist()), MAX_TEXT),
-                completion=shorten(self._decode(rollout.token_ids.tolist()), MAX_TEXT),
+                completion=shorten(written(rollout, self._decode), MAX_TEXT),
             )
         )
+
+
+def written(rollout: Rollout, decode: Decode) -> str:
+    """Return a completion as text; what an environment has added stands between ⟦ and ⟧."""
+    if not rollout.turns:
+        return decode(rollout.token_ids.tolist())
+    token_ids, sampled = rollout.stream()
+    ends = np.flatnonzero(np.diff(sampled, append=not sampled[-1])) + 1
+    starts = np.concatenate([[0], ends[:-1]])
+    texts = [(decode(token_ids[start:end].tolist()), sampled[start]) for start, end in zip(starts, ends, strict=True)]
+    return "".join(text if is_sampled else f"⟦{text}⟧" for text, is_sampled in texts)
 
 
 def shorten(text: str, limit: int) -> str:

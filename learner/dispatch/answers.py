@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from offbeat.common.config import Config
 from offbeat.common.rows import EventRow, Recorder
 from offbeat.learner.dispatch.evaluation_leases import EvaluationLeases
 from offbeat.learner.dispatch.failures import Failures
@@ -29,17 +30,17 @@ _CURES = {
 class GroupCheck(NamedTuple):
     """The limits that every group of the run must keep to."""
 
-    training_group_size: int
-    evaluation_group_size: int
-    max_new_tokens: int
+    config: Config
     vocabulary_size: int
     versions: Versions
 
     def flaw(self, done: GroupDone, arrays: Sequence[Frame], *, is_evaluation: bool) -> str | None:
         """Return the reason why a group cannot be used; None for a good one."""
+        config = self.config
         limits = Limits(
-            group_size=self.evaluation_group_size if is_evaluation else self.training_group_size,
-            max_new_tokens=self.max_new_tokens,
+            group_size=config.evaluation.group_size if is_evaluation else config.rollout.group_size,
+            max_new_tokens=config.rollout.max_new_tokens,
+            max_length=config.model.max_length if config.task.environment else 0,
             vocabulary_size=self.vocabulary_size,
             newest_version=self.versions.newest,
         )

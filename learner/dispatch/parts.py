@@ -85,13 +85,7 @@ def make_parts(
     buffer = GroupBuffer(
         prompts.train, journal, scheduler, versions, failures, record, wake, drop_zero_variance=drop_zero_variance
     )
-    check = GroupCheck(
-        training_group_size=rollout.group_size,
-        evaluation_group_size=config.evaluation.group_size,
-        max_new_tokens=rollout.max_new_tokens,
-        vocabulary_size=contract.vocabulary_size,
-        versions=versions,
-    )
+    check = GroupCheck(config, contract.vocabulary_size, versions)
     answers = Answers(check, desk, buffer, evaluations, failures, roster.rejections, send_queue, record)
     quarantine = Quarantine(roster, desk, buffer, failures, settings, record)
     watchdog = Watchdog(settings, roster, desk, journal, versions, evaluations, failures, record)

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from offbeat.protocols.messages import CompletionMeta
+from offbeat.protocols.completions import CompletionMeta
 
 
 class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):
@@ -39,7 +39,7 @@ class Granted(Event, frozen=True):
 
 
 class Accepted(Event, frozen=True):
-    """A lease's group is in the buffer. Arrays: int32 token ids and float32 behavior log-probs, completions concatenated."""
+    """A lease's group is in the buffer. Arrays: as those of `GroupDone`."""
 
     lease_id: int
     actor: str

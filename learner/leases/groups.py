@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from offbeat.learner.leases.events import Accepted
 from offbeat.learner.leases.prompts import Prompt
+from offbeat.protocols.completions import CompletionMeta, Segment, Turn
 from offbeat.protocols.fields import LARGEST_REWARD
-from offbeat.protocols.messages import CompletionMeta, Segment
-from offbeat.protocols.wire import Frame, logprobs, token_ids
+from offbeat.protocols.wire import Frame, has_context, logprobs, token_ids
 
 LagOf = Literal["oldest_token", "token_mean", "last_segment"]
 """The measure of a group's lag when the weights changed during a completion: `staleness.lag_of`."""
@@ -22,11 +22,14 @@ LARGEST_LOGPROB = 1e-4
 SMALLEST_LOGPROB = -1000.0
 
 
+_NO_CONTEXT = np.empty(0, dtype=np.int32)
+
+
 class Rollout(NamedTuple):
-    """One completion of a group."""
+    """One completion of a group: its sampled tokens, and the context between them where an environment added some."""
 
     token_ids: NDArray[np.int32]
-    """`[num_tokens]`."""
+    """The sampled tokens, `[num_tokens]`."""
     behavior_logprobs: NDArray[np.float32]
     """`[num_tokens]`, between `SMALLEST_LOGPROB` and `LARGEST_LOGPROB`."""
     reward: float
@@ -34,6 +37,30 @@ class Rollout(NamedTuple):
     segments: tuple[Segment, ...]
     reward_parts: Mapping[str, float] = {}
     """Named parts of the reward; empty where it is a number alone."""
+    turns: tuple[Turn, ...] = ()
+    """Empty where all tokens after the prompt were sampled."""
+    context_ids: NDArray[np.int32] = _NO_CONTEXT
+    """The context of all turns, concatenated."""
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens after the prompt, context included."""
+        return len(self.token_ids) + len(self.context_ids)
+
+    @property
+    def longest_turn(self) -> int:
+        """Sampled tokens of the longest turn, which `rollout.max_new_tokens` bounds."""
+        return max((turn.num_sampled for turn in self.turns), default=len(self.token_ids))
+
+    def stream(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Return all tokens after the prompt in order, and which of them were sampled, both `[num_inputs]`."""
+        if not self.turns:
+            return self.token_ids, np.ones(len(self.token_ids), dtype=np.bool_)
+        lengths = [number for turn in self.turns for number in (turn.num_context, turn.num_sampled)]
+        sampled = np.repeat(np.tile([False, True], len(self.turns)), lengths)
+        token_ids = np.empty(len(sampled), dtype=np.int32)
+        token_ids[sampled], token_ids[~sampled] = self.token_ids, self.context_ids
+        return token_ids, sampled
 
 
 class Group(NamedTuple):
@@ -89,6 +116,8 @@ class Limits(NamedTuple):
     vocabulary_size: int
     newest_version: int
     """The newest policy version that any learner process of this run has made."""
+    max_length: int
+    """Most tokens after the prompt where an environment adds context; 0 in a run without one, where no completion has turns."""
 
 
 def _sum_versions(rollout: Rollout) -> int:
@@ -114,16 +143,22 @@ def make_group(accepted: Accepted, arrays: Sequence[Frame], prompt: Prompt) -> G
 
 
 def unpack(completions: Sequence[CompletionMeta], arrays: Sequence[Frame]) -> tuple[Rollout, ...]:
-    """Cut the completions of a group out of its two frames, without a copy."""
+    """Cut the completions of a group out of its frames, without a copy."""
     all_ids, all_logprobs = token_ids(arrays[0]), logprobs(arrays[1])
-    rollouts, start = [], 0
+    all_context = token_ids(arrays[2]) if has_context(completions) else _NO_CONTEXT
+    rollouts, start, context_start = [], 0, 0
     for completion in completions:
         end = start + completion.num_tokens
         ids, behavior = all_ids[start:end], all_logprobs[start:end]
         # By position: the hub makes one for each completion that arrives, and names take twice the time.
-        rollouts.append(
-            Rollout(ids, behavior, completion.reward, completion.finish_reason, completion.segments, completion.reward_parts)
+        rollout = Rollout(
+            ids, behavior, completion.reward, completion.finish_reason, completion.segments, completion.reward_parts
         )
+        if completion.turns:
+            context_end = context_start + sum(turn.num_context for turn in completion.turns)
+            rollout = rollout._replace(turns=completion.turns, context_ids=all_context[context_start:context_end])
+            context_start = context_end
+        rollouts.append(rollout)
         start = end
     return tuple(rollouts)
 
@@ -133,8 +168,13 @@ def flaw(completions: Sequence[CompletionMeta], arrays: Sequence[Frame], limits:
     if len(completions) != limits.group_size:
         return f"{len(completions)} completions for a group of {limits.group_size}"
     for index, completion in enumerate(completions):
-        if completion.num_tokens > limits.max_new_tokens:
-            return f"completion {index} has {completion.num_tokens} tokens, more than {limits.max_new_tokens}"
+        longest = max((turn.num_sampled for turn in completion.turns), default=completion.num_tokens)
+        if longest > limits.max_new_tokens:
+            return f"completion {index} has {longest} tokens, more than {limits.max_new_tokens}"
+        if completion.turns:
+            length = completion.num_tokens + sum(turn.num_context for turn in completion.turns)
+            if length > limits.max_length:
+                return f"completion {index} has {length} tokens with its context, more than {limits.max_length}"
         # Not `>`: a NaN must not pass.
         if not abs(completion.reward) <= LARGEST_REWARD:
             return f"completion {index} has reward {completion.reward:g}, not within {LARGEST_REWARD:g} of 0"
@@ -145,8 +185,9 @@ def flaw(completions: Sequence[CompletionMeta], arrays: Sequence[Frame], limits:
                 return f"completion {index} claims policy version {segment.policy_version}, not made yet"
     # All completions at once: on short ones numpy's cost is by call, not by token.
     ids, values = token_ids(arrays[0]), logprobs(arrays[1])
+    context = token_ids(arrays[2]) if has_context(completions) else _NO_CONTEXT
     # Unsigned, a negative id is a huge one.
-    if ids.view(np.uint32).max() >= limits.vocabulary_size:
+    if max(ids.view(np.uint32).max(), context.view(np.uint32).max(initial=0)) >= limits.vocabulary_size:
         return "it has token ids outside the vocabulary"
     if not (values.min() >= SMALLEST_LOGPROB and values.max() <= LARGEST_LOGPROB):
         return "it has impossible log-probs"

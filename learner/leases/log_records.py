@@ -7,6 +7,7 @@ A record is whole when it lies within the file and its checksum is right. Everyt
 length before it is known to lie within the file.
 """
 
+import itertools
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from offbeat.common.shutdown import ServiceError
 from offbeat.learner.leases.events import Accepted, LeaseEvent
-from offbeat.protocols.wire import ITEM_BYTES
+from offbeat.protocols.wire import ITEM_BYTES, has_context
 
 Buffer = bytes | bytearray | memoryview
 
@@ -54,8 +55,8 @@ class Record(NamedTuple):
     """Start of the record."""
     event: LeaseEvent
     arrays: tuple[memoryview, ...]
-    """`Accepted`: raw int32 token ids, raw float32 behavior log-probs; others: none. They are views into the mapped file, read
-    from disk when they are used, and valid for as long as they are held: a deleted segment's space is not free before."""
+    """`Accepted`: the raw arrays of its `GroupDone`; others: none. They are views into the mapped file, read from disk when
+    they are used, and valid for as long as they are held: a deleted segment's space is not free before."""
 
 
 class RawRecord(NamedTuple):
@@ -167,13 +168,15 @@ def decode_record(raw: RawRecord, number: int, path: Path) -> Record:
             "their groups are generated again."
         ) from error
     position = Position(number, raw.offset)
-    if not lengths:
-        return Record(position, event, ())
-    return Record(position, event, (raw.arrays[: lengths[0]], raw.arrays[lengths[0] :]))
+    ends = list(itertools.accumulate(lengths))
+    return Record(position, event, tuple(raw.arrays[end - length : end] for end, length in zip(ends, lengths, strict=True)))
 
 
 def _array_lengths(event: LeaseEvent) -> list[int]:
     """Return the bytes of each array that belongs to the event."""
     if not isinstance(event, Accepted):
         return []
-    return [ITEM_BYTES * sum(completion.num_tokens for completion in event.completions)] * 2
+    lengths = [ITEM_BYTES * sum(completion.num_tokens for completion in event.completions)] * 2
+    if has_context(event.completions):
+        lengths.append(ITEM_BYTES * sum(turn.num_context for completion in event.completions for turn in completion.turns))
+    return lengths

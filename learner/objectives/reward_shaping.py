@@ -102,8 +102,8 @@ def shape_rewards(
     are made of, even an outlier that the normalization made larger.
 
     `rewards`, `lengths`: `[num_groups, group_size]`, all completions of one optimizer step, of all ranks; `lengths` in
-    completion tokens. Where `norm_mean` or `norm_std` is "running" the moments are updated before they are used, so the first
-    step's rewards are normalized too; otherwise `running` is returned unchanged.
+    completion tokens, of an episode those of its longest turn. Where `norm_mean` or `norm_std` is "running" the moments are
+    updated before they are used, so the first step's rewards are normalized too; otherwise `running` is returned unchanged.
     """
     rewards = rewards + overlong_punishment(
         lengths,
@@ -130,8 +130,9 @@ def overlong_punishment(
     first token of the buffer and reaches `-penalty` at `max_new_tokens`, for completions that were cut off there and for those
     that ended there. A buffer of 0 punishes nothing.
     """
-    tokens_to_buffer = max_new_tokens - buffer_tokens - lengths
-    return penalty * np.clip(tokens_to_buffer / max(1, buffer_tokens), -1.0, 0.0)
+    if not buffer_tokens:
+        return np.zeros(lengths.shape)
+    return penalty * np.clip((max_new_tokens - buffer_tokens - lengths) / buffer_tokens, -1.0, 0.0)
 
 
 def normalize_rewards(

@@ -13,6 +13,15 @@ TokenIds = Sequence[int] | NDArray[np.int32]
 """Token ids of a prompt or a completion."""
 
 
+class Stream(NamedTuple):
+    """A completion of several turns: tokens that were sampled, and context between them that is only read."""
+
+    token_ids: NDArray[np.int32]
+    """`[num_tokens]`, the last one sampled."""
+    sampled: NDArray[np.bool_]
+    """`[num_tokens]`."""
+
+
 @dataclass(frozen=True)
 class Span:
     """Neighboring inputs of a pack; each attends to the span's prefix, to itself, and to the inputs before it in the span.
@@ -35,7 +44,8 @@ class Pack(NamedTuple):
     """The inputs of one forward pass, and the outputs that predict each completion token.
 
     For each prompt the inputs are the prompt's tokens, then the tokens of each of its completions except the last, which
-    predicts nothing. Completion tokens are numbered over all completions in the order given to `pack`.
+    predicts nothing. Completion tokens, those of a `Stream` that were sampled, are numbered over all completions in the order
+    given to `pack`.
     """
 
     token_ids: Tensor
@@ -71,7 +81,7 @@ def num_inputs(prompt_length: int, completion_lengths: Sequence[int]) -> int:
     return prompt_length + sum(max(0, length - 1) for length in completion_lengths)
 
 
-def pack(sequences: Sequence[tuple[TokenIds, Sequence[TokenIds]]]) -> Pack:
+def pack(sequences: Sequence[tuple[TokenIds, Sequence[TokenIds | Stream]]]) -> Pack:
     """Pack prompts, at least one token each, with their completions, which may be empty.
 
     Without sequences the pack has one input, so that a model can run it, and predicts nothing.
@@ -81,6 +91,7 @@ def pack(sequences: Sequence[tuple[TokenIds, Sequence[TokenIds]]]) -> Pack:
     predictors: list[NDArray[np.int64]] = []
     targets: list[TokenIds] = []
     spans: list[Span] = []
+    lengths: list[int] = []
     end = 0
     for prompt, completions in sequences or [([0], [])]:
         assert len(prompt) > 0, "the first token of a completion is predicted by its prompt"
@@ -89,16 +100,19 @@ def pack(sequences: Sequence[tuple[TokenIds, Sequence[TokenIds]]]) -> Pack:
         spans.append(prompt_span)
         token_ids.append(prompt)
         position_ids.append(np.arange(len(prompt)))
-        for completion in completions:
+        for one in completions:
+            completion, sampled = one if isinstance(one, Stream) else (one, None)
             length = max(0, len(completion) - 1)
             if length > 0:
                 spans.append(Span(end, length, prompt_span.start, prompt_span.length))
             token_ids.append(completion[:length])
             position_ids.append(np.arange(len(prompt), len(prompt) + length))
             if len(completion) > 0:
-                predictors.append(np.arange(end - 1, end + length))
-                predictors[-1][0] = prompt_span.start + prompt_span.length - 1
-            targets.append(completion)
+                before = np.arange(end - 1, end + length)
+                before[0] = prompt_span.start + prompt_span.length - 1
+                predictors.append(before if sampled is None else before[sampled])
+            targets.append(completion if sampled is None else np.asarray(completion)[sampled])
+            lengths.append(len(targets[-1]))
             end += length
     return Pack(
         _concatenated(token_ids),
@@ -106,7 +120,7 @@ def pack(sequences: Sequence[tuple[TokenIds, Sequence[TokenIds]]]) -> Pack:
         _concatenated(predictors),
         _concatenated(targets),
         tuple(spans),
-        tuple(len(completion) for _, completions in sequences for completion in completions),
+        tuple(lengths),
     )
 
 

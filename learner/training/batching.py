@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offbeat.learner.leases.groups import Group, Rollout
-from offbeat.learner.policy.packing import Pack, num_inputs, pack
+from offbeat.learner.policy.packing import Pack, Stream, TokenIds, num_inputs, pack
 
 
 class Row(NamedTuple):
@@ -134,7 +134,11 @@ def _num_tokens(piece: Sequence[Row]) -> int:
 
 def _num_inputs(rows: Sequence[Row]) -> int:
     """Count the inputs of the model for these rows' completions."""
-    return num_inputs(0, [len(row.rollout.token_ids) for row in rows])
+    return num_inputs(0, [row.rollout.num_inputs for row in rows])
+
+
+def _tokens(rollout: Rollout) -> TokenIds | Stream:
+    return Stream(*rollout.stream()) if rollout.turns else rollout.token_ids
 
 
 def collate(rows: Sequence[Row]) -> MicroBatch:
@@ -143,7 +147,7 @@ def collate(rows: Sequence[Row]) -> MicroBatch:
     for row in rows:
         by_group.setdefault(row.group, []).append(row)
     packed = pack(
-        [(of_group[0].prompt_token_ids, [row.rollout.token_ids for row in of_group]) for of_group in by_group.values()]
+        [(of_group[0].prompt_token_ids, [_tokens(row.rollout) for row in of_group]) for of_group in by_group.values()]
     )
     shape = (len(rows), max([1, *packed.lengths]))
     completion_mask = np.zeros(shape, dtype=np.bool_)

@@ -252,7 +252,7 @@ class Trainer:
         """Return the completions of one optimizer step with shaped rewards, and the reward moments to continue with."""
         shaped = shape_rewards(
             np.array([[rollout.reward for rollout in group.rollouts] for group in groups]),
-            np.array([[len(rollout.token_ids) for rollout in group.rollouts] for group in groups]),
+            np.array([[rollout.longest_turn for rollout in group.rollouts] for group in groups]),
             self._shaping,
             running=running,
         )

@@ -12,14 +12,18 @@ from numpy.typing import NDArray
 
 from offbeat.actor.contact import ActorIdentity
 from offbeat.actor.engine import Completion, Score
+from offbeat.actor.jobs import Jobs
+from offbeat.actor.outbox import Outbox
 from offbeat.actor.reward_values import Reward
 from offbeat.actor.rewards import Rewarded, RewardFailure, RewardRunner, UnavailableRewards
 from offbeat.actor.samples import Sample
 from offbeat.actor.service import ActorService
+from offbeat.actor.single_turns import SingleTurns
 from offbeat.common.config import ActorSection, Config, HubSection, MetricsSection
 from offbeat.common.shutdown import StopRequest
 from offbeat.common.weights import make_layout
 from offbeat.protocols.channels import Hub, Link
+from offbeat.protocols.completions import Segment
 from offbeat.protocols.messages import (
     ActorHeartbeat,
     ActorMessage,
@@ -31,7 +35,6 @@ from offbeat.protocols.messages import (
     Lease,
     ModelHashes,
     Sampling,
-    Segment,
     Welcome,
 )
 from offbeat.protocols.wire import FromActor
@@ -257,12 +260,14 @@ class Actor:
         self.reason = ""
         self.error: BaseException | None = None
         self._link = Link(config.hub.address, identity=PEER, max_message_bytes=LIMIT)
+        outbox = Outbox(resend_after_s=config.hub.dead_after_s)
+        play = SingleTurns(engine, cast(Any, FakeTokenizer()), cast(RewardRunner, self.rewards))
         self._service = ActorService(
             identity=IDENTITY,
             config=config,
             engine=engine,
-            tokenizer=cast(Any, FakeTokenizer()),
-            rewards=cast(RewardRunner, self.rewards),
+            jobs=Jobs(engine, play, outbox, max_message_bytes=config.hub.max_message_mb << 20),
+            outbox=outbox,
             link=self._link,
             stop=cast(StopRequest, self.stop),
             clock=lambda: time.monotonic() + self.skipped_s,

@@ -19,7 +19,8 @@ from offbeat.common.shutdown import ServiceError
 from offbeat.learner.diagnostics.routing_metrics import routing_metrics
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.packing import pack
-from offbeat.protocols.messages import ModelHashes, Sampling, Segment
+from offbeat.protocols.completions import Segment
+from offbeat.protocols.messages import ModelHashes, Sampling
 
 pytestmark = pytest.mark.engine
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from offbeat.protocols.messages import Ack, ActorHeartbeat, Cancel, GroupDone, Hello, LeaseFailed, SayHello, Segment
+from offbeat.protocols.completions import Segment
+from offbeat.protocols.messages import Ack, ActorHeartbeat, Cancel, GroupDone, Hello, LeaseFailed, SayHello
 from offbeat.protocols.wire import logprobs, token_ids
 from tests.actor.actor_harness import CANARY, Learner, actor_of, eventually
 

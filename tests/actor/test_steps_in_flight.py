@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from offbeat.actor.engine import Completion, Engine
-from offbeat.protocols.messages import Sampling, Segment
+from offbeat.protocols.completions import Segment
+from offbeat.protocols.messages import Sampling
 from tests.actor.test_engines import PROMPTS, finish, load, load_reference, reference_logprobs, start, step
 
 pytestmark = pytest.mark.engine

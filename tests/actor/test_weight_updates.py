@@ -17,6 +17,7 @@ from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.standings import Recipient
 from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.channels import Hub, Link
+from offbeat.protocols.completions import Segment
 from offbeat.protocols.messages import (
     ActorHeartbeat,
     ActorMessage,
@@ -29,7 +30,6 @@ from offbeat.protocols.messages import (
     Hello,
     LearnerMessage,
     SayHello,
-    Segment,
     WeightPull,
     WeightsCommitted,
     WeightsStaged,

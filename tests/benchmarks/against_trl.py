@@ -21,7 +21,7 @@ from statistics import median
 from typing import NamedTuple
 
 from offbeat.common.rows import StepRow
-from offbeat.deploy.quickstart.quickstart import quickstart_folder
+from offbeat.deploy.quickstart.prepared import quickstart_folder
 from tests.benchmarks.measuring import NUM_ROUNDS, Cost, children_cpu_s, print_table, run_offbeat, spread
 
 TRL = "1.16.0"

@@ -42,12 +42,12 @@ from offbeat.common.eval_sets import eval_sets
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import load
 from offbeat.common.weights import WeightBuffer
-from offbeat.deploy.quickstart.quickstart import expand
+from offbeat.deploy.quickstart.prepared import expand
 from offbeat.learner.diagnostics.group_metrics import Metrics
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.leases.prompt_stream import PromptStream
 from offbeat.learner.leases.prompts import Prompt, load_prompts
-from offbeat.protocols.messages import Segment
+from offbeat.protocols.completions import Segment
 from tests.benchmarks.measuring import print_table, processes
 
 if TYPE_CHECKING:

@@ -13,17 +13,16 @@ import numpy as np
 import zmq
 
 from offbeat.common.config import RolloutSection, TaskSection
+from offbeat.protocols.completions import CompletionMeta, Segment
 from offbeat.protocols.keys import KeyPair, PublicKey
 from offbeat.protocols.messages import (
     Ack,
     ActorMessage,
-    CompletionMeta,
     Credit,
     GroupDone,
     Hello,
     LearnerMessage,
     Lease,
-    Segment,
     WeightsCommitted,
     Welcome,
 )

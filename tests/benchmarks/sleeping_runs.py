@@ -115,9 +115,12 @@ def act(connection: Connection) -> None:
     prepare_environment()
     # Imported here, because transformers needs the prepared environment.
     from offbeat.actor.contact import ActorIdentity
+    from offbeat.actor.jobs import Jobs
+    from offbeat.actor.outbox import Outbox
     from offbeat.actor.reward_attempts import limits_of
     from offbeat.actor.rewards import RewardRunner
     from offbeat.actor.service import ActorService
+    from offbeat.actor.single_turns import SingleTurns
 
     torch.set_num_threads(1)
     connection.send("up")
@@ -132,12 +135,14 @@ def act(connection: Connection) -> None:
             contextlib.closing(RewardRunner(reward, limits_of(config))) as rewards,
             Link(address, identity=identity.peer(), max_message_bytes=MAX_MESSAGE_BYTES) as link,
         ):
+            outbox = Outbox(resend_after_s=config.hub.dead_after_s)
+            play = SingleTurns(engine, cast("PreTrainedTokenizerBase", NoTokenizer()), rewards)
             ActorService(
                 identity=identity,
                 config=config,
                 engine=engine,
-                tokenizer=cast("PreTrainedTokenizerBase", NoTokenizer()),
-                rewards=rewards,
+                jobs=Jobs(engine, play, outbox, max_message_bytes=MAX_MESSAGE_BYTES),
+                outbox=outbox,
                 link=link,
                 stop=StopRequest(),
             ).run()

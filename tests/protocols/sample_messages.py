@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from offbeat.protocols.completions import CompletionMeta, Segment
 from offbeat.protocols.messages import (
     PROTOCOL_MINOR,
     Ack,
@@ -14,7 +15,6 @@ from offbeat.protocols.messages import (
     Chunk,
     ChunkGone,
     ChunkRequest,
-    CompletionMeta,
     Credit,
     CreditLimit,
     EngineInfo,
@@ -34,7 +34,6 @@ from offbeat.protocols.messages import (
     RewardTrouble,
     Sampling,
     SayHello,
-    Segment,
     SettingChange,
     StatusReport,
     StatusRequest,

@@ -11,9 +11,10 @@ import pytest
 
 from offbeat.protocols import channels, flood_guard
 from offbeat.protocols.channels import MAX_DROPS_AT_ONCE, Hub, Link
+from offbeat.protocols.completions import CompletionMeta, Segment
 from offbeat.protocols.flood_guard import MAX_MALFORMED
 from offbeat.protocols.keys import AllowList, make_key_pair
-from offbeat.protocols.messages import CompletionMeta, Goodbye, GroupDone, Segment
+from offbeat.protocols.messages import Goodbye, GroupDone
 from offbeat.protocols.wire import MAGIC, MAX_FRAMES, FromActor, UnknownMessageError, VersionError, WireError, encode
 from tests.protocols.sockets import ANY_PORT, LIMIT, RawPeer, eventually, flood, flood_with_key, introduce, port_of, receive
 

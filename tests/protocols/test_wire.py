@@ -1,16 +1,18 @@
 """Encoded messages are decoded unchanged; any other bytes raise `WireError`."""
 
+import itertools
+
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat.protocols.completions import CompletionMeta, Segment, Turn
 from offbeat.protocols.messages import (
     ActorMessage,
     CanaryRouted,
     CanaryScored,
-    CompletionMeta,
     Credit,
     CreditLimit,
     GroupDone,
@@ -19,7 +21,6 @@ from offbeat.protocols.messages import (
     LiveSettingsReport,
     LiveSettingsRequest,
     SayHello,
-    Segment,
     Welcome,
 )
 from offbeat.protocols.wire import (
@@ -29,6 +30,7 @@ from offbeat.protocols.wire import (
     decode_from_actor,
     decode_from_learner,
     encode,
+    has_context,
     logprobs,
     routed_experts,
     token_ids,
@@ -55,17 +57,33 @@ def segments(draw: st.DrawFn, num_tokens: int) -> tuple[Segment, ...]:
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> tuple[GroupDone, np.ndarray, np.ndarray]:
+def turns(draw: st.DrawFn, num_tokens: int) -> tuple[Turn, ...]:
+    ends = sorted({*draw(st.lists(st.integers(1, num_tokens), max_size=4)), num_tokens})
+    return tuple(Turn(draw(st.integers(0, 5)), end - start) for start, end in itertools.pairwise([0, *ends]))
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> tuple[GroupDone, *tuple[np.ndarray, ...]]:
     lengths = draw(st.lists(st.integers(1, 50), min_size=1, max_size=8))
     rewards = st.floats(allow_nan=False, width=32)
     completions = tuple(
-        CompletionMeta(length, draw(st.sampled_from(["stop", "length"])), draw(rewards), draw(segments(length)))
+        CompletionMeta(
+            length,
+            draw(st.sampled_from(["stop", "length"])),
+            draw(rewards),
+            draw(segments(length)),
+            turns=draw(turns(length)) if draw(st.booleans()) else (),
+        )
         for length in lengths
     )
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     ids = random.integers(-(2**31), 2**31, sum(lengths), dtype=np.int32)
     values = random.normal(size=sum(lengths)).astype(np.float32)
-    return GroupDone(lease_id=draw(st.integers(0, 2**63 - 1)), completions=completions, generate_s=0.5), ids, values
+    done = GroupDone(lease_id=draw(st.integers(0, 2**63 - 1)), completions=completions, generate_s=0.5)
+    if not has_context(completions):
+        return done, ids, values
+    num_context = sum(turn.num_context for completion in completions for turn in completion.turns)
+    return done, ids, values, random.integers(0, 2**31, num_context, dtype=np.int32)
 
 
 @pytest.mark.parametrize(("message", "arrays"), FROM_ACTOR, ids=name_of)
@@ -101,10 +119,11 @@ def test_arrays_of_other_width_order_and_stride_are_sent_as_little_endian_four_b
 
 @settings(deadline=None)
 @given(groups())
-def test_group_survives_the_wire(group: tuple[GroupDone, np.ndarray, np.ndarray]) -> None:
-    done, ids, values = group
-    decoded, arrays = decode_from_actor(as_sent(encode(done, ids, values)))
+def test_group_survives_the_wire(group: tuple[GroupDone, *tuple[np.ndarray, ...]]) -> None:
+    done, ids, values, *context = group
+    decoded, arrays = decode_from_actor(as_sent(encode(done, ids, values, *context)))
     assert decoded == done
+    assert [token_ids(array).tolist() for array in arrays[2:]] == [array.tolist() for array in context]
     np.testing.assert_array_equal(token_ids(arrays[0]), ids, strict=True)
     np.testing.assert_array_equal(logprobs(arrays[1]), values, strict=True)
 
@@ -128,7 +147,7 @@ def test_random_frames_raise_wire_error_and_nothing_else(frames: list[bytes]) ->
 @settings(deadline=None)
 @given(group=groups(), data=st.data())
 def test_mutated_group_is_a_wire_error_or_a_group_that_checks_out(
-    group: tuple[GroupDone, np.ndarray, np.ndarray], data: st.DataObject
+    group: tuple[GroupDone, *tuple[np.ndarray, ...]], data: st.DataObject
 ) -> None:
     frames = [bytearray(frame) for frame in encode(group[0], *group[1:])]
     for _ in range(data.draw(st.integers(1, 4))):
@@ -168,6 +187,10 @@ def assert_wire_error_or_sound(frames: list[bytes]) -> None:
         num_tokens = sum(completion.num_tokens for completion in message.completions)
         assert min(completion.num_tokens for completion in message.completions) >= 1
         assert len(token_ids(arrays[0])) == len(logprobs(arrays[1])) == num_tokens
+        for completion in message.completions:
+            assert not completion.turns or sum(turn.num_sampled for turn in completion.turns) == completion.num_tokens
+        num_context = sum(turn.num_context for completion in message.completions for turn in completion.turns)
+        assert [len(token_ids(array)) for array in arrays[2:]] == [num_context] * has_context(message.completions)
 
 
 @pytest.mark.parametrize("text", [b"\xff", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80"])

@@ -6,15 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from offbeat.protocols.messages import (
-    CanaryScored,
-    CompletionMeta,
-    Credit,
-    Goodbye,
-    GroupDone,
-    LiveSettingsRequest,
-    Segment,
-)
+from offbeat.protocols.completions import CompletionMeta, Segment
+from offbeat.protocols.messages import CanaryScored, Credit, Goodbye, GroupDone, LiveSettingsRequest
 from offbeat.protocols.wire import (
     MAGIC,
     MAX_ACTOR_BODY_BYTES,

@@ -7,17 +7,16 @@ import numpy as np
 import pytest
 
 from offbeat.protocols import wire
+from offbeat.protocols.completions import CompletionMeta, Segment
 from offbeat.protocols.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     ActorMessage,
     CanaryRouted,
     CanaryScored,
-    CompletionMeta,
     CreditLimit,
     GroupDone,
     LearnerMessage,
-    Segment,
 )
 from offbeat.protocols.wire import (
     MAGIC,

@@ -7,9 +7,10 @@ import msgspec
 import pytest
 
 from offbeat.common.settings import load
-from offbeat.deploy.quickstart.quickstart import Recipe, answers, ensure, expand, quickstart_folder
+from offbeat.deploy.quickstart.prepared import ensure, expand, prepared_folder, quickstart_folder
+from offbeat.deploy.quickstart.reversal import ReversalRecipe, answers
 
-SMALL = Recipe(warm_start_steps=2, warm_start_rows=4, num_train=20, num_eval=5)
+SMALL = ReversalRecipe(warm_start_steps=2, warm_start_rows=4, num_train=20, num_eval=5)
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -63,10 +64,10 @@ def test_two_processes_at_once_leave_one_whole_folder(tmp_path: Path) -> None:
 
 
 def test_failure_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("offbeat.deploy.quickstart.quickstart._warm_start", fail)
+    monkeypatch.setattr("offbeat.deploy.quickstart.reversal.warm_start", fail)
     with pytest.raises(OSError, match="disk full"):
         ensure(tmp_path / "folder", SMALL)
     assert list(tmp_path.iterdir()) == []
@@ -75,7 +76,7 @@ def test_failure_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 def test_folder_lies_in_the_cache_and_depends_on_the_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert quickstart_folder().parent == tmp_path / "offbeat"
-    assert quickstart_folder() != quickstart_folder(SMALL)
+    assert quickstart_folder() != prepared_folder(SMALL)
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert quickstart_folder().parent == tmp_path / "home" / ".cache" / "offbeat"

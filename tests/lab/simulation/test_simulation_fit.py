@@ -21,7 +21,7 @@ from offbeat.lab.simulation.fit import (
     read_times,
 )
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
-from offbeat.protocols.messages import CompletionMeta, Segment
+from offbeat.protocols.completions import CompletionMeta, Segment
 
 
 def granted(lease_id: int, at: float, actor: str = "a") -> Granted:

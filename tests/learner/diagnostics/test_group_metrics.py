@@ -5,7 +5,7 @@ import pytest
 
 from offbeat.learner.diagnostics.group_metrics import group_metrics
 from offbeat.learner.leases.groups import Group, Rollout
-from offbeat.protocols.messages import Segment
+from offbeat.protocols.completions import Segment
 
 
 def make_group(rewards: list[float], length: int, oldest_version: int) -> Group:

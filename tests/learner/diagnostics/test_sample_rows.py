@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from offbeat.common.rows import EvalSampleRow, Row, SampleRow
-from offbeat.learner.diagnostics.sample_rows import MAX_TEXT, EvaluationSampleRows, SampleRows, shorten
+from offbeat.learner.diagnostics.sample_rows import MAX_TEXT, EvaluationSampleRows, SampleRows, shorten, written
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.leases.prompts import Prompt
-from offbeat.protocols.messages import Segment
+from offbeat.protocols.completions import Segment, Turn
 
 
 def decode(token_ids: Sequence[int]) -> str:
@@ -35,6 +35,18 @@ def samples_of(num_steps: int, versions: Sequence[int], groups: list[Group]) -> 
     for version in versions:
         samples.record(groups, version)
     return [row for row in rows if isinstance(row, SampleRow)]
+
+
+def test_what_an_environment_added_is_marked() -> None:
+    ids = np.array(list(map(ord, "?a?c!7")), np.int32)
+    rollout = Rollout(ids, np.zeros(6, np.float32), 1.0, "stop", (Segment(0, 0),))
+    assert written(rollout, decode) == "?a?c!7"
+    turns = (Turn(0, 2), Turn(1, 2), Turn(2, 2))
+    rollout = rollout._replace(turns=turns, context_ids=np.array(list(map(ord, "c7.")), np.int32))
+    assert written(rollout, decode) == "?a⟦c⟧?c⟦7.⟧!7"
+    # No context before a turn: the model spoke twice in a row.
+    rollout = rollout._replace(turns=(Turn(1, 4), Turn(0, 2)), context_ids=np.array([ord("c")], np.int32))
+    assert written(rollout, decode) == "⟦c⟧?a?c!7"
 
 
 def test_a_sampled_step_has_its_best_and_its_worst_completion() -> None:

@@ -35,13 +35,13 @@ from offbeat.learner.leases.prompt_stream import PromptStream
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.recovery import Recovered
 from offbeat.learner.leases.rollout_log import LogFullError, RolloutLog
+from offbeat.protocols.completions import CompletionMeta, Segment
 from offbeat.protocols.keys import NO_KEYS, Sender
 from offbeat.protocols.messages import (
     Ack,
     ActorHeartbeat,
     ActorMessage,
     ActorStats,
-    CompletionMeta,
     Credit,
     EngineInfo,
     GroupDone,
@@ -51,7 +51,6 @@ from offbeat.protocols.messages import (
     LiveSettingsReport,
     LiveSettingsRequest,
     ModelHashes,
-    Segment,
     StatusReport,
     StatusRequest,
     TensorSpec,

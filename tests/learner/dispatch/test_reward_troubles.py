@@ -6,14 +6,8 @@ import pytest
 
 from offbeat.common.rows import EventRow
 from offbeat.learner.dispatch.reports import RepeatedEvents
-from offbeat.protocols.messages import (
-    ActorHeartbeat,
-    ActorStats,
-    CompletionMeta,
-    LeaseFailed,
-    RewardTrouble,
-    Segment,
-)
+from offbeat.protocols.completions import CompletionMeta, Segment
+from offbeat.protocols.messages import ActorHeartbeat, ActorStats, LeaseFailed, RewardTrouble
 from tests.learner.dispatch.dispatch_desk import LEASE_TIMEOUT_S, Actor, Desk
 
 RETRY_S = 60.0

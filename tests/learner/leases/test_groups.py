@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.learner.leases.groups import LARGEST_LOGPROB, SMALLEST_LOGPROB, Group, Limits, Rollout, flaw, unpack
-from offbeat.protocols.messages import CompletionMeta, Segment
+from offbeat.protocols.completions import CompletionMeta, Segment, Turn
 
-LIMITS = Limits(group_size=2, max_new_tokens=4, vocabulary_size=50, newest_version=3)
+LIMITS = Limits(group_size=2, max_new_tokens=4, vocabulary_size=50, newest_version=3, max_length=0)
 
 
 def frames(ids: list[int], logprobs: list[float]) -> list[memoryview]:
@@ -38,6 +38,36 @@ def test_every_completion_gets_its_own_tokens(lengths: list[int]) -> None:
     assert np.concatenate([rollout.token_ids for rollout in rollouts]).tolist() == [*range(total)]
     for rollout in rollouts:
         assert rollout.behavior_logprobs.tolist() == (-rollout.token_ids.astype(np.float32)).tolist()
+
+
+def with_turns(*turns: tuple[int, int]) -> CompletionMeta:
+    """Return a completion with these turns of (context, sampled) tokens."""
+    return CompletionMeta(
+        sum(sampled for _, sampled in turns), "stop", 0.5, (Segment(0, 0),), turns=tuple(Turn(*turn) for turn in turns)
+    )
+
+
+def test_context_stands_where_it_was_read() -> None:
+    completions = [with_turns((0, 2), (3, 1)), meta(2), with_turns((1, 1))]
+    arrays = [*frames([1, 2, 3, 4, 5, 6], [-1.0] * 6), frames([11, 12, 13, 14], [])[0]]
+    streams = [rollout.stream() for rollout in unpack(completions, arrays)]
+    assert [ids.tolist() for ids, _ in streams] == [[1, 2, 11, 12, 13, 3], [4, 5], [14, 6]]
+    assert ["".join("cs"[one] for one in sampled.tolist()) for _, sampled in streams] == ["sscccs", "ss", "cs"]
+
+
+def test_turns_are_bounded_one_by_one_and_all_together() -> None:
+    completion = with_turns((0, 4), (2, 4))
+    arrays = [*frames([1] * 8, [-1.0] * 8), frames([1, 49], [])[0]]
+    limits = LIMITS._replace(group_size=1, max_length=10)
+    assert flaw([completion], arrays, limits) is None
+    assert "8 tokens" not in str(flaw([completion], arrays, limits))
+    for change, why in (
+        ({"max_length": 9}, "10 tokens with its context, more than 9"),
+        ({"max_length": 0}, "10 tokens with its context, more than 0"),
+        ({"max_new_tokens": 3}, "completion 0 has 4 tokens, more than 3"),
+        ({"vocabulary_size": 49}, "outside the vocabulary"),
+    ):
+        assert why in str(flaw([completion], arrays, limits._replace(**change)))
 
 
 def test_completions_are_views_of_the_frames() -> None:

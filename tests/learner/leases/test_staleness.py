@@ -13,7 +13,7 @@ from offbeat.common.learning_sections import TrainSection
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError
 from offbeat.learner.leases.groups import Group, LagOf, Rollout
-from offbeat.protocols.messages import Segment
+from offbeat.protocols.completions import Segment
 from tests.learner.leases.scheduled_runs import InFlight, make_group, make_policy
 
 LAGS: tuple[LagOf, ...] = ("oldest_token", "token_mean", "last_segment")

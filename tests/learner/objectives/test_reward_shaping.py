@@ -251,7 +251,8 @@ def test_a_completion_beyond_the_limit_loses_no_more_than_the_penalty():
 
 
 def test_without_a_buffer_nothing_is_punished():
-    assert not overlong_punishment(np.array([0, 9, 10]), max_new_tokens=10, buffer_tokens=0, penalty=2.0).any()
+    lengths = np.array([0, 9, 10, 25])
+    assert not overlong_punishment(lengths, max_new_tokens=10, buffer_tokens=0, penalty=2.0).any()
 
 
 def test_clipped_rewards_lie_within_the_limit_on_both_sides():

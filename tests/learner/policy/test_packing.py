@@ -1,8 +1,9 @@
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.learner.policy.packing import Span, num_inputs, pack, unpack
+from offbeat.learner.policy.packing import Span, Stream, num_inputs, pack, unpack
 
 token_ids = st.integers(1, 99)
 groups = st.tuples(
@@ -42,6 +43,27 @@ def test_what_the_predictor_of_a_token_sees_is_the_prompt_and_the_completion_bef
         assert packed.token_ids[seen[predictor]].tolist() == history
         assert packed.position_ids[seen[predictor]].tolist() == list(range(len(history)))
     assert packed.lengths == tuple(len(completion) for _, completions in sequences for completion in completions)
+
+
+@settings(max_examples=100)
+@given(st.lists(groups, max_size=3), st.randoms(use_true_random=False))
+def test_only_sampled_tokens_of_a_stream_are_predicted_and_all_are_read(sequences, random):
+    sampled = [[[random.random() < 0.5 for _ in one[1:]] + [True] * bool(one) for one in ones] for _, ones in sequences]
+    streams = [
+        (
+            prompt,
+            [Stream(np.array(one, dtype=np.int32), np.array(mask, dtype=bool)) for one, mask in zip(ones, masks, strict=True)],
+        )
+        for (prompt, ones), masks in zip(sequences, sampled, strict=True)
+    ]
+    whole, packed = pack(sequences), pack(streams)
+    keep = torch.tensor([one for masks in sampled for mask in masks for one in mask], dtype=torch.bool)
+    assert packed.targets.tolist() == whole.targets[keep].tolist()
+    assert packed.predictors.tolist() == whole.predictors[keep].tolist()
+    assert packed.lengths == tuple(sum(mask) for masks in sampled for mask in masks)
+    for field in ("token_ids", "position_ids"):
+        assert getattr(packed, field).tolist() == getattr(whole, field).tolist()
+    assert packed.spans == whole.spans
 
 
 @settings(max_examples=50)

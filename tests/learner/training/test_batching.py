@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.training.batching import Row, assign_rows, collate, make_rows
-from offbeat.protocols.messages import Segment
+from offbeat.protocols.completions import Segment, Turn
 
 
 def make_row(num_prompt_tokens: int, num_completion_tokens: int, *, group: int = 0, advantage: float = 1.0) -> Row:
@@ -30,6 +30,19 @@ def test_completions_are_packed_behind_their_prompt_and_padded_for_the_loss() ->
     assert batch.rewards.tolist() == [1.0, -2.0, 2.0]
     assert batch.weights.tolist() == [0.5] * 3
     assert batch.policy_lags.tolist() == [3, 3, 3]
+
+
+def test_context_of_an_environment_is_read_and_not_trained_on() -> None:
+    row = make_row(2, 3)
+    turns = (Turn(0, 2), Turn(2, 1))
+    row = row._replace(rollout=row.rollout._replace(turns=turns, context_ids=np.array([51, 52], dtype=np.int32)))
+    batch = collate([row])
+    assert batch.pack.token_ids.tolist() == [1, 2, 101, 102, 51, 52]
+    assert batch.pack.targets.tolist() == [101, 102, 103]
+    assert batch.pack.predictors.tolist() == [1, 2, 5]
+    assert batch.behavior_logprobs.tolist() == [[-1, -2, -3]]
+    of_two = assign_rows([row, row._replace(group=1)], micro_batch_tokens=6, world_size=1)
+    assert [len(micro_batch) for micro_batch in of_two[0]] == [1, 1], "context counts as an input"
 
 
 def test_a_micro_batch_without_rows_has_an_input_and_nothing_to_learn() -> None:

@@ -18,7 +18,7 @@ from offbeat.learner.training.preparation import (
     resolve_advantage,
     scale_advantages,
 )
-from offbeat.protocols.messages import Segment
+from offbeat.protocols.completions import Segment
 
 REFERENCE = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, -2.0, 0.0]])
 

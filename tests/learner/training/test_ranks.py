@@ -31,7 +31,7 @@ from offbeat.learner.training.ranks import (
     Train,
     Tune,
 )
-from offbeat.protocols.messages import Segment
+from offbeat.protocols.completions import Segment
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from offbeat.common.config import Config, ModelSection
 from offbeat.common.learning_sections import AdvantageSection, KlSection, LoraSection, LossSection, RewardSection, TrainSection
 from offbeat.common.objectives import complete
 from offbeat.learner.leases.groups import Group, Rollout
-from offbeat.protocols.messages import Segment
+from offbeat.protocols.completions import Segment
 
 VOCABULARY = range(4, 44)
 """Token ids of the tiny models' alphabet."""

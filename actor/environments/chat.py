@@ -1,0 +1,112 @@
+"""What an environment function is given: a conversation with the model that is being trained, of one episode.
+
+    async def play(chat, row):
+        reply = await chat.sample()
+        chat.add("tool", look_up(row, reply.text))
+        reply = await chat.sample()
+        return float(reply.text == row["answer"])
+
+`import offbeat` imports nothing from here; a function only uses the object that it is called with.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from offbeat.actor.environments.chat_format import ChatFormat
+from offbeat.actor.environments.messages import Play, Sample, Sampled
+
+
+class NoRoom(Exception):  # noqa: N818, a state and no mistake of the program
+    """No token fits any more (`model.max_length`). An episode whose function lets it pass ends with its rewards so far."""
+
+
+class Reply(NamedTuple):
+    """One turn of the model."""
+
+    text: str
+    """Without special tokens."""
+    token_ids: tuple[int, ...]
+    finish_reason: Literal["stop", "length"]
+    """`stop`: the model ended its turn. `length`: it was cut at `max_new_tokens`, or where no more tokens fit."""
+
+
+class Chat:
+    """An episode as its function sees it."""
+
+    def __init__(self, play: Play, chat_format: ChatFormat, max_length: int, send: Callable[[Sample], None]) -> None:
+        """`max_length` bounds the tokens of the episode; `send` asks the actor for a turn."""
+        self.key: str = play.episode
+        """Lease, index in the group and attempt: the same episode never has another key, nor two attempts the same one."""
+        self.seed: int = play.seed
+        """The same for all episodes of a group, which must play in the same world."""
+        self.prompt: str = play.prompt
+        """The prompt as text."""
+        self.is_evaluation: bool = play.is_evaluation
+        self._format = chat_format
+        self._max_length = max_length
+        self._send = send
+        self._num_tokens = play.num_prompt_tokens
+        self._added: list[tuple[str, str]] = []
+        self._last_token: int | None = None
+        self._reply: asyncio.Future[Sampled] | None = None
+        self._rewards = 0.0
+        self._metrics: dict[str, float] = {}
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit, without what was added since the last turn."""
+        return self._max_length - self._num_tokens
+
+    @property
+    def rewards(self) -> float:
+        """The sum of the rewards given so far."""
+        return self._rewards
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics given so far."""
+        return self._metrics
+
+    def add(self, role: str, content: str) -> None:
+        """Add a message that the model reads before its next turn; without a chat template, `content` as it is."""
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise TypeError(f"add() takes a role and a text, not {role!r} and {content!r}")
+        self._added.append((role, content))
+
+    async def sample(self, max_new_tokens: int | None = None) -> Reply:
+        """Return the model's next turn, of at most `max_new_tokens` tokens (`rollout.max_new_tokens`).
+
+        Raise `NoRoom` when no token fits any more. While it waits, nothing of the engine is held.
+        """
+        if self._reply is not None:
+            raise RuntimeError("sample() while another sample() of this episode waits: an episode has one history")
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}, less than 1")
+        context = self._format.context(self._added, last_token=self._last_token)
+        if self.room - len(context) < 1:
+            raise NoRoom(f"{self._num_tokens} tokens, {len(context)} added ones, and model.max_length is {self._max_length}")
+        self._added.clear()
+        self._reply = asyncio.get_running_loop().create_future()
+        try:
+            self._send(Sample(episode=self.key, context=context, max_new_tokens=max_new_tokens))
+            sampled = await self._reply
+        finally:
+            self._reply = None
+        self._num_tokens += len(context) + len(sampled.token_ids)
+        self._last_token = sampled.token_ids[-1]
+        finish: Literal["stop", "length"] = "stop" if sampled.finish_reason == "stop" else "length"
+        return Reply(self._format.text(sampled.token_ids), tuple(sampled.token_ids), finish)
+
+    def reward(self, value: float) -> None:
+        """Add to the reward of the episode."""
+        self._rewards += float(value)
+
+    def metric(self, name: str, value: float) -> None:
+        """Give a number of the episode; steps show its mean as `reward_part/NAME`."""
+        self._metrics[name] = float(value)
+
+    def take(self, sampled: Sampled) -> None:
+        """Hand the actor's answer to the function that waits."""
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_result(sampled)

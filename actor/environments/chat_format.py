@@ -1,0 +1,94 @@
+"""The tokens that stand between two turns of the model: what an environment adds, as the tokenizer's template writes it.
+
+History is never rendered again, because text that is tokenized anew need not give the tokens that were sampled. The next
+prompt is the tokens so far, then a bridge: the difference between two renderings of a made-up conversation.
+
+    render(user, assistant)                     ... <end> \\n
+    render(user, assistant, added messages)     ... <end> \\n <start> tool 7 <end> \\n <start> assistant \\n
+                                                     ^ the bridge begins behind the end of the assistant's turn
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from offbeat.common.settings import SettingError
+
+SETTING = "task.chat_template"
+_CURE = (
+    "Use a template that only appends, or set task.chat_template=false and write the marks of turns yourself in add(). "
+    "Templates that drop the reasoning of earlier turns often keep it under an argument (task.template_arguments)."
+)
+_DUMMY = ({"role": "user", "content": "one"}, {"role": "assistant", "content": "two"})
+_PROBE = {"role": "user", "content": "three"}
+
+
+class ChatFormat:
+    """Turns added messages into the tokens that the model reads before its next turn."""
+
+    def __init__(self, tokenizer: Any, template_arguments: Mapping[str, Any], *, has_chat_template: bool) -> None:
+        """Raise `SettingError` when the tokenizer's template does not let turns be appended."""
+        self._tokenizer = tokenizer
+        self._arguments = dict(template_arguments)
+        self._has_chat_template = has_chat_template
+        self._end: int | None = None
+        """The token that ends a turn of the assistant; None without a template."""
+        self._prefix: list[int] = []
+        """The rendering of the made-up conversation, up to and with that token."""
+        if has_chat_template:
+            self._prepare()
+
+    def context(self, messages: Sequence[tuple[str, str]], *, last_token: int | None) -> list[int]:
+        """Return the tokens of these (role, content) pairs; `last_token` is the last sampled one, None before the first turn.
+
+        Raise `ValueError` for messages that cannot stand there.
+        """
+        if not self._has_chat_template:
+            text = "".join(content for _, content in messages)
+            return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
+        if last_token is None:
+            if messages:
+                raise ValueError(
+                    "add() before the first sample(): the prompt already ends where the model speaks; put it into the row"
+                )
+            return []
+        added = [{"role": role, "content": content} for role, content in messages]
+        rendered = self._render([*_DUMMY, *added], opens_turn=True)
+        if rendered[: len(self._prefix)] != self._prefix:
+            raise ValueError(f"the chat template changes earlier turns when a {messages[-1][0]!r} message follows")
+        bridge = rendered[len(self._prefix) :]
+        # A turn that was cut has no end yet: the model reads it as context.
+        return bridge if last_token == self._end else [self._end or 0, *bridge]
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return sampled tokens as text, without special tokens."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def _prepare(self) -> None:
+        if self._tokenizer.chat_template is None:
+            raise SettingError(SETTING, True, "the tokenizer has no chat template", "Set it to false.")
+        closed = self._render(_DUMMY, opens_turn=False)
+        ends = [index for index, token in enumerate(closed) if token in _end_tokens(self._tokenizer)]
+        if not ends:
+            problem = f"the template does not end a turn with {self._tokenizer.eos_token!r}, at which sampling stops"
+            raise SettingError(SETTING, True, problem, "Give the tokenizer the eos_token with which its template ends turns.")
+        self._end = closed[ends[-1]]
+        self._prefix = closed[: ends[-1] + 1]
+        first = self._render([*_DUMMY, _PROBE], opens_turn=True)
+        if first != self._render([*_DUMMY, _PROBE], opens_turn=True):
+            raise SettingError(SETTING, True, "the template gives another text each time: a date, or a random id", _CURE)
+        if first[: len(self._prefix)] != self._prefix:
+            raise SettingError(SETTING, True, "the template changes earlier turns when a message follows", _CURE)
+
+    def _render(self, messages: Sequence[Mapping[str, str]], *, opens_turn: bool) -> list[int]:
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=True, add_generation_prompt=opens_turn, return_dict=False, **self._arguments
+            )
+        # Templates are programs, and raise what they like.
+        except Exception as error:
+            raise ValueError(f"the chat template cannot write these messages: {error}") from error
+        return [int(token) for token in rendered]
+
+
+def _end_tokens(tokenizer: Any) -> set[int]:
+    return {tokenizer.eos_token_id} - {None}

@@ -1,0 +1,305 @@
+"""The episodes of leases: every token that the model reads or samples in them, with log-probs and policy versions.
+
+    begin(lease) -> Play -> worker
+    Sample(context) from a worker -> engine.submit(prompt, tokens so far, context) -> completion -> Sampled -> worker
+    Ended from every member of a group -> `Played`
+
+Only this side writes the tokens of an episode; history is never tokenized again. An episode that waits for its function holds
+nothing in the engine. One that fails for a cause that may pass, or whose worker dies, is played again from its prompt.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.actor.engine import Completion, Engine
+from offbeat.actor.environments.messages import Cancel, Ended, Failed, FromWorker, Play, Ready, Sample, Sampled
+from offbeat.actor.environments.workers import Workers
+from offbeat.actor.play import Played, PlayFailure
+from offbeat.actor.reward_values import Reward
+from offbeat.actor.rewards import UnavailableRewards
+from offbeat.common.config import EnvironmentSection
+from offbeat.protocols.completions import MAX_TURNS, Segment, Turn
+from offbeat.protocols.messages import Lease, Sampling
+
+logger = logging.getLogger(__name__)
+
+
+Reason = Literal["environment_error", "environment_timeout", "environment_unavailable"]
+"""Why a lease fails. `environment_error`: the function has a mistake. `environment_timeout`: it did not end in time.
+`environment_unavailable`: the last attempt failed for another cause that may pass."""
+
+
+@dataclass
+class Episode:
+    """One episode: the tokens behind its prompt, and what is awaited."""
+
+    lease_id: int
+    index: int
+    """In the group."""
+    attempt: int
+    started_at: float
+    turn_started_at: float
+    """Time since which the function has the word."""
+    turns: list[Turn] = field(default_factory=list)
+    context_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    """Sampled tokens."""
+    logprobs: list[NDArray[np.float32]] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    stream: list[int] = field(default_factory=list)
+    """All tokens behind the prompt, in order."""
+    request: str | None = None
+    """The engine's name of the turn that is being sampled; None while the function has the word."""
+    finish_reason: Literal["stop", "length"] = "stop"
+    """`length` for an episode that ended because no token fitted any more; the cut of a turn is its function's affair."""
+
+    @property
+    def name(self) -> str:
+        """The name in messages to the worker."""
+        return f"{self.lease_id}/{self.index}/{self.attempt}"
+
+    def read(self, context: Sequence[int]) -> None:
+        """Append what the model reads before its next turn."""
+        self.context_ids.extend(context)
+        self.stream.extend(context)
+        self.turns.append(Turn(len(context), 1))
+
+    def add(self, completion: Completion) -> None:
+        """Append a sampled turn."""
+        offset = len(self.token_ids)
+        sampled = completion.token_ids.tolist()
+        self.turns[-1] = Turn(self.turns[-1].num_context, len(sampled))
+        self.token_ids.extend(sampled)
+        self.stream.extend(sampled)
+        self.logprobs.append(completion.behavior_logprobs)
+        for segment in completion.segments:
+            if not self.segments or self.segments[-1].policy_version != segment.policy_version:
+                self.segments.append(Segment(segment.policy_version, offset + segment.first_token))
+
+    def completion(self) -> Completion:
+        """Return the whole episode."""
+        has_context = len(self.turns) > 1 or bool(self.context_ids)
+        return Completion(
+            self.name,
+            np.array(self.token_ids, dtype=np.int32),
+            np.concatenate(self.logprobs),
+            self.finish_reason,
+            tuple(self.segments),
+            tuple(self.turns) if has_context else (),
+            np.array(self.context_ids, dtype=np.int32),
+        )
+
+
+@dataclass
+class _Lease:
+    lease: Lease
+    prompt_token_ids: list[int]
+    began_at: float
+    ended: dict[int, tuple[Completion, Reward]] = field(default_factory=dict)
+
+
+class Episodes:
+    """The episodes at work; see `Play` for the methods."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        workers: Workers,
+        limits: EnvironmentSection,
+        *,
+        max_length: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`max_length` bounds the tokens of an episode, its prompt included."""
+        self._engine = engine
+        self._workers = workers
+        self._limits = limits
+        self._max_length = max_length
+        self._clock = clock
+        self._leases: dict[int, _Lease] = {}
+        self._episodes: dict[str, Episode] = {}
+        self._requests: dict[str, Episode] = {}
+        self._closing: dict[str, float] = {}
+        """Cancelled episodes that their worker has not ended yet, with the time at which they were cancelled."""
+        self._outcomes: list[Played | PlayFailure] = []
+        self._has_shown_mistake = False
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._episodes)
+
+    def begin(self, lease: Lease, prompt_token_ids: list[int]) -> None:
+        self._leases[lease.lease_id] = _Lease(lease, prompt_token_ids, self._clock())
+        for index in range(lease.group_size):
+            self._play(lease.lease_id, index, attempt=0)
+
+    def add(self, completion: Completion) -> None:
+        episode = self._requests.pop(completion.request_id, None)
+        if episode is None:
+            return
+        episode.add(completion)
+        episode.request = None
+        episode.turn_started_at = self._clock()
+        answer = Sampled(episode=episode.name, token_ids=completion.token_ids.tolist(), finish_reason=completion.finish_reason)
+        self._workers.send(episode.name, answer)
+
+    def poll(self) -> list[Played | PlayFailure]:
+        for message in self._workers.poll():
+            if isinstance(message, str):
+                self._closing.pop(message, None)
+                self._play_again(message, "environment_unavailable", "its worker has died")
+            else:
+                self._handle(message)
+        self._heed_limits()
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def cancel(self, lease_id: int) -> None:
+        self._leases.pop(lease_id, None)
+        for episode in [one for one in self._episodes.values() if one.lease_id == lease_id]:
+            self._forget(episode)
+            self._close(episode.name)
+
+    def trouble(self) -> UnavailableRewards | None:
+        return None
+
+    def _play(self, lease_id: int, index: int, attempt: int) -> None:
+        of_lease = self._leases[lease_id]
+        now = self._clock()
+        episode = Episode(lease_id, index, attempt, now, now)
+        self._episodes[episode.name] = episode
+        lease = of_lease.lease
+        message = Play(
+            episode=episode.name,
+            row=lease.row,
+            prompt=lease.prompt,
+            num_prompt_tokens=len(of_lease.prompt_token_ids),
+            seed=lease_id,
+            is_evaluation=lease.is_evaluation,
+        )
+        self._workers.play(episode.name, message)
+
+    def _handle(self, message: FromWorker) -> None:
+        match message:
+            case Sample():
+                self._sample(message)
+            case Ended():
+                self._end(message)
+            case Failed():
+                self._workers.end(message.episode)
+                if self._closing.pop(message.episode, None) is None:
+                    self._show_first(message)
+                    self._fail_or_play_again(message)
+            case Ready():
+                pass
+            case _:
+                assert_never(message)
+
+    def _sample(self, message: Sample) -> None:
+        episode = self._episodes.get(message.episode)
+        if episode is None or episode.request is not None:
+            return
+        of_lease = self._leases[episode.lease_id]
+        room = self._max_length - len(of_lease.prompt_token_ids) - len(episode.stream) - len(message.context)
+        flaw = (
+            "more tokens than fit" if room < 1 else f"more than {MAX_TURNS} turns" if len(episode.turns) == MAX_TURNS else None
+        )
+        if flaw is not None:
+            self._fail(episode.lease_id, "environment_error", f"an episode has {flaw}")
+            return
+        episode.read(message.context)
+        sampling = of_lease.lease.sampling
+        longest = min(sampling.max_new_tokens, message.max_new_tokens or sampling.max_new_tokens, room)
+        episode.request = f"{episode.name}/{len(episode.turns)}"
+        self._requests[episode.request] = episode
+        prompt = [*of_lease.prompt_token_ids, *episode.stream]
+        self._engine.submit(episode.request, prompt, Sampling(max_new_tokens=longest, temperature=sampling.temperature))
+
+    def _end(self, message: Ended) -> None:
+        self._workers.end(message.episode)
+        self._closing.pop(message.episode, None)
+        episode = self._episodes.get(message.episode)
+        if episode is None:
+            return
+        if not episode.token_ids:
+            self._fail(episode.lease_id, "environment_error", "the function has returned without a sample()")
+            return
+        # A turn that was asked for, and not waited for.
+        self._forget(episode)
+        if message.is_out_of_room:
+            episode.finish_reason = "length"
+        of_lease = self._leases[episode.lease_id]
+        of_lease.ended[episode.index] = episode.completion(), Reward(message.reward, dict(message.parts))
+        if len(of_lease.ended) == of_lease.lease.group_size:
+            del self._leases[episode.lease_id]
+            in_order = [of_lease.ended[index] for index in range(of_lease.lease.group_size)]
+            completions, rewards = zip(*in_order, strict=True)
+            self._outcomes.append(Played(episode.lease_id, completions, rewards, self._clock() - of_lease.began_at))
+
+    def _fail_or_play_again(self, message: Failed) -> None:
+        episode = self._episodes.get(message.episode)
+        if episode is None:
+            return
+        if message.is_transient:
+            self._play_again(message.episode, "environment_unavailable", message.detail)
+        else:
+            self._fail(episode.lease_id, "environment_error", message.detail)
+
+    def _play_again(self, name: str, reason: Reason, detail: str) -> None:
+        """Begin an episode anew; fail its lease when it was begun too often."""
+        episode = self._episodes.get(name)
+        if episode is None:
+            return
+        self._forget(episode)
+        if episode.attempt >= self._limits.max_retries:
+            self._fail(episode.lease_id, reason, f"{detail}; played {episode.attempt + 1} times")
+        else:
+            self._play(episode.lease_id, episode.index, episode.attempt + 1)
+
+    def _fail(self, lease_id: int, reason: Reason, detail: str) -> None:
+        self.cancel(lease_id)
+        self._outcomes.append(PlayFailure(lease_id, reason, detail))
+
+    def _forget(self, episode: Episode) -> None:
+        """Take an episode and its turn off the books."""
+        self._episodes.pop(episode.name, None)
+        if episode.request is not None:
+            self._requests.pop(episode.request, None)
+            self._engine.abort([episode.request])
+
+    def _close(self, name: str) -> None:
+        """Ask a worker to end an episode."""
+        self._closing[name] = self._clock()
+        self._workers.send(name, Cancel(episode=name))
+
+    def _heed_limits(self) -> None:
+        now = self._clock()
+        for episode in list(self._episodes.values()):
+            of_turn = episode.request is None and now > episode.turn_started_at + self._limits.turn_timeout_s
+            if of_turn or now > episode.started_at + self._limits.episode_timeout_s:
+                setting = "turn_timeout_s" if of_turn else "episode_timeout_s"
+                self._close(episode.name)
+                self._play_again(episode.name, "environment_timeout", f"it took longer than environment.{setting}")
+        for name, since in list(self._closing.items()):
+            if now > since + self._limits.close_timeout_s:
+                del self._closing[name]
+                self._replace_worker_of(name)
+
+    def _replace_worker_of(self, name: str) -> None:
+        reason = f"an episode did not end within environment.close_timeout_s = {self._limits.close_timeout_s:g}"
+        for other in self._workers.kill_worker_of(name, reason):
+            self._closing.pop(other, None)
+            self._play_again(other, "environment_unavailable", "its worker was replaced")
+
+    def _show_first(self, failed: Failed) -> None:
+        """Log the whole traceback of the first mistake."""
+        if failed.is_transient or not failed.traceback or self._has_shown_mistake:
+            return
+        self._has_shown_mistake = True
+        logger.error("the environment failed; it is shown in full only this once:\n%s", failed.traceback)

@@ -1,0 +1,180 @@
+"""The messages between an actor and the processes that run its environment, and the pipe that carries them.
+
+    actor  -> Begin, Play, Sampled, Cancel -> worker
+    worker -> Ready, Sample, Ended, Failed -> actor
+
+Each message is four bytes with its length, then msgpack. Neither side waits for the other: bytes that the socket does not
+take stay in a buffer. The user's code runs in the worker, so whatever comes from there is checked before it is used.
+"""
+
+import socket
+import struct
+from typing import Any
+
+import msgspec
+
+from offbeat.protocols.fields import FreeText, Natural, Positive, RewardParts
+
+HEAD = struct.Struct("<I")
+MAX_BYTES = 64 << 20
+"""Largest message, and most bytes that wait for a worker that does not read."""
+READ_BYTES = 1 << 18
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The first message to a worker: what all episodes share."""
+
+    function: str
+    """`task.environment`."""
+    tokenizer: str
+    """Folder of the model."""
+    has_chat_template: bool
+    """`task.chat_template`: the function adds messages, not raw text."""
+    template_arguments: dict[str, Any]
+    max_length: int
+    """Most tokens of an episode, its prompt included."""
+
+
+class Play(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """An episode begins."""
+
+    episode: str
+    """The lease, the index in its group and the attempt: `17/3/0`."""
+    row: str
+    """The prompt's row in the data, as JSON."""
+    prompt: str
+    num_prompt_tokens: int
+    seed: int
+    """The same for all episodes of a group."""
+    is_evaluation: bool
+
+
+class Sampled(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The answer to a `Sample`."""
+
+    episode: str
+    token_ids: list[int]
+    finish_reason: str
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Nobody waits for this episode any more. The worker answers with `Failed` unless it has ended."""
+
+    episode: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The worker can play, or says why not."""
+
+    problem: FreeText = ""
+
+
+class Sample(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The function waits for the model's next turn."""
+
+    episode: str
+    context: list[Natural]
+    """Tokens that the model reads first, after those of the turns before."""
+    max_new_tokens: Positive | None
+    """None: `rollout.max_new_tokens`."""
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The function has returned."""
+
+    episode: str
+    reward: float
+    parts: RewardParts
+    is_out_of_room: bool
+    """True when the function has ended because no token fitted any more."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The function has raised, or was cancelled."""
+
+    episode: str
+    is_transient: bool
+    """True when the same episode may succeed later."""
+    detail: FreeText
+    traceback: str = ""
+
+
+ToWorker = Begin | Play | Sampled | Cancel
+FromWorker = Ready | Sample | Ended | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_from_worker = msgspec.msgpack.Decoder(FromWorker)
+_to_worker = msgspec.msgpack.Decoder(ToWorker)
+
+
+def framed(message: ToWorker | FromWorker) -> bytes:
+    """Return the bytes of a message on the pipe."""
+    body = _encoder.encode(message)
+    return HEAD.pack(len(body)) + body
+
+
+def decode_to_worker(body: bytes) -> ToWorker:
+    """Return the actor's message."""
+    return _to_worker.decode(body)
+
+
+class BrokenPipeToWorkerError(Exception):
+    """The worker has closed the pipe, does not read, or has sent something else than messages; the text says which."""
+
+
+class Pipe:
+    """The actor's end: sends and receives without waiting."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self._unsent = bytearray()
+        self._received = bytearray()
+
+    def send(self, message: ToWorker) -> None:
+        """Queue a message; raise `BrokenPipeToWorkerError` when too much waits already."""
+        if len(self._unsent) > MAX_BYTES:
+            raise BrokenPipeToWorkerError("it has not read its messages")
+        self._unsent += framed(message)
+
+    def exchange(self) -> list[FromWorker]:
+        """Send what the socket takes, and return the messages that have arrived. Raise `BrokenPipeToWorkerError`."""
+        try:
+            if self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise BrokenPipeToWorkerError("it has ended") from error
+        return self._read()
+
+    def close(self) -> None:
+        """Close the pipe, which ends the worker."""
+        self._socket.close()
+
+    def _read(self) -> list[FromWorker]:
+        try:
+            while more := self._socket.recv(READ_BYTES):
+                self._received += more
+                if len(more) < READ_BYTES:
+                    break
+            else:
+                raise BrokenPipeToWorkerError("it has ended")
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise BrokenPipeToWorkerError("it has ended") from error
+        messages: list[FromWorker] = []
+        while len(self._received) >= HEAD.size:
+            (length,) = HEAD.unpack_from(self._received)
+            if length > MAX_BYTES:
+                raise BrokenPipeToWorkerError("it has sent something else than messages")
+            if len(self._received) < HEAD.size + length:
+                break
+            body = bytes(self._received[HEAD.size : HEAD.size + length])
+            del self._received[: HEAD.size + length]
+            try:
+                messages.append(_from_worker.decode(body))
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise BrokenPipeToWorkerError(f"it has sent something else than messages: {error}") from error
+        return messages

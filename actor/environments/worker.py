@@ -1,0 +1,149 @@
+"""A process that runs the user's environment function, for many episodes at once on one event loop.
+
+    actor <- pipe (`actor.environments.messages`) -> this process: user code, tokenizer, chat template
+
+It never sees log-probs or policy versions, so no environment can spoil them; and it may block, leak, crash or be killed
+without harm to the engine.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import assert_never
+
+import msgspec
+
+from offbeat.actor.environments.chat import Chat, NoRoom
+from offbeat.actor.environments.chat_format import ChatFormat
+from offbeat.actor.environments.functions import PlayFunction, load_environment
+from offbeat.actor.environments.messages import (
+    HEAD,
+    Begin,
+    Cancel,
+    Ended,
+    Failed,
+    FromWorker,
+    Play,
+    Ready,
+    Sampled,
+    decode_to_worker,
+    framed,
+)
+from offbeat.actor.reward_failures import failure_of, file_of
+from offbeat.actor.reward_guard import guard_session
+from offbeat.actor.reward_values import reward_of
+from offbeat.common.environment import prepare_environment
+from offbeat.common.models import load_tokenizer
+from offbeat.common.settings import SettingError
+from offbeat.common.shutdown import die_with_parent
+
+
+class Worker:
+    """The episodes of one process."""
+
+    def __init__(self, begin: Begin, function: PlayFunction, chat_format: ChatFormat, writer: asyncio.StreamWriter) -> None:
+        self._begin = begin
+        self._function = function
+        self._format = chat_format
+        self._writer = writer
+        self._chats: dict[str, Chat] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def handle(self, message: Play | Sampled | Cancel) -> None:
+        """Begin an episode, hand it a turn, or end it."""
+        match message:
+            case Play(episode=episode):
+                self._chats[episode] = Chat(message, self._format, self._begin.max_length, self._send)
+                self._tasks[episode] = asyncio.get_running_loop().create_task(self._play(message))
+            case Sampled(episode=episode):
+                if episode in self._chats:
+                    self._chats[episode].take(message)
+            case Cancel(episode=episode):
+                if episode in self._tasks:
+                    self._tasks[episode].cancel()
+            case _:
+                assert_never(message)
+
+    async def _play(self, play: Play) -> None:
+        chat = self._chats[play.episode]
+        try:
+            self._send(await self._outcome(play, chat))
+        finally:
+            del self._chats[play.episode], self._tasks[play.episode]
+
+    async def _outcome(self, play: Play, chat: Chat) -> Ended | Failed:
+        try:
+            returned, is_out_of_room = await self._function(chat, msgspec.json.decode(play.row)), False
+            reward = reward_of(0.0 if returned is None else returned, {})
+            return Ended(
+                episode=play.episode,
+                reward=reward_of(reward.total + chat.rewards, {}).total,
+                parts=reward_of({**reward.parts, **chat.metrics}, {}).parts,
+                is_out_of_room=is_out_of_room,
+            )
+        except NoRoom:
+            return Ended(
+                episode=play.episode, reward=reward_of(chat.rewards, {}).total, parts=chat.metrics, is_out_of_room=True
+            )
+        except asyncio.CancelledError:
+            return Failed(episode=play.episode, is_transient=True, detail="cancelled")
+        # The user's code, which may also call `sys.exit`.
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            failure = failure_of(error, file_of(self._function))
+            return Failed(
+                episode=play.episode, is_transient=failure.is_transient, detail=failure.detail, traceback=failure.traceback
+            )
+
+    def _send(self, message: FromWorker) -> None:
+        self._writer.write(framed(message))
+
+
+async def serve(end: socket.socket) -> None:
+    """Play the episodes that the actor asks for, until it closes the pipe."""
+    reader, writer = await asyncio.open_unix_connection(sock=end)
+    begin = decode_to_worker(await _read(reader))
+    assert isinstance(begin, Begin)
+    try:
+        function = load_environment(begin.function)
+        tokenizer = load_tokenizer(Path(begin.tokenizer))
+        chat_format = ChatFormat(tokenizer, begin.template_arguments, has_chat_template=begin.has_chat_template)
+    except SettingError as error:
+        writer.write(framed(Ready(problem=str(error))))
+        await writer.drain()
+        return
+    writer.write(framed(Ready()))
+    worker = Worker(begin, function, chat_format, writer)
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        while True:
+            message = decode_to_worker(await _read(reader))
+            assert not isinstance(message, Begin)
+            worker.handle(message)
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
+    return await reader.readexactly(length)
+
+
+def main() -> None:
+    """Serve the actor with the process id in the second argument; the first is the pipe's file descriptor."""
+    descriptor, parent = map(int, sys.argv[1:])
+    die_with_parent(parent)
+    guard_session()
+    # The actor ends this process; Ctrl-C on a terminal reaches its whole group.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    prepare_environment()
+    # What the user's function starts must not keep the pipe open.
+    os.set_inheritable(descriptor, False)
+    asyncio.run(serve(socket.socket(fileno=descriptor)))
+    # Tasks of the user's that ignore their cancellation must not keep the process.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""The processes that run environments, as the actor holds them: started, given episodes, replaced when they die."""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from offbeat.actor.environments.messages import Begin, BrokenPipeToWorkerError, FromWorker, Pipe, Ready, ToWorker
+from offbeat.common.config import Config
+from offbeat.common.shutdown import ServiceError
+
+logger = logging.getLogger(__name__)
+
+MODULE = "offbeat.actor.environments.worker"
+START_S = 120.0
+"""Longest time in which a worker imports the tokenizer and the user's module."""
+LOOK_S = 0.01
+MAX_STARTS = 5
+"""Workers that may die one after the other without an episode that has ended."""
+
+
+def begin_message(config: Config, model: Path) -> Begin:
+    """Return the message that begins the workers of a run; `model` is the folder of its model."""
+    return Begin(
+        function=config.task.environment,
+        tokenizer=str(model),
+        has_chat_template=config.task.chat_template,
+        template_arguments=config.task.template_arguments,
+        max_length=config.model.max_length,
+    )
+
+
+class WorkerProcess:
+    """One process and its episodes."""
+
+    def __init__(self, begin: Begin, now: float) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", MODULE, str(theirs.fileno()), str(os.getpid())]
+        with theirs:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        self._pipe = Pipe(ours)
+        self._pipe.send(begin)
+        self.episodes: set[str] = set()
+        """Episodes that have begun here and have not ended."""
+        self.is_ready = False
+        self.started_at = now
+
+    def send(self, message: ToWorker) -> None:
+        """Queue a message. Raise `BrokenPipeToWorkerError`."""
+        self._pipe.send(message)
+
+    def exchange(self) -> list[FromWorker]:
+        """Send what waits and return what has arrived. Raise `BrokenPipeToWorkerError`."""
+        return self._pipe.exchange()
+
+    def kill(self) -> None:
+        """Kill the process; its guard kills what it has started."""
+        self._pipe.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class Workers:
+    """`actor.environment_workers` processes. A dead one is replaced, and its episodes are given back to the caller."""
+
+    def __init__(self, begin: Begin, num_workers: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start them and wait until they are ready. Raise `ServiceError` with the reason for which one cannot play."""
+        self._begin = begin
+        self._clock = clock
+        self._num_deaths = 0
+        """Deaths since the last episode that ended."""
+        self._workers = [WorkerProcess(begin, clock()) for _ in range(num_workers)]
+        self._await_ready()
+
+    def play(self, episode: str, message: ToWorker) -> None:
+        """Begin an episode in the worker with the fewest."""
+        worker = min(self._workers, key=lambda one: len(one.episodes))
+        worker.episodes.add(episode)
+        self._try_to_send(worker, message)
+
+    def send(self, episode: str, message: ToWorker) -> None:
+        """Send a message about an episode; nothing happens when its worker has died."""
+        for worker in self._workers:
+            if episode in worker.episodes:
+                self._try_to_send(worker, message)
+
+    def end(self, episode: str) -> None:
+        """Forget an episode that has ended."""
+        self._num_deaths = 0
+        for worker in self._workers:
+            worker.episodes.discard(episode)
+
+    def kill_worker_of(self, episode: str, reason: str) -> Iterable[str]:
+        """Replace the worker that plays this episode; return all episodes that it played."""
+        for index, worker in enumerate(self._workers):
+            if episode in worker.episodes:
+                return self._replace(index, reason)
+        return ()
+
+    def poll(self) -> Iterator[FromWorker | str]:
+        """Yield the messages that have arrived, and the name of each episode that died with its worker. Never waits."""
+        for index, worker in enumerate(self._workers):
+            try:
+                messages = worker.exchange()
+                if not worker.is_ready and self._clock() > worker.started_at + START_S:
+                    raise BrokenPipeToWorkerError(f"it was not ready after {START_S:g} s")
+            except BrokenPipeToWorkerError as error:
+                yield from self._replace(index, str(error))
+                continue
+            for message in messages:
+                if isinstance(message, Ready):
+                    self._note_ready(worker, message)
+                else:
+                    yield message
+
+    def close(self) -> None:
+        """End all processes."""
+        for worker in self._workers:
+            worker.kill()
+
+    def _try_to_send(self, worker: WorkerProcess, message: ToWorker) -> None:
+        try:
+            worker.send(message)
+        except BrokenPipeToWorkerError:
+            # The next `poll` finds it.
+            logger.debug("an environment worker does not read")
+
+    def _replace(self, index: int, reason: str) -> list[str]:
+        worker = self._workers[index]
+        worker.kill()
+        self._num_deaths += 1
+        logger.warning("an environment worker is replaced (%s); its %d episodes begin again", reason, len(worker.episodes))
+        if self._num_deaths > MAX_STARTS:
+            raise ServiceError(
+                f"{self._num_deaths} environment workers have died one after the other ({reason}): repair task.environment; "
+                "its output is above"
+            )
+        self._workers[index] = WorkerProcess(self._begin, self._clock())
+        return sorted(worker.episodes)
+
+    def _note_ready(self, worker: WorkerProcess, ready: Ready) -> None:
+        if ready.problem:
+            raise ServiceError(ready.problem)
+        worker.is_ready = True
+
+    def _await_ready(self) -> None:
+        deadline = self._clock() + START_S
+        try:
+            while not all(worker.is_ready for worker in self._workers):
+                for worker in self._workers:
+                    for message in worker.exchange():
+                        assert isinstance(message, Ready)
+                        self._note_ready(worker, message)
+                if self._clock() > deadline:
+                    raise ServiceError(f"the environment of task.environment was not ready after {START_S:g} s")
+                time.sleep(LOOK_S)
+        except (BrokenPipeToWorkerError, ServiceError) as error:
+            self.close()
+            if isinstance(error, BrokenPipeToWorkerError):
+                raise ServiceError(f"an environment worker cannot start: {error}; its output is above") from error
+            raise

@@ -1,0 +1,114 @@
+"""Leases of one turn: all completions of a group are sampled at once, then the reward function sees them."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from transformers import PreTrainedTokenizerBase
+
+from offbeat.actor.engine import Completion, Engine
+from offbeat.actor.play import Played, PlayFailure
+from offbeat.actor.rewards import Rewarded, RewardRunner, UnavailableRewards
+from offbeat.actor.samples import Sample
+from offbeat.protocols.messages import Lease
+
+
+@dataclass
+class _Group:
+    lease: Lease
+    started_at: float
+    generated_s: float = 0.0
+    """Seconds from submission to the last completion's end."""
+    completions: dict[int, Completion] = field(default_factory=dict)
+    """Finished completions, by index in the group."""
+
+    def request_ids(self) -> list[str]:
+        """Return the engine's names for this group's completions."""
+        return [request_id(self.lease.lease_id, index) for index in range(self.lease.group_size)]
+
+    def in_order(self) -> tuple[Completion, ...]:
+        """Return the completions by index."""
+        return tuple(self.completions[index] for index in range(self.lease.group_size))
+
+
+class SingleTurns:
+    """Samples the completions of leases and has them rewarded; see `Play` for the methods."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        rewards: RewardRunner,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._rewards = rewards
+        self._clock = clock
+        self._groups: dict[int, _Group] = {}
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._rewards.num_pending > 0
+
+    def begin(self, lease: Lease, prompt_token_ids: list[int]) -> None:
+        group = _Group(lease, self._clock())
+        self._groups[lease.lease_id] = group
+        for request in group.request_ids():
+            self._engine.submit(request, prompt_token_ids, lease.sampling)
+
+    def add(self, completion: Completion) -> None:
+        lease_id, index = parse_request_id(completion.request_id)
+        group = self._groups.get(lease_id)
+        if group is None:
+            return
+        group.completions[index] = completion
+        if len(group.completions) < group.lease.group_size:
+            return
+        group.generated_s = self._clock() - group.started_at
+        row = msgspec.json.decode(group.lease.row)
+        self._rewards.submit(lease_id, [self._sample(group.lease, row, completion) for completion in group.in_order()])
+
+    def poll(self) -> list[Played | PlayFailure]:
+        outcomes: list[Played | PlayFailure] = []
+        for result in self._rewards.poll():
+            group = self._groups.pop(result.key, None)
+            if group is None:
+                continue
+            if isinstance(result, Rewarded):
+                outcomes.append(Played(result.key, group.in_order(), result.rewards, group.generated_s))
+            else:
+                outcomes.append(PlayFailure(result.key, result.reason, result.detail))
+        return outcomes
+
+    def cancel(self, lease_id: int) -> None:
+        group = self._groups.pop(lease_id, None)
+        if group is not None:
+            self._engine.abort(group.request_ids())
+            self._rewards.cancel(lease_id)
+
+    def trouble(self) -> UnavailableRewards | None:
+        return self._rewards.trouble()
+
+    def _sample(self, lease: Lease, row: dict[str, Any], completion: Completion) -> Sample:
+        return Sample(
+            prompt=lease.prompt,
+            completion=str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)),
+            row=row,
+            token_ids=completion.token_ids,
+            finish_reason=completion.finish_reason,
+            is_evaluation=lease.is_evaluation,
+        )
+
+
+def request_id(lease_id: int, index: int) -> str:
+    """Return the engine's name for one completion."""
+    return f"{lease_id}/{index}"
+
+
+def parse_request_id(name: str) -> tuple[int, int]:
+    """Return the lease and the index in its group of an engine's request."""
+    lease_id, index = name.split("/")
+    return int(lease_id), int(index)

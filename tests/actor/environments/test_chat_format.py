@@ -1,0 +1,86 @@
+"""What an environment adds becomes the tokens that the tokenizer's template puts between turns; sampled tokens never change."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from offbeat.actor.environments.chat_format import ChatFormat
+from offbeat.common.settings import SettingError
+
+STRIPPING = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ 'short' if m.role == 'assistant' and loop.index0 < ns.last else m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+words = st.text("What is 2+?", min_size=1, max_size=12)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_bpe_model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_bpe_model)
+
+
+def rendered(tokenizer: Any, messages: list[tuple[str, str]], *, opens_turn: bool) -> list[int]:
+    named = [{"role": role, "content": content} for role, content in messages]
+    return list(tokenizer.apply_chat_template(named, tokenize=True, add_generation_prompt=opens_turn, return_dict=False))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["user", "tool"]), words), min_size=1, max_size=3), st.integers(3, 299))
+def test_history_and_bridge_are_what_the_template_writes_for_a_history_that_tokenizes_alike(
+    tokenizer: Any, added: list[tuple[str, str]], token: int
+) -> None:
+    chat_format = ChatFormat(tokenizer, {}, has_chat_template=True)
+    start = rendered(tokenizer, [("user", "What is 2 + 2?")], opens_turn=True)
+    whole = rendered(tokenizer, [("user", "What is 2 + 2?"), ("assistant", "a"), *added], opens_turn=True)
+    sampled = [*tokenizer.encode("a"), tokenizer.eos_token_id]
+    assert [*start, *sampled, *chat_format.context(added, last_token=sampled[-1])] == whole
+    # Whatever was sampled before: the bridge is the same, and a turn that was cut is closed by context.
+    assert chat_format.context(added, last_token=token) == [
+        *([] if token == tokenizer.eos_token_id else [tokenizer.eos_token_id]),
+        *chat_format.context(added, last_token=tokenizer.eos_token_id),
+    ]
+
+
+def test_first_turn_needs_no_context_and_takes_none(tokenizer: Any) -> None:
+    chat_format = ChatFormat(tokenizer, {}, has_chat_template=True)
+    assert chat_format.context([], last_token=None) == []
+    with pytest.raises(ValueError, match=r"before the first sample\(\)"):
+        chat_format.context([("user", "hello")], last_token=None)
+
+
+def test_without_a_template_added_text_stands_as_it_is(tokenizer: Any) -> None:
+    chat_format = ChatFormat(tokenizer, {}, has_chat_template=False)
+    added = [("tool", "2 + 2"), ("user", " is?")]
+    assert chat_format.context(added, last_token=None) == tokenizer.encode("2 + 2 is?", add_special_tokens=False)
+    assert chat_format.context([], last_token=5) == []
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (STRIPPING, "changes earlier turns"),
+        ("{{ messages | length }}" + "{{ range(9) | random }}{{ range(99999) | random }}<|im_end|>", "another text each time"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not end a turn"),
+        (None, "no chat template"),
+    ],
+)
+def test_template_that_turns_cannot_be_appended_to_is_refused(tiny_bpe_model: Path, template: str | None, why: str) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_bpe_model)
+    tokenizer.chat_template = template
+    with pytest.raises(SettingError, match=why):
+        ChatFormat(tokenizer, {}, has_chat_template=True)
+
+
+def test_message_that_the_template_refuses_is_the_functions_mistake(tiny_bpe_model: Path) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_bpe_model)
+    tokenizer.chat_template = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + (
+        tokenizer.chat_template.removeprefix("{% for message in messages %}").replace("message", "m")
+    )
+    chat_format = ChatFormat(tokenizer, {}, has_chat_template=True)
+    with pytest.raises(ValueError, match="no tools"):
+        chat_format.context([("tool", "7")], last_token=tokenizer.eos_token_id)

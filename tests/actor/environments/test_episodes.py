@@ -1,0 +1,245 @@
+"""Episodes become completions of exactly the tokens that were read and sampled; failures are played again or fail the lease."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.actor.engine import Completion, Engine
+from offbeat.actor.environments.episodes import Episodes
+from offbeat.actor.environments.messages import Cancel, Ended, Failed, FromWorker, Play, Sample, Sampled, ToWorker
+from offbeat.actor.environments.workers import Workers
+from offbeat.actor.jobs import as_group
+from offbeat.actor.play import Played, PlayFailure
+from offbeat.common.config import EnvironmentSection
+from offbeat.learner.leases.groups import unpack
+from offbeat.protocols.completions import Segment
+from offbeat.protocols.messages import Lease, Sampling
+from offbeat.protocols.wire import decode_from_actor, encode
+
+LIMITS = EnvironmentSection(turn_timeout_s=10, episode_timeout_s=50, close_timeout_s=5, max_retries=2)
+PROMPT = [1, 2]
+
+
+class FakeEngine:
+    def __init__(self) -> None:
+        self.submitted: dict[str, tuple[list[int], Sampling]] = {}
+        self.aborted: list[str] = []
+
+    def submit(self, request_id: str, prompt_token_ids: list[int], sampling: Sampling) -> None:
+        self.submitted[request_id] = (prompt_token_ids, sampling)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        self.aborted += request_ids
+
+
+class FakeWorkers:
+    def __init__(self) -> None:
+        self.sent: list[ToWorker] = []
+        self.arrived: list[FromWorker | str] = []
+        self.killed: list[str] = []
+        self.ended: list[str] = []
+
+    def play(self, episode: str, message: Play) -> None:
+        assert message.episode == episode
+        self.sent.append(message)
+
+    def send(self, episode: str, message: ToWorker) -> None:
+        self.sent.append(message)
+
+    def end(self, episode: str) -> None:
+        self.ended.append(episode)
+
+    def kill_worker_of(self, episode: str, reason: str) -> list[str]:
+        self.killed.append(episode)
+        return [episode]
+
+    def poll(self) -> Iterator[FromWorker | str]:
+        arrived, self.arrived = self.arrived, []
+        yield from arrived
+
+
+class Game:
+    """Episodes with an engine and workers that the test moves by hand."""
+
+    def __init__(self, group_size: int = 1, max_length: int = 100) -> None:
+        self.engine, self.workers, self.now = FakeEngine(), FakeWorkers(), 0.0
+        self.episodes = Episodes(
+            cast(Engine, self.engine), cast(Workers, self.workers), LIMITS, max_length=max_length, clock=lambda: self.now
+        )
+        lease = Lease(
+            lease_id=7, prompt_id=3, group_size=group_size, sampling=Sampling(8), min_policy_version=0, timeout_s=60.0,
+            prompt="a:", row='{"answer": "2"}',
+        )  # fmt: skip
+        self.episodes.begin(lease, PROMPT)
+
+    def poll(self, *messages: FromWorker | str) -> list[Any]:
+        self.workers.arrived += messages
+        return self.episodes.poll()
+
+    def sampled(self, episode: str, turn: int, ids: list[int], versions: tuple[tuple[int, int], ...] = ((0, 0),)) -> None:
+        segments = tuple(Segment(*segment) for segment in versions)
+        logprobs = -np.array(ids, dtype=np.float32)
+        completion = Completion(f"{episode}/{turn}", np.array(ids, dtype=np.int32), logprobs, "stop", segments)
+        self.episodes.add(completion)
+
+
+def sample(episode: str, *context: int, longest: int | None = None) -> Sample:
+    return Sample(episode=episode, context=list(context), max_new_tokens=longest)
+
+
+def ended(episode: str, reward: float = 1.0, **parts: float) -> Ended:
+    return Ended(episode=episode, reward=reward, parts=parts, is_out_of_room=False)
+
+
+def test_next_turn_reads_the_tokens_so_far_and_the_context() -> None:
+    game = Game()
+    game.poll(sample("7/0/0"))
+    game.sampled("7/0/0", 1, [5, 6], ((3, 0),))
+    assert game.workers.sent[-1] == Sampled(episode="7/0/0", token_ids=[5, 6], finish_reason="stop")
+    game.poll(sample("7/0/0", 9, 9, longest=3))
+    assert game.engine.submitted["7/0/0/1"] == (PROMPT, Sampling(8))
+    assert game.engine.submitted["7/0/0/2"] == ([*PROMPT, 5, 6, 9, 9], Sampling(3))
+    game.sampled("7/0/0", 2, [7, 8, 4], ((3, 0), (4, 2)))
+    (played,) = game.poll(ended("7/0/0", 0.5, turns=2.0))
+    assert isinstance(played, Played)
+    (completion,) = played.completions
+    assert completion.token_ids.tolist() == [5, 6, 7, 8, 4]
+    assert completion.context_ids.tolist() == [9, 9]
+    assert [(turn.num_context, turn.num_sampled) for turn in completion.turns] == [(0, 2), (2, 3)]
+    # One version over two turns is one segment; the next began at the fifth sampled token.
+    assert completion.segments == (Segment(3, 0), Segment(4, 4))
+    assert completion.behavior_logprobs.tolist() == [-5, -6, -7, -8, -4]
+    assert (played.rewards[0].total, played.rewards[0].parts) == (0.5, {"turns": 2.0})
+
+
+turns_of_an_episode = st.lists(
+    st.tuples(st.lists(st.integers(0, 9), max_size=4), st.lists(st.integers(10, 19), min_size=1, max_size=4)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(st.lists(turns_of_an_episode, min_size=1, max_size=3))
+def test_learner_reads_the_stream_that_the_engine_saw(group: list[list[tuple[list[int], list[int]]]]) -> None:
+    game = Game(group_size=len(group))
+    outcomes: list[Any] = []
+    for index, turns in enumerate(group):
+        name = f"7/{index}/0"
+        for number, (context, sampled) in enumerate(turns, start=1):
+            game.poll(sample(name, *context))
+            game.sampled(name, number, sampled)
+        outcomes += game.poll(ended(name))
+    message, arrays = as_group(outcomes[0])
+    decoded = decode_from_actor(encode(message, *arrays))
+    rollouts = unpack(message.completions, decoded.arrays)
+    for rollout, turns in zip(rollouts, group, strict=True):
+        token_ids, sampled = rollout.stream()
+        assert token_ids.tolist() == [token for context, ids in turns for token in [*context, *ids]]
+        assert sampled.tolist() == [token >= 10 for token in token_ids.tolist()]
+        assert rollout.behavior_logprobs.tolist() == [-float(token) for _, ids in turns for token in ids]
+
+
+def test_group_waits_for_all_its_episodes() -> None:
+    game = Game(group_size=2)
+    for name in ("7/1/0", "7/0/0"):
+        assert game.poll(sample(name)) == []
+        game.sampled(name, 1, [4])
+    assert game.poll(ended("7/1/0", 0.25)) == []
+    (played,) = game.poll(ended("7/0/0", 0.75))
+    assert [reward.total for reward in played.rewards] == [0.75, 0.25]
+    assert not game.episodes.is_waiting
+
+
+@pytest.mark.parametrize("news", ["7/0/0", Failed(episode="7/0/0", is_transient=True, detail="judge down")])
+def test_episode_that_may_succeed_is_played_again_from_its_prompt(news: FromWorker | str) -> None:
+    game = Game()
+    game.poll(sample("7/0/0", 9))
+    assert game.poll(news) == []
+    assert game.engine.aborted == ["7/0/0/1"]
+    game.sampled("7/0/0", 1, [5])
+    game.poll(sample("7/0/1"))
+    assert game.engine.submitted["7/0/1/1"][0] == PROMPT
+    game.sampled("7/0/1", 1, [6])
+    (played,) = game.poll(ended("7/0/0"), ended("7/0/1"))
+    assert played.completions[0].token_ids.tolist() == [6]
+
+
+def test_episode_that_never_succeeds_fails_its_lease_and_is_no_zero() -> None:
+    game = Game(group_size=2)
+    outcomes = [
+        outcome
+        for attempt in range(3)
+        for outcome in game.poll(Failed(episode=f"7/0/{attempt}", is_transient=True, detail="judge down"))
+    ]
+    assert outcomes == [PlayFailure(7, "environment_unavailable", "judge down; played 3 times")]
+    assert Cancel(episode="7/1/0") in game.workers.sent
+    assert not game.episodes.is_waiting
+
+
+def test_mistake_fails_the_lease_at_once() -> None:
+    game = Game()
+    failed = Failed(episode="7/0/0", is_transient=False, detail="KeyError: 'answer' (my_task.py:3)")
+    assert game.poll(failed) == [PlayFailure(7, "environment_error", "KeyError: 'answer' (my_task.py:3)")]
+
+
+def test_function_that_never_samples_has_a_mistake() -> None:
+    (failure,) = Game().poll(ended("7/0/0"))
+    assert (failure.reason, failure.detail) == ("environment_error", "the function has returned without a sample()")
+
+
+def test_function_that_takes_too_long_is_cancelled_and_its_process_killed_when_it_goes_on() -> None:
+    game = Game()
+    game.now = 10.5
+    assert game.poll() == []
+    assert Cancel(episode="7/0/0") in game.workers.sent
+    assert isinstance(game.workers.sent[-1], Play)
+    game.now = 15.6
+    game.poll()
+    assert game.workers.killed == ["7/0/0"]
+
+
+def test_time_in_the_engine_is_not_the_functions() -> None:
+    game = Game()
+    game.poll(sample("7/0/0"))
+    game.now = 40.0
+    game.poll()
+    assert game.workers.killed == []
+    assert "7/0/0/1" not in game.engine.aborted
+    game.now = 50.5
+    game.poll()
+    assert game.engine.aborted == ["7/0/0/1"]
+
+
+def test_cancelled_lease_answers_nothing_whatever_still_arrives() -> None:
+    game = Game()
+    game.poll(sample("7/0/0"))
+    game.episodes.cancel(7)
+    assert game.engine.aborted == ["7/0/0/1"]
+    game.sampled("7/0/0", 1, [5])
+    assert game.poll(ended("7/0/0"), sample("7/0/0")) == []
+    assert list(game.engine.submitted) == ["7/0/0/1"]
+
+
+def test_worker_that_sends_more_than_fits_has_a_mistake() -> None:
+    game = Game(max_length=5)
+    (failure,) = game.poll(sample("7/0/0", 9, 9, 9))
+    assert (failure.reason, failure.detail) == ("environment_error", "an episode has more tokens than fit")
+
+
+def test_turn_is_bounded_by_the_room_that_is_left() -> None:
+    game = Game(max_length=6)
+    game.poll(sample("7/0/0", 9))
+    assert game.engine.submitted["7/0/0/1"][1] == Sampling(3)
+
+
+def test_episode_that_ends_for_want_of_room_is_cut() -> None:
+    game = Game()
+    game.poll(sample("7/0/0"))
+    game.sampled("7/0/0", 1, [5])
+    (played,) = game.poll(Ended(episode="7/0/0", reward=0.0, parts={}, is_out_of_room=True))
+    assert played.completions[0].finish_reason == "length"
+    assert played.completions[0].turns == (), "all of it was sampled"

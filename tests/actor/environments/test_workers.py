@@ -1,0 +1,209 @@
+"""Functions play in processes of their own, which may crash, block or leave children behind without harm to anyone else."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from offbeat.actor.environments.messages import Begin, Cancel, Ended, Failed, FromWorker, Play, Sample, Sampled
+from offbeat.actor.environments.workers import Workers
+from offbeat.common.shutdown import ServiceError
+
+pytestmark = pytest.mark.slow
+
+FUNCTIONS = """
+import asyncio, os, subprocess, time
+
+async def play(chat, row):
+    kind = row["kind"]
+    if kind == "crash":
+        os._exit(3)
+    if kind == "block":
+        time.sleep(600)
+    if kind == "daemon":
+        subprocess.Popen(["sleep", "617"])
+        await asyncio.sleep(600)
+    if kind == "mistake":
+        return row["answer"]
+    if kind == "judge":
+        raise ConnectionError("no judge")
+    if kind == "exit":
+        raise SystemExit("bye")
+    if kind == "text":
+        return "good"
+    if kind == "greedy":
+        while True:
+            await chat.sample()
+            chat.reward(0.5)
+    replies = []
+    for _ in range(row["turns"]):
+        replies.append(await chat.sample(max_new_tokens=3))
+        chat.add("tool", replies[-1].text)
+        chat.metric("turns", len(replies))
+    return float(len(replies)) + chat.seed / 1000
+
+def plain(chat, row):
+    return 0.0
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The functions are in the current folder."""
+    folder = tmp_path_factory.mktemp("games")
+    (folder / "games.py").write_text(FUNCTIONS)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(folder)
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_process(tiny_model: Path) -> Iterator[Workers]:
+    """For tests that leave it alive; a start takes seconds."""
+    workers = Workers(begin(tiny_model), 1)
+    yield workers
+    workers.close()
+
+
+@pytest.fixture
+def workers(one_process: Workers) -> Workers:
+    for episode in list(one_process._workers[0].episodes):
+        one_process.send(episode, Cancel(episode=episode))
+        one_process.end(episode)
+    # The mistake of this last episode comes behind what the others still say.
+    play(one_process, "0/0/0", "mistake")
+    while not any(isinstance(news, Failed) and news.episode == "0/0/0" for news in next_news(one_process)):
+        pass
+    one_process.end("0/0/0")
+    return one_process
+
+
+@pytest.fixture
+def fragile(tiny_model: Path) -> Iterator[Workers]:
+    workers = Workers(begin(tiny_model), 1)
+    yield workers
+    workers.close()
+
+
+def begin(model: Path, function: str = "games:play", max_length: int = 20) -> Begin:
+    return Begin(function=function, tokenizer=str(model), has_chat_template=False, template_arguments={}, max_length=max_length)
+
+
+def play(workers: Workers, episode: str, kind: str, turns: int = 1) -> None:
+    row = f'{{"kind": "{kind}", "turns": {turns}}}'
+    message = Play(episode=episode, row=row, prompt="1+1=", num_prompt_tokens=4, seed=7, is_evaluation=False)
+    workers.play(episode, message)
+
+
+def next_news(workers: Workers, claim: Callable[[], bool] = lambda: False) -> list[FromWorker | str]:
+    """Return what arrives next; with `claim`, return when it holds."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if (news := list(workers.poll())) or claim():
+            return news
+        time.sleep(0.01)
+    raise AssertionError("nothing arrived")
+
+
+def worker_pids() -> list[int]:
+    return [child.pid for child in psutil.Process().children() if any("environments.worker" in one for one in child.cmdline())]
+
+
+def test_function_plays_its_turns_and_returns_its_reward(workers: Workers) -> None:
+    play(workers, "1/0/0", "turns", turns=2)
+    assert next_news(workers) == [Sample(episode="1/0/0", context=[], max_new_tokens=3)]
+    workers.send("1/0/0", Sampled(episode="1/0/0", token_ids=[5, 6], finish_reason="stop"))
+    (second,) = next_news(workers)
+    # Tokens 4 and up are the characters of the alphabet.
+    assert second == Sample(episode="1/0/0", context=[5, 6], max_new_tokens=3)
+    workers.send("1/0/0", Sampled(episode="1/0/0", token_ids=[7], finish_reason="length"))
+    assert next_news(workers) == [Ended(episode="1/0/0", reward=2.007, parts={"turns": 2.0}, is_out_of_room=False)]
+
+
+def test_many_episodes_wait_at_once_in_one_process(workers: Workers) -> None:
+    names = {f"1/{index}/0" for index in range(200)}
+    for name in names:
+        play(workers, name, "turns")
+    asked: list[FromWorker | str] = []
+    while len(asked) < len(names):
+        asked += next_news(workers)
+    assert {one.episode for one in asked if isinstance(one, Sample)} == names
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_transient", "detail"),
+    [
+        ("mistake", False, "KeyError: 'answer'"),
+        ("judge", True, "ConnectionError: no judge"),
+        ("exit", False, "SystemExit: bye"),
+        ("text", False, "TypeError: the reward is 'good', not a number"),
+    ],
+)
+def test_function_that_raises_fails_its_episode_alone(workers: Workers, kind: str, is_transient: bool, detail: str) -> None:
+    play(workers, "1/0/0", kind)
+    (failed,) = next_news(workers)
+    assert isinstance(failed, Failed)
+    assert (failed.is_transient, failed.detail.startswith(detail)) == (is_transient, True)
+    play(workers, "2/0/0", "turns")
+    assert isinstance(next_news(workers)[0], Sample)
+
+
+def test_episode_without_room_ends_with_the_rewards_it_has(workers: Workers) -> None:
+    play(workers, "1/0/0", "greedy")
+    for _ in range(2):
+        assert isinstance(next_news(workers)[0], Sample)
+        workers.send("1/0/0", Sampled(episode="1/0/0", token_ids=[5] * 8, finish_reason="length"))
+    assert next_news(workers) == [Ended(episode="1/0/0", reward=1.0, parts={}, is_out_of_room=True)]
+
+
+def test_cancelled_episode_ends(workers: Workers) -> None:
+    play(workers, "1/0/0", "turns")
+    next_news(workers)
+    workers.send("1/0/0", Cancel(episode="1/0/0"))
+    assert next_news(workers) == [Failed(episode="1/0/0", is_transient=True, detail="cancelled")]
+
+
+def test_crash_gives_back_every_episode_of_the_process_and_the_next_one_plays(fragile: Workers) -> None:
+    play(fragile, "1/0/0", "turns")
+    next_news(fragile)
+    pid = fragile._workers[0]._process.pid
+    play(fragile, "2/0/0", "crash")
+    lost: list[FromWorker | str] = []
+    while len(lost) < 2:
+        lost += next_news(fragile)
+    assert lost == ["1/0/0", "2/0/0"]
+    play(fragile, "1/0/1", "turns")
+    assert next_news(fragile)[-1] == Sample(episode="1/0/1", context=[], max_new_tokens=3)
+    assert not psutil.pid_exists(pid)
+
+
+def test_blocked_process_and_what_it_started_are_killed(fragile: Workers) -> None:
+    play(fragile, "1/0/0", "daemon")
+    pid = fragile._workers[0]._process.pid
+    next_news(fragile, lambda: any("617" in child.cmdline() for child in psutil.Process(pid).children(recursive=True)))
+    play(fragile, "2/0/0", "block")
+    sleepers = [child for child in psutil.Process(pid).children(recursive=True) if "617" in child.cmdline()]
+    assert list(fragile.kill_worker_of("2/0/0", "it blocks")) == ["1/0/0", "2/0/0"]
+    assert not psutil.pid_exists(pid)
+    next_news(fragile, lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in sleepers))
+
+
+def test_processes_that_all_die_end_the_actor_with_the_reason(fragile: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.actor.environments.workers.MAX_STARTS", 1)
+    with pytest.raises(ServiceError, match=r"environment workers have died one after the other.*task\.environment"):
+        for attempt in range(20):
+            play(fragile, f"1/0/{attempt}", "crash")
+            next_news(fragile)
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [("games:plain", "not async"), ("games:none", "has no 'none'"), ("nowhere:play", "no module 'nowhere'")],
+)
+def test_function_that_cannot_play_is_refused_before_anything_is_played(tiny_model: Path, function: str, why: str) -> None:
+    before = worker_pids()
+    with pytest.raises(ServiceError, match=why):
+        Workers(begin(tiny_model, function), 1)
+    assert worker_pids() == before
