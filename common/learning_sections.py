@@ -193,6 +193,10 @@ class TrainSection(Section, frozen=True):
     activation_checkpointing: bool | Literal["offload"] = False
     """Recompute activations in the backward pass: less memory for about a third more computation. offload: also keep the inputs
     of the layers, from which they are recomputed, in the host's memory."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the decoder layers with torch.compile. That takes a GPU, bfloat16, `train.zero_stage` below 3,
+    `train.sequence_parallel_size = 1` and a model without experts. auto: compile where that is so and `loss.anchor` is
+    behavior; another anchor expects equal weights to give equal log-probs with and without gradients."""
     deepspeed: dict[str, Any] = msgspec.field(default_factory=dict)
     """DeepSpeed options beside those derived from the settings above."""
     checkpoint_interval: NonNegativeInt = 0

@@ -141,6 +141,7 @@ RULES = (
         _of("train", "micro_batch_tokens sequence_parallel_size activation_checkpointing"),
         "It trades memory for time.",
     ),
+    Rule("recorded", _of("train", "compile"), "Compiled layers round differently, within a dtype's precision."),
     Rule(
         "recorded",
         _of("train", "checkpoint_interval keep_checkpoints max_failed_leases no_actor_timeout_s no_group_timeout_s"),

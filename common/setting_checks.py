@@ -20,7 +20,7 @@ def check(config: Config) -> list[str]:
     """Raise `SettingError` for the contradictions; return warnings about valid settings that are probably not meant."""
     checks = (
         *(_check_sampling, _check_lengths, check_objective, _check_staleness, _check_steps, _check_task, _check_leases),
-        *(_check_hub, _check_ports, _check_log, _check_launch, _check_gpus, _check_run_name),
+        *(_check_compile, _check_hub, _check_ports, _check_log, _check_launch, _check_gpus, _check_run_name),
     )
     collect_errors([*(partial(check, config) for check in checks), partial(check_deepspeed_options, config.train)])
     return _warnings(config)
@@ -161,6 +161,22 @@ def _steps_of_batch(train: TrainSection) -> str:
     steps = f"train.steps_per_batch = {train.steps_per_batch}"
     epochs = train.epochs_per_batch
     return steps if epochs == 1 else f"{steps} times train.epochs_per_batch = {epochs}"
+
+
+def compile_obstacle(config: Config) -> str | None:
+    """Return the reason for which the decoder layers cannot be compiled with these settings; None if there is none."""
+    if config.model.dtype == "float32":
+        return 'with model.dtype = "float32" packed attention has a call for each length, which cannot be compiled once'
+    if config.train.zero_stage == 3:
+        return "with train.zero_stage = 3 weights are gathered in hooks between the parts of a layer"
+    size = config.train.sequence_parallel_size
+    return f"with train.sequence_parallel_size = {size} processes exchange tokens in a layer" if size > 1 else None
+
+
+def _check_compile(config: Config) -> None:
+    obstacle = compile_obstacle(config)
+    if config.train.compile == "on" and obstacle is not None:
+        raise SettingError("train.compile", "on", obstacle, 'Set it to "auto" or "off".')
 
 
 def _check_task(config: Config) -> None:

@@ -236,12 +236,14 @@ class CompletionLogprobs(nn.Module):
             token_ids, position_ids, spans = group.take_share(token_ids, position_ids, spans)
             is_own = predictors % group.size == group.rank
             predictors, targets = predictors[is_own] // group.size, targets[is_own]
+        placed_spans = PlacedSpans(spans, token_ids.device, group)
+        placed_spans.arrange(self.policy.dtype)
         with kept_on_host() if self._offloads else nullcontext():
             states = self.policy.base_model(
                 input_ids=token_ids[None],
                 position_ids=position_ids[None],
                 use_cache=False,
-                placed_spans=PlacedSpans(spans, token_ids.device, group),
+                placed_spans=placed_spans,
             ).last_hidden_state[0]
         states = states.index_select(0, predictors)
         logprobs, entropies = self.head(states, targets, temperature)

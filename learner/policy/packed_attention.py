@@ -26,6 +26,9 @@ That makes a causal square, of which torch's kernel for CPUs skips half, but onl
 2,048 keys: below this number the rectangle took up to half less time, forward and backward.
 """
 
+SPANS_IN_LINE_DTYPES = (torch.float16, torch.bfloat16)
+"""Dtypes of flash attention, which GPUs have."""
+
 _MAX_MEAN_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
 """Largest mean difference of packed and plain log-probs. In bfloat16 neighboring logits near 10 are 0.06 apart, and the two
 computations round differently."""
@@ -42,6 +45,14 @@ class PlacedSpans:
     device: torch.device
     sequence_group: SequenceGroup | None = None
     """The ranks that share the pack's inputs; None: this rank has all."""
+
+    def is_in_line(self, dtype: torch.dtype) -> bool:
+        """Tell if the kernel for queries of this dtype takes sequences of many lengths at once."""
+        return self.device.type == "cuda" and dtype in SPANS_IN_LINE_DTYPES
+
+    def arrange(self, dtype: torch.dtype) -> None:
+        """Arrange the spans for the kernel of this dtype now, outside of layers that may be compiled."""
+        _ = self.in_line if self.is_in_line(dtype) else self.by_shape
 
     @cached_property
     def in_line(self) -> "SpansInLine":
@@ -191,7 +202,7 @@ def packed_attention(
     group = placed_spans.sequence_group
     if group is not None:
         query, key, value = (group.gather_inputs(part) for part in (query, key, value))
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+    if placed_spans.is_in_line(query.dtype):
         attended = _attend_at_once(query, key, value, placed_spans.in_line, scaling, sliding_window)
     else:
         attended = _attend_by_shape(query, key, value, placed_spans.by_shape, scaling, sliding_window)

@@ -30,6 +30,8 @@ from offbeat.learner.objectives.kl import adapt_kl_coefficient
 from offbeat.learner.objectives.losses import m2po_candidates, m2po_cutoff
 from offbeat.learner.objectives.objective import M2po, resolve_objective
 from offbeat.learner.objectives.reward_shaping import RunningMoments, resolve_reward_shaping, shape_rewards
+from offbeat.learner.policy.compiling import check_compiling, compile_layers, compiles_layers
+from offbeat.learner.policy.flash_attention import use_newest_flash_attention
 from offbeat.learner.policy.flops import FlopCounter
 from offbeat.learner.policy.loading import check_policy, load_policy, load_reference
 from offbeat.learner.policy.logprobs import CompletionLogprobs
@@ -98,6 +100,7 @@ class Trainer:
         self._shaping = resolve_reward_shaping(config.reward, objective=objective, max_new_tokens=max_new_tokens)
         self.rank, self.world_size, self.device = join_process_group()
         require_same_settings(config)
+        check_compiling(config, self.device)
         self.policy_version = 0
         """Optimizer steps taken, including those before a loaded checkpoint."""
         torch.manual_seed(config.run.seed)
@@ -110,6 +113,9 @@ class Trainer:
         self._zero_stage: int = deepspeed["zero_optimization"]["stage"]
         self._engine = make_engine(self._module, deepspeed, config.train)
         check_policy(self._module, config.model, self.device)
+        use_newest_flash_attention(self._module.policy, self.device)
+        if compiles_layers(config, self._module.policy.config, self.device):
+            compile_layers(self._module.policy)
         kl = config.kl
         self._reference: CompletionLogprobs | None = None
         # An adapted policy needs no second model: without its adapter it is the initial policy.
