@@ -67,8 +67,8 @@ class Engine(Protocol):
         """Tokens sampled since the engine was made."""
         ...
 
-    def submit(self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
-        """Queue one completion. Weights must have been loaded."""
+    def submit(self, request_ids: list[str], prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+        """Queue a completion of the prompt for each id. Weights must have been loaded."""
         ...
 
     def step(self) -> list[Completion]:

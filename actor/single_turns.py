@@ -56,8 +56,7 @@ class SingleTurns:
     def begin(self, lease: Lease, prompt_token_ids: list[int]) -> None:
         group = _Group(lease, self._clock())
         self._groups[lease.lease_id] = group
-        for request in group.request_ids():
-            self._engine.submit(request, prompt_token_ids, lease.sampling)
+        self._engine.submit(group.request_ids(), prompt_token_ids, lease.sampling)
 
     def add(self, completion: Completion) -> None:
         lease_id, index = parse_request_id(completion.request_id)

@@ -89,22 +89,23 @@ class TransformersEngine:
     def num_generated_tokens(self) -> int:
         return self._num_ended_tokens + sum(_num_tokens(state) for state in self._states())
 
-    def submit(self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+    def submit(self, request_ids: list[str], prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
         num_prompt_tokens = len(prompt_token_ids)
         check_prompt_length(num_prompt_tokens, self._info.max_model_len)
         assert self._policy_version is not None, "weights come before prompts"
-        self._segments[request_id] = [Segment(self._policy_version, 0)]
-        self._batches.scheduler.add_waiting_request(
-            RequestState(
-                request_id,
-                list(prompt_token_ids),
-                max_new_tokens=min(sampling.max_new_tokens, self._info.max_model_len - num_prompt_tokens),
-                eos_token_id=self._eos_token_ids,
-                logit_processor_kwargs={"temperature": float(sampling.temperature or GREEDY_TEMPERATURE)},
-                # `_num_tokens` counts from here, also after generated tokens have become part of the prompt.
-                _true_initial_tokens=num_prompt_tokens,
+        for request_id in request_ids:
+            self._segments[request_id] = [Segment(self._policy_version, 0)]
+            self._batches.scheduler.add_waiting_request(
+                RequestState(
+                    request_id,
+                    list(prompt_token_ids),
+                    max_new_tokens=min(sampling.max_new_tokens, self._info.max_model_len - num_prompt_tokens),
+                    eos_token_id=self._eos_token_ids,
+                    logit_processor_kwargs={"temperature": float(sampling.temperature or GREEDY_TEMPERATURE)},
+                    # `_num_tokens` counts from here, also after generated tokens have become part of the prompt.
+                    _true_initial_tokens=num_prompt_tokens,
+                )
             )
-        )
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:

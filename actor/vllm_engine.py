@@ -1,6 +1,7 @@
 """The actor's engine on vLLM: `LLMEngine` inside this process, stepped by its owner."""
 
 import contextlib
+import copy
 import dataclasses
 import gc
 import operator
@@ -37,11 +38,15 @@ WRITTEN_FOR = "0.32"
 """vLLM release whose `INTERNALS` this module uses."""
 INTERNALS = (
     "output_processor.request_states",
+    "output_processor.add_request",
+    "input_processor.process_inputs",
+    "input_processor.assign_request_id",
+    "engine_core.add_request",
     "engine_core.engine_core.batch_queue",
     "engine_core.engine_core.pause_scheduler",
     "engine_core.engine_core.resume_scheduler",
 )
-"""Attributes of `LLMEngine` that no release promises: where it keeps requests, and steps in flight."""
+"""Attributes of `LLMEngine` that no release promises: how it takes requests, where it keeps them, and steps in flight."""
 CPU_KV_CACHE_BYTES = 256 << 20
 """KV cache on a CPU unless `kv_cache_memory_bytes` is among the options, or two completions of full length need more.
 
@@ -121,12 +126,21 @@ class VllmEngine:
     def num_generated_tokens(self) -> int:
         return self._num_ended_tokens + self._num_running_tokens()
 
-    def submit(self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+    def submit(self, request_ids: list[str], prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
         check_prompt_length(len(prompt_token_ids), self._info.max_model_len)
         params = self._sampling_params.get(sampling)
         if params is None:
             params = self._sampling_params[sampling] = _sampling_params(sampling)
-        self._engine.add_request(request_id, self._prompt(prompt_token_ids), params)
+        # `LLMEngine.add_request` would check and convert the same prompt for each completion.
+        processed = self._engine.input_processor.process_inputs(
+            "", self._prompt(prompt_token_ids), params, self._engine.get_supported_tasks()
+        )
+        for request_id in request_ids:
+            request = copy.copy(processed)
+            request.request_id = request_id
+            self._engine.input_processor.assign_request_id(request)
+            self._engine.output_processor.add_request(request, None)
+            self._engine.engine_core.add_request(request)
 
     def step(self) -> list[Completion]:
         finished, self._finished = self._finished, []

@@ -219,7 +219,7 @@ class Episodes:
         episode.request = f"{episode.name}/{len(episode.turns)}"
         self._requests[episode.request] = episode
         prompt = [*of_lease.prompt_token_ids, *episode.stream]
-        self._engine.submit(episode.request, prompt, Sampling(max_new_tokens=longest, temperature=sampling.temperature))
+        self._engine.submit([episode.request], prompt, Sampling(max_new_tokens=longest, temperature=sampling.temperature))
 
     def _end(self, message: Ended) -> None:
         self._workers.end(message.episode)

@@ -68,8 +68,8 @@ class FakeEngine:
     def num_unfinished(self) -> int:
         return len(self.running)
 
-    def submit(self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
-        self.running.append(request_id)
+    def submit(self, request_ids: list[str], prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+        self.running += request_ids
 
     def step(self) -> list[Completion]:
         if self.is_held or not self.running:

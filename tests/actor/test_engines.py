@@ -111,7 +111,7 @@ def test_logprobs_are_those_of_a_forward_pass_at_the_sampling_temperature(engine
     load(engine, references[0], 0)
     temperatures = [1.0, 0.7, 1.3]
     for index in range(24):
-        engine.submit(str(index), PROMPTS[index % 4], Sampling(64, temperatures[index % 3]))
+        engine.submit([str(index)], PROMPTS[index % 4], Sampling(64, temperatures[index % 3]))
     finished = finish(engine)
     for index in range(24):
         completion = finished[str(index)]
@@ -127,11 +127,38 @@ def test_logprobs_are_those_of_a_forward_pass_at_the_sampling_temperature(engine
         assert EOS not in completion.token_ids[:-1]
 
 
+def test_completions_of_a_group_are_sampled_apart_with_exact_logprobs(engine, references):
+    load(engine, references[1], 1)
+    ids = [f"7/{index}" for index in range(8)]
+    engine.submit(ids, PROMPTS[1], Sampling(40, 0.7))
+    assert engine.num_unfinished == 8
+    finished = step(engine, 3)
+    aborted = [request_id for request_id in ids if request_id not in finished][:2]
+    engine.abort(aborted)
+    finished |= finish(engine)
+    assert sorted(finished) == sorted(set(ids) - set(aborted))
+    assert len({tuple(completion.token_ids.tolist()) for completion in finished.values()}) == 6
+    for completion in finished.values():
+        expected = reference_logprobs(references[1], PROMPTS[1], completion.token_ids.tolist(), 0.7)
+        np.testing.assert_allclose(completion.behavior_logprobs, expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["vllm"], indirect=True)
+def test_vllm_processes_the_prompt_of_a_group_once(engine, references, monkeypatch):
+    load(engine, references[0], 0)
+    processor = engine._engine.input_processor
+    process, prompts = processor.process_inputs, []
+    monkeypatch.setattr(processor, "process_inputs", lambda *args: prompts.append(args[1]) or process(*args))
+    engine.submit([str(index) for index in range(8)], PROMPTS[0], Sampling(2))
+    assert len(finish(engine)) == 8
+    assert len(prompts) == 1
+
+
 def test_temperature_zero_takes_the_likeliest_token_beside_sampled_completions(engine, references):
     load(engine, references[1], 1)
     for index, prompt in enumerate(PROMPTS):
-        engine.submit(f"greedy{index}", prompt, Sampling(20, 0.0))
-        engine.submit(f"sampled{index}", prompt, Sampling(20, 1.0))
+        engine.submit([f"greedy{index}"], prompt, Sampling(20, 0.0))
+        engine.submit([f"sampled{index}"], prompt, Sampling(20, 1.0))
     finished = finish(engine)
     for index, prompt in enumerate(PROMPTS):
         tokens = finished[f"greedy{index}"].token_ids.tolist()
@@ -142,12 +169,12 @@ def test_temperature_zero_takes_the_likeliest_token_beside_sampled_completions(e
 def test_completions_end_at_the_longest_length(engine, references):
     load(engine, references[0], 0)
     prompt = [7] * (MAX_MODEL_LEN - 3)
-    engine.submit("long", prompt, Sampling(50))
+    engine.submit(["long"], prompt, Sampling(50))
     completion = finish(engine)["long"]
     assert len(completion.token_ids) <= 3
     for num_tokens in (0, MAX_MODEL_LEN):
         with pytest.raises(ValueError, match=f"{num_tokens} tokens does not fit"):
-            engine.submit("impossible", [7] * num_tokens, Sampling(50))
+            engine.submit(["impossible"], [7] * num_tokens, Sampling(50))
     assert engine.num_unfinished == 0
 
 
@@ -155,7 +182,7 @@ def test_score_is_a_forward_pass_and_loses_no_running_completion(engine, referen
     load(engine, references[2], 2)
     tokens = [5, 6, 7, 8, 30, 2, 9]
     for index in range(5):
-        engine.submit(str(index), PROMPTS[0], Sampling(1 + index))
+        engine.submit([str(index)], PROMPTS[0], Sampling(1 + index))
     scored = engine.score(tokens)
     assert scored.routed_experts is None
     assert scored.logprobs.dtype == np.float32
@@ -167,7 +194,7 @@ def test_score_is_a_forward_pass_and_loses_no_running_completion(engine, referen
 def test_segments_tell_which_weights_sampled_each_token(engine, references):
     load(engine, references[0], 0)
     for index in range(8):
-        engine.submit(str(index), PROMPTS[index % 4], Sampling(60))
+        engine.submit([str(index)], PROMPTS[index % 4], Sampling(60))
     finished = step(engine, 10)
     load(engine, references[1], 1)
     finished |= step(engine, 12)
@@ -191,7 +218,7 @@ def test_segments_tell_which_weights_sampled_each_token(engine, references):
 
 def test_weights_that_sampled_no_token_have_no_segment(engine, references):
     load(engine, references[0], 0)
-    engine.submit("a", PROMPTS[0], Sampling(8))
+    engine.submit(["a"], PROMPTS[0], Sampling(8))
     load(engine, references[1], 1, recompute_kv=False)
     finished = step(engine, 3)
     load(engine, references[0], 2, recompute_kv=False)
@@ -204,10 +231,10 @@ def test_new_prompts_never_start_from_keys_of_older_weights(engine, references):
     """Keys of running completions stay in the cache, and a later request may have the same prompt."""
     prompt = [5 + index % 30 for index in range(200)]
     load(engine, references[0], 0)
-    engine.submit("old", prompt, Sampling(50))
+    engine.submit(["old"], prompt, Sampling(50))
     finished = step(engine, 5)
     load(engine, references[1], 1, recompute_kv=False)
-    engine.submit("new", prompt, Sampling(5))
+    engine.submit(["new"], prompt, Sampling(5))
     finished |= finish(engine)
     assert finished["new"].segments == (Segment(1, 0),)
     assert_logprobs(references[1], prompt, finished["new"])
@@ -218,13 +245,13 @@ def test_new_prompts_never_start_from_keys_of_older_weights(engine, references):
 def test_aborted_completions_are_never_returned(engine, references):
     load(engine, references[0], 0)
     for index in range(6):
-        engine.submit(str(index), PROMPTS[0], Sampling(30))
+        engine.submit([str(index)], PROMPTS[0], Sampling(30))
     finished = step(engine, 1)
     running = [str(index) for index in range(6) if str(index) not in finished]
-    engine.submit("queued", PROMPTS[0], Sampling(30))
+    engine.submit(["queued"], PROMPTS[0], Sampling(30))
     engine.abort([*running[:2], "queued", "never submitted"])
     assert set(finish(engine)) == set(running[2:])
-    engine.submit("0", PROMPTS[1], Sampling(2))
+    engine.submit(["0"], PROMPTS[1], Sampling(2))
     assert list(finish(engine)) == ["0"]
     assert engine.step() == []
 
@@ -233,7 +260,7 @@ def test_hundreds_of_concurrent_completions_all_come_back_once(engine, reference
     load(engine, references[1], 1)
     num_tokens_before = engine.num_generated_tokens
     for index in range(600):
-        engine.submit(str(index), PROMPTS[index % 4], Sampling(1 + index % 6))
+        engine.submit([str(index)], PROMPTS[index % 4], Sampling(1 + index % 6))
     assert engine.num_unfinished == 600
     finished = finish(engine)
     assert len(finished) == 600
@@ -247,7 +274,7 @@ def test_hundreds_of_concurrent_completions_all_come_back_once(engine, reference
 def test_tokens_of_running_and_aborted_completions_are_counted(engine, references):
     load(engine, references[0], 0)
     before = engine.num_generated_tokens
-    engine.submit("a", PROMPTS[0], Sampling(100))
+    engine.submit(["a"], PROMPTS[0], Sampling(100))
     finished = step(engine, 4)
     if not finished:
         assert engine.num_generated_tokens - before == 4
@@ -296,7 +323,7 @@ def test_every_update_reaches_scores_and_samples(kind, model, request):
         load(engine, reference, policy_version)
         expected = reference_logprobs(reference, tokens[:1], tokens[1:])
         np.testing.assert_allclose(engine.score(tokens).logprobs, expected, atol=TOLERANCE)
-        engine.submit("a", PROMPTS[1], Sampling(30))
+        engine.submit(["a"], PROMPTS[1], Sampling(30))
         completion = finish(engine)["a"]
         assert completion.segments == (Segment(policy_version, 0),)
         assert_logprobs(reference, PROMPTS[1], completion)

@@ -77,7 +77,7 @@ def forward(model: PreTrainedModel, tokens: Sequence[int]) -> NDArray[np.float32
 def generate(engine: Engine, num_completions: int) -> list[tuple[list[int], NDArray[np.float32]]]:
     """Return completions of a short prompt, prompt included, and the log-probs that they were sampled at."""
     for index in range(num_completions):
-        engine.submit(str(index), TOKENS[:4], Sampling(32, 1.0))
+        engine.submit([str(index)], TOKENS[:4], Sampling(32, 1.0))
     finished = []
     while engine.num_unfinished:
         finished += engine.step()

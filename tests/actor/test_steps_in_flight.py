@@ -73,7 +73,7 @@ def test_each_segment_has_the_logprobs_of_its_own_weights(engine, tiny_model):
     references = [load_reference(tiny_model, seed) for seed in (None, *range(1, len(SWAPS) + 1))]
     load(engine, references[0], 0)
     for index in range(12):
-        engine.submit(str(index), PROMPTS[index % 4], Sampling(60))
+        engine.submit([str(index)], PROMPTS[index % 4], Sampling(60))
     finished: dict[str, Completion] = {}
     for policy_version, num_steps in enumerate(np.diff((0, *SWAPS)), start=1):
         finished |= step(engine, int(num_steps))
@@ -101,7 +101,7 @@ def test_completions_that_end_as_weights_change_come_back_once(engine, tiny_mode
     references = [load_reference(tiny_model, seed) for seed in (None, 1)]
     load(engine, references[0], 0)
     for index in range(6):
-        engine.submit(str(index), PROMPTS[0], Sampling(1 + index))
+        engine.submit([str(index)], PROMPTS[0], Sampling(1 + index))
     finished = step(engine, 3)
     assert num_in_flight(engine) == 1
     num_tokens_before = engine.num_generated_tokens
@@ -125,7 +125,7 @@ def test_score_after_a_swap_is_of_the_new_weights(engine, tiny_model):
     tokens = [5, 6, 7, 8, 30, 2, 9]
     load(engine, references[0], 0)
     for index in range(4):
-        engine.submit(str(index), PROMPTS[index], Sampling(40))
+        engine.submit([str(index)], PROMPTS[index], Sampling(40))
     step(engine, 5)
     load(engine, references[1], 1)
     expected = reference_logprobs(references[1], tokens[:1], tokens[1:])
@@ -135,5 +135,5 @@ def test_score_after_a_swap_is_of_the_new_weights(engine, tiny_model):
     # The step that is in flight has no completion any more.
     load(engine, references[0], 2)
     assert num_in_flight(engine) == 0
-    engine.submit("next", PROMPTS[0], Sampling(4))
+    engine.submit(["next"], PROMPTS[0], Sampling(4))
     assert finish(engine)["next"].segments == (Segment(2, 0),)

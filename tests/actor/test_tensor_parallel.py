@@ -41,7 +41,7 @@ def main(folder):
         weights = ((name, parameter.data) for name, parameter in model.named_parameters())
         engine.load_weights(weights, policy_version, recompute_kv=True)
         differences.append(float(abs(engine.score(ids[0].tolist()).logprobs - logprobs.numpy()).max()))
-    engine.submit("a", [5, 6, 7], Sampling(5))
+    engine.submit(["a"], [5, 6, 7], Sampling(5))
     finished = []
     while engine.num_unfinished:
         finished += engine.step()

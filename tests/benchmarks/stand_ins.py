@@ -71,10 +71,11 @@ class SleepEngine:
     def num_unfinished(self) -> int:
         return len(self._running)
 
-    def submit(self, request_id: str, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+    def submit(self, request_ids: list[str], prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
         assert self.policy_version is not None
         segments = (Segment(self.policy_version, 0),)
-        self._running[request_id] = Sleeping(time.monotonic(), self._num_tokens(request_id), segments)
+        for request_id in request_ids:
+            self._running[request_id] = Sleeping(time.monotonic(), self._num_tokens(request_id), segments)
 
     def step(self) -> list[Completion]:
         next_end = min((sleeping.ends_at for sleeping in self._running.values()), default=0.0)

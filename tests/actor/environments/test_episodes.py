@@ -29,8 +29,8 @@ class FakeEngine:
         self.submitted: dict[str, tuple[list[int], Sampling]] = {}
         self.aborted: list[str] = []
 
-    def submit(self, request_id: str, prompt_token_ids: list[int], sampling: Sampling) -> None:
-        self.submitted[request_id] = (prompt_token_ids, sampling)
+    def submit(self, request_ids: list[str], prompt_token_ids: list[int], sampling: Sampling) -> None:
+        self.submitted |= dict.fromkeys(request_ids, (prompt_token_ids, sampling))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         self.aborted += request_ids
