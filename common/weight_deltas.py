@@ -11,8 +11,11 @@ their high bytes, the low bytes of all differences, ...
 Additions commute, so the differences between several versions may be applied in any order.
 """
 
+from functools import cache
+from types import ModuleType
+from typing import Any
+
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from offbeat.common.weights import tensor_dtype
@@ -23,7 +26,6 @@ HEADER_BYTES = 16
 STRIDE = 1 << 16
 """Every word whose index is one less than a multiple of this has an entry, so that each gap fits."""
 GAP_BYTES = 2
-_codec = pa.Codec("zstd", compression_level=1)
 
 
 class DeltaError(ValueError):
@@ -48,7 +50,7 @@ def encode_delta(old: NDArray[np.uint8], new: NDArray[np.uint8], size: int) -> N
     gaps = (np.diff(indices, prepend=-1) - 1).astype("<u2")
     differences = after[indices] - before[indices]
     zigzag = (differences << 1) ^ -(differences >> (8 * size - 1))
-    compressed = _codec.compress(_planes(gaps) + _planes(zigzag), asbytes=True)
+    compressed = _codec().compress(_planes(gaps) + _planes(zigzag), asbytes=True)
     header = np.array([len(indices), len(compressed)], dtype="<u8").tobytes()
     # A bytearray: torch takes no memory that cannot be written.
     return np.frombuffer(bytearray(header + compressed + bytes(-len(compressed) % 8)), dtype=np.uint8)
@@ -65,11 +67,7 @@ def apply_delta(delta: Frame, piece: NDArray[np.uint8], size: int) -> None:
     num_entries, num_compressed = np.frombuffer(delta[:HEADER_BYTES], dtype="<u8").tolist()
     if num_entries > len(words) or num_compressed > len(delta) - HEADER_BYTES:
         raise DeltaError(f"{num_entries} entries in {num_compressed} bytes do not fit {len(words)} words in {len(delta)} bytes")
-    try:
-        entries = _decompress(delta, num_compressed, num_entries * (GAP_BYTES + size))
-    # The codec's errors.
-    except (pa.ArrowException, OSError) as error:
-        raise DeltaError(f"a difference cannot be decompressed: {error}") from error
+    entries = _decompress(delta, num_compressed, num_entries * (GAP_BYTES + size))
     gaps = _from_planes(entries[: num_entries * GAP_BYTES], GAP_BYTES)
     indices = np.cumsum(gaps.astype(np.int64) + 1) - 1
     if num_entries and indices[-1] >= len(words):
@@ -89,4 +87,21 @@ def _from_planes(planes: NDArray[np.uint8], size: int) -> NDArray[np.integer]:
 
 def _decompress(delta: Frame, num_compressed: int, num_bytes: int) -> NDArray[np.uint8]:
     compressed = memoryview(delta)[HEADER_BYTES : HEADER_BYTES + num_compressed]
-    return np.frombuffer(_codec.decompress(compressed, decompressed_size=num_bytes, asbytes=True), dtype=np.uint8)
+    try:
+        content = _codec().decompress(compressed, decompressed_size=num_bytes, asbytes=True)
+    # The codec's errors.
+    except (_pyarrow().ArrowException, OSError) as error:
+        raise DeltaError(f"a difference cannot be decompressed: {error}") from error
+    return np.frombuffer(content, dtype=np.uint8)
+
+
+@cache
+def _codec() -> Any:
+    return _pyarrow().Codec("zstd", compression_level=1)
+
+
+def _pyarrow() -> ModuleType:
+    # Imported late: its import starts a thread, and the process that services are forked from can have none.
+    import pyarrow
+
+    return pyarrow

@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,9 @@ os.environ.pop(BROKEN_VARIABLE, None)
 # They run the code beside these tests, also where another checkout is installed.
 _SOURCES = str(Path(__file__).resolve().parents[1] / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SOURCES, os.environ.get("PYTHONPATH")]))
+
+# A script's background processes ignore SIGINT, and so would those that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No time limits on single examples: on a busy machine they fail tests at random.
 settings.register_profile("offbeat", deadline=None, suppress_health_check=[HealthCheck.too_slow])

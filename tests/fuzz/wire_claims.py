@@ -58,7 +58,8 @@ def check_frames(data: bytes) -> FromActor | FromLearner | None:
         return None
     # Compared as bytes: a reward may be NaN, which equals nothing.
     arrays = [np.frombuffer(array, dtype=np.uint8) for array in packet.arrays]
-    assert len(arrays) == ARRAY_FRAMES.get(type(packet.message), 0)
+    if not isinstance(packet.message, GroupDone):
+        assert len(arrays) == ARRAY_FRAMES.get(type(packet.message), 0)
     again = encode(packet.message, *arrays)
     twice = decode([bytes(frame) for frame in again])
     assert encode(twice.message, *arrays) == again
@@ -67,8 +68,12 @@ def check_frames(data: bytes) -> FromActor | FromLearner | None:
     if isinstance(packet.message, GroupDone):
         num_tokens = sum(completion.num_tokens for completion in packet.message.completions)
         assert len(token_ids(packet.arrays[0])) == len(logprobs(packet.arrays[1])) == num_tokens
+        turns = [turn for completion in packet.message.completions for turn in completion.turns]
+        assert [len(token_ids(array)) for array in packet.arrays[2:]] == [sum(turn.num_context for turn in turns)] * bool(turns)
         for completion in packet.message.completions:
             starts = [segment.first_token for segment in completion.segments]
             assert starts[0] == 0 and starts == sorted(set(starts)) and starts[-1] < completion.num_tokens
             assert min(segment.policy_version for segment in completion.segments) >= 0
+            if completion.turns:
+                assert sum(turn.num_sampled for turn in completion.turns) == completion.num_tokens
     return packet
