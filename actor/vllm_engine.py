@@ -100,6 +100,7 @@ class VllmEngine:
             max_model_len=max_model_len,
             hashes=hashes,
             gpu=gpu_uuid(0) if current_platform.is_cuda() else None,
+            quantization=quantization_of(config),
         )
         self._num_workers = config.parallel_config.world_size
         self._shared_weights: SharedWeights | None = None
@@ -260,6 +261,15 @@ def _no_collections() -> Iterator[None]:
         yield
     finally:
         gc.collect = collect
+
+
+def quantization_of(config: VllmConfig) -> str:
+    """Return the numbers of fewer bits that an engine computes with, in words; empty for none."""
+    weights, cache = config.model_config.quantization, config.cache_config.cache_dtype
+    parts = [f"{weights} weights"] if weights else []
+    if cache not in ("auto", "float16", "bfloat16", "float32"):
+        parts.append(f"{cache} KV cache")
+    return ", ".join(parts)
 
 
 def _routed_experts(recorded: np.ndarray | None, *, num_tokens: int) -> np.ndarray | None:

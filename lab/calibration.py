@@ -185,7 +185,8 @@ def render_calibration(calibration: Calibration) -> RenderableType:
     """Return the calibration as text and tables."""
     floor, engine, learner = calibration.floor, calibration.engine, calibration.learner
     head = Text()
-    head.append(f"{engine.name} {engine.version} in {engine.dtype} on {engine.device}", style="bold")
+    quantized = f" with {engine.quantization}" if engine.quantization else ""
+    head.append(f"{engine.name} {engine.version} in {engine.dtype}{quantized} on {engine.device}", style="bold")
     head.append(" against a learner in ")
     head.append(f"{learner.dtype}{' (float32 head)' if learner.fp32_head else ''} on {learner.device}", style="bold")
     head.append(f", same weights: {floor.num_completions:,} completions, {floor.num_tokens:,} tokens, lag 0\n")
@@ -260,7 +261,15 @@ def _advice(calibration: Calibration) -> str:
             "first step of a batch it is 1 whatever the engine's noise, so the objective's own band stays right. The bands "
             'above are for loss.anchor = "behavior".'
         )
-    return (
+    advice = (
         f"The narrowest band of which noise alone reaches at most {NOISE_CLIP_SHARE:.0%} on either side. How much wider it has "
         "to be for the staleness you want, clip/drift of a run tells:"
     )
+    band, usual = calibration.recommended, DEFAULTS[calibration.objective].band
+    if usual is not None and (band.low > usual.low or band.high > usual.high):
+        advice = (
+            f"The engine's noise is large: it needs a band beyond the objective's {usual.low:g}, {usual.high:g}, and inside it "
+            "the policy may move as far unseen. Better keep the noise out of the ratio, at the cost of one more forward pass a "
+            'batch, with loss.anchor="decoupled" and loss.correction="token_tis"; or sample without quantization. ' + advice
+        )
+    return advice

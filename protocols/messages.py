@@ -27,7 +27,7 @@ from offbeat.protocols.operator_reports import MemberStatus, SettingChange, Vita
 
 PROTOCOL_MAJOR = 2
 """Peers of another major version are refused with a reason."""
-PROTOCOL_MINOR = 4
+PROTOCOL_MINOR = 5
 """Peers of another minor version are accepted; see the module's docstring."""
 MAX_BASES = 16
 """Largest number of differences that lead from one version of the weights to a newer one."""
@@ -89,6 +89,9 @@ class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hashes: ModelHashes
     gpu: Label | None = None
     """UUID of the engine's first GPU; None without one. Since minor version 4."""
+    quantization: Label = ""
+    """The engine's own numbers of fewer bits than `dtype`, such as `fp8 weights, fp8 KV cache`; empty for none. Since minor
+    version 5."""
 
 
 class ActorStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

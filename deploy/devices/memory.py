@@ -95,10 +95,10 @@ def learner_need(config: Config, sizes: ModelSizes) -> Need:
 
 def engine_need(config: Config, sizes: ModelSizes) -> Need:
     """Return the least memory of one actor on each of its GPUs, with a KV cache for `FULL_LENGTH` completions."""
-    dtype_bytes, parallel = _BYTES[config.model.dtype], tensor_parallel_size(config)
+    parallel = tensor_parallel_size(config)
     return Need(
         (
-            Part("weights", sizes.num_parameters * dtype_bytes / parallel),
+            Part("weights", _engine_weights(config, sizes) / parallel),
             Part("KV cache", FULL_LENGTH * completion_bytes(config, sizes)),
             Part("engine", ENGINE_BYTES + ENGINE_LOGITS * sizes.vocab_size * 8 / parallel, True),
         )
@@ -107,8 +107,20 @@ def engine_need(config: Config, sizes: ModelSizes) -> Need:
 
 def completion_bytes(config: Config, sizes: ModelSizes) -> float:
     """Return the KV cache of one completion of full length on each GPU of an actor."""
-    per_token = 2 * sizes.num_layers * sizes.key_value_size * _BYTES[config.model.dtype]
+    is_fp8 = str(config.actor.engine_options.get("kv_cache_dtype", "")).startswith("fp8")
+    per_token = 2 * sizes.num_layers * sizes.key_value_size * (1 if is_fp8 else _BYTES[config.model.dtype])
     return config.model.max_length * per_token / tensor_parallel_size(config)
+
+
+def _engine_weights(config: Config, sizes: ModelSizes) -> float:
+    """Return the bytes of an engine's weights; quantization leaves out embeddings and head."""
+    dtype_bytes = _BYTES[config.model.dtype]
+    is_fp8 = str(config.actor.engine_options.get("quantization", "")).startswith("fp8")
+    if not is_fp8:
+        return sizes.num_parameters * dtype_bytes
+    # Two, as of a model whose head is not tied: rather too much memory than too little.
+    embeddings = 2 * sizes.vocab_size * sizes.hidden_size
+    return embeddings * dtype_bytes + max(0, sizes.num_parameters - embeddings)
 
 
 def tensor_parallel_size(config: Config) -> int:

@@ -40,6 +40,8 @@ class EngineNumerics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: str
     dtype: str
     device: str
+    quantization: str = ""
+    """The engine's own numbers of fewer bits than `dtype`; empty for none."""
 
 
 class BandCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,7 +103,7 @@ def learner_numerics(config: Config, hashes: ModelHashes, device: torch.device) 
 
 def engine_numerics(engine: EngineInfo) -> EngineNumerics:
     """Return the numerics of an actor's engine."""
-    return EngineNumerics(engine.name, engine.version, engine.dtype, engine.device)
+    return EngineNumerics(engine.name, engine.version, engine.dtype, engine.device, engine.quantization)
 
 
 def changes(measured: LearnerNumerics | EngineNumerics, now: LearnerNumerics | EngineNumerics) -> list[str]:

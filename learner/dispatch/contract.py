@@ -85,4 +85,8 @@ def differences(contract: Contract, hello: Hello) -> list[str]:
         found.append(f"offbeat {hello.software}, the learner has {contract.software}")
     if hello.engine.max_model_len > contract.max_length:
         found.append(f"its engine takes {hello.engine.max_model_len} tokens, the run needs {contract.max_length}")
+    if hello.engine.quantization:
+        found.append(
+            f"it computes with {hello.engine.quantization}, the learner does not: `offbeat calibrate` measures the noise"
+        )
     return found

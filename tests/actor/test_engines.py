@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -382,6 +383,26 @@ def test_unknown_and_reserved_options_are_refused(kind, tiny_model):
                 seed=0,
                 options=options,
             )
+
+
+@pytest.mark.parametrize(
+    ("weights", "cache", "said"),
+    [
+        (None, "auto", ""),
+        (None, "bfloat16", ""),
+        (None, "fp8", "fp8 KV cache"),
+        ("fp8_per_channel", "auto", "fp8_per_channel weights"),
+        ("fp8_per_tensor", "fp8_e4m3", "fp8_per_tensor weights, fp8_e4m3 KV cache"),
+    ],
+)
+def test_numbers_of_fewer_bits_are_told_to_the_learner(weights, cache, said):
+    pytest.importorskip("vllm")
+    from offbeat.actor.vllm_engine import quantization_of
+
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(quantization=weights), cache_config=SimpleNamespace(cache_dtype=cache)
+    )
+    assert quantization_of(cast(Any, config)) == said
 
 
 def test_vllm_asked_for_and_not_installed_is_said_at_once(monkeypatch, tiny_model):

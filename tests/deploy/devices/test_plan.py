@@ -177,6 +177,17 @@ def test_shared_and_offloaded_sequences_keep_less_on_each_gpu() -> None:
     assert host in plan.notes
 
 
+def test_engine_in_fp8_has_half_the_weights_but_for_the_embeddings_and_half_the_cache() -> None:
+    sizes = SIZES["Qwen/Qwen3-8B"]
+    options = ["actor.engine_options.quantization=fp8_per_channel", "actor.engine_options.kv_cache_dtype=fp8"]
+    whole, fp8 = (
+        {part.name: part.num_bytes for part in engine_need(load(None, [*BASE, "model.dtype=bfloat16", *given]), sizes).parts}
+        for given in ([], options)
+    )
+    assert whole["KV cache"] == 2 * fp8["KV cache"]
+    assert whole["weights"] - fp8["weights"] == sizes.num_parameters - 2 * 151936 * 4096
+
+
 def test_model_too_large_for_every_cure_gets_an_honest_one() -> None:
     with pytest.raises(SettingError, match=r"Train on more GPUs .*or a smaller model"):
         planned(gpus=1, gib=24, sizes=SIZES["Qwen/Qwen3-8B"])
