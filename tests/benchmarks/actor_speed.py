@@ -136,9 +136,12 @@ def run_actor(connection: Connection, folder: str, workload: Workload, address: 
 
     from offbeat.actor.contact import ActorIdentity
     from offbeat.actor.engine_choice import make_engine
+    from offbeat.actor.jobs import Jobs
+    from offbeat.actor.outbox import Outbox
     from offbeat.actor.reward_attempts import limits_of
     from offbeat.actor.rewards import RewardRunner
     from offbeat.actor.service import ActorService
+    from offbeat.actor.single_turns import SingleTurns
     from offbeat.common.config import ActorSection, Config, HubSection
     from offbeat.common.models import load_tokenizer
     from offbeat.common.shutdown import StopRequest
@@ -161,13 +164,16 @@ def run_actor(connection: Connection, folder: str, workload: Workload, address: 
     engine.load_weights([(name, tensor.data) for name, tensor in model.named_parameters()], 0, recompute_kv=False)
     link = Link(address, identity=identity.peer(), max_message_bytes=config.hub.max_message_mb << 20)
     connection.send(os.getpid())
+    outbox = Outbox(resend_after_s=config.hub.dead_after_s)
+    play = SingleTurns(engine, load_tokenizer(Path(folder)), rewards)
+    jobs = Jobs(engine, play, outbox, max_message_bytes=config.hub.max_message_mb << 20)
     with contextlib.closing(rewards), contextlib.closing(engine), link:
         ActorService(
             identity=identity,
             config=config,
             engine=engine,
-            tokenizer=load_tokenizer(Path(folder)),
-            rewards=rewards,
+            jobs=jobs,
+            outbox=outbox,
             link=link,
             stop=StopRequest(),
         ).run()

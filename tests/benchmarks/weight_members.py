@@ -151,7 +151,7 @@ class Stage:
         if not isinstance(received, TransferEnd):
             actor.befell_at = received
             return
-        version, epoch, error = received
+        version, epoch, error, _ = received
         self.publisher.handle(actor.name, received.as_message())
         if error:
             return

@@ -74,7 +74,7 @@ def test_every_setting_and_content_has_exactly_one_rule(config: Config, tmp_path
         loss=LossSection(noise_floor=str(tmp_path / "floor"), function="json:dump", correction="json:dump"),
         advantage=replace(config.advantage, function="json:load"),
         evaluation=replace(config.evaluation, function="json:load"),
-        task=replace(config.task, train_data="json:dumps", reward="json:dumps"),
+        task=replace(config.task, train_data="json:dumps", reward="json:dumps", environment="json:dumps"),
         reward=replace(config.reward, length_penalty="json:loads"),
     )
     identity = make_identity(full, HASHES, numbers(1), numbers(2))
