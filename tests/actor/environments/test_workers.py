@@ -1,5 +1,6 @@
 """Functions play in processes of their own, which may crash, block or leave children behind without harm to anyone else."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from offbeat.actor.environments.messages import Begin, Cancel, Ended, Failed, FromWorker, Play, Sample, Sampled
 from offbeat.actor.environments.workers import Workers
+from offbeat.common import processes
 from offbeat.common.shutdown import ServiceError
 
 pytestmark = pytest.mark.slow
@@ -108,7 +110,8 @@ def next_news(workers: Workers, claim: Callable[[], bool] = lambda: False) -> li
 
 
 def worker_pids() -> list[int]:
-    return [child.pid for child in psutil.Process().children() if any("environments.worker" in one for one in child.cmdline())]
+    own = processes.children(os.getpid())
+    return [pid for pid in own if any("environments.worker" in word for word in processes.arguments(pid))]
 
 
 def test_function_plays_its_turns_and_returns_its_reward(workers: Workers) -> None:

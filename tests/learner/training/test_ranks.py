@@ -31,7 +31,7 @@ from offbeat.learner.training.ranks import (
     Train,
     Tune,
 )
-from offbeat.protocols.completions import Segment
+from offbeat.protocols.completions import Segment, Turn
 
 pytestmark = pytest.mark.slow
 
@@ -53,6 +53,8 @@ def make_rollout(num_tokens: int, seed: int = 0) -> Rollout:
         reward=random.random(),
         finish_reason="length",
         segments=(Segment(3, 0), Segment(4, num_tokens)),
+        turns=(Turn(2, num_tokens),) if seed % 2 else (),
+        context_ids=np.arange(2 * (seed % 2), dtype=np.int32),
     )
 
 
@@ -74,7 +76,9 @@ def assert_same_groups(actual: Sequence[Group], expected: Sequence[Group]) -> No
         for mine, other in zip(ours.rollouts, theirs.rollouts, strict=True):
             np.testing.assert_array_equal(mine.token_ids, other.token_ids, strict=True)
             np.testing.assert_array_equal(mine.behavior_logprobs, other.behavior_logprobs, strict=True)
-            assert mine[2:] == other[2:]
+            np.testing.assert_array_equal(mine.context_ids, other.context_ids, strict=True)
+            assert mine._asdict().keys() == other._asdict().keys()
+            assert mine[2:-1] == other[2:-1]
 
 
 @settings(deadline=None)
