@@ -24,7 +24,7 @@ class Completion(NamedTuple):
     segments: tuple[Segment, ...]
     """Policy versions in order; the first one starts at token 0."""
     turns: tuple[Turn, ...] = ()
-    """Of an episode whose environment has added context; empty otherwise."""
+    """The turns of an episode whose environment has added context; empty otherwise."""
     context_ids: NDArray[np.int32] = np.empty(0, dtype=np.int32)
     """The context of all turns, concatenated."""
 

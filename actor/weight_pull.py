@@ -43,11 +43,11 @@ class ArrivedDelta(NamedTuple):
     chunk: int
     """The chunk."""
     delta: bytes
-    """As `common.weight_deltas` encodes it."""
+    """The changes, in the encoding of `common.weight_deltas`."""
 
 
 class _Part(NamedTuple):
-    """What a request asks for."""
+    """The kinds of request."""
 
     base: int | None
     """Checksum of the version that a difference starts from; None for the chunk itself."""

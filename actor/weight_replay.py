@@ -228,7 +228,7 @@ class CopyRecorder(TorchDispatchMode):
             start = int(tensor.storage_offset()) * tensor.itemsize
             self._incoming.setdefault(_storage(tensor), []).append((start, start + tensor.nbytes, name))
         self._landings: dict[int, list[Landing] | None] = {}
-        """What storages were written with; None for one that was written with anything but incoming tensors."""
+        """The incoming tensors that each storage was written with; None where anything else wrote it."""
         # A weak reference keeps the address of a storage from another one, and lets its memory go.
         self._seen: dict[int, StorageWeakRef] = {}
         self._is_paused = False

@@ -393,7 +393,7 @@ class Chunk(Message, frozen=True):
     checksum: Checksum
     """`common.weights.checksum` of the bytes."""
     base: Checksum | None = None
-    """As in the request. Since minor version 4."""
+    """The request's `base`. Since minor version 4."""
 
 
 class ChunkGone(Message, frozen=True):
@@ -402,7 +402,7 @@ class ChunkGone(Message, frozen=True):
     policy_version: Natural
     index: Natural
     base: Checksum | None = None
-    """As in the request. Since minor version 4."""
+    """The request's `base`. Since minor version 4."""
 
 
 class LearnerHeartbeat(Message, frozen=True):

@@ -1,4 +1,4 @@
-"""What the source uses of vLLM, torch's GPU modules and DeepSpeed is defined in their CUDA wheels as in the builds for CPUs."""
+"""Names that the source uses of vLLM, torch's GPU modules and DeepSpeed are defined in their CUDA wheels as in the CPU ones."""
 
 import importlib.util
 import json

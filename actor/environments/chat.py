@@ -1,4 +1,4 @@
-"""What an environment function is given: a conversation with the model that is being trained, of one episode.
+"""Give an environment function a conversation with the model that is being trained, one for each episode.
 
     async def play(chat, row):
         reply = await chat.sample()
@@ -39,7 +39,7 @@ class Chat:
         self.key: str = play.episode
         """Lease, index in the group and attempt: the same episode never has another key, nor two attempts the same one."""
         self.seed: int = play.seed
-        """The same for all episodes of a group, which must play in the same world."""
+        """Every episode of a group has the same seed, so that all of them play in the same world."""
         self.prompt: str = play.prompt
         """The prompt as text."""
         self.is_evaluation: bool = play.is_evaluation
@@ -50,23 +50,15 @@ class Chat:
         self._added: list[tuple[str, str]] = []
         self._last_token: int | None = None
         self._reply: asyncio.Future[Sampled] | None = None
-        self._rewards = 0.0
-        self._metrics: dict[str, float] = {}
+        self.rewards = 0.0
+        """The sum of the rewards given so far."""
+        self.metrics: dict[str, float] = {}
+        """The metrics given so far."""
 
     @property
     def room(self) -> int:
         """Tokens that still fit, without what was added since the last turn."""
         return self._max_length - self._num_tokens
-
-    @property
-    def rewards(self) -> float:
-        """The sum of the rewards given so far."""
-        return self._rewards
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The metrics given so far."""
-        return self._metrics
 
     def add(self, role: str, content: str) -> None:
         """Add a message that the model reads before its next turn; without a chat template, `content` as it is."""
@@ -100,11 +92,11 @@ class Chat:
 
     def reward(self, value: float) -> None:
         """Add to the reward of the episode."""
-        self._rewards += float(value)
+        self.rewards += float(value)
 
     def metric(self, name: str, value: float) -> None:
         """Give a number of the episode; steps show its mean as `reward_part/NAME`."""
-        self._metrics[name] = float(value)
+        self.metrics[name] = float(value)
 
     def take(self, sampled: Sampled) -> None:
         """Hand the actor's answer to the function that waits."""

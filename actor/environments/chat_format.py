@@ -30,8 +30,8 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._arguments = dict(template_arguments)
         self._has_chat_template = has_chat_template
-        self._end: int | None = None
-        """The token that ends a turn of the assistant; None without a template."""
+        self._end: list[int] = []
+        """The token that ends a turn of the assistant; empty without a template."""
         self._prefix: list[int] = []
         """The rendering of the made-up conversation, up to and with that token."""
         if has_chat_template:
@@ -57,7 +57,7 @@ class ChatFormat:
             raise ValueError(f"the chat template changes earlier turns when a {messages[-1][0]!r} message follows")
         bridge = rendered[len(self._prefix) :]
         # A turn that was cut has no end yet: the model reads it as context.
-        return bridge if last_token == self._end else [self._end or 0, *bridge]
+        return bridge if [last_token] == self._end else [*self._end, *bridge]
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return sampled tokens as text, without special tokens."""
@@ -67,11 +67,11 @@ class ChatFormat:
         if self._tokenizer.chat_template is None:
             raise SettingError(SETTING, True, "the tokenizer has no chat template", "Set it to false.")
         closed = self._render(_DUMMY, opens_turn=False)
-        ends = [index for index, token in enumerate(closed) if token in _end_tokens(self._tokenizer)]
+        ends = [index for index, token in enumerate(closed) if token == self._tokenizer.eos_token_id]
         if not ends:
             problem = f"the template does not end a turn with {self._tokenizer.eos_token!r}, at which sampling stops"
             raise SettingError(SETTING, True, problem, "Give the tokenizer the eos_token with which its template ends turns.")
-        self._end = closed[ends[-1]]
+        self._end = [closed[ends[-1]]]
         self._prefix = closed[: ends[-1] + 1]
         first = self._render([*_DUMMY, _PROBE], opens_turn=True)
         if first != self._render([*_DUMMY, _PROBE], opens_turn=True):
@@ -88,7 +88,3 @@ class ChatFormat:
         except Exception as error:
             raise ValueError(f"the chat template cannot write these messages: {error}") from error
         return [int(token) for token in rendered]
-
-
-def _end_tokens(tokenizer: Any) -> set[int]:
-    return {tokenizer.eos_token_id} - {None}

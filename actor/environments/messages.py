@@ -45,7 +45,7 @@ class Play(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     prompt: str
     num_prompt_tokens: int
     seed: int
-    """The same for all episodes of a group."""
+    """Every episode of a group has the same seed."""
     is_evaluation: bool
 
 

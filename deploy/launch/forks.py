@@ -57,7 +57,7 @@ class WarmStarts:
         """`engine` is `actor.engine`."""
         self._engine = engine
         self._output: IO[bytes] | None = None
-        """What the newest warm process says; a file that has no name."""
+        """A file without a name that holds the output of the newest warm process."""
         self._fresh = FreshStarts()
         self._warm: subprocess.Popen | None = None
         self._socket: socket.socket | None = None

@@ -51,7 +51,7 @@ class _Scored(NamedTuple):
 
 @dataclass
 class _Known:
-    """What is remembered of an actor since it joined."""
+    """The record of one actor since it joined."""
 
     floor: Difference | None = None
     """Its difference to the learner under weights that both surely have; the largest one since then."""

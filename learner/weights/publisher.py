@@ -83,7 +83,7 @@ class WeightPublisher:
         self._failed = FailedEpochs()
         self._reach = find_reach([], transport)
         self._advice: str | None = None
-        """What the operator should set for NCCL."""
+        """Advice to the operator about NCCL's settings."""
         self._server = WeightServer(open_hub=open_hub, chunk_bytes=transport.chunk_bytes)
         self._pulls = PullService(self._editions, self._server, transport)
         self._collective = CollectiveUpdates(transport, self._closing) if transport.backend != "pull" else None

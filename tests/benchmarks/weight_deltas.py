@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
     ratio: float
     """The weights' size over a difference's."""
     xor_ratio: float
-    """The same for exclusive or, byte plane by byte plane, compressed alike."""
+    """The weights' size over that of the exclusive or of both versions, compressed byte plane by byte plane."""
     distant_ratio: float
     """The weights' size over that of all differences together: an actor that missed all versions but the first."""
 

@@ -1,4 +1,4 @@
-"""What an environment adds becomes the tokens that the tokenizer's template puts between turns; sampled tokens never change."""
+"""Messages that an environment adds become the tokens that the template puts between turns; sampled tokens never change."""
 
 from pathlib import Path
 from typing import Any

@@ -18,7 +18,7 @@ DIVIDED = [
 
 
 class NvmlError(Exception):
-    """What NVML raises."""
+    """An error as NVML raises it."""
 
 
 class Nvml:

@@ -12,7 +12,7 @@ from offbeat.learner.policy.flash_attention import use_newest_flash_attention
 
 
 class Recorder:
-    """What a GPU of a compute capability offers, and what was asked of it."""
+    """A GPU of some compute capability: the kernels it offers, and the one that was asked for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, capability: int, missing: set[str], broken: set[str]) -> None:
         self.missing, self.broken = missing, broken

@@ -111,7 +111,7 @@ def _head(model: PreTrainedModel) -> torch.Tensor:
 
 
 class Case(NamedTuple):
-    """What the learner and a broken engine compute for the canary, without noise."""
+    """The log-probs of the learner and of a broken engine for the canary, without noise."""
 
     name: str
     files: NDArray[np.float64]

@@ -13,7 +13,7 @@ from offbeat.learner.weights import canary as canary_module
 from offbeat.learner.weights.canary import CANARY_VERSIONS, Canary, Verdict, canary_token_ids
 
 LOGPROBS = np.array([-1.0, -2.0, -3.0], np.float32)
-"""Of a canary of four tokens: the same token in two contexts, then one in a single context, which does not count."""
+"""A canary of four tokens: one token in two contexts, then one in a single context, which does not count."""
 TOKEN_IDS = np.array([5, 6, 6, 5], np.int32)
 
 
