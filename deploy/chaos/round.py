@@ -49,6 +49,10 @@ class StuckError(RuntimeError):
     """Raised when a round makes no progress."""
 
 
+class RunEndedError(RuntimeError):
+    """The run has ended, so nothing is left to harm."""
+
+
 class StoppedError(RuntimeError):
     """Raised when the user asks chaos to stop."""
 
@@ -214,7 +218,10 @@ class Services:
         return self._remote.poll()
 
     def find(self, target: Target) -> int:
-        """Return the process id of a service; raise `StuckError` when it does not appear within `APPEAR_S`."""
+        """Return the process id of a service.
+
+        Raise `RunEndedError` when the run ends before it appears, and `StuckError` when it does not within `APPEAR_S`.
+        """
         if target == "launcher":
             return self._train.pid
         deadline = time.monotonic() + APPEAR_S
@@ -224,6 +231,8 @@ class Services:
                 if not processes.has_ended(pid) and _is_service(pid, target):
                     return pid
             self.pause(LOOK_S)
+        if self.status is not None:
+            raise RunEndedError
         raise StuckError(f"no {target} appeared within {APPEAR_S:g} s")
 
     def pause(self, seconds: float) -> None:
@@ -313,7 +322,11 @@ def run_round(plan: list[Fault], site: Site, stop: StopRequest) -> RoundResult:
             _await_fault(fault, services, watch)
             if services.status is not None:
                 break
-            strikes.append(_strike(fault, scene, watch))
+            try:
+                strikes.append(_strike(fault, scene, watch))
+            except RunEndedError:
+                # The learner made its last step between the look at the run and the fault.
+                break
         violations += _await_end(services, watch)
     except StuckError as error:
         violations.append(str(error))

@@ -1,0 +1,30 @@
+"""Chaos: a round whose run ends before the plan does."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from offbeat.common.config import Config, ModelSection, TaskSection
+from offbeat.deploy.chaos import round as chaos_round
+from offbeat.deploy.chaos.faults import Clock
+from offbeat.deploy.chaos.network import Proxy
+from offbeat.deploy.chaos.round import Site, run_round
+from offbeat.deploy.chaos.schedule import Fault
+
+
+@pytest.mark.slow
+def test_fault_that_comes_when_the_learner_has_ended_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Services that end by themselves, and no learner among them."""
+    monkeypatch.setattr(chaos_round, "PROGRAM", (sys.executable, "-c", "import time; time.sleep(0.5)"))
+    config = Config(model=ModelSection(path="model"), task=TaskSection(train_data=str(tmp_path / "train.jsonl")))
+    network = Proxy()
+    (tmp_path / "run").mkdir()
+    site = Site(tmp_path / "run", config, tmp_path / "run.toml", tmp_path, 0, network, Clock(tmp_path), None, None, {})
+    late = Fault("kill learner", "learner", at_step=0, delay_s=0.0, duration_s=0.0, seed=0)
+    try:
+        result = run_round([late], site, stop=chaos_round.StopRequest())
+    finally:
+        network.close()
+    assert result.violations == []
+    assert [one.detail for one in result.happened] == [""]
