@@ -15,7 +15,8 @@ from offbeat.deploy.devices.model_sizes import sizes_of
 from offbeat.deploy.preflight.machine import check_companions, check_devices, check_variables, show_devices
 from tests.deploy.devices.machines import QWEN3_600M
 
-CONFIG = Config(model=ModelSection(path="model"), task=TaskSection(train_data="data.jsonl"))
+# The model is a folder, so that no hub is asked.
+CONFIG = Config(model=ModelSection(path="."), task=TaskSection(train_data="data.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -50,8 +51,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_learner_gpu(gpu: int) -> Config:
-    # A folder, so that no hub is asked.
-    return msgspec.structs.replace(CONFIG, model=ModelSection(path="."), launch=LaunchSection(learner_gpus=(gpu,)))
+    return msgspec.structs.replace(CONFIG, launch=LaunchSection(learner_gpus=(gpu,)))
 
 
 def test_check_and_train_tell_the_plan_of_a_machine_with_gpus(two_gpus: None, tmp_path: Path) -> None:
