@@ -44,7 +44,7 @@ LEAVE_S = 20.0
 FIRST_WAIT_S = 1.0
 """Seconds before the first restart. Each further wait is twice as long: the cause (memory, a driver) may need time to pass."""
 LONGEST_WAIT_S = 10.0
-"""Longest wait before a restart."""
+"""Longest wait before a restart; a service that worked for longer is restarted after the first wait again."""
 RESTORING_S = 600.0
 """Seconds of work after which a service has all its restarts again."""
 
@@ -62,6 +62,8 @@ class RestartBudget:
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
         self._num_restarts = 0
+        self._num_waits = 0
+        """Restarts since the service last worked for longer than `LONGEST_WAIT_S`."""
         self._started_at = 0.0
 
     def __str__(self) -> str:
@@ -73,12 +75,16 @@ class RestartBudget:
 
     def spend(self, now: float) -> float | None:
         """Record a death; return the seconds to wait before the restart, or None when no restart is left."""
-        if now - self._started_at >= RESTORING_S:
+        worked_s = now - self._started_at
+        if worked_s >= RESTORING_S:
             self._num_restarts = 0
+        if worked_s >= LONGEST_WAIT_S:
+            self._num_waits = 0
         if self._num_restarts >= self._max_restarts:
             return None
         self._num_restarts += 1
-        return min(FIRST_WAIT_S * 2 ** (self._num_restarts - 1), LONGEST_WAIT_S)
+        self._num_waits += 1
+        return min(FIRST_WAIT_S * 2 ** (self._num_waits - 1), LONGEST_WAIT_S)
 
 
 class Service:
