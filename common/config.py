@@ -115,6 +115,12 @@ class EnvironmentSection(Section, frozen=True):
     max_retries: NonNegativeInt = 2
     """Number of times that an episode is played again after a time limit, a lost process or a failure that may pass. After them
     its lease has failed."""
+    tool_parser: str = ""
+    """vLLM's name for the form in which the model writes tool calls (`hermes`, `qwen3_xml`, `llama3_json`, ...). Empty: turns
+    are text, and call no tools. For a parser each process imports vLLM: some 8 s at its start, and half a gigabyte."""
+    reasoning_parser: str = ""
+    """vLLM's name for the form in which the model writes its reasoning (`qwen3`, `deepseek_r1`, ...). Empty: reasoning stays in
+    the text of a turn."""
 
 
 class RolloutSection(Section, frozen=True):

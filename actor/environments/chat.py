@@ -10,11 +10,12 @@
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from offbeat.actor.environments.chat_format import ChatFormat
+from offbeat.actor.environments.chat_format import ChatFormat, Message, checked_message
 from offbeat.actor.environments.messages import Play, Sample, Sampled
+from offbeat.actor.environments.tool_calls import ToolCall, ToolSchema, TurnParser
 
 
 class NoRoom(Exception):  # noqa: N818, a state and no mistake of the program
@@ -25,17 +26,30 @@ class Reply(NamedTuple):
     """One turn of the model."""
 
     text: str
-    """Without special tokens."""
+    """Without special tokens; with a parser also without reasoning and tool calls."""
     token_ids: tuple[int, ...]
     finish_reason: Literal["stop", "length"]
     """`stop`: the model ended its turn. `length`: it was cut at `max_new_tokens`, or where no more tokens fit."""
+    reasoning: str = ""
+    """Read by `environment.reasoning_parser`."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Read by `environment.tool_parser`. A turn that was cut calls no tool."""
 
 
 class Chat:
     """An episode as its function sees it."""
 
-    def __init__(self, play: Play, chat_format: ChatFormat, max_length: int, send: Callable[[Sample], None]) -> None:
-        """`max_length` bounds the tokens of the episode; `send` asks the actor for a turn."""
+    def __init__(
+        self,
+        play: Play,
+        chat_format: ChatFormat,
+        max_length: int,
+        send: Callable[[Sample], None],
+        *,
+        parser: TurnParser,
+        tools: Sequence[ToolSchema] = (),
+    ) -> None:
+        """`max_length` bounds the tokens of the episode; `send` asks the actor for a turn; `parser` knows what `tools` take."""
         self.key: str = play.episode
         """Lease, index in the group and attempt: the same episode never has another key, nor two attempts the same one."""
         self.seed: int = play.seed
@@ -47,7 +61,10 @@ class Chat:
         self._max_length = max_length
         self._send = send
         self._num_tokens = play.num_prompt_tokens
-        self._added: list[tuple[str, str]] = []
+        self._parser = parser
+        self._tools = tools
+        self._num_calls = 0
+        self._added: list[Message] = []
         self._last_token: int | None = None
         self._reply: asyncio.Future[Sampled] | None = None
         self.rewards = 0.0
@@ -60,11 +77,15 @@ class Chat:
         """Tokens that still fit, without what was added since the last turn."""
         return self._max_length - self._num_tokens
 
-    def add(self, role: str, content: str) -> None:
-        """Add a message that the model reads before its next turn; without a chat template, `content` as it is."""
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise TypeError(f"add() takes a role and a text, not {role!r} and {content!r}")
-        self._added.append((role, content))
+    def add(self, message: str | Message, content: str = "") -> None:
+        """Add a message that the model reads before its next turn: a role and a text, or a whole message.
+
+            chat.add("tool", "7")
+            chat.add({"role": "tool", "content": "7", "tool_call_id": call.id, "name": call.name})
+
+        Without a chat template the model reads the content as it is.
+        """
+        self._added.append(checked_message({"role": message, "content": content} if isinstance(message, str) else message))
 
     async def sample(self, max_new_tokens: int | None = None) -> Reply:
         """Return the model's next turn, of at most `max_new_tokens` tokens (`rollout.max_new_tokens`).
@@ -88,7 +109,9 @@ class Chat:
         self._num_tokens += len(context) + len(sampled.token_ids)
         self._last_token = sampled.token_ids[-1]
         finish: Literal["stop", "length"] = "stop" if sampled.finish_reason == "stop" else "length"
-        return Reply(self._format.text(sampled.token_ids), tuple(sampled.token_ids), finish)
+        parsed = self._parser.parse(sampled.token_ids, finish, tools=self._tools, num_calls=self._num_calls)
+        self._num_calls += len(parsed.tool_calls)
+        return Reply(parsed.text, tuple(sampled.token_ids), finish, parsed.reasoning, parsed.tool_calls)
 
     def reward(self, value: float) -> None:
         """Add to the reward of the episode."""

@@ -22,6 +22,22 @@ _DUMMY = ({"role": "user", "content": "one"}, {"role": "assistant", "content": "
 _PROBE = {"role": "user", "content": "three"}
 
 
+Message = Mapping[str, Any]
+"""A message as chat templates know it: `role`, `content`, and what else the template knows (`tool_call_id`, `name`,
+`tool_calls`, `reasoning_content`)."""
+
+
+def checked_message(message: object) -> Message:
+    """Return a message with its content as text; raise `TypeError` where it is none."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise TypeError(f"a message has a role, and {message!r} has none")
+    # OpenAI has null where a message only calls tools.
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        raise TypeError(f"the content of a {message['role']!r} message is a text, not {content!r}")
+    return {**message, "content": content}
+
+
 class ChatFormat:
     """Turns added messages into the tokens that the model reads before its next turn."""
 
@@ -37,13 +53,13 @@ class ChatFormat:
         if has_chat_template:
             self._prepare()
 
-    def context(self, messages: Sequence[tuple[str, str]], *, last_token: int | None) -> list[int]:
-        """Return the tokens of these (role, content) pairs; `last_token` is the last sampled one, None before the first turn.
+    def context(self, messages: Sequence[Message], *, last_token: int | None) -> list[int]:
+        """Return the tokens of these messages; `last_token` is the last sampled one, None before the first turn.
 
         Raise `ValueError` for messages that cannot stand there.
         """
         if not self._has_chat_template:
-            text = "".join(content for _, content in messages)
+            text = "".join(message["content"] for message in messages)
             return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
         if last_token is None:
             if messages:
@@ -51,17 +67,12 @@ class ChatFormat:
                     "add() before the first sample(): the prompt already ends where the model speaks; put it into the row"
                 )
             return []
-        added = [{"role": role, "content": content} for role, content in messages]
-        rendered = self._render([*_DUMMY, *added], opens_turn=True)
+        rendered = self._render([*_DUMMY, *messages], opens_turn=True)
         if rendered[: len(self._prefix)] != self._prefix:
-            raise ValueError(f"the chat template changes earlier turns when a {messages[-1][0]!r} message follows")
+            raise ValueError(f"the chat template changes earlier turns when a {messages[-1]['role']!r} message follows")
         bridge = rendered[len(self._prefix) :]
         # A turn that was cut has no end yet: the model reads it as context.
         return bridge if [last_token] == self._end else [*self._end, *bridge]
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Return sampled tokens as text, without special tokens."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _prepare(self) -> None:
         if self._tokenizer.chat_template is None:
@@ -79,7 +90,7 @@ class ChatFormat:
         if first[: len(self._prefix)] != self._prefix:
             raise SettingError(SETTING, True, "the template changes earlier turns when a message follows", _CURE)
 
-    def _render(self, messages: Sequence[Mapping[str, str]], *, opens_turn: bool) -> list[int]:
+    def _render(self, messages: Sequence[Message], *, opens_turn: bool) -> list[int]:
         try:
             rendered = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=True, add_generation_prompt=opens_turn, return_dict=False, **self._arguments

@@ -33,6 +33,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     template_arguments: dict[str, Any]
     max_length: int
     """Most tokens of an episode, its prompt included."""
+    tool_parser: str = ""
+    reasoning_parser: str = ""
 
 
 class Play(msgspec.Struct, frozen=True, tag=True, kw_only=True):

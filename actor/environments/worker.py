@@ -33,6 +33,7 @@ from offbeat.actor.environments.messages import (
     decode_to_worker,
     framed,
 )
+from offbeat.actor.environments.tool_calls import TurnParser
 from offbeat.actor.reward_failures import failure_of, file_of
 from offbeat.actor.reward_guard import guard_session
 from offbeat.actor.reward_values import reward_of
@@ -45,10 +46,13 @@ from offbeat.common.shutdown import die_with_parent
 class Worker:
     """The episodes of one process."""
 
-    def __init__(self, begin: Begin, function: PlayFunction, chat_format: ChatFormat, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, begin: Begin, function: PlayFunction, chat_format: ChatFormat, parser: TurnParser, writer: asyncio.StreamWriter
+    ) -> None:
         self._begin = begin
         self._function = function
         self._format = chat_format
+        self._parser = parser
         self._writer = writer
         self._chats: dict[str, Chat] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -57,7 +61,10 @@ class Worker:
         """Begin an episode, hand it a turn, or end it."""
         match message:
             case Play(episode=episode):
-                self._chats[episode] = Chat(message, self._format, self._begin.max_length, self._send)
+                tools = self._begin.template_arguments.get("tools", ())
+                self._chats[episode] = Chat(
+                    message, self._format, self._begin.max_length, self._send, parser=self._parser, tools=tools
+                )
                 self._tasks[episode] = asyncio.get_running_loop().create_task(self._play(message))
             case Sampled(episode=episode):
                 if episode in self._chats:
@@ -111,12 +118,13 @@ async def serve(end: socket.socket) -> None:
         function = load_environment(begin.function)
         tokenizer = load_tokenizer(Path(begin.tokenizer))
         chat_format = ChatFormat(tokenizer, begin.template_arguments, has_chat_template=begin.has_chat_template)
+        parser = TurnParser(tokenizer, tool_parser=begin.tool_parser, reasoning_parser=begin.reasoning_parser)
     except SettingError as error:
         writer.write(framed(Ready(problem=str(error))))
         await writer.drain()
         return
     writer.write(framed(Ready()))
-    worker = Worker(begin, function, chat_format, writer)
+    worker = Worker(begin, function, chat_format, parser, writer)
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
             message = decode_to_worker(await _read(reader))

@@ -31,6 +31,8 @@ def begin_message(config: Config, model: Path) -> Begin:
         has_chat_template=config.task.chat_template,
         template_arguments=config.task.template_arguments,
         max_length=config.model.max_length,
+        tool_parser=config.environment.tool_parser,
+        reasoning_parser=config.environment.reasoning_parser,
     )
 
 

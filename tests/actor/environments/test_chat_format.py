@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from offbeat.actor.environments.chat_format import ChatFormat
+from offbeat.actor.environments.chat_format import ChatFormat, Message
 from offbeat.common.settings import SettingError
 
 STRIPPING = (
@@ -25,9 +25,14 @@ def tokenizer(tiny_bpe_model: Path) -> Any:
     return AutoTokenizer.from_pretrained(tiny_bpe_model)
 
 
+def named(messages: list[tuple[str, str]]) -> list[Message]:
+    return [{"role": role, "content": content} for role, content in messages]
+
+
 def rendered(tokenizer: Any, messages: list[tuple[str, str]], *, opens_turn: bool) -> list[int]:
-    named = [{"role": role, "content": content} for role, content in messages]
-    return list(tokenizer.apply_chat_template(named, tokenize=True, add_generation_prompt=opens_turn, return_dict=False))
+    return list(
+        tokenizer.apply_chat_template(named(messages), tokenize=True, add_generation_prompt=opens_turn, return_dict=False)
+    )
 
 
 @given(st.lists(st.tuples(st.sampled_from(["user", "tool"]), words), min_size=1, max_size=3), st.integers(3, 299))
@@ -38,11 +43,11 @@ def test_history_and_bridge_are_what_the_template_writes_for_a_history_that_toke
     start = rendered(tokenizer, [("user", "What is 2 + 2?")], opens_turn=True)
     whole = rendered(tokenizer, [("user", "What is 2 + 2?"), ("assistant", "a"), *added], opens_turn=True)
     sampled = [*tokenizer.encode("a"), tokenizer.eos_token_id]
-    assert [*start, *sampled, *chat_format.context(added, last_token=sampled[-1])] == whole
+    assert [*start, *sampled, *chat_format.context(named(added), last_token=sampled[-1])] == whole
     # Whatever was sampled before: the bridge is the same, and a turn that was cut is closed by context.
-    assert chat_format.context(added, last_token=token) == [
+    assert chat_format.context(named(added), last_token=token) == [
         *([] if token == tokenizer.eos_token_id else [tokenizer.eos_token_id]),
-        *chat_format.context(added, last_token=tokenizer.eos_token_id),
+        *chat_format.context(named(added), last_token=tokenizer.eos_token_id),
     ]
 
 
@@ -50,12 +55,12 @@ def test_first_turn_needs_no_context_and_takes_none(tokenizer: Any) -> None:
     chat_format = ChatFormat(tokenizer, {}, has_chat_template=True)
     assert chat_format.context([], last_token=None) == []
     with pytest.raises(ValueError, match=r"before the first sample\(\)"):
-        chat_format.context([("user", "hello")], last_token=None)
+        chat_format.context([{"role": "user", "content": "hello"}], last_token=None)
 
 
 def test_without_a_template_added_text_stands_as_it_is(tokenizer: Any) -> None:
     chat_format = ChatFormat(tokenizer, {}, has_chat_template=False)
-    added = [("tool", "2 + 2"), ("user", " is?")]
+    added = named([("tool", "2 + 2"), ("user", " is?")])
     assert chat_format.context(added, last_token=None) == tokenizer.encode("2 + 2 is?", add_special_tokens=False)
     assert chat_format.context([], last_token=5) == []
 
@@ -83,4 +88,4 @@ def test_message_that_the_template_refuses_is_the_functions_mistake(tiny_bpe_mod
     )
     chat_format = ChatFormat(tokenizer, {}, has_chat_template=True)
     with pytest.raises(ValueError, match="no tools"):
-        chat_format.context([("tool", "7")], last_token=tokenizer.eos_token_id)
+        chat_format.context([{"role": "tool", "content": "7"}], last_token=tokenizer.eos_token_id)
