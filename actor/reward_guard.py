@@ -16,6 +16,9 @@ from pathlib import Path
 from offbeat.common import processes
 from offbeat.common.shutdown import PR_SET_PDEATHSIG
 
+MARK_VARIABLE = "OFFBEAT_GUARD"
+"""Environment variable by which a guard also finds processes that have left its session: whoever starts a guarded process gives
+it a value of its own, which its descendants inherit."""
 KILL_TIMEOUT_S = 10.0
 """Longest time in which a guard tries to end the processes of its session, in seconds."""
 
@@ -23,7 +26,8 @@ KILL_TIMEOUT_S = 10.0
 def guard_session() -> None:
     """Make this process the leader of a new session, all of whose processes are killed when it ends, however it ends.
 
-    A process that leaves the session (a daemon) is not found. Only Linux has the guard. Call it before any thread is started.
+    A process that leaves the session (a daemon) is found by `MARK_VARIABLE` alone. Only Linux has the guard. Call it before any
+    thread is started.
     """
     os.setsid()
     if sys.platform != "linux":
@@ -56,7 +60,13 @@ def _await_end(leader: int) -> None:
 def _kill_session(leader: int) -> None:
     """Kill the processes of a session, again until there is none: one may fork before it is killed."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
-    while (members := processes.session(leader)) and time.monotonic() < deadline:
+    mark = os.environ.get(MARK_VARIABLE)
+
+    def left() -> set[int]:
+        marked = processes.marked(MARK_VARIABLE, mark) if mark else []
+        return {*processes.session(leader), *marked} - {os.getpid()}
+
+    while (members := left()) and time.monotonic() < deadline:
         for pid in members:
             # It may have ended since, or be another user's.
             with contextlib.suppress(OSError):

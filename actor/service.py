@@ -109,7 +109,13 @@ def run_actor(config: Config, stop: StopRequest) -> str:
             play = (
                 SingleTurns(engine, load_tokenizer(model), judge)
                 if isinstance(judge, RewardRunner)
-                else Episodes(engine, judge, config.environment, max_length=config.model.max_length)
+                else Episodes(
+                    engine,
+                    judge,
+                    config.environment,
+                    max_length=config.model.max_length,
+                    retry_s=config.task.reward_retry_s,
+                )
             )
             jobs = Jobs(engine, play, outbox, max_message_bytes=config.hub.max_message_mb << 20)
             service = ActorService(

@@ -97,7 +97,8 @@ class TaskSection(Section, frozen=True):
     reward_retry_s: NonNegativeFloat = 600.0
     """Time for which a group is kept and tried again, with back-off, while its reward cannot be had: a time limit, a lost
     connection, HTTP 429 or 5xx, or `RewardUnavailable`. In seconds. Leases that wait for it get this much more time. 0: such a
-    group counts as failed at once."""
+    group counts as failed at once. With `task.environment` an episode that fails for such a cause is played again for this
+    long."""
 
 
 class EnvironmentSection(Section, frozen=True):
@@ -113,8 +114,8 @@ class EnvironmentSection(Section, frozen=True):
     close_timeout_s: PositiveFloat = 10.0
     """Time in which a cancelled episode must end, in seconds. After it the process that plays it is killed."""
     max_retries: NonNegativeInt = 2
-    """Number of times that an episode is played again after a time limit, a lost process or a failure that may pass. After them
-    its lease has failed."""
+    """Number of times that an episode is played again after a time limit or a lost process. After them its lease has failed. A
+    failure that may pass is another matter: `task.reward_retry_s`."""
     tool_parser: str = ""
     """vLLM's name for the form in which the model writes tool calls (`hermes`, `qwen3_xml`, `llama3_json`, ...). Empty: turns
     are text, and call no tools. For a parser each process imports vLLM: some 8 s at its start, and half a gigabyte."""

@@ -54,7 +54,7 @@ def _readers_of_tasks(task: TaskSection) -> Iterator[_Reader]:
         "set task.environment",
     )
     yield _Reader(
-        tuple(f"task.{name}" for name in ("reward", "reward_weights", "reward_timeout_s", "reward_retry_s")),
+        tuple(f"task.{name}" for name in ("reward", "reward_weights", "reward_timeout_s")),
         not task.environment,
         "the function of task.environment returns the reward",
         "remove task.environment",

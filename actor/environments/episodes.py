@@ -12,13 +12,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, assert_never
+from typing import Literal, NamedTuple, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.actor.engine import Completion, Engine
 from offbeat.actor.environments.messages import Cancel, Ended, Failed, FromWorker, Play, Ready, Sample, Sampled
+from offbeat.actor.environments.retries import Member, Retries
 from offbeat.actor.environments.workers import Workers
 from offbeat.actor.play import Played, PlayFailure
 from offbeat.actor.reward_values import Reward
@@ -39,9 +40,7 @@ Reason = Literal["environment_error", "environment_timeout", "environment_unavai
 class Episode:
     """One episode: the tokens behind its prompt, and what is awaited."""
 
-    lease_id: int
-    index: int
-    """In the group."""
+    member: Member
     attempt: int
     started_at: float
     turn_started_at: float
@@ -62,7 +61,7 @@ class Episode:
     @property
     def name(self) -> str:
         """The name in messages to the worker."""
-        return f"{self.lease_id}/{self.index}/{self.attempt}"
+        return f"{self.member.lease_id}/{self.member.number}/{self.attempt}"
 
     def read(self, context: Sequence[int]) -> None:
         """Append what the model reads before its next turn."""
@@ -104,6 +103,16 @@ class _Lease:
     ended: dict[int, tuple[Completion, Reward]] = field(default_factory=dict)
 
 
+class _Closing(NamedTuple):
+    """A cancelled episode that its worker has not ended yet."""
+
+    since: float
+    late: Member | None
+    """The episode to play again once it has ended, because it took too long; None when nobody waits for it."""
+    detail: str = ""
+    """The limit that it exceeded, in words."""
+
+
 class Episodes:
     """The episodes at work; see `Play` for the methods."""
 
@@ -114,30 +123,31 @@ class Episodes:
         limits: EnvironmentSection,
         *,
         max_length: int,
+        retry_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_length` bounds the tokens of an episode, its prompt included."""
+        """`max_length` bounds the tokens of an episode, its prompt included; `retry_s` is `task.reward_retry_s`."""
         self._engine = engine
         self._workers = workers
         self._limits = limits
         self._max_length = max_length
         self._clock = clock
+        self._retries = Retries(max_lost=limits.max_retries, retry_s=retry_s)
         self._leases: dict[int, _Lease] = {}
         self._episodes: dict[str, Episode] = {}
         self._requests: dict[str, Episode] = {}
-        self._closing: dict[str, float] = {}
-        """Cancelled episodes that their worker has not ended yet, with the time at which they were cancelled."""
+        self._closing: dict[str, _Closing] = {}
         self._outcomes: list[Played | PlayFailure] = []
         self._has_shown_mistake = False
 
     @property
     def is_waiting(self) -> bool:
-        return bool(self._episodes)
+        return bool(self._leases)
 
     def begin(self, lease: Lease, prompt_token_ids: list[int]) -> None:
         self._leases[lease.lease_id] = _Lease(lease, prompt_token_ids, self._clock())
         for index in range(lease.group_size):
-            self._play(lease.lease_id, index, attempt=0)
+            self._play(Member(lease.lease_id, index))
 
     def add(self, completion: Completion) -> None:
         episode = self._requests.pop(completion.request_id, None)
@@ -152,27 +162,30 @@ class Episodes:
     def poll(self) -> list[Played | PlayFailure]:
         for message in self._workers.poll():
             if isinstance(message, str):
-                self._closing.pop(message, None)
-                self._play_again(message, "environment_unavailable", "its worker has died")
+                self._take_death(message, "its worker has died")
             else:
                 self._handle(message)
         self._heed_limits()
+        for member in self._retries.take_due(self._clock()):
+            self._play(member)
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     def cancel(self, lease_id: int) -> None:
-        self._leases.pop(lease_id, None)
-        for episode in [one for one in self._episodes.values() if one.lease_id == lease_id]:
+        of_lease = self._leases.pop(lease_id, None)
+        for index in range(of_lease.lease.group_size if of_lease is not None else 0):
+            self._retries.end(Member(lease_id, index))
+        for episode in [one for one in self._episodes.values() if one.member.lease_id == lease_id]:
             self._forget(episode)
-            self._close(episode.name)
+            self._close(episode.name, _Closing(self._clock(), None))
 
     def trouble(self) -> UnavailableRewards | None:
-        return None
+        return self._retries.trouble()
 
-    def _play(self, lease_id: int, index: int, attempt: int) -> None:
-        of_lease = self._leases[lease_id]
+    def _play(self, member: Member) -> None:
+        of_lease = self._leases[member.lease_id]
         now = self._clock()
-        episode = Episode(lease_id, index, attempt, now, now)
+        episode = Episode(member, self._retries.begin(member), now, now)
         self._episodes[episode.name] = episode
         lease = of_lease.lease
         message = Play(
@@ -180,7 +193,7 @@ class Episodes:
             row=lease.row,
             prompt=lease.prompt,
             num_prompt_tokens=len(of_lease.prompt_token_ids),
-            seed=lease_id,
+            seed=lease.lease_id,
             is_evaluation=lease.is_evaluation,
         )
         self._workers.play(episode.name, message)
@@ -193,9 +206,12 @@ class Episodes:
                 self._end(message)
             case Failed():
                 self._workers.end(message.episode)
-                if self._closing.pop(message.episode, None) is None:
+                closing = self._closing.pop(message.episode, None)
+                if closing is None:
                     self._show_first(message)
-                    self._fail_or_play_again(message)
+                    self._fail_or_put_off(message)
+                else:
+                    self._note_closed(closing)
             case Ready():
                 pass
             case _:
@@ -205,13 +221,13 @@ class Episodes:
         episode = self._episodes.get(message.episode)
         if episode is None or episode.request is not None:
             return
-        of_lease = self._leases[episode.lease_id]
+        of_lease = self._leases[episode.member.lease_id]
         room = self._max_length - len(of_lease.prompt_token_ids) - len(episode.stream) - len(message.context)
         flaw = (
             "more tokens than fit" if room < 1 else f"more than {MAX_TURNS} turns" if len(episode.turns) == MAX_TURNS else None
         )
         if flaw is not None:
-            self._fail(episode.lease_id, "environment_error", f"an episode has {flaw}")
+            self._fail(episode.member.lease_id, "environment_error", f"an episode has {flaw}")
             return
         episode.read(message.context)
         sampling = of_lease.lease.sampling
@@ -223,44 +239,61 @@ class Episodes:
 
     def _end(self, message: Ended) -> None:
         self._workers.end(message.episode)
-        self._closing.pop(message.episode, None)
+        closing = self._closing.pop(message.episode, None)
+        if closing is not None:
+            self._note_closed(closing)
         episode = self._episodes.get(message.episode)
         if episode is None:
             return
         if not episode.token_ids:
-            self._fail(episode.lease_id, "environment_error", "the function has returned without a sample()")
+            self._fail(episode.member.lease_id, "environment_error", "the function has returned without a sample()")
             return
         # A turn that was asked for, and not waited for.
         self._forget(episode)
         if message.is_out_of_room:
             episode.finish_reason = "length"
-        of_lease = self._leases[episode.lease_id]
-        of_lease.ended[episode.index] = episode.completion(), Reward(message.reward, dict(message.parts))
+        of_lease = self._leases[episode.member.lease_id]
+        self._retries.end(episode.member)
+        of_lease.ended[episode.member.number] = episode.completion(), Reward(message.reward, dict(message.parts))
         if len(of_lease.ended) == of_lease.lease.group_size:
-            del self._leases[episode.lease_id]
+            del self._leases[episode.member.lease_id]
             in_order = [of_lease.ended[index] for index in range(of_lease.lease.group_size)]
             completions, rewards = zip(*in_order, strict=True)
-            self._outcomes.append(Played(episode.lease_id, completions, rewards, self._clock() - of_lease.began_at))
+            self._outcomes.append(Played(episode.member.lease_id, completions, rewards, self._clock() - of_lease.began_at))
 
-    def _fail_or_play_again(self, message: Failed) -> None:
+    def _fail_or_put_off(self, message: Failed) -> None:
         episode = self._episodes.get(message.episode)
         if episode is None:
             return
-        if message.is_transient:
-            self._play_again(message.episode, "environment_unavailable", message.detail)
-        else:
-            self._fail(episode.lease_id, "environment_error", message.detail)
-
-    def _play_again(self, name: str, reason: Reason, detail: str) -> None:
-        """Begin an episode anew; fail its lease when it was begun too often."""
-        episode = self._episodes.get(name)
-        if episode is None:
+        if not message.is_transient:
+            self._fail(episode.member.lease_id, "environment_error", message.detail)
             return
         self._forget(episode)
-        if episode.attempt >= self._limits.max_retries:
-            self._fail(episode.lease_id, reason, f"{detail}; played {episode.attempt + 1} times")
+        over = self._retries.put_off(episode.member, message.detail, self._clock())
+        if over is not None:
+            self._fail(episode.member.lease_id, "environment_unavailable", f"{message.detail}; {over}")
+
+    def _take_death(self, name: str, detail: str) -> None:
+        """Take note that the process of an episode is gone."""
+        closing = self._closing.pop(name, None)
+        episode = self._episodes.get(name)
+        if closing is not None:
+            self._note_closed(closing)
+        elif episode is not None:
+            self._forget(episode)
+            self._play_again(episode.member, "environment_unavailable", detail)
+
+    def _note_closed(self, closing: _Closing) -> None:
+        if closing.late is not None and closing.late.lease_id in self._leases:
+            self._play_again(closing.late, "environment_timeout", closing.detail)
+
+    def _play_again(self, member: Member, reason: Reason, detail: str) -> None:
+        """Begin an episode anew; fail its lease when it was begun too often."""
+        over = self._retries.lose(member)
+        if over is None:
+            self._play(member)
         else:
-            self._play(episode.lease_id, episode.index, episode.attempt + 1)
+            self._fail(member.lease_id, reason, f"{detail}; {over}")
 
     def _fail(self, lease_id: int, reason: Reason, detail: str) -> None:
         self.cancel(lease_id)
@@ -273,29 +306,35 @@ class Episodes:
             self._requests.pop(episode.request, None)
             self._engine.abort([episode.request])
 
-    def _close(self, name: str) -> None:
+    def _close(self, name: str, closing: _Closing) -> None:
         """Ask a worker to end an episode."""
-        self._closing[name] = self._clock()
+        self._closing[name] = closing
         self._workers.send(name, Cancel(episode=name))
 
     def _heed_limits(self) -> None:
         now = self._clock()
+        for name in self._workers.not_begun():
+            # The time that a process takes to start is nobody's turn.
+            if name in self._episodes:
+                self._episodes[name].started_at = self._episodes[name].turn_started_at = now
+            elif name in self._closing:
+                self._closing[name] = self._closing[name]._replace(since=now)
         for episode in list(self._episodes.values()):
             of_turn = episode.request is None and now > episode.turn_started_at + self._limits.turn_timeout_s
             if of_turn or now > episode.started_at + self._limits.episode_timeout_s:
                 setting = "turn_timeout_s" if of_turn else "episode_timeout_s"
-                self._close(episode.name)
-                self._play_again(episode.name, "environment_timeout", f"it took longer than environment.{setting}")
-        for name, since in list(self._closing.items()):
-            if now > since + self._limits.close_timeout_s:
-                del self._closing[name]
+                self._forget(episode)
+                # Played again when it has ended: its worker may be blocked, and would hold the next attempt too.
+                self._close(episode.name, _Closing(now, episode.member, f"it took longer than environment.{setting}"))
+        for name, closing in list(self._closing.items()):
+            if name in self._closing and now > closing.since + self._limits.close_timeout_s:
                 self._replace_worker_of(name)
 
     def _replace_worker_of(self, name: str) -> None:
         reason = f"an episode did not end within environment.close_timeout_s = {self._limits.close_timeout_s:g}"
         for other in self._workers.kill_worker_of(name, reason):
-            self._closing.pop(other, None)
-            self._play_again(other, "environment_unavailable", "its worker was replaced")
+            self._take_death(other, "its worker was replaced")
+        self._closing.pop(name, None)
 
     def _show_first(self, failed: Failed) -> None:
         """Log the whole traceback of the first mistake."""

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from offbeat.actor.environments.messages import Begin, BrokenPipeToWorkerError, FromWorker, Pipe, Ready, ToWorker
+from offbeat.actor.reward_guard import MARK_VARIABLE
 from offbeat.common.config import Config
 from offbeat.common.shutdown import ServiceError
 
@@ -43,7 +45,13 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", MODULE, str(theirs.fileno()), str(os.getpid())]
         with theirs:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                # A tool may leave daemons behind, which have left the session.
+                env={**os.environ, MARK_VARIABLE: secrets.token_hex(8)},
+            )
         self._pipe = Pipe(ours)
         self._pipe.send(begin)
         self.episodes: set[str] = set()
@@ -95,6 +103,12 @@ class Workers:
         self._num_deaths = 0
         for worker in self._workers:
             worker.episodes.discard(episode)
+
+    def not_begun(self) -> Iterator[str]:
+        """Yield the episodes whose worker is still starting."""
+        for worker in self._workers:
+            if not worker.is_ready:
+                yield from worker.episodes
 
     def kill_worker_of(self, episode: str, reason: str) -> Iterable[str]:
         """Replace the worker that plays this episode; return all episodes that it played."""

@@ -24,7 +24,7 @@ _CURES = {
     "reward_error": "Repair task.reward.",
     "environment_error": "Repair task.environment.",
     "environment_timeout": "Make task.environment faster, or raise the limits of [environment].",
-    "environment_unavailable": "Bring back what task.environment needs, or raise environment.max_retries.",
+    "environment_unavailable": "Bring back what task.environment needs, or raise task.reward_retry_s.",
     "reward_unavailable": "Bring the service behind task.reward back, or raise task.reward_retry_s.",
 }
 """Advice by the reason for which leases fail."""

@@ -317,7 +317,7 @@ class Roster:
 
 def described(trouble: RewardTrouble) -> str:
     """Return a member's trouble with rewards in words."""
-    waiting = f"{len(trouble.lease_ids)} groups keep their completions and wait"
+    waiting = f"{len(trouble.lease_ids)} groups wait"
     return f"rewards are failing for {trouble.waiting_s:.0f} s, {waiting}: {trouble.problem}"
 
 

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,6 +41,10 @@ class FakeWorkers:
         self.arrived: list[FromWorker | str] = []
         self.killed: list[str] = []
         self.ended: list[str] = []
+        self.starting: set[str] = set()
+
+    def not_begun(self) -> set[str]:
+        return self.starting
 
     def play(self, episode: str, message: Play) -> None:
         assert message.episode == episode
@@ -55,7 +58,10 @@ class FakeWorkers:
 
     def kill_worker_of(self, episode: str, reason: str) -> list[str]:
         self.killed.append(episode)
-        return [episode]
+        return [name for name in self.open() if name not in self.ended]
+
+    def open(self) -> list[str]:
+        return [one.episode for one in self.sent if isinstance(one, Play)]
 
     def poll(self) -> Iterator[FromWorker | str]:
         arrived, self.arrived = self.arrived, []
@@ -68,7 +74,12 @@ class Game:
     def __init__(self, group_size: int = 1, max_length: int = 100) -> None:
         self.engine, self.workers, self.now = FakeEngine(), FakeWorkers(), 0.0
         self.episodes = Episodes(
-            cast(Engine, self.engine), cast(Workers, self.workers), LIMITS, max_length=max_length, clock=lambda: self.now
+            cast(Engine, self.engine),
+            cast(Workers, self.workers),
+            LIMITS,
+            max_length=max_length,
+            retry_s=60,
+            clock=lambda: self.now,
         )
         lease = Lease(
             lease_id=7, prompt_id=3, group_size=group_size, sampling=Sampling(8), min_policy_version=0, timeout_s=60.0,
@@ -93,6 +104,10 @@ def sample(episode: str, *context: int, longest: int | None = None) -> Sample:
 
 def ended(episode: str, reward: float = 1.0, **parts: float) -> Ended:
     return Ended(episode=episode, reward=reward, parts=parts, is_out_of_room=False)
+
+
+def down(episode: str) -> Failed:
+    return Failed(episode=episode, is_transient=True, detail="judge down")
 
 
 def test_next_turn_reads_the_tokens_so_far_and_the_context() -> None:
@@ -154,11 +169,10 @@ def test_group_waits_for_all_its_episodes() -> None:
     assert not game.episodes.is_waiting
 
 
-@pytest.mark.parametrize("news", ["7/0/0", Failed(episode="7/0/0", is_transient=True, detail="judge down")])
-def test_episode_that_may_succeed_is_played_again_from_its_prompt(news: FromWorker | str) -> None:
+def test_episode_of_a_dead_process_is_played_again_from_its_prompt() -> None:
     game = Game()
     game.poll(sample("7/0/0", 9))
-    assert game.poll(news) == []
+    assert game.poll("7/0/0") == []
     assert game.engine.aborted == ["7/0/0/1"]
     game.sampled("7/0/0", 1, [5])
     game.poll(sample("7/0/1"))
@@ -168,16 +182,63 @@ def test_episode_that_may_succeed_is_played_again_from_its_prompt(news: FromWork
     assert played.completions[0].token_ids.tolist() == [6]
 
 
-def test_episode_that_never_succeeds_fails_its_lease_and_is_no_zero() -> None:
+def test_episodes_whose_processes_all_die_fail_their_lease_and_are_no_zero() -> None:
     game = Game(group_size=2)
-    outcomes = [
-        outcome
-        for attempt in range(3)
-        for outcome in game.poll(Failed(episode=f"7/0/{attempt}", is_transient=True, detail="judge down"))
-    ]
-    assert outcomes == [PlayFailure(7, "environment_unavailable", "judge down; played 3 times")]
+    outcomes = [outcome for attempt in range(3) for outcome in game.poll(f"7/0/{attempt}")]
+    assert outcomes == [PlayFailure(7, "environment_unavailable", "its worker has died; played 3 times")]
     assert Cancel(episode="7/1/0") in game.workers.sent
     assert not game.episodes.is_waiting
+
+
+def test_episode_whose_tool_is_down_keeps_its_place_and_is_played_again_when_it_may_be_back() -> None:
+    game = Game()
+    game.poll(sample("7/0/0"))
+    for attempt in range(4):
+        assert game.poll(down(f"7/0/{attempt}")) == []
+        assert game.engine.aborted == ["7/0/0/1"]
+        plays = len(game.workers.sent)
+        assert game.poll() == []
+        assert len(game.workers.sent) == plays, "not at once"
+        game.now += 8
+        game.poll()
+    trouble = game.episodes.trouble()
+    assert trouble is not None
+    assert (trouble.since, trouble.problem, trouble.keys) == (0.0, "judge down", (7,))
+    game.poll(sample("7/0/4"))
+    game.sampled("7/0/4", 1, [6])
+    (played,) = game.poll(ended("7/0/4"))
+    assert isinstance(played, Played)
+    assert game.episodes.trouble() is None
+
+
+def test_tool_that_stays_down_fails_the_lease_and_is_no_zero() -> None:
+    game = Game(group_size=2)
+    game.poll(sample("7/1/0"))
+    assert game.poll(down("7/0/0")) == []
+    game.now = 30
+    game.poll()
+    assert game.poll(down("7/0/1")) == []
+    game.now = 60.1
+    game.poll()
+    (failure,) = game.poll(down("7/0/2"))
+    assert failure == PlayFailure(7, "environment_unavailable", "judge down; played 3 times in 60 s")
+    assert game.poll() == []
+    assert game.episodes.trouble() is None
+    assert not game.episodes.is_waiting
+
+
+def test_start_of_a_process_is_nobodys_turn() -> None:
+    game = Game()
+    game.workers.starting = {"7/0/0"}
+    for game.now in (0.0, 45.0, 90.0):
+        game.poll()
+    game.workers.starting = set()
+    game.now = 99.0
+    game.poll()
+    assert not any(isinstance(message, Cancel) for message in game.workers.sent)
+    game.now = 100.5
+    game.poll()
+    assert Cancel(episode="7/0/0") in game.workers.sent
 
 
 def test_mistake_fails_the_lease_at_once() -> None:
@@ -191,15 +252,35 @@ def test_function_that_never_samples_has_a_mistake() -> None:
     assert (failure.reason, failure.detail) == ("environment_error", "the function has returned without a sample()")
 
 
-def test_function_that_takes_too_long_is_cancelled_and_its_process_killed_when_it_goes_on() -> None:
+def test_function_that_takes_too_long_is_cancelled_and_played_again_once_it_has_ended() -> None:
     game = Game()
     game.now = 10.5
     assert game.poll() == []
-    assert Cancel(episode="7/0/0") in game.workers.sent
-    assert isinstance(game.workers.sent[-1], Play)
-    game.now = 15.6
+    assert game.workers.sent[-1] == Cancel(episode="7/0/0")
+    game.poll(Failed(episode="7/0/0", is_transient=True, detail="cancelled"))
+    game.poll(sample("7/0/1"))
+    game.sampled("7/0/1", 1, [6])
+    (played,) = game.poll(ended("7/0/1"))
+    assert isinstance(played, Played)
+
+
+def test_process_of_a_function_that_goes_on_is_killed_and_its_episodes_count_once_for_it() -> None:
+    game = Game(group_size=3)
+    game.poll(sample("7/2/0"))
+    for attempt in range(2):
+        game.now += 10.5
+        game.poll()
+        game.workers.killed.clear()
+        game.now += 5.1
+        game.poll()
+        assert set(game.workers.killed) <= {f"7/{index}/{attempt}" for index in range(3)}
+        begun = [one.episode for one in game.workers.sent if isinstance(one, Play)]
+        assert begun[-3:] == [f"7/{index}/{attempt + 1}" for index in range(3)]
+    game.now += 15.6
     game.poll()
-    assert game.workers.killed == ["7/0/0"]
+    game.now += 15.6
+    (failure,) = game.poll()
+    assert failure == PlayFailure(7, "environment_timeout", "it took longer than environment.turn_timeout_s; played 3 times")
 
 
 def test_time_in_the_engine_is_not_the_functions() -> None:

@@ -45,6 +45,9 @@ class Talk:
     def end(self, episode: str) -> None:
         pass
 
+    def not_begun(self) -> tuple[str, ...]:
+        return ()
+
     def poll(self) -> Iterator[FromWorker]:
         arrived, self.arrived = self.arrived, []
         yield from arrived
@@ -83,7 +86,7 @@ def test_stored_logprobs_are_those_of_the_stream_under_the_versions_of_its_segme
     versions: dict[int, list[tuple[str, torch.Tensor]]] = {0: weights_of(model, 0)}
     engine.load_weights(versions[0], 0, recompute_kv=True)
     talk = Talk()
-    episodes = Episodes(engine, cast(Workers, talk), EnvironmentSection(), max_length=MAX_LENGTH)
+    episodes = Episodes(engine, cast(Workers, talk), EnvironmentSection(), max_length=MAX_LENGTH, retry_s=0.0)
     lease = Lease(
         lease_id=3, prompt_id=0, group_size=GROUP_SIZE, sampling=Sampling(8), min_policy_version=0, timeout_s=60.0,
         prompt="1+1=", row="{}",

@@ -26,6 +26,7 @@ async def play(chat, row):
         time.sleep(600)
     if kind == "daemon":
         subprocess.Popen(["sleep", "617"])
+        subprocess.Popen(["sh", "-c", "setsid sleep 618 &"])
         await asyncio.sleep(600)
     if kind == "mistake":
         return row["answer"]
@@ -178,19 +179,25 @@ def test_crash_gives_back_every_episode_of_the_process_and_the_next_one_plays(fr
         lost += next_news(fragile)
     assert lost == ["1/0/0", "2/0/0"]
     play(fragile, "1/0/1", "turns")
+    assert list(fragile.not_begun()) == ["1/0/1"], "its worker is still starting"
     assert next_news(fragile)[-1] == Sample(episode="1/0/1", context=[], max_new_tokens=3)
+    assert list(fragile.not_begun()) == []
     assert not psutil.pid_exists(pid)
 
 
 def test_blocked_process_and_what_it_started_are_killed(fragile: Workers) -> None:
     play(fragile, "1/0/0", "daemon")
     pid = fragile._workers[0]._process.pid
-    next_news(fragile, lambda: any("617" in child.cmdline() for child in psutil.Process(pid).children(recursive=True)))
+    next_news(fragile, lambda: len(sleepers()) == 2)
     play(fragile, "2/0/0", "block")
-    sleepers = [child for child in psutil.Process(pid).children(recursive=True) if "617" in child.cmdline()]
     assert list(fragile.kill_worker_of("2/0/0", "it blocks")) == ["1/0/0", "2/0/0"]
     assert not psutil.pid_exists(pid)
-    next_news(fragile, lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in sleepers))
+    next_news(fragile, lambda: not sleepers())
+
+
+def sleepers() -> list[int]:
+    """Return the processes that the function `daemon` has started; one of them has left its session."""
+    return [pid for pid in processes._all() if processes.arguments(pid)[-1:] in (["617"], ["618"])]
 
 
 def test_processes_that_all_die_end_the_actor_with_the_reason(fragile: Workers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,9 +74,9 @@ def test_operator_is_told_of_rewards_that_fail_for_long_and_of_their_return() ->
         desk.tick(1.0)
         beat(actor, lease.lease_id, waiting_s=waiting_s)
     (event,) = desk.events("rewards_failing")
-    assert event.detail == f"rewards are failing for 6 s, 1 groups keep their completions and wait: {DOWN}"
+    assert event.detail == f"rewards are failing for 6 s, 1 groups wait: {DOWN}"
     report = desk.status()
-    problem = f"a: rewards are failing for 30 s, 1 groups keep their completions and wait: {DOWN}"
+    problem = f"a: rewards are failing for 30 s, 1 groups wait: {DOWN}"
     assert report.problems == (problem,)
     assert report.waiting_for == f"0 of 2 groups ready; {problem}"
     desk.tick(1.0)
