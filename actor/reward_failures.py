@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from offbeat.actor.samples import RewardUnavailable
 from offbeat.common.user_functions import one_line
 
-_TRANSIENT_STATUS = (408, 425, 429)
+TRANSIENT_STATUS = (408, 425, 429)
 """HTTP answers below 500 that ask to try again: request timeout, too early, too many requests."""
 _TRANSIENT_ERRNO = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT)
 _TRANSIENT_CLASSES = frozenset(
@@ -21,7 +21,10 @@ _TRANSIENT_CLASSES = frozenset(
         ("http", "IncompleteRead"),
         ("httpcore", "NetworkError"),
         ("httpcore", "TimeoutException"),
+        ("httpcore2", "NetworkError"),
+        ("httpcore2", "TimeoutException"),
         ("httpx", "TransportError"),
+        ("httpx2", "TransportError"),
         ("openai", "APIConnectionError"),
         ("requests", "ChunkedEncodingError"),
         ("requests", "ConnectionError"),
@@ -78,7 +81,7 @@ def is_transient(error: BaseException) -> bool:
         return True
     status = _http_status(error)
     if status is not None:
-        return status in _TRANSIENT_STATUS or 500 <= status <= 599
+        return status in TRANSIENT_STATUS or 500 <= status <= 599
     if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO:
         return True
     classes = {(base.__module__.partition(".")[0], base.__name__) for base in type(error).__mro__}

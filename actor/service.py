@@ -22,6 +22,7 @@ from offbeat.actor.engine_choice import make_engine
 from offbeat.actor.environments.episodes import Episodes
 from offbeat.actor.environments.workers import Workers, begin_message
 from offbeat.actor.jobs import Jobs
+from offbeat.actor.judges.client import counts_of_judge, handed_to_processes
 from offbeat.actor.loop_seconds import Activity, LoopSeconds
 from offbeat.actor.outbox import Outbox
 from offbeat.actor.reward_attempts import limits_of
@@ -71,6 +72,12 @@ BUSY_WAIT_S = 0.002
 
 def run_actor(config: Config, stop: StopRequest) -> str:
     """Wire an actor and run it until the run is over or a signal asks to leave. Return the reason for its end."""
+    # Before the processes start that ask the judge.
+    with handed_to_processes(config):
+        return _run_actor(config, stop)
+
+
+def _run_actor(config: Config, stop: StopRequest) -> str:
     name = config.actor.name or as_name(f"{socket.gethostname()}-{os.getpid()}")
     identity = ActorIdentity(name, random.SystemRandom().getrandbits(62))
     model = resolve_model(config.model.path)
@@ -312,6 +319,7 @@ class ActorService:
             num_groups_sent=self._jobs.num_groups,
             num_running_completions=self._engine.num_unfinished,
             seconds=self._seconds.totals(),
+            judge=counts_of_judge(),
         )
 
     def _reward_trouble(self) -> RewardTrouble | None:

@@ -124,6 +124,37 @@ class EnvironmentSection(Section, frozen=True):
     the text of a turn."""
 
 
+class JudgeSection(Section, frozen=True):
+    """A server that rewards and environments ask with `offbeat.judge` (docs/rewards.md)."""
+
+    url: str = ""
+    """Base address of an OpenAI-compatible server, such as `https://api.openai.com/v1`. Empty: no judge."""
+    model: str = ""
+    """Name of the model at the server. Required with `judge.url`."""
+    key_env: str = ""
+    """Name of the environment variable that holds the server's key; the key itself is written nowhere. Empty: no key."""
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Further fields of each request, for example `{max_tokens = 512}`. `temperature` is 0 unless given."""
+    max_concurrent: PositiveInt = 32
+    """Maximum number of requests at the same time, of each actor. Its reward or environment processes get equal shares."""
+    requests_per_minute: PositiveFloat | None = None
+    """Maximum number of requests in a minute, repeated ones included, of all processes of an actor together. none: no bound."""
+    timeout_s: PositiveFloat = 20.0
+    """Time limit of a request, in seconds. A request that would wait longer than half of it for its turn under
+    `judge.requests_per_minute` is put off."""
+    max_retries: NonNegativeInt = 3
+    """Number of times that a request is repeated, with back-off, after no answer, HTTP 408, 425, 429 or 5xx, or an unusable
+    answer. After them the judge counts as unavailable: completions keep waiting for their rewards, and episodes are played
+    again."""
+    budget_tokens: PositiveInt | None = None
+    """Number of tokens, of requests and answers, after which the run ends, over all actors and restarts. none: no bound."""
+    cache: str = ""
+    """Folder in which answers are kept, for any number of processes and runs: the same request at temperature 0 is then not
+    sent again. Prompts are not written there, answers are. Empty: no cache."""
+    cache_mb: PositiveInt = 1024
+    """Size of the answers in the cache above which the oldest are deleted, in MB."""
+
+
 class RolloutSection(Section, frozen=True):
     """Sampling of completions, and the leases under which actors sample them."""
 
@@ -337,6 +368,7 @@ class Config(Section, frozen=True):
     model: ModelSection = ModelSection()
     task: TaskSection = TaskSection()
     environment: EnvironmentSection = EnvironmentSection()
+    judge: JudgeSection = JudgeSection()
     rollout: RolloutSection = RolloutSection()
     staleness: StalenessSection = StalenessSection()
     reward: RewardSection = RewardSection()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
-from offbeat.common.config import Config, EnvironmentSection, TaskSection
+from offbeat.common.config import Config, EnvironmentSection, JudgeSection, TaskSection
 from offbeat.common.settings import SettingError, collect_errors, setting_value
 
 _DEFAULTS = Config()
@@ -43,6 +43,12 @@ def _check_default(config: Config, setting: str, reader: _Reader) -> None:
 
 def _readers(config: Config) -> Iterator[_Reader]:
     yield from _readers_of_tasks(config.task)
+    yield _Reader(
+        tuple(f"judge.{name}" for name in JudgeSection.__struct_fields__),
+        bool(config.judge.url),
+        "judge.url names no server",
+        "set judge.url",
+    )
     yield from _readers_of_objectives(config)
 
 

@@ -78,6 +78,12 @@ RULES = (
         "It says when an episode is played again or given up.",
     ),
     Rule("refused", _of("environment", "tool_parser reasoning_parser"), "Kept groups were played with it."),
+    Rule("refused", _of("judge", "model options"), "Kept groups have the other judge's rewards."),
+    Rule(
+        "recorded",
+        _of("judge", "url key_env max_concurrent requests_per_minute timeout_s max_retries budget_tokens cache cache_mb"),
+        "It says how the judge is reached, not who it is.",
+    ),
     Rule(
         "refused",
         _of("rollout", "group_size max_new_tokens temperature top_p top_k min_p"),

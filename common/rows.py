@@ -171,6 +171,9 @@ class ActorRow(Stamped, frozen=True, kw_only=True, tag="actor"):
     """Completions in its engine now."""
     seconds: dict[str, float]
     """Main-loop seconds by what they went to: `generate`, `commit_weights`, `wait_leases`, `wait_weights`, `wait_rewards`."""
+    judge: dict[str, float] = {}
+    """Use of the judge by all processes of the actor: `requests` sent, `failed` ones, answers that were `cached`, `tokens`, and
+    `seconds` of all requests. Absent in a run without a judge."""
 
 
 class WeightsRow(Stamped, frozen=True, kw_only=True, tag="weights"):

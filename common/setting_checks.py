@@ -7,6 +7,7 @@ from functools import partial
 from offbeat.common.config import Config
 from offbeat.common.deepspeed_options import check_deepspeed_options, deepspeed_warnings
 from offbeat.common.inert_settings import check_inert
+from offbeat.common.judge_checks import check_judge
 from offbeat.common.learning_sections import TrainSection
 from offbeat.common.objective_checks import check_objective, objective_warnings
 from offbeat.common.settings import SettingError, collect_errors
@@ -19,8 +20,17 @@ BYTES_PER_TOKEN = 8
 def check(config: Config) -> list[str]:
     """Raise `SettingError` for the contradictions; return warnings about valid settings that are probably not meant."""
     checks = (
-        *(_check_sampling, _check_lengths, check_objective, _check_staleness, _check_steps, _check_task, _check_leases),
-        *(_check_compile, _check_hub, _check_ports, _check_log, _check_launch, _check_gpus, _check_run_name),
+        *(
+            _check_sampling,
+            _check_lengths,
+            check_objective,
+            _check_staleness,
+            _check_steps,
+            _check_task,
+            _check_leases,
+            check_judge,
+        ),
+        *(_check_compile, _check_hub, _check_ports, _check_log, _check_launch, _check_gpus, _check_run_name, check_judge),
     )
     collect_errors([*(partial(check, config) for check in checks), partial(check_deepspeed_options, config.train)])
     return _warnings(config)

@@ -14,6 +14,7 @@ from offbeat.protocols.completions import CompletionMeta
 from offbeat.protocols.fields import (
     Checksum,
     FreeText,
+    JudgeCounts,
     Label,
     LeaseIds,
     Name,
@@ -27,7 +28,7 @@ from offbeat.protocols.operator_reports import MemberStatus, SettingChange, Vita
 
 PROTOCOL_MAJOR = 2
 """Peers of another major version are refused with a reason."""
-PROTOCOL_MINOR = 5
+PROTOCOL_MINOR = 6
 """Peers of another minor version are accepted; see the module's docstring."""
 MAX_BASES = 16
 """Largest number of differences that lead from one version of the weights to a newer one."""
@@ -102,6 +103,8 @@ class ActorStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_running_completions: Natural = 0
     seconds: Annotated[dict[Name, Seconds], Meta(max_length=64)] = {}
     """Main-loop seconds by activity: `generate`, `commit_weights`, `wait_leases`, `wait_weights`, `wait_rewards`."""
+    judge: JudgeCounts = {}
+    """Use of the judge: `requests`, `failed`, `cached`, `tokens`, `seconds`. Since minor version 6."""
 
 
 class RewardTrouble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -16,7 +16,8 @@ MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 ALLOWED = {
     "protocols": set(),
     "common": {"protocols"},
-    "actor": {"actor/environments", "common", "protocols"},
+    "actor": {"actor/environments", "actor/judges", "common", "protocols"},
+    "actor/judges": {"actor", "common", "protocols"},
     "actor/environments": {"actor", "common", "protocols"},
     "learner/leases": {"common", "protocols"},
     "learner/objectives": {"common"},
@@ -41,7 +42,7 @@ ALLOWED = {
     "deploy/devices": {"common"},
     "deploy/launch": {"deploy/devices", "deploy/live", "lab", "lab/report", "learner/training", "common", "protocols"},
     "deploy/live": {"lab", "common", "protocols"},
-    "deploy/preflight": {"deploy/devices", "actor", "actor/environments", "learner/*", "common", "protocols"},
+    "deploy/preflight": {"deploy/devices", "actor", "actor/*", "learner/*", "common", "protocols"},
     "deploy/quickstart": {"learner/*", "common"},
     "deploy/chaos": {"deploy/*", "lab", "learner/*", "common", "protocols"},
     "deploy/commands": {"deploy", "deploy/*", "lab", "lab/*", "actor", "learner", "learner/*", "common", "protocols"},
@@ -172,7 +173,17 @@ def test_import_of_the_package_loads_none_of_its_dependencies() -> None:
     program = "import sys; before = set(sys.modules); import offbeat; print(*sorted(set(sys.modules) - before))"
     loaded = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
     ours = {name for name in loaded if name.split(".")[0] not in sys.stdlib_module_names}
-    assert ours <= {"offbeat", *(f"offbeat.{name}" for name in ("actor", "actor.samples", "common", "common.user_errors"))}
+    light = (
+        "actor",
+        "actor.judges",
+        "actor.judges.asking",
+        "actor.judges.verdicts",
+        "actor.samples",
+        "common",
+        "common.user_errors",
+    )
+    assert ours <= {"offbeat", *(f"offbeat.{name}" for name in light)}
+    assert "asyncio" not in loaded
 
 
 def test_every_module_says_what_it_is_about() -> None:

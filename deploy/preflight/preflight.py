@@ -7,7 +7,7 @@
 | reference, run folder, ports, Weights & Biases | x | x | x | |
 | data and tokenizer, which a learner alone reads before it loads the model | x | x | | |
 | functions of yours that the learner calls, called once | x | x | x | |
-| engine options, the reward's function | x | x | | x |
+| engine options, the reward's function, the judge asked for its models | x | x | | x |
 | the reward called once | x | x | | |
 | learner processes, in groups that share packs | x | x | | |
 | GPUs of this machine, and the plan of what works on which | x | x | | |
@@ -29,6 +29,7 @@ from offbeat.deploy.preflight.apart import Apart
 from offbeat.deploy.preflight.engine_options import check_engine_options
 from offbeat.deploy.preflight.findings import Finding
 from offbeat.deploy.preflight.inputs import check_inputs, check_rows
+from offbeat.deploy.preflight.judge import check_judge_server
 from offbeat.deploy.preflight.machine import (
     check_companions,
     check_devices,
@@ -58,7 +59,7 @@ REWARD_S = 10.0
 """Longest time for one call of the reward, with the import of its module."""
 
 _LEARNER: tuple[Check, ...] = (check_model, check_reference, check_folder, check_ports, check_wandb)
-_ACTOR: tuple[Check, ...] = (check_engine_options,)
+_ACTOR: tuple[Check, ...] = (check_engine_options, check_judge_server)
 _CHECKS: dict[Command, tuple[Check, ...]] = {
     "check": (*_LEARNER, *_ACTOR, check_groups_of_processes, check_variables, check_companions, show_devices),
     "train": (*_LEARNER, *_ACTOR, check_groups_of_processes, check_devices),

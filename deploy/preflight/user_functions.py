@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from offbeat.actor.environments.functions import load_environment
+from offbeat.actor.judges.client import handed_to_processes
 from offbeat.actor.reward_failures import Failure
 from offbeat.actor.reward_functions import load_reward
 from offbeat.actor.samples import Sample
@@ -60,7 +61,8 @@ def check_learner_functions(config: Config) -> Iterator[Finding]:
 def check_functions(config: Config) -> Iterator[Finding]:
     """Find functions of learner and actor that cannot be imported, or fail on stand-ins."""
     yield from check_learner_functions(config)
-    yield from check_reward(config, calls=True)
+    with handed_to_processes(config):
+        yield from check_reward(config, calls=True)
 
 
 def check_reward(config: Config, *, calls: bool) -> Iterator[Finding]:

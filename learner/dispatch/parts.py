@@ -12,6 +12,7 @@ from offbeat.learner.dispatch.contract import Contract
 from offbeat.learner.dispatch.evaluation_leases import EvaluationLeases, FinishEvaluation
 from offbeat.learner.dispatch.failures import Failures
 from offbeat.learner.dispatch.group_buffer import GroupBuffer
+from offbeat.learner.dispatch.judge_budget import within_budget
 from offbeat.learner.dispatch.lease_desk import LeaseDesk
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.dispatch.quarantine import Quarantine
@@ -78,7 +79,7 @@ def make_parts(
     failures = Failures(rollout.max_lease_attempts, config.train.max_failed_leases, wake)
     evaluations = EvaluationLeases(config.evaluation, rollout, prompts.evaluation, decode, record, finish_evaluation, wake)
     scheduler = RolloutScheduler(settings.staleness, evaluations.rounds, journal.ledger)
-    roster = Roster(contract, config.hub, versions, send_queue, record)
+    roster = Roster(contract, config.hub, versions, send_queue, within_budget(config, failures, record))
     claims_until = now + config.hub.dead_after_s
     desk = LeaseDesk(rollout, prompts.train, journal, scheduler, evaluations, send_queue, record, claims_until)
     drop_zero_variance = config.loss.zero_variance == "drop"

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from offbeat.actor.judges.asking import judge, judge_sync
+from offbeat.actor.judges.verdicts import JudgeError, Verdict
 from offbeat.actor.samples import RewardUnavailable, Sample
 from offbeat.common.user_errors import RunError, StopRun
 
@@ -10,7 +12,17 @@ if TYPE_CHECKING:
 
     from offbeat.deploy.notebook import Run
 
-__all__ = ["RewardUnavailable", "RunError", "Sample", "StopRun", "train"]
+__all__ = [
+    "JudgeError",
+    "RewardUnavailable",
+    "RunError",
+    "Sample",
+    "StopRun",
+    "Verdict",
+    "judge",
+    "judge_sync",
+    "train",
+]
 
 
 def train(config: "str | Path | None" = None, **settings: object) -> "Run":

@@ -1,0 +1,262 @@
+"""The client of the judge, one for each event loop of a process.
+
+ask -> cache -> turn (pace of all processes, pause asked for by the server) -> slot -> request -> answer checked -> cache
+                 ^ back-off <- no answer, HTTP 408, 425, 429, 5xx, an unusable answer
+"""
+
+import asyncio
+import math
+import os
+import re
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import msgspec
+
+from offbeat.actor.judges.answer_cache import AnswerCache
+from offbeat.actor.judges.shared_numbers import SharedNumbers
+from offbeat.actor.judges.verdicts import JudgeError, Prompt, Verdict
+from offbeat.actor.reward_failures import TRANSIENT_STATUS
+from offbeat.actor.rewards import back_off_s
+from offbeat.actor.samples import RewardUnavailable
+from offbeat.common.config import Config, JudgeSection
+from offbeat.common.masking import MASK
+from offbeat.common.settings import SettingError
+from offbeat.common.user_functions import one_line
+from offbeat.protocols.text import plain
+
+VARIABLE = "OFFBEAT_JUDGE"
+"""The environment variable with which an actor tells its processes the judge; it has no secret."""
+LARGEST_ANSWER = 1 << 20
+"""Most bytes of an answer that are read."""
+SHOWN_CHARACTERS = 300
+BYTES_PER_TOKEN = 4
+"""Estimate for servers that do not count tokens."""
+
+
+class Handed(msgspec.Struct, frozen=True):
+    """What a process needs to ask the judge."""
+
+    settings: JudgeSection
+    numbers: str
+    """File of `SharedNumbers`."""
+    max_concurrent: int
+    """The share of one process."""
+
+
+@contextmanager
+def handed_to_processes(config: Config) -> Iterator[None]:
+    """Let this process, and those that it starts, ask the judge of the settings; without one nothing happens."""
+    if not config.judge.url:
+        yield
+        return
+    num_processes = config.environment.workers if config.task.environment else config.actor.reward_workers
+    with tempfile.TemporaryDirectory(prefix="offbeat-judge-") as folder:
+        numbers = Path(folder) / "numbers"
+        SharedNumbers.create(numbers)
+        handed = Handed(config.judge, str(numbers), max(1, config.judge.max_concurrent // num_processes))
+        os.environ[VARIABLE] = msgspec.json.encode(handed).decode()
+        try:
+            yield
+        finally:
+            del os.environ[VARIABLE]
+
+
+def handed() -> Handed | None:
+    """Return what this process was handed; None for a run without a judge."""
+    text = os.environ.get(VARIABLE)
+    return None if text is None else msgspec.json.decode(text, type=Handed)
+
+
+def counts_of_judge() -> dict[str, float]:
+    """Return what the judge was asked by all processes of this actor, as `COUNTS`; empty for a run without a judge."""
+    here = handed()
+    return {} if here is None else SharedNumbers(Path(here.numbers)).counts()
+
+
+def client_of_this_loop() -> "JudgeClient":
+    """Return the client of the running event loop: connections belong to a loop."""
+    loop = asyncio.get_running_loop()
+    client = _clients.get(loop)
+    if client is None:
+        here = handed()
+        if here is None:
+            problem = "the function asks a judge, and there is none"
+            raise SettingError("judge.url", "", problem, "Set judge.url and judge.model: docs/rewards.md.")
+        client = _clients[loop] = JudgeClient(here.settings, SharedNumbers(Path(here.numbers)), here.max_concurrent)
+    return client
+
+
+_clients: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, JudgeClient]" = weakref.WeakKeyDictionary()
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+
+
+class _Usage(msgspec.Struct):
+    total_tokens: int = 0
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+class _Unusable(Exception):  # noqa: N818, no mistake of the program
+    """A request that may succeed when it is repeated; the text says why."""
+
+    def __init__(self, problem: str, retry_after_s: float | None = None) -> None:
+        super().__init__(problem)
+        self.retry_after_s = retry_after_s
+
+
+class JudgeClient:
+    """Asks the judge, and keeps to its limits."""
+
+    def __init__(self, settings: JudgeSection, numbers: SharedNumbers, max_concurrent: int) -> None:
+        self._settings = settings
+        self._numbers = numbers
+        self._url = f"{settings.url.rstrip('/')}/chat/completions"
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._headers = headers_of(settings)
+        limits = httpx2.Limits(max_connections=max_concurrent, max_keepalive_connections=max_concurrent)
+        self._http = httpx2.AsyncClient(limits=limits, headers=self._headers, timeout=settings.timeout_s)
+        self._cache = AnswerCache(Path(settings.cache).expanduser(), settings.cache_mb << 20) if settings.cache else None
+        per_minute = settings.requests_per_minute
+        self._interval_s = 0.0 if per_minute is None else 60.0 / per_minute
+
+    async def ask(self, prompt: Prompt, pattern: str | None, options: Mapping[str, Any]) -> Verdict:
+        """Return the judge's answer, from the cache or the server; see `asking.judge`."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        fields = {"temperature": 0, **self._settings.options, **options, "model": self._settings.model, "messages": messages}
+        body = msgspec.json.encode(fields, order="deterministic")
+        # Another temperature gives another answer each time, which may be what the caller asks for.
+        cache = self._cache if fields["temperature"] == 0 else None
+        request = self._url.encode() + b"\n" + body
+        found = None if cache is None else cache.find(request)
+        known = None if found is None else verdict_of(found, pattern)
+        if known is not None:
+            self._numbers.add(cached=1)
+            return known._replace(is_cached=True)
+        verdict = await self._try(body, pattern)
+        if cache is not None:
+            cache.keep(request, verdict.text)
+        return verdict
+
+    async def _try(self, body: bytes, pattern: str | None) -> Verdict:
+        """Send a request until it has a usable answer. Raise `RewardUnavailable` or `JudgeError`."""
+        num_tokens = num_failed = 0
+        while True:
+            try:
+                text, used = await self._in_turn(body)
+                num_tokens += used
+                verdict = verdict_of(text, pattern)
+                if verdict is None:
+                    raise _Unusable(f"its answer has no score after {pattern!r}: {text[:SHOWN_CHARACTERS]!r}")
+                return verdict._replace(num_tokens=num_tokens)
+            except _Unusable as error:
+                num_failed += 1
+                self._numbers.add(failed=1)
+                if num_failed > self._settings.max_retries:
+                    raise RewardUnavailable(f"the judge {self._settings.url}: {plain(str(error))}") from error
+                if error.retry_after_s is None:
+                    await asyncio.sleep(back_off_s(num_failed))
+
+    async def _in_turn(self, body: bytes) -> tuple[str, int]:
+        """Send a request when it may be sent; return the text and the tokens of its answer."""
+        async with self._slots:
+            wait_s = self._numbers.take_turn(self._interval_s, self._settings.timeout_s / 2)
+            if wait_s is None:
+                # Not a failed request: other calls have taken the turns, or the server has asked for a long pause.
+                why = "no turn soon under judge.requests_per_minute, or the server has asked to wait"
+                raise RewardUnavailable(f"the judge {self._settings.url}: {why}")
+            await asyncio.sleep(wait_s)
+            started = time.monotonic()
+            try:
+                # Over all: a time limit of the client's starts again with each byte.
+                async with asyncio.timeout(self._settings.timeout_s):
+                    return await self._send(body)
+            except TimeoutError:
+                raise _Unusable(f"no answer within judge.timeout_s = {self._settings.timeout_s:g}") from None
+            except httpx2.RequestError as error:
+                raise _Unusable(one_line(error)) from error
+            finally:
+                self._numbers.add(requests=1, seconds=time.monotonic() - started)
+
+    async def _send(self, body: bytes) -> tuple[str, int]:
+        headers = {"Content-Type": "application/json"}
+        async with self._http.stream("POST", self._url, content=body, headers=headers) as response:
+            content = b""
+            async for part in response.aiter_bytes():
+                content += part
+                if len(content) > LARGEST_ANSWER:
+                    raise _Unusable(f"its answer has more than {LARGEST_ANSWER} bytes")
+        if response.status_code in TRANSIENT_STATUS or response.status_code >= 500:
+            retry_after_s = _retry_after_s(response.headers.get("Retry-After", ""))
+            if retry_after_s is not None:
+                self._numbers.pause(retry_after_s)
+            raise _Unusable(f"HTTP {response.status_code} {self._shown(content)}", retry_after_s)
+        if response.status_code != 200:
+            raise JudgeError(f"the judge {self._settings.url}: HTTP {response.status_code} {self._shown(content)}")
+        return self._read(content, num_sent_bytes=len(body))
+
+    def _read(self, content: bytes, *, num_sent_bytes: int) -> tuple[str, int]:
+        try:
+            answer = msgspec.json.decode(content, type=_Answer)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise _Unusable(f"its answer is no chat completion ({error}): {self._shown(content)}") from error
+        text = answer.choices[0].message.content if answer.choices else None
+        estimate = (num_sent_bytes + len(content)) // BYTES_PER_TOKEN
+        num_tokens = answer.usage.total_tokens if answer.usage is not None and answer.usage.total_tokens > 0 else estimate
+        self._numbers.add(tokens=num_tokens)
+        if not text:
+            raise _Unusable(f"its answer has no text: {self._shown(content)}")
+        return text, num_tokens
+
+    def _shown(self, content: bytes) -> str:
+        """Return the begin of an answer for messages; servers repeat a key that they refuse."""
+        text = content[:SHOWN_CHARACTERS].decode(errors="replace")
+        for header in self._headers.values():
+            text = text.replace(header.removeprefix("Bearer "), MASK)
+        return plain(text)
+
+
+def headers_of(settings: JudgeSection) -> dict[str, str]:
+    """Return the headers with the server's key. Raise `SettingError` when the environment has none that a header can carry."""
+    if not settings.key_env:
+        return {}
+    key = os.environ.get(settings.key_env, "").strip()
+    if not key or not key.isascii() or not key.isprintable():
+        problem = "this environment variable is not set" if not key else "this environment variable holds no key"
+        raise SettingError("judge.key_env", settings.key_env, problem, "Export it where the actors start, or correct the name.")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def verdict_of(text: str, pattern: str | None) -> Verdict | None:
+    """Return the verdict in an answer; None where `pattern` finds no finite number."""
+    if pattern is None:
+        return Verdict(text)
+    matches = list(re.finditer(pattern, text))
+    if not matches:
+        return None
+    try:
+        score = float(matches[-1][min(1, matches[-1].re.groups)] or "")
+    except ValueError:
+        return None
+    return Verdict(text, score) if math.isfinite(score) else None
+
+
+def _retry_after_s(value: str) -> float | None:
+    """Return the seconds of a `Retry-After` header; None where it has none. Dates are taken for none."""
+    return float(value) if re.fullmatch(r"\d{1,7}(\.\d{1,9})?", value.strip()) else None
