@@ -32,6 +32,8 @@ COMMANDS = (
     "check",
     "explain",
     "report",
+    "runs",
+    "compare",
     "samples",
     "export",
     "status",

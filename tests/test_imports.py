@@ -38,6 +38,7 @@ ALLOWED = {
     "lab/report": {"lab", "learner/*", "common", "protocols"},
     "lab/simulation": {"lab", "learner/*", "common", "protocols"},
     "lab/replay": {"lab", "learner/*", "common", "protocols"},
+    "lab/comparison": {"lab", "lab/report", "lab/sweep", "common"},
     "lab/sweep": {"lab", "lab/report", "learner/*", "common", "protocols"},
     "deploy/devices": {"common"},
     "deploy/launch": {"deploy/devices", "deploy/live", "lab", "lab/report", "learner/training", "common", "protocols"},
@@ -51,7 +52,20 @@ ALLOWED = {
 """The rooms that each room may import besides itself; `learner/*` is every room of the learner."""
 WITHOUT_TORCH = ("learner/leases", "learner/dispatch", "lab/simulation")
 """Rooms whose modules import nothing in `SLOW`, not even indirectly."""
-QUICK_COMMANDS = ("audit", "replay", "simulate", "status", "set", "check", "report", "drift", "sweep", "chaos")
+QUICK_COMMANDS = (
+    "audit",
+    "replay",
+    "simulate",
+    "status",
+    "set",
+    "check",
+    "report",
+    "drift",
+    "sweep",
+    "chaos",
+    "runs",
+    "compare",
+)
 SLOW = ("torch", "transformers", "datasets", "deepspeed", "vllm", "scipy")
 ONLY_UNDER = {"vllm": "actor", "deepspeed": "learner", "zmq": "protocols"}
 

@@ -2,14 +2,11 @@
 
 import html
 import logging
-import math
 import statistics
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from offbeat.common.metrics import ROWS_FILE, read_rows
 from offbeat.common.rows import LedgerSums
@@ -30,6 +27,7 @@ from offbeat.lab.report.evaluation_section import evaluation_section
 from offbeat.lab.report.health_section import health_section
 from offbeat.lab.report.page import Figures, KeyFigure, duration, head, page_html, section, table_html, tiles, write_page
 from offbeat.lab.report.sample_section import evaluation_samples_section, samples_section
+from offbeat.lab.run_settings import RunSettings, read_settings
 from offbeat.learner.diagnostics.length_bias import MAX_P, MIN_EFFECT, MIN_SHARE
 
 logger = logging.getLogger(__name__)
@@ -67,7 +65,7 @@ _EVENT_TONES = {
     "actor_left": "warn",
 }
 
-_OUTCOME_TONES = {"finished": "good", "stopped": "warn", "failed": "bad", "running": "calm"}
+OUTCOME_TONES = {"finished": "good", "stopped": "warn", "failed": "bad", "running": "calm"}
 
 
 def write_report(run_folder: Path) -> Path:
@@ -80,41 +78,14 @@ def write_report(run_folder: Path) -> Path:
         raise FileNotFoundError(f"{run_folder} has no {ROWS_FILE}: it is not the folder of a run (setting run.dir)")
     broken_lines: list[int] = []
     history = fold_rows(read_rows(rows_file, broken_lines))
-    text = _page(run_folder.resolve().name, history, _read_config(run_folder), broken_lines, time.time())
+    text = _page(run_folder.resolve().name, history, read_settings(run_folder), broken_lines, time.time())
     return write_page(run_folder / REPORT_FILE, text)
-
-
-class _Config(NamedTuple):
-    """The run's settings as text and, where they could be read, by section."""
-
-    text: str
-    sections: Mapping[str, Any]
-
-    def setting(self, section: str, name: str) -> Any:
-        """Return the setting's value; None where the version that made the run did not have it."""
-        found = self.sections.get(section)
-        return found.get(name) if isinstance(found, dict) else None
-
-    def number(self, section: str, name: str) -> float | None:
-        """Return the setting's value if it is a finite number, else None."""
-        value = self.setting(section, name)
-        return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
-
-
-def _read_config(run_folder: Path) -> _Config:
-    try:
-        text = (run_folder / CONFIG_FILE).read_text(encoding="utf-8")
-        return _Config(text, tomllib.loads(text))
-    except FileNotFoundError:
-        return _Config("", {})
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        return _Config(f"# {CONFIG_FILE} could not be read: {error}", {})
 
 
 # The page
 
 
-def _page(name: str, history: RunHistory, config: _Config, broken_lines: Sequence[int], now: float) -> str:
+def _page(name: str, history: RunHistory, config: RunSettings, broken_lines: Sequence[int], now: float) -> str:
     figures = Figures()
     drift = drift_report(history)
     body = "\n".join(
@@ -144,12 +115,12 @@ def _page(name: str, history: RunHistory, config: _Config, broken_lines: Sequenc
 # Head
 
 
-def _head(name: str, history: RunHistory, config: _Config, now: float) -> str:
-    outcome, detail = _outcome(history, now)
-    return head(name, _OUTCOME_TONES.get(outcome, "warn"), outcome, detail, _facts(history, config))
+def _head(name: str, history: RunHistory, config: RunSettings, now: float) -> str:
+    outcome, detail = outcome_of(history, now)
+    return head(name, OUTCOME_TONES.get(outcome, "warn"), outcome, detail, _facts(history, config))
 
 
-def _outcome(history: RunHistory, now: float) -> tuple[str, str]:
+def outcome_of(history: RunHistory, now: float) -> tuple[str, str]:
     """Return the outcome in a word and in a sentence."""
     if history.final is not None:
         return history.final.outcome, history.final.detail
@@ -161,7 +132,7 @@ def _outcome(history: RunHistory, now: float) -> tuple[str, str]:
     return "unfinished", f"The rows end {duration(quiet_s)} ago without a final one: the learner hangs or was killed."
 
 
-def _facts(history: RunHistory, config: _Config) -> dict[str, str]:
+def _facts(history: RunHistory, config: RunSettings) -> dict[str, str]:
     def told(section: str, name: str) -> str:
         value = config.setting(section, name)
         return "not recorded" if value in (None, "") else str(value)
@@ -288,7 +259,7 @@ def _numbers(history: RunHistory, name: str) -> list[float]:
 # Plots
 
 
-def _learning(figures: Figures, history: RunHistory, config: _Config) -> str:
+def _learning(figures: Figures, history: RunHistory, config: RunSettings) -> str:
     plots = (
         run_plots.reward_by_step(history),
         run_plots.reward_by_time(history),
@@ -298,7 +269,7 @@ def _learning(figures: Figures, history: RunHistory, config: _Config) -> str:
     return section("Learning", "Does the policy get better, and is the optimization calm?", figures.cards(plots))
 
 
-def _staleness(figures: Figures, history: RunHistory, config: _Config) -> str:
+def _staleness(figures: Figures, history: RunHistory, config: RunSettings) -> str:
     clip_low, clip_high = config.number("loss", "clip_low"), config.number("loss", "clip_high")
     plots = (
         staleness_plots.lag_histogram(history),
@@ -468,7 +439,7 @@ def _events(history: RunHistory) -> str:
     return section("Events", lead, f'<div class="card"><ul class="chips">{chips}</ul>{listing}{note}</div>')
 
 
-def _settings(config: _Config) -> str:
+def _settings(config: RunSettings) -> str:
     lead = "The resolved settings the run was started with."
     if not config.text:
         missing = f'<div class="missing">The folder has no {CONFIG_FILE}.</div>'

@@ -1,0 +1,204 @@
+"""`offbeat compare`: one page about several runs, their curves over each other and the settings in which they differ."""
+
+import html
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from offbeat.common.learning_sections import TrainSection
+from offbeat.common.metrics import ROWS_FILE, read_rows
+from offbeat.common.settings import SettingError
+from offbeat.lab.history import RunHistory, fold_rows
+from offbeat.lab.report.figures import ACTOR_COLORS, Plot, line_trace, plot_layout, running_mean, series
+from offbeat.lab.report.page import Figures, duration, head, page_html, section, table_html, write_page
+from offbeat.lab.report.run_report import OUTCOME_TONES, outcome_of
+from offbeat.lab.run_settings import RunSettings, read_settings
+from offbeat.lab.sweep.estimates import Curve
+from offbeat.lab.sweep.measures import NUM_FINAL_STEPS, RunCurves, RunMeasures, measure, reward_curves
+
+NUM_SMOOTHED_STEPS = 5
+"""Steps around each point that a plotted curve is averaged over."""
+MOST_RUNS = len(ACTOR_COLORS)
+"""Most runs of a page: as many as there are colors that the eye tells apart."""
+_LEGEND_LINE = 18
+"""Height of a line of the legend, in pixels."""
+_PLACES = ("run.dir", "log.dir")
+"""Settings that differ between any two runs."""
+
+
+class ComparedRun(NamedTuple):
+    """A run with everything that the page shows of it."""
+
+    name: str
+    history: RunHistory
+    settings: RunSettings
+    measures: RunMeasures
+    curves: RunCurves
+
+
+def write_comparison(folders: Sequence[Path], path: Path) -> Path:
+    """Write the page about the runs in `folders` to `path`; return `path`.
+
+    Raise `SettingError` for a folder without a run, or for too few or too many of them.
+    """
+    if not 2 <= len(folders) <= MOST_RUNS:
+        problem = f"{len(folders)} runs cannot be compared on one page"
+        raise SettingError("RUN", " ".join(map(str, folders)), problem, f"Name from 2 to {MOST_RUNS} folders of runs.")
+    runs = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    return write_page(path, _page(runs, time.time()))
+
+
+def differing_settings(runs: Sequence[RunSettings]) -> dict[str, list[str]]:
+    """Return the settings in which runs differ, with each run's value; `not set` where a run's version did not have one."""
+    flat = [run.flat() for run in runs]
+    names = dict.fromkeys(name for settings in flat for name in settings if name not in _PLACES)
+    told = {name: [settings.get(name, "not set") for settings in flat] for name in names}
+    return {name: values for name, values in told.items() if len(set(values)) > 1}
+
+
+def _read(folder: Path, name: str) -> ComparedRun:
+    if not (folder / ROWS_FILE).is_file():
+        raise SettingError("RUN", str(folder), f"it has no {ROWS_FILE}", "Name the folder of a run.")
+    settings = read_settings(folder)
+    steps, epochs = (int(settings.number("train", f"{name}_per_batch") or 1) for name in ("steps", "epochs"))
+    train = TrainSection(steps_per_batch=steps, epochs_per_batch=epochs)
+    history = fold_rows(read_rows(folder / ROWS_FILE, []))
+    return ComparedRun(name, history, settings, measure(history, train), reward_curves(history, train))
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return a name for each folder: its path without what all of them begin and end with."""
+    parts = [folder.resolve().parts for folder in folders]
+    shortest = min(map(len, parts))
+    num_first = _num_equal(parts, shortest)
+    num_last = _num_equal([one[::-1] for one in parts], shortest - num_first)
+    return ["/".join(one[num_first : len(one) - num_last]) or one[-1] for one in parts]
+
+
+def _num_equal(parts: Sequence[tuple[str, ...]], most: int) -> int:
+    """Return how many parts, at most `most`, all paths begin with."""
+    return next((index for index in range(most) if len({one[index] for one in parts}) > 1), most)
+
+
+def _page(runs: Sequence[ComparedRun], now: float) -> str:
+    figures = Figures()
+    num_finished = sum(run.history.final is not None for run in runs)
+    detail = f"{num_finished} of them have ended." if num_finished < len(runs) else "All of them have ended."
+    facts = {"Written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))}
+    body = "\n".join(
+        (
+            head("Comparison", "good" if num_finished == len(runs) else "warn", f"{len(runs)} runs", detail, facts),
+            _results(runs, now),
+            _settings(runs),
+            section(
+                "Learning", "Who learns more of as many rollouts, and who gets there sooner?", figures.cards(_learning(runs))
+            ),
+            section("Staleness", "How old were the rollouts, and what did it cost?", figures.cards(_staleness(runs))),
+            section("Completions", "What became of the model's answers?", figures.cards(_completions(runs))),
+        )
+    )
+    return page_html("Comparison", body, figures)
+
+
+def _results(runs: Sequence[ComparedRun], now: float) -> str:
+    rows = []
+    for run in runs:
+        outcome, _ = outcome_of(run.history, now)
+        measures = run.measures
+        rows.append(
+            (
+                html.escape(run.name),
+                f'<span class="mark {OUTCOME_TONES.get(outcome, "warn")}">{outcome}</span>',
+                f"{measures.num_steps:,}",
+                _number(measures.final_reward, ".3f"),
+                _number(measures.held_out_reward, ".3f"),
+                duration(measures.train_s),
+                _number(measures.tokens_per_s, ",.0f"),
+                _number(measures.learner_idle_share, ".0%"),
+                _number(measures.lag_mean, ".2f"),
+                _number(measures.clip_fraction, ".1%"),
+            )
+        )
+    columns = ("Run", "State", "Steps", "Final reward", "Held-out", "Time", "Tokens / s", "Learner idle", "Lag", "Clipped")
+    caption = (
+        f"A final reward is the mean of the last {NUM_FINAL_STEPS} steps, the held-out one that of the newest evaluation. The "
+        "clock of a run starts with its first batch of rollouts. One run of each kind proves little: offbeat sweep compares "
+        "over seeds, with intervals."
+    )
+    table = table_html(columns, rows, num_text_columns=2)
+    return section("Results", "The runs in numbers.", f'<div class="card">{table}<figcaption>{caption}</figcaption></div>')
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _settings(runs: Sequence[ComparedRun]) -> str:
+    lead = "Settings in which the runs differ, but for their folders; all others are the same."
+    differing = differing_settings([run.settings for run in runs])
+    if not differing:
+        return section("Settings", lead, '<div class="card"><div class="missing">They differ in no setting.</div></div>')
+    rows = [[html.escape(text) for text in (name, *values)] for name, values in sorted(differing.items())]
+    table = table_html(["Setting", *(html.escape(run.name) for run in runs)], rows, num_text_columns=1 + len(runs))
+    return section("Settings", lead, f'<div class="card">{table}</div>')
+
+
+def _learning(runs: Sequence[ComparedRun]) -> list[Plot]:
+    by_groups = f"Reward over the groups trained on; means over {NUM_SMOOTHED_STEPS} steps."
+    by_time = f"Reward over each run's clock; means over {NUM_SMOOTHED_STEPS} steps."
+    held_out = "Reward on the held-out prompts."
+    return [
+        _plot("Reward by rollouts", "groups trained on", "reward", by_groups, runs, lambda run: _smooth(run.curves.by_groups)),
+        _plot("Reward by wall-clock", "seconds", "reward", by_time, runs, lambda run: _smooth(run.curves.by_seconds)),
+        _plot("Held-out reward", "policy version", "reward", held_out, runs, _held_out),
+        _metric_plot("Gradient norm", "norm", "Length of the gradient before it is clipped", runs, "loss/grad_norm"),
+    ]
+
+
+def _staleness(runs: Sequence[ComparedRun]) -> list[Plot]:
+    return [
+        _metric_plot("Policy lag", "optimizer steps", "Mean lag of the groups of each step", runs, "lag/mean"),
+        _metric_plot("Clipped", "share", "Share of completions that the objective clipped", runs, "clip/fraction"),
+        _metric_plot("Spread of the log ratio", "nats", "Standard deviation of the log sequence ratio", runs, "ratio/log_std"),
+        _metric_plot("Waiting", "seconds", "Seconds of each step that the learner waited", runs, "time/wait_rollouts_s"),
+    ]
+
+
+def _completions(runs: Sequence[ComparedRun]) -> list[Plot]:
+    return [
+        _metric_plot("Length", "tokens", "Mean completion length of each step", runs, "length/mean"),
+        _metric_plot("Entropy", "nats", "Mean entropy of the next token", runs, "entropy/mean"),
+    ]
+
+
+def _held_out(run: ComparedRun) -> Curve:
+    rewards = {version: row.reward for version, row in sorted(run.history.evaluations.items()) if row.reward is not None}
+    return Curve(list(rewards), list(rewards.values()))
+
+
+def _smooth(curve: Curve) -> Curve:
+    return Curve(curve.xs, running_mean(curve.ys, NUM_SMOOTHED_STEPS))
+
+
+def _metric_plot(title: str, unit: str, caption: str, runs: Sequence[ComparedRun], metric: str) -> Plot:
+    def curve_of(run: ComparedRun) -> Curve:
+        return _smooth(Curve(*series(run.history.steps, metric)))
+
+    return _plot(title, "optimizer step", unit, f"{caption}; means over {NUM_SMOOTHED_STEPS} steps.", runs, curve_of)
+
+
+def _plot(
+    title: str, x_title: str, y_title: str, caption: str, runs: Sequence[ComparedRun], curve_of: Callable[[ComparedRun], Curve]
+) -> Plot:
+    """Return one line for each run that has the curve; a run has the same color on all plots."""
+    traces = [
+        line_trace(curve.xs, curve.ys, html.escape(run.name), color)
+        for run, color in zip(runs, itertools.cycle(ACTOR_COLORS), strict=False)
+        if (curve := curve_of(run)).xs
+    ]
+    layout = plot_layout(x_title, y_title)
+    # Long names take a line of the legend each.
+    layout["height"] += _LEGEND_LINE * len(runs)
+    return Plot(title, caption, traces, layout, missing="No run has recorded it.")

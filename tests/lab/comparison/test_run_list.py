@@ -1,0 +1,37 @@
+"""Claims about `lab.comparison.run_list`: every run below a folder is listed once, as its rows say it stands."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from offbeat.lab.comparison.run_list import list_runs, render_runs
+from tests.lab.comparison.test_comparison_page import START, write_run
+
+
+def test_runs_are_listed_with_their_states_the_newest_last(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs/long", [0.1] * 9, "[train]\nnum_steps = 20\n", outcome=None)
+    write_run(tmp_path / "runs/sweep/lag=1", [0.25, 0.75], "[train]\nnum_steps = 2\n")
+    write_run(tmp_path / "runs/broken", [0.1] * 3, "[train\n", outcome="failed")
+    (tmp_path / "runs/empty").mkdir()
+    runs = list_runs([tmp_path / "runs", tmp_path / "runs/sweep"], now=START + 50)
+    assert [Path(run.folder).name for run in runs] == ["lag=1", "broken", "long"]
+    assert [run.state for run in runs] == ["finished", "failed", "running"]
+    assert [(run.policy_version, run.num_steps, run.reward) for run in runs] == [(2, 2, 0.75), (3, None, 0.1), (9, 20, 0.1)]
+    assert [run.wall_s for run in runs] == [9.0, 9.0, None]
+    (late,) = [run for run in list_runs([tmp_path / "runs"], now=START + 500) if run.folder.endswith("long")]
+    assert late.state == "unfinished"
+
+
+def test_rows_below_a_runs_own_folder_and_behind_links_are_no_runs(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [0.5], "")
+    write_run(run / "logs", [0.5], "")
+    (tmp_path / "latest").symlink_to(run)
+    assert [Path(found.folder) for found in list_runs([tmp_path], now=START)] == [run]
+
+
+def test_names_of_folders_are_no_markup(tmp_path: Path) -> None:
+    write_run(tmp_path / "[red]x", [0.5], "")
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(render_runs(list_runs([tmp_path], now=START)))
+    assert "[red]x" in capture.get()
