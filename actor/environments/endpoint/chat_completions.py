@@ -1,0 +1,121 @@
+"""OpenAI's chat completions, with streams."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from offbeat.actor.environments.endpoint.calls import (
+    Answer,
+    Body,
+    Call,
+    Dialect,
+    Refused,
+    function_call,
+    list_of_objects,
+    number_of_tokens,
+    pieces,
+    text_field,
+    text_of,
+)
+from offbeat.actor.environments.endpoint.message_tree import Message
+
+HARMLESS = frozenset(
+    {
+        "messages", "model", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options", "parallel_tool_calls",
+        "metadata", "moderation", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+        "reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity",
+    }
+)  # fmt: skip
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def read(body: Body) -> Call:
+    """Return the call of a request's body."""
+    objects = list_of_objects(body.get("messages"), "messages")
+    if not objects:
+        raise Refused("messages is empty", field="messages")
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise Refused("stream_options is not an object", field="stream_options")
+    return Call(
+        model=text_field(body, "model", "policy"),
+        messages=tuple(_message(one, f"messages[{index}]") for index, one in enumerate(objects)),
+        tools=tuple(list_of_objects(body.get("tools") or [], "tools")),
+        parses_tools=body.get("tool_choice") != "none",
+        max_new_tokens=number_of_tokens(body, "max_completion_tokens", "max_tokens"),
+        is_streamed=body.get("stream") is True,
+        includes_usage=options.get("include_usage") is True,
+    )
+
+
+def write(call: Call, answer: Answer) -> dict[str, Any]:
+    """Return the body of an answer."""
+    choice = {"index": 0, "message": {"refusal": None, **answer.message}, "finish_reason": answer.finish, "logprobs": None}
+    return {**_head(call, answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
+
+
+def stream(call: Call, answer: Answer) -> Iterator[bytes]:
+    """Yield role, pieces of text, tool calls, the reason of the end, the usage if it is asked for, and the mark of the end."""
+    yield _chunk(call, answer, {"role": "assistant", "content": ""})
+    for piece in pieces(answer.message["content"]):
+        yield _chunk(call, answer, {"content": piece})
+    for index, one in enumerate(answer.message.get("tool_calls", ())):
+        yield _chunk(call, answer, {"tool_calls": [{"index": index, **one}]})
+    yield _chunk(call, answer, {}, finish=answer.finish)
+    if call.includes_usage:
+        yield _event({**_head(call, answer, "chat.completion.chunk"), "choices": [], "usage": _usage(answer)})
+    yield b"data: [DONE]\n\n"
+
+
+def write_problem(refused: Refused) -> dict[str, Any]:
+    """Return the body of an error."""
+    kind = "invalid_request_error" if refused.status < 500 else "server_error"
+    return {"error": {"message": str(refused), "type": kind, "param": refused.field, "code": refused.code}}
+
+
+CHAT_COMPLETIONS = Dialect(("chat/completions",), read, HARMLESS, write, stream, write_problem)
+
+
+def _message(one: Mapping[str, Any], field: str) -> Message:
+    role = one.get("role")
+    if role not in ROLES:
+        raise Refused(f"{field}.role = {role!r} is none of {', '.join(ROLES)}", field=f"{field}.role")
+    # Templates do not know OpenAI's newer name.
+    message: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    message["content"] = text_of(one.get("content"), f"{field}.content", ("text", "refusal"))
+    if one.get("tool_calls"):
+        message["tool_calls"] = [
+            _tool_call(call, f"{field}.tool_calls[{index}]")
+            for index, call in enumerate(list_of_objects(one["tool_calls"], f"{field}.tool_calls"))
+        ]
+    for name in ("tool_call_id", "name"):
+        if one.get(name) is not None:
+            message[name] = text_field(one, name)
+    return message
+
+
+def _tool_call(call: Mapping[str, Any], field: str) -> dict[str, Any]:
+    match call:
+        case {"function": {"name": str(name), "arguments": str(arguments)}}:
+            return function_call(str(call.get("id", "")), name, arguments)
+        case _:
+            raise Refused(f"{field} is no call: it needs the texts function.name and function.arguments", field=field)
+
+
+def _chunk(call: Call, answer: Answer, delta: Mapping[str, Any], finish: str | None = None) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+    return _event({**_head(call, answer, "chat.completion.chunk"), "choices": [choice]})
+
+
+def _event(value: Mapping[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def _head(call: Call, answer: Answer, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{answer.name}", "object": kind, "created": answer.created, "model": call.model}
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    total = answer.num_prompt_tokens + answer.num_sampled_tokens
+    return {"prompt_tokens": answer.num_prompt_tokens, "completion_tokens": answer.num_sampled_tokens, "total_tokens": total}

@@ -1,0 +1,150 @@
+"""OpenAI's Responses, with streams. Nothing is stored: each request has the whole history."""
+
+from collections.abc import Iterator, Mapping
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from offbeat.actor.environments.endpoint.calls import (
+    Answer,
+    Body,
+    Call,
+    Dialect,
+    Refused,
+    function_call,
+    function_tool,
+    list_of_objects,
+    number_of_tokens,
+    pieces,
+    text_field,
+    text_of,
+)
+from offbeat.actor.environments.endpoint.chat_completions import ROLES, write_problem
+from offbeat.actor.environments.endpoint.message_tree import Message
+
+_STORED = ("previous_response_id", "conversation", "prompt")
+HARMLESS = frozenset(
+    {
+        *_STORED, "background", "include", "input", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "model",
+        "moderation", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning",
+        "safety_identifier", "service_tier", "store", "stream", "stream_options", "tools", "truncation", "user",
+    }
+)  # fmt: skip
+_TEXTS = ("input_text", "output_text", "text", "refusal")
+
+
+def read(body: Body) -> Call:
+    """Return the call of a request's body."""
+    for name in _STORED:
+        if body.get(name) is not None:
+            raise Refused(f"{name} is refused: nothing is stored. Send the whole history as input.", field=name)
+    if body.get("background"):
+        raise Refused("background is refused: wait for the answer, or stream it", field="background")
+    instructions, given = body.get("instructions"), body.get("input")
+    messages: list[Message] = [{"role": "system", "content": text_of(instructions, "instructions")}] if instructions else []
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else list_of_objects(given, "input")
+    for index, item in enumerate(items):
+        _append(messages, item, f"input[{index}]")
+    if not messages:
+        raise Refused("input is empty", field="input")
+    return Call(
+        model=text_field(body, "model", "policy"),
+        messages=tuple(messages),
+        tools=tuple(
+            function_tool(one, f"tools[{index}]", parameters="parameters", kinds=("function",))
+            for index, one in enumerate(list_of_objects(body.get("tools") or [], "tools"))
+        ),
+        parses_tools=body.get("tool_choice") != "none",
+        max_new_tokens=number_of_tokens(body, "max_output_tokens"),
+        is_streamed=body.get("stream") is True,
+        includes_usage=True,
+    )
+
+
+def write(call: Call, answer: Answer) -> dict[str, Any]:
+    """Return the body of an answer."""
+    is_cut = answer.finish == "length"
+    return {
+        "id": f"resp_{answer.name}", "object": "response", "created_at": answer.created, "error": None, "model": call.model,
+        "status": "incomplete" if is_cut else "completed", "output": _output(answer), "parallel_tool_calls": True,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None, "instructions": None, "metadata": {},
+        "tool_choice": "auto" if call.parses_tools else "none", "temperature": None, "top_p": None,
+        "tools": [{"type": "function", **tool["function"]} for tool in call.tools],
+        "usage": {
+            "input_tokens": answer.num_prompt_tokens, "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": answer.num_sampled_tokens, "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": answer.num_prompt_tokens + answer.num_sampled_tokens,
+        },
+    }  # fmt: skip
+
+
+def stream(call: Call, answer: Answer) -> Iterator[bytes]:
+    """Yield the response without its output, each item in pieces, and the whole response."""
+    numbers = count()
+
+    def event(kind: str, **fields: Any) -> bytes:
+        value = {"type": kind, "sequence_number": next(numbers), **fields}
+        return f"event: {kind}\ndata: ".encode() + msgspec.json.encode(value) + b"\n\n"
+
+    response = write(call, answer)
+    begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    yield event("response.created", response=begun)
+    yield event("response.in_progress", response=begun)
+    for index, item in enumerate(response["output"]):
+        place: dict[str, Any] = {"output_index": index, "item_id": item["id"]}
+        added = {**item, "status": "in_progress"}
+        if item["type"] == "function_call":
+            yield event("response.output_item.added", output_index=index, item={**added, "arguments": ""})
+            yield event("response.function_call_arguments.delta", **place, delta=item["arguments"])
+            yield event("response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"])
+        else:
+            part = item["content"][0]
+            place["content_index"] = 0
+            yield event("response.output_item.added", output_index=index, item={**added, "content": []})
+            yield event("response.content_part.added", **place, part={**part, "text": ""})
+            for piece in pieces(part["text"]):
+                yield event("response.output_text.delta", **place, delta=piece, logprobs=[])
+            yield event("response.output_text.done", **place, text=part["text"], logprobs=[])
+            yield event("response.content_part.done", **place, part=part)
+        yield event("response.output_item.done", output_index=index, item=item)
+    yield event(f"response.{response['status']}", response=response)
+
+
+RESPONSES = Dialect(("responses",), read, HARMLESS, write, stream, write_problem)
+
+
+def _append(messages: list[Message], item: Mapping[str, Any], field: str) -> None:
+    """Add an item; what the model has called in one turn are several items, and one message."""
+    match item:
+        case {"type": "reasoning"}:
+            pass
+        case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
+            call = function_call(call_id, name, arguments)
+            if messages and messages[-1]["role"] == "assistant":
+                last = messages.pop()
+                messages.append({**last, "tool_calls": [*last.get("tool_calls", ()), call]})
+            else:
+                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
+            messages.append({"role": "tool", "content": text_of(output, f"{field}.output", _TEXTS), "tool_call_id": call_id})
+        case {"role": str(role), "content": content} if role in ROLES and item.get("type", "message") == "message":
+            text = text_of(content, f"{field}.content", _TEXTS)
+            messages.append({"role": "system" if role == "developer" else role, "content": text})
+        case _:
+            raise Refused(f"{field} has the type {item.get('type')!r}, which the model cannot read here", field=field)
+
+
+def _output(answer: Answer) -> list[dict[str, Any]]:
+    text, calls = answer.message["content"], answer.message.get("tool_calls", ())
+    status = "incomplete" if answer.finish == "length" else "completed"
+    items: list[dict[str, Any]] = []
+    if text or not calls:
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        items.append({"type": "message", "id": f"msg_{answer.name}", "role": "assistant", "status": status, "content": [part]})
+    for call in calls:
+        items.append(
+            {"type": "function_call", "id": f"fc_{answer.name}_{call['id']}", "call_id": call["id"], "status": status,
+             "name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+        )  # fmt: skip
+    return items

@@ -1,0 +1,177 @@
+"""The calls of one episode's agents: each becomes a turn of one of the episode's sequences.
+
+    call -> MessageTree: which sequence -> its new messages -> sample() -> answer
+
+Consumes: calls. Waits for: the actor's turns. Unblocked by: the end of the episode, after which every call is refused with 410.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from offbeat.actor.environments.chat import NoRoom, Reply
+from offbeat.actor.environments.endpoint.calls import Answer, Call, Refused, function_call
+from offbeat.actor.environments.endpoint.message_tree import Message, MessageTree
+
+MAX_OPEN_CALLS = 64
+"""Most calls of an episode that wait at once. More are asked to come again (429), which clients do by themselves."""
+
+
+class Conversation(Protocol):
+    """A place in the episode at which the model can have the word: `Chat`, or what it has begun."""
+
+    @property
+    def num_tokens(self) -> int: ...
+    def add(self, message: Message) -> None: ...
+    def fork(self) -> "Conversation": ...
+    async def sample(self, max_new_tokens: int | None = None) -> Reply: ...
+
+
+Begin = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], Conversation]
+"""Returns a new sequence of these messages and tools, at which the model has the word. Raises `ValueError` and `NoRoom`."""
+
+
+@dataclass
+class _Exchange:
+    """A call and its answer."""
+
+    digest: bytes
+    task: "asyncio.Task[Answer] | None" = None
+    num_waiting: int = 0
+    """Clients that wait for the answer."""
+    is_delivered: bool = False
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether every client has hung up before it had the answer."""
+        return not self.is_delivered and self.num_waiting == 0
+
+
+@dataclass
+class _Turn:
+    after: Conversation
+    """The place behind the turn; only forks of it go on."""
+    exchange: _Exchange
+
+
+class Session:
+    """The calls of one episode."""
+
+    def __init__(self, name: str, max_length: int, begin: Begin) -> None:
+        """`name` is unique in the run; `max_length` is `model.max_length`."""
+        self._name = name
+        self._max_length = max_length
+        self._begin = begin
+        self._tree: MessageTree[_Turn] = MessageTree()
+        self._exchanges: dict[bytes, _Exchange] = {}
+        """By digest, until the agent has gone on from the answer."""
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._num_answers = 0
+        self.num_open = 0
+        """Calls whose clients wait."""
+        self.is_out_of_room = False
+        """Whether the last call was refused because no token fitted."""
+        self.num_overrides = 0
+        """Calls in which fields were ignored (`environment.sampling = "override"`)."""
+
+    async def answer(self, call: Call, digest: bytes, *, is_first_try: bool) -> Answer:
+        """Return the model's turn. Raise `Refused`.
+
+        A call that was made before gets the answer it had, or will have, as long as the agent has not gone on from that:
+        clients repeat what a broken connection or a time limit has lost. A turn whose client has hung up is sampled to its end
+        and kept, because leaving out turns that took too long would train on short ones.
+
+        Args:
+            digest: Of the request: the same for repeated ones.
+            is_first_try: The client says that it does not repeat. Then the agent asks twice on purpose, unless it has hung up
+                before.
+        """
+        if self.num_open >= MAX_OPEN_CALLS:
+            raise Refused(f"{MAX_OPEN_CALLS} calls of this episode wait already; try again later", status=429)
+        exchange = self._exchanges.get(digest)
+        if exchange is None or (is_first_try and not exchange.is_abandoned):
+            exchange = self._exchanges[digest] = _Exchange(digest)
+            exchange.task = asyncio.get_running_loop().create_task(self._sample(call, exchange))
+            # An answer that nobody waits for any more may be a refusal.
+            exchange.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        assert exchange.task is not None
+        exchange.num_waiting += 1
+        self.num_open += 1
+        try:
+            await asyncio.wait((exchange.task, self._over), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            exchange.num_waiting -= 1
+            self.num_open -= 1
+        if self._over.done():
+            raise over()
+        exchange.is_delivered = True
+        return exchange.task.result()
+
+    def end(self) -> None:
+        """Refuse the calls that wait: the episode is over."""
+        if not self._over.done():
+            self._over.set_result(None)
+        for exchange in self._exchanges.values():
+            if exchange.task is not None:
+                exchange.task.cancel()
+
+    async def _sample(self, call: Call, exchange: _Exchange) -> Answer:
+        try:
+            conversation, reply = await self._next_turn(call)
+        except NoRoom as error:
+            self._forget(exchange)
+            self.is_out_of_room = True
+            # In the words that agents look for: OpenAI's and Anthropic's.
+            problem = f"prompt is too long. This model's maximum context length is {self._max_length} tokens: {error}"
+            raise Refused(problem, field="messages", code="context_length_exceeded") from error
+        except ValueError as error:
+            self._forget(exchange)
+            raise Refused(str(error), field="messages") from error
+        self.is_out_of_room = False
+        message = _message(reply)
+        self._tree.put(call.messages, call.tools, message, _Turn(conversation, exchange))
+        self._num_answers += 1
+        return Answer(
+            name=f"{self._name}-{self._num_answers}",
+            created=int(time.time()),
+            message=message,
+            finish="tool_calls" if reply.tool_calls else reply.finish_reason,
+            num_prompt_tokens=conversation.num_tokens - len(reply.token_ids),
+            num_sampled_tokens=len(reply.token_ids),
+        )
+
+    async def _next_turn(self, call: Call) -> tuple[Conversation, Reply]:
+        turn, num_known = self._tree.find(call.messages, call.tools)
+        if turn is not None:
+            # Nobody repeats the call whose answer is in this one.
+            self._forget(turn.exchange)
+            conversation = turn.after.fork()
+            for message in call.messages[num_known:]:
+                conversation.add(message)
+            try:
+                return conversation, await conversation.sample(call.max_new_tokens)
+            except ValueError:
+                # The template cannot put these messages behind a turn: a system message, say. It may write them from the start.
+                pass
+        conversation = self._begin(call.messages, call.tools)
+        return conversation, await conversation.sample(call.max_new_tokens)
+
+    def _forget(self, exchange: _Exchange) -> None:
+        if self._exchanges.get(exchange.digest) is exchange:
+            del self._exchanges[exchange.digest]
+
+
+def _message(reply: Reply) -> Message:
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.tool_calls:
+        message["tool_calls"] = [function_call(one.id, one.name, one.arguments) for one in reply.tool_calls]
+    return message
+
+
+def over() -> Refused:
+    """Return the refusal of a call to an episode that has ended."""
+    return Refused("this episode is over: its function has returned, or it was cancelled", status=410, code="episode_over")

@@ -1,0 +1,108 @@
+"""An endpoint on a real socket, with sequences whose turns a test writes."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from offbeat.actor.environments.chat import NoRoom, Reply
+from offbeat.actor.environments.endpoint.message_tree import Message
+from offbeat.actor.environments.endpoint.server import Endpoint
+from offbeat.actor.environments.endpoint.session import Session
+from offbeat.actor.environments.tool_calls import ToolCall
+
+MAX_LENGTH = 1000
+
+
+class FakeConversation:
+    """A sequence whose tokens are characters. `<call>look{"key": "a"}</call>` calls a tool."""
+
+    def __init__(self, game: "Game", messages: Sequence[Message]) -> None:
+        self.game = game
+        self.text = render(messages)
+        self.sampled: list[str] = []
+
+    def fork(self) -> "FakeConversation":
+        fork = FakeConversation(self.game, [])
+        fork.text, fork.sampled = self.text, list(self.sampled)
+        self.game.begun.append(fork)
+        return fork
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.text)
+
+    def add(self, message: Message) -> None:
+        self.text += render([message])
+
+    async def sample(self, max_new_tokens: int | None = None) -> Reply:
+        self.game.num_started += 1
+        if len(self.text) >= self.game.max_length:
+            raise NoRoom("the prompt has too many")
+        self.game.longest = max_new_tokens
+        text = await self.game.turns.get()
+        cut = text[:max_new_tokens]
+        self.text += cut
+        self.sampled.append(cut)
+        found = enumerate(re.findall(r"<call>(\w+)(.*?)</call>", cut))
+        calls = tuple(ToolCall(f"call{self.game.num_started}{index}", *one) for index, one in found)
+        return Reply(cut.partition("<call>")[0], tuple(range(len(cut))), "stop" if cut == text else "length", "", calls)
+
+
+class Game:
+    """An episode: `turns` is what the model writes, one after the other."""
+
+    def __init__(self, endpoint: Endpoint, max_length: int) -> None:
+        self.endpoint = endpoint
+        self.turns: asyncio.Queue[str] = asyncio.Queue()
+        self.max_length = max_length
+        self.begun: list[FakeConversation] = []
+        self.tools: list[Sequence[Any]] = []
+        self.num_started = 0
+        self.longest: int | None = None
+        self.session = Session("7-0-0", max_length, self.begin)
+        self.url = endpoint.open(self.session)
+
+    def close(self) -> None:
+        self.endpoint.close(self.session)
+
+    def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> FakeConversation:
+        self.begun.append(FakeConversation(self, messages))
+        self.tools.append(tools)
+        return self.begun[-1]
+
+    def write(self, *turns: str) -> None:
+        for turn in turns:
+            self.turns.put_nowait(turn)
+
+    @property
+    def sampled(self) -> list[list[str]]:
+        """The turns of each sequence, without those that another one goes on from."""
+        paths = [conversation.sampled for conversation in self.begun]
+        return [one for one in paths if not any(one != other and one == other[: len(one)] for other in paths)]
+
+
+def render(messages: Sequence[Message]) -> str:
+    return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+
+
+@asynccontextmanager
+async def playing(*, temperature: float = 1.0, ignores: bool = False, max_length: int = MAX_LENGTH) -> AsyncIterator[Game]:
+    """Open an endpoint for one episode."""
+    endpoint = Endpoint(temperature=temperature, ignores=ignores)
+    game = Game(endpoint, max_length)
+    try:
+        yield game
+    finally:
+        game.close()
+        await endpoint.stop()
+
+
+async def until(claim: Any) -> None:
+    """Wait until a claim holds."""
+    for _ in range(2000):
+        if claim():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("it never held")
