@@ -20,6 +20,7 @@ ALLOWED = {
     "actor/judges": {"actor", "common", "protocols"},
     "actor/environments": {"actor", "actor/environments/endpoint", "common", "protocols"},
     "actor/environments/endpoint": {"actor/environments", "common", "protocols"},
+    "actor/sandbox": {"actor"},
     "learner/leases": {"common", "protocols"},
     "learner/objectives": {"common"},
     "learner/policy": {"common"},

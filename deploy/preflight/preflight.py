@@ -7,7 +7,7 @@
 | reference, run folder, ports, Weights & Biases | x | x | x | |
 | data and tokenizer, which a learner alone reads before it loads the model | x | x | | |
 | functions of yours that the learner calls, called once | x | x | x | |
-| engine options, the reward's function, the judge asked for its models | x | x | | x |
+| engine options, the reward's function, the judge asked for its models, the sandbox tried | x | x | | x |
 | the reward called once | x | x | | |
 | learner processes, in groups that share packs | x | x | | |
 | GPUs of this machine, and the plan of what works on which | x | x | | |

@@ -1,6 +1,7 @@
 """Checks of the functions that the settings name: imported, and called once on stand-ins. They run apart."""
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -73,9 +74,11 @@ def check_reward(config: Config, *, calls: bool) -> Iterator[Finding]:
     try:
         if config.task.environment:
             load_environment(config.task.environment)
+            yield from _check_sandbox("task.environment")
             return
         reward = load_reward(config.task.reward)
-        prompt = first_prompt(config) if calls else None
+        yield from (findings := list(_check_sandbox("task.reward")))
+        prompt = first_prompt(config) if calls and not findings else None
     except SettingError as error:
         # Mistakes in the data are told twice, and shown once.
         yield Finding("mistake", str(error))
@@ -95,6 +98,18 @@ def check_reward(config: Config, *, calls: bool) -> Iterator[Finding]:
         yield Finding("warning", f"task.reward: {problem}.")
     else:
         yield mistake("task.reward", config.task.reward, problem, "Correct the function, or the fields of the rows.")
+
+
+def _check_sandbox(setting: str) -> Iterator[Finding]:
+    """Find that no sandbox works on this machine, where the module of the function has imported one."""
+    if "offbeat.actor.sandbox" not in sys.modules:
+        return
+    from offbeat.actor import sandbox
+
+    try:
+        sandbox.check()
+    except sandbox.NoSandboxError as error:
+        yield Finding("mistake", f"{setting}: {error}")
 
 
 def _call_loss(path: str) -> None:

@@ -290,6 +290,26 @@ def test_plain_and_async_rewards_pass(reward: str, overrides: list[str], caplog:
     assert warned([*overrides, f"task.reward=my_rewards:{reward}"], caplog) == []
 
 
+NO_SANDBOX = """
+from offbeat.actor import sandbox
+from offbeat.actor.sandbox import confine, local
+local.find_bubblewrap = lambda: []
+confine.landlock_version = lambda: 0
+sandbox.use(sandbox.Local())
+def reward(prompt, completion, row): return 0.0
+async def play(chat, row): return 0.0
+"""
+
+
+@pytest.mark.parametrize("setting", ["task.reward=runs_code:reward", "task.environment=runs_code:play"])
+@pytest.mark.parametrize("command", ["check", "actor"])
+def test_machine_without_a_sandbox_is_told_before_the_start(setting: str, command: Command, overrides: list[str]) -> None:
+    Path("runs_code.py").write_text(NO_SANDBOX)
+    (mistake,) = refused([*overrides, setting], command)
+    assert mistake.startswith(f"{setting.partition('=')[0]}: no sandbox works on this machine (bubblewrap is not installed")
+    assert "pip install 'offbeat[sandbox]'" in mistake
+
+
 @pytest.mark.parametrize("command", ["check", "train", "learner"])
 def test_function_of_the_learner_that_fails_is_refused_for_all_but_an_actor(command: Command, overrides: list[str]) -> None:
     Path("my_correction.py").write_text("def below_zero(log_rho, completion_mask, advantages): return -log_rho.exp()")

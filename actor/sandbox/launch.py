@@ -1,0 +1,71 @@
+"""What the two backends have in common: how a program is launched, and what it sees of the machine."""
+
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+INSIDE = Path(__file__).with_name("inside.py")
+DISK_BYTES = 16 << 20
+"""Bytes that a program may have in its folder."""
+MAX_FILES = 1000
+"""Files and folders that a program may have in its folder."""
+MAX_THREADS = 64
+"""Threads that a program may have."""
+ENVIRONMENT = {"LANG": "C.UTF-8", "HOME": "/tmp", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""The whole environment of a program. The same program has the same order in its sets, and numpy few threads."""
+INTERPRETER = (str(Path(sys.executable).resolve()), "-s", "-S", "-P", "-B", "-X", "utf8")
+"""The interpreter with its standard library and nothing else."""
+_SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+
+
+class Usage(NamedTuple):
+    """What a program has in use."""
+
+    num_threads: int
+    num_files: int
+    disk_bytes: int
+
+
+class Launch(NamedTuple):
+    """A program on its way."""
+
+    command: Sequence[str]
+    pass_fds: Sequence[int]
+    folder: str | None
+    """The folder it is started in; None for that of this process, which the program does not see."""
+    confine: Callable[[int], Mapping[str, Any] | None]
+    """Given its process id, returns the arguments of `confine.confine`; None when the command confines it already."""
+    usage: Callable[[int], Usage]
+    """Given its process id, returns what it has in use. Raises `OSError` when it has ended."""
+
+
+class Backend(Protocol):
+    """A way to confine a program."""
+
+    @property
+    def name(self) -> str:
+        """As errors name it."""
+        ...
+
+    def launch(self, folders: Sequence[str]) -> AbstractContextManager[Launch]:
+        """Prepare for one program that may read these folders; clear up at the end."""
+        ...
+
+
+def visible_paths() -> list[str]:
+    """Return the files and folders that every program may read: interpreter, standard library, shared libraries."""
+    libraries = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib").glob("libpython3*")
+    # In a virtual environment the second is otherwise a folder of the environment, with all that is installed.
+    base = {"platbase": sys.base_exec_prefix}
+    own = [INTERPRETER[0], *map(str, libraries), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib", vars=base)]
+    paths = (str(Path(path).resolve()) for path in own)
+    return [path for path in dict.fromkeys([*_SYSTEM, *paths]) if Path(path).exists()]
+
+
+def num_threads(pid: int) -> int:
+    """Return the threads of a process. Raise `OSError` when it has ended."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("Threads:")), 0)

@@ -1,0 +1,139 @@
+"""The sandbox of this machine: bubblewrap, or Landlock where user namespaces are forbidden, and never nothing."""
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from offbeat.actor.samples import RewardUnavailable
+from offbeat.actor.sandbox.bubblewrap import Bubblewrap, find_bubblewrap
+from offbeat.actor.sandbox.landlock import Landlock
+from offbeat.actor.sandbox.launch import Backend
+from offbeat.actor.sandbox.program import MEMORY_MB, TIMEOUT_S, Result
+from offbeat.actor.sandbox.running import run_program
+from offbeat.actor.sandbox.seccomp import is_known_machine
+
+LEAST_MEMORY_MB = 64
+"""The interpreter alone takes half of this."""
+
+BackendName = Literal["bubblewrap", "landlock"]
+
+
+class NoSandboxError(Exception):
+    """No sandbox works on this machine; the text says why, and what to do."""
+
+
+class Local:
+    """Runs programs on this machine."""
+
+    def __init__(
+        self, backend: BackendName | None = None, *, concurrency: int | None = None, folders: Sequence[str | Path] = ()
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            backend: None takes bubblewrap where it works, else Landlock.
+            concurrency: Programs that run at the same time at most; others wait for their turn. None: one for each core.
+            folders: Folders that programs may read and import from, such as one with numpy; they have the standard library.
+        """
+        self.backend: BackendName | None = backend
+        self._folders = [str(Path(folder).resolve(strict=True)) for folder in folders]
+        self._concurrency = concurrency or _num_cores()
+        self._executor: ThreadPoolExecutor | None = None
+        self._process_id = os.getpid()
+        self._lock = threading.Lock()
+        self._working: Backend | None = None
+
+    async def run(
+        self,
+        code: str,
+        *,
+        stdin: str = "",
+        files: Mapping[str, str] | None = None,
+        timeout_s: float = TIMEOUT_S,
+        memory_mb: int = MEMORY_MB,
+    ) -> Result:
+        """Run a Python program: see `Sandbox.run`. Raise `NoSandboxError` where no sandbox works."""
+        files = files or {}
+        for name in files:
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts or not path.parts:
+                raise ValueError(f"files: {name!r} is not a path below the program's folder")
+        if not 0 < timeout_s < float("inf"):
+            raise ValueError(f"timeout_s is {timeout_s}, and must be more than 0")
+        if memory_mb < LEAST_MEMORY_MB:
+            raise ValueError(f"memory_mb is {memory_mb}, and a Python program takes {LEAST_MEMORY_MB} at least")
+        stop = threading.Event()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._threads(), lambda: self._run(self._chosen(), code, stdin, files, timeout_s, memory_mb, stop)
+            )
+        finally:
+            # The episode was cancelled, or the program has ended.
+            stop.set()
+
+    def check(self) -> None:
+        """Raise `NoSandboxError` with the cure when no sandbox works on this machine."""
+        self._chosen()
+
+    def _threads(self) -> ThreadPoolExecutor:
+        """Return the threads that wait for programs, one for each that may run. A fork has none of its parent's."""
+        if self._executor is None or self._process_id != os.getpid():
+            self._executor = ThreadPoolExecutor(self._concurrency, "sandbox")
+            self._process_id = os.getpid()
+        return self._executor
+
+    def _run(
+        self,
+        backend: Backend,
+        code: str,
+        stdin: str,
+        files: Mapping[str, str],
+        timeout_s: float,
+        memory_mb: int,
+        stop: threading.Event,
+    ) -> Result:
+        with backend.launch(self._folders) as launch:
+            return run_program(launch, code, stdin, files, self._folders, timeout_s=timeout_s, memory_mb=memory_mb, stop=stop)
+
+    def _chosen(self) -> Backend:
+        with self._lock:
+            if self._working is None:
+                self._working = self._first_that_works()
+            return self._working
+
+    def _first_that_works(self) -> Backend:
+        reasons = [] if self.backend == "landlock" or find_bubblewrap() else ["bubblewrap is not installed"]
+        if not is_known_machine():
+            raise NoSandboxError(_cure(["this is no Linux on x86_64 or aarch64"]))
+        for backend in self._candidates():
+            try:
+                result = self._run(backend, "print('works')", "", {}, TIMEOUT_S, MEMORY_MB, threading.Event())
+            except (RewardUnavailable, OSError) as error:
+                reasons.append(f"{backend.name}: {error}")
+                continue
+            if result.stdout == "works\n":
+                return backend
+            reasons.append(f"{backend.name}: {result.stderr.strip()[-200:]}")
+        raise NoSandboxError(_cure(reasons))
+
+    def _candidates(self) -> list[Backend]:
+        bubblewraps: list[Backend] = [] if self.backend == "landlock" else [Bubblewrap(path) for path in find_bubblewrap()]
+        return bubblewraps if self.backend == "bubblewrap" else [*bubblewraps, Landlock()]
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _cure(reasons: list[str]) -> str:
+    tried = "; ".join(reasons)
+    return (
+        f"no sandbox works on this machine ({tried}). Where user namespaces are allowed, install bubblewrap (pip install "
+        "'offbeat[sandbox]', or apt-get install bubblewrap); else take a kernel with Landlock, or use a remote sandbox: "
+        "docs/environments.md"
+    )

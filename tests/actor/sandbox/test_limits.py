@@ -1,0 +1,117 @@
+"""A program that wants too much is ended at a limit, and the result says which."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from offbeat.actor.sandbox import Local, Result, run_sync, use
+from offbeat.common import processes
+
+
+def run(box: Local, code: str, *, stdin: str = "", timeout_s: float = 5.0, memory_mb: int = 128) -> Result:
+    use(box)
+    return run_sync(code, stdin=stdin, timeout_s=timeout_s, memory_mb=memory_mb)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",
+        "import time; time.sleep(60)",
+        "import signal, time\nfor number in (15, 2, 1, 24): signal.signal(number, signal.SIG_IGN)\ntime.sleep(60)",
+        "import os, time\nfor number in range(3): os.close(number)\ntime.sleep(60)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
+        "import os, signal, time; os.setsid() if os.getsid(0) != os.getpid() else 0; time.sleep(60)",
+    ],
+    ids=["busy", "asleep", "ignores signals", "closes its output", "stops itself", "leaves the session"],
+)
+def test_program_that_does_not_end_is_killed_at_its_deadline(box: Local, code: str) -> None:
+    before = set(processes.descendants(os.getpid()))
+    result = run(box, code, timeout_s=0.1)
+    assert (result.is_timeout, result.exit_code, result.is_out_of_memory) == (True, 137, False), result
+    assert result.stderr.endswith("[ended: timeout]")
+    assert set(processes.descendants(os.getpid())) <= before
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["x = bytearray(200 << 20)", "import mmap; mmap.mmap(-1, 200 << 20)", "x = [0]\nwhile True: x += x"],
+)
+def test_program_is_out_of_memory(box: Local, code: str) -> None:
+    result = run(box, code)
+    assert (result.is_out_of_memory, result.exit_code, result.is_timeout) == (True, 1, False), result
+
+
+def test_program_has_the_memory_that_it_was_given(box: Local) -> None:
+    assert run(box, "x = bytearray(200 << 20)", memory_mb=300).exit_code == 0
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_endless_output_is_cut_and_the_program_ended(box: Local, stream: str) -> None:
+    result = run(box, f"import sys\nwhile True: sys.{stream}.write('x' * 1000)")
+    text = result.stdout if stream == "stdout" else result.stderr.removesuffix("\n[ended: more than 1048576 bytes of output]")
+    assert text == "x" * 1048576 + "\n[cut at 1048576 bytes]"
+    assert result.exit_code == 137 and not result.is_timeout
+
+
+DISK = {
+    "one file": "file = open('large', 'wb')\nwhile True: file.write(bytes(1 << 20))",
+    "many files": "for n in range(64): open(str(n), 'wb').write(bytes(8 << 20))",
+    "files without a name": """
+import os
+held = []
+for n in range(40):
+    held.append(open('unnamed', 'wb'))
+    held[-1].write(bytes(8 << 20))
+    os.unlink('unnamed')
+import time; time.sleep(1)
+""",
+    "a tree of folders": """
+import os
+for n in range(100):
+    os.makedirs(f'a/b/{n}')
+    open(f'a/b/{n}/file', 'wb').write(bytes(1 << 20))
+import time; time.sleep(1)
+""",
+}
+
+
+@pytest.mark.parametrize("code", DISK.values(), ids=DISK)
+def test_disk_is_bounded(box: Local, code: str) -> None:
+    result = run(box, code)
+    ends = ("File too large", "No space left on device", "bytes in files]")
+    assert result.exit_code in (1, 137) and any(end in result.stderr for end in ends), result
+
+
+def test_number_of_files_is_bounded(box: Local) -> None:
+    result = run(box, "import time\nfor n in range(3000): open(str(n), 'w').close()\ntime.sleep(5)")
+    assert result.stderr.endswith("[ended: more than 1000 files]")
+
+
+def test_number_of_threads_is_bounded(box: Local) -> None:
+    code = """
+import threading, time
+threading.stack_size(1 << 16)
+for n in range(200): threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
+time.sleep(5)
+"""
+    assert run(box, code).stderr.endswith("[ended: more than 64 threads]")
+
+
+def test_program_that_leaves_its_input_alone_ends_well(box: Local) -> None:
+    result = run(box, "print('done')", stdin="x" * (4 << 20))
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "done\n", "")
+
+
+def test_folder_of_a_program_is_gone_when_it_ends(box: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert run(box, "open('left', 'w').write('x')").exit_code == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_time_of_a_program_does_not_include_the_start_of_its_sandbox(box: Local) -> None:
+    started = time.monotonic()
+    result = run(box, "pass")
+    assert 0 < result.seconds < time.monotonic() - started
