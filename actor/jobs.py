@@ -50,6 +50,11 @@ class Jobs:
         """True while a reward or an environment is awaited."""
         return self._play.is_waiting
 
+    @property
+    def are_failing(self) -> bool:
+        """True while most rewards or episodes fail for causes that may pass."""
+        return self._play.is_failing
+
     def add(self, lease: Lease, prompt_token_ids: list[int]) -> None:
         """Take a lease; it starts with the next `start_ready`."""
         self._waiting.append(_WaitingLease(lease, prompt_token_ids))

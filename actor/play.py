@@ -55,3 +55,8 @@ class Play(Protocol):
     def trouble(self) -> UnavailableRewards | None:
         """Return the state of rewards that cannot be had; None while all can be had."""
         ...
+
+    @property
+    def is_failing(self) -> bool:
+        """True while most rewards or episodes fail for causes that may pass: no more leases should be taken."""
+        ...

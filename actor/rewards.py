@@ -18,6 +18,7 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
+from offbeat.actor.breaker import Breaker
 from offbeat.actor.loop_pulse import Pulse
 from offbeat.actor.reward_attempts import Attempts, MistakeError, RewardLimits
 from offbeat.actor.reward_backends import Backend, EventLoop, WorkerProcesses
@@ -93,6 +94,7 @@ class RewardRunner:
         self._waiting: dict[int, _Waiting] = {}
         self._news: queue.SimpleQueue[Rewarded | RewardFailure | _Waiting] = queue.SimpleQueue()
         """Results and troubles, on their way from the loop's thread to the one that submits."""
+        self._breaker = Breaker()
         self._has_shown_mistake = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
@@ -112,6 +114,11 @@ class RewardRunner:
         """Groups submitted and not yet returned by `poll`."""
         return len(self._tasks)
 
+    @property
+    def is_failing(self) -> bool:
+        """True while most attempts at rewards fail for causes that may pass."""
+        return self._breaker.is_open
+
     def submit(self, key: int, samples: Sequence[Sample]) -> None:
         """Start the rewards of a group; `key` names it in the results of `poll`."""
         self._tasks[key] = self._in_loop(self._reward(key, tuple(samples)))
@@ -124,6 +131,8 @@ class RewardRunner:
             if isinstance(news, _Waiting):
                 self._note_trouble(news)
             else:
+                if isinstance(news, Rewarded):
+                    self._breaker.succeed(time.monotonic())
                 outcomes.append(news)
         if self._pulse.is_blocked(time.monotonic()) and isinstance(self._backend, EventLoop):
             detail = f"no result {self._limits.timeout_s:g} s after the start: an async reward must not make blocking calls"
@@ -165,6 +174,7 @@ class RewardRunner:
     def _note_trouble(self, waiting: _Waiting) -> None:
         if waiting.key not in self._tasks:
             return
+        self._breaker.fail(time.monotonic())
         if not self._waiting:
             limit = f"tried again with back-off for {self._limits.retry_s:g} s (task.reward_retry_s)"
             logger.warning("the reward cannot be had; %s: %s", limit, waiting.problem)

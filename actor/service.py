@@ -165,6 +165,8 @@ class ActorService:
         )
         self._capacity = config.actor.max_inflight_groups
         """Leases that the actor holds at most. An operator may change it; it is 0 once the actor is to leave."""
+        self._offered: int | None = None
+        """Leases that the learner was last told that the actor takes; None before the first time."""
         self._end_reason: str | None = None
         """Reason for the end of the loop; None while the loop runs."""
 
@@ -195,8 +197,11 @@ class ActorService:
         self._learner.reconnect_if_silent()
         if not self._learner.is_welcome:
             self._learner.say_hello(self._held_lease_ids())
-        elif self._learner.is_heartbeat_due():
+            return
+        if self._learner.is_heartbeat_due():
             self._learner.send_heartbeat(self._heartbeat())
+        if self._offered != self._credit():
+            self._offer()
 
     def _heartbeat(self) -> ActorHeartbeat:
         return self._learner.make_heartbeat(
@@ -299,7 +304,7 @@ class ActorService:
         self._weights.join(welcome.layout, canary, is_another_learner=is_another_learner)
         self._jobs.max_message_bytes = welcome.max_message_bytes
         self._outbox.send_all_again()
-        self._learner.send(Credit(capacity=self._capacity))
+        self._offer()
 
     def _change_capacity(self, capacity: int) -> None:
         if self._stop:
@@ -307,7 +312,21 @@ class ActorService:
         if capacity != self._capacity:
             logger.info("works on %d groups at once from now on, as the learner's operator asked", capacity)
         self._capacity = capacity
-        self._learner.send(Credit(capacity=capacity))
+        self._offer()
+
+    def _credit(self) -> int:
+        """Return the number of leases to hold now: one while most rewards or episodes fail.
+
+        More would only add to those that wait; with none, nobody would see that they succeed again.
+        """
+        return min(1, self._capacity) if self._jobs.are_failing else self._capacity
+
+    def _offer(self) -> None:
+        credit = self._credit()
+        if self._offered is not None and credit < min(self._offered, self._capacity):
+            logger.warning("most rewards or episodes of the last minute failed: takes one lease at a time until one succeeds")
+        if self._learner.send(Credit(capacity=credit)):
+            self._offered = credit
 
     def _held_lease_ids(self) -> tuple[int, ...]:
         """Return the leases at work, and those whose answers are not acknowledged."""
@@ -332,7 +351,7 @@ class ActorService:
         """Leave as a signal asked: give unfinished leases back, and wait for the learner to acknowledge all answers."""
         self._jobs.return_all()
         self._capacity = 0
-        self._learner.send(Credit(capacity=0))
+        self._offer()
         deadline = self._clock() + self._config.hub.dead_after_s
         while self._learner.is_welcome and len(self._outbox) and self._clock() < deadline and self._end_reason is None:
             self._send_answers()

@@ -91,6 +91,10 @@ class SingleTurns:
     def trouble(self) -> UnavailableRewards | None:
         return self._rewards.trouble()
 
+    @property
+    def is_failing(self) -> bool:
+        return self._rewards.is_failing
+
     def _sample(self, lease: Lease, row: dict[str, Any], completion: Completion) -> Sample:
         return Sample(
             prompt=lease.prompt,

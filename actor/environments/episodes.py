@@ -182,6 +182,10 @@ class Episodes:
     def trouble(self) -> UnavailableRewards | None:
         return self._retries.trouble()
 
+    @property
+    def is_failing(self) -> bool:
+        return self._retries.is_failing
+
     def _play(self, member: Member) -> None:
         of_lease = self._leases[member.lease_id]
         now = self._clock()
@@ -253,7 +257,7 @@ class Episodes:
         if message.is_out_of_room:
             episode.finish_reason = "length"
         of_lease = self._leases[episode.member.lease_id]
-        self._retries.end(episode.member)
+        self._retries.succeed(episode.member, self._clock())
         of_lease.ended[episode.member.number] = episode.completion(), Reward(message.reward, dict(message.parts))
         if len(of_lease.ended) == of_lease.lease.group_size:
             del self._leases[episode.member.lease_id]

@@ -1,14 +1,15 @@
 """Episodes that did not end well: which of them are played again, and when.
 
 An attempt that ran out of time or lost its process is repeated at once, `environment.max_retries` times. One whose judge
-or tool is down is repeated with back-off for `task.reward_retry_s`, as rewards are: its group keeps its place meanwhile, so an
-actor whose environment is down asks for no more work.
+or tool is down is repeated with back-off for `task.reward_retry_s`, as rewards are, and its group keeps its place meanwhile.
+While most fail so, only one is tried now and then, because each attempt costs the turns before its failure.
 """
 
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from offbeat.actor.breaker import Breaker
 from offbeat.actor.rewards import UnavailableRewards, back_off_s
 
 
@@ -41,6 +42,12 @@ class Retries:
         self._histories: defaultdict[Member, _History] = defaultdict(_History)
         self._put_off: dict[Member, float] = {}
         """Episodes of which no attempt is at work, with the time of the next."""
+        self._breaker = Breaker()
+
+    @property
+    def is_failing(self) -> bool:
+        """True while most episodes fail for causes that may pass."""
+        return self._breaker.is_open
 
     def begin(self, member: Member) -> int:
         """Count an attempt; return its number, from 0."""
@@ -61,6 +68,7 @@ class Retries:
             history.since = now
         history.num_unavailable += 1
         history.problem = problem
+        self._breaker.fail(now)
         delay_s = back_off_s(history.num_unavailable)
         if now + delay_s > history.since + self._retry_s:
             return f"played {history.num_begun} times in {now - history.since:.0f} s"
@@ -69,10 +77,16 @@ class Retries:
 
     def take_due(self, now: float) -> list[Member]:
         """Return the episodes to begin again now, each once."""
-        due = [member for member, again_at in self._put_off.items() if again_at <= now]
+        # The one that was put off first comes first.
+        due = [member for member, again_at in self._put_off.items() if again_at <= now and self._breaker.may_try(now)]
         for member in due:
             del self._put_off[member]
         return due
+
+    def succeed(self, member: Member, now: float) -> None:
+        """Note that an episode has ended well."""
+        self._breaker.succeed(now)
+        self.end(member)
 
     def end(self, member: Member) -> None:
         """Forget an episode that has ended."""

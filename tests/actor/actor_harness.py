@@ -101,6 +101,7 @@ class FakeRewards:
 
     def __init__(self) -> None:
         self.is_held = False
+        self.is_failing = False
         self.num_polls = 0
         self.submitted: list[Sample] = []
         self.cancelled: list[int] = []

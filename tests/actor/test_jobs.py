@@ -3,7 +3,7 @@
 import pytest
 
 from offbeat.protocols.completions import Segment
-from offbeat.protocols.messages import Ack, ActorHeartbeat, Cancel, GroupDone, Hello, LeaseFailed, SayHello
+from offbeat.protocols.messages import Ack, ActorHeartbeat, Cancel, Credit, GroupDone, Hello, LeaseFailed, SayHello
 from offbeat.protocols.wire import logprobs, token_ids
 from tests.actor.actor_harness import CANARY, Learner, actor_of, eventually
 
@@ -156,6 +156,15 @@ def test_heartbeat_says_which_leases_wait_for_a_reward_that_cannot_be_had(learne
         actor.rewards.is_held = False
         assert learner.wait(GroupDone).lease_id == 4
         learner.wait_heartbeat(lambda heartbeat: heartbeat.reward_trouble is None)
+
+
+def test_actor_whose_rewards_fail_takes_one_lease_at_a_time_until_they_succeed(learner: Learner) -> None:
+    with actor_of(learner) as actor:
+        capacity = learner.welcome().capacity
+        actor.rewards.is_failing = True
+        assert learner.wait(Credit) == Credit(capacity=1)
+        actor.rewards.is_failing = False
+        assert learner.wait(Credit) == Credit(capacity=capacity)
 
 
 def test_cancelled_answer_is_not_sent_again(learner: Learner) -> None:

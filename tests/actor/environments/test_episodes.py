@@ -211,6 +211,25 @@ def test_episode_whose_tool_is_down_keeps_its_place_and_is_played_again_when_it_
     assert game.episodes.trouble() is None
 
 
+def test_while_most_episodes_fail_one_is_tried_now_and_then() -> None:
+    game = Game(group_size=6)
+    for index in range(6):
+        game.poll(down(f"7/{index}/0"))
+    assert game.episodes.is_failing
+    plays = len(game.workers.sent)
+    for _ in range(3):
+        game.now += 5
+        game.poll()
+        game.poll()
+    assert [play.episode for play in game.workers.sent[plays:] if isinstance(play, Play)] == ["7/0/1", "7/1/1", "7/2/1"]
+    game.poll(sample("7/0/1"))
+    game.sampled("7/0/1", 1, [6])
+    game.poll(ended("7/0/1"))
+    assert not game.episodes.is_failing
+    game.poll()
+    assert len(game.workers.sent) == plays + 3 + 1 + 3, "the turn, and the three that waited"
+
+
 def test_tool_that_stays_down_fails_the_lease_and_is_no_zero() -> None:
     game = Game(group_size=2)
     game.poll(sample("7/1/0"))
