@@ -10,12 +10,12 @@
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from offbeat.actor.environments.chat_format import ChatFormat, Message, checked_message
 from offbeat.actor.environments.messages import Play, Sample, Sampled
-from offbeat.actor.environments.tool_calls import ToolCall, ToolSchema, TurnParser
+from offbeat.actor.environments.tool_calls import ToolCall, TurnParser
 
 
 class NoRoom(Exception):  # noqa: N818, a state and no mistake of the program
@@ -43,13 +43,11 @@ class Chat:
         self,
         play: Play,
         chat_format: ChatFormat,
+        parser: TurnParser,
         max_length: int,
         send: Callable[[Sample], None],
-        *,
-        parser: TurnParser,
-        tools: Sequence[ToolSchema] = (),
     ) -> None:
-        """`max_length` bounds the tokens of the episode; `send` asks the actor for a turn; `parser` knows what `tools` take."""
+        """`max_length` bounds the tokens of the episode; `send` asks the actor for a turn."""
         self.key: str = play.episode
         """Lease, index in the group and attempt: the same episode never has another key, nor two attempts the same one."""
         self.seed: int = play.seed
@@ -62,7 +60,6 @@ class Chat:
         self._send = send
         self._num_tokens = play.num_prompt_tokens
         self._parser = parser
-        self._tools = tools
         self._num_calls = 0
         self._added: list[Message] = []
         self._last_token: int | None = None
@@ -77,15 +74,19 @@ class Chat:
         """Tokens that still fit, without what was added since the last turn."""
         return self._max_length - self._num_tokens
 
-    def add(self, message: str | Message, content: str = "") -> None:
+    def add(self, message: str | Message, content: str = "", *, max_tokens: int | None = None) -> None:
         """Add a message that the model reads before its next turn: a role and a text, or a whole message.
 
             chat.add("tool", "7")
             chat.add({"role": "tool", "content": "7", "tool_call_id": call.id, "name": call.name})
 
-        Without a chat template the model reads the content as it is.
+        Without a chat template the model reads the content as it is. The end of a content of more than `max_tokens` tokens is
+        cut, and a mark says so.
         """
-        self._added.append(checked_message({"role": message, "content": content} if isinstance(message, str) else message))
+        checked = checked_message({"role": message, "content": content} if isinstance(message, str) else message)
+        if max_tokens is not None:
+            checked = {**checked, "content": self._format.cut(checked["content"], max_tokens)}
+        self._added.append(checked)
 
     async def sample(self, max_new_tokens: int | None = None) -> Reply:
         """Return the model's next turn, of at most `max_new_tokens` tokens (`rollout.max_new_tokens`).
@@ -109,7 +110,7 @@ class Chat:
         self._num_tokens += len(context) + len(sampled.token_ids)
         self._last_token = sampled.token_ids[-1]
         finish: Literal["stop", "length"] = "stop" if sampled.finish_reason == "stop" else "length"
-        parsed = self._parser.parse(sampled.token_ids, finish, tools=self._tools, num_calls=self._num_calls)
+        parsed = self._parser.parse(sampled.token_ids, finish, num_calls=self._num_calls)
         self._num_calls += len(parsed.tool_calls)
         return Reply(parsed.text, tuple(sampled.token_ids), finish, parsed.reasoning, parsed.tool_calls)
 

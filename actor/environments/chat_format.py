@@ -74,6 +74,15 @@ class ChatFormat:
         # A turn that was cut has no end yet: the model reads it as context.
         return bridge if [last_token] == self._end else [*self._end, *bridge]
 
+    def cut(self, text: str, max_tokens: int) -> str:
+        """Return a text of at most `max_tokens` tokens, with a mark where its end was cut."""
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if len(token_ids) <= max_tokens:
+            return text
+        # A character may have been cut in its middle.
+        kept = self._tokenizer.decode(token_ids[:max_tokens]).rstrip("\ufffd")
+        return f"{kept}\n[{len(token_ids) - max_tokens} more tokens]"
+
     def _prepare(self) -> None:
         if self._tokenizer.chat_template is None:
             raise SettingError(SETTING, True, "the tokenizer has no chat template", "Set it to false.")

@@ -4,15 +4,13 @@ Each model family writes tool calls in a form of its own. vLLM knows some fifty;
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from offbeat.common.settings import SettingError
+from offbeat.common.user_tools import ToolSchema
 
 logger = logging.getLogger(__name__)
-
-ToolSchema = Mapping[str, Any]
-"""A tool as chat templates and OpenAI clients know it: `{"type": "function", "function": {"name": ..., "parameters": ...}}`."""
 
 
 class ToolCall(NamedTuple):
@@ -37,24 +35,28 @@ class Parsed(NamedTuple):
 class TurnParser:
     """Reads turns of a model; without parsers as text only."""
 
-    def __init__(self, tokenizer: Any, *, tool_parser: str = "", reasoning_parser: str = "") -> None:
-        """Raise `SettingError` for a parser that vLLM does not have, or that this tokenizer lacks the tokens for.
+    def __init__(
+        self, tokenizer: Any, tools: Sequence[ToolSchema] = (), *, tool_parser: str = "", reasoning_parser: str = ""
+    ) -> None:
+        """`tools` are the environment's. Raise `SettingError` for a parser that vLLM does not have, or that needs other tokens.
 
         With a parser this imports vLLM: some 8 s of CPU time, and half a gigabyte.
         """
         self._tokenizer = tokenizer
+        self._tools = tools
         self._parser_class = _load(tokenizer, tool_parser, reasoning_parser) if tool_parser or reasoning_parser else None
 
     def parse(
-        self, token_ids: Sequence[int], finish_reason: str, *, tools: Sequence[ToolSchema] = (), num_calls: int = 0
+        self, token_ids: Sequence[int], finish_reason: str, *, tools: Sequence[ToolSchema] | None = None, num_calls: int = 0
     ) -> Parsed:
         """Return the parts of a sampled turn. One that was cut (`length`) calls no tool: its call may be half of one.
 
-        `num_calls` is the number of the episode's calls before this turn.
+        `tools`, instead of the environment's, tell some parsers the types of arguments. `num_calls` is the number of calls in
+        the episode's turns before.
         """
         if self._parser_class is not None:
             try:
-                return self._parse(token_ids, finish_reason, tools, num_calls)
+                return self._parse(token_ids, finish_reason, self._tools if tools is None else tools, num_calls)
             # A parser may raise anything at what a model writes, which is then text.
             except Exception as error:  # noqa: BLE001
                 logger.debug("a turn is read as text: %s", error)

@@ -19,7 +19,7 @@ import msgspec
 
 from offbeat.actor.environments.chat import Chat, NoRoom
 from offbeat.actor.environments.chat_format import ChatFormat
-from offbeat.actor.environments.functions import PlayFunction, load_environment
+from offbeat.actor.environments.functions import PlayFunction, load_environment, offer_tools
 from offbeat.actor.environments.messages import (
     HEAD,
     Begin,
@@ -61,10 +61,7 @@ class Worker:
         """Begin an episode, hand it a turn, or end it."""
         match message:
             case Play(episode=episode):
-                tools = self._begin.template_arguments.get("tools", ())
-                self._chats[episode] = Chat(
-                    message, self._format, self._begin.max_length, self._send, parser=self._parser, tools=tools
-                )
+                self._chats[episode] = Chat(message, self._format, self._parser, self._begin.max_length, self._send)
                 self._tasks[episode] = asyncio.get_running_loop().create_task(self._play(message))
             case Sampled(episode=episode):
                 if episode in self._chats:
@@ -116,9 +113,12 @@ async def serve(end: socket.socket) -> None:
     assert isinstance(begin, Begin)
     try:
         function = load_environment(begin.function)
+        arguments = await offer_tools(function, begin.function, begin.template_arguments, begin.tool_parser)
         tokenizer = load_tokenizer(Path(begin.tokenizer))
-        chat_format = ChatFormat(tokenizer, begin.template_arguments, has_chat_template=begin.has_chat_template)
-        parser = TurnParser(tokenizer, tool_parser=begin.tool_parser, reasoning_parser=begin.reasoning_parser)
+        chat_format = ChatFormat(tokenizer, arguments, has_chat_template=begin.has_chat_template)
+        parser = TurnParser(
+            tokenizer, arguments.get("tools", ()), tool_parser=begin.tool_parser, reasoning_parser=begin.reasoning_parser
+        )
     except SettingError as error:
         writer.write(framed(Ready(problem=str(error))))
         await writer.drain()

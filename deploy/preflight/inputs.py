@@ -18,6 +18,7 @@ from offbeat.common.config import Config
 from offbeat.common.eval_sets import eval_sets, eval_setting
 from offbeat.common.settings import SettingError, is_local_data
 from offbeat.common.user_functions import is_function
+from offbeat.common.user_tools import with_tools
 from offbeat.deploy.preflight.findings import Finding, mistake
 from offbeat.learner.leases.data_rows import read_rows
 from offbeat.learner.leases.prompts import MUCH_LEFT_OUT, LoadedPrompts, Prompt, load_prompts
@@ -57,7 +58,7 @@ def check_inputs(config: Config) -> Iterator[Finding]:
         yield mistake("model.path", config.model.path, problem, "Use the tokenizer that the model was made with.")
     if config.task.environment:
         try:
-            ChatFormat(tokenizer, config.task.template_arguments, has_chat_template=config.task.chat_template)
+            ChatFormat(tokenizer, with_tools(config.task).template_arguments, has_chat_template=config.task.chat_template)
         except SettingError as error:
             yield Finding("mistake", str(error))
     for setting, source, split in _local_sources(config):

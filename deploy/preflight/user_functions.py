@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offbeat.actor.environments.functions import load_environment
+from offbeat.actor.environments.functions import load_environment, offer_tools
 from offbeat.actor.judges.client import handed_to_processes
 from offbeat.actor.reward_failures import Failure
 from offbeat.actor.reward_functions import load_reward
@@ -73,7 +73,8 @@ def check_reward(config: Config, *, calls: bool) -> Iterator[Finding]:
     """
     try:
         if config.task.environment:
-            load_environment(config.task.environment)
+            function, parser = load_environment(config.task.environment), config.environment.tool_parser
+            asyncio.run(offer_tools(function, config.task.environment, config.task.template_arguments, parser))
             yield from _check_sandbox("task.environment")
             return
         reward = load_reward(config.task.reward)

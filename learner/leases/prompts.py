@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from offbeat.common.config import TaskSection
 from offbeat.common.eval_sets import eval_sets, eval_setting
 from offbeat.common.settings import SettingError
+from offbeat.common.user_tools import with_tools
 from offbeat.learner.leases.data_rows import DataRow, read_rows
 from offbeat.learner.leases.rendering import render
 
@@ -71,8 +72,10 @@ def load_prompts(
     """Read and tokenize every row of `source` (see `task.train_data`).
 
     `setting` is the setting that gave `source`, for errors. Raises `SettingError` for data that is missing,
-    malformed, without the prompt field, empty, or too long where `task.long_prompts` is "error".
+    malformed, without the prompt field, empty, or too long where `task.long_prompts` is "error". The chat template is given the
+    tools of `task.environment`.
     """
+    task = with_tools(task)
     prompts: list[Prompt] = []
     num_dropped = 0
     for row in read_rows(source, split, setting):

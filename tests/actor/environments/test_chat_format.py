@@ -89,3 +89,16 @@ def test_message_that_the_template_refuses_is_the_functions_mistake(tiny_bpe_mod
     chat_format = ChatFormat(tokenizer, {}, has_chat_template=True)
     with pytest.raises(ValueError, match="no tools"):
         chat_format.context([{"role": "tool", "content": "7"}], last_token=tokenizer.eos_token_id)
+
+
+@given(st.text("What is 2+?ü", max_size=30), st.integers(0, 20))
+def test_long_text_is_cut_in_tokens_and_says_so(tokenizer: Any, text: str, max_tokens: int) -> None:
+    cut = ChatFormat(tokenizer, {}, has_chat_template=False).cut(text, max_tokens)
+    num_tokens = len(tokenizer.encode(text))
+    if num_tokens <= max_tokens:
+        assert cut == text
+    else:
+        kept, _, mark = cut.rpartition("\n")
+        assert text.startswith(kept)
+        assert len(tokenizer.encode(kept)) <= max_tokens
+        assert mark == f"[{num_tokens - max_tokens} more tokens]"

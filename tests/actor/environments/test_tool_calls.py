@@ -76,7 +76,7 @@ def test_without_a_parser_a_turn_is_text(tokenizer: Any) -> None:
 @pytest.mark.parametrize("setting", ["tool_parser", "reasoning_parser"])
 def test_unknown_parser_is_refused_with_a_list(tokenizer: Any, setting: str) -> None:
     with pytest.raises(SettingError, match=rf'environment\.{setting} = "gpt9".*no such parser.*Use one of .*qwen3'):
-        TurnParser(tokenizer, **{setting: "gpt9"})
+        TurnParser(tokenizer, (), **{setting: "gpt9"})
 
 
 def test_parser_whose_marks_the_tokenizer_lacks_is_refused(tiny_bpe_model: Path) -> None:
@@ -89,7 +89,7 @@ def test_functions_turns_have_calls_and_its_answers_are_messages(tokenizer: Any)
     asked: list[Sample] = []
     play = Play(episode="1/0/0", row="{}", prompt="", num_prompt_tokens=9, seed=0, is_evaluation=False)
     parser = TurnParser(tokenizer, tool_parser="hermes")
-    chat = Chat(play, ChatFormat(tokenizer, {}, has_chat_template=True), 999, asked.append, parser=parser)
+    chat = Chat(play, ChatFormat(tokenizer, {}, has_chat_template=True), parser, 999, asked.append)
 
     async def answered() -> list[str]:
         ids: list[str] = []

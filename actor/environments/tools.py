@@ -1,0 +1,147 @@
+"""An environment of tools: the model calls functions until it answers.
+
+play = tools([add, search], reward=is_right)          task.environment = "my_task:play"
+
+turn of the model -> tool calls -> their answers, as messages -> turn ... -> a turn without a call -> reward
+"""
+
+import asyncio
+import inspect
+import typing
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from offbeat.actor.environments.chat import Chat
+from offbeat.actor.environments.threads import in_thread
+from offbeat.actor.environments.tool_calls import ToolCall
+from offbeat.actor.reward_failures import is_transient
+from offbeat.common.user_functions import one_line
+from offbeat.common.user_tools import ToolSchema
+
+ROW = "row"
+"""A parameter of this name gets the prompt's row. The model neither sees nor gives it."""
+
+Row = dict[str, Any]
+RewardOfAnswer = Callable[[str, Row], object]
+"""Takes the text of the last turn and the row; returns a number, named parts, or an awaitable of either."""
+
+
+def tools(
+    functions: Sequence[Callable[..., object]],
+    *,
+    reward: RewardOfAnswer,
+    max_turns: int = 8,
+    max_result_tokens: int = 1024,
+) -> "ToolUse":
+    """Return an environment in which the model may call these functions before it answers.
+
+    Args:
+        functions: Plain or async, with type hints and a docstring that describes each parameter (Google style): the model reads
+            them. A parameter `row` gets the prompt's row instead. Plain ones run in threads.
+        reward: Judges the text of the last turn: `reward(answer, row)`, plain or async.
+        max_turns: Turns of the model; the last one is judged, whatever it is.
+        max_result_tokens: Longest answer of a tool, in tokens; what is cut is marked.
+    """
+    return ToolUse([FunctionTool(function) for function in functions], reward, max_turns, max_result_tokens)
+
+
+class FunctionTool:
+    """A function of the user's that the model may call."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        """Raise `TypeError` for a function whose parameters cannot be given by name, or have no types."""
+        hints = typing.get_type_hints(function, include_extras=True)
+        parameters = inspect.signature(function).parameters
+        self.name = function.__name__
+        self._function = function
+        self._takes_row = ROW in parameters
+        fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
+        for name, parameter in parameters.items():
+            if name == ROW:
+                continue
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) or name not in hints:
+                raise TypeError(f"the parameter {name!r} of the tool {self.name} needs a name and a type hint")
+            has_default = parameter.default is not parameter.empty
+            # Which value it is does not matter: only what the model gave is passed on.
+            fields.append((name, hints[name], msgspec.UNSET) if has_default else (name, hints[name]))
+        self._arguments = msgspec.defstruct(self.name, fields, kw_only=True, forbid_unknown_fields=True)
+
+    async def schema(self) -> ToolSchema:
+        """Return the function as the model sees it."""
+        # transformers takes a second to import, and every process of the user's module would pay for it.
+        from transformers.utils.chat_template_utils import get_json_schema
+
+        return get_json_schema(_without_row(self._function))
+
+    async def call(self, arguments: str, row: Row) -> object:
+        """Call the function with arguments as JSON. Raise `msgspec.ValidationError` where they do not fit it."""
+        given = msgspec.json.decode(arguments or "{}", type=self._arguments)
+        values = {name: value for name in given.__struct_fields__ if (value := getattr(given, name)) is not msgspec.UNSET}
+        if self._takes_row:
+            values[ROW] = row
+        return await in_thread(partial(self._function, **values))
+
+
+class ToolUse:
+    """Plays episodes in which the model calls tools."""
+
+    def __init__(self, offered: Sequence[FunctionTool], reward: RewardOfAnswer, max_turns: int, max_result_tokens: int) -> None:
+        self._tools = {tool.name: tool for tool in offered}
+        self._reward = reward
+        self._max_turns = max_turns
+        self._max_result_tokens = max_result_tokens
+        if len(self._tools) < len(offered):
+            raise ValueError(f"two tools have the same name: {', '.join(tool.name for tool in offered)}")
+
+    async def schemas(self) -> list[ToolSchema]:
+        """Return the schema of each tool."""
+        return [await tool.schema() for tool in self._tools.values()]
+
+    async def __call__(self, chat: Chat, row: Row) -> object:
+        """Play one episode; return the reward of its answer."""
+        for turn in range(1, self._max_turns + 1):
+            reply = await chat.sample()
+            chat.metric("turns", turn)
+            if not reply.tool_calls or turn == self._max_turns:
+                return await in_thread(partial(self._reward, reply.text, row))
+            answers = await asyncio.gather(*(self._answer(call, row) for call in reply.tool_calls))
+            for call, answer in zip(reply.tool_calls, answers, strict=True):
+                message = {"role": "tool", "content": answer, "tool_call_id": call.id, "name": call.name}
+                chat.add(message, max_tokens=self._max_result_tokens)
+        raise AssertionError("max_turns is at least 1")
+
+    async def _answer(self, call: ToolCall, row: Row) -> str:
+        """Return a tool's answer as the model reads it; a mistake of model or tool is one too."""
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return f"Error: there is no tool {call.name!r}. Tools: {', '.join(self._tools)}"
+        try:
+            return _text(await tool.call(call.arguments, row))
+        except Exception as error:
+            # A service that is down says nothing about the model: the episode is played again.
+            if is_transient(error):
+                raise
+            return f"Error: {error}" if isinstance(error, msgspec.MsgspecError) else f"Error: {one_line(error)}"
+
+
+def _text(result: object) -> str:
+    return result if isinstance(result, str) else msgspec.json.encode(result, enc_hook=str).decode()
+
+
+def _without_row(function: Callable[..., object]) -> Callable[..., object]:
+    """Return a stand-in for a function's description without the parameter `row`."""
+    signature = inspect.signature(function)
+    if ROW not in signature.parameters:
+        return function
+    parameters = [parameter for name, parameter in signature.parameters.items() if name != ROW]
+
+    def described() -> None: ...
+
+    described.__name__ = function.__name__
+    described.__doc__ = function.__doc__
+    described.__annotations__ = {name: hint for name, hint in typing.get_type_hints(function).items() if name != ROW}
+    vars(described)["__signature__"] = signature.replace(parameters=parameters)
+    return described
