@@ -29,7 +29,7 @@ from offbeat.actor.reward_attempts import limits_of
 from offbeat.actor.rewards import RewardRunner
 from offbeat.actor.single_turns import SingleTurns
 from offbeat.actor.weight_updates import WeightUpdates
-from offbeat.common.config import Config
+from offbeat.common.config import Config, max_episode_tokens
 from offbeat.common.hub_keys import keys_of_peer
 from offbeat.common.logs import doing
 from offbeat.common.models import hash_model, load_tokenizer, resolve_model
@@ -121,6 +121,7 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
                     judge,
                     config.environment,
                     max_length=config.model.max_length,
+                    max_episode_tokens=max_episode_tokens(config),
                     retry_s=config.task.reward_retry_s,
                 )
             )

@@ -385,3 +385,8 @@ class Config(Section, frozen=True):
     evaluation: EvaluationSection = EvaluationSection()
     metrics: MetricsSection = MetricsSection()
     launch: LaunchSection = LaunchSection()
+
+
+def max_episode_tokens(config: Config) -> int:
+    """Return the most tokens of an episode in all its sequences: those that a pass of the learner may have anyway."""
+    return max(config.train.micro_batch_tokens, config.model.max_length)

@@ -1,5 +1,6 @@
 """One completion on the wire and in the log, without its arrays of tokens and log-probs."""
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -23,8 +24,21 @@ class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     """A stretch of sampled tokens in a completion, and the context before it that was not sampled: a tool's answer."""
 
     num_context: Natural
-    """Tokens between the turn before, or the prompt, and this turn's first sampled token."""
+    """Tokens between what this turn continues and its first sampled token."""
     num_sampled: Positive
+    back: Natural = 1
+    """Number of turns that this turn goes back to the one whose end it continues. In turn `i`, 1 is the turn before it, `i + 1`
+    the lease's prompt (for the first turn the same), and 0 nothing: it begins with its context. Since minor version 6."""
+
+
+def path_lengths(turns: Sequence[Turn]) -> list[int]:
+    """Return the tokens of each turn and of all that it continues, without the lease's prompt."""
+    lengths: list[int] = []
+    for index, turn in enumerate(turns):
+        is_continued = 0 < turn.back <= index
+        inherited = lengths[index - turn.back] if is_continued else 0
+        lengths.append(inherited + turn.num_context + turn.num_sampled)
+    return lengths
 
 
 class CompletionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -38,4 +52,5 @@ class CompletionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     reward_parts: RewardParts = {}
     """Named parts of the reward, before their weights; empty when the reward is a number. Since minor version 3."""
     turns: Annotated[tuple[Turn, ...], Meta(max_length=MAX_TURNS)] = ()
-    """The turns of a completion with context between its sampled tokens; empty where there is none. Since minor version 4."""
+    """The turns of a completion with context between its sampled tokens, or with several sequences; empty where it has neither.
+    Sampled tokens, log-probs, segments and context are in the order of the turns. Since minor version 4."""

@@ -263,8 +263,7 @@ def _check_group(completions: Sequence[CompletionMeta], arrays: Sequence[Frame])
         num_tokens += completion.num_tokens
         if completion.turns:
             num_context += sum(turn.num_context for turn in completion.turns)
-            if sum(turn.num_sampled for turn in completion.turns) != completion.num_tokens:
-                raise WireError(f"the turns of completion {index} do not have its {completion.num_tokens} tokens")
+            _check_turns(index, completion)
         # A single segment that begins at token 0, the common case, is always right.
         if len(completion.segments) != 1 or completion.segments[0].first_token:
             _check_segments(index, completion)
@@ -272,6 +271,16 @@ def _check_group(completions: Sequence[CompletionMeta], arrays: Sequence[Frame])
     for array, content, number in zip(arrays, ("token ids", "log-probs", "context tokens"), numbers, strict=False):
         if len(array) != number * ITEM_BYTES:
             raise WireError(f"{number} tokens announced, but the {content} have {len(array)} bytes")
+
+
+def _check_turns(index: int, completion: CompletionMeta) -> None:
+    if sum(turn.num_sampled for turn in completion.turns) != completion.num_tokens:
+        raise WireError(f"the turns of completion {index} do not have its {completion.num_tokens} tokens")
+    for number, turn in enumerate(completion.turns):
+        if turn.back > number + 1:
+            raise WireError(f"turn {number} of completion {index} goes back {turn.back} turns")
+        if not turn.back and not turn.num_context:
+            raise WireError(f"turn {number} of completion {index} samples its first token from nothing")
 
 
 def _check_routing(message: CanaryRouted, array: Frame) -> None:

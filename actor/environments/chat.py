@@ -9,13 +9,14 @@
 `import offbeat` imports nothing from here; a function only uses the object that it is called with.
 """
 
-import asyncio
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Self
 
+from offbeat.actor.environments.chat_episode import ChatEpisode
 from offbeat.actor.environments.chat_format import ChatFormat, Message, checked_message
-from offbeat.actor.environments.messages import Play, Sample, Sampled
+from offbeat.actor.environments.messages import PROMPT
 from offbeat.actor.environments.tool_calls import ToolCall, TurnParser
+from offbeat.common.user_tools import ToolSchema
 
 
 class NoRoom(Exception):  # noqa: N818, a state and no mistake of the program
@@ -37,42 +38,43 @@ class Reply(NamedTuple):
 
 
 class Chat:
-    """An episode as its function sees it."""
+    """A sequence of an episode as its function sees it; `fork` and `restart` begin others of the same episode."""
 
     def __init__(
-        self,
-        play: Play,
-        chat_format: ChatFormat,
-        parser: TurnParser,
-        max_length: int,
-        send: Callable[[Sample], None],
+        self, episode: ChatEpisode, chat_format: ChatFormat, parser: TurnParser, tools: Sequence[ToolSchema] | None = None
     ) -> None:
-        """`max_length` bounds the tokens of the episode; `send` asks the actor for a turn."""
-        self.key: str = play.episode
+        """Begin with the episode's prompt; `tools` take the place of the environment's."""
+        self.key: str = episode.play.episode
         """Lease, index in the group and attempt: the same episode never has another key, nor two attempts the same one."""
-        self.seed: int = play.seed
+        self.seed: int = episode.play.seed
         """Every episode of a group has the same seed, so that all of them play in the same world."""
-        self.prompt: str = play.prompt
+        self.prompt: str = episode.play.prompt
         """The prompt as text."""
-        self.is_evaluation: bool = play.is_evaluation
+        self.is_evaluation: bool = episode.play.is_evaluation
+        self._episode = episode
         self._format = chat_format
-        self._max_length = max_length
-        self._send = send
-        self._num_tokens = play.num_prompt_tokens
         self._parser = parser
-        self._num_calls = 0
-        self._added: list[Message] = []
+        self._tools = tools
+        self._continues: int | None = PROMPT
+        """The turn that the next one continues; None for nothing, where a sequence was restarted."""
+        self._num_tokens = episode.play.num_prompt_tokens
+        """Tokens up to the end of that turn."""
         self._last_token: int | None = None
-        self._reply: asyncio.Future[Sampled] | None = None
-        self.rewards = 0.0
-        """The sum of the rewards given so far."""
-        self.metrics: dict[str, float] = {}
-        """The metrics given so far."""
+        """The last sampled one of them."""
+        self._opening: list[int] = []
+        """Tokens with which a restarted sequence begins, until its first turn."""
+        self._added: list[Message] = []
+        self._is_sampling = False
 
     @property
     def room(self) -> int:
         """Tokens that still fit, without what was added since the last turn."""
-        return self._max_length - self._num_tokens
+        return min(self._episode.max_length - self._num_tokens, self._episode.room) - len(self._opening)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this sequence up to the end of its last turn."""
+        return self._num_tokens
 
     def add(self, message: str | Message, content: str = "", *, max_tokens: int | None = None) -> None:
         """Add a message that the model reads before its next turn: a role and a text, or a whole message.
@@ -91,38 +93,66 @@ class Chat:
     async def sample(self, max_new_tokens: int | None = None) -> Reply:
         """Return the model's next turn, of at most `max_new_tokens` tokens (`rollout.max_new_tokens`).
 
-        Raise `NoRoom` when no token fits any more. While it waits, nothing of the engine is held.
+        Raise `NoRoom` when no token fits any more. While it waits, nothing of the engine is held. A call that is cancelled
+        leaves no tokens, and what was added before it is still to be read.
         """
-        if self._reply is not None:
-            raise RuntimeError("sample() while another sample() of this episode waits: an episode has one history")
+        if self._is_sampling:
+            raise RuntimeError("sample() while another sample() of this sequence waits: take a fork() for each")
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, less than 1")
-        context = self._format.context(self._added, last_token=self._last_token)
-        if self.room - len(context) < 1:
-            raise NoRoom(f"{self._num_tokens} tokens, {len(context)} added ones, and model.max_length is {self._max_length}")
-        self._added.clear()
-        self._reply = asyncio.get_running_loop().create_future()
+        added = len(self._added)
+        context = [*self._opening, *self._format.context(self._added, last_token=self._last_token)]
+        room = self.room + len(self._opening) - len(context)
+        if room < 1:
+            raise NoRoom(
+                f"{self._num_tokens} tokens and {len(context)} added ones; model.max_length is {self._episode.max_length}, and "
+                f"all sequences of the episode have room for {self._episode.room}"
+            )
+        longest = min(max_new_tokens or room, self._episode.play.max_new_tokens, room)
+        self._is_sampling = True
         try:
-            self._send(Sample(episode=self.key, context=context, max_new_tokens=max_new_tokens))
-            sampled = await self._reply
+            number, sampled = await self._episode.sample(self._continues, context, longest)
         finally:
-            self._reply = None
+            self._is_sampling = False
+        self._continues = number
         self._num_tokens += len(context) + len(sampled.token_ids)
         self._last_token = sampled.token_ids[-1]
+        self._opening = []
+        del self._added[:added]
         finish: Literal["stop", "length"] = "stop" if sampled.finish_reason == "stop" else "length"
-        parsed = self._parser.parse(sampled.token_ids, finish, num_calls=self._num_calls)
-        self._num_calls += len(parsed.tool_calls)
+        parsed = self._parser.parse(sampled.token_ids, finish, tools=self._tools, num_calls=self._episode.num_calls)
+        self._episode.num_calls += len(parsed.tool_calls)
         return Reply(parsed.text, tuple(sampled.token_ids), finish, parsed.reasoning, parsed.tool_calls)
+
+    def fork(self) -> Self:
+        """Return a sequence of the same episode that goes on from here by itself, with what was added.
+
+        Both may be sampled at once. Tokens up to here are trained once. A fork that is never sampled leaves no trace, so one
+        that is kept is a place to come back to.
+        """
+        if self._is_sampling:
+            raise RuntimeError("fork() while a sample() of this sequence waits")
+        fork = type(self)(self._episode, self._format, self._parser, self._tools)
+        fork._continues, fork._num_tokens, fork._last_token = self._continues, self._num_tokens, self._last_token
+        fork._opening, fork._added = self._opening, [*self._added]
+        return fork
+
+    def restart(self, messages: str | Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> Self:
+        """Return a sequence of the same episode that begins with these messages, and not with the prompt.
+
+        They are written by the chat template, with `tools` (JSON schemas; None: this sequence's), up to where the model
+        speaks. A text is one message of the user. Without a template the contents are read as they are.
+        """
+        tools = self._tools if tools is None else tools
+        restarted = type(self)(self._episode, self._format, self._parser, tools)
+        restarted._continues, restarted._num_tokens = None, 0
+        restarted._opening = self._format.opening(messages, tools)
+        return restarted
 
     def reward(self, value: float) -> None:
         """Add to the reward of the episode."""
-        self.rewards += float(value)
+        self._episode.rewards += float(value)
 
     def metric(self, name: str, value: float) -> None:
         """Give a number of the episode; steps show its mean as `reward_part/NAME`."""
-        self.metrics[name] = float(value)
-
-    def take(self, sampled: Sampled) -> None:
-        """Hand the actor's answer to the function that waits."""
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_result(sampled)
+        self._episode.metrics[name] = float(value)

@@ -64,7 +64,8 @@ class ChatFormat:
         if last_token is None:
             if messages:
                 raise ValueError(
-                    "add() before the first sample(): the prompt already ends where the model speaks; put it into the row"
+                    "add() before the first sample(): the prompt already ends where the model speaks; put it into the row, or "
+                    "among the messages of restart()"
                 )
             return []
         rendered = self._render([*_DUMMY, *messages], opens_turn=True)
@@ -83,6 +84,23 @@ class ChatFormat:
         kept = self._tokenizer.decode(token_ids[:max_tokens]).rstrip("\ufffd")
         return f"{kept}\n[{len(token_ids) - max_tokens} more tokens]"
 
+    def opening(self, messages: str | Sequence[Message], tools: Sequence[Message] | None = None) -> list[int]:
+        """Return the tokens of a conversation up to where the model speaks; a text is one message of the user.
+
+        `tools` (JSON schemas) take the place of the environment's. Without a template, return the tokens of the contents, as of
+        a prompt. Raise `ValueError` for messages that cannot be written.
+        """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        messages = [checked_message(message) for message in messages]
+        if not self._has_chat_template:
+            opening = list(self._tokenizer.encode("".join(message["content"] for message in messages)))
+        else:
+            opening = self._render(messages, opens_turn=True, **({} if tools is None else {"tools": list(tools) or None}))
+        if not opening:
+            raise ValueError("a sequence begins with at least one token")
+        return opening
+
     def _prepare(self) -> None:
         if self._tokenizer.chat_template is None:
             raise SettingError(SETTING, True, "the tokenizer has no chat template", "Set it to false.")
@@ -99,10 +117,11 @@ class ChatFormat:
         if first[: len(self._prefix)] != self._prefix:
             raise SettingError(SETTING, True, "the template changes earlier turns when a message follows", _CURE)
 
-    def _render(self, messages: Sequence[Message], *, opens_turn: bool) -> list[int]:
+    def _render(self, messages: Sequence[Message], *, opens_turn: bool, **more: Any) -> list[int]:
+        arguments = {**self._arguments, **more}
         try:
             rendered = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=True, add_generation_prompt=opens_turn, return_dict=False, **self._arguments
+                list(messages), tokenize=True, add_generation_prompt=opens_turn, return_dict=False, **arguments
             )
         # Templates are programs, and raise what they like.
         except Exception as error:

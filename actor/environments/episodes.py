@@ -1,7 +1,7 @@
 """The episodes of leases: every token that the model reads or samples in them, with log-probs and policy versions.
 
     begin(lease) -> Play -> worker
-    Sample(context) from a worker -> engine.submit(prompt, tokens so far, context) -> completion -> Sampled -> worker
+    Sample(context) from a worker -> engine.submit(tokens so far, context) -> completion -> Sampled -> worker
     Ended from every member of a group -> `Played`
 
 Only this side writes the tokens of an episode; history is never tokenized again. An episode that waits for its function holds
@@ -10,22 +10,20 @@ nothing in the engine. One that fails for a cause that may pass, or whose worker
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, assert_never
 
-import numpy as np
-from numpy.typing import NDArray
-
 from offbeat.actor.engine import Completion, Engine
-from offbeat.actor.environments.messages import Cancel, Ended, Failed, FromWorker, Play, Ready, Sample, Sampled
+from offbeat.actor.environments.episode import Episode, EpisodeTurn
+from offbeat.actor.environments.messages import Cancel, Ended, Failed, FromWorker, Play, Ready, Sample, Sampled, Withdraw
 from offbeat.actor.environments.retries import Member, Retries
 from offbeat.actor.environments.workers import Workers
 from offbeat.actor.play import Played, PlayFailure
 from offbeat.actor.reward_values import Reward
 from offbeat.actor.rewards import UnavailableRewards
 from offbeat.common.config import EnvironmentSection
-from offbeat.protocols.completions import MAX_TURNS, Segment, Turn
+from offbeat.protocols.completions import MAX_TURNS
 from offbeat.protocols.messages import Lease, Sampling
 
 logger = logging.getLogger(__name__)
@@ -34,65 +32,6 @@ logger = logging.getLogger(__name__)
 Reason = Literal["environment_error", "environment_timeout", "environment_unavailable"]
 """Why a lease fails. `environment_error`: the function has a mistake. `environment_timeout`: it did not end in time.
 `environment_unavailable`: the last attempt failed for another cause that may pass."""
-
-
-@dataclass
-class Episode:
-    """One episode: the tokens behind its prompt, and what is awaited."""
-
-    member: Member
-    attempt: int
-    started_at: float
-    turn_started_at: float
-    """Time since which the function has the word."""
-    turns: list[Turn] = field(default_factory=list)
-    context_ids: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    """Sampled tokens."""
-    logprobs: list[NDArray[np.float32]] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
-    stream: list[int] = field(default_factory=list)
-    """All tokens behind the prompt, in order."""
-    request: str | None = None
-    """The engine's name of the turn that is being sampled; None while the function has the word."""
-    finish_reason: Literal["stop", "length"] = "stop"
-    """`length` for an episode that ended because no token fitted any more; the cut of a turn is its function's affair."""
-
-    @property
-    def name(self) -> str:
-        """The name in messages to the worker."""
-        return f"{self.member.lease_id}/{self.member.number}/{self.attempt}"
-
-    def read(self, context: Sequence[int]) -> None:
-        """Append what the model reads before its next turn."""
-        self.context_ids.extend(context)
-        self.stream.extend(context)
-        self.turns.append(Turn(len(context), 1))
-
-    def add(self, completion: Completion) -> None:
-        """Append a sampled turn."""
-        offset = len(self.token_ids)
-        sampled = completion.token_ids.tolist()
-        self.turns[-1] = Turn(self.turns[-1].num_context, len(sampled))
-        self.token_ids.extend(sampled)
-        self.stream.extend(sampled)
-        self.logprobs.append(completion.behavior_logprobs)
-        for segment in completion.segments:
-            if not self.segments or self.segments[-1].policy_version != segment.policy_version:
-                self.segments.append(Segment(segment.policy_version, offset + segment.first_token))
-
-    def completion(self) -> Completion:
-        """Return the whole episode."""
-        has_context = len(self.turns) > 1 or bool(self.context_ids)
-        return Completion(
-            self.name,
-            np.array(self.token_ids, dtype=np.int32),
-            np.concatenate(self.logprobs),
-            self.finish_reason,
-            tuple(self.segments),
-            tuple(self.turns) if has_context else (),
-            np.array(self.context_ids, dtype=np.int32),
-        )
 
 
 @dataclass
@@ -123,19 +62,24 @@ class Episodes:
         limits: EnvironmentSection,
         *,
         max_length: int,
+        max_episode_tokens: int,
         retry_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_length` bounds the tokens of an episode, its prompt included; `retry_s` is `task.reward_retry_s`."""
+        """`max_length` bounds the tokens of each sequence, `max_episode_tokens` those of all together, the prompt included;
+        `retry_s` is `task.reward_retry_s`.
+        """
         self._engine = engine
         self._workers = workers
         self._limits = limits
         self._max_length = max_length
+        self._max_episode_tokens = max_episode_tokens
         self._clock = clock
         self._retries = Retries(max_lost=limits.max_retries, retry_s=retry_s)
         self._leases: dict[int, _Lease] = {}
         self._episodes: dict[str, Episode] = {}
-        self._requests: dict[str, Episode] = {}
+        self._requests: dict[str, tuple[Episode, int]] = {}
+        """The episode, and the number of its turn, of each request to the engine."""
         self._closing: dict[str, _Closing] = {}
         self._outcomes: list[Played | PlayFailure] = []
         self._has_shown_mistake = False
@@ -150,13 +94,17 @@ class Episodes:
             self._play(Member(lease.lease_id, index))
 
     def add(self, completion: Completion) -> None:
-        episode = self._requests.pop(completion.request_id, None)
-        if episode is None:
+        if completion.request_id not in self._requests:
             return
-        episode.add(completion)
-        episode.request = None
+        episode, number = self._requests.pop(completion.request_id)
+        episode.add(number, completion)
         episode.turn_started_at = self._clock()
-        answer = Sampled(episode=episode.name, token_ids=completion.token_ids.tolist(), finish_reason=completion.finish_reason)
+        answer = Sampled(
+            episode=episode.name,
+            turn=number,
+            token_ids=completion.token_ids.tolist(),
+            finish_reason=completion.finish_reason,
+        )
         self._workers.send(episode.name, answer)
 
     def poll(self) -> list[Played | PlayFailure]:
@@ -189,7 +137,7 @@ class Episodes:
     def _play(self, member: Member) -> None:
         of_lease = self._leases[member.lease_id]
         now = self._clock()
-        episode = Episode(member, self._retries.begin(member), now, now)
+        episode = Episode(member, self._retries.begin(member), of_lease.prompt_token_ids, now, now)
         self._episodes[episode.name] = episode
         lease = of_lease.lease
         message = Play(
@@ -197,6 +145,7 @@ class Episodes:
             row=lease.row,
             prompt=lease.prompt,
             num_prompt_tokens=len(of_lease.prompt_token_ids),
+            max_new_tokens=lease.sampling.max_new_tokens,
             seed=lease.lease_id,
             is_evaluation=lease.is_evaluation,
         )
@@ -206,6 +155,8 @@ class Episodes:
         match message:
             case Sample():
                 self._sample(message)
+            case Withdraw():
+                self._withdraw(message)
             case Ended():
                 self._end(message)
             case Failed():
@@ -223,23 +174,35 @@ class Episodes:
 
     def _sample(self, message: Sample) -> None:
         episode = self._episodes.get(message.episode)
-        if episode is None or episode.request is not None:
+        if episode is None:
             return
-        of_lease = self._leases[episode.member.lease_id]
-        room = self._max_length - len(of_lease.prompt_token_ids) - len(episode.stream) - len(message.context)
-        flaw = (
-            "more tokens than fit" if room < 1 else f"more than {MAX_TURNS} turns" if len(episode.turns) == MAX_TURNS else None
-        )
-        if flaw is not None:
+        number = len(episode.turns)
+        continues = number - message.back if message.back else None
+        if number == MAX_TURNS or not episode.can_continue(continues):
+            flaw = f"more than {MAX_TURNS} turns" if number == MAX_TURNS else "a turn that continues one which is not there"
             self._fail(episode.member.lease_id, "environment_error", f"an episode has {flaw}")
             return
-        episode.read(message.context)
-        sampling = of_lease.lease.sampling
-        longest = min(sampling.max_new_tokens, message.max_new_tokens or sampling.max_new_tokens, room)
-        episode.request = f"{episode.name}/{len(episode.turns)}"
-        self._requests[episode.request] = episode
-        prompt = [*of_lease.prompt_token_ids, *episode.stream]
-        self._engine.submit([episode.request], prompt, Sampling(max_new_tokens=longest, temperature=sampling.temperature))
+        prompt = [*episode.tokens_before(continues), *message.context]
+        room_of_all = self._max_episode_tokens - episode.num_tokens - len(message.context)
+        room = min(self._max_length - len(prompt), room_of_all)
+        if room < 1 or not prompt:
+            flaw = "more tokens than fit" if prompt else "a sequence that begins with nothing"
+            self._fail(episode.member.lease_id, "environment_error", f"an episode has {flaw}")
+            return
+        sampling = self._leases[episode.member.lease_id].lease.sampling
+        longest = min(sampling.max_new_tokens, message.max_new_tokens, room)
+        request = episode.ask(EpisodeTurn(continues, message.context, longest))
+        self._requests[request] = episode, number
+        self._engine.submit([request], prompt, Sampling(max_new_tokens=longest, temperature=sampling.temperature))
+
+    def _withdraw(self, message: Withdraw) -> None:
+        episode = self._episodes.get(message.episode)
+        if episode is None:
+            return
+        episode.withdraw(message.turn)
+        if self._requests.pop(request := episode.request(message.turn), None) is not None:
+            self._engine.abort([request])
+            episode.turn_started_at = self._clock()
 
     def _end(self, message: Ended) -> None:
         self._workers.end(message.episode)
@@ -249,16 +212,17 @@ class Episodes:
         episode = self._episodes.get(message.episode)
         if episode is None:
             return
-        if not episode.token_ids:
-            self._fail(episode.member.lease_id, "environment_error", "the function has returned without a sample()")
-            return
-        # A turn that was asked for, and not waited for.
-        self._forget(episode)
         if message.is_out_of_room:
             episode.finish_reason = "length"
+        completion = episode.completion()
+        if completion is None:
+            self._fail(episode.member.lease_id, "environment_error", "the function has returned without a sample()")
+            return
+        # Turns that were asked for, and not waited for.
+        self._forget(episode)
         of_lease = self._leases[episode.member.lease_id]
         self._retries.succeed(episode.member, self._clock())
-        of_lease.ended[episode.member.number] = episode.completion(), Reward(message.reward, dict(message.parts))
+        of_lease.ended[episode.member.number] = completion, Reward(message.reward, dict(message.parts))
         if len(of_lease.ended) == of_lease.lease.group_size:
             del self._leases[episode.member.lease_id]
             in_order = [of_lease.ended[index] for index in range(of_lease.lease.group_size)]
@@ -304,11 +268,13 @@ class Episodes:
         self._outcomes.append(PlayFailure(lease_id, reason, detail))
 
     def _forget(self, episode: Episode) -> None:
-        """Take an episode and its turn off the books."""
+        """Take an episode and its turns off the books."""
         self._episodes.pop(episode.name, None)
-        if episode.request is not None:
-            self._requests.pop(episode.request, None)
-            self._engine.abort([episode.request])
+        requests = [episode.request(number) for number in sorted(episode.sampling)]
+        for request in requests:
+            self._requests.pop(request, None)
+        if requests:
+            self._engine.abort(requests)
 
     def _close(self, name: str, closing: _Closing) -> None:
         """Ask a worker to end an episode."""
@@ -324,7 +290,7 @@ class Episodes:
             elif name in self._closing:
                 self._closing[name] = self._closing[name]._replace(since=now)
         for episode in list(self._episodes.values()):
-            of_turn = episode.request is None and now > episode.turn_started_at + self._limits.turn_timeout_s
+            of_turn = not episode.sampling and now > episode.turn_started_at + self._limits.turn_timeout_s
             if of_turn or now > episode.started_at + self._limits.episode_timeout_s:
                 setting = "turn_timeout_s" if of_turn else "episode_timeout_s"
                 self._forget(episode)

@@ -1,7 +1,7 @@
 """The messages between an actor and the processes that run its environment, and the pipe that carries them.
 
     actor  -> Begin, Play, Sampled, Cancel -> worker
-    worker -> Ready, Sample, Ended, Failed -> actor
+    worker -> Ready, Sample, Withdraw, Ended, Failed -> actor
 
 Each message is four bytes with its length, then msgpack. Neither side waits for the other: bytes that the socket does not
 take stay in a buffer. The user's code runs in the worker, so whatever comes from there is checked before it is used.
@@ -19,6 +19,8 @@ HEAD = struct.Struct("<I")
 MAX_BYTES = 64 << 20
 """Largest message, and most bytes that wait for a worker that does not read."""
 READ_BYTES = 1 << 18
+PROMPT = -1
+"""Stands for the lease's prompt among the numbers of turns, which are from 0."""
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -32,7 +34,9 @@ class Begin(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """`task.chat_template`: the function adds messages, not raw text."""
     template_arguments: dict[str, Any]
     max_length: int
-    """Most tokens of an episode, its prompt included."""
+    """Most tokens of a sequence, its prompt included."""
+    max_episode_tokens: int
+    """Most tokens of an episode in all its sequences, its prompt included."""
     tool_parser: str = ""
     reasoning_parser: str = ""
 
@@ -46,6 +50,8 @@ class Play(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The prompt's row in the data, as JSON."""
     prompt: str
     num_prompt_tokens: int
+    max_new_tokens: int
+    """`rollout.max_new_tokens`."""
     seed: int
     """Every episode of a group has the same seed."""
     is_evaluation: bool
@@ -55,6 +61,8 @@ class Sampled(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The answer to a `Sample`."""
 
     episode: str
+    turn: int
+    """Number of the `Sample`, from 0, in the order in which they were sent."""
     token_ids: list[int]
     finish_reason: str
 
@@ -72,13 +80,21 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The function waits for the model's next turn."""
+    """The function waits for a turn of the model. The samples of an episode are numbered from 0, in the order sent."""
 
     episode: str
+    back: Natural = 1
+    """Number of samples to go back to the one whose end this one continues, as `protocols.completions.Turn` has it."""
     context: list[Natural]
-    """Tokens that the model reads first, after those of the turns before."""
-    max_new_tokens: Positive | None
-    """None: `rollout.max_new_tokens`."""
+    """Tokens that the model reads first, after those that this one continues."""
+    max_new_tokens: Positive
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The function no longer waits for a turn, which leaves no tokens. Nothing continues it."""
+
+    episode: str
+    turn: Natural
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -102,7 +118,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 ToWorker = Begin | Play | Sampled | Cancel
-FromWorker = Ready | Sample | Ended | Failed
+FromWorker = Ready | Sample | Withdraw | Ended | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _from_worker = msgspec.msgpack.Decoder(FromWorker)

@@ -18,6 +18,7 @@ from typing import assert_never
 import msgspec
 
 from offbeat.actor.environments.chat import Chat, NoRoom
+from offbeat.actor.environments.chat_episode import ChatEpisode
 from offbeat.actor.environments.chat_format import ChatFormat
 from offbeat.actor.environments.functions import PlayFunction, load_environment, offer_tools
 from offbeat.actor.environments.messages import (
@@ -54,44 +55,53 @@ class Worker:
         self._format = chat_format
         self._parser = parser
         self._writer = writer
-        self._chats: dict[str, Chat] = {}
+        self._episodes: dict[str, ChatEpisode] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def handle(self, message: Play | Sampled | Cancel) -> None:
         """Begin an episode, hand it a turn, or end it."""
         match message:
             case Play(episode=episode):
-                self._chats[episode] = Chat(message, self._format, self._parser, self._begin.max_length, self._send)
+                self._episodes[episode] = ChatEpisode(
+                    message,
+                    max_length=self._begin.max_length,
+                    max_episode_tokens=self._begin.max_episode_tokens,
+                    send=self._send,
+                )
                 self._tasks[episode] = asyncio.get_running_loop().create_task(self._play(message))
             case Sampled(episode=episode):
-                if episode in self._chats:
-                    self._chats[episode].take(message)
+                if episode in self._episodes:
+                    self._episodes[episode].take(message)
             case Cancel(episode=episode):
                 if episode in self._tasks:
+                    self._episodes[episode].end()
                     self._tasks[episode].cancel()
             case _:
                 assert_never(message)
 
     async def _play(self, play: Play) -> None:
-        chat = self._chats[play.episode]
+        episode = self._episodes[play.episode]
         try:
-            self._send(await self._outcome(play, chat))
+            outcome = await self._outcome(play, episode)
+            episode.end()
+            self._send(outcome)
         finally:
-            del self._chats[play.episode], self._tasks[play.episode]
+            del self._episodes[play.episode], self._tasks[play.episode]
 
-    async def _outcome(self, play: Play, chat: Chat) -> Ended | Failed:
+    async def _outcome(self, play: Play, episode: ChatEpisode) -> Ended | Failed:
+        chat = Chat(episode, self._format, self._parser)
         try:
             returned, is_out_of_room = await self._function(chat, msgspec.json.decode(play.row)), False
             reward = reward_of(0.0 if returned is None else returned, {})
             return Ended(
                 episode=play.episode,
-                reward=reward_of(reward.total + chat.rewards, {}).total,
-                parts=reward_of({**reward.parts, **chat.metrics}, {}).parts,
+                reward=reward_of(reward.total + episode.rewards, {}).total,
+                parts=reward_of({**reward.parts, **episode.metrics}, {}).parts,
                 is_out_of_room=is_out_of_room,
             )
         except NoRoom:
             return Ended(
-                episode=play.episode, reward=reward_of(chat.rewards, {}).total, parts=chat.metrics, is_out_of_room=True
+                episode=play.episode, reward=reward_of(episode.rewards, {}).total, parts=episode.metrics, is_out_of_room=True
             )
         except asyncio.CancelledError:
             return Failed(episode=play.episode, is_transient=True, detail="cancelled")

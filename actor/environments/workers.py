@@ -12,7 +12,7 @@ from pathlib import Path
 
 from offbeat.actor.environments.messages import Begin, BrokenPipeToWorkerError, FromWorker, Pipe, Ready, ToWorker
 from offbeat.actor.reward_guard import MARK_VARIABLE
-from offbeat.common.config import Config
+from offbeat.common.config import Config, max_episode_tokens
 from offbeat.common.shutdown import ServiceError
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ def begin_message(config: Config, model: Path) -> Begin:
         has_chat_template=config.task.chat_template,
         template_arguments=config.task.template_arguments,
         max_length=config.model.max_length,
+        max_episode_tokens=max_episode_tokens(config),
         tool_parser=config.environment.tool_parser,
         reasoning_parser=config.environment.reasoning_parser,
     )

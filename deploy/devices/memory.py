@@ -6,7 +6,7 @@ structure, which a test counts. What CUDA and the kernels take is an estimate. N
 
 from typing import Any, NamedTuple
 
-from offbeat.common.config import Config
+from offbeat.common.config import Config, max_episode_tokens
 from offbeat.common.objectives import resolve_baseline
 from offbeat.deploy.devices.model_sizes import ModelSizes
 
@@ -155,7 +155,7 @@ def offloaded_bytes(config: Config, sizes: ModelSizes) -> float:
 
 def _pass_tokens(config: Config) -> float:
     """Return a learner process's tokens of one micro-batch."""
-    return max(config.train.micro_batch_tokens, config.model.max_length) / config.train.sequence_parallel_size
+    return max_episode_tokens(config) / config.train.sequence_parallel_size
 
 
 def _adapter_parameters(config: Config, sizes: ModelSizes) -> float:

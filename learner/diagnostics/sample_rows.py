@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from offbeat.common.rows import EvalSampleRow, Recorder, SampleRow
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.leases.prompts import Prompt
+from offbeat.protocols.completions import Turn
 
 NUM_SAMPLED_STEPS = 25
 """Steps of a run that are sampled, spread evenly, besides the first and the last."""
@@ -83,14 +82,33 @@ class EvaluationSampleRows:
 
 
 def written(rollout: Rollout, decode: Decode) -> str:
-    """Return a completion as text; what an environment has added stands between ⟦ and ⟧."""
+    """Return a completion as text; what an environment has added stands between ⟦ and ⟧.
+
+    A turn that does not continue the one before begins a line, which says what it continues.
+    """
     if not rollout.turns:
         return decode(rollout.token_ids.tolist())
-    token_ids, sampled = rollout.stream()
-    ends = np.flatnonzero(np.diff(sampled, append=not sampled[-1])) + 1
-    starts = np.concatenate([[0], ends[:-1]])
-    texts = [(decode(token_ids[start:end].tolist()), sampled[start]) for start, end in zip(starts, ends, strict=True)]
-    return "".join(text if is_sampled else f"⟦{text}⟧" for text, is_sampled in texts)
+    parts: list[str] = []
+    sampled: list[int] = []
+    """Sampled tokens that no context divides, decoded together: a character may have tokens of two turns."""
+    for number, (turn, context, of_turn) in enumerate(rollout.pieces(), start=1):
+        origin = _origin(number, turn)
+        if origin or len(context):
+            parts.append(decode(sampled) + origin)
+            sampled = []
+        if len(context):
+            parts.append(f"⟦{decode(context.tolist())}⟧")
+        sampled += of_turn.tolist()
+    return "".join([*parts, decode(sampled)])
+
+
+def _origin(number: int, turn: Turn) -> str:
+    """Return the line that begins turn `number`, from 1, and says what it continues; empty where that is the turn before."""
+    if turn.back == 1:
+        return ""
+    continued = number - turn.back
+    what = "a new sequence" if not turn.back else f"from the end of turn {continued}" if continued else "from the prompt"
+    return f"\n⟦turn {number}, {what}⟧\n"
 
 
 def shorten(text: str, limit: int) -> str:

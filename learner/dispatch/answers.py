@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from offbeat.common.config import Config
+from offbeat.common.config import Config, max_episode_tokens
 from offbeat.common.rows import EventRow, Recorder
 from offbeat.learner.dispatch.evaluation_leases import EvaluationLeases
 from offbeat.learner.dispatch.failures import Failures
@@ -44,6 +44,7 @@ class GroupCheck(NamedTuple):
             group_size=config.evaluation.group_size if is_evaluation else config.rollout.group_size,
             max_new_tokens=config.rollout.max_new_tokens,
             max_length=config.model.max_length if config.task.environment else 0,
+            max_episode_tokens=max_episode_tokens(config),
             vocabulary_size=self.vocabulary_size,
             newest_version=self.versions.newest,
         )

@@ -1,7 +1,7 @@
 """A group as the learner holds it: arrays, rewards and versions, cut out of the wire's frames and checked."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, assert_never
 
 import numpy as np
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from offbeat.learner.leases.events import Accepted
 from offbeat.learner.leases.prompts import Prompt
-from offbeat.protocols.completions import CompletionMeta, Segment, Turn
+from offbeat.protocols.completions import CompletionMeta, Segment, Turn, path_lengths
 from offbeat.protocols.fields import LARGEST_REWARD
 from offbeat.protocols.wire import Frame, has_context, logprobs, token_ids
 
@@ -38,29 +38,22 @@ class Rollout(NamedTuple):
     reward_parts: Mapping[str, float] = {}
     """Named parts of the reward; empty where it is a number alone."""
     turns: tuple[Turn, ...] = ()
-    """Empty where all tokens after the prompt were sampled."""
+    """Empty where all tokens after the prompt were sampled, in one sequence."""
     context_ids: NDArray[np.int32] = _NO_CONTEXT
     """The context of all turns, concatenated."""
-
-    @property
-    def num_inputs(self) -> int:
-        """Tokens after the prompt, context included."""
-        return len(self.token_ids) + len(self.context_ids)
 
     @property
     def longest_turn(self) -> int:
         """Sampled tokens of the longest turn, which `rollout.max_new_tokens` bounds."""
         return max((turn.num_sampled for turn in self.turns), default=len(self.token_ids))
 
-    def stream(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return all tokens after the prompt in order, and which of them were sampled, both `[num_inputs]`."""
-        if not self.turns:
-            return self.token_ids, np.ones(len(self.token_ids), dtype=np.bool_)
-        lengths = [number for turn in self.turns for number in (turn.num_context, turn.num_sampled)]
-        sampled = np.repeat(np.tile([False, True], len(self.turns)), lengths)
-        token_ids = np.empty(len(sampled), dtype=np.int32)
-        token_ids[sampled], token_ids[~sampled] = self.token_ids, self.context_ids
-        return token_ids, sampled
+    def pieces(self) -> Iterator[tuple[Turn, NDArray[np.int32], NDArray[np.int32]]]:
+        """Yield each turn with its context and its sampled tokens."""
+        context_start = start = 0
+        for turn in self.turns:
+            context_end, end = context_start + turn.num_context, start + turn.num_sampled
+            yield turn, self.context_ids[context_start:context_end], self.token_ids[start:end]
+            context_start, start = context_end, end
 
 
 class Group(NamedTuple):
@@ -117,7 +110,10 @@ class Limits(NamedTuple):
     newest_version: int
     """The newest policy version that any learner process of this run has made."""
     max_length: int
-    """Most tokens after the prompt where an environment adds context; 0 in a run without one, where no completion has turns."""
+    """Most tokens after the prompt in a sequence of an episode; 0 in a run without an environment, where no completion has
+    turns."""
+    max_episode_tokens: int
+    """Most tokens of an episode in all its sequences, what several of them share counted once."""
 
 
 def _sum_versions(rollout: Rollout) -> int:
@@ -172,9 +168,12 @@ def flaw(completions: Sequence[CompletionMeta], arrays: Sequence[Frame], limits:
         if longest > limits.max_new_tokens:
             return f"completion {index} has {longest} tokens, more than {limits.max_new_tokens}"
         if completion.turns:
-            length = completion.num_tokens + sum(turn.num_context for turn in completion.turns)
+            length = max(path_lengths(completion.turns))
             if length > limits.max_length:
                 return f"completion {index} has {length} tokens with its context, more than {limits.max_length}"
+            num_tokens = completion.num_tokens + sum(turn.num_context for turn in completion.turns)
+            if num_tokens > limits.max_episode_tokens:
+                return f"completion {index} has {num_tokens} tokens in its sequences, more than {limits.max_episode_tokens}"
         # Not `>`: a NaN must not pass.
         if not abs(completion.reward) <= LARGEST_REWARD:
             return f"completion {index} has reward {completion.reward:g}, not within {LARGEST_REWARD:g} of 0"

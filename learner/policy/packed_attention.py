@@ -1,4 +1,4 @@
-"""Attention within packs: every completion attends to its prompt and to itself, not to others in the pack."""
+"""Attention within packs: every token attends to those before it in its sequence, not to others in the pack."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -85,7 +85,7 @@ class SpansInLine(NamedTuple):
     """Each span is a sequence whose queries are the span and whose keys are its prefix and the span."""
 
     key_indices: Tensor
-    """Inputs that are keys, span by span, a prompt's inputs once for each of its completions, `[num_keys]` int64."""
+    """Inputs that are keys, span by span, a prefix's inputs once for each span that has it, `[num_keys]` int64."""
     query_offsets: Tensor
     """First query of each span, then the number of queries, `[num_spans + 1]` int32."""
     key_offsets: Tensor
@@ -121,9 +121,9 @@ def _in_line(spans: Sequence[Span], device: torch.device) -> SpansInLine:
     queries = [span.length for span in spans]
     keys = [span.prefix_length + span.length for span in spans]
     indices = [
-        np.arange(start, start + length)
+        np.arange(part.start, part.stop)
         for span in spans
-        for start, length in ((span.prefix_start, span.prefix_length), (span.start, span.length))
+        for part in (*span.prefix, range(span.start, span.start + span.length))
     ]
     return SpansInLine(
         torch.from_numpy(np.concatenate(indices)).to(device),
@@ -144,7 +144,7 @@ def _by_shape(spans: Sequence[Span], device: torch.device) -> SpansByShape:
     results = np.empty(sum(span.length for span in spans), dtype=np.int64)
     num_before = 0
     for (length, prefix_length), members in alike.items():
-        prefixes = np.array([[span.prefix_start] for span in members]) + np.arange(prefix_length)
+        prefixes = np.stack([_prefix_inputs(span) for span in members])
         own = np.array([[span.start] for span in members]) + np.arange(length)
         keys = np.concatenate([prefixes, own], axis=1)
         queries = keys if prefix_length < length and keys.shape[1] >= SQUARE_KEYS else own
@@ -157,6 +157,10 @@ def _by_shape(spans: Sequence[Span], device: torch.device) -> SpansByShape:
         key_indices.append(keys.ravel())
     arrays = (np.concatenate(query_indices), np.concatenate(key_indices), results)
     return SpansByShape(tuple(shapes), *(torch.from_numpy(array).to(device) for array in arrays))
+
+
+def _prefix_inputs(span: Span) -> NDArray[np.int64]:
+    return np.concatenate([np.empty(0, dtype=np.int64), *(np.arange(part.start, part.stop) for part in span.prefix)])
 
 
 def use_packed_attention(policy: PreTrainedModel) -> None:

@@ -13,13 +13,16 @@ TokenIds = Sequence[int] | NDArray[np.int32]
 """Token ids of a prompt or a completion."""
 
 
-class Stream(NamedTuple):
-    """A completion of several turns: tokens that were sampled, and context between them that is only read."""
+class Turns(NamedTuple):
+    """A completion of several turns, each with context that is only read and tokens that were sampled after it."""
 
     token_ids: NDArray[np.int32]
-    """`[num_tokens]`, the last one sampled."""
-    sampled: NDArray[np.bool_]
-    """`[num_tokens]`."""
+    """Sampled tokens of all turns in their order, `[num_tokens]`."""
+    context_ids: NDArray[np.int32]
+    """Context of all turns in their order."""
+    turns: Sequence[tuple[int, int, int]]
+    """For each turn the number of its context tokens, that of its sampled ones, and the number of turns that it goes back to
+    the one whose end it continues: to the prompt when no turn is there. 0: it continues nothing."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +37,22 @@ class Span:
     """Index of its first input."""
     length: int
     """Number of its inputs, at least 1."""
-    prefix_start: int = 0
-    """Index of the first input of the prefix, which is a whole span of the same pack."""
-    prefix_length: int = 0
-    """Number of the prefix's inputs; 0 without a prefix."""
+    prefix: tuple[range, ...] = ()
+    """Inputs before those of the span in its sequence, each within a span of the same pack."""
+
+    @property
+    def prefix_length(self) -> int:
+        """Number of the prefix's inputs."""
+        return sum(map(len, self.prefix))
 
 
 class Pack(NamedTuple):
     """The inputs of one forward pass, and the outputs that predict each completion token.
 
     For each prompt the inputs are the prompt's tokens, then the tokens of each of its completions except the last, which
-    predicts nothing. Completion tokens, those of a `Stream` that were sampled, are numbered over all completions in the order
-    given to `pack`.
+    predicts nothing. Where several turns continue one turn, the first of them stays in its span and each of the others begins
+    one, which also leaves out its last token: all tokens are there once. Completion tokens, those of `Turns` that were sampled,
+    are numbered over all completions in the order given to `pack`.
     """
 
     token_ids: Tensor
@@ -76,52 +83,112 @@ class Pack(NamedTuple):
         )
 
 
-def num_inputs(prompt_length: int, completion_lengths: Sequence[int]) -> int:
-    """Count the inputs that `pack` makes of one prompt and its completions."""
-    return prompt_length + sum(max(0, length - 1) for length in completion_lengths)
+def num_inputs(completion: TokenIds | Turns) -> int:
+    """Count the inputs that `pack` makes of one completion."""
+    if isinstance(completion, Turns):
+        return len(completion.token_ids) + len(completion.context_ids) - len(_branches(completion.turns))
+    return max(0, len(completion) - 1)
 
 
-def pack(sequences: Sequence[tuple[TokenIds, Sequence[TokenIds | Stream]]]) -> Pack:
+def pack(sequences: Sequence[tuple[TokenIds, Sequence[TokenIds | Turns]]]) -> Pack:
     """Pack prompts, at least one token each, with their completions, which may be empty.
 
     Without sequences the pack has one input, so that a model can run it, and predicts nothing.
     """
-    token_ids: list[TokenIds] = []
-    position_ids: list[NDArray[np.int64]] = []
-    predictors: list[NDArray[np.int64]] = []
-    targets: list[TokenIds] = []
-    spans: list[Span] = []
-    lengths: list[int] = []
-    end = 0
+    inputs = _Inputs()
     for prompt, completions in sequences or [([0], [])]:
         assert len(prompt) > 0, "the first token of a completion is predicted by its prompt"
-        prompt_span = Span(end, len(prompt))
-        end += len(prompt)
-        spans.append(prompt_span)
-        token_ids.append(prompt)
-        position_ids.append(np.arange(len(prompt)))
-        for one in completions:
-            completion, sampled = one if isinstance(one, Stream) else (one, None)
-            length = max(0, len(completion) - 1)
-            if length > 0:
-                spans.append(Span(end, length, prompt_span.start, prompt_span.length))
-            token_ids.append(completion[:length])
-            position_ids.append(np.arange(len(prompt), len(prompt) + length))
-            if len(completion) > 0:
-                before = np.arange(end - 1, end + length)
-                before[0] = prompt_span.start + prompt_span.length - 1
-                predictors.append(before if sampled is None else before[sampled])
-            targets.append(completion if sampled is None else np.asarray(completion)[sampled])
-            lengths.append(len(targets[-1]))
-            end += length
+        of_prompt = inputs.add(prompt, ())
+        for completion in completions:
+            if isinstance(completion, Turns):
+                inputs.add_turns(completion, of_prompt)
+            else:
+                inputs.add_tokens(completion, of_prompt)
     return Pack(
-        _concatenated(token_ids),
-        _concatenated(position_ids),
-        _concatenated(predictors),
-        _concatenated(targets),
-        tuple(spans),
-        tuple(lengths),
+        _concatenated(inputs.token_ids),
+        _concatenated(inputs.position_ids),
+        _concatenated(inputs.predictors),
+        _concatenated(inputs.targets),
+        tuple(inputs.spans),
+        tuple(map(len, inputs.targets)),
     )
+
+
+class _Inputs:
+    """The parts of a pack that are there so far."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[TokenIds] = []
+        self.position_ids: list[NDArray[np.int64]] = []
+        self.predictors: list[NDArray[np.int64]] = []
+        self.targets: list[TokenIds] = []
+        self.spans: list[Span] = []
+        self.end = 0
+        """Number of inputs."""
+
+    def add(self, token_ids: TokenIds, prefix: tuple[range, ...]) -> range:
+        """Add inputs that continue a prefix; return their indices."""
+        start, length = self.end, len(token_ids)
+        if length > 0:
+            span = Span(start, length, prefix)
+            self.spans.append(span)
+            self.token_ids.append(token_ids)
+            self.position_ids.append(np.arange(span.prefix_length, span.prefix_length + length))
+            self.end += length
+        return range(start, self.end)
+
+    def add_tokens(self, completion: TokenIds, of_prompt: range) -> None:
+        """Add a completion all of whose tokens were sampled."""
+        before = np.arange(self.end - 1, self.end - 1 + len(completion))
+        before[:1] = of_prompt.stop - 1
+        self.add(completion[:-1], (of_prompt,))
+        self.predictors.append(before)
+        self.targets.append(completion)
+
+    def add_turns(self, completion: Turns, of_prompt: range) -> None:
+        """Add a completion of several turns."""
+        token_ids, context_ids, turns = completion
+        ends = np.cumsum([num_sampled for _, num_sampled, _ in turns]).tolist()
+        context_ends = np.cumsum([num_context for num_context, _, _ in turns]).tolist()
+        before = np.empty(len(token_ids), dtype=np.int64)
+        paths: list[tuple[range, ...]] = [()] * len(turns)
+        """The inputs of each turn and of all that it continues."""
+        for branch in _branches(turns):
+            continued = branch[0] - turns[branch[0]][2]
+            prefix = () if continued == branch[0] else (of_prompt,) if continued < 0 else paths[continued]
+            start = end = self.end
+            # The input that predicts the next token, where it was sampled.
+            last = prefix[-1].stop - 1 if prefix else -1
+            parts: list[NDArray[np.int32]] = []
+            for index in branch:
+                num_context, num_sampled, _ = turns[index]
+                parts.append(context_ids[context_ends[index] - num_context : context_ends[index]])
+                parts.append(token_ids[ends[index] - num_sampled : ends[index]])
+                end += num_context
+                of_turn = before[ends[index] - num_sampled : ends[index]]
+                of_turn[:] = np.arange(end - 1, end - 1 + num_sampled)
+                if end == start:
+                    of_turn[0] = last
+                end += num_sampled
+                paths[index] = (*prefix, range(start, end))
+            self.add(np.concatenate(parts)[:-1], prefix)
+        self.predictors.append(before)
+        self.targets.append(token_ids)
+
+
+def _branches(turns: Sequence[tuple[int, int, int]]) -> list[list[int]]:
+    """Divide turns into runs in which each continues the one before; the first turn that continues another stays with it."""
+    branches: list[list[int]] = []
+    branch_of: list[list[int]] = []
+    for index, (_, _, back) in enumerate(turns):
+        if 0 < back <= index and branch_of[index - back][-1] == index - back:
+            branch = branch_of[index - back]
+            branch.append(index)
+        else:
+            branch = [index]
+            branches.append(branch)
+        branch_of.append(branch)
+    return branches
 
 
 def _concatenated(parts: Sequence[TokenIds | NDArray[np.int64]]) -> Tensor:

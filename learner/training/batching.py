@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offbeat.learner.leases.groups import Group, Rollout
-from offbeat.learner.policy.packing import Pack, Stream, TokenIds, num_inputs, pack
+from offbeat.learner.policy.packing import Pack, TokenIds, Turns, num_inputs, pack
 
 
 class Row(NamedTuple):
@@ -134,11 +134,14 @@ def _num_tokens(piece: Sequence[Row]) -> int:
 
 def _num_inputs(rows: Sequence[Row]) -> int:
     """Count the inputs of the model for these rows' completions."""
-    return num_inputs(0, [row.rollout.num_inputs for row in rows])
+    return sum(num_inputs(_tokens(row.rollout)) for row in rows)
 
 
-def _tokens(rollout: Rollout) -> TokenIds | Stream:
-    return Stream(*rollout.stream()) if rollout.turns else rollout.token_ids
+def _tokens(rollout: Rollout) -> TokenIds | Turns:
+    if not rollout.turns:
+        return rollout.token_ids
+    turns = [(turn.num_context, turn.num_sampled, turn.back) for turn in rollout.turns]
+    return Turns(rollout.token_ids, rollout.context_ids, turns)
 
 
 def collate(rows: Sequence[Row]) -> MicroBatch:

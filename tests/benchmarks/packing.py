@@ -136,7 +136,7 @@ def micro_batches(sequences: Sequences) -> list[Sequences]:
     result: list[Sequences] = []
     total = MICRO_BATCH_TOKENS
     for prompt, completions in sequences:
-        size = num_inputs(len(prompt), [len(completion) for completion in completions])
+        size = len(prompt) + sum(map(num_inputs, completions))
         if total + size > MICRO_BATCH_TOKENS:
             result.append([])
             total = 0

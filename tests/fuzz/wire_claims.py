@@ -76,4 +76,6 @@ def check_frames(data: bytes) -> FromActor | FromLearner | None:
             assert min(segment.policy_version for segment in completion.segments) >= 0
             if completion.turns:
                 assert sum(turn.num_sampled for turn in completion.turns) == completion.num_tokens
+                assert all(turn.back <= index + 1 for index, turn in enumerate(completion.turns))
+                assert all(turn.back or turn.num_context for turn in completion.turns)
     return packet

@@ -1,11 +1,12 @@
 """Encoded messages are decoded unchanged; any other bytes raise `WireError`."""
 
 import itertools
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from offbeat.protocols.completions import CompletionMeta, Segment, Turn
@@ -59,7 +60,9 @@ def segments(draw: st.DrawFn, num_tokens: int) -> tuple[Segment, ...]:
 @st.composite
 def turns(draw: st.DrawFn, num_tokens: int) -> tuple[Turn, ...]:
     ends = sorted({*draw(st.lists(st.integers(1, num_tokens), max_size=4)), num_tokens})
-    return tuple(Turn(draw(st.integers(0, 5)), end - start) for start, end in itertools.pairwise([0, *ends]))
+    lengths = [end - start for start, end in itertools.pairwise([0, *ends])]
+    backs = [draw(st.integers(0, index + 1)) for index in range(len(lengths))]
+    return tuple(Turn(draw(st.integers(not back, 5)), length, back) for back, length in zip(backs, lengths, strict=True))
 
 
 @st.composite
@@ -189,8 +192,44 @@ def assert_wire_error_or_sound(frames: list[bytes]) -> None:
         assert len(token_ids(arrays[0])) == len(logprobs(arrays[1])) == num_tokens
         for completion in message.completions:
             assert not completion.turns or sum(turn.num_sampled for turn in completion.turns) == completion.num_tokens
+            for index, turn in enumerate(completion.turns):
+                assert turn.back <= index + 1 and (turn.back or turn.num_context)
         num_context = sum(turn.num_context for completion in message.completions for turn in completion.turns)
         assert [len(token_ids(array)) for array in arrays[2:]] == [num_context] * has_context(message.completions)
+
+
+@given(groups(), st.data())
+def test_turn_that_continues_what_is_not_there_is_a_wire_error(group: Any, data: st.DataObject) -> None:
+    done, *arrays = group
+    chosen = [index for index, completion in enumerate(done.completions) if completion.turns]
+    assume(chosen)
+    index = data.draw(st.sampled_from(chosen))
+    of_completion = list(done.completions[index].turns)
+    number = data.draw(st.integers(0, len(of_completion) - 1))
+    turn = of_completion[number]
+    if data.draw(st.booleans()):
+        of_completion[number], why = (
+            Turn(turn.num_context, turn.num_sampled, number + data.draw(st.integers(2, 9))),
+            "goes back",
+        )
+    else:
+        of_completion[number], why = Turn(0, turn.num_sampled, 0), "from nothing"
+        arrays[2] = arrays[2][turn.num_context :]
+    completions = list(done.completions)
+    completions[index] = msgspec.structs.replace(completions[index], turns=tuple(of_completion))
+    frames = encode(msgspec.structs.replace(done, completions=tuple(completions)), *arrays)
+    with pytest.raises(WireError, match=f"turn {number} of completion {index} .*{why}"):
+        decode_from_actor(as_sent(frames))
+
+
+def test_turn_of_an_older_actor_continues_the_turn_before() -> None:
+    body = msgspec.to_builtins(
+        GroupDone(lease_id=1, completions=(CompletionMeta(2, "stop", 1.0, (Segment(0, 0),)),), generate_s=0.0)
+    )
+    body["completions"][0]["turns"] = [[0, 1], [1, 1]]
+    message = decode_from_actor([MAGIC, msgspec.msgpack.encode(body), bytes(8), bytes(8), bytes(4)]).message
+    assert isinstance(message, GroupDone)
+    assert message.completions[0].turns == (Turn(0, 1, 1), Turn(1, 1, 1))
 
 
 @pytest.mark.parametrize("text", [b"\xff", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80"])

@@ -102,3 +102,25 @@ def test_long_text_is_cut_in_tokens_and_says_so(tokenizer: Any, text: str, max_t
         assert text.startswith(kept)
         assert len(tokenizer.encode(kept)) <= max_tokens
         assert mark == f"[{num_tokens - max_tokens} more tokens]"
+
+
+def test_opening_is_the_whole_conversation_up_to_where_the_model_speaks(tokenizer: Any) -> None:
+    said = [("system", "You add."), ("user", "2 + 2?"), ("assistant", "4"), ("user", "What is 3?")]
+    chat_format = ChatFormat(tokenizer, {}, has_chat_template=True)
+    assert chat_format.opening(named(said)) == rendered(tokenizer, said, opens_turn=True)
+    assert chat_format.opening("What is 2?") == rendered(tokenizer, [("user", "What is 2?")], opens_turn=True)
+    with pytest.raises(TypeError, match="a message has a role"):
+        chat_format.opening([{"content": "What?"}])
+    plain = ChatFormat(tokenizer, {}, has_chat_template=False)
+    assert plain.opening("What is 2?") == tokenizer.encode("What is 2?")
+    assert plain.opening(named(said)) == tokenizer.encode("You add.2 + 2?4What is 3?")
+    with pytest.raises(ValueError, match="at least one token"):
+        plain.opening("")
+
+
+def test_opening_tells_the_template_of_tools(tiny_bpe_model: Path) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_bpe_model)
+    tokenizer.chat_template = "{% for tool in tools or () %}{{ tool.name }} {% endfor %}" + tokenizer.chat_template
+    chat_format = ChatFormat(tokenizer, {}, has_chat_template=True)
+    expected = [*tokenizer.encode("a b "), *chat_format.opening("What?")]
+    assert tokenizer.decode(chat_format.opening("What?", [{"name": "a"}, {"name": "b"}])) == tokenizer.decode(expected)

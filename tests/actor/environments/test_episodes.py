@@ -4,20 +4,22 @@ from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.actor.engine import Completion, Engine
 from offbeat.actor.environments.episodes import Episodes
-from offbeat.actor.environments.messages import Cancel, Ended, Failed, FromWorker, Play, Sample, Sampled, ToWorker
+from offbeat.actor.environments.messages import Cancel, Ended, Failed, FromWorker, Play, Sample, Sampled, ToWorker, Withdraw
 from offbeat.actor.environments.workers import Workers
 from offbeat.actor.jobs import as_group
 from offbeat.actor.play import Played, PlayFailure
 from offbeat.common.config import EnvironmentSection
 from offbeat.learner.leases.groups import unpack
-from offbeat.protocols.completions import Segment
+from offbeat.protocols.completions import Segment, Turn
 from offbeat.protocols.messages import Lease, Sampling
 from offbeat.protocols.wire import decode_from_actor, encode
+from tests.trees import read_by_turns, trees_of_turns
 
 LIMITS = EnvironmentSection(turn_timeout_s=10, episode_timeout_s=50, close_timeout_s=5, max_retries=2)
 PROMPT = [1, 2]
@@ -71,13 +73,14 @@ class FakeWorkers:
 class Game:
     """Episodes with an engine and workers that the test moves by hand."""
 
-    def __init__(self, group_size: int = 1, max_length: int = 100) -> None:
+    def __init__(self, group_size: int = 1, max_length: int = 100, max_episode_tokens: int = 200) -> None:
         self.engine, self.workers, self.now = FakeEngine(), FakeWorkers(), 0.0
         self.episodes = Episodes(
             cast(Engine, self.engine),
             cast(Workers, self.workers),
             LIMITS,
             max_length=max_length,
+            max_episode_tokens=max_episode_tokens,
             retry_s=60,
             clock=lambda: self.now,
         )
@@ -98,8 +101,8 @@ class Game:
         self.episodes.add(completion)
 
 
-def sample(episode: str, *context: int, longest: int | None = None) -> Sample:
-    return Sample(episode=episode, context=list(context), max_new_tokens=longest)
+def sample(episode: str, *context: int, longest: int = 8, back: int = 1) -> Sample:
+    return Sample(episode=episode, back=back, context=list(context), max_new_tokens=longest)
 
 
 def ended(episode: str, reward: float = 1.0, **parts: float) -> Ended:
@@ -114,7 +117,7 @@ def test_next_turn_reads_the_tokens_so_far_and_the_context() -> None:
     game = Game()
     game.poll(sample("7/0/0"))
     game.sampled("7/0/0", 1, [5, 6], ((3, 0),))
-    assert game.workers.sent[-1] == Sampled(episode="7/0/0", token_ids=[5, 6], finish_reason="stop")
+    assert game.workers.sent[-1] == Sampled(episode="7/0/0", turn=0, token_ids=[5, 6], finish_reason="stop")
     game.poll(sample("7/0/0", 9, 9, longest=3))
     assert game.engine.submitted["7/0/0/1"] == (PROMPT, Sampling(8))
     assert game.engine.submitted["7/0/0/2"] == ([*PROMPT, 5, 6, 9, 9], Sampling(3))
@@ -131,31 +134,94 @@ def test_next_turn_reads_the_tokens_so_far_and_the_context() -> None:
     assert (played.rewards[0].total, played.rewards[0].parts) == (0.5, {"turns": 2.0})
 
 
-turns_of_an_episode = st.lists(
-    st.tuples(st.lists(st.integers(0, 9), max_size=4), st.lists(st.integers(10, 19), min_size=1, max_size=4)),
-    min_size=1,
-    max_size=4,
-)
-
-
-@given(st.lists(turns_of_an_episode, min_size=1, max_size=3))
-def test_learner_reads_the_stream_that_the_engine_saw(group: list[list[tuple[list[int], list[int]]]]) -> None:
+@given(st.lists(trees_of_turns(max_turns=5), min_size=1, max_size=3), st.data())
+def test_learner_reads_what_the_engine_saw_in_whatever_order_turns_end(group: list[tuple[Turn, ...]], data: Any) -> None:
     game = Game(group_size=len(group))
     outcomes: list[Any] = []
     for index, turns in enumerate(group):
-        name = f"7/{index}/0"
-        for number, (context, sampled) in enumerate(turns, start=1):
-            game.poll(sample(name, *context))
-            game.sampled(name, number, sampled)
+        name, waiting = f"7/{index}/0", set[int]()
+        tokens = [[100 * number + place for place in range(turn.num_sampled)] for number, turn in enumerate(turns)]
+        for number, turn in enumerate(turns):
+            # What the turn continues has ended; others may still be sampled beside it.
+            needed = {number - turn.back} & waiting if turn.back else set()
+            for ends in data.draw(st.permutations(sorted(waiting)))[: data.draw(st.integers(0, len(waiting)))] + sorted(needed):
+                if ends in waiting:
+                    waiting.remove(ends)
+                    game.sampled(name, ends + 1, tokens[ends])
+            game.poll(sample(name, *range(10 * number, 10 * number + turn.num_context), back=turn.back))
+            waiting.add(number)
+        for ends in data.draw(st.permutations(sorted(waiting))):
+            game.sampled(name, ends + 1, tokens[ends])
         outcomes += game.poll(ended(name))
     message, arrays = as_group(outcomes[0])
     decoded = decode_from_actor(encode(message, *arrays))
-    rollouts = unpack(message.completions, decoded.arrays)
-    for rollout, turns in zip(rollouts, group, strict=True):
-        token_ids, sampled = rollout.stream()
-        assert token_ids.tolist() == [token for context, ids in turns for token in [*context, *ids]]
-        assert sampled.tolist() == [token >= 10 for token in token_ids.tolist()]
-        assert rollout.behavior_logprobs.tolist() == [-float(token) for _, ids in turns for token in ids]
+    for index, (rollout, turns) in enumerate(zip(unpack(message.completions, decoded.arrays), group, strict=True)):
+        asked = [prompt for name, (prompt, _) in game.engine.submitted.items() if name.startswith(f"7/{index}/")]
+        # A turn that has read nothing but the prompt needs no place.
+        told = rollout.turns or (Turn(0, len(rollout.token_ids)),)
+        reads = read_by_turns(PROMPT, told, rollout.context_ids, rollout.token_ids)
+        assert [read for read, _ in reads] == asked
+        assert told == turns
+        assert [token for _, sampled in reads for token in sampled] == rollout.token_ids.tolist()
+        assert rollout.behavior_logprobs.tolist() == [-float(token) for token in rollout.token_ids.tolist()]
+
+
+@pytest.mark.parametrize(("back", "why"), [(1, "withdrawn"), (2, "being sampled"), (5, "before the prompt")])
+def test_turn_that_continues_one_without_tokens_is_a_mistake(back: int, why: str) -> None:
+    game = Game()
+    game.poll(sample("7/0/0"), sample("7/0/0", back=2), sample("7/0/0", back=3))
+    game.sampled("7/0/0", 1, [5])
+    game.sampled("7/0/0", 3, [6])
+    assert game.poll(Withdraw(episode="7/0/0", turn=2)) == []
+    (failed,) = game.poll(sample("7/0/0", back=back))
+    assert failed.detail == "an episode has a turn that continues one which is not there", why
+
+
+def test_unanswered_turns_are_left_out_of_the_completion() -> None:
+    game = Game()
+    game.poll(sample("7/0/0"), sample("7/0/0", 8, back=2), sample("7/0/0", 3, back=0))
+    game.sampled("7/0/0", 3, [6, 6])
+    game.sampled("7/0/0", 1, [5])
+    game.poll(sample("7/0/0", 9), sample("7/0/0", 2, back=4))
+    game.sampled("7/0/0", 5, [4])
+    game.sampled("7/0/0", 4, [7])
+    (played,) = game.poll(Withdraw(episode="7/0/0", turn=0), ended("7/0/0"))
+    assert game.engine.aborted == ["7/0/0/2"]
+    (completion,) = played.completions
+    # The first turn stays: the last one continues it.
+    assert completion.turns == (Turn(0, 1), Turn(1, 2, 0), Turn(1, 1), Turn(1, 1, 3))
+    assert completion.token_ids.tolist() == [5, 6, 6, 7, 4]
+    assert completion.context_ids.tolist() == [3, 9, 2]
+
+
+def test_all_sequences_of_an_episode_have_room_together() -> None:
+    game = Game(max_length=20, max_episode_tokens=22)
+    # The prompt has 2 tokens; while both are sampled, either may get all that it asked for.
+    game.poll(sample("7/0/0", longest=8), sample("7/0/0", 9, back=2, longest=8))
+    assert [sampling.max_new_tokens for _, sampling in game.engine.submitted.values()] == [8, 8]
+    game.sampled("7/0/0", 1, [5])
+    game.poll(sample("7/0/0", 3, back=0, longest=20))
+    assert game.engine.submitted["7/0/0/3"] == ([3], Sampling(8))
+    (failure,) = game.poll(sample("7/0/0", 4, 4, back=0))
+    assert failure.detail == "an episode has more tokens than fit"
+
+
+def test_sequence_of_no_tokens_is_a_mistake() -> None:
+    (failure,) = Game().poll(sample("7/0/0", back=0))
+    assert (failure.reason, failure.detail) == ("environment_error", "an episode has a sequence that begins with nothing")
+
+
+def test_function_has_the_word_when_no_turn_is_sampled_any_more() -> None:
+    game = Game()
+    game.poll(sample("7/0/0"), sample("7/0/0", back=2))
+    game.sampled("7/0/0", 1, [5])
+    game.now = 20.0
+    game.poll()
+    assert game.workers.killed == [] and Cancel(episode="7/0/0") not in game.workers.sent
+    game.poll(Withdraw(episode="7/0/0", turn=1))
+    game.now = 30.5
+    game.poll()
+    assert Cancel(episode="7/0/0") in game.workers.sent
 
 
 def test_group_waits_for_all_its_episodes() -> None:

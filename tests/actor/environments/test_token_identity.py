@@ -13,34 +13,44 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from offbeat.actor.engine import Engine
 from offbeat.actor.engine_choice import make_engine
 from offbeat.actor.environments.episodes import Episodes
-from offbeat.actor.environments.messages import Ended, FromWorker, Play, Sample, Sampled, ToWorker
+from offbeat.actor.environments.messages import PROMPT, Ended, FromWorker, Play, Sample, Sampled, ToWorker
 from offbeat.actor.environments.workers import Workers
 from offbeat.actor.play import Played
 from offbeat.common.config import EnvironmentSection
 from offbeat.common.models import hash_model
 from offbeat.protocols.messages import Lease, Sampling
+from tests.trees import read_by_turns
 
 pytestmark = pytest.mark.engine
 
-NUM_TURNS = 4
+NUM_TURNS = 7
 GROUP_SIZE = 4
 MAX_LENGTH = 96
 
 
 class Talk:
-    """Stands for the workers: every episode adds a few tokens of its own choice before each turn."""
+    """Stands for the workers: every episode samples two turns at once, then from the end of any turn, the prompt or nothing."""
 
     def __init__(self) -> None:
         self.arrived: list[FromWorker] = []
-        self.num_turns: dict[str, int] = {}
+        self.num_asked: dict[str, int] = {}
+        self.answered: dict[str, list[int]] = {}
         self.random = np.random.default_rng(0)
 
     def play(self, episode: str, message: Play) -> None:
-        self._ask(episode)
+        self.num_asked[episode], self.answered[episode] = 0, []
+        for _ in range(2):
+            self._ask(episode, PROMPT)
 
     def send(self, episode: str, message: ToWorker) -> None:
         assert isinstance(message, Sampled)
-        self._ask(episode)
+        answered = self.answered[episode]
+        answered.append(message.turn)
+        if self.num_asked[episode] < NUM_TURNS:
+            choice = int(self.random.integers(-2, len(answered)))
+            self._ask(episode, None if choice == -2 else PROMPT if choice == -1 else answered[choice])
+        elif len(answered) == NUM_TURNS:
+            self.arrived.append(Ended(episode=episode, reward=1.0, parts={}, is_out_of_room=False))
 
     def end(self, episode: str) -> None:
         pass
@@ -52,13 +62,13 @@ class Talk:
         arrived, self.arrived = self.arrived, []
         yield from arrived
 
-    def _ask(self, episode: str) -> None:
-        turn = self.num_turns[episode] = self.num_turns.get(episode, -1) + 1
-        if turn == NUM_TURNS:
-            self.arrived.append(Ended(episode=episode, reward=1.0, parts={}, is_out_of_room=False))
-            return
-        context = self.random.integers(4, 40, self.random.integers(0, 6)).tolist()
-        self.arrived.append(Sample(episode=episode, context=context, max_new_tokens=int(self.random.integers(1, 9))))
+    def _ask(self, episode: str, continues: int | None) -> None:
+        number = self.num_asked[episode]
+        self.num_asked[episode] = number + 1
+        back = 0 if continues is None else number - continues
+        context = self.random.integers(4, 40, self.random.integers(continues is None, 6)).tolist()
+        longest = int(self.random.integers(1, 9))
+        self.arrived.append(Sample(episode=episode, back=back, context=context, max_new_tokens=longest))
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +90,21 @@ def weights_of(model: torch.nn.Module, version: int) -> list[tuple[str, torch.Te
     return [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
 
 
+def logprobs(model: Any, read: list[int], sampled: list[int]) -> np.ndarray:
+    with torch.no_grad():
+        logits = model(torch.tensor([[*read, *sampled]])).logits[0, len(read) - 1 : -1]
+    return torch.log_softmax(logits, dim=-1)[torch.arange(len(sampled)), torch.tensor(sampled)].numpy()
+
+
 def test_stored_logprobs_are_those_of_the_stream_under_the_versions_of_its_segments(engine: Engine, tiny_model: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     prompt = AutoTokenizer.from_pretrained(tiny_model).encode("1+1=")
     versions: dict[int, list[tuple[str, torch.Tensor]]] = {0: weights_of(model, 0)}
     engine.load_weights(versions[0], 0, recompute_kv=True)
     talk = Talk()
-    episodes = Episodes(engine, cast(Workers, talk), EnvironmentSection(), max_length=MAX_LENGTH, retry_s=0.0)
+    episodes = Episodes(
+        engine, cast(Workers, talk), EnvironmentSection(), max_length=MAX_LENGTH, max_episode_tokens=200, retry_s=0.0
+    )
     lease = Lease(
         lease_id=3, prompt_id=0, group_size=GROUP_SIZE, sampling=Sampling(8), min_policy_version=0, timeout_s=60.0,
         prompt="1+1=", row="{}",
@@ -104,19 +122,16 @@ def test_stored_logprobs_are_those_of_the_stream_under_the_versions_of_its_segme
             versions[len(versions)] = weights_of(model, len(versions))
             engine.load_weights(versions[len(versions) - 1], len(versions) - 1, recompute_kv=True)
     assert isinstance(played[0], Played)
-    seen: set[int] = set()
+    seen, kinds = set[int](), set[int]()
     for completion in played[0].completions:
-        lengths = [number for turn in completion.turns for number in (turn.num_context, turn.num_sampled)]
-        sampled = np.repeat(np.tile([False, True], len(completion.turns)), lengths)
-        stream = np.empty(len(sampled), np.int64)
-        stream[sampled], stream[~sampled] = completion.token_ids, completion.context_ids
+        reads = read_by_turns(prompt, completion.turns, completion.context_ids, completion.token_ids)
+        kinds |= {min(turn.back, 2) for turn in completion.turns}
         ends = [segment.first_token for segment in completion.segments[1:]] + [len(completion.token_ids)]
         for segment, end in zip(completion.segments, ends, strict=True):
             seen.add(segment.policy_version)
             model.load_state_dict(dict(versions[segment.policy_version]), strict=False)
-            with torch.no_grad():
-                logits = model(torch.tensor([[*prompt, *stream.tolist()]])).logits[0, len(prompt) - 1 : -1]
-            expected = torch.log_softmax(logits, dim=-1)[torch.arange(len(stream)), torch.from_numpy(stream)].numpy()[sampled]
+            expected = np.concatenate([logprobs(model, *read) for read in reads])
             of_segment = slice(segment.first_token, end)
             np.testing.assert_allclose(completion.behavior_logprobs[of_segment], expected[of_segment], atol=2e-5)
     assert len(seen) > 2, "the weights did not change within the episodes"
+    assert kinds == {0, 1, 2}, "not every way to go on was taken"

@@ -8,10 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from offbeat.actor.environments.messages import Begin, Cancel, Ended, Failed, FromWorker, Play, Sample, Sampled
+from offbeat.actor.environments.messages import Begin, Cancel, Ended, Failed, FromWorker, Play, Sample, Sampled, Withdraw
 from offbeat.actor.environments.workers import Workers
 from offbeat.common import processes
 from offbeat.common.shutdown import ServiceError
+from tests.conftest import ALPHABET
 
 pytestmark = pytest.mark.slow
 
@@ -40,6 +41,18 @@ async def play(chat, row):
         while True:
             await chat.sample()
             chat.reward(0.5)
+    if kind == "forks":
+        first = await chat.sample()
+        fork, again = chat.fork(), chat.restart("12")
+        chat.add("tool", "3")
+        both = await asyncio.gather(chat.sample(), fork.sample(), again.sample(2))
+        chat.metric("room", chat.room)
+        try:
+            await asyncio.wait_for(again.sample(), 0.2)
+        except TimeoutError:
+            again.add("tool", "4")
+        await again.sample()
+        return float("".join(reply.text for reply in both))
     replies = []
     for _ in range(row["turns"]):
         replies.append(await chat.sample(max_new_tokens=3))
@@ -91,13 +104,24 @@ def fragile(tiny_model: Path) -> Iterator[Workers]:
 
 
 def begin(model: Path, function: str = "games:play", max_length: int = 20) -> Begin:
-    return Begin(function=function, tokenizer=str(model), has_chat_template=False, template_arguments={}, max_length=max_length)
+    return Begin(
+        function=function,
+        tokenizer=str(model),
+        has_chat_template=False,
+        template_arguments={},
+        max_length=max_length,
+        max_episode_tokens=40,
+    )
 
 
 def play(workers: Workers, episode: str, kind: str, turns: int = 1) -> None:
     row = f'{{"kind": "{kind}", "turns": {turns}}}'
-    message = Play(episode=episode, row=row, prompt="1+1=", num_prompt_tokens=4, seed=7, is_evaluation=False)
+    message = Play(episode=episode, row=row, prompt="1+1=", num_prompt_tokens=4, max_new_tokens=8, seed=7, is_evaluation=False)
     workers.play(episode, message)
+
+
+def token(character: str) -> int:
+    return ALPHABET.index(character) + 4
 
 
 def next_news(workers: Workers, claim: Callable[[], bool] = lambda: False) -> list[FromWorker | str]:
@@ -118,12 +142,40 @@ def worker_pids() -> list[int]:
 def test_function_plays_its_turns_and_returns_its_reward(workers: Workers) -> None:
     play(workers, "1/0/0", "turns", turns=2)
     assert next_news(workers) == [Sample(episode="1/0/0", context=[], max_new_tokens=3)]
-    workers.send("1/0/0", Sampled(episode="1/0/0", token_ids=[5, 6], finish_reason="stop"))
+    workers.send("1/0/0", Sampled(episode="1/0/0", turn=0, token_ids=[5, 6], finish_reason="stop"))
     (second,) = next_news(workers)
     # Tokens 4 and up are the characters of the alphabet.
     assert second == Sample(episode="1/0/0", context=[5, 6], max_new_tokens=3)
-    workers.send("1/0/0", Sampled(episode="1/0/0", token_ids=[7], finish_reason="length"))
+    workers.send("1/0/0", Sampled(episode="1/0/0", turn=1, token_ids=[7], finish_reason="length"))
     assert next_news(workers) == [Ended(episode="1/0/0", reward=2.007, parts={"turns": 2.0}, is_out_of_room=False)]
+
+
+def test_sequences_of_an_episode_are_sampled_at_once_and_a_turn_given_up_is_withdrawn(workers: Workers) -> None:
+    play(workers, "1/0/0", "forks")
+    assert next_news(workers) == [Sample(episode="1/0/0", context=[], max_new_tokens=8)]
+    workers.send("1/0/0", Sampled(episode="1/0/0", turn=0, token_ids=[5], finish_reason="stop"))
+    asked: list[FromWorker | str] = []
+    while len(asked) < 3:
+        asked += next_news(workers)
+    one, two, three, four = map(token, "1234")
+    assert asked == [
+        Sample(episode="1/0/0", back=1, context=[three], max_new_tokens=8),
+        Sample(episode="1/0/0", back=2, context=[], max_new_tokens=8),
+        Sample(episode="1/0/0", back=0, context=[one, two], max_new_tokens=2),
+    ]
+    for turn, text in ((3, "7"), (2, "8"), (1, "9")):
+        workers.send("1/0/0", Sampled(episode="1/0/0", turn=turn, token_ids=[token(text)], finish_reason="stop"))
+    assert next_news(workers) == [Sample(episode="1/0/0", back=1, context=[], max_new_tokens=8)]
+    given_up: list[FromWorker | str] = []
+    while len(given_up) < 2:
+        given_up += next_news(workers)
+    assert given_up == [
+        Withdraw(episode="1/0/0", turn=4),
+        Sample(episode="1/0/0", back=2, context=[four], max_new_tokens=8),
+    ]
+    workers.send("1/0/0", Sampled(episode="1/0/0", turn=5, token_ids=[5], finish_reason="stop"))
+    # The prompt has 4 tokens, and the first sequence 3 more, of 20; all sequences have 11 of 40 by then.
+    assert next_news(workers) == [Ended(episode="1/0/0", reward=987.0, parts={"room": 13.0}, is_out_of_room=False)]
 
 
 def test_many_episodes_wait_at_once_in_one_process(workers: Workers) -> None:
@@ -156,9 +208,9 @@ def test_function_that_raises_fails_its_episode_alone(workers: Workers, kind: st
 
 def test_episode_without_room_ends_with_the_rewards_it_has(workers: Workers) -> None:
     play(workers, "1/0/0", "greedy")
-    for _ in range(2):
+    for turn in range(2):
         assert isinstance(next_news(workers)[0], Sample)
-        workers.send("1/0/0", Sampled(episode="1/0/0", token_ids=[5] * 8, finish_reason="length"))
+        workers.send("1/0/0", Sampled(episode="1/0/0", turn=turn, token_ids=[5] * 8, finish_reason="length"))
     assert next_news(workers) == [Ended(episode="1/0/0", reward=1.0, parts={}, is_out_of_room=True)]
 
 

@@ -49,6 +49,22 @@ def test_what_an_environment_added_is_marked() -> None:
     assert written(rollout, decode) == "⟦c⟧?a?c!7"
 
 
+def test_where_the_sequences_of_an_episode_begin_is_told() -> None:
+    ids = np.array(list(map(ord, "abcde")), np.int32)
+    turns = (Turn(0, 1), Turn(1, 1), Turn(0, 1, 2), Turn(2, 1, 0), Turn(0, 1, 5))
+    context = np.array(list(map(ord, "x12")), np.int32)
+    rollout = Rollout(ids, np.zeros(5, np.float32), 1.0, "stop", (Segment(0, 0),), {}, turns, context)
+    assert written(rollout, decode).splitlines() == [
+        "a⟦x⟧b",
+        "⟦turn 3, from the end of turn 1⟧",
+        "c",
+        "⟦turn 4, a new sequence⟧",
+        "⟦12⟧d",
+        "⟦turn 5, from the prompt⟧",
+        "e",
+    ]
+
+
 def test_a_sampled_step_has_its_best_and_its_worst_completion() -> None:
     groups = [group(1, [0.5, 2.0], ["ab", "abc"], version=3), group(2, [1.0, -1.0], ["x", "y"], version=4)]
     best, worst = samples_of(5, [5], groups)

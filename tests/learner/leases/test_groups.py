@@ -1,6 +1,7 @@
 """Groups are views of their frames, and groups that cannot be trained on are refused with a reason."""
 
 import math
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from offbeat.learner.leases.groups import LARGEST_LOGPROB, SMALLEST_LOGPROB, Group, Limits, Rollout, flaw, unpack
 from offbeat.protocols.completions import CompletionMeta, Segment, Turn
 
-LIMITS = Limits(group_size=2, max_new_tokens=4, vocabulary_size=50, newest_version=3, max_length=0)
+LIMITS = Limits(group_size=2, max_new_tokens=4, vocabulary_size=50, newest_version=3, max_length=0, max_episode_tokens=100)
 
 
 def frames(ids: list[int], logprobs: list[float]) -> list[memoryview]:
@@ -40,19 +41,18 @@ def test_every_completion_gets_its_own_tokens(lengths: list[int]) -> None:
         assert rollout.behavior_logprobs.tolist() == (-rollout.token_ids.astype(np.float32)).tolist()
 
 
-def with_turns(*turns: tuple[int, int]) -> CompletionMeta:
-    """Return a completion with these turns of (context, sampled) tokens."""
-    return CompletionMeta(
-        sum(sampled for _, sampled in turns), "stop", 0.5, (Segment(0, 0),), turns=tuple(Turn(*turn) for turn in turns)
-    )
+def with_turns(*turns: tuple[int, ...]) -> CompletionMeta:
+    """Return a completion with these turns: context, sampled tokens, and turns to go back."""
+    return CompletionMeta(sum(turn[1] for turn in turns), "stop", 0.5, (Segment(0, 0),), turns=tuple(starmap(Turn, turns)))
 
 
 def test_context_stands_where_it_was_read() -> None:
     completions = [with_turns((0, 2), (3, 1)), meta(2), with_turns((1, 1))]
     arrays = [*frames([1, 2, 3, 4, 5, 6], [-1.0] * 6), frames([11, 12, 13, 14], [])[0]]
-    streams = [rollout.stream() for rollout in unpack(completions, arrays)]
-    assert [ids.tolist() for ids, _ in streams] == [[1, 2, 11, 12, 13, 3], [4, 5], [14, 6]]
-    assert ["".join("cs"[one] for one in sampled.tolist()) for _, sampled in streams] == ["sscccs", "ss", "cs"]
+    rollouts = unpack(completions, arrays)
+    pieces = [[(context.tolist(), sampled.tolist()) for _, context, sampled in rollout.pieces()] for rollout in rollouts]
+    assert pieces == [[([], [1, 2]), ([11, 12, 13], [3])], [], [([14], [6])]]
+    assert rollouts[1].token_ids.tolist() == [4, 5]
 
 
 def test_turns_are_bounded_one_by_one_and_all_together() -> None:
@@ -64,10 +64,22 @@ def test_turns_are_bounded_one_by_one_and_all_together() -> None:
     for change, why in (
         ({"max_length": 9}, "10 tokens with its context, more than 9"),
         ({"max_length": 0}, "10 tokens with its context, more than 0"),
+        ({"max_episode_tokens": 9}, "10 tokens in its sequences, more than 9"),
         ({"max_new_tokens": 3}, "completion 0 has 4 tokens, more than 3"),
         ({"vocabulary_size": 49}, "outside the vocabulary"),
     ):
         assert why in str(flaw([completion], arrays, limits._replace(**change)))
+
+
+def test_each_sequence_is_bounded_and_all_together() -> None:
+    # The longest sequence, turns 0 and 2, has 9 tokens; a turn that two continue counts once in the 14 of all.
+    completion = with_turns((1, 4), (0, 2, 1), (2, 2, 2), (2, 1, 0))
+    arrays = [*frames([1] * 9, [-1.0] * 9), frames([2] * 5, [])[0]]
+    limits = LIMITS._replace(group_size=1, max_length=9, max_episode_tokens=14)
+    assert flaw([completion], arrays, limits) is None
+    assert "9 tokens with its context, more than 8" in str(flaw([completion], arrays, limits._replace(max_length=8)))
+    few = limits._replace(max_episode_tokens=13)
+    assert "14 tokens in its sequences, more than 13" in str(flaw([completion], arrays, few))
 
 
 def test_completions_are_views_of_the_frames() -> None:

@@ -1,12 +1,15 @@
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offbeat.learner.policy.logprobs import CompletionLogprobs, token_logprobs
-from offbeat.learner.policy.packing import Pack, pack
+from offbeat.learner.policy.packing import Pack, Turns, pack
+from offbeat.protocols.completions import Turn
+from tests.trees import read_by_turns
 
 pytestmark = pytest.mark.slow
 
@@ -15,6 +18,13 @@ SEQUENCES = [
     ([21, 22], [[23, 24, 25, 26, 27, 28], [29, 30]]),
 ]
 """Two groups, with an empty completion and one of a single token."""
+TURNS = [(1, 3, 1), (2, 2, 1), (0, 4, 2), (1, 2, 1), (0, 3, 4), (3, 2, 0), (1, 1, 1)]
+"""Turns by context, sampled tokens and turns to go back: two forks of turn 0 or later, one of the prompt's end, a restart."""
+WITH_TURNS: list[tuple[list[int], Any]] = [
+    *SEQUENCES,
+    ([31, 32, 33], [Turns(np.arange(10, 27, dtype=np.int32), np.arange(34, 42, dtype=np.int32), TURNS), [4, 5]]),
+]
+"""The same, and a group with a completion of several sequences."""
 
 
 Head = tuple[Tensor, Tensor, Tensor]
@@ -157,15 +167,22 @@ def run(module: CompletionLogprobs, packed: Pack, temperature: float = 0.8) -> A
 
 
 def plain_logprobs(policy, temperature: float = 0.8) -> Tensor:
-    """Return log-probs of all completion tokens, each completion alone with its prompt, from transformers alone."""
+    """Return log-probs of all sampled tokens, each turn alone with what it has read, from transformers alone."""
     parts = []
-    for prompt, completions in SEQUENCES:
+    for prompt, completions in WITH_TURNS:
         for completion in completions:
-            logits = policy(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
-            parts.append(
-                (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(completion).long()[:, None]).squeeze(-1)
-            )
+            for read, sampled in reads_of(prompt, completion):
+                logits = policy(input_ids=torch.tensor([[*read, *sampled]])).logits[0, len(read) - 1 : -1]
+                parts.append(
+                    (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(sampled).long()[:, None]).squeeze(-1)
+                )
     return torch.cat(parts)
+
+
+def reads_of(prompt: list[int], completion: Any) -> list[tuple[list[int], list[int]]]:
+    if not isinstance(completion, Turns):
+        return [(prompt, completion)]
+    return read_by_turns(prompt, [Turn(*turn) for turn in completion.turns], completion.context_ids, completion.token_ids)
 
 
 @pytest.fixture(params=["qwen3", "qwen3_moe", "llama", "windowed_mistral"])
@@ -198,7 +215,7 @@ def parameter_gradients(model) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_packed_logprobs_and_gradients_are_those_of_each_completion_alone(folder, checkpointing):
+def test_packed_logprobs_and_gradients_are_those_of_each_turn_alone(folder, checkpointing):
     policy, reference = load(folder), load(folder)
     if checkpointing:
         from transformers.modeling_layers import GradientCheckpointingLayer
@@ -208,8 +225,8 @@ def test_packed_logprobs_and_gradients_are_those_of_each_completion_alone(folder
             if isinstance(layer, GradientCheckpointingLayer):
                 layer.training = True
     expected = plain_logprobs(reference)
-    logprobs, _, _ = run(CompletionLogprobs(policy, max_chunk_logits=100), pack(SEQUENCES))
-    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
+    logprobs, _, _ = run(CompletionLogprobs(policy, max_chunk_logits=100), pack(WITH_TURNS))
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-6 if policy.config.model_type == "llama" else 1e-5)
     scale = torch.randn(len(expected), generator=torch.Generator().manual_seed(2))
     (logprobs * scale).sum().backward()
     (expected * scale).sum().backward()

@@ -1,12 +1,13 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from offbeat.learner.policy import packed_attention as packed_attention_module
 from offbeat.learner.policy.packed_attention import ATTENTION_NAME, PlacedSpans, Shape, check_packing, packed_attention
-from offbeat.learner.policy.packing import Span, pack
+from offbeat.learner.policy.packing import Span, Turns, pack
 
 pytestmark = pytest.mark.slow
 
@@ -16,24 +17,33 @@ PROMPTS_AND_LENGTHS = (
     ((1, (0, 1)), (4, (9, 4)), (2, ())),
 )
 """Prompt lengths with completion lengths; prompts both longer and shorter than their completions."""
+WITH_TURNS = ((3, (5, ((1, 3, 1), (2, 2, 1), (0, 4, 2), (1, 2, 1), (0, 3, 4), (3, 2, 0), (1, 1, 1)))),)
+"""The same with a completion of turns, by context, sampled tokens and turns to go back: two forks and a restart."""
 
 
 def make_spans(lengths) -> tuple[Span, ...]:
-    return pack([([1] * prompt, [[1] * length for length in completions]) for prompt, completions in lengths]).spans
+    return pack([([1] * prompt, [make_completion(one) for one in completions]) for prompt, completions in lengths]).spans
+
+
+def make_completion(lengths: int | tuple[tuple[int, int, int], ...]) -> list[int] | Turns:
+    if isinstance(lengths, int):
+        return [1] * lengths
+    sampled, context = (np.ones(sum(turn[part] for turn in lengths), dtype=np.int32) for part in (1, 0))
+    return Turns(sampled, context, lengths)
 
 
 def visible(spans: tuple[Span, ...], window: int | None) -> Tensor:
-    """Return the visible keys `[inputs, inputs]` bool, from each input's completion and position."""
-    prompts, owners, positions = [], [], []
+    """Return the visible keys `[inputs, inputs]` bool, from each input's span, its prefix and position."""
+    prefixes, owners, positions = [], [], []
     for span in spans:
         for offset in range(span.length):
-            prompts.append(span.prefix_start if span.prefix_length else span.start)
+            prefixes.append([index for part in span.prefix for index in part])
             owners.append(span.start)
             positions.append(span.prefix_length + offset)
     allowed = torch.zeros(len(owners), len(owners), dtype=torch.bool)
     for row in range(len(owners)):
         for column in range(len(owners)):
-            related = owners[column] in (owners[row], prompts[row])
+            related = owners[column] == owners[row] or column in prefixes[row]
             distance = positions[row] - positions[column]
             allowed[row, column] = related and 0 <= distance < (window or math.inf)
     return allowed
@@ -71,7 +81,7 @@ def attend(spans: tuple[Span, ...], inputs: Inputs, *, window: int | None, scali
 
 @pytest.mark.parametrize("square_keys", [0, 1024])
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
-@pytest.mark.parametrize("lengths", PROMPTS_AND_LENGTHS)
+@pytest.mark.parametrize("lengths", [*PROMPTS_AND_LENGTHS, WITH_TURNS])
 def test_attention_is_that_of_the_whole_matrix_in_value_and_gradient(
     monkeypatch: pytest.MonkeyPatch, lengths, window, square_keys: int
 ):
@@ -93,7 +103,7 @@ def test_attention_is_that_of_the_whole_matrix_in_value_and_gradient(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
-@pytest.mark.parametrize("lengths", PROMPTS_AND_LENGTHS)
+@pytest.mark.parametrize("lengths", [*PROMPTS_AND_LENGTHS, WITH_TURNS])
 def test_on_a_gpu_in_bfloat16_attention_is_that_of_the_whole_matrix_in_value_and_gradient(lengths, window):
     spans = make_spans(lengths)
     allowed = visible(spans, window).cuda()
@@ -108,7 +118,7 @@ def test_on_a_gpu_in_bfloat16_attention_is_that_of_the_whole_matrix_in_value_and
 
 
 def test_a_kernel_for_many_lengths_finds_a_prompts_keys_once_for_each_completion():
-    placed = PlacedSpans((Span(0, 2), Span(2, 3, 0, 2), Span(5, 1, 0, 2)), torch.device("cpu")).in_line
+    placed = PlacedSpans((Span(0, 2), Span(2, 3, (range(2),)), Span(5, 1, (range(2),))), torch.device("cpu")).in_line
     assert placed.key_indices.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 5]
     assert placed.query_offsets.tolist() == [0, 2, 5, 6]
     assert placed.key_offsets.tolist() == [0, 2, 7, 10]
@@ -117,7 +127,7 @@ def test_a_kernel_for_many_lengths_finds_a_prompts_keys_once_for_each_completion
 
 
 def test_a_kernel_for_one_length_gets_each_spans_own_queries():
-    spans = (Span(0, 2), Span(2, 3, 0, 2), Span(5, 1, 0, 2), Span(6, 3, 0, 2))
+    spans = (Span(0, 2), Span(2, 3, (range(2),)), Span(5, 1, (range(2),)), Span(6, 3, (range(2),)))
     placed = PlacedSpans(spans, torch.device("cpu")).by_shape
     assert placed.shapes == (Shape(1, 2, 2), Shape(2, 3, 5), Shape(1, 1, 3))
     assert placed.query_indices.tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 5]
@@ -127,7 +137,7 @@ def test_a_kernel_for_one_length_gets_each_spans_own_queries():
 
 def test_a_kernel_for_one_length_gets_the_prompts_queries_too_where_a_square_is_less_work(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packed_attention_module, "SQUARE_KEYS", 5)
-    spans = (Span(0, 2), Span(2, 3, 0, 2), Span(5, 1, 0, 2), Span(6, 3, 0, 2))
+    spans = (Span(0, 2), Span(2, 3, (range(2),)), Span(5, 1, (range(2),)), Span(6, 3, (range(2),)))
     placed = PlacedSpans(spans, torch.device("cpu")).by_shape
     assert placed.shapes == (Shape(1, 2, 2), Shape(2, 5, 5), Shape(1, 1, 3))
     assert placed.query_indices.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 6, 7, 8, 5]

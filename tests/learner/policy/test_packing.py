@@ -1,14 +1,38 @@
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from offbeat.learner.policy.packing import Span, Stream, num_inputs, pack, unpack
+from offbeat.learner.policy.packing import Pack, Span, Turns, num_inputs, pack, unpack
+from offbeat.protocols.completions import Turn
+from tests.trees import read_by_turns, trees_of_turns
 
 token_ids = st.integers(1, 99)
 groups = st.tuples(
     st.lists(token_ids, min_size=1, max_size=4), st.lists(st.lists(token_ids, min_size=0, max_size=4), max_size=3)
 )
+
+
+def ids(*values: int) -> NDArray[np.int32]:
+    return np.array(values, dtype=np.int32)
+
+
+def turns_of(turns: Sequence[Turn]) -> list[tuple[int, int, int]]:
+    return [(turn.num_context, turn.num_sampled, turn.back) for turn in turns]
+
+
+def seen_by_inputs(packed: Pack) -> dict[int, list[int]]:
+    """Return the inputs that each input attends to, its own last."""
+    seen = {}
+    for span in packed.spans:
+        prefix = [index for part in span.prefix for index in part]
+        for index in range(span.start, span.start + span.length):
+            seen[index] = [*prefix, *range(span.start, index + 1)]
+    assert sorted(seen) == list(range(len(packed.token_ids)))
+    return seen
 
 
 def test_a_prompt_is_there_once_and_a_completion_without_its_last_token():
@@ -17,7 +41,7 @@ def test_a_prompt_is_there_once_and_a_completion_without_its_last_token():
     assert packed.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1]
     assert packed.predictors.tolist() == [2, 3, 4, 2, 5, 6]
     assert packed.targets.tolist() == [4, 5, 6, 7, 9, 10]
-    assert packed.spans == (Span(0, 3), Span(3, 2, 0, 3), Span(5, 1), Span(6, 1, 5, 1))
+    assert packed.spans == (Span(0, 3), Span(3, 2, (range(3),)), Span(5, 1), Span(6, 1, (range(5, 6),)))
     assert packed.lengths == (3, 1, 0, 2)
     assert {tensor.dtype for tensor in packed[:4]} == {torch.int64}
 
@@ -26,12 +50,7 @@ def test_a_prompt_is_there_once_and_a_completion_without_its_last_token():
 @given(st.lists(groups, max_size=3))
 def test_what_the_predictor_of_a_token_sees_is_the_prompt_and_the_completion_before_the_token(sequences):
     packed = pack(sequences)
-    seen = {}
-    for span in packed.spans:
-        prefix = list(range(span.prefix_start, span.prefix_start + span.prefix_length))
-        for index in range(span.start, span.start + span.length):
-            seen[index] = [*prefix, *range(span.start, index + 1)]
-    assert sorted(seen) == list(range(len(packed.token_ids)))
+    seen = seen_by_inputs(packed)
     tokens = [
         ([*prompt, *completion[:before]], token)
         for prompt, completions in sequences
@@ -43,34 +62,52 @@ def test_what_the_predictor_of_a_token_sees_is_the_prompt_and_the_completion_bef
         assert packed.token_ids[seen[predictor]].tolist() == history
         assert packed.position_ids[seen[predictor]].tolist() == list(range(len(history)))
     assert packed.lengths == tuple(len(completion) for _, completions in sequences for completion in completions)
+    num_of_completions = sum(num_inputs(completion) for _, completions in sequences for completion in completions)
+    assert len(packed.token_ids) == max(1, sum(len(prompt) for prompt, _ in sequences) + num_of_completions)
+
+
+def test_turns_that_continue_one_turn_share_its_inputs() -> None:
+    # Turn 0 reads 20; 1 goes on from it, 2 from there too, 3 from turn 1, 4 from the prompt, and 5 begins with 24 and 25.
+    turns = [(1, 2, 1), (0, 1, 1), (1, 1, 2), (1, 1, 2), (0, 2, 5), (2, 1, 0)]
+    completion = Turns(ids(1, 2, 3, 4, 5, 6, 7, 8), ids(20, 21, 22, 24, 25), turns)
+    packed = pack([([90, 91], [completion])])
+    assert packed.token_ids.tolist() == [90, 91, *(20, 1, 2, 3, 22), 21, 6, *(24, 25)]
+    assert packed.position_ids.tolist() == [0, 1, *(2, 3, 4, 5, 6), 5, 2, *(0, 1)]
+    assert packed.targets.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert packed.predictors.tolist() == [2, 3, 4, 7, 6, 1, 8, 10]
+    prompt = range(2)
+    assert packed.spans == (
+        Span(0, 2),
+        Span(2, 5, (prompt,)),
+        Span(7, 1, (prompt, range(2, 5))),
+        Span(8, 1, (prompt,)),
+        Span(9, 2),
+    )
+    assert packed.lengths == (8,)
 
 
 @settings(max_examples=100)
-@given(st.lists(groups, max_size=3), st.randoms(use_true_random=False))
-def test_only_sampled_tokens_of_a_stream_are_predicted_and_all_are_read(sequences, random):
-    sampled = [[[random.random() < 0.5 for _ in one[1:]] + [True] * bool(one) for one in ones] for _, ones in sequences]
-    streams = [
-        (
-            prompt,
-            [Stream(np.array(one, dtype=np.int32), np.array(mask, dtype=bool)) for one, mask in zip(ones, masks, strict=True)],
+@given(st.lists(token_ids, min_size=1, max_size=4), st.lists(trees_of_turns(), max_size=3))
+def test_each_turn_is_predicted_from_its_own_sequence_and_no_token_is_there_twice(prompt, trees):
+    completions, reads, first = [], [], 100
+    for turns in trees:
+        num_context, num_sampled = (sum(numbers) for numbers in list(zip(*turns_of(turns), strict=True))[:2])
+        context_ids, sampled_ids = (
+            np.arange(first, first + num_context),
+            np.arange(first + num_context, first + num_context + num_sampled),
         )
-        for (prompt, ones), masks in zip(sequences, sampled, strict=True)
-    ]
-    whole, packed = pack(sequences), pack(streams)
-    keep = torch.tensor([one for masks in sampled for mask in masks for one in mask], dtype=torch.bool)
-    assert packed.targets.tolist() == whole.targets[keep].tolist()
-    assert packed.predictors.tolist() == whole.predictors[keep].tolist()
-    assert packed.lengths == tuple(sum(mask) for masks in sampled for mask in masks)
-    for field in ("token_ids", "position_ids"):
-        assert getattr(packed, field).tolist() == getattr(whole, field).tolist()
-    assert packed.spans == whole.spans
-
-
-@settings(max_examples=50)
-@given(groups)
-def test_the_number_of_inputs_is_known_before_packing(group):
-    prompt, completions = group
-    assert num_inputs(len(prompt), [len(completion) for completion in completions]) == len(pack([group]).token_ids)
+        first += num_context + num_sampled
+        completions.append(Turns(context_ids=context_ids, token_ids=sampled_ids, turns=turns_of(turns)))
+        reads += read_by_turns(prompt, turns, context_ids.tolist(), sampled_ids.tolist())
+    packed = pack([(prompt, completions)])
+    seen = seen_by_inputs(packed)
+    tokens = [([*read, *sampled[:place]], token) for read, sampled in reads for place, token in enumerate(sampled)]
+    assert packed.targets.tolist() == [token for _, token in tokens]
+    for (history, _), predictor in zip(tokens, packed.predictors.tolist(), strict=True):
+        assert packed.token_ids[seen[predictor]].tolist() == history
+        assert packed.position_ids[seen[predictor]].tolist() == list(range(len(history)))
+    of_completions = packed.token_ids[len(prompt) :].tolist()
+    assert len(set(of_completions)) == len(of_completions) == sum(map(num_inputs, completions))
 
 
 def test_nothing_to_pack_is_one_input_that_predicts_nothing():

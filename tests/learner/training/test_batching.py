@@ -45,6 +45,19 @@ def test_context_of_an_environment_is_read_and_not_trained_on() -> None:
     assert [len(micro_batch) for micro_batch in of_two[0]] == [1, 1], "context counts as an input"
 
 
+def test_inputs_of_forks_are_counted_as_they_are_packed() -> None:
+    turns = (Turn(1, 2), Turn(1, 3), Turn(2, 1, 2), Turn(1, 2, 0))
+    rollout = make_row(3, 8).rollout._replace(turns=turns, context_ids=np.arange(51, 56, dtype=np.int32))
+    rows = [make_row(3, 8)._replace(rollout=rollout, group=group) for group in (0, 0, 1)]
+    # 3 of the prompt and, of each completion, 13 without the last token of each of its three sequences.
+    assert [num_inputs([row]) for row in rows] == [13, 13, 13]
+    for limit, sizes in ((12, [13, 13, 13]), (22, [13, 13, 13]), (23, [23, 13]), (35, [23, 13]), (36, [36])):
+        (micro_batches,) = assign_rows(rows, micro_batch_tokens=limit, world_size=1)
+        assert sorted(map(num_inputs, micro_batches), reverse=True) == sizes
+    behavior = collate(rows[:1]).behavior_logprobs
+    assert behavior.tolist() == [[-1, -2, -3, -4, -5, -6, -7, -8]]
+
+
 def test_a_micro_batch_without_rows_has_an_input_and_nothing_to_learn() -> None:
     batch = collate([])
     assert len(batch.pack.token_ids) == 1
