@@ -9,7 +9,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from offbeat.actor.sandbox.launch import DISK_BYTES, INSIDE, INTERPRETER, Launch, Usage, num_threads, visible_paths
+from offbeat.actor.sandbox.launch import (
+    DISK_BYTES,
+    INSIDE,
+    INTERPRETER,
+    Launch,
+    Usage,
+    children_of,
+    threads_and_cpu_time,
+    visible_paths,
+)
 from offbeat.actor.sandbox.seccomp import seccomp_filter
 
 _FOLDER = "/tmp"
@@ -47,8 +56,10 @@ class Bubblewrap:
     def _command(self, seccomp: int, folders: Sequence[str]) -> list[str]:
         binds = [part for path in [*visible_paths(), *folders] for part in ("--ro-bind", path, path)]
         devices = [part for path in _DEVICES for part in ("--dev-bind", path, path)]
+        # With the program as the first process of its namespace, bubblewrap collects its end. Otherwise it would leave a dead
+        # process to the first process of this machine or container, which may be the actor.
         return [
-            *(self._path, "--unshare-all", "--die-with-parent", "--new-session", "--seccomp", str(seccomp)),
+            *(self._path, "--unshare-all", "--as-pid-1", "--die-with-parent", "--new-session", "--seccomp", str(seccomp)),
             # First, because the interpreter may lie below it.
             *("--size", str(DISK_BYTES), "--tmpfs", _FOLDER),
             *(*binds, *devices, "--ro-bind", str(INSIDE), _SCRIPT, "--remount-ro", "/", "--chdir", _FOLDER),
@@ -57,14 +68,9 @@ class Bubblewrap:
 
 
 def _usage(pid: int) -> Usage:
-    """Return what the program behind bubblewrap's process `pid` has in use. Its memory bounds the bytes of its files."""
-    program = _last_descendant(pid)
+    """Return what the program, the only child of bubblewrap's process `pid`, has in use. The kernel bounds its bytes."""
+    program = next(iter(children_of(pid)), None)
+    if program is None:
+        raise ProcessLookupError(f"process {pid} has no child")
     files = os.statvfs(f"/proc/{program}/root{_FOLDER}")
-    return Usage(num_threads(program), files.f_files - files.f_ffree, 0)
-
-
-def _last_descendant(pid: int) -> int:
-    """Return the program: bubblewrap has one child, the first process of the namespace, and that one has the program."""
-    while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        pid = int(children[0])
-    return pid
+    return Usage(*threads_and_cpu_time(program), num_files=files.f_files - files.f_ffree, disk_bytes=0)

@@ -41,8 +41,7 @@ def prepare():
         which = getattr(resource, name)
         hard = resource.getrlimit(which)[1]
         soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        # At the soft limit of CPU time the program ends by a signal of its own, at the hard one by SIGKILL.
-        resource.setrlimit(which, (soft, hard if name == "RLIMIT_CPU" else soft))
+        resource.setrlimit(which, (soft, soft))
     sys.path[:] = [os.getcwd(), *(path for path in sys.path if path), *order["folders"]]  # noqa: PTH109
     sys.argv[:] = [NAME]
     # From here on everything is the program's: what comes before this mark is a failure of the sandbox.

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.actor.sandbox import confine
-from offbeat.actor.sandbox.launch import DISK_BYTES, INSIDE, INTERPRETER, MAX_FILES, Launch, Usage, num_threads, visible_paths
+from offbeat.actor.sandbox.launch import (
+    DISK_BYTES,
+    INSIDE,
+    INTERPRETER,
+    MAX_FILES,
+    Launch,
+    Usage,
+    threads_and_cpu_time,
+    visible_paths,
+)
 from offbeat.actor.sandbox.seccomp import seccomp_filter
 
 _READ = ("/dev/zero", "/dev/random", "/dev/urandom")
@@ -49,7 +58,7 @@ def _usage(pid: int, folder: str) -> Usage:
         status = entry.stat()
         if status.st_nlink == 0:
             num_bytes += 512 * status.st_blocks
-    return Usage(num_threads(pid), num_files, num_bytes)
+    return Usage(*threads_and_cpu_time(pid), num_files, num_bytes)
 
 
 def _folder_size(folder: str) -> tuple[int, int]:

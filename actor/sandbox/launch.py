@@ -1,5 +1,6 @@
 """What the two backends have in common: how a program is launched, and what it sees of the machine."""
 
+import os
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ class Usage(NamedTuple):
     """What a program has in use."""
 
     num_threads: int
+    cpu_s: float
     num_files: int
     disk_bytes: int
 
@@ -65,7 +67,13 @@ def visible_paths() -> list[str]:
     return [path for path in dict.fromkeys([*_SYSTEM, *paths]) if Path(path).exists()]
 
 
-def num_threads(pid: int) -> int:
-    """Return the threads of a process. Raise `OSError` when it has ended."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next((int(line.split()[1]) for line in lines if line.startswith("Threads:")), 0)
+def children_of(pid: int) -> list[int]:
+    """Return the children that the first thread of a process has started. Raise `OSError` when it has ended."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def threads_and_cpu_time(pid: int) -> tuple[int, float]:
+    """Return the threads of a process, and its CPU time in seconds. Raise `OSError` when it has ended."""
+    # The name, which comes before the state, may contain blanks and parentheses.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[17]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

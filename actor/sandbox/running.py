@@ -2,9 +2,9 @@
 
 import errno
 import marshal
-import math
 import os
 import selectors
+import signal
 import subprocess
 import threading
 import time
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from offbeat.actor.samples import RewardUnavailable
 from offbeat.actor.sandbox import confine
-from offbeat.actor.sandbox.launch import DISK_BYTES, ENVIRONMENT, MAX_FILES, MAX_THREADS, Launch
+from offbeat.actor.sandbox.launch import DISK_BYTES, ENVIRONMENT, MAX_FILES, MAX_THREADS, Launch, children_of
 from offbeat.actor.sandbox.program import Result
 
 OUTPUT_BYTES = 1 << 20
@@ -27,7 +27,7 @@ LOOK_S = 0.02
 """Seconds between two looks at what a program has in use."""
 _MARK = b"\x06offbeat\n"
 """What the sandbox writes when all limits are taken, just before the program begins."""
-_KILLED, _OUT_OF_CPU_TIME = 128 + 9, 128 + 24
+_KILLED = 128 + 9
 _NO_MEMORY = f"OSError: [Errno {errno.ENOMEM}]"
 _CHUNK = 1 << 16
 
@@ -46,7 +46,6 @@ def run_program(
     """Run a program to its end. Raise `RewardUnavailable` when the sandbox fails, `OSError` when it cannot be started."""
     limits = {
         "RLIMIT_AS": memory_mb << 20,
-        "RLIMIT_CPU": math.ceil(timeout_s),
         "RLIMIT_FSIZE": DISK_BYTES,
         "RLIMIT_NOFILE": 64,
         "RLIMIT_CORE": 0,
@@ -110,13 +109,23 @@ class Running:
             began_at = time.monotonic()
             reason = self._await(self._has_ended, timeout_s, stop)
             seconds = time.monotonic() - began_at
-            self._process.kill()
-            # A killed process is gone at once; its namespace, a moment later.
+            self._kill()
             self._await(self._has_ended, END_S, threading.Event())
             return self._result(reason, seconds)
         finally:
             os.close(exit_descriptor)
             self._selector.close()
+
+    def _kill(self) -> None:
+        """Kill the program; what has started it then ends by itself, and leaves no dead process behind."""
+        programs: list[int] = []
+        with suppress(OSError):
+            programs = children_of(self._process.pid)
+        for pid in programs:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not programs:
+            self._process.kill()
 
     def _result(self, reason: str | None, seconds: float) -> Result:
         returned = self._process.wait(END_S)
@@ -130,7 +139,7 @@ class Running:
             exit_code=exit_code if reason is None else _KILLED,
             stdout=_text(self._stdout),
             stderr=errors + ending,
-            is_timeout=reason == "timeout" or exit_code == _OUT_OF_CPU_TIME,
+            is_timeout=reason == "timeout",
             is_out_of_memory=exit_code == 1
             and (last_line.partition(":")[0].endswith("MemoryError") or last_line.startswith(_NO_MEMORY)),
             seconds=seconds,
@@ -158,18 +167,20 @@ class Running:
                 return f"more than {OUTPUT_BYTES} bytes of output"
             if now > look_at and condition == self._has_ended:
                 look_at = now + LOOK_S
-                if excess := self._excess():
+                if excess := self._excess(timeout_s):
                     return excess
             self._exchange(min(LOOK_S, deadline - now))
         return None
 
-    def _excess(self) -> str | None:
-        """Return the limit that the program exceeds."""
+    def _excess(self, timeout_s: float) -> str | None:
+        """Return the limit that the program exceeds. Several threads may take more CPU time than wall time."""
         try:
             usage = self._launch.usage(self._process.pid)
         except OSError:
             # It has ended, or is about to begin.
             return None
+        if usage.cpu_s > timeout_s:
+            return "timeout"
         if usage.num_threads > MAX_THREADS:
             return f"more than {MAX_THREADS} threads"
         if usage.num_files > MAX_FILES:

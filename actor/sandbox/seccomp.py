@@ -23,6 +23,8 @@ _OWNER_COMMANDS = (8, 10, 15)
 """`fcntl`: F_SETOWN, F_SETSIG, F_SETOWN_EX, which make the kernel send signals to any process of the user."""
 _OWNER_REQUESTS = (0x8901, 0x8902, 0x5412)
 """`ioctl`: FIOSETOWN, SIOCSPGRP, which do the same; TIOCSTI, which types into a terminal."""
+_PR_SET_PDEATHSIG = 1
+"""`prctl`: whoever could undo it would live on when its parent is killed."""
 FIRST_UNKNOWN = 452
 """Number of the first system call that is newer than this list, on both architectures."""
 
@@ -146,6 +148,7 @@ _LOOKED_AT: dict[str, tuple[int, int]] = {
     "kill": (62, 129),
     "tgkill": (234, 131),
     "prlimit64": (302, 261),
+    "prctl": (157, 167),
 }
 """Calls that are allowed with some arguments only."""
 
@@ -183,6 +186,7 @@ def seccomp_filter(pid: int | None) -> bytes:
     stream = [_argument(1), _line(_AND, _SOCK_TYPE_MASK), _line(_EQUAL, _SOCK_STREAM, 1, 0), _refuse(), _allow()]
     lines += _when(number["socketpair"], stream)
     lines += _when(number["fcntl"], _unless_one_of(1, _OWNER_COMMANDS))
+    lines += _when(number["prctl"], _unless_one_of(0, (_PR_SET_PDEATHSIG,)))
     lines += _when(number["ioctl"], _unless_one_of(1, _OWNER_REQUESTS))
     own = [] if pid is None else [_argument(0), _line(_EQUAL, pid, 1, 0), _refuse()]
     # A program that is killed by SIGKILL was killed from outside: it did not end itself in that way.

@@ -1,6 +1,7 @@
 """Small tasks with a model that nearly solves them, made on this machine at their first use and named by a placeholder.
 
-`{quickstart}` and `{lookup}` stand for a folder with `model/`, `train.jsonl` and `eval.jsonl` below `XDG_CACHE_HOME`.
+`{quickstart}`, `{lookup}` and `{expressions}` each stand for a folder with `model/`, `train.jsonl` and `eval.jsonl` below
+`XDG_CACHE_HOME`.
 `python -m offbeat.deploy.quickstart.prepared` makes them and prints their paths.
 """
 
@@ -17,6 +18,7 @@ from msgspec.structs import replace
 
 from offbeat.common.config import Config
 from offbeat.common.environment import prepare_environment
+from offbeat.deploy.quickstart.expressions import ExpressionsRecipe
 from offbeat.deploy.quickstart.lookup import LookupRecipe
 from offbeat.deploy.quickstart.reversal import ReversalRecipe
 
@@ -36,7 +38,7 @@ class Recipe(Protocol):
         ...
 
 
-RECIPES: tuple[Recipe, ...] = (ReversalRecipe(), LookupRecipe())
+RECIPES: tuple[Recipe, ...] = (ReversalRecipe(), LookupRecipe(), ExpressionsRecipe())
 
 
 def prepared_folder(recipe: Recipe) -> Path:

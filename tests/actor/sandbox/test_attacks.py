@@ -42,6 +42,7 @@ ATTACKS = {
     "has memory without addresses": "os.memfd_create('hidden')",
     "kills itself as if from outside": "control or os.kill(os.getpid(), signal.SIGKILL)",
     "raises its limits": "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, resource.RLIM_INFINITY))",
+    "outlives its parent": "call(libc.prctl(1, 0, 0, 0, 0))",
     "holds descriptors of its parent": "[os.fstat(number) for number in range(3, 64) if is_open(number)][0]",
     "reads what is installed": "open(installed).read()",
     # The last one: a signal would stop the process from here on.

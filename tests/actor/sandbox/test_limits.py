@@ -1,6 +1,10 @@
 """A program that wants too much is ended at a limit, and the result says which."""
 
+import ctypes
 import os
+import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -22,7 +26,7 @@ def run(box: Local, code: str, *, stdin: str = "", timeout_s: float = 5.0, memor
         "import time; time.sleep(60)",
         "import signal, time\nfor number in (15, 2, 1, 24): signal.signal(number, signal.SIG_IGN)\ntime.sleep(60)",
         "import os, time\nfor number in range(3): os.close(number)\ntime.sleep(60)",
-        "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
+        "import os, signal, time; os.kill(os.getpid(), signal.SIGSTOP); time.sleep(60)",
         "import os, signal, time; os.setsid() if os.getsid(0) != os.getpid() else 0; time.sleep(60)",
     ],
     ids=["busy", "asleep", "ignores signals", "closes its output", "stops itself", "leaves the session"],
@@ -33,6 +37,58 @@ def test_program_that_does_not_end_is_killed_at_its_deadline(box: Local, code: s
     assert (result.is_timeout, result.exit_code, result.is_out_of_memory) == (True, 137, False), result
     assert result.stderr.endswith("[ended: timeout]")
     assert set(processes.descendants(os.getpid())) <= before
+
+
+def test_several_threads_have_no_more_cpu_time_than_one(box: Local) -> None:
+    # Hashing large data holds no lock, so that the threads run at the same time.
+    code = """
+import hashlib, threading
+data = bytes(1 << 20)
+def work():
+    while True: hashlib.sha256(data)
+for n in range(8): threading.Thread(target=work).start()
+"""
+    result = run(box, code, timeout_s=0.3)
+    assert result.is_timeout
+
+
+def test_no_dead_process_is_left_to_the_first_one_of_a_container(box: Local) -> None:
+    adopts_orphans = 36
+    ctypes.CDLL(None).prctl(adopts_orphans, 1, 0, 0, 0)
+    try:
+        before = set(_children())
+        run(box, "pass")
+        run(box, "import time; time.sleep(60)", timeout_s=0.05)
+        assert set(_children()) <= before
+    finally:
+        ctypes.CDLL(None).prctl(adopts_orphans, 0, 0, 0, 0)
+
+
+def _children() -> list[str]:
+    """Return this process's children, also dead ones."""
+    return [pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
+
+
+def test_program_ends_with_the_process_that_wanted_it(box: Local, tmp_path: Path) -> None:
+    code = f"import time; time.sleep(60)  # {tmp_path}"
+    asks = f"from offbeat.actor.sandbox import *; use(Local({box.backend!r})); run_sync({code!r}, timeout_s=60)"
+    with subprocess.Popen([sys.executable, "-c", asks]) as worker:
+        deadline = time.monotonic() + 60
+        try:
+            while not (started := _programs(worker.pid)) and time.monotonic() < deadline:
+                time.sleep(0.02)
+        finally:
+            worker.kill()
+    assert started
+    while not all(map(processes.has_ended, started)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert all(map(processes.has_ended, started))
+
+
+def _programs(worker: int) -> list[int]:
+    """Return the programs of a worker that have begun: those whose interpreter has taken its limits."""
+    candidates = [pid for pid in processes.descendants(worker) if "inside.py" in " ".join(processes.arguments(pid)[-1:])]
+    return [pid for pid in candidates if resource.prlimit(pid, resource.RLIMIT_NOFILE) == (64, 64)]
 
 
 @pytest.mark.parametrize(
