@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from offbeat.actor.reward_failures import Failure, failure_of, file_of
 from offbeat.actor.reward_values import Reward, reward_of, rewards_of
 from offbeat.actor.samples import Sample
+from offbeat.common.generated_tasks import score
 from offbeat.common.settings import SettingError
 from offbeat.common.user_functions import load_function
 
@@ -52,7 +53,16 @@ def math_answer(prompt: str, completion: str, row: dict[str, Any]) -> float:
     return float(verify(gold, parse(completion, parsing_timeout=seconds), timeout_seconds=seconds))
 
 
-BUILT_IN: Mapping[str, Callable[..., Any]] = {"exact_match": exact_match, "math_answer": math_answer}
+def reasoning_gym(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    """Return the reward of the verifier of the generator that made the row, 0 to 1."""
+    return score(row, completion)
+
+
+BUILT_IN: Mapping[str, Callable[..., Any]] = {
+    "exact_match": exact_match,
+    "math_answer": math_answer,
+    "reasoning_gym": reasoning_gym,
+}
 """Rewards that `task.reward` names without a module."""
 
 

@@ -49,8 +49,9 @@ class TaskSection(Section, frozen=True):
 
     train_data: str = ""
     """Training prompts: a file (.jsonl, .json, .parquet, .csv, .tsv, .arrow), a folder of such files, the name of a Hugging
-    Face dataset (`owner/name` or `owner/name/config`), or your own function as `module:function`, which returns the rows of a
-    split (docs/own_code.md). Required."""
+    Face dataset (`owner/name` or `owner/name/config`), your own function as `module:function`, which returns the rows of a
+    split (docs/own_code.md), or generators of reasoning-gym, such as `reasoning-gym:chain_sum?size=2000` (docs/data.md).
+    Required."""
     train_split: str = "train"
     """Split of the training folder or dataset, which a function is called with. Ignored for a file."""
     appended_data: Literal["refuse", "allow"] = "refuse"
@@ -62,6 +63,9 @@ class TaskSection(Section, frozen=True):
     """Split of the evaluation folder or dataset, which a function is called with. Ignored for a file."""
     prompt_field: str = "prompt"
     """Name of the field that holds the prompt in each row: text, or a list of messages, which needs `task.chat_template`."""
+    task_field: str = ""
+    """Name of the field that holds the name of a row's task, in data of several tasks. Steps then have the mean reward of each,
+    `reward_by_task/NAME`. Empty: tasks are not told apart."""
     weight_field: str = ""
     """Name of the field that holds the weight of a row's groups in the loss, a number of at least 0. Empty: every group weighs
     1."""
@@ -86,8 +90,8 @@ class TaskSection(Section, frozen=True):
     several times and reads what the function adds, and returns its reward: docs/environments.md. Empty: one completion, which
     `task.reward` judges."""
     reward: RewardName = "exact_match"
-    """Reward function: a built-in one (`exact_match`, `math_answer`), or your own as `module:function`. It may be plain or
-    async, takes one completion, a group or a batch, and returns numbers or named parts: docs/rewards.md."""
+    """Reward function: a built-in one (`exact_match`, `math_answer`, `reasoning_gym`), or your own as `module:function`. It may
+    be plain or async, takes one completion, a group or a batch, and returns numbers or named parts: docs/rewards.md."""
     reward_weights: dict[str, float] = msgspec.field(default_factory=dict)
     """Weights of the named parts that the reward function returns; their weighted sum is the reward. A part that is not listed
     has weight 1."""

@@ -54,6 +54,7 @@ RULES = (
         ),
         "Prompts and weights are made of the rows with it.",
     ),
+    Rule("recorded", _of("task", "task_field"), "It only splits numbers that are shown."),
     Rule("recorded", _of("task", "eval_data eval_split"), "No training depends on it."),
     Rule("recorded", ("task.eval_data: prompts",), "No training depends on them; evaluations before and after differ."),
     Rule("refused", _of("task", "environment reward reward_weights"), "Kept groups were made with the other function."),

@@ -2,7 +2,7 @@
 
 The code that writes a metric and the code that reads it use a name of these tables. In a name, `<lag>` stands for a bucket of
 policy lags: `0`, `1`, `2`, `3-4`, `5-8` or `9+`, written `3_4`, `5_8` and `9_up` in routing rows; `<part>` stands for a named
-part of the reward.
+part of the reward, `<task>` for the name of a task.
 
 In the meanings mu is the behavior policy, pi_old the proximal one, pi the current one and s a completion's sequence ratio
 `exp(mean over its tokens of log pi/anchor)`. A *mean per completion* is over completions with loss tokens.
@@ -40,6 +40,7 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("reward/std", "reward", "Standard deviation over the completions."),
     Metric("reward/zero_variance_groups", "groups", "Groups whose completions all have the same reward."),
     Metric("reward_part/<part>", "reward", "Mean of a named part over the completions, before its weight.", _IN_PARTS),
+    Metric("reward_by_task/<task>", "reward", "reward/mean of the completions of a task.", "task.task_field is set"),
     Metric("lag/mean", "optimizer steps", "Mean policy lag of the groups."),
     Metric("lag/max", "optimizer steps", "Largest policy lag of a group."),
     Metric("lag/counts", "groups", "Groups by policy lag, as a mapping."),
@@ -181,10 +182,13 @@ ROUTING_METRICS: tuple[Metric, ...] = (
     ),
 )
 
+TASK_REWARDS = "reward_by_task/"
+"""Begin of the names of the metrics of tasks."""
 _STEP_NAMES = {metric.name: metric for metric in STEP_METRICS}
 _ROUTING_NAMES = {metric.name: metric for metric in ROUTING_METRICS}
 _FORMER_NAMES = {metric.former_name: metric.name for metric in STEP_METRICS if metric.former_name is not None}
 _REWARD_PART = re.compile(f"(?<=^reward_part/){PART_NAME}")
+_TASK = re.compile(f"(?<=^reward_by_task/){PART_NAME}")
 _STEP_LAG = re.compile(r"(?<=^by_lag/)\d{1,9}(?:-\d{1,9}|\+)?(?=/)")
 _ROUTING_LAG = re.compile(r"(?<=^routing/lag_)\d{1,9}(?:_\d{1,9}|_up)?(?=_)")
 
@@ -192,7 +196,7 @@ _ROUTING_LAG = re.compile(r"(?<=^routing/lag_)\d{1,9}(?:_\d{1,9}|_up)?(?=_)")
 @cache
 def step_metric(name: str) -> Metric | None:
     """Return what the table says of a step row's metric, at whatever lag, of whatever part; None for a name no step has."""
-    return _STEP_NAMES.get(_REWARD_PART.sub("<part>", _STEP_LAG.sub("<lag>", name)))
+    return _STEP_NAMES.get(_TASK.sub("<task>", _REWARD_PART.sub("<part>", _STEP_LAG.sub("<lag>", name))))
 
 
 @cache

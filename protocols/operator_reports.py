@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from offbeat.protocols.fields import FreeText, Natural, NaturalOrNone
+from offbeat.protocols.fields import FreeText, Name, Natural, NaturalOrNone
 
 
 class MemberStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,5 +49,7 @@ class Vitals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`staleness.max_staleness` at the step."""
     step_s: float | None = None
     """Mean seconds of the last steps, waiting included."""
+    reward_by_task: dict[Name, float] = {}
+    """Mean reward of each task of the step, where `task.task_field` is set. Since minor version 6."""
     health: tuple[FreeText, ...] = ()
     """A sentence for each health rule that holds, with a hint."""

@@ -99,6 +99,8 @@ def _vitals(report: StatusReport, vitals: Vitals) -> str:
     if vitals.reward is None:
         return "no step yet"
     parts = [f"reward {vitals.reward:.3f}"]
+    if vitals.reward_by_task:
+        parts.append(f"by task: {', '.join(f'{task} {reward:.3f}' for task, reward in vitals.reward_by_task.items())}")
     if vitals.lag_mean is not None and vitals.lag_max is not None and vitals.bound is not None:
         parts.append(f"lag {vitals.lag_mean:.1f}, largest {vitals.lag_max:.0f}, bound {vitals.bound:.0f}")
     if vitals.step_s is not None:

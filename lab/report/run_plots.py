@@ -1,12 +1,14 @@
 """Plots of a run's learning, rollouts, time and weight updates."""
 
 import html
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from offbeat.common.rows import CanaryRow, CommitRow, EvalRow, StepRow
+from offbeat.common.step_metrics import TASK_REWARDS
 from offbeat.lab.history import Interval, RunHistory, rate_over_time, sum_seconds
 from offbeat.lab.report.figures import (
     ACTOR_COLORS,
@@ -99,6 +101,21 @@ def reward_by_time(history: RunHistory) -> Plot:
         plot_layout(f"wall time ({unit.name})", "reward"),
         missing=_NO_REWARD,
     )
+
+
+def reward_by_task(history: RunHistory) -> list[Plot]:
+    """Return the mean reward of each task by step, where the run tells tasks apart."""
+    names = sorted({name for row in history.steps for name in row.metrics if name.startswith(TASK_REWARDS)})
+    if not names:
+        return []
+    traces: list[Trace] = []
+    for name, color in zip(names, itertools.cycle(ACTOR_COLORS), strict=False):
+        steps, rewards = series(history.steps, name)
+        smooth = running_mean(rewards, max(1, len(rewards) // 10))
+        traces.append(line_trace(steps, smooth, name.removeprefix(TASK_REWARDS), color) | {"mode": "lines"})
+    layout = step_layout("optimizer step", traces[0]["x"], "reward")
+    lead = "Running mean of the reward of each task (task.task_field)."
+    return [Plot("Reward by task", lead, traces, layout, missing=_NO_REWARD)]
 
 
 def gradient_norm(history: RunHistory, max_grad_norm: float | None) -> Plot:

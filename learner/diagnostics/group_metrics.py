@@ -40,6 +40,7 @@ def group_metrics(groups: Sequence[Group], policy_version: int) -> Metrics:
         "tokens/trained": int(lengths.sum()),
         "tokens/prompt": sum(len(group.prompt_token_ids) * len(group.rollouts) for group in groups),
         **_part_means(rollouts),
+        **_task_means(groups),
         **_metrics_by_lag(groups, lags),
     }
 
@@ -51,6 +52,15 @@ def _part_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
         for name, value in rollout.reward_parts.items():
             values.setdefault(name, []).append(value)
     return {f"reward_part/{name}": float(np.mean(of_part)) for name, of_part in sorted(values.items())}
+
+
+def _task_means(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the mean reward of each task's completions."""
+    rewards: dict[str, list[float]] = {}
+    for group in groups:
+        if group.task:
+            rewards.setdefault(group.task, []).extend(rollout.reward for rollout in group.rollouts)
+    return {f"reward_by_task/{task}": float(np.mean(of_task)) for task, of_task in sorted(rewards.items())}
 
 
 def _metrics_by_lag(groups: Sequence[Group], lags: Sequence[int]) -> dict[str, float]:

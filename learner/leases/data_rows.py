@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from offbeat.common.generated_tasks import generated_rows, is_generated
 from offbeat.common.settings import SettingError, is_local_data
 from offbeat.common.user_functions import is_function, load_function, located, one_line
 
@@ -38,11 +39,13 @@ class DataRow(NamedTuple):
 
 
 def read_rows(source: str, split: str, setting: str) -> Iterable[DataRow]:
-    """Return the rows of a file, of a folder's or dataset's `split`, or those that a function returns for it.
+    """Return the rows of a file, of a folder's or dataset's `split`, or those that a function or generators make for it.
 
     What is on this machine comes before the hub's. Rows of JSON lines are read as they are asked for. Raises `SettingError`
     about `setting` for data that is missing or malformed, and a function that fails.
     """
+    if is_generated(source):
+        return _generated_rows(source, split, setting)
     if is_function(source):
         return _own_rows(source, split, setting)
     path = Path(source).expanduser()
@@ -55,6 +58,11 @@ def read_rows(source: str, split: str, setting: str) -> Iterable[DataRow]:
             raise _unreadable(path, setting, "No such file")
         return _loaded_rows(source, setting, builder, split="train", data_files=str(path), **options)
     return _json_rows(path, setting)
+
+
+def _generated_rows(source: str, split: str, setting: str) -> Iterator[DataRow]:
+    for number, fields in enumerate(generated_rows(source, split, setting)):
+        yield _own_row(fields, f"row {number} of {source}", source, setting)
 
 
 def _own_rows(path: str, split: str, setting: str) -> list[DataRow]:

@@ -67,6 +67,8 @@ class Group(NamedTuple):
     generate_s: float
     weight: float = 1.0
     """Weight of the group in the loss (`task.weight_field`)."""
+    task: str = ""
+    """Name of the task (`task.task_field`); empty where tasks are not told apart."""
     ready_at: float = math.nan
     """Time at which the group was accepted, in seconds since the epoch."""
 
@@ -131,6 +133,7 @@ def make_group(accepted: Accepted, arrays: Sequence[Frame], prompt: Prompt) -> G
         prompt_id=prompt.prompt_id,
         prompt_token_ids=prompt.token_ids,
         weight=prompt.weight,
+        task=prompt.task,
         rollouts=unpack(accepted.completions, arrays),
         actor=accepted.actor,
         generate_s=accepted.generate_s,

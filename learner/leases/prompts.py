@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +17,7 @@ from offbeat.common.settings import SettingError
 from offbeat.common.user_tools import with_tools
 from offbeat.learner.leases.data_rows import DataRow, read_rows
 from offbeat.learner.leases.rendering import render
+from offbeat.protocols.fields import MAX_PARTS, PART_NAME
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,6 +40,8 @@ class Prompt(NamedTuple):
     """The whole row as a JSON object, for the reward."""
     weight: float = 1.0
     """Weight of its groups in the loss (`task.weight_field`)."""
+    task: str = ""
+    """Name of its task (`task.task_field`); empty where tasks are not told apart."""
     data_set: str = ""
     """Name of its set in `task.eval_data`; empty for a prompt of no named set."""
 
@@ -78,6 +82,7 @@ def load_prompts(
     task = with_tools(task)
     prompts: list[Prompt] = []
     num_dropped = 0
+    tasks: set[str] = set()
     for row in read_rows(source, split, setting):
         text, token_ids = render(row, task, tokenizer)
         if len(token_ids) == 0:
@@ -92,7 +97,8 @@ def load_prompts(
                 )
             num_dropped += 1
             continue
-        prompts.append(Prompt(len(prompts), text, token_ids, row.json, _weight(row, task.weight_field)))
+        weight, name = _weight(row, task.weight_field), _task(row, task.task_field, tasks)
+        prompts.append(Prompt(len(prompts), text, token_ids, row.json, weight, name))
     if not prompts:
         problem = f"all {num_dropped} prompts are too long" if num_dropped else "there are no rows"
         raise SettingError(setting, source, problem, "Give data with at least one row of at most task.max_prompt_tokens.")
@@ -108,6 +114,22 @@ def _weight(row: DataRow, field: str) -> float:
         problem = f"in {row.place} it is {weight!r}" if field in row.fields else f"{row.place} has no such field"
         raise SettingError("task.weight_field", field, problem, "Choose a field that holds a finite number of at least 0.")
     return float(weight)
+
+
+def _task(row: DataRow, field: str, tasks: set[str]) -> str:
+    """Return the name of a row's task, and add it to those that are known."""
+    if not field:
+        return ""
+    name = row.fields.get(field)
+    if not isinstance(name, str) or not re.match(PART_NAME, name):
+        problem = f"in {row.place} it is {name!r}" if field in row.fields else f"{row.place} has no such field"
+        cure = "Choose a field that holds names: letters, digits, '_', '.' and '-', at most 64."
+        raise SettingError("task.task_field", field, problem, cure)
+    tasks.add(name)
+    if len(tasks) > MAX_PARTS:
+        problem = f"with {row.place} there are more than {MAX_PARTS} tasks"
+        raise SettingError("task.task_field", field, problem, "Choose a field with fewer names.")
+    return name
 
 
 def load_held_out(task: TaskSection, num_prompts: int, load: Callable[[str, str], Sequence[Prompt]]) -> list[Prompt]:

@@ -34,7 +34,14 @@ def test_operator_is_told_the_newest_step_and_the_mean_duration_of_the_last_ones
     watch = HealthWatch(lambda row: None)
     assert watch.vitals() == Vitals()
     for version in range(1, NUM_RECENT_STEPS + 4):
-        metrics = {"reward/mean": version / 10, "lag/mean": 1.5, "lag/max": 3, "staleness/bound": 4, "time/step_s": version}
+        metrics = {
+            "reward/mean": version / 10,
+            "reward_by_task/sums": version / 5,
+            "lag/mean": 1.5,
+            "lag/max": 3,
+            "staleness/bound": 4,
+            "time/step_s": version,
+        }
         watch.record(StepRow(policy_version=version, metrics=metrics))
     # The last ten of thirteen steps took 4 to 13 seconds.
-    assert watch.vitals() == Vitals(reward=1.3, lag_mean=1.5, lag_max=3, bound=4, step_s=8.5)
+    assert watch.vitals() == Vitals(reward=1.3, lag_mean=1.5, lag_max=3, bound=4, step_s=8.5, reward_by_task={"sums": 2.6})

@@ -102,7 +102,9 @@ STATUS = StatusReport(
     problems=("the log is full",),
     rejected={"actor-0: too many frames": 1},
     changed_settings=(CHANGE,),
-    vitals=Vitals(reward=0.5, lag_mean=1.5, lag_max=3.0, bound=4.0, step_s=2.5, health=("no signal",)),
+    vitals=Vitals(
+        reward=0.5, lag_mean=1.5, lag_max=3.0, bound=4.0, step_s=2.5, reward_by_task={"sums": 0.5}, health=("no signal",)
+    ),
 )
 
 FROM_ACTOR: list[tuple[ActorMessage, tuple[Array, ...]]] = [

@@ -63,8 +63,8 @@ def extended(message: ActorMessage | LearnerMessage) -> bytes:
     assert isinstance(tree, dict)
     # Mappings with arbitrary keys are not structs.
     free = {key: tree[key] for key in ("ledger", "rejected", "settings") if key in tree}
-    if "stats" in tree:
-        free["stats"] = tree["stats"] | {"from_the_future": 1}
+    for name in tree.keys() & {"stats", "vitals"}:
+        free[name] = tree[name] | {"from_the_future": 1}
     whole = extend(tree)
     assert isinstance(whole, dict)
     return msgspec.msgpack.encode(whole | free)

@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.common.rows import StepRow
+from offbeat.lab.history import fold_rows
 from offbeat.lab.report.figures import MAX_POINTS, bucket, log_layout, running_mean, series, step_layout
+from offbeat.lab.report.run_plots import reward_by_task
 
 
 @given(st.integers(0, 5 * MAX_POINTS))
@@ -45,3 +47,14 @@ def test_short_run_has_no_ticks_between_its_steps(steps: list[float], dtick: int
 def test_log_axis_has_few_ticks(values: list[float], dtick: object) -> None:
     layout = log_layout([{"x": [0, 1], "y": values}], "seconds", "~g")
     assert layout["yaxis"]["dtick"] == dtick
+
+
+def test_each_task_has_a_line_where_the_run_tells_tasks_apart() -> None:
+    metrics = ({"reward_by_task/sums": 0.25, "reward/mean": 0.5}, {"reward_by_task/sums": 0.75, "reward_by_task/letters": 1.0})
+    rows = [StepRow(policy_version=version, metrics=of_step, time=1.0) for version, of_step in enumerate(metrics, start=1)]
+    (plot,) = reward_by_task(fold_rows(rows))
+    assert [(trace["name"], trace["x"], trace["y"]) for trace in plot.traces] == [
+        ("letters", [2], [1.0]),
+        ("sums", [1, 2], [0.25, 0.75]),
+    ]
+    assert reward_by_task(fold_rows([StepRow(policy_version=1, metrics={"reward/mean": 0.5}, time=1.0)])) == []

@@ -3,6 +3,7 @@ import math
 import numpy as np
 import pytest
 
+from offbeat.common.step_metrics import step_metric
 from offbeat.learner.diagnostics.group_metrics import group_metrics
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.protocols.completions import Segment
@@ -65,6 +66,15 @@ def test_the_share_cut_is_over_completions_and_percentiles_are_over_their_length
     assert metrics["length/cut"] == 0.25
     # Linear between neighbors: 3 + 0.85 * (10 - 3).
     assert (metrics["length/min"], metrics["length/p50"], metrics["length/p95"]) == (1, 2.5, pytest.approx(8.95))
+
+
+def test_reward_of_each_task_is_the_mean_over_its_completions() -> None:
+    groups = [make_group(rewards, 4, 7) for rewards in ([0.0, 1.0], [1.0, 1.0], [3.0, 5.0], [9.0])]
+    names = ("sums", "sums", "letters", "")
+    metrics = group_metrics([group._replace(task=name) for group, name in zip(groups, names, strict=True)], policy_version=9)
+    tasks = {name: value for name, value in metrics.items() if name.startswith("reward_by_task/")}
+    assert tasks == {"reward_by_task/letters": 4.0, "reward_by_task/sums": 0.75}
+    assert all(step_metric(name) is not None for name in tasks)
 
 
 def test_parts_of_rewards_are_means_over_the_completions_that_have_them():

@@ -65,6 +65,25 @@ def test_each_row_becomes_a_prompt_with_its_text_tokens_and_row(tmp_path: Path) 
     assert msgspec.json.decode(prompts[1].row) == {"prompt": "é", "n": 2}
 
 
+def test_task_of_a_row_goes_with_its_prompt(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"prompt": "a", "task": "sums"}', '{"prompt": "b", "task": "letters"}')
+    assert [prompt.task for prompt in load(path, TaskSection(task_field="task")).prompts] == ["sums", "letters"]
+    assert [prompt.task for prompt in load(path).prompts] == ["", ""]
+
+
+@pytest.mark.parametrize("row", ['{"prompt": "b"}', '{"prompt": "b", "task": 3}', '{"prompt": "b", "task": "a b"}'])
+def test_row_without_a_name_of_its_task_is_an_error(row: str, tmp_path: Path) -> None:
+    path = write(tmp_path, '{"prompt": "a", "task": "sums"}', row)
+    with pytest.raises(SettingError, match=r"^task\.task_field = .*rows\.jsonl:2"):
+        load(path, TaskSection(task_field="task"))
+
+
+def test_more_tasks_than_can_be_shown_are_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path, *(f'{{"prompt": "a", "task": "t{number}"}}' for number in range(33)))
+    with pytest.raises(SettingError, match="more than 32 tasks"):
+        load(path, TaskSection(task_field="task"))
+
+
 def test_chat_template_wraps_the_prompt_and_the_tokenizer_adds_nothing(tmp_path: Path) -> None:
     path = write(tmp_path, '{"question": "2+2?"}')
     task = TaskSection(prompt_field="question", chat_template=True, system_prompt="Think.")
