@@ -6,15 +6,17 @@ turn of the model -> tool calls -> their answers, as messages -> turn ... -> a t
 """
 
 import asyncio
+import contextlib
 import inspect
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from offbeat.actor.environments.chat import Chat
+from offbeat.actor.environments.mcp_servers import McpServer, Session
 from offbeat.actor.environments.threads import in_thread
 from offbeat.actor.environments.tool_calls import ToolCall
 from offbeat.actor.reward_failures import is_transient
@@ -30,7 +32,7 @@ RewardOfAnswer = Callable[[str, Row], object]
 
 
 def tools(
-    functions: Sequence[Callable[..., object]],
+    functions: Sequence[Callable[..., object] | McpServer],
     *,
     reward: RewardOfAnswer,
     max_turns: int = 8,
@@ -40,12 +42,14 @@ def tools(
 
     Args:
         functions: Plain or async, with type hints and a docstring that describes each parameter (Google style): the model reads
-            them. A parameter `row` gets the prompt's row instead. Plain ones run in threads.
+            them. A parameter `row` gets the prompt's row instead. Plain ones run in threads. `mcp(...)` gives a server's.
         reward: Judges the text of the last turn: `reward(answer, row)`, plain or async.
         max_turns: Turns of the model; the last one is judged, whatever it is.
         max_result_tokens: Longest answer of a tool, in tokens; what is cut is marked.
     """
-    return ToolUse([FunctionTool(function) for function in functions], reward, max_turns, max_result_tokens)
+    own = [FunctionTool(function) for function in functions if not isinstance(function, McpServer)]
+    servers = [server for server in functions if isinstance(server, McpServer)]
+    return ToolUse(own, servers, reward, max_turns, max_result_tokens)
 
 
 class FunctionTool:
@@ -88,43 +92,70 @@ class FunctionTool:
 class ToolUse:
     """Plays episodes in which the model calls tools."""
 
-    def __init__(self, offered: Sequence[FunctionTool], reward: RewardOfAnswer, max_turns: int, max_result_tokens: int) -> None:
-        self._tools = {tool.name: tool for tool in offered}
+    def __init__(
+        self,
+        own: Sequence[FunctionTool],
+        servers: Sequence[McpServer],
+        reward: RewardOfAnswer,
+        max_turns: int,
+        max_result_tokens: int,
+    ) -> None:
+        self._tools = {tool.name: tool for tool in own}
+        self._servers = servers
+        self._served: dict[str, McpServer] = {}
+        """The servers' tools, once they have been asked for their schemas."""
         self._reward = reward
         self._max_turns = max_turns
         self._max_result_tokens = max_result_tokens
-        if len(self._tools) < len(offered):
-            raise ValueError(f"two tools have the same name: {', '.join(tool.name for tool in offered)}")
+        _require_different([tool.name for tool in own])
 
     async def schemas(self) -> list[ToolSchema]:
-        """Return the schema of each tool."""
-        return [await tool.schema() for tool in self._tools.values()]
+        """Return the schema of each tool, and remember which server has which."""
+        schemas = [await tool.schema() for tool in self._tools.values()]
+        for server in self._servers:
+            offered = await server.schemas()
+            schemas += offered
+            self._served |= {schema["function"]["name"]: server for schema in offered}
+        _require_different([schema["function"]["name"] for schema in schemas])
+        return schemas
 
     async def __call__(self, chat: Chat, row: Row) -> object:
         """Play one episode; return the reward of its answer."""
+        async with contextlib.AsyncExitStack() as stack:
+            sessions = {server: await stack.enter_async_context(server.session()) for server in self._servers}
+            return await self._play(chat, row, sessions)
+
+    async def _play(self, chat: Chat, row: Row, sessions: Mapping[McpServer, Session]) -> object:
         for turn in range(1, self._max_turns + 1):
             reply = await chat.sample()
             chat.metric("turns", turn)
             if not reply.tool_calls or turn == self._max_turns:
                 return await in_thread(partial(self._reward, reply.text, row))
-            answers = await asyncio.gather(*(self._answer(call, row) for call in reply.tool_calls))
+            answers = await asyncio.gather(*(self._answer(call, row, sessions) for call in reply.tool_calls))
             for call, answer in zip(reply.tool_calls, answers, strict=True):
                 message = {"role": "tool", "content": answer, "tool_call_id": call.id, "name": call.name}
                 chat.add(message, max_tokens=self._max_result_tokens)
         raise AssertionError("max_turns is at least 1")
 
-    async def _answer(self, call: ToolCall, row: Row) -> str:
+    async def _answer(self, call: ToolCall, row: Row, sessions: Mapping[McpServer, Session]) -> str:
         """Return a tool's answer as the model reads it; a mistake of model or tool is one too."""
-        tool = self._tools.get(call.name)
-        if tool is None:
-            return f"Error: there is no tool {call.name!r}. Tools: {', '.join(self._tools)}"
         try:
-            return _text(await tool.call(call.arguments, row))
+            if call.name in self._served:
+                arguments = msgspec.json.decode(call.arguments or "{}", type=dict[str, Any])
+                return await sessions[self._served[call.name]].call(call.name, arguments)
+            if call.name in self._tools:
+                return _text(await self._tools[call.name].call(call.arguments, row))
+            return f"Error: there is no tool {call.name!r}. Tools: {', '.join([*self._tools, *self._served])}"
         except Exception as error:
             # A service that is down says nothing about the model: the episode is played again.
             if is_transient(error):
                 raise
             return f"Error: {error}" if isinstance(error, msgspec.MsgspecError) else f"Error: {one_line(error)}"
+
+
+def _require_different(names: Sequence[str]) -> None:
+    if len(set(names)) < len(names):
+        raise ValueError(f"two tools have the same name: {', '.join(names)}")
 
 
 def _text(result: object) -> str:

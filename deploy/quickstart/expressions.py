@@ -6,10 +6,8 @@ names swapped, and one that does not parse. Several are right, `c*(b+a)` too, so
 
 import itertools
 import random
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, NamedTuple
-
-from offbeat.deploy.quickstart.warm_start import warm_start, write_rows
 
 NAMES = "abcdef"
 OPERATORS = "+-*"
@@ -20,38 +18,38 @@ LENGTH = 8
 """Characters of the longest completion, with its end."""
 
 
-class ExpressionsRecipe(NamedTuple):
-    """The parameters of the data and the model."""
+FORMULAS = list(itertools.product(OPERATORS, OPERATORS, itertools.permutations(NAMES, 3)))
+
+
+class Expressions(NamedTuple):
+    """The formulas and the programs shown for them."""
 
     version: int = 1
     """Version of the code below; raise it when the code makes other files."""
-    seed: int = 0
-    warm_start_steps: int = 400
-    """Number of supervised optimizer steps."""
-    warm_start_rows: int = 64
-    """Number of programs in one supervised step."""
-    num_eval: int = 128
-    """Number of formulas in eval.jsonl; all others are in train.jsonl."""
 
     @property
     def name(self) -> str:
         """The placeholder without braces."""
         return "expressions"
 
-    def make(self, folder: Path) -> None:
-        """Write model/, train.jsonl and eval.jsonl."""
-        generator = random.Random(self.seed)
-        formulas = list(itertools.product(OPERATORS, OPERATORS, itertools.permutations(NAMES, 3)))
-        generator.shuffle(formulas)
-        rows = [make_row(*formula, generator) for formula in formulas]
-        write_rows(folder / "eval.jsonl", rows[: self.num_eval])
-        write_rows(folder / "train.jsonl", rows[self.num_eval :])
-        batches = (
-            [shown_program(*generator.choice(formulas), generator) for _ in range(self.warm_start_rows)]
-            for _ in range(self.warm_start_steps)
-        )
-        alphabet = f"{NAMES}{OPERATORS}(){END_OF_PROMPT}{FILLER}"
-        warm_start(folder / "model", batches, num_steps=self.warm_start_steps, alphabet=alphabet, seed=self.seed)
+    @property
+    def alphabet(self) -> str:
+        """All characters of prompts and programs."""
+        return f"{NAMES}{OPERATORS}(){END_OF_PROMPT}{FILLER}"
+
+    @property
+    def chat_template(self) -> None:
+        """Prompts are plain text."""
+        return None
+
+    def rows(self, generator: random.Random) -> Iterator[dict[str, Any]]:
+        """Yield every formula once."""
+        for formula in generator.sample(FORMULAS, len(FORMULAS)):
+            yield make_row(*formula, generator)
+
+    def shown(self, generator: random.Random) -> tuple[str, str]:
+        """Return a formula with one of its four completions."""
+        return shown_program(*generator.choice(FORMULAS), generator)
 
 
 def make_row(outer: str, inner: str, names: tuple[str, ...], generator: random.Random) -> dict[str, Any]:

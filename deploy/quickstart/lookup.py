@@ -5,11 +5,8 @@ warm start shows games of all kinds: right ones, guesses, and ones that stop loo
 """
 
 import random
-from itertools import islice
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, NamedTuple
-
-from offbeat.deploy.quickstart.warm_start import warm_start, write_rows
 
 KEYS = "abcdefghij"
 DIGITS = "0123456789"
@@ -19,38 +16,35 @@ NOTHING = "."
 FILLER = " "
 
 
-class LookupRecipe(NamedTuple):
-    """The parameters of the data and the model."""
+class Lookup(NamedTuple):
+    """The game's data and games."""
 
     version: int = 1
     """Version of the code below; raise it when the code makes other files."""
-    seed: int = 0
-    warm_start_steps: int = 400
-    """Number of supervised optimizer steps."""
-    warm_start_rows: int = 64
-    """Number of games in one supervised step."""
-    num_train: int = 8192
-    """Number of rows in train.jsonl."""
-    num_eval: int = 256
-    """Number of rows in eval.jsonl."""
 
     @property
     def name(self) -> str:
         """The placeholder without braces."""
         return "lookup"
 
-    def make(self, folder: Path) -> None:
-        """Write model/, train.jsonl and eval.jsonl."""
-        generator = random.Random(self.seed)
-        rows = (make_row(generator) for _ in range(self.num_train + self.num_eval))
-        write_rows(folder / "eval.jsonl", islice(rows, self.num_eval))
-        write_rows(folder / "train.jsonl", rows)
-        batches = (
-            [shown_game(make_row(generator), generator) for _ in range(self.warm_start_rows)]
-            for _ in range(self.warm_start_steps)
-        )
-        alphabet = f"{KEYS}{DIGITS}?!:{NOTHING}{FILLER}"
-        warm_start(folder / "model", batches, num_steps=self.warm_start_steps, alphabet=alphabet, seed=self.seed)
+    @property
+    def alphabet(self) -> str:
+        """All characters of a game."""
+        return f"{KEYS}{DIGITS}?!:{NOTHING}{FILLER}"
+
+    @property
+    def chat_template(self) -> None:
+        """The environment adds raw text."""
+        return None
+
+    def rows(self, generator: random.Random) -> Iterator[dict[str, Any]]:
+        """Yield games."""
+        while True:
+            yield make_row(generator)
+
+    def shown(self, generator: random.Random) -> tuple[str, str]:
+        """Return a game to learn from."""
+        return shown_game(make_row(generator), generator)
 
 
 def make_row(generator: random.Random) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Small tasks with a model that nearly solves them, made on this machine at their first use and named by a placeholder.
 
-`{quickstart}`, `{lookup}` and `{expressions}` each stand for a folder with `model/`, `train.jsonl` and `eval.jsonl` below
-`XDG_CACHE_HOME`.
+`{quickstart}`, `{lookup}`, `{expressions}` and `{calculator}` each stand for a folder with `model/`, `train.jsonl` and
+`eval.jsonl` below `XDG_CACHE_HOME`.
 `python -m offbeat.deploy.quickstart.prepared` makes them and prints their paths.
 """
 
@@ -12,40 +12,28 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
-from typing import Protocol
 
 from msgspec.structs import replace
 
 from offbeat.common.config import Config
 from offbeat.common.environment import prepare_environment
-from offbeat.deploy.quickstart.expressions import ExpressionsRecipe
-from offbeat.deploy.quickstart.lookup import LookupRecipe
-from offbeat.deploy.quickstart.reversal import ReversalRecipe
+from offbeat.deploy.quickstart.calculator import Calculator
+from offbeat.deploy.quickstart.expressions import Expressions
+from offbeat.deploy.quickstart.lookup import Lookup
+from offbeat.deploy.quickstart.recipes import Recipe
+from offbeat.deploy.quickstart.reversal import Reversal
 
 logger = logging.getLogger(__name__)
 
 
-class Recipe(Protocol):
-    """The parameters of a task's data and model; their hash is part of the folder's name."""
-
-    @property
-    def name(self) -> str:
-        """The placeholder without braces."""
-        ...
-
-    def make(self, folder: Path) -> None:
-        """Write model/, train.jsonl and eval.jsonl."""
-        ...
-
-
-RECIPES: tuple[Recipe, ...] = (ReversalRecipe(), LookupRecipe(), ExpressionsRecipe())
+RECIPES = (Recipe(Reversal()), Recipe(Lookup()), Recipe(Expressions(), num_eval=128), Recipe(Calculator()))
 
 
 def prepared_folder(recipe: Recipe) -> Path:
     """Return the folder of a recipe, whether it exists or not: below `XDG_CACHE_HOME`, else `~/.cache`."""
     digest = hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "offbeat" / f"{recipe.name}-{digest}"
+    return Path(cache) / "offbeat" / f"{recipe.task.name}-{digest}"
 
 
 def quickstart_folder() -> Path:
@@ -60,7 +48,7 @@ def ensure(folder: Path, recipe: Recipe) -> bool:
     """
     if folder.exists():
         return False
-    logger.info("making the model and data of {%s}, once, in about ten seconds: %s", recipe.name, folder)
+    logger.info("making the model and data of {%s}, once, in about ten seconds: %s", recipe.task.name, folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     try:
@@ -91,12 +79,12 @@ def expand(config: Config) -> Config:
         if _names(config, recipe):
             folder = prepared_folder(recipe)
             ensure(folder, recipe)
-            config = _replace(config, f"{{{recipe.name}}}", str(folder))
+            config = _replace(config, f"{{{recipe.task.name}}}", str(folder))
     return config
 
 
 def _names(config: Config, recipe: Recipe) -> bool:
-    return _replace(config, f"{{{recipe.name}}}", "") != config
+    return _replace(config, f"{{{recipe.task.name}}}", "") != config
 
 
 def _replace(config: Config, placeholder: str, folder: str) -> Config:
@@ -117,7 +105,7 @@ def main() -> None:
         folder = prepared_folder(recipe)
         started = time.monotonic()
         made = ensure(folder, recipe)
-        print(f"{{{recipe.name}}} {'made' if made else 'found'} in {time.monotonic() - started:.1f} s: {folder}")
+        print(f"{{{recipe.task.name}}} {'made' if made else 'found'} in {time.monotonic() - started:.1f} s: {folder}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Tiny random models in the Hugging Face layout, for tests, and for machines that cannot reach the Hugging Face Hub."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,22 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tiny_model(folder: Path, *, alphabet: str, moe: bool = False, tie_embeddings: bool = True, seed: int = 0) -> None:
-    """Write a random float32 Qwen3 of about 0.3 M parameters whose tokens are the characters of `alphabet`.
+def make_tiny_model(
+    folder: Path,
+    *,
+    alphabet: Sequence[str],
+    chat_template: str | None = None,
+    moe: bool = False,
+    tie_embeddings: bool = True,
+    seed: int = 0,
+) -> None:
+    """Write a random float32 Qwen3 of about 0.3 M parameters whose tokens are the characters, or the texts, of `alphabet`.
 
     With `moe` the model is a Qwen3-MoE with four experts, two of them active. The tokenizer adds no special tokens.
     """
-    tokenizer = _character_tokenizer(alphabet)
+    tokenizer = _tokenizer_of(alphabet)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     _save_random_model(folder, tokenizer, moe=moe, tie_embeddings=tie_embeddings, max_length=512, seed=seed)
 
 
@@ -41,11 +52,13 @@ def make_tiny_bpe_model(
     )
 
 
-def _character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    characters = list(dict.fromkeys(alphabet))
-    vocabulary = {token: index for index, token in enumerate([PAD, BOS, EOS, UNKNOWN, *characters])}
+def _tokenizer_of(alphabet: Sequence[str]) -> PreTrainedTokenizerFast:
+    texts = list(dict.fromkeys(alphabet))
+    vocabulary = {token: index for index, token in enumerate([PAD, BOS, EOS, UNKNOWN, *texts])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    words = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+    pattern = "|".join([*map(re.escape, words), r"[\s\S]"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -7,13 +7,21 @@ LEARNING_RATE = 2e-3
 """Peak, reached after twenty steps; then it falls linearly to 0."""
 
 
-def warm_start(folder: Path, batches: Iterable[Sequence[tuple[str, str]]], *, num_steps: int, alphabet: str, seed: int) -> None:
-    """Train a random tiny model whose tokens are characters, and save it.
+def warm_start(
+    folder: Path,
+    batches: Iterable[Sequence[tuple[Sequence[str], str]]],
+    *,
+    num_steps: int,
+    alphabet: Sequence[str],
+    chat_template: str | None,
+    seed: int,
+) -> None:
+    """Train a random tiny model whose tokens are the texts of `alphabet`, and save it.
 
     Args:
         folder: The model's.
-        batches: `num_steps` batches of texts of one length, each with a mask: the model learns to write the characters below
-            an `x`, after those before. `$` in a text is the end of the completion.
+        batches: `num_steps` batches of examples of one length, each with a mask: the model learns to write the tokens below
+            an `x`, after those before. The token `$` is the end of a turn.
     """
     # Imported here: they take seconds, and only the first run on this machine needs them.
     import torch
@@ -23,7 +31,7 @@ def warm_start(folder: Path, batches: Iterable[Sequence[tuple[str, str]]], *, nu
     from offbeat.deploy.quickstart.tiny_models import EOS, make_tiny_model
 
     transformers_logging.disable_progress_bar()
-    make_tiny_model(folder, alphabet=alphabet, seed=seed)
+    make_tiny_model(folder, alphabet=alphabet, chat_template=chat_template, seed=seed)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
@@ -33,7 +41,8 @@ def warm_start(folder: Path, batches: Iterable[Sequence[tuple[str, str]]], *, nu
     torch.set_num_threads(1)
     try:
         for batch in batches:
-            token_ids = torch.tensor(tokenizer([text.replace("$", EOS) for text, _ in batch]).input_ids)
+            named = ([EOS if token == "$" else token for token in tokens] for tokens, _ in batch)
+            token_ids = torch.tensor([tokenizer.convert_tokens_to_ids(tokens) for tokens in named])
             mask = torch.tensor([[one == "x" for one in mask] for _, mask in batch])
             logits = model(token_ids[:, :-1]).logits
             torch.nn.functional.cross_entropy(logits[mask[:, 1:]], token_ids[:, 1:][mask[:, 1:]]).backward()
@@ -44,10 +53,3 @@ def warm_start(folder: Path, batches: Iterable[Sequence[tuple[str, str]]], *, nu
     finally:
         torch.set_num_threads(num_threads)
     model.save_pretrained(folder)
-
-
-def write_rows(path: Path, rows: Iterable[object]) -> None:
-    """Write a JSON Lines file."""
-    import msgspec
-
-    path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))

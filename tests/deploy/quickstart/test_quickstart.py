@@ -1,16 +1,20 @@
 """The quick start's folder appears whole, is the same wherever it is made, and survives being made twice at once."""
 
 import multiprocessing
+import random
+import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from offbeat.common.settings import load
+from offbeat.deploy.quickstart.calculator import Calculator
 from offbeat.deploy.quickstart.prepared import ensure, expand, prepared_folder, quickstart_folder
-from offbeat.deploy.quickstart.reversal import ReversalRecipe, answers
+from offbeat.deploy.quickstart.recipes import Recipe
+from offbeat.deploy.quickstart.reversal import Reversal, answers
 
-SMALL = ReversalRecipe(warm_start_steps=2, warm_start_rows=4, num_train=20, num_eval=5)
+SMALL = Recipe(Reversal(), warm_start_steps=2, warm_start_rows=4, num_train=20, num_eval=5)
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -67,7 +71,7 @@ def test_failure_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     def fail(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("offbeat.deploy.quickstart.reversal.warm_start", fail)
+    monkeypatch.setattr("offbeat.deploy.quickstart.recipes.warm_start", fail)
     with pytest.raises(OSError, match="disk full"):
         ensure(tmp_path / "folder", SMALL)
     assert list(tmp_path.iterdir()) == []
@@ -97,3 +101,22 @@ def test_config_without_the_placeholder_makes_nothing(monkeypatch: pytest.Monkey
     config = load(None, ["model.path=/models/mine"])
     assert expand(config) == config
     assert list(tmp_path.iterdir()) == []
+
+
+def test_shown_calculations_are_right_in_a_quarter_and_read_by_the_parser_of_their_form() -> None:
+    """Each token is one of the alphabet, and what the model calls is JSON."""
+    calculator, generator = Calculator(), random.Random(0)
+    num_right = 0
+    for _ in range(400):
+        tokens, mask = calculator.shown(generator)
+        assert len(tokens) == len(mask) and set(tokens) <= {*calculator.alphabet, "$"}
+        prompt, _, played = "".join(tokens).partition("=")
+        call = re.match(r"<tool_call>(.*)</tool_call>[$](\d+)>(\d+)[$] *$", played)
+        if call is None:
+            assert re.match(r"\d+[$] *$", played)
+            continue
+        name, arguments = msgspec.json.decode(call[1]).values()
+        result = arguments["a"] + arguments["b"] if name == "add" else arguments["a"] * arguments["b"]
+        assert call[2] == str(result)
+        num_right += eval(prompt) == int(call[3])
+    assert 70 <= num_right <= 130
