@@ -59,7 +59,17 @@ class Bubblewrap:
         # With the program as the first process of its namespace, bubblewrap collects its end. Otherwise it would leave a dead
         # process to the first process of this machine or container, which may be the actor.
         return [
-            *(self._path, "--unshare-all", "--as-pid-1", "--die-with-parent", "--new-session", "--seccomp", str(seccomp)),
+            *(
+                self._path,
+                "--unshare-all",
+                "--as-pid-1",
+                "--die-with-parent",
+                "--new-session",
+                "--cap-drop",
+                "ALL",
+                "--seccomp",
+                str(seccomp),
+            ),
             # First, because the interpreter may lie below it.
             *("--size", str(DISK_BYTES), "--tmpfs", _FOLDER),
             *(*binds, *devices, "--ro-bind", str(INSIDE), _SCRIPT, "--remount-ro", "/", "--chdir", _FOLDER),

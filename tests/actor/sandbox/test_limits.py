@@ -71,7 +71,9 @@ def _children() -> list[str]:
 
 def test_program_ends_with_the_process_that_wanted_it(box: Local, tmp_path: Path) -> None:
     code = f"import time; time.sleep(60)  # {tmp_path}"
-    asks = f"from offbeat.actor.sandbox import *; use(Local({box.backend!r})); run_sync({code!r}, timeout_s=60)"
+    # Without the program that tries the sandbox first, and ends by itself.
+    own = f"own = Local({box.backend!r}); own._working = own._candidates()[0]; use(own)"
+    asks = f"from offbeat.actor.sandbox import *; {own}; run_sync({code!r}, timeout_s=60)"
     with subprocess.Popen([sys.executable, "-c", asks]) as worker:
         deadline = time.monotonic() + 60
         try:

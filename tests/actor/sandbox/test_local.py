@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -138,6 +139,45 @@ def test_program_killed_from_outside_is_a_failure_of_the_sandbox(box: Local) -> 
 
     with pytest.raises(RewardUnavailable):
         asyncio.run(kill())
+
+
+def test_only_its_own_folder_can_be_written(box: Local) -> None:
+    use(box)
+    code = """
+import os
+for folder, _, _ in os.walk("/"):
+    if not folder.startswith(os.getcwd()):
+        try: open(os.path.join(folder, "written"), "w")
+        except OSError: continue
+        print(folder)
+print("done")
+"""
+    assert run_sync(code).stdout == "done\n"
+
+
+def test_kernel_says_that_a_program_is_confined(box: Local) -> None:
+    before = set(processes.descendants(os.getpid()))
+
+    async def look() -> tuple[dict[str, str], set[str]]:
+        task = asyncio.create_task(box.run("import time; time.sleep(60)", timeout_s=60))
+        while not (found := [pid for pid in processes.descendants(os.getpid()) if pid not in before and _has_begun(pid)]):
+            await asyncio.sleep(0.01)
+        lines = [line.split(":\t") for line in Path(f"/proc/{found[-1]}/status").read_text().splitlines()]
+        spaces = {path.name for path in Path(f"/proc/{found[-1]}/ns").iterdir() if path.readlink() != _own(path.name)}
+        task.cancel()
+        return {line[0]: line[-1] for line in lines}, spaces
+
+    status, spaces = asyncio.run(look())
+    assert (status["Seccomp"], status["NoNewPrivs"], int(status["CapEff"], 16), int(status["CapPrm"], 16)) == ("2", "1", 0, 0)
+    assert spaces >= ({"net", "pid", "ipc", "mnt", "user", "uts"} if box.backend == "bubblewrap" else set())
+
+
+def _has_begun(pid: int) -> bool:
+    return resource.prlimit(pid, resource.RLIMIT_NOFILE) == (64, 64)
+
+
+def _own(space: str) -> Path:
+    return Path(f"/proc/self/ns/{space}").readlink()
 
 
 class Broken:
