@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,7 +13,7 @@ from offbeat.learner.policy import peak
 from offbeat.learner.policy.flops import FlopCounter
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.lora import add_adapter
-from offbeat.learner.policy.packing import Pack, pack
+from offbeat.learner.policy.packing import Pack, Turns, pack
 from offbeat.learner.policy.peak import peak_flops, published_flops
 
 PACK = pack([([4, 5, 6], [[7, 8, 9], [7]]), ([4, 5], [[6, 7, 8, 9, 10]])])
@@ -53,6 +54,17 @@ def test_a_dense_step_is_the_sum_of_its_products():
     assert counter.count_training(PACK) == (3 * (layers + attention + head), head)
     checkpointed = FlopCounter(make_policy(), checkpointing=True)
     assert checkpointed.count_training(PACK) == (3 * (layers + attention + head), head + layers + attention)
+
+
+def test_what_sequences_of_an_episode_share_is_counted_once():
+    # Behind a prompt of 3: 2 sampled, then a context of 1 and 2 sampled; from the end of the first turn, 3 sampled.
+    completion = Turns(np.arange(1, 8, dtype=np.int32), np.array([9], dtype=np.int32), [(0, 2, 1), (1, 2, 1), (0, 3, 2)])
+    forked = pack([([4, 5, 6], [completion])])
+    pairs = (1 + 2 + 3) + (4 + 5 + 6 + 7) + (6 + 7)
+    num_inputs, num_targets = 3 + 4 + 2, 7
+    layers = 2 * num_inputs * (8 * (8 + 4 + 4) + 8 * 8 + 3 * 8 * 6)
+    expected = layers + 2 * 2 * 8 * pairs + 2 * num_targets * 8 * 11
+    assert FlopCounter(make_policy(), checkpointing=False).count_forward(forked) == expected
 
 
 def test_a_window_bounds_the_keys_of_its_layers_alone():

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import FileStore
 from offbeat.common.sequence_parallel import check_heads
 from offbeat.common.settings import SettingError
 from offbeat.learner.policy.logprobs import CompletionLogprobs
-from offbeat.learner.policy.packing import Pack, pack
+from offbeat.learner.policy.packing import Pack, Turns, pack
 from offbeat.learner.policy.sequence_parallel import SequenceGroup, join_sequence_group
 
 pytestmark = pytest.mark.slow
@@ -78,7 +78,10 @@ def make_packs() -> list[Pack]:
 
     packs = [pack([]), pack([(tokens(1), [tokens(1)])])]
     packs += [pack([(tokens(prompt), [tokens(length), tokens(2)])]) for prompt in (1, 2, 3) for length in (1, 3, 4, 5)]
-    return [*packs, pack([(tokens(5), [tokens(4), [], tokens(7)]), (tokens(2), [tokens(3), tokens(6)])])]
+    # Two forks and a restart, by context, sampled tokens and turns to go back.
+    turns = [(1, 3, 1), (2, 2, 1), (0, 4, 2), (0, 3, 4), (3, 2, 0)]
+    episode = Turns(*(random.integers(0, 40, length, dtype=np.int32) for length in (14, 6)), turns)
+    return [*packs, pack([(tokens(5), [tokens(4), [], tokens(7), episode]), (tokens(2), [tokens(3), tokens(6)])])]
 
 
 def compute(module: CompletionLogprobs, packed: Pack) -> tuple[list[Tensor], list[Tensor]]:

@@ -3,8 +3,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat.common.learning_sections import AdvantageSection
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.training.batching import Row, assign_rows, collate, make_rows
+from offbeat.learner.training.preparation import completion_advantages, resolve_advantage
 from offbeat.protocols.completions import Segment, Turn
 
 
@@ -129,3 +131,29 @@ def test_no_rank_is_ahead_of_another_by_more_than_the_longest_row(lengths, world
 
 def test_the_token_ids_are_what_an_embedding_takes() -> None:
     assert collate([make_row(1, 1)]).pack.token_ids.dtype == torch.int64
+
+
+def test_an_episode_is_one_row_however_many_sequences_it_has() -> None:
+    """Two episodes with rewards 1 and 3: their mean is 2, though the first has three sequences."""
+    forked = make_row(2, 6).rollout._replace(
+        reward=1.0, turns=(Turn(0, 2), Turn(1, 2), Turn(1, 1, 2), Turn(2, 1, 0)), context_ids=np.arange(51, 55, dtype=np.int32)
+    )
+    plain = make_row(2, 3).rollout._replace(reward=3.0)
+    group = Group(0, 0, np.array([1, 2], dtype=np.int32), (forked, plain), "actor", 0.0)
+    rewards = np.array([[rollout.reward for rollout in group.rollouts]])
+    advantages = completion_advantages(rewards, resolve_advantage(AdvantageSection(divide_by_std=False), objective="gspo"))
+    batch = collate(make_rows([group], rewards, advantages, policy_version=0))
+    assert batch.advantages.tolist() == [-1.0, 1.0]
+    assert batch.completion_mask.sum(dim=1).tolist() == [6, 3], "each sampled token once"
+    assert batch.pack.targets.tolist() == [101, 102, 103, 104, 105, 106, 101, 102, 103]
+
+
+def test_an_episode_of_one_turn_is_to_the_bit_what_a_completion_is() -> None:
+    row = make_row(2, 5)
+    with_turns = row._replace(rollout=row.rollout._replace(turns=(Turn(0, 5),)))
+    one, other = collate([row, row]), collate([with_turns, with_turns])
+    assert one.pack.spans == other.pack.spans
+    assert one.pack.lengths == other.pack.lengths
+    for left, right in zip([*one.pack[:4], *one[1:]], [*other.pack[:4], *other[1:]], strict=True):
+        assert left.dtype == right.dtype
+        assert left.numpy().tobytes() == right.numpy().tobytes()
