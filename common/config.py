@@ -340,6 +340,9 @@ class MetricsSection(Section, frozen=True):
     """Write TensorBoard events to `run.dir/tensorboard`."""
     wandb_project: str = ""
     """Weights & Biases project; needs the `wandb` extra. Empty: off."""
+    bind: Annotated[str, Meta(pattern=r"^(\S+:\d{1,5})?$")] = "127.0.0.1:0"
+    """Address, as `HOST:PORT`, of the learner's live page, and of `/metrics`, `/healthz` and `/readyz` for monitors;
+    port 0: a free one, told in the log. Whoever reaches it reads prompts and completions. Empty: no page."""
     callback: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
     """Your own function, as `module:function`, that is called with each row of `metrics.jsonl` as a dict. It runs beside the
     learner, cannot slow or end it by an error, and may ask it to stop (docs/callbacks.md). Empty: no such function."""

@@ -1,4 +1,4 @@
-"""The reference pages of `docs/`: metrics, settings and the rules of a resumed run, written from the tables that the code uses.
+"""The reference pages of `docs/`: metrics, settings, monitoring, resuming and health, written from the code's own tables.
 
 python -m offbeat.lab.reference docs
 """
@@ -17,6 +17,7 @@ from offbeat.common.docstrings import field_docstrings
 from offbeat.common.resume_rules import OUTCOMES, RULES, Outcome
 from offbeat.common.settings import explanations, setting_names
 from offbeat.common.step_metrics import ROUTING_METRICS, STEP_METRICS, Metric
+from offbeat.lab.monitoring import alert_rules, exported_lines, grafana_dashboard, monitoring_page
 from offbeat.learner.diagnostics.health import CLEAR_STEPS
 from offbeat.learner.diagnostics.health import RULES as HEALTH_RULES
 from offbeat.learner.dispatch.watchdog import CAUSES, LATE_FACTOR, LATE_S, NUM_WAITS
@@ -119,7 +120,11 @@ def write_pages(folder: Path) -> list[Path]:
         "settings.md": settings_page(),
         "resuming.md": resuming_page(),
         "health.md": health_page(),
+        "monitoring.md": monitoring_page(_WRITTEN, _table(("number", "label", "meaning"), exported_lines())),
+        "monitoring/grafana.json": grafana_dashboard(),
+        "monitoring/alerts.yaml": alert_rules(),
     }
+    (folder / "monitoring").mkdir(exist_ok=True)
     for name, text in pages.items():
         (folder / name).write_text(text, encoding="utf-8")
     return [folder / name for name in pages]

@@ -6,7 +6,7 @@ from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.hub_thread import HubThread
 from offbeat.learner.leases.ledger import LedgerCounts
 from offbeat.learner.weights.standings import Recipient
-from offbeat.protocols.messages import LearnerMessage
+from offbeat.protocols.messages import LearnerMessage, StatusReport
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,14 @@ class ActorLink:
         """Send a message to the actor at this address, soon."""
         self._dispatcher.post(peer, message)
         self._hub_thread.wake()
+
+    def status(self) -> StatusReport:
+        """Return the state of the run, as `offbeat status` shows it."""
+        return self._dispatcher.status_report()
+
+    def silence_s(self) -> float:
+        """Return the seconds since the hub's thread last turned."""
+        return self._dispatcher.silence_s()
 
     def fail(self, error: BaseException) -> None:
         """Make the training thread raise this."""

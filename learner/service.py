@@ -208,7 +208,7 @@ class Learner:
     ) -> None:
         """`started` is when the learner's process began to load (monotonic): the run's wall time counts from there."""
         self._loop = loop
-        self._link = link
+        self.link = link
         self._publisher = publisher
         self._log = log
         self._record = record
@@ -219,8 +219,8 @@ class Learner:
         """Run to the end; raises what ended the run early, after writing the final row."""
         try:
             self._record(EventRow(event="run_started", detail=_software()))
-            self._link.start()
-            self._publisher.start(self._link)
+            self.link.start()
+            self._publisher.start(self.link)
             outcome = self._loop.run(stop)
         except BaseException as error:
             self._end("failed", str(error) if isinstance(error, RunFailedError) else f"{type(error).__name__}: {error}")
@@ -232,7 +232,7 @@ class Learner:
         """Tell every actor and close every part, whatever state the run is in."""
         # First, so that all finish or give up an update under way: actors that leave it look like failures.
         self._publisher.close()
-        counts = self._link.close(f"{outcome} {detail}".strip())
+        counts = self.link.close(f"{outcome} {detail}".strip())
         # Evaluations end in the link's thread, and their rows come before the final one.
         if self._evaluation_numbers is not None:
             self._evaluation_numbers.close()

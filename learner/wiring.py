@@ -49,6 +49,8 @@ from offbeat.learner.leases.journal import LeaseJournal
 from offbeat.learner.leases.prompts import MUCH_LEFT_OUT, Prompt, load_held_out, load_prompts
 from offbeat.learner.leases.recovery import Recovered
 from offbeat.learner.leases.rollout_log import RolloutLog
+from offbeat.learner.live.live_page import LivePage
+from offbeat.learner.live.serving import serving
 from offbeat.learner.progress import Progress
 from offbeat.learner.resume import (
     Checkpoints,
@@ -126,12 +128,15 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
         metrics = MetricsWriter(folder, tensorboard=config.metrics.tensorboard, wandb_project=config.metrics.wandb_project)
         stack.enter_context(metrics)
         progress = Progress(config.train.num_steps)
+        page = LivePage(folder.resolve().name)
+        page.add_former(folder)
         path = config.metrics.callback
         callback = stack.enter_context(Callback(path, folder / PROGRAM_LOGS / "callback.log", stop.ask)) if path else None
 
         def record(row: Row) -> None:
             row = metrics.write(row)
             progress.add(row)
+            page.add(row)
             if callback is not None:
                 callback.add(row)
 
@@ -141,6 +146,9 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
             learner = open_learner(config, inputs, hub, open_weight_hub, record, started)
             if callback is not None:
                 callback.wait_loaded()
+        if config.metrics.bind:
+            routes = page.routes(learner.link.status, learner.link.silence_s)
+            stack.enter_context(serving(routes, config.metrics.bind, folder))
         with progress:
             return learner.run(stop)
 

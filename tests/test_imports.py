@@ -35,6 +35,7 @@ ALLOWED = {
         "protocols",
     },
     "learner/dispatch": {"learner/leases", "learner/diagnostics", "common", "protocols"},
+    "learner/live": {"common", "protocols"},
     "learner": {"learner/*", "common", "protocols"},
     "lab": {"learner/*", "common", "protocols"},
     "lab/report": {"lab", "learner/*", "common", "protocols"},

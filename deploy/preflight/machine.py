@@ -44,6 +44,10 @@ def check_ports(config: Config) -> Iterator[Finding]:
         problem = _bind_problem(host, number) if number else None
         if problem:
             yield mistake(name, number, problem, "End the process that has it, or choose another port; 0 is any free one.")
+    page_host, _, page_port = config.metrics.bind.rpartition(":")
+    if page_host and (problem := _bind_problem(page_host, int(page_port))):
+        cure = "Choose an address of this machine and a free port; 0 is any free one. Empty: no page."
+        yield mistake("metrics.bind", config.metrics.bind, problem, cure)
 
 
 def _bind_problem(host: str, port: int) -> str | None:
@@ -56,6 +60,8 @@ def _bind_problem(host: str, port: int) -> str | None:
             probe.bind(address)
     except socket.gaierror as error:
         return f"the host {host!r} is not known ({error.strerror})"
+    except OverflowError:
+        return f"there is no port {port}"
     except PermissionError:
         return f"port {port} is only for the administrator"
     except OSError as error:

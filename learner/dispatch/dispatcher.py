@@ -316,6 +316,15 @@ class Dispatcher:
             if isinstance(outgoing.message, Lease):
                 self._desk.give_back(member, outgoing.message.lease_id, "actor not reachable")
 
+    def status_report(self) -> StatusReport:
+        """Return the state of the run for people."""
+        with self._lock:
+            return self._report(self._clock())
+
+    def silence_s(self) -> float:
+        """Return the seconds since the last tick."""
+        return self._clock() - self._ticked_at
+
     def tick(self, now: float) -> None:
         """Lose silent actors, expire late leases, grant new ones, then put the log on disk.
 

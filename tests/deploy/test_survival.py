@@ -2,6 +2,7 @@
 
 import os
 import signal
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ def test_separate_services_find_each_other_and_what_was_set_again_after_the_lear
     num_before = len(services.rows("run", "step"))
     services.wait_for(lambda: len(services.rows("run", "step")) >= num_before + 2, "2 steps more")
     assert TUNED.items() <= services.rows("run", "step")[-1].items()
+    port = (tmp_path / "run" / "page.port").read_text()
+    assert live_state(port)["status"]["ledger"]["trained"] >= 20
     kill(psutil.Process(learner.pid))
     num_before = len(services.rows("run", "step"))
     rows = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
@@ -83,6 +86,10 @@ def test_separate_services_find_each_other_and_what_was_set_again_after_the_lear
     assert "the 64 prompts are in another order" in services.output("changed").splitlines()[-1]
     assert (tmp_path / "run" / "config.toml").read_text() == before
     learner = services.start("learner", config, "run.resume=true", "weights.chunk_mb=4")
+    services.wait_for(lambda: len(services.rows("run", "step")) > num_before, "a step of the resumed learner")
+    # The page is where it was, and has the steps of both processes.
+    xs = live_state(port)["curves"]["reward/mean"]["xs"]
+    assert xs == list(range(1, len(xs) + 1))
     assert services.wait(learner, "learner") == 0, services.output("learner")
     assert [services.wait(actor, name) for actor, name in zip(actors, "ab", strict=True)] == [0, 0]
     assert services.rows("run", "final")[-1]["ledger"]["trained"] == 240
@@ -207,6 +214,11 @@ def test_status_answers_while_the_learner_is_inside_a_long_step(services: Servic
     (member,) = seen[-1]["members"]
     assert (member["name"], member["state"]) == ("a", "working")
     assert seen[-1]["ledger"]["leased"] >= 128
+
+
+def live_state(port: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port.strip()}/state.json", timeout=10) as answer:
+        return msgspec.json.decode(answer.read())
 
 
 def child_of(launcher: Process, service: str) -> psutil.Process:

@@ -12,7 +12,18 @@ from offbeat.lab.reference import metrics_page, resuming_page, settings_page, wr
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("name", ["metrics.md", "settings.md", "health.md", "resuming.md"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "metrics.md",
+        "settings.md",
+        "health.md",
+        "resuming.md",
+        "monitoring.md",
+        "monitoring/grafana.json",
+        "monitoring/alerts.yaml",
+    ],
+)
 def test_page_is_fresh(tmp_path: Path, name: str) -> None:
     write_pages(tmp_path)
     assert (DOCS / name).read_text() == (tmp_path / name).read_text(), "run `python -m offbeat.lab.reference docs`"

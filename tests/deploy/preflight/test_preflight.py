@@ -195,11 +195,11 @@ def test_setting_that_this_machine_cannot_meet_is_refused(
     assert any(named in text and problem in text for text in texts), texts
 
 
-@pytest.mark.parametrize("setting", ["hub.address", "weights.port", "weights.pull_port"])
+@pytest.mark.parametrize("setting", ["hub.address", "weights.port", "weights.pull_port", "metrics.bind"])
 def test_port_in_use_is_refused_by_its_own_setting(setting: str, overrides: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        value = f"tcp://127.0.0.1:{port}" if setting == "hub.address" else port
+        value = {"hub.address": f"tcp://127.0.0.1:{port}", "metrics.bind": f"127.0.0.1:{port}"}.get(setting, port)
         (text,) = refused([*overrides, f"{setting}={value}"])
     assert text.startswith(setting)
     assert f"port {port} is in use" in text
