@@ -8,6 +8,8 @@ from pathlib import Path
 
 TRACKERS_S = 2.0
 """Seconds that the resource trackers of a killed group have to delete the semaphores and shared memory of the others."""
+_NUM_THREADS = 17
+"""Place of the number of threads among the fields of `_stat`."""
 LOOK_S = 0.01
 """Seconds between two looks at a dying process."""
 
@@ -41,7 +43,9 @@ def arguments(pid: int) -> list[str]:
 
 def has_ended(pid: int) -> bool:
     """Return True when the process has ended, even if its parent has not collected the exit status yet."""
-    return _stat(pid)[:1] in ([], ["Z"], ["X"])
+    stat = _stat(pid)
+    # The first thread may be a zombie while others are dying, and still hold the process's files and locks.
+    return not stat or stat[0] == "X" or (stat[0] == "Z" and int(stat[_NUM_THREADS]) <= 1)
 
 
 def kill(pid: int, deadline_s: float = 10.0) -> None:

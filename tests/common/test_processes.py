@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from offbeat.common import processes
@@ -37,3 +38,24 @@ def test_group_whose_leader_was_killed_before_leaves_none_either() -> None:
     processes.kill_group(process.pid)
     process.wait()
     assert not [path for path in semaphores if path.exists()]
+
+
+def test_process_whose_first_thread_alone_has_ended_has_not() -> None:
+    program = (
+        "import ctypes, sys, threading\n"
+        "threading.Thread(target=sys.stdin.read).start()\n"
+        "print(flush=True)\n"
+        "ctypes.CDLL(None).pthread_exit(None)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdout.readline()
+    status = Path(f"/proc/{process.pid}/stat")
+    while status.read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+    assert not processes.has_ended(process.pid)
+    processes.kill(process.pid)
+    assert processes.has_ended(process.pid)
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
