@@ -2,6 +2,8 @@
 
 import pytest
 
+from offbeat.actor.judges.client import handed_to_processes
+from offbeat.common.config import Config, JudgeSection
 from offbeat.protocols.completions import Segment
 from offbeat.protocols.messages import Ack, ActorHeartbeat, Cancel, Credit, GroupDone, Hello, LeaseFailed, SayHello
 from offbeat.protocols.wire import logprobs, token_ids
@@ -156,6 +158,12 @@ def test_heartbeat_says_which_leases_wait_for_a_reward_that_cannot_be_had(learne
         actor.rewards.is_held = False
         assert learner.wait(GroupDone).lease_id == 4
         learner.wait_heartbeat(lambda heartbeat: heartbeat.reward_trouble is None)
+
+
+def test_heartbeat_tells_the_use_of_the_judge(learner: Learner) -> None:
+    with handed_to_processes(Config(judge=JudgeSection(url="http://h/v1", model="m"))), actor_of(learner):
+        learner.welcome()
+        assert learner.wait_heartbeat(lambda heartbeat: bool(heartbeat.stats.judge)).stats.judge["requests"] == 0
 
 
 def test_actor_whose_rewards_fail_takes_one_lease_at_a_time_until_they_succeed(learner: Learner) -> None:

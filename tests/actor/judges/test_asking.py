@@ -73,14 +73,14 @@ FAILURES = {
     "no text": Answer(None),
     "no score": Answer("I cannot say"),
     "huge": Answer("Score: 1 " + "x" * (1 << 21)),
-    "hangs": Answer("Score: 1", delay_s=3),
+    "drips": Answer("Score: 1", pause_s=0.1),
 }
 
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_judge_that_fails_twice_is_asked_a_third_time(name: str) -> None:
     with serving(lambda number, request: FAILURES[name] if number < 2 else Answer()) as fake:
-        verdict, counts = ask(fake, max_retries=2, timeout_s=0.5 if name == "hangs" else 20)
+        verdict, counts = ask(fake, max_retries=2, timeout_s=0.5 if name == "drips" else 20)
     assert (verdict.score, len(fake.requests)) == (7.0, 3)
     assert (counts["requests"], counts["failed"]) == (3, 2)
 

@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from offbeat.common.config import Config, JudgeSection, RunSection
 from offbeat.common.rows import ActorRow, Row, encode_row
 from offbeat.learner.dispatch.failures import Failures, RunFailedError
 from offbeat.learner.dispatch.judge_budget import within_budget
+from offbeat.protocols.messages import ActorHeartbeat, ActorStats
+from tests.learner.dispatch.dispatch_desk import Actor, Desk
 
 
 def row(actor: str, tokens: float) -> ActorRow:
@@ -45,6 +48,18 @@ def test_run_ends_when_all_its_actors_together_have_spent_the_budget(tmp_path: P
     assert failures.error is None, "101 + 8 tokens"
     record(row("b", 40))
     assert failures.error is not None
+
+
+def test_heartbeat_that_tells_of_a_spent_budget_ends_the_run() -> None:
+    desk = Desk("judge.url=http://h/v1", "judge.model=m", "judge.budget_tokens=100")
+    actor = Actor(desk, "a").join(capacity=1)
+    for tokens in (99.0, 100.0):
+        assert desk.dispatcher.take_batch(0) is None
+        stats = ActorStats(judge={"tokens": tokens})
+        actor.say(ActorHeartbeat(policy_version=0, stats=stats, lease_ids=(), seen_lease_id=-1))
+        desk.tick(5.0, actor)
+    with pytest.raises(RunFailedError, match="100 tokens"):
+        desk.dispatcher.take_batch(0)
 
 
 def test_without_a_budget_nothing_is_counted() -> None:
