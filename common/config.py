@@ -123,6 +123,10 @@ class EnvironmentSection(Section, frozen=True):
     tool_parser: str = ""
     """vLLM's name for the form in which the model writes tool calls (`hermes`, `qwen3_xml`, `llama3_json`, ...). Empty: turns
     are text, and call no tools. For a parser each process imports vLLM: some 8 s at its start, and half a gigabyte."""
+    sampling: Literal["refuse", "override"] = "refuse"
+    """Treatment of requests to `chat.url` with fields that would change what is sampled: another temperature than
+    `rollout.temperature`, penalties, a grammar, stop strings. refuse: the agent gets an error. override: such fields are
+    ignored, and the requests counted (`reward_part/overridden_requests`)."""
     reasoning_parser: str = ""
     """vLLM's name for the form in which the model writes its reasoning (`qwen3`, `deepseek_r1`, ...). Empty: reasoning stays in
     the text of a turn."""

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Self
 
 from offbeat.actor.environments.chat_episode import ChatEpisode
 from offbeat.actor.environments.chat_format import ChatFormat, Message, checked_message
-from offbeat.actor.environments.messages import PROMPT
+from offbeat.actor.environments.messages import PROMPT, digest_of
 from offbeat.actor.environments.tool_calls import ToolCall, TurnParser
 from offbeat.common.user_tools import ToolSchema
 
@@ -65,6 +65,14 @@ class Chat:
         """Tokens with which a restarted sequence begins, until its first turn."""
         self._added: list[Message] = []
         self._is_sampling = False
+
+    @property
+    def url(self) -> str:
+        """The base URL of an endpoint for this episode, at which agents of OpenAI's and Anthropic's clients play it.
+
+        It has sequences of its own, and works until the function returns.
+        """
+        return self._episode.url
 
     @property
     def room(self) -> int:
@@ -145,8 +153,10 @@ class Chat:
         """
         tools = self._tools if tools is None else tools
         restarted = type(self)(self._episode, self._format, self._parser, tools)
-        restarted._continues, restarted._num_tokens = None, 0
-        restarted._opening = self._format.opening(messages, tools)
+        opening = self._format.opening(messages, tools)
+        # The group shares the prompt's tokens; nothing is gained by a copy of them.
+        if digest_of(opening) != self._episode.play.prompt_digest:
+            restarted._continues, restarted._num_tokens, restarted._opening = None, 0, opening
         return restarted
 
     def reward(self, value: float) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import cached_property
 
 from offbeat.actor.environments.messages import Play, Sample, Sampled, Withdraw
 
@@ -10,7 +11,13 @@ class ChatEpisode:
     """One episode in the process that plays it."""
 
     def __init__(
-        self, play: Play, *, max_length: int, max_episode_tokens: int, send: Callable[[Sample | Withdraw], None]
+        self,
+        play: Play,
+        *,
+        max_length: int,
+        max_episode_tokens: int,
+        send: Callable[[Sample | Withdraw], None],
+        open_url: Callable[["ChatEpisode"], str],
     ) -> None:
         """`max_length` bounds the tokens of each sequence, `max_episode_tokens` those of all; `send` reaches the actor."""
         self.play = play
@@ -22,6 +29,7 @@ class ChatEpisode:
         self.num_calls = 0
         """Tool calls so far, in all sequences."""
         self._send = send
+        self._open_url = open_url
         self._num_asked = 0
         """Turns asked for, which is the number of the next one."""
         self._replies: dict[int, asyncio.Future[Sampled]] = {}
@@ -32,6 +40,11 @@ class ChatEpisode:
     def room(self) -> int:
         """Tokens that still fit into all sequences, without those that turns may get which are being sampled."""
         return self._room
+
+    @cached_property
+    def url(self) -> str:
+        """The base URL of the episode's endpoint, which is opened for it."""
+        return self._open_url(self)
 
     async def sample(self, continues: int | None, context: list[int], max_new_tokens: int) -> tuple[int, Sampled]:
         """Return the number of a new turn, and its tokens; `continues` is the number of a turn, `PROMPT`, or None for nothing.

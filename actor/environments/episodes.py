@@ -16,7 +16,18 @@ from typing import Literal, NamedTuple, assert_never
 
 from offbeat.actor.engine import Completion, Engine
 from offbeat.actor.environments.episode import Episode, EpisodeTurn
-from offbeat.actor.environments.messages import Cancel, Ended, Failed, FromWorker, Play, Ready, Sample, Sampled, Withdraw
+from offbeat.actor.environments.messages import (
+    Cancel,
+    Ended,
+    Failed,
+    FromWorker,
+    Play,
+    Ready,
+    Sample,
+    Sampled,
+    Withdraw,
+    digest_of,
+)
 from offbeat.actor.environments.retries import Member, Retries
 from offbeat.actor.environments.workers import Workers
 from offbeat.actor.play import Played, PlayFailure
@@ -145,6 +156,7 @@ class Episodes:
             row=lease.row,
             prompt=lease.prompt,
             num_prompt_tokens=len(of_lease.prompt_token_ids),
+            prompt_digest=digest_of(of_lease.prompt_token_ids),
             max_new_tokens=lease.sampling.max_new_tokens,
             seed=lease.lease_id,
             is_evaluation=lease.is_evaluation,

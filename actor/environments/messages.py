@@ -7,11 +7,14 @@ Each message is four bytes with its length, then msgpack. Neither side waits for
 take stay in a buffer. The user's code runs in the worker, so whatever comes from there is checked before it is used.
 """
 
+import hashlib
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from offbeat.protocols.fields import FreeText, Natural, Positive, RewardParts
 
@@ -37,6 +40,10 @@ class Begin(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Most tokens of a sequence, its prompt included."""
     max_episode_tokens: int
     """Most tokens of an episode in all its sequences, its prompt included."""
+    temperature: float = 1.0
+    """`rollout.temperature`."""
+    overrides_sampling: bool = False
+    """`environment.sampling` is `override`."""
     tool_parser: str = ""
     reasoning_parser: str = ""
 
@@ -50,6 +57,8 @@ class Play(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The prompt's row in the data, as JSON."""
     prompt: str
     num_prompt_tokens: int
+    prompt_digest: str = ""
+    """`digest_of` its tokens."""
     max_new_tokens: int
     """`rollout.max_new_tokens`."""
     seed: int
@@ -119,6 +128,12 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 ToWorker = Begin | Play | Sampled | Cancel
 FromWorker = Ready | Sample | Withdraw | Ended | Failed
+
+
+def digest_of(token_ids: Sequence[int]) -> str:
+    """Return a hash of tokens."""
+    return hashlib.sha256(np.asarray(token_ids, dtype=np.int32).tobytes()).hexdigest()
+
 
 _encoder = msgspec.msgpack.Encoder()
 _from_worker = msgspec.msgpack.Decoder(FromWorker)

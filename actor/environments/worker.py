@@ -20,6 +20,8 @@ import msgspec
 from offbeat.actor.environments.chat import Chat, NoRoom
 from offbeat.actor.environments.chat_episode import ChatEpisode
 from offbeat.actor.environments.chat_format import ChatFormat
+from offbeat.actor.environments.endpoint.server import Endpoint
+from offbeat.actor.environments.endpoint.session import Session
 from offbeat.actor.environments.functions import PlayFunction, load_environment, offer_tools
 from offbeat.actor.environments.messages import (
     HEAD,
@@ -55,6 +57,11 @@ class Worker:
         self._format = chat_format
         self._parser = parser
         self._writer = writer
+        self._endpoint = Endpoint(
+            temperature=begin.temperature, ignores=begin.overrides_sampling, parses_tools=bool(begin.tool_parser)
+        )
+        self._sessions: dict[str, Session] = {}
+        """Of the episodes whose functions have asked for `chat.url`."""
         self._episodes: dict[str, ChatEpisode] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -67,6 +74,7 @@ class Worker:
                     max_length=self._begin.max_length,
                     max_episode_tokens=self._begin.max_episode_tokens,
                     send=self._send,
+                    open_url=self._open_url,
                 )
                 self._tasks[episode] = asyncio.get_running_loop().create_task(self._play(message))
             case Sampled(episode=episode):
@@ -87,30 +95,50 @@ class Worker:
             self._send(outcome)
         finally:
             del self._episodes[play.episode], self._tasks[play.episode]
+            if play.episode in self._sessions:
+                self._endpoint.close(self._sessions.pop(play.episode))
 
     async def _outcome(self, play: Play, episode: ChatEpisode) -> Ended | Failed:
-        chat = Chat(episode, self._format, self._parser)
         try:
-            returned, is_out_of_room = await self._function(chat, msgspec.json.decode(play.row)), False
-            reward = reward_of(0.0 if returned is None else returned, {})
-            return Ended(
-                episode=play.episode,
-                reward=reward_of(reward.total + episode.rewards, {}).total,
-                parts=reward_of({**reward.parts, **episode.metrics}, {}).parts,
-                is_out_of_room=is_out_of_room,
-            )
+            returned = await self._function(self._chat(episode), msgspec.json.decode(play.row))
+            return self._ended(episode, returned, is_out_of_room=False)
         except NoRoom:
-            return Ended(
-                episode=play.episode, reward=reward_of(episode.rewards, {}).total, parts=episode.metrics, is_out_of_room=True
-            )
+            return self._ended(episode, None, is_out_of_room=True)
         except asyncio.CancelledError:
             return Failed(episode=play.episode, is_transient=True, detail="cancelled")
         # The user's code, which may also call `sys.exit`.
         except (Exception, SystemExit) as error:  # noqa: BLE001
+            session = self._sessions.get(play.episode)
+            if session is not None and session.is_out_of_room:
+                # Agents wrap the refusal in errors of their own.
+                return self._ended(episode, None, is_out_of_room=True)
             failure = failure_of(error, file_of(self._function))
             return Failed(
                 episode=play.episode, is_transient=failure.is_transient, detail=failure.detail, traceback=failure.traceback
             )
+
+    def _ended(self, episode: ChatEpisode, returned: object, *, is_out_of_room: bool) -> Ended:
+        session = self._sessions.get(episode.play.episode)
+        if session is not None and self._begin.overrides_sampling:
+            episode.metrics["overridden_requests"] = float(session.num_overrides)
+        reward = reward_of(0.0 if returned is None else returned, {})
+        return Ended(
+            episode=episode.play.episode,
+            reward=reward_of(reward.total + episode.rewards, {}).total,
+            parts=reward_of({**reward.parts, **episode.metrics}, {}).parts,
+            is_out_of_room=is_out_of_room,
+        )
+
+    def _chat(self, episode: ChatEpisode) -> Chat:
+        """Return a sequence at the episode's prompt."""
+        return Chat(episode, self._format, self._parser)
+
+    def _open_url(self, episode: ChatEpisode) -> str:
+        name, chat = episode.play.episode, self._chat(episode)
+        session = self._sessions[name] = Session(
+            name.replace("/", "-"), self._begin.max_length, lambda messages, tools: chat.restart(messages, tools or None)
+        )
+        return self._endpoint.open(session)
 
     def _send(self, message: FromWorker) -> None:
         self._writer.write(framed(message))

@@ -34,6 +34,8 @@ def begin_message(config: Config, model: Path) -> Begin:
         template_arguments=config.task.template_arguments,
         max_length=config.model.max_length,
         max_episode_tokens=max_episode_tokens(config),
+        temperature=config.rollout.temperature,
+        overrides_sampling=config.environment.sampling == "override",
         tool_parser=config.environment.tool_parser,
         reasoning_parser=config.environment.reasoning_parser,
     )

@@ -39,7 +39,6 @@ def read(body: Body) -> Call:
         messages += _messages(one, f"messages[{index}]")
     if not messages or messages[-1]["role"] == "assistant":
         raise Refused("messages does not end with a message to the model, which samples its turns whole", field="messages")
-    choice = body.get("tool_choice")
     return Call(
         model=text_field(body, "model", "policy"),
         messages=tuple(messages),
@@ -47,7 +46,6 @@ def read(body: Body) -> Call:
             function_tool(one, f"tools[{index}]", parameters="input_schema", kinds=(None, "custom"))
             for index, one in enumerate(list_of_objects(body.get("tools") or [], "tools"))
         ),
-        parses_tools=not (isinstance(choice, dict) and choice.get("type") == "none"),
         max_new_tokens=number_of_tokens(body, "max_tokens"),
         is_streamed=body.get("stream") is True,
         includes_usage=True,

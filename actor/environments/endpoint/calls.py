@@ -31,8 +31,6 @@ class Call(NamedTuple):
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...]
     """In the form of OpenAI's chat completions."""
-    parses_tools: bool
-    """False when the agent wants text although it gives tools."""
     max_new_tokens: int | None
     is_streamed: bool
     includes_usage: bool

@@ -42,7 +42,6 @@ def read(body: Body) -> Call:
         model=text_field(body, "model", "policy"),
         messages=tuple(_message(one, f"messages[{index}]") for index, one in enumerate(objects)),
         tools=tuple(list_of_objects(body.get("tools") or [], "tools")),
-        parses_tools=body.get("tool_choice") != "none",
         max_new_tokens=number_of_tokens(body, "max_completion_tokens", "max_tokens"),
         is_streamed=body.get("stream") is True,
         includes_usage=options.get("include_usage") is True,

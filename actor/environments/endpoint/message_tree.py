@@ -65,7 +65,9 @@ def key_of(message: Message) -> bytes:
     role, content = message["role"], message.get("content") or ""
     if role != "assistant":
         return digest([role, content, message.get("name")])
-    calls = [(call["function"]["name"], _arguments(call["function"]["arguments"])) for call in message.get("tool_calls") or ()]
+    calls = [
+        (call["function"]["name"], arguments_of(call["function"]["arguments"])) for call in message.get("tool_calls") or ()
+    ]
     return digest([role, content.strip(), calls])
 
 
@@ -74,9 +76,8 @@ def digest(value: object) -> bytes:
     return hashlib.sha256(msgspec.json.encode(value, order="sorted")).digest()
 
 
-def _arguments(arguments: object) -> object:
-    if not isinstance(arguments, str):
-        return arguments
+def arguments_of(arguments: str) -> object:
+    """Return the arguments of a tool call, which are JSON as a rule; the text itself where they are none."""
     try:
         return msgspec.json.decode(arguments)
     except msgspec.DecodeError:

@@ -55,7 +55,6 @@ def read(body: Body) -> Call:
             function_tool(one, f"tools[{index}]", parameters="parameters", kinds=("function",))
             for index, one in enumerate(list_of_objects(body.get("tools") or [], "tools"))
         ),
-        parses_tools=body.get("tool_choice") != "none",
         max_new_tokens=number_of_tokens(body, "max_output_tokens"),
         is_streamed=body.get("stream") is True,
         includes_usage=True,
@@ -69,7 +68,7 @@ def write(call: Call, answer: Answer) -> dict[str, Any]:
         "id": f"resp_{answer.name}", "object": "response", "created_at": answer.created, "error": None, "model": call.model,
         "status": "incomplete" if is_cut else "completed", "output": _output(answer), "parallel_tool_calls": True,
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None, "instructions": None, "metadata": {},
-        "tool_choice": "auto" if call.parses_tools else "none", "temperature": None, "top_p": None,
+        "tool_choice": "auto", "temperature": None, "top_p": None,
         "tools": [{"type": "function", **tool["function"]} for tool in call.tools],
         "usage": {
             "input_tokens": answer.num_prompt_tokens, "input_tokens_details": {"cached_tokens": 0},

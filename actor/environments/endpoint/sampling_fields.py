@@ -39,7 +39,7 @@ _RULES = {
     "text": Rule((), _FORM),
     "stop": Rule(([], ""), "Cut the text in the agent; sampling stops at the end of a turn."),
     "stop_sequences": Rule(([],), "Cut the text in the agent; sampling stops at the end of a turn."),
-    "tool_choice": Rule(("auto", "none"), "Use auto or none: a forced call is not the model's own choice."),
+    "tool_choice": Rule(("auto",), "Use auto: a forced call is not the model's own choice. Without a choice, give no tools."),
     "logprobs": Rule((False,), "Agents do not see log-probs; the actor keeps them."),
     "top_logprobs": Rule((0,), "Agents do not see log-probs; the actor keeps them."),
     "functions": Rule(([],), "Give tools instead."),
@@ -77,7 +77,7 @@ def check(body: Mapping[str, Any], dialect: Dialect, *, temperature: float, igno
 
 def _is_neutral(name: str, value: object, rule: Rule) -> bool:
     match name, value:
-        case "tool_choice", {"type": "auto" | "none"}:
+        case "tool_choice", {"type": "auto"}:
             return True
         case ("text", {"format": {"type": "text"} | None}) | ("output_config", {"format": None}):
             return True

@@ -41,10 +41,11 @@ MODEL = "policy"
 class Endpoint:
     """The server and the episodes it is open for."""
 
-    def __init__(self, *, temperature: float, ignores: bool) -> None:
-        """`temperature` is `rollout.temperature`; see `sampling_fields.check` for `ignores`."""
+    def __init__(self, *, temperature: float, ignores: bool, parses_tools: bool) -> None:
+        """`parses_tools` says whether the run has a parser for tool calls; see `sampling_fields.check` for the others."""
         self._temperature = temperature
         self._ignores = ignores
+        self._parses_tools = parses_tools
         self._sessions: dict[str, Session] = {}
         self._address = ""
         self._serving: asyncio.Task[None] | None = None
@@ -129,6 +130,9 @@ class Endpoint:
         ignored = check(body, dialect, temperature=self._temperature, ignores=self._ignores)
         call = dialect.read(body)
         session.num_overrides += bool(ignored)
+        if call.tools and not self._parses_tools:
+            cure = "Set environment.tool_parser to the form in which the model writes them."
+            raise Refused(f"tools are refused: nothing here would read the calls of them. {cure}", field="tools")
         # Clients of OpenAI and Anthropic count their tries.
         is_first_try = request.headers.get("x-stainless-retry-count") == "0"
         answering = asyncio.ensure_future(session.answer(call, digest([dialect.paths, body]), is_first_try=is_first_try))

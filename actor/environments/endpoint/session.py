@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from offbeat.actor.environments.chat import NoRoom, Reply
 from offbeat.actor.environments.endpoint.calls import Answer, Call, Refused, function_call
-from offbeat.actor.environments.endpoint.message_tree import Message, MessageTree
+from offbeat.actor.environments.endpoint.message_tree import Message, MessageTree, arguments_of
 
 MAX_OPEN_CALLS = 64
 """Most calls of an episode that wait at once. More are asked to come again (429), which clients do by themselves."""
@@ -104,7 +104,7 @@ class Session:
         finally:
             exchange.num_waiting -= 1
             self.num_open -= 1
-        if self._over.done():
+        if self._over.done() or exchange.task.cancelled():
             raise over()
         exchange.is_delivered = True
         return exchange.task.result()
@@ -149,18 +149,29 @@ class Session:
             self._forget(turn.exchange)
             conversation = turn.after.fork()
             for message in call.messages[num_known:]:
-                conversation.add(message)
+                conversation.add(for_template(message))
             try:
                 return conversation, await conversation.sample(call.max_new_tokens)
             except ValueError:
                 # The template cannot put these messages behind a turn: a system message, say. It may write them from the start.
                 pass
-        conversation = self._begin(call.messages, call.tools)
+        conversation = self._begin([for_template(message) for message in call.messages], call.tools)
         return conversation, await conversation.sample(call.max_new_tokens)
 
     def _forget(self, exchange: _Exchange) -> None:
         if self._exchanges.get(exchange.digest) is exchange:
             del self._exchanges[exchange.digest]
+
+
+def for_template(message: Message) -> Message:
+    """Return a message with the arguments of its tool calls as objects: chat templates write them as JSON themselves."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": arguments_of(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def _message(reply: Reply) -> Message:

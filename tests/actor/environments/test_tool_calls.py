@@ -90,7 +90,7 @@ def test_functions_turns_have_calls_and_its_answers_are_messages(tokenizer: Any)
     asked: list[Any] = []
     play = Play(episode="1/0/0", row="{}", prompt="", num_prompt_tokens=9, max_new_tokens=99, seed=0, is_evaluation=False)
     parser = TurnParser(tokenizer, tool_parser="hermes")
-    episode = ChatEpisode(play, max_length=999, max_episode_tokens=999, send=asked.append)
+    episode = ChatEpisode(play, max_length=999, max_episode_tokens=999, send=asked.append, open_url=lambda _: "")
     chat = Chat(episode, ChatFormat(tokenizer, {}, has_chat_template=True), parser)
 
     async def answered() -> list[str]:

@@ -1,6 +1,7 @@
 """An endpoint on a real socket, with sequences whose turns a test writes."""
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -11,8 +12,6 @@ from offbeat.actor.environments.endpoint.message_tree import Message
 from offbeat.actor.environments.endpoint.server import Endpoint
 from offbeat.actor.environments.endpoint.session import Session
 from offbeat.actor.environments.tool_calls import ToolCall
-
-MAX_LENGTH = 1000
 
 
 class FakeConversation:
@@ -84,13 +83,20 @@ class Game:
 
 
 def render(messages: Sequence[Message]) -> str:
-    return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+    """Write messages as a chat template does, with tool calls as JSON."""
+    text = ""
+    for message in messages:
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        text += f"<{message['role']}>{message['content']}{json.dumps(calls) if calls else ''}"
+    return text
 
 
 @asynccontextmanager
-async def playing(*, temperature: float = 1.0, ignores: bool = False, max_length: int = MAX_LENGTH) -> AsyncIterator[Game]:
+async def playing(
+    *, temperature: float = 1.0, ignores: bool = False, parses_tools: bool = True, max_length: int = 1000
+) -> AsyncIterator[Game]:
     """Open an endpoint for one episode."""
-    endpoint = Endpoint(temperature=temperature, ignores=ignores)
+    endpoint = Endpoint(temperature=temperature, ignores=ignores, parses_tools=parses_tools)
     game = Game(endpoint, max_length)
     try:
         yield game

@@ -91,6 +91,16 @@ def test_rewritten_history_and_other_tools_begin_new_sequences() -> None:
     asyncio.run(play())
 
 
+def test_tools_without_a_parser_are_refused() -> None:
+    async def play() -> None:
+        tools: Any = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+        async with playing(parses_tools=False) as game, client(game) as agent:
+            with pytest.raises(openai.BadRequestError, match=r"Set environment\.tool_parser"):
+                await ask(agent, ASK, tools=tools)
+
+    asyncio.run(play())
+
+
 def test_two_calls_at_once_from_one_turn_share_its_tokens() -> None:
     async def play() -> None:
         async with playing() as game, client(game) as agent:
@@ -208,7 +218,7 @@ REFUSED = [
     ("presence_penalty", 0.5, "Leave it out"),
     ("stop", ["\n"], "sampling stops at the end of a turn"),
     ("response_format", {"type": "json_object"}, "Ask for the form in the prompt"),
-    ("tool_choice", "required", "Use auto or none"),
+    ("tool_choice", "required", "Use auto"),
     ("logprobs", True, "the actor keeps them"),
 ]
 

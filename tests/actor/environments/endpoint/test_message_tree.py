@@ -61,7 +61,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(ACTIONS)
 def test_request_goes_on_from_the_turn_that_a_search_of_all_histories_finds(
     actions: list[tuple[str, int, str, tuple[str, ...]]],

@@ -7,7 +7,7 @@ import anthropic
 import openai
 import pytest
 
-from tests.actor.environments.endpoint.endpoint_harness import Game, playing, render
+from tests.actor.environments.endpoint.endpoint_harness import Game, playing
 
 SCHEMA = {"type": "object", "properties": {"key": {"type": "string"}}}
 CALL = 'looking <call>look{"key":  "a"}</call><call>look{"key": "b"}</call>'
@@ -20,7 +20,6 @@ def check_game(game: Game) -> None:
     assert game.begun[-1].text == WHOLE
     assert game.sampled == [[CALL, "3"]]
     assert [dict(tool) for tool in game.tools[0]] == [TOOL]
-    assert render([{"role": "user", "content": "x"}]) == "<user>x"
 
 
 def test_chat_completions_with_tools() -> None:
@@ -41,6 +40,21 @@ def test_chat_completions_with_tools() -> None:
                 final = await events.get_final_completion()
             assert final.choices[0].message.content == "3"
             check_game(game)
+
+    asyncio.run(play())
+
+
+def test_history_with_tool_calls_of_another_model_is_written_with_objects() -> None:
+    async def play() -> None:
+        async with playing() as game, openai.AsyncOpenAI(base_url=game.url, api_key="x") as agent:
+            game.write("3")
+            call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"key":"a"}'}}
+            history: list[Any] = [
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "user", "content": "?"},
+            ]
+            await agent.chat.completions.create(model="m", messages=history)
+            assert game.begun[0].text == '<assistant>[{"name": "look", "arguments": {"key": "a"}}]<user>?3'
 
     asyncio.run(play())
 

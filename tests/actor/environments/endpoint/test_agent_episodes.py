@@ -1,0 +1,209 @@
+"""A worker's episodes that agents play over HTTP: their tokens, their end, and what becomes of an agent's failure."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from offbeat.actor.environments.chat_format import ChatFormat
+from offbeat.actor.environments.messages import (
+    HEAD,
+    Begin,
+    Cancel,
+    Ended,
+    Failed,
+    FromWorker,
+    Play,
+    Sample,
+    Sampled,
+    _from_worker,
+    digest_of,
+)
+from offbeat.actor.environments.tool_calls import TurnParser
+from offbeat.actor.environments.worker import Worker
+
+PROMPT: list[Any] = [{"role": "user", "content": "What is 2 + 2?"}]
+ROW = '{"answer": "4"}'
+
+
+class Actor:
+    """Stands for the actor: it answers every `Sample` with the next of its turns, and never when there is none."""
+
+    def __init__(self, tokenizer: Any, turns: list[str]) -> None:
+        self.tokenizer = tokenizer
+        self.turns = turns
+        self.worker: Worker | None = None
+        self.samples: list[Sample] = []
+        self.ends: asyncio.Queue[Ended | Failed] = asyncio.Queue()
+
+    def write(self, data: bytes) -> None:
+        message: FromWorker = _from_worker.decode(data[HEAD.size :])
+        match message:
+            case Sample():
+                self.samples.append(message)
+                if len(self.samples) <= len(self.turns):
+                    token_ids = self.tokenizer.encode(self.turns[len(self.samples) - 1])
+                    sampled = Sampled(
+                        episode=message.episode,
+                        turn=len(self.samples) - 1,
+                        token_ids=[*token_ids, self.tokenizer.eos_token_id],
+                        finish_reason="stop",
+                    )
+                    assert self.worker is not None
+                    asyncio.get_running_loop().call_soon(self.worker.handle, sampled)
+            case Ended() | Failed():
+                self.ends.put_nowait(message)
+            case _:
+                pass
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_bpe_model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_bpe_model)
+
+
+@asynccontextmanager
+async def playing(
+    tokenizer: Any, function: Callable[..., Awaitable[Any]], *turns: str, **options: Any
+) -> AsyncIterator[tuple[Actor, ChatFormat]]:
+    """Begin one episode."""
+    actor, chat_format = Actor(tokenizer, list(turns)), ChatFormat(tokenizer, {}, has_chat_template=True)
+    begin = Begin(
+        function="", tokenizer="", has_chat_template=True, template_arguments={},
+        **{"max_length": 400, "max_episode_tokens": 2000, **options},
+    )  # fmt: skip
+    actor.worker = Worker(begin, function, chat_format, TurnParser(tokenizer), cast(asyncio.StreamWriter, actor))
+    prompt = chat_format.opening(PROMPT)
+    play = Play(
+        episode="3/1/0", row=ROW, prompt="", num_prompt_tokens=len(prompt), prompt_digest=digest_of(prompt), max_new_tokens=50,
+        seed=3, is_evaluation=False,
+    )  # fmt: skip
+    actor.worker.handle(play)
+    yield actor, chat_format
+    await actor.worker._endpoint.stop()
+
+
+async def ask(chat: Any, messages: list[Any], **options: Any) -> Any:
+    async with openai.AsyncOpenAI(base_url=chat.url, api_key=chat.key) as client:
+        return (await client.chat.completions.create(model="m", messages=messages, **options)).choices[0].message
+
+
+def test_agents_turns_continue_the_leases_prompt_and_sub_agents_begin_anew(tokenizer: Any) -> None:
+    help_wanted: list[Any] = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2 + 2"}]
+    more = {"role": "user", "content": "Sure?"}
+
+    async def play(chat: Any, row: Any) -> float:
+        first = await ask(chat, PROMPT)
+        helped = await ask(chat, help_wanted)
+        second = await ask(chat, [*PROMPT, first, more])
+        assert helped.content == "it is 4"
+        assert chat.url == chat.fork().url
+        return float(second.content == row["answer"])
+
+    async def check() -> None:
+        async with playing(tokenizer, play, "4?", "it is 4", "4") as (actor, chat_format):
+            end = await actor.ends.get()
+            assert isinstance(end, Ended)
+            assert (end.reward, end.is_out_of_room) == (1.0, False)
+            first, helped, second = actor.samples
+            # The prompt of the lease, nothing, the first turn.
+            assert [(one.back, index) for index, one in enumerate(actor.samples)] == [(1, 0), (0, 1), (2, 2)]
+            assert first.context == []
+            assert helped.context == chat_format.opening(help_wanted)
+            assert second.context == chat_format.context([more], last_token=tokenizer.eos_token_id)
+
+    asyncio.run(check())
+
+
+def test_calls_that_wait_and_later_ones_get_410_when_the_function_has_returned(tokenizer: Any) -> None:
+    calls: list[asyncio.Task[Any]] = []
+
+    async def play(chat: Any, row: Any) -> float:
+        await ask(chat, PROMPT)
+        calls.append(asyncio.ensure_future(ask(chat, [{"role": "user", "content": "?"}])))
+        calls.append(asyncio.ensure_future(asyncio.sleep(0, chat.url)))
+        while len(actors[0].samples) < 2:
+            await asyncio.sleep(0.005)
+        return 1.0
+
+    actors: list[Actor] = []
+
+    async def check() -> None:
+        async with playing(tokenizer, play, "4") as (actor, _), httpx.AsyncClient() as http:
+            actors.append(actor)
+            assert isinstance(await actor.ends.get(), Ended)
+            with pytest.raises(openai.APIStatusError) as caught:
+                await calls[0]
+            assert caught.value.status_code == 410
+            url = await calls[1]
+            assert (await http.post(f"{url}/chat/completions", json={"messages": PROMPT})).status_code == 410
+
+    asyncio.run(check())
+
+
+def test_cancelled_episode_gives_410_to_the_call_that_waits(tokenizer: Any) -> None:
+    calls: list[asyncio.Task[Any]] = []
+
+    async def play(chat: Any, row: Any) -> float:
+        calls.append(asyncio.ensure_future(ask(chat, PROMPT)))
+        await asyncio.sleep(60)
+        return 1.0
+
+    async def check() -> None:
+        async with playing(tokenizer, play) as (actor, _):
+            while not actor.samples:
+                await asyncio.sleep(0.005)
+            assert actor.worker is not None
+            actor.worker.handle(Cancel(episode="3/1/0"))
+            assert isinstance(await actor.ends.get(), Failed)
+            with pytest.raises(openai.APIStatusError) as caught:
+                await calls[0]
+            assert caught.value.status_code == 410
+
+    asyncio.run(check())
+
+
+def test_agent_that_fails_for_want_of_room_has_its_rewards_so_far(tokenizer: Any) -> None:
+    async def play(chat: Any, row: Any) -> float:
+        first = await ask(chat, PROMPT)
+        chat.reward(0.25)
+        try:
+            await ask(chat, [*PROMPT, first, {"role": "user", "content": "long " * 400}])
+        except openai.BadRequestError as error:
+            raise LookupError("the framework's own error") from error
+        return 1.0
+
+    async def check() -> None:
+        async with playing(tokenizer, play, "4") as (actor, _):
+            end = await actor.ends.get()
+            assert isinstance(end, Ended)
+            assert (end.reward, end.is_out_of_room) == (0.25, True)
+
+    asyncio.run(check())
+
+
+def test_agents_refused_field_fails_the_episode_with_its_cure_and_is_counted_when_overridden(tokenizer: Any) -> None:
+    async def play(chat: Any, row: Any) -> float:
+        await ask(chat, PROMPT, temperature=0.2)
+        return 1.0
+
+    async def check() -> None:
+        async with playing(tokenizer, play, "4") as (actor, _):
+            end = await actor.ends.get()
+            assert isinstance(end, Failed)
+            assert not end.is_transient
+            assert "temperature = 0.2" in end.detail
+        async with playing(tokenizer, play, "4", overrides_sampling=True) as (actor, _):
+            end = await actor.ends.get()
+            assert isinstance(end, Ended)
+            assert end.parts == {"overridden_requests": 1.0}
+        async with playing(tokenizer, play, "4", temperature=0.2) as (actor, _):
+            assert isinstance(await actor.ends.get(), Ended)
+
+    asyncio.run(check())
