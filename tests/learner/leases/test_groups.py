@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.learner.leases.groups import LARGEST_LOGPROB, SMALLEST_LOGPROB, Group, Limits, Rollout, flaw, unpack
+from offbeat.learner.leases.events import Accepted
+from offbeat.learner.leases.groups import LARGEST_LOGPROB, SMALLEST_LOGPROB, Group, Limits, Rollout, flaw, make_group, unpack
+from offbeat.learner.leases.prompts import Prompt
 from offbeat.protocols.completions import CompletionMeta, Segment, Turn
 
 LIMITS = Limits(group_size=2, max_new_tokens=4, vocabulary_size=50, newest_version=3, max_length=0, max_episode_tokens=100)
@@ -80,6 +82,14 @@ def test_each_sequence_is_bounded_and_all_together() -> None:
     assert "9 tokens with its context, more than 8" in str(flaw([completion], arrays, limits._replace(max_length=8)))
     few = limits._replace(max_episode_tokens=13)
     assert "14 tokens in its sequences, more than 13" in str(flaw([completion], arrays, few))
+
+
+def test_group_has_weight_and_task_of_its_prompt() -> None:
+    completions = (CompletionMeta(1, "stop", 1.0, (Segment(0, 0),)),)
+    accepted = Accepted(at=7.0, lease_id=1, actor="a", completions=completions, generate_s=0.5, policy_version=0)
+    prompt = Prompt(3, "p", np.array([1], np.int32), "{}", weight=2.0, task="sums")
+    group = make_group(accepted, [memoryview(bytes(4)), memoryview(bytes(4))], prompt)
+    assert (group.prompt_id, group.weight, group.task) == (3, 2.0, "sums")
 
 
 def test_completions_are_views_of_the_frames() -> None:
