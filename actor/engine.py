@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from offbeat.common.images import ImagePatches
 from offbeat.common.settings import SettingError
 from offbeat.protocols.completions import Segment, Turn
 from offbeat.protocols.messages import EngineInfo, Sampling
@@ -67,8 +68,17 @@ class Engine(Protocol):
         """Tokens sampled since the engine was made."""
         ...
 
-    def submit(self, request_ids: list[str], prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
-        """Queue a completion of the prompt for each id. Weights must have been loaded."""
+    def submit(
+        self,
+        request_ids: list[str],
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        images: Sequence[ImagePatches] = (),
+    ) -> None:
+        """Queue a completion of the prompt for each id. Weights must have been loaded.
+
+        `images` are those of the prompt, in the order of their tokens; only engines that take images get some.
+        """
         ...
 
     def step(self) -> list[Completion]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from offbeat.actor.engine import Engine
 from offbeat.common.environment import fast_imports
+from offbeat.common.images import ImageReader
 from offbeat.common.settings import SettingError
 from offbeat.protocols.messages import ModelHashes
 
@@ -23,9 +24,20 @@ def make_engine(
     hashes: ModelHashes,
     seed: int,
     options: Mapping[str, Any],
+    images: ImageReader | None = None,
 ) -> Engine:
-    """Return the engine of this `actor.engine` setting, with the model loaded; `auto` takes vLLM where it is installed."""
-    return engine_class(name)(model_path, dtype=dtype, max_model_len=max_model_len, hashes=hashes, seed=seed, options=options)
+    """Return the engine of this `actor.engine` setting, with the model loaded; `auto` takes vLLM where it is installed.
+
+    `images` reads the images of prompts; only vLLM takes some.
+    """
+    chosen: Any = engine_class(name)
+    arguments = {"dtype": dtype, "max_model_len": max_model_len, "hashes": hashes, "seed": seed, "options": options}
+    if images is None:
+        return chosen(model_path, **arguments)
+    if chosen.__name__ != "VllmEngine":
+        problem = "prompts have images, which only vLLM takes"
+        raise SettingError("actor.engine", name, problem, "Install offbeat[cpu] or offbeat[cuda], or remove task.image_field.")
+    return chosen(model_path, **arguments, images=images)
 
 
 def engine_class(name: Literal["auto", "vllm", "transformers"]) -> "type[VllmEngine] | type[TransformersEngine]":

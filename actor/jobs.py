@@ -6,12 +6,15 @@ from typing import NamedTuple
 import numpy as np
 
 from offbeat.actor.engine import Engine
+from offbeat.actor.lease_images import read_images
 from offbeat.actor.outbox import Outbox
 from offbeat.actor.play import Play, Played
 from offbeat.actor.rewards import UnavailableRewards
+from offbeat.common.images import ImageError, ImagePatches, ImageReader
+from offbeat.common.user_functions import one_line
 from offbeat.protocols.completions import CompletionMeta
 from offbeat.protocols.messages import GroupDone, Lease, LeaseFailed
-from offbeat.protocols.wire import Array, has_context
+from offbeat.protocols.wire import Array, Frame, has_context
 
 
 class _WaitingLease(NamedTuple):
@@ -19,15 +22,20 @@ class _WaitingLease(NamedTuple):
 
     lease: Lease
     prompt_token_ids: list[int]
+    images: tuple[ImagePatches, ...]
 
 
 class Jobs:
     """All leases of an actor that are not answered. Each ends in the outbox, or is cancelled."""
 
-    def __init__(self, engine: Engine, play: Play, outbox: Outbox, *, max_message_bytes: int) -> None:
+    def __init__(
+        self, engine: Engine, play: Play, outbox: Outbox, *, max_message_bytes: int, images: ImageReader | None = None
+    ) -> None:
+        """`images` reads the images of prompts; None where prompts have none."""
         self._engine = engine
         self._play = play
         self._outbox = outbox
+        self._images = images
         self.max_message_bytes = max_message_bytes
         """Largest array that the learner takes; the service sets it at each welcome."""
         self.num_groups = 0
@@ -55,9 +63,14 @@ class Jobs:
         """True while most rewards or episodes fail for causes that may pass."""
         return self._play.is_failing
 
-    def add(self, lease: Lease, prompt_token_ids: list[int]) -> None:
-        """Take a lease; it starts with the next `start_ready`."""
-        self._waiting.append(_WaitingLease(lease, prompt_token_ids))
+    def add(self, lease: Lease, prompt_token_ids: list[int], image_files: Frame = b"") -> None:
+        """Take a lease; it starts with the next `start_ready`. `image_files` are the images of its prompt."""
+        try:
+            images = read_images(lease, prompt_token_ids, image_files, self._images)
+        except ImageError as error:
+            self._fail(lease.lease_id, "image_error", one_line(error))
+            return
+        self._waiting.append(_WaitingLease(lease, prompt_token_ids, images))
         self._lease_ids[lease.lease_id] = None
 
     def start_ready(self) -> None:
@@ -67,8 +80,8 @@ class Jobs:
             return
         ready = [waiting for waiting in self._waiting if waiting.lease.min_policy_version <= version]
         self._waiting = [waiting for waiting in self._waiting if waiting.lease.min_policy_version > version]
-        for lease, prompt_token_ids in ready:
-            self._play.begin(lease, prompt_token_ids)
+        for lease, prompt_token_ids, images in ready:
+            self._play.begin(lease, prompt_token_ids, images)
 
     def step(self) -> None:
         """Advance the engine by one step."""

@@ -1,10 +1,12 @@
 """The two ways in which a lease becomes a group: one turn and a reward function, or episodes of an environment."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from offbeat.actor.engine import Completion
 from offbeat.actor.reward_values import Reward
 from offbeat.actor.rewards import UnavailableRewards
+from offbeat.common.images import ImagePatches
 from offbeat.protocols.messages import Lease
 
 
@@ -36,7 +38,7 @@ class Play(Protocol):
         """True while something outside the engine is awaited: a reward, an environment."""
         ...
 
-    def begin(self, lease: Lease, prompt_token_ids: list[int]) -> None:
+    def begin(self, lease: Lease, prompt_token_ids: list[int], images: Sequence[ImagePatches] = ()) -> None:
         """Begin a lease whose weights the engine has."""
         ...
 

@@ -10,6 +10,7 @@ RESERVED = {
         "scheduling_policy": "the canary must not wait behind queued completions",
         "pipeline_parallel_size": "a step of another stage would be in flight when weights change",
         "worker_extension_cls": "weights are loaded through it",
+        "mm_device_do_normalize": "patches of images are normalized as the learner's are",
     },
     "transformers": {
         "return_logprobs": "behavior log-probs are what the learner trains on",

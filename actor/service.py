@@ -31,6 +31,7 @@ from offbeat.actor.single_turns import SingleTurns
 from offbeat.actor.weight_updates import WeightUpdates
 from offbeat.common.config import Config, max_episode_tokens
 from offbeat.common.hub_keys import keys_of_peer
+from offbeat.common.images import ImageReader
 from offbeat.common.logs import doing
 from offbeat.common.models import hash_model, load_tokenizer, resolve_model
 from offbeat.common.readiness import tell_ready
@@ -81,6 +82,7 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
     name = config.actor.name or as_name(f"{socket.gethostname()}-{os.getpid()}")
     identity = ActorIdentity(name, random.SystemRandom().getrandbits(62))
     model = resolve_model(config.model.path)
+    images = ImageReader(model) if config.task.image_field else None
     # Before the engine, which takes long: a function that cannot be imported, or a wrong address, shows at once.
     judge = (
         Workers(begin_message(config, model), config.environment.workers)
@@ -105,6 +107,7 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
                 hashes=hash_model(model),
                 seed=zlib.crc32(f"{config.run.seed}/{name}".encode()),
                 options=config.actor.engine_options,
+                images=images,
             )
         tell_ready()
         info = engine.info
@@ -125,7 +128,7 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
                     retry_s=config.task.reward_retry_s,
                 )
             )
-            jobs = Jobs(engine, play, outbox, max_message_bytes=config.hub.max_message_mb << 20)
+            jobs = Jobs(engine, play, outbox, max_message_bytes=config.hub.max_message_mb << 20, images=images)
             service = ActorService(
                 identity=identity, config=config, engine=engine, jobs=jobs, outbox=outbox, link=link, stop=stop
             )
@@ -273,7 +276,7 @@ class ActorService:
             case SayHello():
                 self._learner.lose()
             case Lease():
-                self._jobs.add(message, token_ids(arrays[0]).tolist())
+                self._jobs.add(message, token_ids(arrays[0]).tolist(), *arrays[1:])
             case Ack():
                 if message.outcome == "rejected":
                     logger.warning("the learner rejected lease %d: %s", message.lease_id, message.detail)

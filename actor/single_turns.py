@@ -1,7 +1,7 @@
 """Leases of one turn: all completions of a group are sampled at once, then the reward function sees them."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from offbeat.actor.engine import Completion, Engine
 from offbeat.actor.play import Played, PlayFailure
 from offbeat.actor.rewards import Rewarded, RewardRunner, UnavailableRewards
 from offbeat.actor.samples import Sample
+from offbeat.common.images import ImagePatches
 from offbeat.protocols.messages import Lease
 
 
@@ -53,10 +54,10 @@ class SingleTurns:
     def is_waiting(self) -> bool:
         return self._rewards.num_pending > 0
 
-    def begin(self, lease: Lease, prompt_token_ids: list[int]) -> None:
+    def begin(self, lease: Lease, prompt_token_ids: list[int], images: Sequence[ImagePatches] = ()) -> None:
         group = _Group(lease, self._clock())
         self._groups[lease.lease_id] = group
-        self._engine.submit(group.request_ids(), prompt_token_ids, lease.sampling)
+        self._engine.submit(group.request_ids(), prompt_token_ids, lease.sampling, images)
 
     def add(self, completion: Completion) -> None:
         lease_id, index = parse_request_id(completion.request_id)

@@ -20,6 +20,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from offbeat.actor.engine import Completion, Score, check_options, check_prompt_length
 from offbeat.actor.reserved_options import RESERVED
+from offbeat.common.images import ImagePatches
 from offbeat.common.nccl_group import gpu_uuid
 from offbeat.common.routing import record_routing
 from offbeat.common.weights import tensor_dtype
@@ -89,7 +90,14 @@ class TransformersEngine:
     def num_generated_tokens(self) -> int:
         return self._num_ended_tokens + sum(_num_tokens(state) for state in self._states())
 
-    def submit(self, request_ids: list[str], prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+    def submit(
+        self,
+        request_ids: list[str],
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        images: Sequence[ImagePatches] = (),
+    ) -> None:
+        assert not images, "this engine takes no images"
         num_prompt_tokens = len(prompt_token_ids)
         check_prompt_length(num_prompt_tokens, self._info.max_model_len)
         assert self._policy_version is not None, "weights come before prompts"

@@ -15,17 +15,19 @@ import vllm
 from transformers import PreTrainedConfig
 from vllm import EngineArgs, LLMEngine, ModelRegistry, RequestOutput, SamplingParams
 from vllm.config import VllmConfig
-from vllm.inputs import TokensInput, tokens_input
+from vllm.inputs import MultiModalInput, TokensInput, tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core_client import InprocClient
 
+from offbeat.actor import vllm_images
 from offbeat.actor.engine import Completion, Score, check_options, check_prompt_length
 from offbeat.actor.reserved_options import RESERVED
 from offbeat.actor.shared_weights import SharedWeights
 from offbeat.actor.vllm_worker import WeightLoading
+from offbeat.common.images import ImagePatches, ImageReader
 from offbeat.common.nccl_group import gpu_uuid
 from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import ServiceError
@@ -70,8 +72,11 @@ class VllmEngine:
         hashes: ModelHashes,
         seed: int,
         options: Mapping[str, Any],
+        images: ImageReader | None = None,
     ) -> None:
         """Load the model; its weights count as version -1. `options` are further `vllm.EngineArgs`.
+
+        `images` reads the images of prompts; None: prompts have none.
 
         `seed` seeds the random state of the process; no two actors may share it. A seed for each request would be slow on a
         CPU, where vLLM samples such requests one by one.
@@ -80,8 +85,13 @@ class VllmEngine:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         # By default every actor would bind its threads to the first cores, the same for all.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        self._images = images
+        if images is not None:
+            vllm_images.prepare_imports()
         _import_model_class(model_path)
-        arguments = _engine_arguments(model_path, dtype=dtype, max_model_len=max_model_len, seed=seed, options=options)
+        own = {} if images is None else vllm_images.engine_options(images)
+        own |= {"dtype": dtype, "max_model_len": max_model_len, "seed": seed}
+        arguments = _engine_arguments(model_path, own=own, options=options)
         try:
             config = arguments.create_engine_config(UsageContext.LLM_CLASS)
         except (TypeError, ValueError) as error:
@@ -101,6 +111,7 @@ class VllmEngine:
             hashes=hashes,
             gpu=gpu_uuid(0) if current_platform.is_cuda() else None,
             quantization=quantization_of(config),
+            takes_images=images is not None,
         )
         self._num_workers = config.parallel_config.world_size
         self._shared_weights: SharedWeights | None = None
@@ -127,14 +138,20 @@ class VllmEngine:
     def num_generated_tokens(self) -> int:
         return self._num_ended_tokens + self._num_running_tokens()
 
-    def submit(self, request_ids: list[str], prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+    def submit(
+        self,
+        request_ids: list[str],
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        images: Sequence[ImagePatches] = (),
+    ) -> None:
         check_prompt_length(len(prompt_token_ids), self._info.max_model_len)
         params = self._sampling_params.get(sampling)
         if params is None:
             params = self._sampling_params[sampling] = _sampling_params(sampling)
         # `LLMEngine.add_request` would check and convert the same prompt for each completion.
         processed = self._engine.input_processor.process_inputs(
-            "", self._prompt(prompt_token_ids), params, self._engine.get_supported_tasks()
+            "", self._prompt(prompt_token_ids, images), params, self._engine.get_supported_tasks()
         )
         for request_id in request_ids:
             request = copy.copy(processed)
@@ -165,6 +182,9 @@ class VllmEngine:
         self._policy_version = policy_version
         self._engine.set_weight_version(str(policy_version))
         # With completions running vLLM keeps the prefix cache too; `_prompt` keeps new prompts from using that.
+        if self._images is not None:
+            # The worker has forgotten the vision tower's outputs; the scheduler must ask for them again.
+            self._core.scheduler.reset_encoder_cache()
         if recompute_kv or not self._engine.has_unfinished_requests():
             self._engine.reset_prefix_cache(reset_running_requests=recompute_kv)
 
@@ -211,9 +231,13 @@ class VllmEngine:
         arguments = (self._shared_weights.path, self._shared_weights.layout)
         self._engine.collective_rpc(WeightLoading.load_shared_weights.__name__, args=arguments)
 
-    def _prompt(self, token_ids: Sequence[int]) -> TokensInput:
+    def _prompt(self, token_ids: Sequence[int], images: Sequence[ImagePatches] = ()) -> TokensInput | MultiModalInput:
         """Return the prompt with a salt that keeps it from starting on cached keys of older weights."""
-        return tokens_input(list(token_ids), cache_salt=str(self._policy_version))
+        salt = str(self._policy_version)
+        if not images:
+            return tokens_input(list(token_ids), cache_salt=salt)
+        assert self._images is not None, "an engine without images gets none"
+        return vllm_images.image_prompt(list(token_ids), images, self._images, salt=salt)
 
     def _step_engine(self) -> list[RequestOutput]:
         """Advance the engine by one step and return the requests that finished."""
@@ -318,17 +342,15 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
     )
 
 
-def _engine_arguments(model_path: str, *, dtype: str, max_model_len: int, seed: int, options: Mapping[str, Any]) -> EngineArgs:
+def _engine_arguments(model_path: str, *, own: Mapping[str, Any], options: Mapping[str, Any]) -> EngineArgs:
     check_options(options, [field.name for field in dataclasses.fields(EngineArgs)], RESERVED["vllm"])
     arguments: dict[str, Any] = {
         # Compiling takes 40 s on a CPU and gains a third there.
         "enforce_eager": current_platform.is_cpu(),
         "use_tqdm_on_load": False,
         **options,
+        **own,
         "model": model_path,
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "seed": seed,
         "logprobs_mode": "processed_logprobs",
         "scheduling_policy": "priority",
         "worker_extension_cls": f"{WeightLoading.__module__}.{WeightLoading.__qualname__}",

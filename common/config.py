@@ -66,6 +66,9 @@ class TaskSection(Section, frozen=True):
     task_field: str = ""
     """Name of the field that holds the name of a row's task, in data of several tasks. Steps then have the mean reward of each,
     `reward_by_task/NAME`. Empty: tasks are not told apart."""
+    image_field: str = ""
+    """Name of the field that holds the images of a row's prompt: a path, or a list of paths, relative to the data's folder. The
+    prompt has `<image>` in place of each image: docs/images.md. Empty: prompts are text alone."""
     weight_field: str = ""
     """Name of the field that holds the weight of a row's groups in the loss, a number of at least 0. Empty: every group weighs
     1."""

@@ -10,6 +10,8 @@ import xxhash
 from offbeat.common.settings import SettingError
 from offbeat.protocols.messages import ModelHashes
 
+PROCESSOR_FILE = "preprocessor_config.json"
+"""The settings of a vision-language model's image processor; other models have no such file."""
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 BUFFER_BYTES = 1 << 20
 """Bytes of a weight file that are read at once."""
@@ -68,7 +70,8 @@ def load_tokenizer(folder: Path) -> Any:
 
 def hash_model(folder: Path) -> ModelHashes:
     """Return the hashes of a model folder's config, tokenizer and chat template, 16 hexadecimal digits each."""
-    config = _read(folder / "config.json")
+    # Another processor would make other patches of the same image.
+    config = _read(folder / "config.json") + _read(folder / PROCESSOR_FILE)
     tokenizer_config = json.loads(_read(folder / "tokenizer_config.json") or b"{}")
     # Newer models have the chat template in a separate file, older ones in the tokenizer's config.
     template = _read(folder / "chat_template.jinja").decode() or str(tokenizer_config.pop("chat_template", ""))

@@ -49,7 +49,7 @@ RULES = (
         "refused",
         _of(
             "task",
-            "prompt_field weight_field system_prompt system_prompt_field chat_template template_arguments "
+            "prompt_field image_field weight_field system_prompt system_prompt_field chat_template template_arguments "
             "template_arguments_field",
         ),
         "Prompts and weights are made of the rows with it.",

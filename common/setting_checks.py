@@ -6,6 +6,7 @@ from functools import partial
 
 from offbeat.common.config import Config
 from offbeat.common.deepspeed_options import check_deepspeed_options, deepspeed_warnings
+from offbeat.common.images import MAX_PROMPT_BYTES
 from offbeat.common.inert_settings import check_inert
 from offbeat.common.judge_checks import check_judge
 from offbeat.common.learning_sections import TrainSection
@@ -20,17 +21,9 @@ BYTES_PER_TOKEN = 8
 def check(config: Config) -> list[str]:
     """Raise `SettingError` for the contradictions; return warnings about valid settings that are probably not meant."""
     checks = (
-        *(
-            _check_sampling,
-            _check_lengths,
-            check_objective,
-            _check_staleness,
-            _check_steps,
-            _check_task,
-            _check_leases,
-            check_judge,
-        ),
-        *(_check_compile, _check_hub, _check_ports, _check_log, _check_launch, _check_gpus, _check_run_name, check_judge),
+        *(_check_sampling, _check_lengths, check_objective, _check_staleness, _check_steps, _check_task, _check_images),
+        *(_check_leases, _check_compile, _check_hub, _check_ports, _check_log, _check_launch, _check_gpus, _check_run_name),
+        check_judge,
     )
     collect_errors([*(partial(check, config) for check in checks), partial(check_deepspeed_options, config.train)])
     return _warnings(config)
@@ -179,6 +172,8 @@ def compile_obstacle(config: Config) -> str | None:
         return 'with model.dtype = "float32" packed attention has a call for each length, which cannot be compiled once'
     if config.train.zero_stage == 3:
         return "with train.zero_stage = 3 weights are gathered in hooks between the parts of a layer"
+    if config.task.image_field:
+        return "with task.image_field packs with and without images would differ in every layer's arguments"
     size = config.train.sequence_parallel_size
     return f"with train.sequence_parallel_size = {size} processes exchange tokens in a layer" if size > 1 else None
 
@@ -217,6 +212,25 @@ def _check_task(config: Config) -> None:
                 "it is only used with the chat template",
                 "Set task.chat_template=true, or remove it.",
             )
+
+
+def _check_images(config: Config) -> None:
+    """Refuse what prompts with images cannot be combined with yet."""
+    if not config.task.image_field:
+        return
+    size, least_mb = config.train.sequence_parallel_size, (MAX_PROMPT_BYTES >> 20) + 1
+    cure = "Remove it, or task.image_field."
+    for setting, value, is_refused, problem in (
+        ("task.environment", config.task.environment, True, "the prompts of episodes cannot have images"),
+        ("lora.rank", config.lora.rank, True, "with images the whole model is trained"),
+        ("train.sequence_parallel_size", size, size > 1, "processes cannot share a pack that has images"),
+        ("actor.engine", config.actor.engine, config.actor.engine == "transformers", "only vLLM takes images"),
+    ):
+        if value and is_refused:
+            raise SettingError(setting, value, problem, cure)
+    if config.hub.max_message_mb < least_mb:
+        problem = f"the images of a prompt may have {least_mb - 1} MB"
+        raise SettingError("hub.max_message_mb", config.hub.max_message_mb, problem, f"Set it to {least_mb} or more.")
 
 
 def _check_leases(config: Config) -> None:

@@ -336,6 +336,7 @@ def _make_contract(config: Config, inputs: _Inputs, run_id: str, layout: tuple[T
         reward=weighted_reward(config.task),
         software=importlib.metadata.version("offbeat"),
         max_message_bytes=config.hub.max_message_mb << 20,
+        has_images=bool(config.task.image_field),
     )
 
 

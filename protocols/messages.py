@@ -24,6 +24,7 @@ from offbeat.protocols.fields import (
     Positive,
     Seconds,
 )
+from offbeat.protocols.images import MAX_IMAGES, ImageReference
 from offbeat.protocols.operator_reports import MemberStatus, SettingChange, Vitals
 
 PROTOCOL_MAJOR = 2
@@ -93,6 +94,8 @@ class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quantization: Label = ""
     """The engine's own numbers of fewer bits than `dtype`, such as `fp8 weights, fp8 KV cache`; empty for none. Since minor
     version 5."""
+    takes_images: bool = False
+    """True for an engine that samples from prompts with images. Since minor version 6."""
 
 
 class ActorStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -308,7 +311,7 @@ class SayHello(Message, frozen=True, tag="Unknown"):
 
 
 class Lease(Message, frozen=True):
-    """One group to generate. Frame 0: int32 prompt token ids."""
+    """One group to generate. Frame 0: int32 prompt token ids. Frame 1, only with images: their files, one after another."""
 
     lease_id: Natural
     prompt_id: Natural
@@ -325,6 +328,8 @@ class Lease(Message, frozen=True):
     """The data row as JSON, for the reward."""
     is_evaluation: bool = False
     """True for a held-out prompt. Since minor version 3."""
+    images: Annotated[tuple[ImageReference, ...], Meta(max_length=MAX_IMAGES)] = ()
+    """The prompt's images, in the order of their tokens. Since minor version 6."""
 
 
 class Ack(Message, frozen=True):

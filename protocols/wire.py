@@ -51,8 +51,8 @@ MAX_FRAMES = 8
 """Most frames that a message of this major version may have."""
 MAX_ACTOR_BODY_BYTES = 4 << 20
 """Largest body of an actor's message. Decoded, it may take many times its size."""
-ARRAY_FRAMES: dict[type, int] = {Lease: 1, Welcome: 1, CanaryScored: 1, FilesScored: 1, CanaryRouted: 1, Chunk: 1}
-"""Number of array frames after the body; other messages have none."""
+ARRAY_FRAMES: dict[type, int] = {Welcome: 1, CanaryScored: 1, FilesScored: 1, CanaryRouted: 1, Chunk: 1}
+"""Number of array frames after the body; other messages but groups and leases have none."""
 _FOR_PEOPLE = (
     Ack,
     Goodbye,
@@ -140,6 +140,10 @@ def decode_from_learner(frames: Sequence[Frame]) -> FromLearner:
     minor, body, arrays = _split(frames)
     message = _from_learner(minor, body)
     _check_arrays(message, arrays)
+    if isinstance(message, Lease) and message.images:
+        num_bytes = sum(image.num_bytes for image in message.images)
+        if len(arrays[1]) != num_bytes:
+            raise WireError(f"{num_bytes} bytes of images announced, but they have {len(arrays[1])}")
     return FromLearner(message, arrays)
 
 
@@ -245,6 +249,8 @@ def has_context(completions: Sequence[CompletionMeta]) -> bool:
 def _num_arrays(message: ActorMessage | LearnerMessage) -> int:
     if isinstance(message, GroupDone):
         return 3 if has_context(message.completions) else 2
+    if isinstance(message, Lease):
+        return 2 if message.images else 1
     return ARRAY_FRAMES.get(type(message), 0)
 
 
@@ -253,7 +259,8 @@ def _check_arrays(message: ActorMessage | LearnerMessage, arrays: Sequence[Frame
     if len(arrays) != expected:
         raise WireError(f"{type(message).__name__} has {expected} array frames, got {len(arrays)}")
     for index, array in enumerate(arrays):
-        if len(array) % ITEM_BYTES and not isinstance(message, Chunk):
+        is_bytes = isinstance(message, Chunk) or (isinstance(message, Lease) and index == 1)
+        if len(array) % ITEM_BYTES and not is_bytes:
             raise WireError(f"array frame {index} has {len(array)} bytes, not a multiple of {ITEM_BYTES}")
 
 

@@ -76,6 +76,25 @@ def tiny_bpe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a Qwen2.5-VL with one token per character of `ALPHABET`."""
+    return _make_vision(tmp_path_factory.mktemp("tiny_vision_model"), deep=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_deep_vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a Qwen3-VL, whose vision tower also feeds the first layers of the language model."""
+    return _make_vision(tmp_path_factory.mktemp("tiny_deep_vision_model"), deep=True)
+
+
+def _make_vision(folder: Path, *, deep: bool) -> Path:
+    from offbeat.deploy.quickstart.tiny_models import make_tiny_vision_model
+
+    make_tiny_vision_model(folder, alphabet=ALPHABET, deep=deep)
+    return folder
+
+
 def _make(folder: Path, *, moe: bool = False, tie_embeddings: bool = True) -> Path:
     # Imported here: most tests need no model, and transformers takes seconds to import.
     from offbeat.deploy.quickstart.tiny_models import make_tiny_model

@@ -10,7 +10,7 @@ nothing in the engine. One that fails for a cause that may pass, or whose worker
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, assert_never
 
@@ -34,6 +34,7 @@ from offbeat.actor.play import Played, PlayFailure
 from offbeat.actor.reward_values import Reward
 from offbeat.actor.rewards import UnavailableRewards
 from offbeat.common.config import EnvironmentSection
+from offbeat.common.images import ImagePatches
 from offbeat.protocols.completions import MAX_TURNS
 from offbeat.protocols.messages import Lease, Sampling
 
@@ -99,7 +100,8 @@ class Episodes:
     def is_waiting(self) -> bool:
         return bool(self._leases)
 
-    def begin(self, lease: Lease, prompt_token_ids: list[int]) -> None:
+    def begin(self, lease: Lease, prompt_token_ids: list[int], images: Sequence[ImagePatches] = ()) -> None:
+        assert not images, "the settings refuse images in episodes"
         self._leases[lease.lease_id] = _Lease(lease, prompt_token_ids, self._clock())
         for index in range(lease.group_size):
             self._play(Member(lease.lease_id, index))

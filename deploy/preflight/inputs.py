@@ -16,6 +16,7 @@ import numpy as np
 from offbeat.actor.environments.chat_format import ChatFormat
 from offbeat.common.config import Config
 from offbeat.common.eval_sets import eval_sets, eval_setting
+from offbeat.common.images import MODEL_TYPES
 from offbeat.common.settings import SettingError, is_local_data
 from offbeat.common.user_functions import is_function
 from offbeat.common.user_tools import with_tools
@@ -121,7 +122,7 @@ def _load(folder: Path, *, hides_torch: bool) -> tuple[Any, int]:
 
     transformers_logging.set_verbosity_error()
     config = AutoConfig.from_pretrained(folder)
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if config.model_type not in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_TYPES):
         raise ValueError(f"{config.model_type} is not a language model that transformers knows")
     return AutoTokenizer.from_pretrained(folder), config.get_text_config().vocab_size
 

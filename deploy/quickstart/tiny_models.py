@@ -7,12 +7,24 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
 HIDDEN_SIZE = 128
 NUM_LAYERS = 2
 NUM_HEADS = 4
 
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+"""Qwen's tokens around an image, of an image, and of a video."""
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 
 CHAT_TEMPLATE = (
@@ -50,6 +62,54 @@ def make_tiny_bpe_model(
     _save_random_model(
         folder, _bpe_tokenizer(texts, vocab_size), moe=False, tie_embeddings=True, max_length=max_length, seed=seed
     )
+
+
+def make_tiny_vision_model(folder: Path, *, alphabet: str, deep: bool = False, seed: int = 0) -> None:
+    """Write a random float32 Qwen2.5-VL of about 0.6 M parameters, or with `deep` a Qwen3-VL, with tokens as `make_tiny_model`.
+
+    A token of an image is a square of 28 pixels; images of more than 16 tokens are made smaller.
+    """
+    # Imported here: only this model has a processor.
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = _tokenizer_of(alphabet)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})  # pyright: ignore[reportArgumentType]
+    start, end, image, video = map(tokenizer.convert_tokens_to_ids, VISION_TOKENS)
+    text = _text_shape(tokenizer, max_length=512) | {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [4, 6, 6],
+            **({"mrope_interleaved": True} if deep else {}),
+        }
+    }
+    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": HIDDEN_SIZE}
+    vision |= {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    vision |= (
+        {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+        if deep
+        else {"window_size": 56, "fullatt_block_indexes": [1]}
+    )
+    settings = {
+        "text_config": text,
+        "vision_config": vision,
+        "image_token_id": image,
+        "video_token_id": video,
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if deep:
+            model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**settings))
+        else:
+            model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**settings))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    size = {"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28}
+    Qwen2VLImageProcessorPil(size=size, patch_size=14, merge_size=2).save_pretrained(folder)
 
 
 def _tokenizer_of(alphabet: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -93,6 +153,23 @@ def _bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
     )
 
 
+def _text_shape(tokenizer: PreTrainedTokenizerFast, *, max_length: int) -> dict[str, Any]:
+    """Return the fields of the config of a tiny language model."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": 2 * HIDDEN_SIZE,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": NUM_HEADS,
+        "num_key_value_heads": NUM_HEADS // 2,
+        "head_dim": HIDDEN_SIZE // NUM_HEADS,
+        "max_position_embeddings": max_length,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+
+
 def _save_random_model(
     folder: Path,
     tokenizer: PreTrainedTokenizerFast,
@@ -102,21 +179,7 @@ def _save_random_model(
     max_length: int,
     seed: int,
 ) -> None:
-    shape: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": HIDDEN_SIZE,
-        "intermediate_size": 2 * HIDDEN_SIZE,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": NUM_HEADS,
-        "num_key_value_heads": NUM_HEADS // 2,
-        "head_dim": HIDDEN_SIZE // NUM_HEADS,
-        "max_position_embeddings": max_length,
-        "tie_word_embeddings": tie_embeddings,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "dtype": "float32",
-    }
+    shape = _text_shape(tokenizer, max_length=max_length) | {"tie_word_embeddings": tie_embeddings, "dtype": "float32"}
     # The caller's random state is unchanged: tests draw from it.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

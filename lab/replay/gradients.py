@@ -101,6 +101,7 @@ def _groups(records: Iterable[Record], prompts: Sequence[Prompt]) -> Iterator[Gr
                     rollouts=unpack(event.completions, record.arrays),
                     actor=event.actor,
                     generate_s=event.generate_s,
+                    images=prompt.images,
                 )
             case Dropped(reason="quarantined"):
                 groups.pop(event.lease_id, None)

@@ -32,6 +32,8 @@ class Contract(NamedTuple):
     max_message_bytes: int
     max_peers: int | None = None
     """Connections that the limit on open files leaves room for; None: it was not looked at."""
+    has_images: bool = False
+    """True where prompts have images (`task.image_field`)."""
 
 
 def objection(contract: Contract, hello: Hello) -> str | None:
@@ -65,6 +67,11 @@ def objection(contract: Contract, hello: Hello) -> str | None:
         objections.append(f"actor and learner differ in {_listed(model)}: give both the same model.path contents")
     if settings:
         objections.append(f"actor and learner differ in {_listed(settings)}: give both the same config")
+    if contract.has_images and not engine.takes_images:
+        objections.append(
+            "the prompts of this run have images, and the actor takes none: give it the learner's task.image_field and release "
+            "of offbeat"
+        )
     if engine.max_model_len < contract.max_length:
         objections.append(
             f"the actor's engine takes {engine.max_model_len} tokens, the run needs {contract.max_length}: give both the same "

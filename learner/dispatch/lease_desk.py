@@ -222,7 +222,7 @@ class LeaseDesk:
         member.lease_ids.add(offer.lease_id)
         member.newest_lease_id = offer.lease_id
         self.deadlines[offer.lease_id] = now + self._timeout_s
-        self._send_queue.send(member.peer, offer.lease(self._timeout_s), offer.prompt.token_ids)
+        self._send_queue.send(member.peer, offer.lease(self._timeout_s), *offer.arrays())
 
     def _expire(self, lease_id: int, reason: str) -> None:
         self._end(Expired(at=self._journal.now(), lease_id=lease_id, reason=reason), "lease_expired", reason)

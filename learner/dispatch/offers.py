@@ -2,8 +2,12 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
 from offbeat.learner.leases.prompts import Prompt
+from offbeat.protocols.images import ImageReference
 from offbeat.protocols.messages import Lease, Sampling
+from offbeat.protocols.wire import Array
 
 
 class Offer(NamedTuple):
@@ -18,7 +22,7 @@ class Offer(NamedTuple):
     is_evaluation: bool = False
 
     def lease(self, timeout_s: float) -> Lease:
-        """Return the message to send; the prompt's token ids are its array."""
+        """Return the message to send beside `arrays`."""
         return Lease(
             lease_id=self.lease_id,
             prompt_id=self.prompt.prompt_id,
@@ -29,4 +33,12 @@ class Offer(NamedTuple):
             prompt=self.prompt.text,
             row=self.prompt.row,
             is_evaluation=self.is_evaluation,
+            images=tuple(ImageReference(image.num_bytes, image.hash) for image in self.prompt.images),
         )
+
+    def arrays(self) -> tuple[Array, ...]:
+        """Return the prompt's token ids, and with images the bytes of their files; raise `ServiceError` for a changed file."""
+        if not self.prompt.images:
+            return (self.prompt.token_ids,)
+        files = b"".join(image.read() for image in self.prompt.images)
+        return self.prompt.token_ids, np.frombuffer(files, dtype=np.uint8)

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.common.images import ImageFile
 from offbeat.learner.leases.events import Accepted
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.protocols.completions import CompletionMeta, Segment, Turn, path_lengths
@@ -71,6 +72,8 @@ class Group(NamedTuple):
     """Name of the task (`task.task_field`); empty where tasks are not told apart."""
     ready_at: float = math.nan
     """Time at which the group was accepted, in seconds since the epoch."""
+    images: tuple[ImageFile, ...] = ()
+    """The images of the prompt."""
 
     @property
     def oldest_version(self) -> int:
@@ -138,6 +141,7 @@ def make_group(accepted: Accepted, arrays: Sequence[Frame], prompt: Prompt) -> G
         actor=accepted.actor,
         generate_s=accepted.generate_s,
         ready_at=accepted.at,
+        images=prompt.images,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,10 +14,12 @@ from numpy.typing import NDArray
 
 from offbeat.common.config import TaskSection
 from offbeat.common.eval_sets import eval_sets, eval_setting
+from offbeat.common.images import ImageFile, ImageReader
 from offbeat.common.settings import SettingError
 from offbeat.common.user_tools import with_tools
 from offbeat.learner.leases.data_rows import DataRow, read_rows
 from offbeat.learner.leases.rendering import render
+from offbeat.learner.leases.row_images import Rendered, image_folder, render_with_images
 from offbeat.protocols.fields import MAX_PARTS, PART_NAME
 
 if TYPE_CHECKING:
@@ -44,11 +47,14 @@ class Prompt(NamedTuple):
     """Name of its task (`task.task_field`); empty where tasks are not told apart."""
     data_set: str = ""
     """Name of its set in `task.eval_data`; empty for a prompt of no named set."""
+    images: tuple[ImageFile, ...] = ()
+    """The images of the prompt, in the order of their tokens."""
 
     @property
     def content_hash(self) -> int:
-        """A 64-bit hash of the row, of the tokens that it became, and of its weight."""
-        return xxhash.xxh3_64_intdigest(b"%b%b%r" % (self.row.encode(), self.token_ids.tobytes(), self.weight))
+        """A 64-bit hash of the row, of the tokens that it became, of its weight, and of its images."""
+        content = b"%b%b%r" % (self.row.encode(), self.token_ids.tobytes(), self.weight)
+        return xxhash.xxh3_64_intdigest(content + b"".join(b"%r" % image.hash for image in self.images))
 
 
 class LoadedPrompts(NamedTuple):
@@ -75,16 +81,22 @@ def load_prompts(
 ) -> LoadedPrompts:
     """Read and tokenize every row of `source` (see `task.train_data`).
 
-    `setting` is the setting that gave `source`, for errors. Raises `SettingError` for data that is missing,
-    malformed, without the prompt field, empty, or too long where `task.long_prompts` is "error". The chat template is given the
-    tools of `task.environment`.
+    `setting` is the setting that gave `source`, for errors. Images are read as the tokenizer's model reads them. Raises
+    `SettingError` for data that is missing, malformed, without the prompt field, empty, or too long where `task.long_prompts`
+    is "error". The chat template is given the tools of `task.environment`.
     """
     task = with_tools(task)
     prompts: list[Prompt] = []
     num_dropped = 0
     tasks: set[str] = set()
+    reader = ImageReader(Path(tokenizer.name_or_path)) if task.image_field else None
+    folder = image_folder(source)
     for row in read_rows(source, split, setting):
-        text, token_ids = render(row, task, tokenizer)
+        if reader is None:
+            rendered = Rendered(*render(row, task, tokenizer))
+        else:
+            rendered = render_with_images(row, task, tokenizer, reader, folder)
+        text, token_ids, images = rendered
         if len(token_ids) == 0:
             raise SettingError("task.prompt_field", task.prompt_field, f"{row.place} has an empty prompt", "Remove the row.")
         if len(token_ids) > task.max_prompt_tokens:
@@ -98,7 +110,7 @@ def load_prompts(
             num_dropped += 1
             continue
         weight, name = _weight(row, task.weight_field), _task(row, task.task_field, tasks)
-        prompts.append(Prompt(len(prompts), text, token_ids, row.json, weight, name))
+        prompts.append(Prompt(len(prompts), text, token_ids, row.json, weight, name, images=images))
     if not prompts:
         problem = f"all {num_dropped} prompts are too long" if num_dropped else "there are no rows"
         raise SettingError(setting, source, problem, "Give data with at least one row of at most task.max_prompt_tokens.")

@@ -2,7 +2,7 @@
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
@@ -27,7 +27,7 @@ def load_policy(config: Config, sequence_group: SequenceGroup | None = None) -> 
 
     Raises ValueError for a model that cannot be packed (`check_packing`), TypeError for one whose output layer is no Linear.
     """
-    policy = _load("model.path", config.model.path, config.model.dtype)
+    policy = _load("model.path", config.model.path, config)
     check_model_heads(policy.config, config.train.sequence_parallel_size)
     if config.lora.rank:
         lora = config.lora
@@ -50,7 +50,7 @@ def load_policy(config: Config, sequence_group: SequenceGroup | None = None) -> 
 def load_reference(config: Config, device: torch.device, sequence_group: SequenceGroup | None = None) -> CompletionLogprobs:
     """Load the frozen reference of the KL, whole on every rank."""
     setting = "kl.reference" if config.kl.reference else "model.path"
-    policy = _load(setting, config.kl.reference or config.model.path, config.model.dtype)
+    policy = _load(setting, config.kl.reference or config.model.path, config)
     check_model_heads(policy.config, config.train.sequence_parallel_size)
     reference = CompletionLogprobs(policy, fp32_head=config.train.fp32_head, sequence_group=sequence_group)
     return reference.to(device).requires_grad_(False)
@@ -88,10 +88,11 @@ def check_policy(module: CompletionLogprobs, model: ModelSection, device: torch.
             raise SettingError(SETTING, module.sequence_group.size, problem, "Set it to 1, or train another architecture.")
 
 
-def _load(setting: str, path: str, dtype: str) -> PreTrainedModel:
+def _load(setting: str, path: str, config: Config) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
+    kind = AutoModelForImageTextToText if config.task.image_field else AutoModelForCausalLM
     try:
-        policy = AutoModelForCausalLM.from_pretrained(path, dtype=tensor_dtype(dtype))
+        policy = kind.from_pretrained(path, dtype=tensor_dtype(config.model.dtype))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         problem = f"the model cannot be loaded ({one_line(error)})"
         raise SettingError(setting, path, problem, "Give a whole model folder in the Hugging Face layout.") from error

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from offbeat.learner.policy.images import PackedImages, image_states
 from offbeat.learner.policy.offload import kept_on_host
 from offbeat.learner.policy.packed_attention import PlacedSpans, use_packed_attention
 from offbeat.learner.policy.packing import Span
@@ -225,6 +226,7 @@ class CompletionLogprobs(nn.Module):
         targets: Tensor,
         spans: tuple[Span, ...],
         temperature: float,
+        images: PackedImages | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return log-probs, entropies and values of a `learner.policy.packing.Pack`, `[num_completion_tokens]` float32 each.
 
@@ -239,12 +241,15 @@ class CompletionLogprobs(nn.Module):
         placed_spans = PlacedSpans(spans, token_ids.device, group)
         placed_spans.arrange(self.policy.dtype)
         with kept_on_host() if self._offloads else nullcontext():
-            states = self.policy.base_model(
-                input_ids=token_ids[None],
-                position_ids=position_ids[None],
-                use_cache=False,
-                placed_spans=placed_spans,
-            ).last_hidden_state[0]
+            if images is None:
+                states = self.policy.base_model(
+                    input_ids=token_ids[None],
+                    position_ids=position_ids[None],
+                    use_cache=False,
+                    placed_spans=placed_spans,
+                ).last_hidden_state[0]
+            else:
+                states = image_states(self.policy, token_ids, position_ids, images, placed_spans=placed_spans)
         states = states.index_select(0, predictors)
         logprobs, entropies = self.head(states, targets, temperature)
         values = self.value_head(states).squeeze(-1).float() if self.value_head is not None else None

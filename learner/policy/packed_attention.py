@@ -170,13 +170,19 @@ def use_packed_attention(policy: PreTrainedModel) -> None:
     layers of other types, such as convolutions, which would mix completions.
     """
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
-    policy.set_attn_implementation(ATTENTION_NAME)
+    _set_attention(policy, ATTENTION_NAME)
     config = policy.config.get_text_config()
     if config._attn_implementation != ATTENTION_NAME:
         raise ValueError(f"{_model(policy)}: {type(policy).__name__} has an attention of its own, which cannot be packed")
     unknown = set(config.to_dict().get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if unknown:
         raise ValueError(f"{_model(policy)} has layers of type {', '.join(sorted(unknown))}, which cannot be packed")
+
+
+def _set_attention(policy: PreTrainedModel, name: str) -> None:
+    """Make the text's layers use this attention. A vision tower, which sees whole images, keeps torch's."""
+    parts = policy.config.sub_configs
+    policy.set_attn_implementation({part: name if part == "text_config" else "sdpa" for part in parts} if parts else name)
 
 
 def packed_attention(
@@ -283,11 +289,11 @@ def check_packing(policy: PreTrainedModel) -> None:
         logprobs = packed_logprobs(policy, packed)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{_model(policy)}: {type(policy).__name__} cannot be packed: {error}") from error
-    policy.set_attn_implementation("eager")
+    _set_attention(policy, "eager")
     try:
         plain = [_plain_logprobs(policy, prompt, completion) for prompt, completions in sequences for completion in completions]
     finally:
-        policy.set_attn_implementation(ATTENTION_NAME)
+        _set_attention(policy, ATTENTION_NAME)
     difference = (logprobs - torch.cat(plain)).abs().mean().item()
     # `not <=` refuses nan too.
     if not difference <= _MAX_MEAN_DIFFERENCE[policy.dtype]:

@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from offbeat.learner.policy.images import PackedImages
 
 TokenIds = Sequence[int] | NDArray[np.int32]
 """Token ids of a prompt or a completion."""
@@ -67,6 +70,9 @@ class Pack(NamedTuple):
     """Spans that inputs attend within, in order and without gaps; together they cover all inputs."""
     lengths: tuple[int, ...]
     """Number of tokens of each completion."""
+    images: Optional["PackedImages"] = None
+    """Images of the prompts; None in a run without `task.image_field`. With images there are positions in three dimensions,
+    `[3, num_inputs]`."""
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Span, ...]]:
@@ -80,6 +86,7 @@ class Pack(NamedTuple):
             position_ids=self.position_ids.to(device),
             predictors=self.predictors.to(device),
             targets=self.targets.to(device),
+            images=None if self.images is None else self.images.to(device),
         )
 
 

@@ -1,10 +1,12 @@
 """The policy on disk, as transformers reads it, and its adapter as peft does."""
 
+import shutil
 from pathlib import Path
 
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from offbeat.common.models import PROCESSOR_FILE, resolve_model
 from offbeat.learner.policy.lora import merged_parameters
 
 
@@ -28,3 +30,6 @@ def write_policy(policy: PreTrainedModel, state: dict[str, Tensor], folder: Path
     """Write gathered weights, config and tokenizer to `folder`; `tokenizer` is the folder or hub name to copy it from."""
     policy.save_pretrained(folder, state_dict=state)
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    processor = resolve_model(tokenizer) / PROCESSOR_FILE
+    if processor.is_file():
+        shutil.copy(processor, folder)

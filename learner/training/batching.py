@@ -9,7 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from offbeat.common.images import ImageFile
 from offbeat.learner.leases.groups import Group, Rollout
+from offbeat.learner.policy.images import ImagePacker
 from offbeat.learner.policy.packing import Pack, TokenIds, Turns, num_inputs, pack
 
 
@@ -28,6 +30,8 @@ class Row(NamedTuple):
     """Weight of its group in the loss."""
     policy_lag: int
     """Lag of its group, in optimizer steps."""
+    images: tuple[ImageFile, ...] = ()
+    """The images of its prompt."""
 
 
 class MicroBatch(NamedTuple):
@@ -63,7 +67,7 @@ def make_rows(
     for index, (group, of_group, scored) in enumerate(zip(groups, rewards.tolist(), advantages.tolist(), strict=True)):
         lag = group.policy_lag(policy_version)
         rows += [
-            Row(index, group.prompt_token_ids, rollout, reward, advantage, group.weight, lag)
+            Row(index, group.prompt_token_ids, rollout, reward, advantage, group.weight, lag, group.images)
             for rollout, reward, advantage in zip(group.rollouts, of_group, scored, strict=True)
         ]
     return rows
@@ -144,14 +148,19 @@ def _tokens(rollout: Rollout) -> TokenIds | Turns:
     return Turns(rollout.token_ids, rollout.context_ids, turns)
 
 
-def collate(rows: Sequence[Row]) -> MicroBatch:
-    """Return the tensors of one micro-batch whose rows of a group are neighbors; without rows it adds nothing to the loss."""
+def collate(rows: Sequence[Row], images: ImagePacker | None = None) -> MicroBatch:
+    """Return the tensors of one micro-batch whose rows of a group are neighbors; without rows it adds nothing to the loss.
+
+    With `images`, the images of the rows' prompts are read and packed.
+    """
     by_group: dict[int, list[Row]] = {}
     for row in rows:
         by_group.setdefault(row.group, []).append(row)
     packed = pack(
         [(of_group[0].prompt_token_ids, [_tokens(row.rollout) for row in of_group]) for of_group in by_group.values()]
     )
+    if images is not None:
+        packed = images.add(packed, [of_group[0].images for of_group in by_group.values()])
     shape = (len(rows), max([1, *packed.lengths]))
     completion_mask = np.zeros(shape, dtype=np.bool_)
     behavior_logprobs = np.zeros(shape, dtype=np.float32)

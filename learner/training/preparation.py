@@ -99,7 +99,7 @@ def resolve_advantage(advantage: AdvantageSection, *, objective: str) -> Advanta
 def run_network(network: nn.Module, micro_batch: MicroBatch, *, temperature: float) -> Outputs:
     """Return the outputs of a `CompletionLogprobs`, or of the DeepSpeed engine around one."""
     packed = micro_batch.pack
-    logprobs, entropies, values = network(*packed.inputs, temperature)
+    logprobs, entropies, values = network(*packed.inputs, temperature, packed.images)
     return Outputs(
         unpack(logprobs, packed.lengths),
         None if entropies is None else unpack(entropies, packed.lengths),

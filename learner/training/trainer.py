@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from offbeat.common.config import Config
+from offbeat.common.images import ImageReader
+from offbeat.common.models import resolve_model
 from offbeat.common.routing import Routing, record_routing
 from offbeat.common.weights import WeightBuffer, make_layout, tensor_dtype
 from offbeat.learner.diagnostics.calibration import load_calibration
@@ -33,6 +35,7 @@ from offbeat.learner.objectives.reward_shaping import RunningMoments, resolve_re
 from offbeat.learner.policy.compiling import check_compiling, compile_layers, compiles_layers
 from offbeat.learner.policy.flash_attention import use_newest_flash_attention
 from offbeat.learner.policy.flops import FlopCounter
+from offbeat.learner.policy.images import ImagePacker
 from offbeat.learner.policy.loading import check_policy, load_policy, load_reference
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.lora import base_shapes, merged_parameters, without_adapter
@@ -106,6 +109,8 @@ class Trainer:
         torch.manual_seed(config.run.seed)
         self._num_alike = config.train.sequence_parallel_size
         sequence_group = join_sequence_group(self._num_alike, world_size=self.world_size)
+        has_images = bool(config.task.image_field)
+        self._images = ImagePacker(ImageReader(resolve_model(config.model.path))) if has_images else None
         self._module = load_policy(config, sequence_group)
         self._flops = FlopCounter(self._module, checkpointing=bool(config.train.activation_checkpointing))
         self._peak_flops = peak_flops(self.device, tensor_dtype(config.model.dtype))
@@ -272,7 +277,7 @@ class Trainer:
         kl = self._config.kl
         kl_coefficient = self._adaptive.kl_coefficient if kl.reward_coef else 0.0
         prepared: list[PreparedMicroBatch] = []
-        for micro_batch in [collate(of_micro_batch).to(self.device) for of_micro_batch in assigned[share]]:
+        for micro_batch in [collate(of_micro_batch, self._images).to(self.device) for of_micro_batch in assigned[share]]:
             frozen = self._run_frozen(micro_batch)
             prepared.append(
                 prepare_micro_batch(micro_batch, frozen, self._advantage, estimator=kl.estimator, kl_coefficient=kl_coefficient)

@@ -20,6 +20,7 @@ from offbeat.actor.samples import Sample
 from offbeat.actor.service import ActorService
 from offbeat.actor.single_turns import SingleTurns
 from offbeat.common.config import ActorSection, Config, HubSection, MetricsSection
+from offbeat.common.images import ImagePatches
 from offbeat.common.shutdown import StopRequest
 from offbeat.common.weights import make_layout
 from offbeat.protocols.channels import Hub, Link
@@ -68,7 +69,13 @@ class FakeEngine:
     def num_unfinished(self) -> int:
         return len(self.running)
 
-    def submit(self, request_ids: list[str], prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+    def submit(
+        self,
+        request_ids: list[str],
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        images: Sequence[ImagePatches] = (),
+    ) -> None:
         self.running += request_ids
 
     def step(self) -> list[Completion]:

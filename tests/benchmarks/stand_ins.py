@@ -10,6 +10,7 @@ import torch
 
 from offbeat.actor.engine import Completion, Score
 from offbeat.common.config import Config, HubSection, RolloutSection, StalenessSection, TaskSection
+from offbeat.common.images import ImagePatches
 from offbeat.common.learning_sections import TrainSection
 from offbeat.common.rows import Recorder
 from offbeat.learner.dispatch.contract import Contract
@@ -71,7 +72,13 @@ class SleepEngine:
     def num_unfinished(self) -> int:
         return len(self._running)
 
-    def submit(self, request_ids: list[str], prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+    def submit(
+        self,
+        request_ids: list[str],
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        images: Sequence[ImagePatches] = (),
+    ) -> None:
         assert self.policy_version is not None
         segments = (Segment(self.policy_version, 0),)
         for request_id in request_ids:

@@ -17,6 +17,11 @@ def test_defaults_with_a_model_and_data_pass_without_warnings() -> None:
     ("overrides", "parts"),
     [
         (["rollout.top_p=0.9"], ["rollout.top_p = 0.9", "behavior log-probs", "1.0"]),
+        (["task.image_field=image", "task.environment=a:b"], ["task.environment", "episodes cannot have images"]),
+        (["task.image_field=image", "lora.rank=4"], ["lora.rank = 4", "whole model"]),
+        (["task.image_field=image", "train.sequence_parallel_size=2"], ["train.sequence_parallel_size = 2", "share a pack"]),
+        (["task.image_field=image", "actor.engine=transformers"], ["actor.engine", "only vLLM"]),
+        (["task.image_field=image", "hub.max_message_mb=16"], ["may have 16 MB", "17"]),
         (["rollout.top_k=50"], ["rollout.top_k = 50", "-1"]),
         (["rollout.min_p=0.1"], ["rollout.min_p = 0.1"]),
         (["model.max_length=2000"], ["1024 + 1024 = 2048", "model.max_length=2048"]),

@@ -1,8 +1,10 @@
 """One message of every type, with its arrays, and the frames that tests make of messages."""
 
+import msgspec
 import numpy as np
 
 from offbeat.protocols.completions import CompletionMeta, Segment
+from offbeat.protocols.images import ImageReference
 from offbeat.protocols.messages import (
     PROTOCOL_MINOR,
     Ack,
@@ -151,6 +153,7 @@ FROM_LEARNER: list[tuple[LearnerMessage, tuple[Array, ...]]] = [
     (Refused(reason="another dtype"), ()),
     (SayHello(), ()),
     (LEASE, (INTS,)),
+    (msgspec.structs.replace(LEASE, images=(ImageReference(3, 1 << 63), ImageReference(4, 5))), (INTS, BYTES)),
     (Ack(lease_id=3, outcome="duplicate"), ()),
     (Cancel(lease_ids=(1, 2)), ()),
     (CreditLimit(capacity=3), ()),

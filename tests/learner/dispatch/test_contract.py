@@ -52,6 +52,7 @@ WELCOME: dict[str, Hello] = {
     "engine.version": make_hello(engine=engine(version="2")),
     "engine.device": make_hello(engine=engine(device="cuda")),
     "engine.gpu": make_hello(engine=engine(gpu="GPU-1")),
+    "engine.takes_images": make_hello(engine=engine(takes_images=True)),
 }
 
 
@@ -97,6 +98,14 @@ def test_every_field_of_the_hello_is_refused_or_recorded_or_may_differ() -> None
     fields |= {f"engine.{field.name}" for field in msgspec.structs.fields(EngineInfo)} - {"engine.hashes"}
     fields |= {f"engine.hashes.{field.name}" for field in msgspec.structs.fields(ModelHashes)}
     assert fields == REFUSED.keys() | RECORDED.keys() | WELCOME.keys()
+
+
+def test_actor_that_takes_no_images_is_refused_by_a_run_that_has_some() -> None:
+    contract = CONTRACT._replace(has_images=True)
+    reason = objection(contract, make_hello())
+    assert reason is not None
+    assert "have images" in reason and "task.image_field" in reason
+    assert objection(contract, make_hello(engine=engine(takes_images=True))) is None
 
 
 def test_actor_that_has_worked_for_no_run_is_welcome_to_any() -> None:
