@@ -96,7 +96,7 @@ def test_engine_and_learner_agree_on_every_token(model: str, request: pytest.Fix
         # New weights with the prompt computed anew, in the middle of completions: the tower runs again too.
         engine.submit(names, prompt, Sampling(max_new_tokens=12), patches)
         ended = [completion for _ in range(3) for completion in engine.step()]
-        for parameter in module.policy.base_model.visual.parameters():
+        for parameter in module.policy.get_submodule("model.visual").parameters():
             parameter.data *= 1.5
         weights = [(name, parameter.data) for name, parameter in module.policy.named_parameters()]
         engine.load_weights(weights, 4, recompute_kv=True)
