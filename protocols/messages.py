@@ -29,7 +29,7 @@ from offbeat.protocols.operator_reports import MemberStatus, SettingChange, Vita
 
 PROTOCOL_MAJOR = 2
 """Peers of another major version are refused with a reason."""
-PROTOCOL_MINOR = 6
+PROTOCOL_MINOR = 7
 """Peers of another minor version are accepted; see the module's docstring."""
 MAX_BASES = 16
 """Largest number of differences that lead from one version of the weights to a newer one."""
@@ -95,7 +95,7 @@ class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The engine's own numbers of fewer bits than `dtype`, such as `fp8 weights, fp8 KV cache`; empty for none. Since minor
     version 5."""
     takes_images: bool = False
-    """True for an engine that samples from prompts with images. Since minor version 6."""
+    """True for an engine that samples from prompts with images. Since minor version 7."""
 
 
 class ActorStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -329,7 +329,7 @@ class Lease(Message, frozen=True):
     is_evaluation: bool = False
     """True for a held-out prompt. Since minor version 3."""
     images: Annotated[tuple[ImageReference, ...], Meta(max_length=MAX_IMAGES)] = ()
-    """The prompt's images, in the order of their tokens. Since minor version 6."""
+    """The prompt's images, in the order of their tokens. Since minor version 7."""
 
 
 class Ack(Message, frozen=True):
