@@ -28,6 +28,8 @@ class Completion(NamedTuple):
     """The turns of an episode whose environment has added context; empty otherwise."""
     context_ids: NDArray[np.int32] = np.empty(0, dtype=np.int32)
     """The context of all turns, concatenated."""
+    environment_s: float = 0.0
+    """Seconds in which the episode's function had the word."""
 
 
 class Score(NamedTuple):
@@ -40,6 +42,14 @@ class Score(NamedTuple):
 
     None for a dense model, and from an engine that does not record routing.
     """
+
+
+class CacheUse(NamedTuple):
+    """The use of an engine's prefix cache by finished completions since it was made."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens whose keys and values were in the cache."""
 
 
 class Engine(Protocol):
@@ -59,6 +69,16 @@ class Engine(Protocol):
         ...
 
     @property
+    def num_loads(self) -> int:
+        """Weights loaded so far."""
+        ...
+
+    @property
+    def cache_use(self) -> CacheUse:
+        """Use of the prefix cache; zeros from an engine without one."""
+        ...
+
+    @property
     def num_unfinished(self) -> int:
         """Completions submitted and not yet returned by `step`."""
         ...
@@ -74,10 +94,15 @@ class Engine(Protocol):
         prompt_token_ids: Sequence[int],
         sampling: Sampling,
         images: Sequence[ImagePatches] = (),
+        *,
+        cached_at: int | None = None,
     ) -> None:
         """Queue a completion of the prompt for each id. Weights must have been loaded.
 
         `images` are those of the prompt, in the order of their tokens; only engines that take images get some.
+
+        The prompt may start on keys and values that are cached from prompts with the same `cached_at`, a value of `num_loads`;
+        None is the present one, so that none are of older weights.
         """
         ...
 

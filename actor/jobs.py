@@ -114,6 +114,10 @@ class Jobs:
         """Return the state of rewards that cannot be had; None while all can be had."""
         return self._play.trouble()
 
+    def environment_counts(self) -> dict[str, float]:
+        """Return the counters of episodes; empty without an environment."""
+        return self._play.counts()
+
     def _finish(self, played: Played) -> None:
         message, arrays = as_group(played)
         largest = max(array.nbytes for array in arrays)
@@ -148,6 +152,7 @@ def as_group(played: Played) -> tuple[GroupDone, tuple[Array, ...]]:
                 completion.segments,
                 reward.parts,
                 completion.turns,
+                completion.environment_s,
             )
             for completion, reward in zip(completions, played.rewards, strict=True)
         ),

@@ -62,3 +62,7 @@ class Play(Protocol):
     def is_failing(self) -> bool:
         """True while most rewards or episodes fail for causes that may pass: no more leases should be taken."""
         ...
+
+    def counts(self) -> dict[str, float]:
+        """Return the counters of episodes as `ActorRow.environment` explains them; empty without an environment."""
+        ...

@@ -126,6 +126,7 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
                     max_length=config.model.max_length,
                     max_episode_tokens=max_episode_tokens(config),
                     retry_s=config.task.reward_retry_s,
+                    keeps_kv=config.actor.on_update == "keep_kv",
                 )
             )
             jobs = Jobs(engine, play, outbox, max_message_bytes=config.hub.max_message_mb << 20, images=images)
@@ -343,6 +344,7 @@ class ActorService:
             num_running_completions=self._engine.num_unfinished,
             seconds=self._seconds.totals(),
             judge=counts_of_judge(),
+            environment=self._jobs.environment_counts(),
         )
 
     def _reward_trouble(self) -> RewardTrouble | None:

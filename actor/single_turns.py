@@ -96,6 +96,9 @@ class SingleTurns:
     def is_failing(self) -> bool:
         return self._rewards.is_failing
 
+    def counts(self) -> dict[str, float]:
+        return {}
+
     def _sample(self, lease: Lease, row: dict[str, Any], completion: Completion) -> Sample:
         return Sample(
             prompt=lease.prompt,

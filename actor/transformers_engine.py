@@ -18,7 +18,7 @@ from transformers import (
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from offbeat.actor.engine import Completion, Score, check_options, check_prompt_length
+from offbeat.actor.engine import CacheUse, Completion, Score, check_options, check_prompt_length
 from offbeat.actor.reserved_options import RESERVED
 from offbeat.common.images import ImagePatches
 from offbeat.common.nccl_group import gpu_uuid
@@ -73,6 +73,7 @@ class TransformersEngine:
         self._segments: dict[str, list[Segment]] = {}
         """Segments of every unfinished completion, by request id."""
         self._num_ended_tokens = 0
+        self._num_loads = 0
 
     @property
     def info(self) -> EngineInfo:
@@ -81,6 +82,14 @@ class TransformersEngine:
     @property
     def policy_version(self) -> int | None:
         return self._policy_version
+
+    @property
+    def num_loads(self) -> int:
+        return self._num_loads
+
+    @property
+    def cache_use(self) -> CacheUse:
+        return CacheUse(0, 0)
 
     @property
     def num_unfinished(self) -> int:
@@ -96,6 +105,8 @@ class TransformersEngine:
         prompt_token_ids: Sequence[int],
         sampling: Sampling,
         images: Sequence[ImagePatches] = (),
+        *,
+        cached_at: int | None = None,
     ) -> None:
         assert not images, "this engine takes no images"
         num_prompt_tokens = len(prompt_token_ids)
@@ -140,6 +151,7 @@ class TransformersEngine:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv: bool) -> None:
         self._copy_weights(dict(weights))
         self._policy_version = policy_version
+        self._num_loads += 1
         for state in self._states():
             _begin_segment(self._segments[state.request_id], Segment(policy_version, _num_tokens(state)))
         if recompute_kv:

@@ -23,7 +23,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core_client import InprocClient
 
 from offbeat.actor import vllm_images
-from offbeat.actor.engine import Completion, Score, check_options, check_prompt_length
+from offbeat.actor.engine import CacheUse, Completion, Score, check_options, check_prompt_length
 from offbeat.actor.reserved_options import RESERVED
 from offbeat.actor.shared_weights import SharedWeights
 from offbeat.actor.vllm_worker import WeightLoading
@@ -120,6 +120,8 @@ class VllmEngine:
         self._finished: list[Completion] = []
         """Completions that finished outside of `step`."""
         self._num_ended_tokens = 0
+        self._num_prompt_tokens = self._num_cached_tokens = 0
+        self._num_loads = 0
         self._policy_version: int | None = None
 
     @property
@@ -129,6 +131,14 @@ class VllmEngine:
     @property
     def policy_version(self) -> int | None:
         return self._policy_version
+
+    @property
+    def num_loads(self) -> int:
+        return self._num_loads
+
+    @property
+    def cache_use(self) -> CacheUse:
+        return CacheUse(self._num_prompt_tokens, self._num_cached_tokens)
 
     @property
     def num_unfinished(self) -> int:
@@ -144,6 +154,8 @@ class VllmEngine:
         prompt_token_ids: Sequence[int],
         sampling: Sampling,
         images: Sequence[ImagePatches] = (),
+        *,
+        cached_at: int | None = None,
     ) -> None:
         check_prompt_length(len(prompt_token_ids), self._info.max_model_len)
         params = self._sampling_params.get(sampling)
@@ -151,7 +163,7 @@ class VllmEngine:
             params = self._sampling_params[sampling] = _sampling_params(sampling)
         # `LLMEngine.add_request` would check and convert the same prompt for each completion.
         processed = self._engine.input_processor.process_inputs(
-            "", self._prompt(prompt_token_ids, images), params, self._engine.get_supported_tasks()
+            "", self._prompt(prompt_token_ids, images, cached_at), params, self._engine.get_supported_tasks()
         )
         for request_id in request_ids:
             request = copy.copy(processed)
@@ -181,12 +193,12 @@ class VllmEngine:
             self._share_weights(dict(weights))
         self._policy_version = policy_version
         self._engine.set_weight_version(str(policy_version))
-        # With completions running vLLM keeps the prefix cache too; `_prompt` keeps new prompts from using that.
+        self._num_loads += 1
         if self._images is not None:
             # The worker has forgotten the vision tower's outputs; the scheduler must ask for them again.
             self._core.scheduler.reset_encoder_cache()
-        if recompute_kv or not self._engine.has_unfinished_requests():
-            self._engine.reset_prefix_cache(reset_running_requests=recompute_kv)
+        if recompute_kv:
+            self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def score(self, token_ids: Sequence[int]) -> Score:
         request_id = "score"
@@ -231,9 +243,15 @@ class VllmEngine:
         arguments = (self._shared_weights.path, self._shared_weights.layout)
         self._engine.collective_rpc(WeightLoading.load_shared_weights.__name__, args=arguments)
 
-    def _prompt(self, token_ids: Sequence[int], images: Sequence[ImagePatches] = ()) -> TokensInput | MultiModalInput:
-        """Return the prompt with a salt that keeps it from starting on cached keys of older weights."""
-        salt = str(self._policy_version)
+    def _prompt(
+        self, token_ids: Sequence[int], images: Sequence[ImagePatches] = (), cached_at: int | None = None
+    ) -> TokensInput | MultiModalInput:
+        """Return the prompt with a salt, by which it starts on cached keys of prompts with the same salt alone.
+
+        A load has a number of its own: a restarted learner may send other weights under a version that was there before. Keys
+        of earlier loads leave the cache when their room is needed.
+        """
+        salt = str(self._num_loads if cached_at is None else cached_at)
         if not images:
             return tokens_input(list(token_ids), cache_salt=salt)
         assert self._images is not None, "an engine without images gets none"
@@ -251,6 +269,8 @@ class VllmEngine:
         assert sampled.weight_versions is not None
         token_ids = np.array(sampled.token_ids, np.int32)
         self._num_ended_tokens += len(token_ids)
+        self._num_prompt_tokens += len(output.prompt_token_ids or ())
+        self._num_cached_tokens += output.num_cached_tokens or 0
         return Completion(
             request_id=output.request_id,
             token_ids=token_ids,

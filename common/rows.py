@@ -174,6 +174,11 @@ class ActorRow(Stamped, frozen=True, kw_only=True, tag="actor"):
     judge: dict[str, float] = {}
     """Use of the judge by all processes of the actor: `requests` sent, `failed` ones, answers that were `cached`, `tokens`, and
     `seconds` of all requests. Absent in a run without a judge."""
+    environment: dict[str, float] = {}
+    """Episodes, in a run with an environment: `begun`, `ended`, `cancelled` (a time limit, a lease that is over); `open` now,
+    and `waiting` now for their function; `turns` sampled; `seconds` in which functions had the word; `prompt_tokens` of all
+    turns, and `cached_tokens` of them that were in the prefix cache; attempts that failed at a time limit (`again_timeout`),
+    with their process (`again_lost`) and for a cause that may pass (`again_unavailable`); `worker_restarts`."""
 
 
 class WeightsRow(Stamped, frozen=True, kw_only=True, tag="weights"):

@@ -38,6 +38,11 @@ def check_before_run(config: Config) -> list[str]:
         return check(config)
     warnings: list[str] = []
     collect_errors([lambda: warnings.extend(check(config)), partial(check_inert, config)])
+    if config.task.environment and config.staleness.staleness_policy == "abort":
+        warnings.append(
+            'staleness.staleness_policy = "abort" cancels episodes whose tools are slow, and begins them again: long ones may '
+            'never reach a batch. Use "gate", and a bound for which they are short.'
+        )
     return warnings
 
 
@@ -383,5 +388,10 @@ def _warnings(config: Config) -> list[str]:
         warnings.append(
             f"evaluation.group_size = {evaluation.group_size}: greedy completions of one prompt are all equal; set "
             "evaluation.temperature above 0, or evaluation.group_size=1."
+        )
+    if config.task.environment and config.staleness.staleness_policy == "abort":
+        warnings.append(
+            'staleness.staleness_policy = "abort" cancels episodes whose tools are slow, and begins them again: long ones may '
+            'never reach a batch. Use "gate", and a bound for which they are short.'
         )
     return warnings

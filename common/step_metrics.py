@@ -31,6 +31,7 @@ _CLIPPING = "the objective has a clip band"
 _PROXIMAL = 'loss.anchor is not "behavior"'
 _CORRECTED = 'loss.correction is not "none"'
 _FLOOR = "loss.noise_floor is set"
+_IN_EPISODES = "task.environment is set"
 _IN_PARTS = "the reward function returns named parts"
 _IN_BUCKET = "the step trained on completions in that bucket"
 _KL_K3 = "as kl/behavior_policy_k3"
@@ -50,6 +51,13 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("length/p95", "tokens", "95th percentile of the completion lengths."),
     Metric("length/max", "tokens", "Longest completion."),
     Metric("length/cut", "share", "Completions cut off at rollout.max_new_tokens; the others stopped by themselves."),
+    Metric("group/seconds_mean", "s", "Mean time from a group's begin to its last completion's end, environment included."),
+    Metric("group/seconds_max", "s", "Longest such time of a group."),
+    Metric("length/context", "tokens", "Mean number of tokens that an environment added to an episode.", _IN_EPISODES),
+    Metric("turns/mean", "turns", "Mean number of the model's turns in an episode.", _IN_EPISODES),
+    Metric("turns/max", "turns", "Most turns of an episode.", _IN_EPISODES),
+    Metric("environment/seconds_mean", "s", "Mean time in which an episode's function had the word.", _IN_EPISODES),
+    Metric("environment/seconds_max", "s", "Longest time in which an episode's function had the word.", _IN_EPISODES),
     Metric("tokens/trained", "tokens", "Completion tokens trained on."),
     Metric("tokens/prompt", "tokens", "Prompt tokens, once for each completion."),
     Metric("by_lag/<lag>/reward_mean", "reward", "reward/mean of the completions in the bucket.", _IN_BUCKET),

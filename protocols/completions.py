@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from offbeat.protocols.fields import Natural, Positive, RewardParts
+from offbeat.protocols.fields import Natural, Positive, RewardParts, Seconds
 
 MAX_TURNS = 4096
 """Most turns of a completion."""
@@ -54,3 +54,5 @@ class CompletionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     turns: Annotated[tuple[Turn, ...], Meta(max_length=MAX_TURNS)] = ()
     """The turns of a completion with context between its sampled tokens, or with several sequences; empty where it has neither.
     Sampled tokens, log-probs, segments and context are in the order of the turns. Since minor version 4."""
+    environment_s: Seconds = 0.0
+    """Seconds in which the episode's function had the word. Since minor version 6."""

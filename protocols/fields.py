@@ -31,4 +31,5 @@ LARGEST_REWARD = 1e6
 """Largest absolute value of a reward. The actor fails a reward beyond it, the learner rejects the group: squares and sums of
 such numbers would swamp every other reward, and overflow in float32."""
 JudgeCounts = Annotated[dict[Name, Seconds], Meta(max_length=16)]
+EnvironmentCounts = Annotated[dict[Name, Seconds], Meta(max_length=16)]
 """Numbers of an actor's use of the judge, by name; at least 0."""

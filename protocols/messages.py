@@ -13,6 +13,7 @@ from msgspec import Meta
 from offbeat.protocols.completions import CompletionMeta
 from offbeat.protocols.fields import (
     Checksum,
+    EnvironmentCounts,
     FreeText,
     JudgeCounts,
     Label,
@@ -108,6 +109,8 @@ class ActorStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Main-loop seconds by activity: `generate`, `commit_weights`, `wait_leases`, `wait_weights`, `wait_rewards`."""
     judge: JudgeCounts = {}
     """Use of the judge: `requests`, `failed`, `cached`, `tokens`, `seconds`. Since minor version 6."""
+    environment: EnvironmentCounts = {}
+    """Episodes `begun` and `ended`, `turns`, `seconds` that functions had the word, and more. Since minor version 6."""
 
 
 class RewardTrouble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

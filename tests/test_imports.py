@@ -48,7 +48,7 @@ ALLOWED = {
     "deploy/live": {"lab", "common", "protocols"},
     "deploy/preflight": {"deploy/devices", "actor", "actor/*", "learner/*", "common", "protocols"},
     "deploy/quickstart": {"learner/*", "common"},
-    "deploy/chaos": {"deploy/*", "lab", "learner/*", "common", "protocols"},
+    "deploy/chaos": {"deploy/*", "actor", "actor/environments", "lab", "learner/*", "common", "protocols"},
     "deploy/commands": {"deploy", "deploy/*", "lab", "lab/*", "actor", "learner", "learner/*", "common", "protocols"},
     "deploy": {"deploy/*", "lab/*", "lab", "learner/*", "common", "protocols"},
 }

@@ -52,6 +52,8 @@ class Episode:
     started_at: float
     turn_started_at: float
     """Time since which the function has the word."""
+    environment_s: float = 0.0
+    """Seconds in which it had the word before."""
     turns: list[EpisodeTurn] = field(default_factory=list)
     sampling: set[int] = field(default_factory=set)
     """Numbers of the turns that are being sampled. While there is none, the function has the word."""
@@ -139,4 +141,5 @@ class Episode:
             tuple(segments),
             tuple(turns) if len(turns) > 1 or context else (),
             np.array(context, dtype=np.int32),
+            self.environment_s,
         )

@@ -10,6 +10,7 @@ nothing in the engine. One that fails for a cause that may pass, or whose worker
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, assert_never
@@ -51,6 +52,9 @@ class _Lease:
     lease: Lease
     prompt_token_ids: list[int]
     began_at: float
+    cached_at: int | None = None
+    """Weights under which the group's first turn was sampled, as `Engine.num_loads`; its later turns start on the cache of that
+    time. None before it, and where nothing of older weights may be used."""
     ended: dict[int, tuple[Completion, Reward]] = field(default_factory=dict)
 
 
@@ -76,16 +80,18 @@ class Episodes:
         max_length: int,
         max_episode_tokens: int,
         retry_s: float,
+        keeps_kv: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`max_length` bounds the tokens of each sequence, `max_episode_tokens` those of all together, the prompt included;
-        `retry_s` is `task.reward_retry_s`.
+        `retry_s` is `task.reward_retry_s`. `keeps_kv`: turns read keys and values of older weights (`actor.on_update`).
         """
         self._engine = engine
         self._workers = workers
         self._limits = limits
         self._max_length = max_length
         self._max_episode_tokens = max_episode_tokens
+        self._keeps_kv = keeps_kv
         self._clock = clock
         self._retries = Retries(max_lost=limits.max_retries, retry_s=retry_s)
         self._leases: dict[int, _Lease] = {}
@@ -94,6 +100,8 @@ class Episodes:
         """The episode, and the number of its turn, of each request to the engine."""
         self._closing: dict[str, _Closing] = {}
         self._outcomes: list[Played | PlayFailure] = []
+        self._counts: defaultdict[str, float] = defaultdict(float)
+        """As `ActorRow.environment` explains them."""
         self._has_shown_mistake = False
 
     @property
@@ -111,6 +119,7 @@ class Episodes:
             return
         episode, number = self._requests.pop(completion.request_id)
         episode.add(number, completion)
+        self._counts["turns"] += 1
         episode.turn_started_at = self._clock()
         answer = Sampled(
             episode=episode.name,
@@ -147,11 +156,23 @@ class Episodes:
     def is_failing(self) -> bool:
         return self._retries.is_failing
 
+    def counts(self) -> dict[str, float]:
+        use = self._engine.cache_use
+        return {
+            **self._counts,
+            "open": len(self._episodes),
+            "waiting": sum(not episode.sampling for episode in self._episodes.values()),
+            "prompt_tokens": use.num_prompt_tokens,
+            "cached_tokens": use.num_cached_tokens,
+            "worker_restarts": self._workers.num_restarts,
+        }
+
     def _play(self, member: Member) -> None:
         of_lease = self._leases[member.lease_id]
         now = self._clock()
         episode = Episode(member, self._retries.begin(member), of_lease.prompt_token_ids, now, now)
         self._episodes[episode.name] = episode
+        self._counts["begun"] += 1
         lease = of_lease.lease
         message = Play(
             episode=episode.name,
@@ -203,11 +224,17 @@ class Episodes:
             flaw = "more tokens than fit" if prompt else "a sequence that begins with nothing"
             self._fail(episode.member.lease_id, "environment_error", f"an episode has {flaw}")
             return
-        sampling = self._leases[episode.member.lease_id].lease.sampling
+        if not episode.sampling:
+            self._note_word(episode)
+        of_lease = self._leases[episode.member.lease_id]
+        sampling = of_lease.lease.sampling
         longest = min(sampling.max_new_tokens, message.max_new_tokens, room)
         request = episode.ask(EpisodeTurn(continues, message.context, longest))
         self._requests[request] = episode, number
-        self._engine.submit([request], prompt, Sampling(max_new_tokens=longest, temperature=sampling.temperature))
+        if self._keeps_kv and of_lease.cached_at is None:
+            of_lease.cached_at = self._engine.num_loads
+        sampling = Sampling(max_new_tokens=longest, temperature=sampling.temperature)
+        self._engine.submit([request], prompt, sampling, cached_at=of_lease.cached_at)
 
     def _withdraw(self, message: Withdraw) -> None:
         episode = self._episodes.get(message.episode)
@@ -228,12 +255,15 @@ class Episodes:
             return
         if message.is_out_of_room:
             episode.finish_reason = "length"
+        if not episode.sampling:
+            self._note_word(episode)
         completion = episode.completion()
         if completion is None:
             self._fail(episode.member.lease_id, "environment_error", "the function has returned without a sample()")
             return
         # Turns that were asked for, and not waited for.
         self._forget(episode)
+        self._counts["ended"] += 1
         of_lease = self._leases[episode.member.lease_id]
         self._retries.succeed(episode.member, self._clock())
         of_lease.ended[episode.member.number] = completion, Reward(message.reward, dict(message.parts))
@@ -251,6 +281,7 @@ class Episodes:
             self._fail(episode.member.lease_id, "environment_error", message.detail)
             return
         self._forget(episode)
+        self._counts["again_unavailable"] += 1
         over = self._retries.put_off(episode.member, message.detail, self._clock())
         if over is not None:
             self._fail(episode.member.lease_id, "environment_unavailable", f"{message.detail}; {over}")
@@ -271,6 +302,7 @@ class Episodes:
 
     def _play_again(self, member: Member, reason: Reason, detail: str) -> None:
         """Begin an episode anew; fail its lease when it was begun too often."""
+        self._counts["again_timeout" if reason == "environment_timeout" else "again_lost"] += 1
         over = self._retries.lose(member)
         if over is None:
             self._play(member)
@@ -280,6 +312,12 @@ class Episodes:
     def _fail(self, lease_id: int, reason: Reason, detail: str) -> None:
         self.cancel(lease_id)
         self._outcomes.append(PlayFailure(lease_id, reason, detail))
+
+    def _note_word(self, episode: Episode) -> None:
+        """Take note that the function hands the word on."""
+        seconds = self._clock() - episode.turn_started_at
+        episode.environment_s += seconds
+        self._counts["seconds"] += seconds
 
     def _forget(self, episode: Episode) -> None:
         """Take an episode and its turns off the books."""
@@ -292,6 +330,7 @@ class Episodes:
 
     def _close(self, name: str, closing: _Closing) -> None:
         """Ask a worker to end an episode."""
+        self._counts["cancelled"] += 1
         self._closing[name] = closing
         self._workers.send(name, Cancel(episode=name))
 

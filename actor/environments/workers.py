@@ -84,6 +84,8 @@ class Workers:
         """Start them and wait until they are ready. Raise `ServiceError` with the reason for which one cannot play."""
         self._begin = begin
         self._clock = clock
+        self.num_restarts = 0
+        """Processes that were replaced."""
         self._num_deaths = 0
         """Deaths since the last episode that ended."""
         self._workers = [WorkerProcess(begin, clock()) for _ in range(num_workers)]
@@ -152,6 +154,7 @@ class Workers:
         worker = self._workers[index]
         worker.kill()
         self._num_deaths += 1
+        self.num_restarts += 1
         logger.warning("an environment worker is replaced (%s); its %d episodes begin again", reason, len(worker.episodes))
         if self._num_deaths > MAX_STARTS:
             raise ServiceError(

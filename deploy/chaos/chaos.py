@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import NamedTuple
@@ -31,16 +31,20 @@ from offbeat.common.rows import EventRow
 from offbeat.common.run_folder import CHECKPOINTS, LOG, MODEL
 from offbeat.common.settings import load, resolved_toml
 from offbeat.common.shutdown import StopRequest
+from offbeat.deploy.chaos.environment import EARNED, ENVIRONMENT, FOLDER_VARIABLE, FUNCTION_VARIABLE
 from offbeat.deploy.chaos.faults import MORE_DATA, Clock, open_disk
 from offbeat.deploy.chaos.judge import REWARD, URL_VARIABLE, Judge
 from offbeat.deploy.chaos.network import Network, open_network
 from offbeat.deploy.chaos.round import LOCAL, REMOTE, Happened, Site, StoppedError, run_round
-from offbeat.deploy.chaos.schedule import KINDS, plan, round_seed
+from offbeat.deploy.chaos.schedule import KINDS, OF_ENVIRONMENTS, OF_REWARDS, plan, round_seed
+from offbeat.deploy.chaos.tools import Tools
 from offbeat.deploy.launch.keygen import ALLOWED_KEYS, make_keys
 from offbeat.deploy.launch.launcher import free_port
 from offbeat.deploy.quickstart.prepared import expand
 from offbeat.lab.audit import Check, add_claim, audit, check_learning, check_outcome
 from offbeat.lab.terminal import FittedTable, stdout_console
+from offbeat.learner.leases.events import Accepted
+from offbeat.learner.leases.log_reading import read_log
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +76,8 @@ SETTINGS = (
     "launch.max_restarts=1000",
 )
 """Settings of every round; the user's overrides come after them."""
+ENVIRONMENT_SETTINGS = ("environment.workers=2", "environment.turn_timeout_s=4", "environment.close_timeout_s=2")
+"""Settings of runs with an environment, so that a blocked process is replaced soon."""
 QUICKSTART_SETTINGS = ("train.num_steps=150", "rollout.lease_timeout_s=30")
 
 
@@ -109,8 +115,8 @@ def run_chaos(
     path: Path, overrides: Sequence[str], *, is_quickstart: bool, seed: int, minutes: float, folder: Path, stop: StopRequest
 ) -> ChaosReport:
     """Run rounds until the minutes are over, and write the report, logs, and the whole run of a bad round to `folder`."""
-    settings = [*SETTINGS, *(QUICKSTART_SETTINGS if is_quickstart else ()), *overrides]
-    config = expand(load(path, settings))
+    more = QUICKSTART_SETTINGS if is_quickstart else ENVIRONMENT_SETTINGS if load(path, overrides).task.environment else ()
+    config = expand(load(path, [*SETTINGS, *more, *overrides]))
     folder.mkdir(parents=True)
     mark = f"{os.getpid()}-{time.time_ns()}"
     rounds: list[RoundReport] = []
@@ -155,6 +161,8 @@ def _open_site(
     temporary.mkdir()
     make_keys(work / "keys", [LOCAL, REMOTE])
     keep.mkdir()
+    own = config.task.environment
+    tools = Tools(work / "tools", config.environment) if own else None
     return Site(
         run=run,
         config=config,
@@ -165,10 +173,12 @@ def _open_site(
         clock=clock,
         disk=disk,
         judge=judge,
+        tools=tools,
         # Temporary files of killed processes are deleted with the round.
         environment={
             **clock.environment(),
             **({} if judge is None else {URL_VARIABLE: judge.url}),
+            **({} if tools is None else {FUNCTION_VARIABLE: own, FOLDER_VARIABLE: str(work / "tools")}),
             MARK_VARIABLE: mark,
             "TMPDIR": str(temporary),
         },
@@ -192,6 +202,8 @@ def _write_config(site: Site, seed: int, *, is_quickstart: bool) -> Site:
         data.write_text("".join(rows[:NUM_PROMPTS]))
         data.with_name(MORE_DATA).write_text("".join(rows[NUM_PROMPTS : NUM_PROMPTS + NUM_MORE]))
         task = replace(task, train_data=str(data), reward=REWARD)
+    if site.tools is not None:
+        task = replace(task, environment=ENVIRONMENT)
     config = replace(config, run=replace(config.run, dir=str(site.run), seed=seed), hub=hub, task=task)
     write_private(site.config_file, resolved_toml(config, with_secrets=True))
     return site._replace(config=config)
@@ -200,13 +212,15 @@ def _write_config(site: Site, seed: int, *, is_quickstart: bool) -> Site:
 def _run_audited(site: Site, seed: int, mark: str, stop: StopRequest, *, is_quickstart: bool) -> RoundReport:
     """Run a round and audit its folder; copy the folder to the logs, whole when the round is bad."""
     num_steps = site.config.train.num_steps
-    faults = plan(seed, num_steps=num_steps, dead_after_s=site.config.hub.dead_after_s)
+    has_environment = site.tools is not None
+    faults = plan(seed, num_steps=num_steps, dead_after_s=site.config.hub.dead_after_s, has_environment=has_environment)
     result = run_round(faults, site, stop)
     checks = [
         Check("the services keep going, and leave when it is over", result.violations, f"{result.wall_s:.0f} s"),
         check_outcome(site.run, num_steps),
         *([check_learning(site.run, LEAST_REWARD)] if is_quickstart else []),
         _check_rewards(site.run),
+        *([_check_earned(site.run)] if has_environment else []),
         *audit(site.run, site.config, result.lost),
         Check("no process is left", _end_processes(mark), "none"),
     ]
@@ -219,9 +233,27 @@ def _run_audited(site: Site, seed: int, mark: str, stop: StopRequest, *, is_quic
 def _check_rewards(run: Path) -> Check:
     """Check that no group was given up because its reward could not be had."""
     rows = [row for row in read_rows(run / ROWS_FILE) if isinstance(row, EventRow)]
-    events = [row for row in rows if row.event in ("reward_unavailable", "reward_timeout")]
+    lost = ("reward_unavailable", "reward_timeout", "environment_unavailable", "environment_error")
+    events = [row for row in rows if row.event in lost]
     violations = [f"lease {row.lease_id}: {row.event}: {row.detail}" for row in events]
-    return Check("groups wait for a judge that is down", violations, "none given up")
+    return Check("groups wait for a judge or a tool that is down", violations, "none given up")
+
+
+def _check_earned(run: Path) -> Check:
+    """Check that every reward in the rollout log is the one that the environment gave."""
+    groups = [record.event for record in read_log(run / LOG) if isinstance(record.event, Accepted)]
+    num_episodes = sum(len(group.completions) for group in groups)
+    return Check("no reward is made up", made_up(groups), f"{num_episodes} episodes")
+
+
+def made_up(groups: Iterable[Accepted]) -> list[str]:
+    """Return a line about each reward that the environment of chaos has not given."""
+    return [
+        f"lease {group.lease_id}: a reward of {completion.reward:g} that no episode earned"
+        for group in groups
+        for completion in group.completions
+        if completion.reward_parts.get(EARNED) != completion.reward + 1.0
+    ]
 
 
 def print_chaos(report: ChaosReport) -> None:
@@ -240,6 +272,8 @@ def _fault_table(report: ChaosReport) -> Table:
     everything = [happened for one in report.rounds for happened in one.happened]
     for kind in KINDS:
         happened = [one for one in everything if one.fault.kind == kind]
+        if not happened and kind in (*OF_ENVIRONMENTS, *OF_REWARDS):
+            continue
         done = [one for one in happened if one.detail]
         recoveries = [one.recovery_s for one in done if one.recovery_s is not None]
         remarks = [f"{len(happened) - len(done)} not possible"] if len(done) < len(happened) else []

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, assert_never
 
@@ -20,6 +20,7 @@ from offbeat.deploy.chaos.judge import Judge
 from offbeat.deploy.chaos.network import Network
 from offbeat.deploy.chaos.schedule import Fault, Target
 from offbeat.deploy.chaos.strangers import crowd
+from offbeat.deploy.chaos.tools import Struck, Tools
 from offbeat.learner.leases.events import LeaseEvent, Tuned
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.log_records import HEADER_BYTES
@@ -162,6 +163,8 @@ class Scene(NamedTuple):
     """The run's training data."""
     hub_port: int
     """Port of the hub at `network.learner_host`."""
+    tools: Tools | None = None
+    """The tools of the environment; None where the run has none."""
 
 
 class Committed(NamedTuple):
@@ -230,6 +233,9 @@ def commit(fault: Fault, scene: Scene) -> Committed:
             return _take_judge_down(scene, fault)
         case "descriptors gone":
             return _take_descriptors(scene, fault)
+        case "kill environment" | "wedge tool" | "leave daemon" | "tool down":
+            struck = Struck(None) if scene.tools is None else _strike_tools(scene.tools, fault, pause)
+            return Committed(struck.detail, violations=struck.violations, has_hit=struck.has_hit)
         case _:
             assert_never(fault.kind)
 
@@ -307,7 +313,7 @@ def _kill_child(parent: int, target: Target, generator: random.Random) -> Commit
     if not children:
         return Committed(None)
     child = generator.choice(children)
-    name = "its resource tracker" if "resource_tracker" in " ".join(processes.arguments(child)) else "its reward worker"
+    name = "its resource tracker" if "resource_tracker" in " ".join(processes.arguments(child)) else "its worker"
     processes.kill(child)
     return Committed(f"{target}: killed {name}")
 
@@ -340,6 +346,18 @@ def _take_judge_down(scene: Scene, fault: Fault) -> Committed:
     num_refused = judge.num_refusals - num_before
     detail = f"the judge of the rewards was down for {fault.duration_s:.1f} s, and refused {num_refused} requests"
     return Committed(detail, has_hit=num_refused > 0)
+
+
+def _strike_tools(tools: Tools, fault: Fault, pause: Callable[[float], None]) -> Struck:
+    match fault.kind:
+        case "kill environment":
+            return tools.kill_caller(pause)
+        case "wedge tool":
+            return tools.wedge(pause)
+        case "leave daemon":
+            return tools.leave_daemon(pause)
+        case _:
+            return tools.be_down(fault.duration_s, pause)
 
 
 def _fill_disk_in_checkpoint(scene: Scene, fault: Fault) -> Committed:

@@ -23,6 +23,7 @@ from offbeat.deploy.chaos.faults import MAX_FILES, Attempt, Clock, Committed, Di
 from offbeat.deploy.chaos.judge import Judge
 from offbeat.deploy.chaos.network import Network
 from offbeat.deploy.chaos.schedule import Fault, Target
+from offbeat.deploy.chaos.tools import Tools
 from offbeat.deploy.launch.starts import PROGRAM
 from offbeat.learner.leases.events import LeaseEvent
 
@@ -101,6 +102,8 @@ class Site(NamedTuple):
     """The file system that holds `run`; None when this process may not mount one."""
     judge: Judge | None
     """The judge that rewards ask; None where the run has a reward of its own."""
+    tools: Tools | None
+    """The tools of the environment; None where the run has none."""
     environment: Mapping[str, str]
     """Environment variables of the services, in addition to those of chaos."""
 
@@ -314,7 +317,7 @@ def run_round(plan: list[Fault], site: Site, stop: StopRequest) -> RoundResult:
     watch = Watch(site.run / ROWS_FILE)
     services = Services(site, watch, stop)
     data = Path(site.config.task.train_data)
-    scene = Scene(services, site.network, site.clock, site.disk, site.judge, site.run, data, site.hub_port)
+    scene = Scene(services, site.network, site.clock, site.disk, site.judge, site.run, data, site.hub_port, site.tools)
     strikes: list[Strike] = []
     violations: list[str] = []
     try:

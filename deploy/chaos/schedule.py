@@ -25,6 +25,10 @@ Kind = Literal[
     "resume with changes",
     "append data",
     "descriptors gone",
+    "kill environment",
+    "wedge tool",
+    "leave daemon",
+    "tool down",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -49,10 +53,14 @@ _DURATIONS_S: dict[Kind, tuple[float, float]] = {
     "jump clock": (1.0, 5.0),
     "judge down": (3.0, 8.0),
     "descriptors gone": (3.0, 8.0),
+    "tool down": (3.0, 8.0),
 }
 FILLING: tuple[Kind, ...] = ("fill disk", "fill disk in checkpoint")
 """Faults of the first half of a round: without room at its end, a run leaves no trained model and says so."""
-_OTHERS: list[Kind] = [kind for kind in KINDS if kind not in FILLING]
+OF_ENVIRONMENTS: tuple[Kind, ...] = ("kill environment", "wedge tool", "leave daemon", "tool down")
+"""Faults of runs with an environment."""
+OF_REWARDS: tuple[Kind, ...] = ("judge down",)
+"""Faults of runs without one."""
 FIRST_STEP = 3
 """The earliest optimizer step of a fault; before it the services are still starting."""
 
@@ -77,16 +85,24 @@ def round_seed(seed: int, index: int) -> int:
     return random.Random(f"{seed}/{index}").getrandbits(32)
 
 
-def plan(seed: int, *, num_steps: int, dead_after_s: float) -> list[Fault]:
+def kinds_of(*, has_environment: bool) -> list[Kind]:
+    """Return the kinds of faults that a run can meet."""
+    absent = OF_REWARDS if has_environment else OF_ENVIRONMENTS
+    return [kind for kind in KINDS if kind not in absent]
+
+
+def plan(seed: int, *, num_steps: int, dead_after_s: float, has_environment: bool = False) -> list[Fault]:
     """Return the faults of one round in the order of their steps: each kind once, spread over `num_steps`.
 
     Times are optimizer steps rather than seconds, so that a slower machine sees the same faults. About half of the stops and
     partitions are shorter than `dead_after_s`, the others longer.
     """
     generator = random.Random(seed)
-    kinds = generator.sample(_OTHERS, len(_OTHERS))
+    known = kinds_of(has_environment=has_environment)
+    others: list[Kind] = [kind for kind in known if kind not in FILLING]
+    kinds = generator.sample(others, len(others))
     for kind in FILLING:
-        kinds.insert(generator.randrange(len(KINDS) // 2), kind)
+        kinds.insert(generator.randrange(len(known) // 2), kind)
     # The last fault must leave time to recover from it.
     steps = sorted(generator.randint(FIRST_STEP, num_steps * 9 // 10) for _ in kinds)
     return [

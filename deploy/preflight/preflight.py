@@ -27,6 +27,7 @@ from offbeat.common.setting_checks import check, check_before_run
 from offbeat.common.settings import SettingError, SeveralSettingsError
 from offbeat.deploy.preflight.apart import Apart
 from offbeat.deploy.preflight.engine_options import check_engine_options
+from offbeat.deploy.preflight.episodes import check_episodes
 from offbeat.deploy.preflight.findings import Finding
 from offbeat.deploy.preflight.inputs import check_inputs, check_rows
 from offbeat.deploy.preflight.judge import check_judge_server
@@ -61,7 +62,7 @@ REWARD_S = 10.0
 _LEARNER: tuple[Check, ...] = (check_model, check_reference, check_folder, check_ports, check_wandb)
 _ACTOR: tuple[Check, ...] = (check_engine_options, check_judge_server)
 _CHECKS: dict[Command, tuple[Check, ...]] = {
-    "check": (*_LEARNER, *_ACTOR, check_groups_of_processes, check_variables, check_companions, show_devices),
+    "check": (*_LEARNER, *_ACTOR, check_groups_of_processes, check_variables, check_companions, check_episodes, show_devices),
     "train": (*_LEARNER, *_ACTOR, check_groups_of_processes, check_devices),
     "learner": (*_LEARNER, check_variables),
     "actor": (check_model, *_ACTOR),

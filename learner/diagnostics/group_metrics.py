@@ -37,11 +37,30 @@ def group_metrics(groups: Sequence[Group], policy_version: int) -> Metrics:
         "length/p95": float(near_longest),
         "length/max": int(lengths.max()),
         "length/cut": float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),
+        "group/seconds_mean": float(np.mean([group.generate_s for group in groups])),
+        "group/seconds_max": max(group.generate_s for group in groups),
         "tokens/trained": int(lengths.sum()),
         "tokens/prompt": sum(len(group.prompt_token_ids) * len(group.rollouts) for group in groups),
+        **_episode_metrics(rollouts),
         **_part_means(rollouts),
         **_task_means(groups),
         **_metrics_by_lag(groups, lags),
+    }
+
+
+def _episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the metrics of episodes; none where no environment played."""
+    if not any(rollout.turns or rollout.environment_s for rollout in rollouts):
+        return {}
+    # An episode to which nothing was added has one turn, and no list of them.
+    turns = [max(1, len(rollout.turns)) for rollout in rollouts]
+    seconds = [rollout.environment_s for rollout in rollouts]
+    return {
+        "turns/mean": float(np.mean(turns)),
+        "turns/max": max(turns),
+        "length/context": float(np.mean([len(rollout.context_ids) for rollout in rollouts])),
+        "environment/seconds_mean": float(np.mean(seconds)),
+        "environment/seconds_max": max(seconds),
     }
 
 

@@ -1,5 +1,6 @@
 """Health rules: signs in the step rows that a run is dead, breaks, or waits, each with its reason and a hint."""
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,8 @@ LARGEST_LOG_RATIO = 1.0
 GRADIENT_FACTOR, GRADIENT_STEPS = 100.0, 50
 REWARD_STEPS, REWARD_ERRORS = 20, 4.0
 IDLE_STEPS, IDLE_SHARE = 20, 0.9
+STARVED_SHARE = 0.3
+LEAST_STEP_S = 1e-3
 
 _FINITE = ("reward/mean", "loss/policy", "loss/grad_norm", "ratio/log_mean", "kl/behavior_policy_k3")
 """Metrics whose value is a number in every sound step."""
@@ -197,6 +200,26 @@ def actors_idle(steps: Sequence[StepRow]) -> str | None:
     return None
 
 
+def bound_starves(steps: Sequence[StepRow]) -> str | None:
+    """Learner and actors both wait, because groups take longer than the batches that the bound lets be under way."""
+    last = _last(steps, IDLE_STEPS)
+    shares = [_share_of_time(steps, name) for name in ("time/wait_rollouts_s", "time/held_back_s")]
+    group_s = _numbers(last, "group/seconds_mean")
+    if min(shares) < STARVED_SHARE or not group_s:
+        return None
+    work_s = (sum(_numbers(last, "time/step_s")) - sum(_numbers(last, "time/wait_rollouts_s"))) / len(last)
+    bound = last[-1].number("staleness/bound") or 0.0
+    latency_s = statistics.fmean(group_s)
+    # Batches under way at most, one after the other: bound + 1.
+    needed = math.ceil(latency_s / max(work_s, LEAST_STEP_S))
+    if needed <= bound:
+        return None
+    return (
+        f"Learner and actors wait for each other: groups take {latency_s:.3g} s, steps {work_s:.3g} s, and the bound of "
+        f"{bound:g} keeps the next leases back. Widen staleness.max_staleness to {needed}"
+    )
+
+
 RULES = (
     Rule(
         "no_signal",
@@ -270,6 +293,13 @@ RULES = (
         "steps; not with max_staleness 0.",
         "The learner is the bottleneck: use fewer actors, or raise staleness.max_staleness.",
         actors_idle,
+    ),
+    Rule(
+        "bound_starves",
+        f"In {IDLE_STEPS} steps the learner waits for rollouts in {STARVED_SHARE:.0%} of the time, the bound keeps an actor "
+        "from a lease in as much of it, and groups take longer than `staleness.max_staleness` steps.",
+        "Or end long episodes earlier (environment.episode_timeout_s).",
+        bound_starves,
     ),
 )
 """Every health rule, in the order in which they are told."""

@@ -42,6 +42,8 @@ class Rollout(NamedTuple):
     """Empty where all tokens after the prompt were sampled, in one sequence."""
     context_ids: NDArray[np.int32] = _NO_CONTEXT
     """The context of all turns, concatenated."""
+    environment_s: float = 0.0
+    """Seconds in which the episode's function had the word; 0 without an environment."""
 
     @property
     def longest_turn(self) -> int:
@@ -161,6 +163,8 @@ def unpack(completions: Sequence[CompletionMeta], arrays: Sequence[Frame]) -> tu
             context_end = context_start + sum(turn.num_context for turn in completion.turns)
             rollout = rollout._replace(turns=completion.turns, context_ids=all_context[context_start:context_end])
             context_start = context_end
+        if completion.environment_s:
+            rollout = rollout._replace(environment_s=completion.environment_s)
         rollouts.append(rollout)
         start = end
     return tuple(rollouts)

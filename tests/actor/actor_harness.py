@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from offbeat.actor.contact import ActorIdentity
-from offbeat.actor.engine import Completion, Score
+from offbeat.actor.engine import CacheUse, Completion, Score
 from offbeat.actor.jobs import Jobs
 from offbeat.actor.outbox import Outbox
 from offbeat.actor.reward_values import Reward
@@ -58,6 +58,8 @@ class FakeEngine:
         self.info = ENGINE
         self.policy_version = policy_version
         self.num_generated_tokens = 0
+        self.num_loads = 0
+        self.cache_use = CacheUse(0, 0)
         self.is_held = False
         self.running: list[str] = []
         self.aborted: list[str] = []
@@ -75,6 +77,8 @@ class FakeEngine:
         prompt_token_ids: Sequence[int],
         sampling: Sampling,
         images: Sequence[ImagePatches] = (),
+        *,
+        cached_at: int | None = None,
     ) -> None:
         self.running += request_ids
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offbeat.actor.engine import Completion, Score
+from offbeat.actor.engine import CacheUse, Completion, Score
 from offbeat.common.config import Config, HubSection, RolloutSection, StalenessSection, TaskSection
 from offbeat.common.images import ImagePatches
 from offbeat.common.learning_sections import TrainSection
@@ -67,6 +67,8 @@ class SleepEngine:
         self.info = ENGINE
         self.policy_version: int | None = None
         self.num_generated_tokens = 0
+        self.num_loads = 0
+        self.cache_use = CacheUse(0, 0)
 
     @property
     def num_unfinished(self) -> int:
@@ -78,6 +80,8 @@ class SleepEngine:
         prompt_token_ids: Sequence[int],
         sampling: Sampling,
         images: Sequence[ImagePatches] = (),
+        *,
+        cached_at: int | None = None,
     ) -> None:
         assert self.policy_version is not None
         segments = (Segment(self.policy_version, 0),)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.actor.engine import Completion, Engine
+from offbeat.actor.engine import CacheUse, Completion, Engine
 from offbeat.actor.environments.episodes import Episodes
 from offbeat.actor.environments.messages import Cancel, Ended, Failed, FromWorker, Play, Sample, Sampled, ToWorker, Withdraw
 from offbeat.actor.environments.workers import Workers
@@ -29,9 +29,13 @@ class FakeEngine:
     def __init__(self) -> None:
         self.submitted: dict[str, tuple[list[int], Sampling]] = {}
         self.aborted: list[str] = []
+        self.num_loads = 3
+        self.cached_at: dict[str, int | None] = {}
+        self.cache_use = CacheUse(0, 0)
 
-    def submit(self, request_ids: list[str], prompt_token_ids: list[int], sampling: Sampling) -> None:
+    def submit(self, request_ids: list[str], prompt_token_ids: list[int], sampling: Sampling, *, cached_at: int | None) -> None:
         self.submitted |= dict.fromkeys(request_ids, (prompt_token_ids, sampling))
+        self.cached_at |= dict.fromkeys(request_ids, cached_at)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         self.aborted += request_ids
@@ -44,6 +48,7 @@ class FakeWorkers:
         self.killed: list[str] = []
         self.ended: list[str] = []
         self.starting: set[str] = set()
+        self.num_restarts = 0
 
     def not_begun(self) -> set[str]:
         return self.starting
@@ -73,7 +78,9 @@ class FakeWorkers:
 class Game:
     """Episodes with an engine and workers that the test moves by hand."""
 
-    def __init__(self, group_size: int = 1, max_length: int = 100, max_episode_tokens: int = 200) -> None:
+    def __init__(
+        self, group_size: int = 1, max_length: int = 100, max_episode_tokens: int = 200, *, keeps_kv: bool = True
+    ) -> None:
         self.engine, self.workers, self.now = FakeEngine(), FakeWorkers(), 0.0
         self.episodes = Episodes(
             cast(Engine, self.engine),
@@ -82,6 +89,7 @@ class Game:
             max_length=max_length,
             max_episode_tokens=max_episode_tokens,
             retry_s=60,
+            keeps_kv=keeps_kv,
             clock=lambda: self.now,
         )
         lease = Lease(
@@ -222,6 +230,18 @@ def test_function_has_the_word_when_no_turn_is_sampled_any_more() -> None:
     game.now = 30.5
     game.poll()
     assert Cancel(episode="7/0/0") in game.workers.sent
+
+
+@pytest.mark.parametrize(("keeps_kv", "expected"), [(True, 3), (False, None)])
+def test_all_turns_of_a_group_share_the_cache_of_its_first_weights_unless_keys_are_recomputed(
+    keeps_kv: bool, expected: int | None
+) -> None:
+    game = Game(group_size=2, keeps_kv=keeps_kv)
+    game.poll(sample("7/0/0"))
+    game.engine.num_loads = 4
+    game.sampled("7/0/0", 1, [5])
+    game.poll(sample("7/0/0"), sample("7/1/0"))
+    assert game.engine.cached_at == dict.fromkeys(("7/0/0/1", "7/0/0/2", "7/1/0/1"), expected)
 
 
 def test_group_waits_for_all_its_episodes() -> None:
@@ -388,6 +408,41 @@ def test_cancelled_lease_answers_nothing_whatever_still_arrives() -> None:
     game.sampled("7/0/0", 1, [5])
     assert game.poll(ended("7/0/0"), sample("7/0/0")) == []
     assert list(game.engine.submitted) == ["7/0/0/1"]
+
+
+def test_lease_that_is_over_ends_its_episodes_in_the_middle_of_a_tool_call_and_nothing_is_played_again() -> None:
+    game = Game()
+    game.poll(sample("7/0/0"))
+    game.sampled("7/0/0", 1, [5])
+    game.episodes.cancel(7)
+    assert game.workers.sent[-1] == Cancel(episode="7/0/0")
+    num_sent = len(game.workers.sent)
+    assert game.poll(Failed(episode="7/0/0", is_transient=True, detail="cancelled")) == []
+    game.now = 100
+    assert game.poll() == []
+    assert (len(game.workers.sent), game.workers.killed) == (num_sent, [])
+
+
+def test_turns_attempts_and_time_of_the_environment_are_counted() -> None:
+    game = Game(group_size=2)
+    game.now = 1.0
+    game.poll(sample("7/0/0"))
+    game.now = 3.0
+    game.sampled("7/0/0", 1, [5])
+    game.now = 7.0
+    assert (game.episodes.counts()["open"], game.episodes.counts()["waiting"]) == (2, 2)
+    game.poll("7/1/0", ended("7/0/0"))
+    game.poll(down("7/1/1"))
+    game.now = 20.0
+    game.poll()
+    game.poll(sample("7/1/2"))
+    game.now = 60.0
+    game.sampled("7/1/2", 1, [5])
+    (played,) = game.poll(ended("7/1/2"))
+    assert [completion.environment_s for completion in played.completions] == [5.0, 0.0]
+    counts = {name: number for name, number in game.episodes.counts().items() if number}
+    expected = {"begun": 4, "ended": 2, "turns": 2, "seconds": 5.0, "again_lost": 1, "again_unavailable": 1}
+    assert counts == expected
 
 
 def test_worker_that_sends_more_than_fits_has_a_mistake() -> None:

@@ -103,7 +103,13 @@ def test_stored_logprobs_are_those_of_the_stream_under_the_versions_of_its_segme
     engine.load_weights(versions[0], 0, recompute_kv=True)
     talk = Talk()
     episodes = Episodes(
-        engine, cast(Workers, talk), EnvironmentSection(), max_length=MAX_LENGTH, max_episode_tokens=200, retry_s=0.0
+        engine,
+        cast(Workers, talk),
+        EnvironmentSection(),
+        max_length=MAX_LENGTH,
+        max_episode_tokens=200,
+        retry_s=0.0,
+        keeps_kv=False,
     )
     lease = Lease(
         lease_id=3, prompt_id=0, group_size=GROUP_SIZE, sampling=Sampling(8), min_policy_version=0, timeout_s=60.0,
@@ -135,3 +141,34 @@ def test_stored_logprobs_are_those_of_the_stream_under_the_versions_of_its_segme
             np.testing.assert_allclose(completion.behavior_logprobs[of_segment], expected[of_segment], atol=2e-5)
     assert len(seen) > 2, "the weights did not change within the episodes"
     assert kinds == {0, 1, 2}, "not every way to go on was taken"
+
+
+def test_turns_start_on_the_cache_of_their_first_weights_and_new_prompts_on_none_of_older_ones(
+    engine: Engine, tiny_model: Path
+) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    prompt = np.random.default_rng(0).integers(4, 40, 80).tolist()
+
+    def cached(at: int | None, length: int = 80) -> int:
+        """Return how many of the prompt's first tokens were in the cache; check the log-probs of what shares none of it."""
+        before = engine.cache_use.num_cached_tokens
+        engine.submit(["turn"], prompt[:length], Sampling(2), cached_at=at)
+        completions = [completion for _ in iter(lambda: engine.num_unfinished, 0) for completion in engine.step()]
+        num_cached = engine.cache_use.num_cached_tokens - before
+        if not num_cached:
+            stream = torch.tensor([[*prompt[:length], *completions[0].token_ids.tolist()]])
+            with torch.no_grad():
+                logprobs = torch.log_softmax(model(stream).logits[0, length - 1 : -1], dim=-1)
+            expected = logprobs.gather(-1, stream[0, length:, None])[:, 0].numpy()
+            np.testing.assert_allclose(completions[0].behavior_logprobs, expected, atol=2e-5)
+        return num_cached
+
+    engine.load_weights(weights_of(model, 0), 7, recompute_kv=False)
+    first = engine.num_loads
+    assert [cached(first, 70), cached(first)] == [0, 64], "the second turn starts on the first one's"
+    # A learner that went back to an older checkpoint gives other weights the same version.
+    for version in (8, 8):
+        engine.load_weights(weights_of(model, version), version, recompute_kv=False)
+        assert [cached(None), cached(None), cached(first)] == [0, 64, 64]
+    engine.load_weights(weights_of(model, 9), 9, recompute_kv=True)
+    assert cached(first) == 0, "recompute_kv keeps nothing of older weights"

@@ -24,7 +24,7 @@ from offbeat.deploy.chaos.chaos import ChaosReport, RoundReport, print_chaos
 from offbeat.deploy.chaos.faults import Attempt, Clock, Committed, Disk, Scene, commit, open_disk
 from offbeat.deploy.chaos.network import Namespace, Network, Proxy, open_network
 from offbeat.deploy.chaos.round import Happened, Watch
-from offbeat.deploy.chaos.schedule import FILLING, KINDS, Fault, Kind, Target, plan, round_seed
+from offbeat.deploy.chaos.schedule import FILLING, KINDS, OF_ENVIRONMENTS, OF_REWARDS, Fault, Kind, Target, plan, round_seed
 from offbeat.deploy.launch.launcher import free_port
 from offbeat.lab.audit import Check
 from tests.deploy.services import SERVICES_S, Services
@@ -37,8 +37,10 @@ needs_root = pytest.mark.skipif(not IS_ROOT, reason="needs root")
 
 @given(seed=st.integers(0, 2**32), num_steps=st.integers(20, 1000))
 def test_plan_holds_each_kind_once_in_the_order_of_its_steps_and_is_a_function_of_the_seed(seed: int, num_steps: int) -> None:
+    for has_environment in (False, True):
+        kinds = [fault.kind for fault in plan(seed, num_steps=num_steps, dead_after_s=5.0, has_environment=has_environment)]
+        assert sorted(kinds) == sorted(set(KINDS) - set(OF_REWARDS if has_environment else OF_ENVIRONMENTS))
     faults = plan(seed, num_steps=num_steps, dead_after_s=5.0)
-    assert sorted(fault.kind for fault in faults) == sorted(KINDS)
     steps = [fault.at_step for fault in faults]
     assert steps == sorted(steps)
     assert steps[0] > 0
@@ -438,7 +440,7 @@ def test_round_of_all_faults_on_real_services_has_no_violation(services: Service
     assert services.wait(chaos, "chaos") == 0, services.output("chaos")
     found = msgspec.json.decode(next(tmp_path.glob("runs/*/chaos.json")).read_bytes(), type=ChaosReport)
     committed = {happened.fault.kind for happened in found.rounds[0].happened if happened.detail}
-    assert committed | {"fill disk", "fill disk in checkpoint"} == set(KINDS), "only a disk needs root"
+    assert committed | {"fill disk", "fill disk in checkpoint"} == set(KINDS) - set(OF_ENVIRONMENTS), "only a disk needs root"
 
 
 @pytest.mark.engine

@@ -20,7 +20,7 @@ def test_fault_that_comes_when_the_learner_has_ended_is_not_committed(tmp_path: 
     config = Config(model=ModelSection(path="model"), task=TaskSection(train_data=str(tmp_path / "train.jsonl")))
     network = Proxy()
     (tmp_path / "run").mkdir()
-    site = Site(tmp_path / "run", config, tmp_path / "run.toml", tmp_path, 0, network, Clock(tmp_path), None, None, {})
+    site = Site(tmp_path / "run", config, tmp_path / "run.toml", tmp_path, 0, network, Clock(tmp_path), None, None, None, {})
     late = Fault("kill learner", "learner", at_step=0, delay_s=0.0, duration_s=0.0, seed=0)
     try:
         result = run_round([late], site, stop=chaos_round.StopRequest())

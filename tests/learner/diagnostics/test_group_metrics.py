@@ -6,7 +6,7 @@ import pytest
 from offbeat.common.step_metrics import step_metric
 from offbeat.learner.diagnostics.group_metrics import group_metrics
 from offbeat.learner.leases.groups import Group, Rollout
-from offbeat.protocols.completions import Segment
+from offbeat.protocols.completions import Segment, Turn
 
 
 def make_group(rewards: list[float], length: int, oldest_version: int) -> Group:
@@ -38,6 +38,8 @@ def test_group_metrics_are_over_completions_and_lags_over_groups():
         "length/p95": 6.0,
         "length/max": 6,
         "length/cut": 0.0,
+        "group/seconds_mean": 0.0,
+        "group/seconds_max": 0.0,
         "tokens/trained": 20,
         "tokens/prompt": 12,
         "by_lag/2/reward_mean": 1.0,
@@ -86,3 +88,16 @@ def test_parts_of_rewards_are_means_over_the_completions_that_have_them():
     metrics = group_metrics([group._replace(rollouts=rollouts)], policy_version=9)
     assert metrics["reward_part/format"] == 0.5
     assert metrics["reward_part/right"] == 0.0
+
+
+def test_episodes_have_turns_context_and_time_of_their_environment() -> None:
+    one_turn, two_turns = make_group([0.0, 2.0], 4, 7).rollouts
+    episodes = (
+        one_turn._replace(environment_s=1.0),
+        two_turns._replace(turns=(Turn(0, 1), Turn(5, 3)), context_ids=np.zeros(5, dtype=np.int32), environment_s=3.0),
+    )
+    group = make_group([0.0], 4, 7)._replace(rollouts=episodes, generate_s=9.0)
+    metrics = group_metrics([group, make_group([0.0, 1.0], 4, 7)._replace(generate_s=1.0)], policy_version=9)
+    names = ("turns/mean", "turns/max", "length/context", "environment/seconds_mean", "environment/seconds_max")
+    assert [metrics[name] for name in names] == [1.25, 2, 1.25, 1.0, 3.0]
+    assert (metrics["group/seconds_mean"], metrics["group/seconds_max"]) == (5.0, 9.0)

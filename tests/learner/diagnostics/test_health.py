@@ -163,3 +163,32 @@ def test_restarted_run_begins_without_the_troubles_of_the_process_before() -> No
     trouble = EventRow(event="health", detail="x", rule="all_cut")
     assert troubles([trouble, EventRow(event="run_started", detail="")]) == {}
     assert troubles([EventRow(event="run_started", detail=""), trouble]) == {"all_cut": "x"}
+
+
+def test_bound_that_is_too_small_for_the_groups_says_which_would_do() -> None:
+    starved = {"time__wait_rollouts_s": 1.0, "time__held_back_s": 0.65}
+    run = Run()
+    # Steps of one second beside one of waiting: eight batches must be under way.
+    run.step(19, group__seconds_mean=7.5, **starved)
+    assert run.told() == []
+    run.step(1, group__seconds_mean=7.5, **starved)
+    assert run.told() == [("bound_starves", "health", 20)]
+    assert "groups take 7.5 s, steps 1 s" in run.events[0].detail
+    assert "Widen staleness.max_staleness to 8." in run.events[0].detail
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {"group__seconds_mean": 4.0},
+        {"group__seconds_mean": 7.5, "time__held_back_s": 0.5},
+        {"group__seconds_mean": 7.5, "time__wait_rollouts_s": 0.5},
+        {"group__seconds_mean": 7.5, "staleness__bound": 0},
+        {},
+    ],
+    ids=["groups are quick", "nothing is held back", "the learner is busy", "synchronous", "rows of older programs"],
+)
+def test_bound_that_does_is_not_blamed(metrics: dict[str, Any]) -> None:
+    run = Run()
+    run.step(30, **({"time__wait_rollouts_s": 1.0, "time__held_back_s": 0.65} | metrics))
+    assert run.told() == []

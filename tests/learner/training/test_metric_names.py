@@ -12,7 +12,9 @@ from offbeat.common.learning_sections import AdvantageSection, KlSection
 from offbeat.common.routing import Routing
 from offbeat.common.step_metrics import ROUTING_METRICS, STEP_METRICS, Metric, routing_metric, step_metric
 from offbeat.learner.diagnostics.calibration import save_calibration
+from offbeat.learner.diagnostics.group_metrics import group_metrics
 from offbeat.learner.diagnostics.routing_history import RoutingHistory
+from offbeat.learner.leases.groups import Group
 from tests.learner.diagnostics.test_calibration import make_calibration
 from tests.learner.training.test_trainer import running
 from tests.learner.training.trainer_cases import make_config, make_groups
@@ -51,8 +53,14 @@ def test_trainer_and_loop_write_the_tables_metrics_and_no_others(tiny_model: Pat
             for _ in range(2):
                 (metrics,) = trainer.train_batch(make_groups(3))
                 written |= names(map(step_metric, metrics))
+    written |= names(map(step_metric, group_metrics([_episode_group()], policy_version=0)))
     loop = literals(ROOT / "learner/service.py") | literals(ROOT / "learner/step_rows.py")
     assert written | names(map(step_metric, loop)) == {metric.name for metric in STEP_METRICS}
+
+
+def _episode_group() -> Group:
+    group = make_groups(3)[0]
+    return group._replace(task="sums", rollouts=tuple(rollout._replace(environment_s=1.0) for rollout in group.rollouts))
 
 
 def test_routing_history_has_the_tables_metrics_and_no_others() -> None:

@@ -1,0 +1,115 @@
+"""Tools of a chaos round fail as they are told, and rewards that they did not give are found."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat import RewardUnavailable
+from offbeat.actor.environments.chat import NoRoom
+from offbeat.common import processes
+from offbeat.common.config import EnvironmentSection
+from offbeat.deploy.chaos import tools as chaos_tools
+from offbeat.deploy.chaos.chaos import made_up
+from offbeat.deploy.chaos.environment import EARNED, FOLDER_VARIABLE, FUNCTION_VARIABLE, play
+from offbeat.deploy.chaos.tools import Tools
+from offbeat.learner.leases.events import Accepted
+from offbeat.protocols.completions import CompletionMeta, Segment
+
+pytestmark = pytest.mark.slow
+
+
+class Chat:
+    """A chat without a model."""
+
+    def __init__(self) -> None:
+        self.rewards = 0.25
+        self.metrics: dict[str, float] = {}
+
+    def metric(self, name: str, value: float) -> None:
+        self.metrics[name] = value
+
+    async def sample(self) -> str:
+        return "reply"
+
+
+async def game(chat: Any, row: dict[str, Any]) -> Any:
+    for _ in range(row.get("turns", 1)):
+        await chat.sample()
+    if row["returns"] == "no room":
+        raise NoRoom
+    return row["returns"]
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tools:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "tools"))
+    monkeypatch.setenv(FUNCTION_VARIABLE, f"{__name__}:game")
+    return Tools(tmp_path / "tools", EnvironmentSection(turn_timeout_s=0.1, close_timeout_s=0.1))
+
+
+@pytest.mark.parametrize(
+    ("returns", "reward"), [(0.5, 0.75), (None, 0.25), ({"right": 1.0, "short": 0.5}, 1.75), ("no room", 0.25)]
+)
+def test_reward_that_was_given_is_repeated_and_never_0(tools: Tools, returns: object, reward: float) -> None:
+    chat = Chat()
+    try:
+        assert asyncio.run(play(chat, {"returns": returns})) == returns
+    except NoRoom:
+        assert returns == "no room"
+    assert chat.metrics == {EARNED: reward + 1.0}
+
+
+def test_reward_that_no_episode_earned_is_found() -> None:
+    def completion(reward: float, **parts: float) -> CompletionMeta:
+        return CompletionMeta(1, "stop", reward, (Segment(0, 0),), parts)
+
+    def accepted(*completions: CompletionMeta) -> Accepted:
+        return Accepted(at=0.0, lease_id=7, actor="a", completions=completions, generate_s=0.0, policy_version=0)
+
+    assert made_up([accepted(completion(0.0, earned=1.0), completion(0.5, earned=1.5))]) == []
+    flawed = [accepted(completion(0.0)), accepted(completion(0.0, earned=1.5))]
+    assert made_up(flawed) == ["lease 7: a reward of 0 that no episode earned"] * 2
+
+
+def test_tools_are_down_for_a_while(tools: Tools) -> None:
+    def meanwhile(seconds: float) -> None:
+        with pytest.raises(RewardUnavailable):
+            asyncio.run(play(Chat(), {"returns": 1.0}))
+
+    assert tools.be_down(0.2, meanwhile).has_hit
+    assert not tools.be_down(0.2, lambda seconds: None).has_hit
+    assert asyncio.run(play(Chat(), {"returns": 1.0})) == 1.0
+
+
+def test_process_is_killed_in_a_call_and_what_it_leaves_behind_or_blocks_is_told(
+    tools: Tools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chaos_tools, "END_S", 0.1)
+    script = f"import asyncio; from {__name__} import *; asyncio.run(play(Chat(), {{'returns': 1.0, 'turns': 9999}}))"
+    workers: list[subprocess.Popen] = []
+
+    def pause(seconds: float) -> None:
+        if not workers or workers[-1].poll() is not None:
+            workers.append(subprocess.Popen([sys.executable, "-c", script]))
+        time.sleep(0.02)
+
+    try:
+        assert tools.kill_caller(pause).violations == ()
+        assert workers[0].wait() == -9
+        # Nothing guards these processes.
+        (violation,) = tools.leave_daemon(pause).violations
+        assert "a daemon that a tool had started outlived its process" in violation
+        (violation,) = tools.wedge(pause).violations
+        assert "was not replaced within 0.3 s" in violation
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+        for pid in processes._all():
+            if processes.arguments(pid) == ["sleep", "3600"]:
+                processes.kill(pid)
