@@ -80,7 +80,8 @@ def make_packs() -> list[Pack]:
     packs += [pack([(tokens(prompt), [tokens(length), tokens(2)])]) for prompt in (1, 2, 3) for length in (1, 3, 4, 5)]
     # Two forks and a restart, by context, sampled tokens and turns to go back.
     turns = [(1, 3, 1), (2, 2, 1), (0, 4, 2), (0, 3, 4), (3, 2, 0)]
-    episode = Turns(*(random.integers(0, 40, length, dtype=np.int32) for length in (14, 6)), turns)
+    sampled, context = (random.integers(0, 40, length, dtype=np.int32) for length in (14, 6))
+    episode = Turns(sampled, context, turns)
     return [*packs, pack([(tokens(5), [tokens(4), [], tokens(7), episode]), (tokens(2), [tokens(3), tokens(6)])])]
 
 
