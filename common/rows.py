@@ -102,6 +102,10 @@ class GroupRow(Stamped, frozen=True, kw_only=True, tag="group"):
     """Time at which the group entered the learner's buffer; absent in runs of older versions, as `taken_at`."""
     taken_at: float | None = None
     """Time at which the group left the buffer: selected with its batch, or dropped."""
+    num_turns: list[int] | None = None
+    """Turns of each episode; absent without an environment."""
+    environment_s: list[float] | None = None
+    """Seconds in which each episode's function had the word; absent without an environment."""
 
 
 class SampleRow(Stamped, frozen=True, kw_only=True, tag="sample"):

@@ -19,11 +19,14 @@ from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.learner.diagnostics.length_bias import (
     FORMATS,
     LABELS,
+    OF_EPISODES,
+    QUANTITIES,
     BiasReport,
     BiasTest,
     Distribution,
     EndedLease,
     Part,
+    Quantity,
     bias_report,
 )
 
@@ -128,7 +131,6 @@ def _unknown(report: BiasReport, books: LedgerSums | None) -> str:
 # The terminal
 
 DRIFT_HEAD = ("lag", "count", "log-ratio", "± std", "ESS", "clipped", "masked", "reward", "tokens")
-PART_HEAD = ("leases", "count", *(f"{name}: mean/median/p95" for name in LABELS.values()))
 COMPARISON_HEAD = ("compared", "quantity", "leases", "mean", "effect", "p")
 
 
@@ -147,23 +149,39 @@ def drift_cells(line: LagDrift) -> tuple[str, ...]:
     )
 
 
+def part_head(report: BiasReport) -> tuple[str, ...]:
+    """Return the head of `part_rows`."""
+    return ("leases", "count", *(f"{LABELS[quantity]}: mean/median/p95" for quantity in _quantities(report)))
+
+
 def part_rows(report: BiasReport, books: LedgerSums | None) -> list[tuple[str, ...]]:
-    """Return the bias report's parts as text under `PART_HEAD`, with the leases that only the learner's books know."""
-    rows = [_part_cells(part) for part in report.parts]
+    """Return the bias report's parts as text under `part_head`, with the leases that only the learner's books know."""
+    quantities = _quantities(report)
+    rows = [_part_cells(part, quantities) for part in report.parts]
     if books is None:
         return rows
-    unknown = ("–",) * len(LABELS)
+    unknown = ("–",) * len(quantities)
     return [("leased", f"{books.leased:,}", *unknown), *rows, ("in flight", f"{books.in_flight:,}", *unknown)]
 
 
-def _part_cells(part: Part) -> tuple[str, ...]:
+def _quantities(report: BiasReport) -> tuple[Quantity, ...]:
+    """Return the quantities of a run: turns only where there are episodes."""
+    has_episodes = any(part.num_turns is not None for part in report.parts)
+    return (*QUANTITIES, *OF_EPISODES) if has_episodes else QUANTITIES
+
+
+def _part_cells(part: Part, quantities: Sequence[Quantity]) -> tuple[str, ...]:
+    distributions: dict[Quantity, Distribution | None] = {
+        "length": part.length,
+        "duration_s": part.duration_s,
+        "reward": part.reward,
+        "num_turns": part.num_turns,
+        "environment_s": part.environment_s,
+    }
     return (
         part.name,
         f"{part.count:,}",
-        *(
-            _summary(values, spec)
-            for values, spec in zip((part.length, part.duration_s, part.reward), FORMATS.values(), strict=True)
-        ),
+        *(_summary(distributions[quantity], FORMATS[quantity]) for quantity in quantities),
     )
 
 
@@ -195,7 +213,7 @@ def render_drift(report: DriftReport) -> RenderableType:
     style = "red" if report.bias.alarms else "green"
     return Group(
         drift,
-        _table("How the leases ended", PART_HEAD, part_rows(report.bias, report.books)),
+        _table("How the leases ended", part_head(report.bias), part_rows(report.bias, report.books)),
         *([_table("Tests of bias", COMPARISON_HEAD, tests)] if tests else []),
         *(Text(sentence, style=style if index == 0 else "") for index, sentence in enumerate(report.verdict)),
     )

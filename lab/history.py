@@ -301,6 +301,8 @@ def _ended_group(row: GroupRow) -> EndedGroup:
         reward=sum(rewards) / len(rewards) if rewards else math.nan,
         ready_at=_or_nan(row.ready_at),
         taken_at=_or_nan(row.taken_at),
+        num_turns=sum(row.num_turns) / len(row.num_turns) if row.num_turns else math.nan,
+        environment_s=sum(row.environment_s) / len(row.environment_s) if row.environment_s else math.nan,
     )
     return EndedGroup(lease, array("i", row.lengths), row.time)
 

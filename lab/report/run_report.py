@@ -14,11 +14,11 @@ from offbeat.common.run_folder import CONFIG_FILE
 from offbeat.lab.drift import (
     COMPARISON_HEAD,
     DRIFT_HEAD,
-    PART_HEAD,
     DriftReport,
     comparison_rows,
     drift_cells,
     drift_report,
+    part_head,
     part_rows,
 )
 from offbeat.lab.history import LagDrift, RunHistory, fold_rows
@@ -326,7 +326,7 @@ def _bias(report: DriftReport) -> str:
     tone = "bad" if report.bias.alarms else "good"
     sentences = f'<p class="verdict {tone}">{html.escape(first)}</p>'
     sentences += "".join(f"<p>{html.escape(sentence)}</p>" for sentence in others)
-    tables = [table_html(PART_HEAD, _escaped(part_rows(report.bias, report.books)), num_text_columns=1)]
+    tables = [table_html(part_head(report.bias), _escaped(part_rows(report.bias, report.books)), num_text_columns=1)]
     if tests := comparison_rows(report.bias):
         tables.append(table_html(COMPARISON_HEAD, _escaped(tests), num_text_columns=2))
     note = (

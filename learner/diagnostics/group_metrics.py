@@ -41,7 +41,7 @@ def group_metrics(groups: Sequence[Group], policy_version: int) -> Metrics:
         "group/seconds_max": max(group.generate_s for group in groups),
         "tokens/trained": int(lengths.sum()),
         "tokens/prompt": sum(len(group.prompt_token_ids) * len(group.rollouts) for group in groups),
-        **_episode_metrics(rollouts),
+        **(_episode_metrics(rollouts) if any(group.has_environment for group in groups) else {}),
         **_part_means(rollouts),
         **_task_means(groups),
         **_metrics_by_lag(groups, lags),
@@ -49,11 +49,7 @@ def group_metrics(groups: Sequence[Group], policy_version: int) -> Metrics:
 
 
 def _episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the metrics of episodes; none where no environment played."""
-    if not any(rollout.turns or rollout.environment_s for rollout in rollouts):
-        return {}
-    # An episode to which nothing was added has one turn, and no list of them.
-    turns = [max(1, len(rollout.turns)) for rollout in rollouts]
+    turns = [rollout.num_turns for rollout in rollouts]
     seconds = [rollout.environment_s for rollout in rollouts]
     return {
         "turns/mean": float(np.mean(turns)),

@@ -49,12 +49,26 @@ MONITOR_MAX_P = 1e-6
 """Upper bound of the live alarm's p-value. Small, because a test every `MONITOR_INTERVAL` leases of a long run would otherwise
 raise an alarm by chance."""
 
-Quantity = Literal["length", "duration_s", "reward"]
+Quantity = Literal["length", "duration_s", "reward", "num_turns", "environment_s"]
 QUANTITIES: tuple[Quantity, ...] = ("length", "duration_s", "reward")
+OF_EPISODES: tuple[Quantity, ...] = ("num_turns", "environment_s")
+"""Quantities of runs with an environment."""
 
-LABELS: dict[Quantity, str] = {"length": "tokens", "duration_s": "seconds", "reward": "reward"}
+LABELS: dict[Quantity, str] = {
+    "length": "tokens",
+    "duration_s": "seconds",
+    "reward": "reward",
+    "num_turns": "turns",
+    "environment_s": "environment's seconds",
+}
 """Name of each quantity in text."""
-FORMATS: dict[Quantity, str] = {"length": ",.1f", "duration_s": ",.2f", "reward": ".3f"}
+FORMATS: dict[Quantity, str] = {
+    "length": ",.1f",
+    "duration_s": ",.2f",
+    "reward": ".3f",
+    "num_turns": ".1f",
+    "environment_s": ",.2f",
+}
 """Number format of each quantity."""
 
 _NO_SIGNAL = "zero_variance"
@@ -83,6 +97,10 @@ class EndedLease(NamedTuple):
     """Time at which its group entered the buffer, seconds since the epoch."""
     taken_at: float = math.nan
     """Time at which its group left the buffer, selected with its batch or dropped."""
+    num_turns: float = math.nan
+    """Mean turns of its episodes; nan without an environment, as the next."""
+    environment_s: float = math.nan
+    """Mean seconds in which the functions of its episodes had the word."""
 
 
 class Distribution(msgspec.Struct, frozen=True):
@@ -102,6 +120,8 @@ class Part(msgspec.Struct, frozen=True):
     """In tokens; None where no lease has a known value."""
     duration_s: Distribution | None
     reward: Distribution | None
+    num_turns: Distribution | None = None
+    environment_s: Distribution | None = None
 
 
 class BiasTest(msgspec.Struct, frozen=True):
@@ -171,6 +191,8 @@ def ended_group(group: Group, *, outcome: str, reason: str, taken_at: float) -> 
         float(np.mean([rollout.reward for rollout in group.rollouts])),
         group.ready_at,
         taken_at,
+        float(np.mean([rollout.num_turns for rollout in group.rollouts])) if group.has_environment else math.nan,
+        float(np.mean([rollout.environment_s for rollout in group.rollouts])) if group.has_environment else math.nan,
     )
 
 
@@ -212,7 +234,7 @@ def _parts(ended: Iterable[EndedLease]) -> Iterable[Part]:
         name = "trained" if lease.outcome == "trained" else f"{lease.outcome}: {lease.reason or 'no reason'}"
         by_name.setdefault(name, []).append(lease)
     for name, leases in by_name.items():
-        yield Part(name, len(leases), *(_distribution(_values(leases, quantity)) for quantity in QUANTITIES))
+        yield Part(name, len(leases), *(_distribution(_values(leases, quantity)) for quantity in (*QUANTITIES, *OF_EPISODES)))
 
 
 def _distribution(values: NDArray[np.float64]) -> Distribution | None:
@@ -231,6 +253,10 @@ def _values(leases: Iterable[EndedLease], quantity: Quantity) -> NDArray[np.floa
             return np.array([lease.duration_s for lease in leases], dtype=np.float64)
         case "reward":
             return np.array([lease.reward for lease in leases], dtype=np.float64)
+        case "num_turns":
+            return np.array([lease.num_turns for lease in leases], dtype=np.float64)
+        case "environment_s":
+            return np.array([lease.environment_s for lease in leases], dtype=np.float64)
 
 
 # Comparisons
@@ -241,8 +267,10 @@ def _compare(ended: Iterable[EndedLease]) -> list[BiasTest]:
     is_dropped = np.array([lease.outcome != "trained" for lease in with_signal], dtype=np.bool_)
     batched = [lease for lease in with_signal if lease.outcome == "trained" and math.isfinite(lease.taken_at)]
     is_passed_over = num_batches_passed(batched) > 0
-    return [_comparison("dropped", quantity, with_signal, is_dropped) for quantity in QUANTITIES] + [
-        _comparison("passed over", quantity, batched, is_passed_over) for quantity in QUANTITIES
+    has_episodes = any(not math.isnan(lease.num_turns) for lease in with_signal)
+    quantities = (*QUANTITIES, *OF_EPISODES) if has_episodes else QUANTITIES
+    return [_comparison("dropped", quantity, with_signal, is_dropped) for quantity in quantities] + [
+        _comparison("passed over", quantity, batched, is_passed_over) for quantity in quantities
     ]
 
 

@@ -171,6 +171,8 @@ class GroupBuffer:
                 num_segments=max(len(rollout.segments) for rollout in group.rollouts),
                 ready_at=group.ready_at,
                 taken_at=taken_at,
+                num_turns=[rollout.num_turns for rollout in group.rollouts] if group.has_environment else None,
+                environment_s=[rollout.environment_s for rollout in group.rollouts] if group.has_environment else None,
             )
         )
         alarm = self._bias.take(ended_group(group, outcome=outcome, reason=reason, taken_at=taken_at))

@@ -46,6 +46,11 @@ class Rollout(NamedTuple):
     """Seconds in which the episode's function had the word; 0 without an environment."""
 
     @property
+    def num_turns(self) -> int:
+        """Turns of the model; an episode to which nothing was added has one, and no list of them."""
+        return max(1, len(self.turns))
+
+    @property
     def longest_turn(self) -> int:
         """Sampled tokens of the longest turn, which `rollout.max_new_tokens` bounds."""
         return max((turn.num_sampled for turn in self.turns), default=len(self.token_ids))
@@ -76,6 +81,11 @@ class Group(NamedTuple):
     """Time at which the group was accepted, in seconds since the epoch."""
     images: tuple[ImageFile, ...] = ()
     """The images of the prompt."""
+
+    @property
+    def has_environment(self) -> bool:
+        """True when its completions are episodes that an environment played."""
+        return any(rollout.turns or rollout.environment_s for rollout in self.rollouts)
 
     @property
     def oldest_version(self) -> int:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from offbeat.common.settings import SettingError
 from offbeat.deploy.cli import make_app
-from offbeat.lab.drift import drift_report, ended_leases, print_drift, render_drift
+from offbeat.lab.drift import drift_report, ended_leases, part_head, part_rows, print_drift, render_drift
 from offbeat.lab.history import RunHistory, fold_rows
 from offbeat.learner.diagnostics.length_bias import EndedLease
 from tests.common.row_lines import rows_from
@@ -203,3 +203,13 @@ def test_command_prints_tables_and_json(tmp_path: Path):
     assert told["by_lag"][0]["masked"] is None
     assert told["bias"]["alarms"]
     assert told["books"] is None
+
+
+def test_turns_have_columns_in_a_run_of_episodes_alone() -> None:
+    rows = in_order()
+    assert "turns" not in shown(history_of(rows))
+    for row in rows:
+        row |= {"num_turns": [2, 4], "environment_s": [0.5, 1.5]}
+    history = history_of(rows)
+    assert part_head(drift_report(history).bias)[-2:] == ("turns: mean/median/p95", "environment's seconds: mean/median/p95")
+    assert part_rows(drift_report(history).bias, None)[0][-2:] == ("3.0/3.0/3.0", "1.00/1.00/1.00")

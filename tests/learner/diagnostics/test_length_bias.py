@@ -1,6 +1,7 @@
 """The alarm is silent while leases are trained in order, at any length, and sounds when short ones get ahead."""
 
 import heapq
+import itertools
 import math
 import random
 from collections.abc import Iterable
@@ -26,7 +27,7 @@ from offbeat.learner.diagnostics.length_bias import (
 from offbeat.learner.leases.groups import Group, LagOf, Rollout
 from offbeat.learner.leases.ledger import Selection
 from offbeat.learner.leases.staleness import StalenessPolicy
-from offbeat.protocols.completions import Segment
+from offbeat.protocols.completions import Segment, Turn
 
 pytestmark = pytest.mark.slow
 
@@ -330,3 +331,35 @@ def test_group_of_the_learner_becomes_an_ended_lease():
     group = Group(7, 0, np.zeros(3, dtype=np.int32), (rollout(4, 1.0), rollout(8, 0.0)), "actor", 2.5, ready_at=1.0)
     ended = ended_group(group, outcome="dropped", reason="stale", taken_at=3.0)
     assert ended == EndedLease(7, "dropped", "stale", 6.0, 2.5, 0.5, 1.0, 3.0)
+
+
+def test_turns_and_time_of_the_environment_are_compared_where_there_are_episodes() -> None:
+    trained = in_turn(300)
+    quantities = {comparison.quantity for comparison in bias_report(trained).comparisons}
+    assert quantities == {"length", "duration_s", "reward"}
+    episodes = [lease._replace(num_turns=3.0, environment_s=1.0 + lease.lease_id % 7) for lease in trained]
+    # Dropped ones differ from the trained in nothing but their turns and their tools' time.
+    dropped = [
+        lease._replace(lease_id=1000 + lease.lease_id, outcome="dropped", reason="stale", num_turns=9.0, environment_s=60.0)
+        for lease in episodes[::5]
+    ]
+    ended = [lease for pair in itertools.zip_longest(episodes, dropped) for lease in pair if lease is not None]
+    (alarm,) = bias_report(ended).alarms
+    assert "mean turns 9.0 against 3.0" in alarm
+    assert "environment's seconds 60.00 against" in alarm
+    assert "tokens" not in alarm
+
+
+def test_turns_of_a_group_are_the_mean_over_its_episodes() -> None:
+    def rollout(num_turns: int, seconds: float) -> Rollout:
+        ids = np.zeros(4, dtype=np.int32)
+        turns = tuple(Turn(1, 1) for _ in range(num_turns)) if num_turns > 1 else ()
+        return Rollout(ids, ids.astype(np.float32), 0.0, "stop", (Segment(0, 0),), turns=turns, environment_s=seconds)
+
+    def ended(*rollouts: Rollout) -> EndedLease:
+        group = Group(1, 0, np.zeros(2, dtype=np.int32), rollouts, "a", 5.0)
+        return ended_group(group, outcome="trained", reason="", taken_at=1.0)
+
+    lease = ended(rollout(1, 2.0), rollout(4, 4.0))
+    assert (lease.num_turns, lease.environment_s) == (2.5, 3.0)
+    assert math.isnan(ended(rollout(1, 0.0)).num_turns), "no environment"
