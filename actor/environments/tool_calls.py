@@ -65,7 +65,8 @@ class TurnParser:
     def _parse(self, token_ids: Sequence[int], finish_reason: str, tools: Sequence[ToolSchema], num_calls: int) -> Parsed:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        request = ChatCompletionRequest.model_validate({"messages": [], "tools": list(tools) or None})
+        fields: dict[str, Any] = {"messages": [], "tools": list(tools) or None}
+        request = ChatCompletionRequest(**fields)
         # Without tools it would be "none", and calls be text.
         request.tool_choice = "auto"
         # Without the token that ended it; marks of calls and of reasoning are special tokens too in some families.

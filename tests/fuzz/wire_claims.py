@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from offbeat.protocols.messages import CanaryRouted, GroupDone
+from offbeat.protocols.messages import CanaryRouted, GroupDone, Lease
 from offbeat.protocols.wire import (
     ARRAY_FRAMES,
     MAGIC,
@@ -58,7 +58,9 @@ def check_frames(data: bytes) -> FromActor | FromLearner | None:
         return None
     # Compared as bytes: a reward may be NaN, which equals nothing.
     arrays = [np.frombuffer(array, dtype=np.uint8) for array in packet.arrays]
-    if not isinstance(packet.message, GroupDone):
+    if isinstance(packet.message, Lease):
+        assert len(arrays) == 1 + bool(packet.message.images)
+    elif not isinstance(packet.message, GroupDone):
         assert len(arrays) == ARRAY_FRAMES.get(type(packet.message), 0)
     again = encode(packet.message, *arrays)
     twice = decode([bytes(frame) for frame in again])

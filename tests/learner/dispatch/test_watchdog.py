@@ -100,7 +100,7 @@ def each_with_another_trouble(desk: Desk) -> list[Actor]:
             judge_that_is_down,
             (),
             "rewards_failing",
-            "a: rewards are failing for 34 s, 1 groups keep their",
+            "a: rewards are failing for 34 s, 1 groups wait",
         ),
         (working, (), "generating", "3 being generated, the oldest for 50 s at a"),
         (evaluating, ("evaluation.interval=1",), "evaluation_first", "1 held-out prompts"),
