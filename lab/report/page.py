@@ -71,7 +71,7 @@ def page_html(title: str, body: str, figures: Figures) -> str:
  content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:">
 <title>{html.escape(title)} · offbeat</title>
 <style>
-{_asset("report.css")}</style>
+{resources.files("offbeat.common").joinpath("page.css").read_text(encoding="utf-8")}</style>
 </head>
 <body>
 <main>

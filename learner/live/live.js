@@ -1,14 +1,14 @@
 // Asks the learner for its state every other second and shows it. Texts from outside become text nodes, never markup.
 const INTERVAL_MS = 2000;
 const PLOTS = [
-  ["Reward", "reward", [["reward/mean", "trained", "--blue"], ["eval/reward", "held out", "--orange"]]],
-  ["Policy lag", "optimizer steps", [["lag/max", "largest", "--gray"], ["lag/mean", "mean", "--blue"], ["staleness/bound", "bound", "--orange"]]],
-  ["Clipped", "share", [["clip/fraction", "clipped", "--blue"]]],
-  ["Spread of the log ratio", "nats", [["ratio/log_std", "standard deviation", "--blue"]]],
-  ["Entropy", "nats", [["entropy/mean", "next token", "--blue"]]],
-  ["Length", "tokens", [["length/mean", "mean", "--blue"]]],
-  ["Gradient norm", "", [["loss/grad_norm", "norm", "--blue"]]],
-  ["Seconds of a step", "s", [["time/step_s", "whole step", "--blue"], ["time/wait_rollouts_s", "waits for rollouts", "--orange"]]],
+  ["Reward", "reward", [["reward/mean", "trained", "--accent"], ["eval/reward", "held out", "--warn"]]],
+  ["Policy lag", "optimizer steps", [["lag/max", "largest", "--muted"], ["lag/mean", "mean", "--accent"], ["staleness/bound", "bound", "--warn"]]],
+  ["Clipped", "share", [["clip/fraction", "clipped", "--accent"]]],
+  ["Spread of the log ratio", "nats", [["ratio/log_std", "standard deviation", "--accent"]]],
+  ["Entropy", "nats", [["entropy/mean", "next token", "--accent"]]],
+  ["Length", "tokens", [["length/mean", "mean", "--accent"]]],
+  ["Gradient norm", "", [["loss/grad_norm", "norm", "--accent"]]],
+  ["Seconds of a step", "s", [["time/step_s", "whole step", "--accent"], ["time/wait_rollouts_s", "waits for rollouts", "--warn"]]],
 ];
 
 const at = (id) => document.getElementById(id);
@@ -85,9 +85,9 @@ function showMembers(members, version) {
 function showSamples(samples) {
   at("samples").replaceChildren(
     ...samples.map((sample) => {
-      const card = element("div", "", "card");
+      const card = element("div", "", "card sample");
       const facts = `step ${sample.policy_version}, reward ${shown(sample.reward, 3)}, lag ${sample.policy_lag}, ${sample.num_tokens} tokens, ended by ${sample.finish_reason}`;
-      card.append(element("div", facts, "muted"), element("pre", sample.prompt, "prompt"), element("pre", sample.completion));
+      card.append(element("div", facts, "facts"), element("pre", sample.prompt, "prompt"), element("pre", sample.completion));
       return card;
     }),
   );

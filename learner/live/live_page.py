@@ -82,6 +82,7 @@ class LivePage:
         return {
             "/": lambda: Response(_asset("live.html"), "text/html; charset=utf-8"),
             "/live.js": lambda: Response(_asset("live.js"), "text/javascript; charset=utf-8"),
+            "/page.css": lambda: Response(_asset("page.css", "offbeat.common"), "text/css; charset=utf-8"),
             "/live.css": lambda: Response(_asset("live.css"), "text/css; charset=utf-8"),
             "/plotly.js": _plotly,
             "/state.json": lambda: self._state(status()),
@@ -129,5 +130,5 @@ def _plotly() -> Response:
     return Response(get_plotlyjs().encode(), "text/javascript; charset=utf-8")
 
 
-def _asset(name: str) -> bytes:
-    return resources.files("offbeat.learner.live").joinpath(name).read_bytes()
+def _asset(name: str, package: str = "offbeat.learner.live") -> bytes:
+    return resources.files(package).joinpath(name).read_bytes()

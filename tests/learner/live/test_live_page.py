@@ -155,11 +155,19 @@ def test_every_curve_and_number_is_a_metric_of_steps() -> None:
     assert len(set(names)) == len(names)
 
 
+def test_page_finds_everything_that_it_loads() -> None:
+    routes = LivePage("whole").routes(report, lambda: 0.0)
+    loaded = re.findall(r'(?:src|href)="([^"]+)"', (ASSETS / "live.html").read_text())
+    assert len(loaded) == 4
+    assert all(routes[f"/{name}"]().content for name in loaded)
+
+
 def test_script_draws_the_curves_that_the_server_sends_and_nothing_comes_from_elsewhere() -> None:
     script = (ASSETS / "live.js").read_text()
     drawn = set(re.findall(r'\["([a-z_]+/[a-z_]+)"', script))
     assert drawn == {*CURVES, HELD_OUT}
-    assets = script + (ASSETS / "live.html").read_text() + (ASSETS / "live.css").read_text()
+    files = (ASSETS / "live.html", ASSETS / "live.css", ASSETS.parents[1] / "common" / "page.css")
+    assets = script + "".join(file.read_text() for file in files)
     assert not re.search(r"https?:|//[a-z]+\.|@import|url\(", assets)
     # Texts from outside could be markup.
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", script)
