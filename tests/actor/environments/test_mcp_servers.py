@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from offbeat.actor.environments.tool_calls import ToolCall
+from offbeat.common import processes
 from offbeat.environments import mcp, tools
 from tests.actor.environments.scripted_chat import ScriptedChat
 
@@ -58,7 +58,7 @@ def score(answer: str, row: dict[str, Any]) -> float:
 
 
 def servers_running(command: list[str]) -> int:
-    return sum(child.cmdline()[-1:] == command[-1:] for child in psutil.Process(os.getpid()).children(recursive=True))
+    return sum(processes.arguments(pid)[-1:] == command[-1:] for pid in processes.descendants(os.getpid()))
 
 
 def test_episodes_share_a_server_that_is_replaced_when_it_dies_or_hangs(command: list[str]) -> None:
