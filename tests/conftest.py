@@ -137,6 +137,8 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+# First: xdist reads the groups in the same hook.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests by what they start, sort the longest first, and leave out those that this machine or `--fast` does not run."""
     for item in items:
