@@ -89,6 +89,8 @@ def test_secret_key_of_a_group_is_accepted(tmp_path: Path) -> None:
         (secret_text(ACTOR).replace(ACTOR.secret.decode(), "#" * 40), "do not belong together"),
         (secret_text(KeyPair(ACTOR.owner, OPERATOR.secret)), "do not belong together"),
     ],
+    # The keys are new ones in each process.
+    ids=range(9),
 )
 def test_damaged_secret_key_is_refused(tmp_path: Path, text: str, problem: str) -> None:
     with pytest.raises(KeyFileError, match=problem):
