@@ -25,7 +25,7 @@ class Alert(NamedTuple):
     name: str
     expression: str
     lasts: str
-    """How long it must hold before it is told, in Prometheus's notation."""
+    """The time for which it must hold before it is told, in Prometheus's notation."""
     summary: str
 
 

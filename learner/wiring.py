@@ -128,15 +128,17 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
         metrics = MetricsWriter(folder, tensorboard=config.metrics.tensorboard, wandb_project=config.metrics.wandb_project)
         stack.enter_context(metrics)
         progress = Progress(config.train.num_steps)
-        page = LivePage(folder.resolve().name)
-        page.add_former(folder)
+        page = LivePage(folder.resolve().name) if config.metrics.bind else None
+        if page is not None:
+            page.add_former(folder)
         path = config.metrics.callback
         callback = stack.enter_context(Callback(path, folder / PROGRAM_LOGS / "callback.log", stop.ask)) if path else None
 
         def record(row: Row) -> None:
             row = metrics.write(row)
             progress.add(row)
-            page.add(row)
+            if page is not None:
+                page.add(row)
             if callback is not None:
                 callback.add(row)
 
@@ -146,7 +148,7 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
             learner = open_learner(config, inputs, hub, open_weight_hub, record, started)
             if callback is not None:
                 callback.wait_loaded()
-        if config.metrics.bind:
+        if page is not None:
             routes = page.routes(learner.link.status, learner.link.silence_s)
             stack.enter_context(serving(routes, config.metrics.bind, folder))
         with progress:

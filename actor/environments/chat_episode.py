@@ -1,4 +1,4 @@
-"""What all sequences of an episode share: its rewards and metrics, the turns that it waits for, and the tokens that it has."""
+"""The sequences of an episode share its rewards and metrics, the turns that it waits for, and the tokens that it has."""
 
 import asyncio
 from collections.abc import Callable

@@ -101,7 +101,7 @@ class Episodes:
         self._closing: dict[str, _Closing] = {}
         self._outcomes: list[Played | PlayFailure] = []
         self._counts: defaultdict[str, float] = defaultdict(float)
-        """As `ActorRow.environment` explains them."""
+        """The counts so far, by the names that `ActorRow.environment` explains."""
         self._has_shown_mistake = False
 
     @property

@@ -61,7 +61,7 @@ class Worker:
             temperature=begin.temperature, ignores=begin.overrides_sampling, parses_tools=bool(begin.tool_parser)
         )
         self._sessions: dict[str, Session] = {}
-        """Of the episodes whose functions have asked for `chat.url`."""
+        """The sessions of the episodes whose functions have asked for `chat.url`."""
         self._episodes: dict[str, ChatEpisode] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 

@@ -41,7 +41,7 @@ BYTES_PER_TOKEN = 4
 
 
 class Handed(msgspec.Struct, frozen=True):
-    """What a process needs to ask the judge."""
+    """Everything that a process needs to ask the judge."""
 
     settings: JudgeSection
     numbers: str

@@ -1,4 +1,4 @@
-"""What the two backends have in common: how a program is launched, and what it sees of the machine."""
+"""Both backends launch a program in the same way, and show it the same part of the machine."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr
 
 
 class Usage(NamedTuple):
-    """What a program has in use."""
+    """The resources that a program has in use."""
 
     num_threads: int
     cpu_s: float
@@ -49,7 +49,7 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """As errors name it."""
+        """The name of the backend in errors."""
         ...
 
     def launch(self, folders: Sequence[str]) -> AbstractContextManager[Launch]:

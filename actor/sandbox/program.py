@@ -10,12 +10,12 @@ MEMORY_MB = 512
 
 
 class Result(NamedTuple):
-    """What a program did."""
+    """The outcome of a program."""
 
     exit_code: int
     """0: it ended well. 128 plus the number of a signal: it was killed, by itself or at a limit."""
     stdout: str
-    """What it printed; longer than the limit, it is cut and says so at its end."""
+    """The output of the program; one longer than the limit is cut, and says so at its end."""
     stderr: str
     """Its errors, with the traceback; cut like `stdout`."""
     is_timeout: bool

@@ -26,7 +26,7 @@ END_S = 10.0
 LOOK_S = 0.02
 """Seconds between two looks at what a program has in use."""
 _MARK = b"\x06offbeat\n"
-"""What the sandbox writes when all limits are taken, just before the program begins."""
+"""The line that the sandbox writes when all limits are taken, just before the program begins."""
 _KILLED = 128 + 9
 _NO_MEMORY = f"OSError: [Errno {errno.ENOMEM}]"
 _CHUNK = 1 << 16

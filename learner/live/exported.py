@@ -139,9 +139,10 @@ class _Collector:
     def collect(self) -> Iterable[GaugeMetricFamily]:
         for one in FROM_STATUS:
             yield _family(one.exported, one.values(self._report))
-        for of_step in FROM_STEP if self._step is not None else ():
-            value = self._step.number(of_step.metric) if self._step is not None else None
-            if value is not None:
+        if self._step is None:
+            return
+        for of_step in FROM_STEP:
+            if (value := self._step.number(of_step.metric)) is not None:
                 yield _family(of_step.exported, _one(value))
 
 

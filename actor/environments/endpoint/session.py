@@ -45,7 +45,7 @@ class _Exchange:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether every client has hung up before it had the answer."""
+        """True when every client has hung up before it had the answer."""
         return not self.is_delivered and self.num_waiting == 0
 
 
@@ -72,7 +72,7 @@ class Session:
         self.num_open = 0
         """Calls whose clients wait."""
         self.is_out_of_room = False
-        """Whether the last call was refused because no token fitted."""
+        """True when the last call was refused because no token fitted."""
         self.num_overrides = 0
         """Calls in which fields were ignored (`environment.sampling = "override"`)."""
 

@@ -75,7 +75,7 @@ for name, attack in attacks.items():
 
 
 class Target(NamedTuple):
-    """What the attacks are aimed at."""
+    """The files and processes that the attacks are aimed at."""
 
     folder: Path
     stdin: str

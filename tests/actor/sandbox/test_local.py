@@ -1,4 +1,4 @@
-"""What a program finds in its sandbox, what comes back, and what is said when no sandbox works."""
+"""A program finds only its own files in its sandbox, its result comes back, and a machine without a sandbox is told."""
 
 import asyncio
 import errno
