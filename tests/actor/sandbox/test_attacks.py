@@ -75,7 +75,7 @@ for name, attack in attacks.items():
 
 
 class Target(NamedTuple):
-    """The files and processes that the attacks are aimed at."""
+    """A folder to attack, and the names of the targets, which a program reads from its standard input."""
 
     folder: Path
     stdin: str

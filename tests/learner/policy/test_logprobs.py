@@ -24,7 +24,7 @@ WITH_TURNS: list[tuple[list[int], Any]] = [
     *SEQUENCES,
     ([31, 32, 33], [Turns(np.arange(10, 27, dtype=np.int32), np.arange(34, 42, dtype=np.int32), TURNS), [4, 5]]),
 ]
-"""The packs above, and a group with a completion of several sequences."""
+"""The groups above, and one with a completion of several sequences."""
 
 
 Head = tuple[Tensor, Tensor, Tensor]

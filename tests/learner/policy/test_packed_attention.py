@@ -18,7 +18,7 @@ PROMPTS_AND_LENGTHS = (
 )
 """Prompt lengths with completion lengths; prompts both longer and shorter than their completions."""
 WITH_TURNS = ((3, (5, ((1, 3, 1), (2, 2, 1), (0, 4, 2), (1, 2, 1), (0, 3, 4), (3, 2, 0), (1, 1, 1)))),)
-"""The sequences above and a completion of turns, by context, sampled tokens and turns to go back: two forks, a restart."""
+"""A plain completion, and one of turns: by context, sampled tokens and turns to go back; two forks and a restart."""
 
 
 def make_spans(lengths) -> tuple[Span, ...]:
