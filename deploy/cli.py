@@ -46,8 +46,11 @@ COMMANDS = (
     "simulate",
     "replay",
     "keygen",
+    "deploy",
 )
 """The commands in the order of `offbeat --help`."""
+GROUPS = ("deploy",)
+"""Commands that have commands of their own: their module's `app`."""
 
 
 class LazyCommands(TyperGroup):
@@ -118,6 +121,8 @@ def _print_version(is_asked_for: bool) -> None:
 def _load_command(name: str) -> Any:
     """Import a command's module and return the command as Typer makes it."""
     module = importlib.import_module(f"offbeat.deploy.commands.{name}")
+    if name in GROUPS:
+        return get_command(module.app)
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     alone.command(name)(module.command)
     return get_command(alone)

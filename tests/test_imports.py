@@ -43,6 +43,7 @@ ALLOWED = {
     "lab/replay": {"lab", "learner/*", "common", "protocols"},
     "lab/comparison": {"lab", "lab/report", "lab/sweep", "common"},
     "lab/sweep": {"lab", "lab/report", "learner/*", "common", "protocols"},
+    "deploy/clusters": {"deploy/launch", "common", "protocols"},
     "deploy/devices": {"common"},
     "deploy/launch": {"deploy/devices", "deploy/live", "lab", "lab/report", "learner/training", "common", "protocols"},
     "deploy/live": {"lab", "common", "protocols"},
