@@ -375,6 +375,14 @@ class LaunchSection(Section, frozen=True):
     number. 0: never restart."""
 
 
+class ScaleSection(Section, frozen=True):
+    """The number of actors, which the launcher and `offbeat reconcile` follow."""
+
+    actors: PositiveInt | None = None
+    """Number of actors that the launcher or `offbeat reconcile` keeps running; `offbeat scale RUN N` changes it during the run.
+    Actors that you start yourself come on top. none: `launch.num_actors`."""
+
+
 class Config(Section, frozen=True):
     """All settings of a run."""
 
@@ -399,6 +407,7 @@ class Config(Section, frozen=True):
     evaluation: EvaluationSection = EvaluationSection()
     metrics: MetricsSection = MetricsSection()
     launch: LaunchSection = LaunchSection()
+    scale: ScaleSection = ScaleSection()
 
 
 def max_episode_tokens(config: Config) -> int:

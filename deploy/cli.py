@@ -43,6 +43,8 @@ COMMANDS = (
     "drift",
     "sweep",
     "set",
+    "scale",
+    "reconcile",
     "simulate",
     "replay",
     "keygen",

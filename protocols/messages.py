@@ -30,7 +30,7 @@ from offbeat.protocols.operator_reports import MemberStatus, SettingChange, Vita
 
 PROTOCOL_MAJOR = 2
 """Peers of another major version are refused with a reason."""
-PROTOCOL_MINOR = 7
+PROTOCOL_MINOR = 8
 """Peers of another minor version are accepted; see the module's docstring."""
 MAX_BASES = 16
 """Largest number of differences that lead from one version of the weights to a newer one."""
@@ -463,6 +463,9 @@ class StatusReport(Message, frozen=True):
     """Settings that differ from the config file; `before` is the file's value."""
     vitals: Vitals = Vitals()
     """Since minor version 3."""
+    actors_wanted: Natural | None = None
+    """Actors that the run should have: `scale.actors`, 0 once the run is over, None at an older learner. Since minor version
+    8."""
 
 
 class LiveSettingsReport(Message, frozen=True, tag="TuneReport"):

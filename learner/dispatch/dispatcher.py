@@ -343,8 +343,7 @@ class Dispatcher:
                     self._desk.grant(self._roster, version, now)
                 except LogFullError as error:
                     self._desk.stall(error)
-            is_held_back = self._stop_reason is None and self._desk.is_held_back(self._roster, version)
-            self._held_back.tick(now, is_held_back)
+            self._held_back.tick(now, self._stop_reason is None and self._desk.is_held_back(self._roster, version))
             self._buffer.record_epochs()
             self._journal.sync_before_acks()
 
@@ -453,8 +452,9 @@ class Dispatcher:
                 assert_never(message)
 
     def _report(self, now: float) -> StatusReport:
-        ask = self._listeners
-        return self._status.report(now, ask.vitals(), ask.weight_problems(), self._failures.error, ask.hub_rejections())
+        ask, is_over = self._listeners, self._stop_reason is not None
+        failure = self._failures.error
+        return self._status.report(now, ask.vitals(), ask.weight_problems(), failure, ask.hub_rejections(), is_over=is_over)
 
     def _change_settings(self, request: LiveSettingsRequest, sender: Sender) -> LiveSettingsReport:
         who = f"{request.who} (key {sender.name})" if sender.role else request.who

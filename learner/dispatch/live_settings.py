@@ -6,6 +6,7 @@
 | `actor.max_inflight_groups` | every actor, also one that joins later, by a `CreditLimit` message |
 | `loss.clip_low`, `loss.clip_high`, `train.learning_rate` | every rank's trainer, from the next batch on |
 | `weights.canary_tolerance` | the next comparison of an engine with the learner |
+| `scale.actors` | whoever starts actors: the launcher, or `offbeat reconcile` |
 """
 
 import logging
@@ -31,6 +32,7 @@ CHANGEABLE = (
     "loss.clip_high",
     "train.learning_rate",
     CANARY_TOLERANCE,
+    "scale.actors",
 )
 
 
@@ -103,6 +105,11 @@ class LiveSettings:
         """Return the settings that differ from the config file, whose value is `before`."""
         changes = (_change(event, setting, setting_text(self._given, setting)) for setting, event in self.changed.items())
         return tuple(change for change in changes if change.before != change.after)
+
+    @property
+    def actors_wanted(self) -> int:
+        """Number of actors that the run should have."""
+        return self.config.scale.actors or self.config.launch.num_actors
 
     @property
     def credit_limit(self) -> int | None:

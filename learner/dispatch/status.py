@@ -54,8 +54,10 @@ class Status:
         weight_problems: list[str],
         failure: BaseException | None,
         hub_rejections: dict[str, int],
+        *,
+        is_over: bool,
     ) -> StatusReport:
-        """Return the report for an operator; `failure` is the error that ends the run."""
+        """Return the report for an operator; `failure` is the error that ends the run, `is_over` says whether it has ended."""
         problems = [*weight_problems, *self._roster.reward_problems()]
         if self._desk.is_log_full:
             problems.append("the rollout log's disk is full: no leases, no acknowledgements until there is room")
@@ -82,4 +84,5 @@ class Status:
             rejected=self._roster.rejections.counts() | hub_rejections,
             changed_settings=self._settings.in_force(),
             vitals=vitals,
+            actors_wanted=0 if is_over else self._settings.actors_wanted,
         )

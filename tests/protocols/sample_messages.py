@@ -107,6 +107,7 @@ STATUS = StatusReport(
     vitals=Vitals(
         reward=0.5, lag_mean=1.5, lag_max=3.0, bound=4.0, step_s=2.5, reward_by_task={"sums": 0.5}, health=("no signal",)
     ),
+    actors_wanted=8,
 )
 
 FROM_ACTOR: list[tuple[ActorMessage, tuple[Array, ...]]] = [

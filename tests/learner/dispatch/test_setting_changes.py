@@ -128,3 +128,12 @@ def test_restarted_learner_leases_by_the_bound_that_was_set() -> None:
     desk = Desk("staleness.max_staleness=0", recovered=recovered)
     assert len(Actor(desk, "a").join(capacity=10).leases()) == 6
     assert desk.dispatcher.state().tuned == {"staleness.max_staleness": event}
+
+
+def test_operator_changes_how_many_actors_are_wanted_and_an_ended_run_wants_none() -> None:
+    desk = Desk("launch.num_actors=3")
+    assert desk.status().actors_wanted == 3
+    desk.dispatcher.tune({"scale.actors": "8"}, "me@host")
+    assert desk.status().actors_wanted == 8
+    desk.dispatcher.stop("finished")
+    assert desk.status().actors_wanted == 0
