@@ -11,17 +11,10 @@ from typing import NamedTuple
 from offbeat.common.config import Config
 from offbeat.common.settings import weighted_reward
 from offbeat.common.shutdown import ServiceError
+from offbeat.common.user_sources import hash_sources
 from offbeat.protocols.channels import Link
-from offbeat.protocols.messages import (
-    ActorHeartbeat,
-    ActorMessage,
-    ActorStats,
-    EngineInfo,
-    Hello,
-    LearnerHeartbeat,
-    RewardTrouble,
-    Welcome,
-)
+from offbeat.protocols.engine_info import EngineInfo
+from offbeat.protocols.messages import ActorHeartbeat, ActorMessage, ActorStats, Hello, LearnerHeartbeat, RewardTrouble, Welcome
 from offbeat.protocols.wire import Array, FromLearner, UnknownMessageError, VersionError
 
 logger = logging.getLogger(__name__)
@@ -66,6 +59,7 @@ class LearnerContact:
         self._engine = engine
         self._clock = clock
         self._software = importlib.metadata.version("offbeat")
+        self._sources = hash_sources(config.task.environment or config.task.reward)
         self._address = config.hub.address
         self._is_welcome = False
         self._run_id: str | None = None
@@ -148,6 +142,7 @@ class LearnerContact:
             software=self._software,
             run_id=self._run_id or "",
             lease_ids=lease_ids,
+            sources=self._sources,
         )
         if self._link.send(hello):
             self._hello_at = now

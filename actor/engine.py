@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from offbeat.common.images import ImagePatches
 from offbeat.common.settings import SettingError
 from offbeat.protocols.completions import Segment, Turn
-from offbeat.protocols.messages import EngineInfo, Sampling
+from offbeat.protocols.engine_info import EngineInfo
+from offbeat.protocols.messages import Sampling
 
 
 class Completion(NamedTuple):

@@ -8,7 +8,7 @@ from offbeat.actor.engine import Engine
 from offbeat.common.environment import fast_imports
 from offbeat.common.images import ImageReader
 from offbeat.common.settings import SettingError
-from offbeat.protocols.messages import ModelHashes
+from offbeat.protocols.engine_info import ModelHashes
 
 if TYPE_CHECKING:
     from offbeat.actor.transformers_engine import TransformersEngine

@@ -25,7 +25,8 @@ from offbeat.common.nccl_group import gpu_uuid
 from offbeat.common.routing import record_routing
 from offbeat.common.weights import tensor_dtype
 from offbeat.protocols.completions import Segment
-from offbeat.protocols.messages import EngineInfo, ModelHashes, Sampling
+from offbeat.protocols.engine_info import EngineInfo, ModelHashes
+from offbeat.protocols.messages import Sampling
 
 GREEDY_TEMPERATURE = 1e-6
 """Replaces temperature 0: an engine either samples all its completions or none."""

@@ -34,7 +34,8 @@ from offbeat.common.shutdown import ServiceError
 from offbeat.common.user_functions import one_line
 from offbeat.common.weights import layout_of
 from offbeat.protocols.completions import Segment
-from offbeat.protocols.messages import EngineInfo, ModelHashes, Sampling
+from offbeat.protocols.engine_info import EngineInfo, ModelHashes
+from offbeat.protocols.messages import Sampling
 
 WRITTEN_FOR = "0.32"
 """vLLM release whose `INTERNALS` this module uses."""

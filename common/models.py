@@ -8,7 +8,7 @@ from typing import Any
 import xxhash
 
 from offbeat.common.settings import SettingError
-from offbeat.protocols.messages import ModelHashes
+from offbeat.protocols.engine_info import ModelHashes
 
 PROCESSOR_FILE = "preprocessor_config.json"
 """The settings of a vision-language model's image processor; other models have no such file."""

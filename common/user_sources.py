@@ -1,11 +1,18 @@
 """The source files of the user's functions, found by reading imports, without running any of them."""
 
 import ast
+import hashlib
 import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+MAX_HASHES = 256
+"""Most files that `hash_sources` returns."""
+OWN_PACKAGE = "offbeat"
+_WITHOUT_EFFECT = ("kind", "type_comment")
+"""Fields of syntax trees that change nothing: the `u` of `u"text"`, and comments."""
 
 
 class _Module(NamedTuple):
@@ -41,6 +48,45 @@ def find_sources(path: str) -> dict[str, Path]:
         wanted = (name for name in dict.fromkeys(names) if not package or name.partition(".")[0] == package)
         waiting += [imported for name in wanted if (imported := _find(name, module.root)) is not None]
     return found
+
+
+def hash_sources(path: str) -> dict[str, str]:
+    """Return a hash of each file that `module:function` is made of, as `find_sources` finds and names them, its own file first.
+
+    Copies of a file that do the same have the same hash: line ends, comments, layout and quotes do not count, and another
+    release of Python makes no difference. Docstrings do count, because environments show those of tools to the model. Empty for
+    a built-in function and for one of offbeat's own, which the software's version stands for.
+    """
+    if ":" not in path or path.partition(".")[0].partition(":")[0] == OWN_PACKAGE:
+        return {}
+    sources = find_sources(path)
+    names = list(sources)
+    return {name[-256:]: _hash_code(sources[name].read_bytes()) for name in [*names[:1], *sorted(names[1:])][:MAX_HASHES]}
+
+
+def _hash_code(source: bytes) -> str:
+    """Return a hash of what a module does; of its bytes where they are no Python."""
+    digest = hashlib.sha256()
+    try:
+        waiting: list[object] = [ast.parse(source)]
+    except (SyntaxError, ValueError):
+        return hashlib.sha256(source).hexdigest()[:16]
+    # Without recursion: a long sum is a deep tree. Lengths before parts make the text unambiguous.
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, ast.AST):
+            # Releases of Python differ in empty fields.
+            fields = [
+                field for field in ast.iter_fields(part) if field[0] not in _WITHOUT_EFFECT and field[1] not in (None, [])
+            ]
+            digest.update(f"{type(part).__name__} {len(fields)} ".encode())
+            waiting += [item for name, value in reversed(fields) for item in (value, name)]
+        elif isinstance(part, list):
+            digest.update(f"{len(part)} ".encode())
+            waiting += reversed(part)
+        else:
+            digest.update(f"{part!r} ".encode(errors="backslashreplace"))
+    return digest.hexdigest()[:16]
 
 
 def _find(name: str, root: Path) -> _Module | None:

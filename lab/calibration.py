@@ -34,7 +34,7 @@ from offbeat.learner.diagnostics.noise_floor import (
     recommend_band,
 )
 from offbeat.learner.objectives.objective import CorrectionRule, Objective, resolve_objective
-from offbeat.protocols.messages import EngineInfo
+from offbeat.protocols.engine_info import EngineInfo
 
 if TYPE_CHECKING:
     import torch

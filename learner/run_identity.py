@@ -27,7 +27,7 @@ from offbeat.common.settings import SettingError, setting_names, setting_text
 from offbeat.common.user_functions import is_function
 from offbeat.common.user_sources import find_sources
 from offbeat.learner.leases.prompts import Prompt
-from offbeat.protocols.messages import ModelHashes
+from offbeat.protocols.engine_info import ModelHashes
 
 logger = logging.getLogger(__name__)
 

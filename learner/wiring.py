@@ -30,6 +30,7 @@ from offbeat.common.run_folder import CONFIG_FILE, PROGRAM_LOGS, check_run_folde
 from offbeat.common.setting_checks import least_staleness
 from offbeat.common.settings import SettingError, resolved_toml, weighted_reward
 from offbeat.common.shutdown import StopRequest
+from offbeat.common.user_sources import hash_sources
 from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.calibration_watch import CalibrationWatch
 from offbeat.learner.diagnostics.calibration import Calibration, learner_numerics, load_calibration
@@ -83,7 +84,8 @@ from offbeat.learner.weights.transport import LearnerGpu, Transport
 from offbeat.protocols.addresses import host_of
 from offbeat.protocols.channels import Hub
 from offbeat.protocols.door import FILES_PER_PEER
-from offbeat.protocols.messages import Hello, ModelHashes, TensorSpec
+from offbeat.protocols.engine_info import ModelHashes
+from offbeat.protocols.messages import Hello, TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -339,6 +341,7 @@ def _make_contract(config: Config, inputs: _Inputs, run_id: str, layout: tuple[T
         software=importlib.metadata.version("offbeat"),
         max_message_bytes=config.hub.max_message_mb << 20,
         has_images=bool(config.task.image_field),
+        sources=hash_sources(config.task.environment or config.task.reward),
     )
 
 

@@ -33,3 +33,5 @@ such numbers would swamp every other reward, and overflow in float32."""
 JudgeCounts = Annotated[dict[Name, Seconds], Meta(max_length=16)]
 EnvironmentCounts = Annotated[dict[Name, Seconds], Meta(max_length=16)]
 """Numbers of an actor's use of the judge, by name; at least 0."""
+Sources = Annotated[dict[Label, Label], Meta(max_length=256)]
+"""Hashes of source files, by their paths below the folder of the import path (`common.user_sources.hash_sources`)."""

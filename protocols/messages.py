@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from offbeat.protocols.completions import CompletionMeta
+from offbeat.protocols.engine_info import EngineInfo
 from offbeat.protocols.fields import (
     Checksum,
     EnvironmentCounts,
@@ -24,6 +25,7 @@ from offbeat.protocols.fields import (
     NaturalOrNone,
     Positive,
     Seconds,
+    Sources,
 )
 from offbeat.protocols.images import MAX_IMAGES, ImageReference
 from offbeat.protocols.operator_reports import MemberStatus, SettingChange, Vitals
@@ -66,37 +68,6 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_new_tokens: Positive
     temperature: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
     """0 means greedy; only evaluation may ask for it."""
-
-
-class ModelHashes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Short hashes of the parts of a model that must be equal at learner and actor (`common.models.hash_model`).
-
-    Weights are not hashed: the learner sends its own.
-    """
-
-    config: Label
-    tokenizer: Label
-    chat_template: Label
-
-
-class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The engine of an actor. The learner records it, and compares it where a difference would bias training."""
-
-    name: Label
-    """`vllm` or `transformers`."""
-    version: Label
-    dtype: Label
-    device: Label
-    max_model_len: Natural
-    """Longest prompt plus completion, in tokens."""
-    hashes: ModelHashes
-    gpu: Label | None = None
-    """UUID of the engine's first GPU; None without one. Since minor version 4."""
-    quantization: Label = ""
-    """The engine's own numbers of fewer bits than `dtype`, such as `fp8 weights, fp8 KV cache`; empty for none. Since minor
-    version 5."""
-    takes_images: bool = False
-    """True for an engine that samples from prompts with images. Since minor version 7."""
 
 
 class ActorStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -145,6 +116,9 @@ class Hello(Message, frozen=True):
     """The run the actor has worked for; empty before its first welcome."""
     lease_ids: LeaseIds = ()
     """Leases that the actor holds: at work, or answered and not acknowledged. All others granted to it are lost."""
+    sources: Sources = {}
+    """Hashes of the files that the actor's reward or environment is made of; empty for a built-in one. Since minor
+    version 8."""
 
 
 class Credit(Message, frozen=True):

@@ -12,7 +12,7 @@ from offbeat.common.settings import SettingError
 from offbeat.learner.diagnostics.mask_noise import MaskCheck
 from offbeat.learner.diagnostics.noise_floor import NoiseFloor, NoiseSummary
 from offbeat.learner.objectives.bands import ClipBand
-from offbeat.protocols.messages import EngineInfo, ModelHashes
+from offbeat.protocols.engine_info import EngineInfo, ModelHashes
 
 FILE = "calibration.json"
 """File name of a calibration in the folder that `offbeat calibrate` writes."""

@@ -1,11 +1,12 @@
 """The conditions under which an actor may work for a run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from offbeat.protocols.messages import Hello, ModelHashes, TensorSpec
+from offbeat.protocols.engine_info import ModelHashes
+from offbeat.protocols.messages import Hello, TensorSpec
 
 
 class Contract(NamedTuple):
@@ -34,6 +35,8 @@ class Contract(NamedTuple):
     """Connections that the limit on open files leaves room for; None: it was not looked at."""
     has_images: bool = False
     """True where prompts have images (`task.image_field`)."""
+    sources: Mapping[str, str] = {}
+    """`common.user_sources.hash_sources` of the function that judges completions; empty where the learner does not have it."""
 
 
 def objection(contract: Contract, hello: Hello) -> str | None:
@@ -78,6 +81,33 @@ def objection(contract: Contract, hello: Hello) -> str | None:
             "model.max_length"
         )
     return "; ".join(objections) or None
+
+
+def source_objection(contract: Contract, hello: Hello, others: Iterable[Hello]) -> str | None:
+    """Return the files in which an actor's reward differs from the run's, with the cure; None for one that agrees.
+
+    The run's are those of the learner, or of the first of the `others` that has some: the learner need not have the code.
+    Files that only one of two machines has are not compared: elsewhere they may be an installed package.
+    """
+    if not hello.sources:
+        return None
+    witness, known = "the learner", contract.sources
+    if not known:
+        witness, known = next(((f"actor {other.actor}", other.sources) for other in others if other.sources), ("", {}))
+    unlike = [
+        f"{name} (hash {theirs}, not {known[name]})"
+        for name, theirs in hello.sources.items()
+        if known.get(name, theirs) != theirs
+    ]
+    if known and not known.keys() & hello.sources.keys():
+        unlike = [f"{next(iter(hello.sources))} is not {next(iter(known))}"]
+    if not unlike:
+        return None
+    return (
+        f"the actor's code of {contract.reward} is not that of {witness}: {_listed(unlike)}. Give the actor the same files, on "
+        "its import path (PYTHONPATH, or the folder that it is started in). To change the code of a run, stop it, change it "
+        "everywhere, and resume"
+    )
 
 
 def _listed(parts: Sequence[str]) -> str:

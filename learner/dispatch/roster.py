@@ -11,7 +11,7 @@ import msgspec
 
 from offbeat.common.config import HubSection
 from offbeat.common.rows import ActorRow, CommitRow, EventRow, Recorder
-from offbeat.learner.dispatch.contract import Contract, differences, objection
+from offbeat.learner.dispatch.contract import Contract, differences, objection, source_objection
 from offbeat.learner.dispatch.rejections import Rejections
 from offbeat.learner.dispatch.reports import report
 from offbeat.learner.dispatch.send_queue import SendQueue
@@ -183,7 +183,9 @@ class Roster:
             return (
                 f"the learner may open too few files for more than {most} actors: raise the limit of its machine (ulimit -Hn)"
             )
-        return objection(self._contract, hello)
+        others = (member.hello for member in self if member.peer != peer and member.name != hello.actor)
+        reasons = (objection(self._contract, hello), source_objection(self._contract, hello, others))
+        return "; ".join(filter(None, reasons)) or None
 
     def turn_away(self, peer: bytes, hello: Hello, reason: str) -> None:
         """Refuse an actor that wants to join."""

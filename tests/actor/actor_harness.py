@@ -25,16 +25,15 @@ from offbeat.common.shutdown import StopRequest
 from offbeat.common.weights import make_layout
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.completions import Segment
+from offbeat.protocols.engine_info import EngineInfo, ModelHashes
 from offbeat.protocols.messages import (
     ActorHeartbeat,
     ActorMessage,
     Credit,
-    EngineInfo,
     Hello,
     LearnerHeartbeat,
     LearnerMessage,
     Lease,
-    ModelHashes,
     Sampling,
     Welcome,
 )

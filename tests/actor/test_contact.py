@@ -1,13 +1,15 @@
 """Hello, welcome, heartbeats and silence, against a real hub."""
 
 import time
+from pathlib import Path
 
 import pytest
 
-from offbeat.actor.contact import RefusedError
-from offbeat.common.config import RolloutSection, TaskSection
+from offbeat.actor.contact import LearnerContact, RefusedError
+from offbeat.common.config import Config, HubSection, RolloutSection, TaskSection
+from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import Ack, ActorHeartbeat, Credit, GroupDone, Hello, Refused, SayHello
-from tests.actor.actor_harness import CANARY, ENGINE, Learner, actor_of
+from tests.actor.actor_harness import CANARY, ENGINE, IDENTITY, LIMIT, PEER, Learner, actor_of
 
 pytestmark = pytest.mark.slow
 
@@ -23,6 +25,26 @@ def test_hello_says_who_is_there_and_credit_follows_the_welcome(learner: Learner
         assert learner.welcome() == Credit(capacity=7)
         beat = learner.wait(ActorHeartbeat)
         assert (beat.policy_version, beat.lease_ids, beat.seen_lease_id) == (-1, (), -1)
+
+
+def test_hello_has_the_hashes_of_the_code_that_rewards(
+    learner: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    (tmp_path / "mine.py").write_text("def digits(prompt, completion, row): ...")
+    (tmp_path / "world.py").write_text("async def play(chat): ...")
+    hub = HubSection(address=learner.hub.address)
+    link = Link(hub.address, identity=PEER, max_message_bytes=LIMIT)
+    with link:
+        for task, names in (
+            (TaskSection(reward="mine:digits"), ["mine.py"]),
+            (TaskSection(environment="world:play"), ["world.py"]),
+        ):
+            contact = LearnerContact(link, IDENTITY, Config(hub=hub, task=task), ENGINE)
+            while learner.hears_no(Hello, 0.02):
+                contact.say_hello(())
+            assert list(learner.wait(Hello).sources) == names
 
 
 def test_heartbeat_lists_what_is_held_and_the_newest_lease_it_knows_of(learner: Learner) -> None:

@@ -21,7 +21,8 @@ from offbeat.learner.diagnostics.routing_metrics import routing_metrics
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.packing import pack
 from offbeat.protocols.completions import Segment
-from offbeat.protocols.messages import ModelHashes, Sampling
+from offbeat.protocols.engine_info import ModelHashes
+from offbeat.protocols.messages import Sampling
 
 pytestmark = pytest.mark.engine
 

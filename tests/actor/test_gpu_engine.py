@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offbeat.actor.engine import Engine
 from offbeat.actor.engine_choice import make_engine
-from offbeat.protocols.messages import ModelHashes, Sampling
+from offbeat.protocols.engine_info import ModelHashes
+from offbeat.protocols.messages import Sampling
 from tests.gpu_report import MEASURED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(900)]

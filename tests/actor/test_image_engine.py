@@ -18,7 +18,8 @@ from offbeat.learner.policy.loading import load_policy
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.packing import pack
 from offbeat.protocols.completions import Segment
-from offbeat.protocols.messages import ModelHashes, Sampling
+from offbeat.protocols.engine_info import ModelHashes
+from offbeat.protocols.messages import Sampling
 
 Image = pytest.importorskip("PIL.Image")
 pytestmark = pytest.mark.engine

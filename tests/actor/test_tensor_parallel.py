@@ -20,7 +20,8 @@ def main(folder):
     import torch
     from transformers import AutoModelForCausalLM
     from offbeat.actor.engine_choice import make_engine
-    from offbeat.protocols.messages import ModelHashes, Sampling
+    from offbeat.protocols.engine_info import ModelHashes
+    from offbeat.protocols.messages import Sampling
     engine = make_engine(
         "vllm",
         folder,

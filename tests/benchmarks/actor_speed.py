@@ -146,7 +146,7 @@ def run_actor(connection: Connection, folder: str, workload: Workload, address: 
     from offbeat.common.models import load_tokenizer
     from offbeat.common.shutdown import StopRequest
     from offbeat.protocols.channels import Link
-    from offbeat.protocols.messages import ModelHashes
+    from offbeat.protocols.engine_info import ModelHashes
 
     config = Config(actor=ActorSection(max_inflight_groups=INFLIGHT_GROUPS), hub=HubSection(address=address))
     identity = ActorIdentity("actor-0", 1)

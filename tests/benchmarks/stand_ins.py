@@ -28,7 +28,8 @@ from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.channels import Hub
 from offbeat.protocols.completions import Segment
-from offbeat.protocols.messages import EngineInfo, ModelHashes, Sampling, TensorSpec, WeightsCommitted, WeightsStaged
+from offbeat.protocols.engine_info import EngineInfo, ModelHashes
+from offbeat.protocols.messages import Sampling, TensorSpec, WeightsCommitted, WeightsStaged
 
 VOCABULARY_SIZE = 50_000
 MAX_LENGTH = 1 << 16

@@ -161,7 +161,7 @@ def measure_commits(connection: Connection, dtype: str) -> None:
 
     from offbeat.actor.engine_choice import make_engine
     from offbeat.deploy.quickstart.tiny_models import make_tiny_model
-    from offbeat.protocols.messages import ModelHashes
+    from offbeat.protocols.engine_info import ModelHashes
 
     prepare_environment()
     with tempfile.TemporaryDirectory(prefix="offbeat-benchmark-") as folder:

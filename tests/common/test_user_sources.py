@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.user_sources import find_sources
+from offbeat.common.user_sources import find_sources, hash_sources
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +66,62 @@ def test_other_folders_of_the_path_and_other_installed_packages_are_no_sources(
     monkeypatch.syspath_prepend(str(installed))
     assert sorted(find_sources("theirs.rules:f")) == ["theirs/more.py", "theirs/rules.py"]
     assert all(name.startswith("json/") for name in find_sources("json:dump"))
+
+
+REWARD = '''
+def digits(prompt, completion, row):
+    """The share of digits."""
+    size = 16.0
+    return f"{size!r:>8}" and sum(c.isdigit() for c in completion) / size or None
+'''
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        pytest.param(REWARD.replace("\n", "\r\n"), id="line ends"),
+        pytest.param("# A note.\n" + REWARD.replace("16.0\n", "16.0  # as many as fit\n\n"), id="comments"),
+        pytest.param(REWARD.replace("    ", "\t").replace('f"{size!r:>8}"', "f'{ size!r:>8}'"), id="layout"),
+        pytest.param(
+            "\ufeff" + REWARD.replace("return f", "return (\n      f").replace("None", "None)"), id="mark and brackets"
+        ),
+    ],
+)
+def test_copies_that_do_the_same_have_the_same_hash(folder: Path, copy: str) -> None:
+    write(folder, mine=REWARD)
+    before = hash_sources("mine:digits")
+    (folder / "mine.py").write_bytes(copy.encode())
+    assert hash_sources("mine:digits") == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("16.0", "16"),
+        ("16.0", "17.0"),
+        ("digits.", "digits!"),
+        (" None", " 0"),
+        ("isdigit", "isalpha"),
+        ("!r", "!s"),
+        (")", ")#\n\ndef"),
+    ],
+    ids=["type", "number", "docstring", "none", "name", "conversion", "no Python"],
+)
+def test_copy_that_does_something_else_has_another_hash(folder: Path, old: str, new: str) -> None:
+    write(folder, mine=REWARD)
+    before = hash_sources("mine:digits")
+    assert REWARD.count(old)
+    write(folder, mine=REWARD.replace(old, new))
+    assert hash_sources("mine:digits").keys() == before.keys()
+    assert hash_sources("mine:digits") != before
+
+
+def test_functions_own_file_is_hashed_first_and_built_in_functions_have_none(folder: Path) -> None:
+    write(folder, mine="import early", early="")
+    assert list(hash_sources("mine:digits")) == ["mine.py", "early.py"]
+    assert hash_sources("exact_match") == hash_sources("offbeat.common.models:hash_model") == hash_sources("absent:f") == {}
+
+
+def test_long_sum_is_hashed_without_recursion(folder: Path) -> None:
+    write(folder, mine=f"x = {' + '.join('1' * 900)}")
+    assert len(hash_sources("mine:x")["mine.py"]) == 16

@@ -12,7 +12,7 @@ from offbeat.common.settings import load
 from offbeat.lab.calibration import ScoredHalves, fit_calibration, render_calibration
 from offbeat.learner.diagnostics.calibration import Calibration
 from offbeat.learner.diagnostics.noise_floor import Differences
-from offbeat.protocols.messages import EngineInfo, ModelHashes
+from offbeat.protocols.engine_info import EngineInfo, ModelHashes
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,8 @@ import msgspec
 from offbeat.common.rows import row_fields
 from offbeat.learner.calibration_watch import CalibrationWatch
 from offbeat.learner.diagnostics.calibration import Calibration, EngineNumerics, LearnerNumerics
-from offbeat.protocols.messages import EngineInfo, Hello, ModelHashes
+from offbeat.protocols.engine_info import EngineInfo, ModelHashes
+from offbeat.protocols.messages import Hello
 
 LEARNER = LearnerNumerics(
     model=ModelHashes("c", "t", ""),

@@ -30,7 +30,7 @@ from offbeat.learner.run_identity import (
     tell_changes,
     write_identity,
 )
-from offbeat.protocols.messages import ModelHashes
+from offbeat.protocols.engine_info import ModelHashes
 
 HASHES = ModelHashes(config="c", tokenizer="t", chat_template="j")
 NO_PROMPTS = np.empty(0, np.uint64)

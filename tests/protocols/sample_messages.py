@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 
 from offbeat.protocols.completions import CompletionMeta, Segment
+from offbeat.protocols.engine_info import EngineInfo, ModelHashes
 from offbeat.protocols.images import ImageReference
 from offbeat.protocols.messages import (
     PROTOCOL_MINOR,
@@ -19,7 +20,6 @@ from offbeat.protocols.messages import (
     ChunkRequest,
     Credit,
     CreditLimit,
-    EngineInfo,
     FilesScored,
     Goodbye,
     GroupDone,
@@ -31,7 +31,6 @@ from offbeat.protocols.messages import (
     LiveSettingsReport,
     LiveSettingsRequest,
     MemberStatus,
-    ModelHashes,
     Refused,
     RewardTrouble,
     Sampling,
@@ -121,6 +120,7 @@ FROM_ACTOR: list[tuple[ActorMessage, tuple[Array, ...]]] = [
             software="0.1.0",
             run_id="r",
             lease_ids=(1, 1 << 60),
+            sources={"my_rewards.py": "0123456789abcdef"},
         ),
         (),
     ),

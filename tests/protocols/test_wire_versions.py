@@ -62,7 +62,7 @@ def extended(message: ActorMessage | LearnerMessage) -> bytes:
     tree = msgspec.to_builtins(message)
     assert isinstance(tree, dict)
     # Mappings with arbitrary keys are not structs.
-    free = {key: tree[key] for key in ("ledger", "rejected", "settings") if key in tree}
+    free = {key: tree[key] for key in ("ledger", "rejected", "settings", "sources") if key in tree}
     for name in tree.keys() & {"stats", "vitals"}:
         free[name] = tree[name] | {"from_the_future": 1}
     whole = extend(tree)

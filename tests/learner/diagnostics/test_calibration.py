@@ -22,7 +22,7 @@ from offbeat.learner.diagnostics.calibration import (
 )
 from offbeat.learner.diagnostics.noise_floor import describe, fit
 from offbeat.learner.objectives.bands import ClipBand
-from offbeat.protocols.messages import EngineInfo, ModelHashes
+from offbeat.protocols.engine_info import EngineInfo, ModelHashes
 from tests.learner.diagnostics.test_noise_floor import sample
 
 HASHES = ModelHashes("c0", "t0", "x0")

@@ -36,6 +36,7 @@ from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.recovery import Recovered
 from offbeat.learner.leases.rollout_log import LogFullError, RolloutLog
 from offbeat.protocols.completions import CompletionMeta, Segment
+from offbeat.protocols.engine_info import EngineInfo, ModelHashes
 from offbeat.protocols.keys import NO_KEYS, Sender
 from offbeat.protocols.messages import (
     Ack,
@@ -43,14 +44,12 @@ from offbeat.protocols.messages import (
     ActorMessage,
     ActorStats,
     Credit,
-    EngineInfo,
     GroupDone,
     Hello,
     LearnerMessage,
     Lease,
     LiveSettingsReport,
     LiveSettingsRequest,
-    ModelHashes,
     StatusReport,
     StatusRequest,
     TensorSpec,

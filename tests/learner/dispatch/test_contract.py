@@ -5,8 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from offbeat.learner.dispatch.contract import differences, objection
-from offbeat.protocols.messages import EngineInfo, Hello, ModelHashes
+from offbeat.learner.dispatch.contract import differences, objection, source_objection
+from offbeat.protocols.engine_info import EngineInfo, ModelHashes
+from offbeat.protocols.messages import Hello
 from tests.learner.dispatch.dispatch_desk import CONTRACT, ENGINE, HASHES, make_hello
 
 
@@ -53,6 +54,8 @@ WELCOME: dict[str, Hello] = {
     "engine.device": make_hello(engine=engine(device="cuda")),
     "engine.gpu": make_hello(engine=engine(gpu="GPU-1")),
     "engine.takes_images": make_hello(engine=engine(takes_images=True)),
+    # Compared with other actors' too, where the learner has no files.
+    "sources": make_hello(sources={"rewards.py": "s0"}),
 }
 
 
@@ -110,3 +113,36 @@ def test_actor_that_takes_no_images_is_refused_by_a_run_that_has_some() -> None:
 
 def test_actor_that_has_worked_for_no_run_is_welcome_to_any() -> None:
     assert objection(CONTRACT._replace(run_id="any"), make_hello()) is None
+
+
+def with_sources(**hashes: str) -> Hello:
+    return make_hello(actor="-".join(hashes), sources={f"{name}.py": value for name, value in hashes.items()})
+
+
+@pytest.mark.parametrize(
+    ("learners", "others", "witness"),
+    [
+        pytest.param({"rewards.py": "s0", "rules.py": "r0"}, [], "the learner", id="learner"),
+        pytest.param({}, [make_hello(), with_sources(rewards="s0", rules="r0")], "actor rewards-rules", id="actor"),
+    ],
+)
+def test_other_code_of_the_reward_is_refused_with_file_hashes_and_cure(
+    learners: dict[str, str], others: list[Hello], witness: str
+) -> None:
+    contract = CONTRACT._replace(sources=learners)
+    reason = source_objection(contract, with_sources(rewards="s1", rules="r0", more="m"), others)
+    assert reason is not None
+    words = (f"code of rewards:solved is not that of {witness}", "rewards.py (hash s1, not s0)", "PYTHONPATH", "resume")
+    assert [word for word in words if word not in reason] == []
+    assert "rules.py" not in reason
+    assert "rewards.py is not" not in reason
+    assert source_objection(contract, with_sources(rewards="s0", more="m"), others) is None
+    assert source_objection(contract, make_hello(), others) is None, "an older actor says nothing of its files"
+    package = source_objection(contract, make_hello(sources={"rewards/__init__.py": "s0"}), others)
+    assert package is not None
+    assert "rewards/__init__.py is not rewards.py" in package
+
+
+def test_learners_code_decides_where_an_actor_has_other_code() -> None:
+    contract = CONTRACT._replace(sources={"rewards.py": "s0"})
+    assert source_objection(contract, with_sources(rewards="s0"), [with_sources(rewards="s1")]) is None

@@ -13,6 +13,7 @@ from offbeat.protocols.keys import Sender
 from offbeat.protocols.messages import (
     ActorStats,
     Credit,
+    Goodbye,
     LearnerHeartbeat,
     Refused,
     SayHello,
@@ -65,6 +66,20 @@ def test_actor_that_does_not_keep_to_the_contract_is_refused_with_the_reason_and
     assert len(desk.events("actor_refused")) == 1, "told once, counted three times"
     (number,) = desk.status().rejected.values()
     assert number == 3
+
+
+def test_actor_with_other_code_of_the_reward_than_the_first_is_refused_until_that_one_has_left() -> None:
+    desk = Desk()
+    first, second = Actor(desk, "a"), Actor(desk, "b")
+    first.hello(sources={"rewards.py": "old"})
+    first.hello(sources={"rewards.py": "new"})
+    assert first.heard(Refused) == [], "its own former word is nobody else's"
+    second.hello(sources={"rewards.py": "new"})
+    (refused,) = second.heard(Refused)
+    assert "not that of actor a: rewards.py (hash new, not old)" in refused.reason
+    first.say(Goodbye(reason="SIGTERM"))
+    second.hello(sources={"rewards.py": "new"})
+    assert second.heard(Refused) == []
 
 
 def test_harmless_difference_is_recorded_when_the_actor_joins() -> None:
