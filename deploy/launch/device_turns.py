@@ -26,6 +26,11 @@ class DeviceTurns:
         """Weights cannot travel by NCCL, because processes share a GPU."""
         return self._plan is not None and not self._plan.can_use_nccl
 
+    @property
+    def num_places(self) -> int | None:
+        """Number of actors that the plan has places for; None without a plan."""
+        return None if self._plan is None else len(self._plan.actors)
+
     def learner_variables(self, rank: int) -> dict[str, str]:
         """Return the variables of a learner process that is about to start; `LOCAL_RANK` counts in these GPUs."""
         if self._plan is None:

@@ -4,15 +4,18 @@ The learner writes to the terminal; each actor and each further learner rank wri
 own process group. So Ctrl-C reaches only the launcher, which then asks the learner to stop, and the children of a process
 (reward workers, engine workers) end with it. A restarted learner continues from its newest checkpoint and its log, or begins
 again where it had neither; the actors wait for it at the same address.
+
+The learner says how many actors the run wants (`scale.actors`): the launcher starts more, or asks the newest to leave.
 """
 
 import contextlib
+import itertools
 import logging
 import random
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -34,6 +37,10 @@ from offbeat.deploy.devices.plan import Plan
 from offbeat.deploy.launch.device_turns import DeviceTurns
 from offbeat.deploy.launch.ending import end_run
 from offbeat.deploy.launch.starts import Process, ProcessStart, Starts
+from offbeat.deploy.launch.wanted import Questions
+from offbeat.deploy.pools.pool import Instance
+from offbeat.deploy.pools.reconcile import needed
+from offbeat.protocols.messages import StatusReport
 
 logger = logging.getLogger(__name__)
 
@@ -119,8 +126,14 @@ class Service:
         statuses = [process.status() for process in self._processes]
         return next((status for status in statuses if status), statuses[0])
 
+    @property
+    def is_there(self) -> bool:
+        """True while the service works or will be started again."""
+        return self.restart_at is not None or self.status is None
+
     def ask_to_stop(self) -> None:
         """Send SIGTERM to the first process, which ends the others."""
+        self.restart_at = None
         for process in self._processes[:1]:
             process.ask_to_stop()
 
@@ -156,12 +169,16 @@ class Launcher:
         self._stop = stop
         self._folder = Path(config.run.dir)
         self._config_file = self._folder / LAUNCH_FILE
-        max_restarts = config.launch.max_restarts
         self._starts = starts
-        self._learner = Service("learner", RestartBudget(max_restarts), starts)
-        self._actors = [
-            Service(f"actor-{index}", RestartBudget(max_restarts), starts) for index in range(config.launch.num_actors)
-        ]
+        self._learner = Service("learner", RestartBudget(config.launch.max_restarts), starts)
+        self._num_first = config.scale.actors or config.launch.num_actors
+        """Number of actors that the run begins with. The run ends when one of them cannot be kept running."""
+        self._actors: dict[int, Service] = {}
+        """The actors by the number in their name, oldest first."""
+        self._leaving: dict[int, Service] = {}
+        """Actors that were asked to leave, by the number in their name."""
+        self._given_up: tuple[int, int] = (0, 0)
+        """The number of actors that was wanted when some could not be had, and how many those were."""
 
     def run(self) -> int:
         """Run to the end, write the report if the run has metrics, and return the exit status.
@@ -175,16 +192,17 @@ class Launcher:
         num_bytes_before = self._num_row_bytes()
         try:
             self._start_learner()
-            for index in range(len(self._actors)):
-                self._start_actor(index)
-            status = self._watch()
+            for index in itertools.islice(self._free_numbers(()), self._num_first):
+                self._add_actor(index)
+            with contextlib.closing(Questions(self._config)) as questions:
+                status = self._watch(questions)
             # A learner that a mistake kept from beginning has said all there is.
             is_refused = status == USER_ERROR_STATUS and self._num_row_bytes() == num_bytes_before
             # Before the first step the actors of a stopped run have nothing to hand over.
             if status == 0 and not (self._stop and not has_steps(self._folder)):
                 self._await_actors()
         finally:
-            for service in [self._learner, *self._actors]:
+            for service in self._services():
                 service.kill()
                 self._devices.forget(service.name)
             self._starts.close()
@@ -213,10 +231,19 @@ class Launcher:
             ]
         )
 
+    def _services(self) -> list[Service]:
+        return [self._learner, *self._actors.values(), *self._leaving.values()]
+
+    def _add_actor(self, index: int) -> None:
+        self._actors.pop(index, None)
+        self._actors[index] = Service(f"actor-{index}", RestartBudget(self._config.launch.max_restarts), self._starts)
+        self._start_actor(index)
+
     def _start_actor(self, index: int) -> None:
         """Start an actor, unless another process must take its memory of the GPU first: then it is tried again."""
         actor = self._actors[index]
-        starting = {number for number, other in enumerate(self._actors) if other.restart_at is None and other.status is None}
+        everybody = [*self._actors.items(), *self._leaving.items()]
+        starting = {number for number, other in everybody if other.restart_at is None and other.status is None}
         if not self._devices.may_start(index, starting):
             actor.restart_at = actor.restart_at or time.monotonic()
             return
@@ -227,22 +254,24 @@ class Launcher:
     def _log(self, name: str) -> Path:
         return self._folder / PROGRAM_LOGS / f"{name}.log"
 
-    def _watch(self) -> int:
+    def _watch(self, questions: Questions) -> int:
         """Keep all services running until the learner ends; return its exit status.
 
-        Waits for: the end of any service, looking every `LOOK_S`.
+        Waits for: the end of any service, looking every `LOOK_S`; the learner's answers to `questions`.
         Unblocked by: the learner's end, or a signal. Raises `LaunchError` when a service cannot be kept running.
         """
         while not self._stop:
             status = self._keep_running(self._learner, self._restart_learner)
             if status is not None:
                 return status
-            for index, actor in enumerate(self._actors):
-                self._keep_running(actor, lambda index=index: self._start_actor(index))
+            for index in list(self._actors):
+                self._keep_actor(index)
+            if (report := questions.answer()) is not None:
+                self._follow(report)
             self._bound_logs()
             time.sleep(LOOK_S)
         if self._learner.restart_at is not None:
-            for actor in self._actors:
+            for actor in self._actors.values():
                 actor.ask_to_stop()
             return 0
         logger.info("%s: asking the learner to stop", self._stop.reason)
@@ -250,6 +279,56 @@ class Launcher:
         while (status := self._learner.status) is None:
             time.sleep(LOOK_S)
         return status
+
+    def _keep_actor(self, index: int) -> None:
+        """Keep an actor running; give up one that came later than the first ones and cannot be kept."""
+        try:
+            self._keep_running(self._actors[index], lambda: self._start_actor(index))
+        except LaunchError as error:
+            if index < self._num_first:
+                raise
+            logger.error("%s The run goes on without it, until scale.actors changes", error)
+            del self._actors[index]
+            wanted, num_lost = self._given_up
+            self._given_up = (wanted, num_lost + 1)
+
+    def _follow(self, report: StatusReport) -> None:
+        """Start more actors, or ask the newest to leave, as the learner's report wants."""
+        self._forget_left()
+        wanted = report.actors_wanted
+        if wanted is None:
+            return
+        if wanted != self._given_up[0]:
+            self._given_up = (wanted, 0)
+            if self._devices.num_places is not None and wanted > self._devices.num_places:
+                logger.warning("%d actors are wanted, and the plan has places for %d", wanted, self._devices.num_places)
+        instances = [Instance(actor.name, "working") for actor in self._actors.values() if actor.is_there]
+        working = {member.name for member in report.members if member.state == "working"}
+        start, release = needed(instances, wanted - self._given_up[1], working)
+        for index in itertools.islice(self._free_numbers({member.name for member in report.members}), start):
+            logger.info("%d actors are wanted: actor-%d starts", wanted, index)
+            self._add_actor(index)
+        for index, actor in list(self._actors.items()):
+            if actor.name in release:
+                logger.info("%d actors are wanted: %s is asked to leave", wanted, actor.name)
+                actor.ask_to_stop()
+                self._leaving[index] = self._actors.pop(index)
+
+    def _forget_left(self) -> None:
+        """Clean up after the actors that were asked to leave and have ended."""
+        for index, actor in list(self._leaving.items()):
+            if actor.status is not None:
+                logger.info("%s has left with %s", actor.name, _describe(actor.status))
+                actor.kill()
+                self._devices.forget(actor.name)
+                del self._leaving[index]
+
+    def _free_numbers(self, taken: Collection[str]) -> Iterator[int]:
+        """Yield the numbers under which actors can be started, lowest first; `taken` are names of actors of the run."""
+        there = {index for index, actor in self._actors.items() if actor.is_there}
+        for index in itertools.count() if self._devices.num_places is None else range(self._devices.num_places):
+            if index not in there and index not in self._leaving and f"actor-{index}" not in taken:
+                yield index
 
     def _keep_running(self, service: Service, start_again: Callable[[], None]) -> int | None:
         """Restart a service that has died, once its wait is over; return the exit status of one that needs no restart."""
@@ -278,14 +357,14 @@ class Launcher:
         return None
 
     def _bound_logs(self) -> None:
-        for service in [self._learner, *self._actors]:
+        for service in self._services():
             service.bound_logs(MAX_FILE_BYTES)
 
     def _restart_learner(self) -> None:
         # Without log and checkpoint the run begins again, under another run id, and actors of the former one are refused.
         begins_again = not self._config.log.enabled and not has_checkpoint(self._folder)
         self._start_learner("run.resume=true")
-        for index, actor in enumerate(self._actors):
+        for index, actor in list(self._actors.items()):
             if begins_again:
                 actor.kill()
             # The learner may have dismissed the actors when it ended.
@@ -295,7 +374,7 @@ class Launcher:
     def _await_actors(self) -> None:
         """Wait up to `LEAVE_S` for the actors, which the learner has told to leave."""
         deadline = time.monotonic() + LEAVE_S
-        while time.monotonic() < deadline and any(actor.status is None for actor in self._actors):
+        while time.monotonic() < deadline and any(actor.status is None for actor in self._services()[1:]):
             time.sleep(LOOK_S)
 
 
