@@ -133,6 +133,7 @@ class LearnerContact:
         self._check_patience(now - self._searching_since)
         if now - self._hello_at < HELLO_INTERVAL_S:
             return
+        self._link.follow()
         hello = Hello(
             actor=self._identity.name,
             incarnation=self._identity.incarnation,

@@ -106,9 +106,11 @@ class Jobs:
 
     def return_all(self) -> None:
         """Give every lease at work back to the learner."""
-        for lease_id in self.lease_ids:
-            self._abort(lease_id)
-            self._fail(lease_id, "returned")
+        self._return(self.lease_ids)
+
+    def return_waiting(self) -> None:
+        """Give the leases that have not begun back to the learner."""
+        self._return([waiting.lease.lease_id for waiting in self._waiting])
 
     def reward_trouble(self) -> UnavailableRewards | None:
         """Return the state of rewards that cannot be had; None while all can be had."""
@@ -128,6 +130,11 @@ class Jobs:
             return
         self._outbox.put(played.lease_id, message, *arrays)
         self.num_groups += 1
+
+    def _return(self, lease_ids: Iterable[int]) -> None:
+        for lease_id in lease_ids:
+            self._abort(lease_id)
+            self._fail(lease_id, "returned")
 
     def _fail(self, lease_id: int, reason: str, detail: str = "") -> None:
         self._outbox.put(lease_id, LeaseFailed(lease_id=lease_id, reason=reason, detail=detail))

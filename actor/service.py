@@ -170,6 +170,8 @@ class ActorService:
         )
         self._capacity = config.actor.max_inflight_groups
         """Leases that the actor holds at most. An operator may change it; it is 0 once the actor is to leave."""
+        self._finish_by: float | None = None
+        """Time at which a leaving actor gives back what it has not finished; None before a signal asks it to leave."""
         self._offered: int | None = None
         """Leases that the learner was last told that the actor takes; None before the first time."""
         self._end_reason: str | None = None
@@ -185,14 +187,17 @@ class ActorService:
             while self._end_reason is None:
                 self._keep_in_touch()
                 self._commit_weights()
-                self._jobs.start_ready()
+                if self._stop:
+                    self._jobs.return_waiting()
+                else:
+                    self._jobs.start_ready()
                 if self._engine.num_unfinished:
                     self._generate()
                 self._jobs.collect()
                 self._send_answers()
                 self._read_messages(self._longest_wait_s())
                 if self._stop:
-                    self._drain()
+                    self._leave()
             logger.info("leaving: %s", self._end_reason)
             self._learner.send(Goodbye(reason=self._end_reason))
         return self._end_reason
@@ -353,14 +358,28 @@ class ActorService:
             return None
         return RewardTrouble(waiting_s=time.monotonic() - trouble.since, problem=trouble.problem, lease_ids=trouble.keys)
 
-    def _drain(self) -> None:
-        """Leave as a signal asked: give unfinished leases back, and wait for the learner to acknowledge all answers."""
+    def _leave(self) -> None:
+        """Take no more leases, and hand over as soon as those at work are finished or their time is over."""
+        now = self._clock()
+        if self._finish_by is None:
+            settings = self._config.actor
+            self._finish_by = now + (settings.leave_within_s if settings.leave == "finish" else 0.0)
+            self._capacity = 0
+            self._offer()
+            logger.info("%s: %d leases at work; actor.leave = %s", self._stop.reason, len(self._jobs.lease_ids), settings.leave)
+        if not self._jobs.lease_ids or now >= self._finish_by or not self._learner.is_welcome:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Give unfinished leases back, and wait for the learner to acknowledge all answers."""
+        num_returned = len(self._jobs.lease_ids)
         self._jobs.return_all()
-        self._capacity = 0
-        self._offer()
         deadline = self._clock() + self._config.hub.dead_after_s
         while self._learner.is_welcome and len(self._outbox) and self._clock() < deadline and self._end_reason is None:
+            self._keep_in_touch()
             self._send_answers()
             self._read_messages(BUSY_WAIT_S)
+            # Leases that were under way when the learner heard of the credit of 0.
+            self._jobs.return_all()
         if self._end_reason is None:
-            self._end_reason = f"{self._stop.reason}: handed back its leases"
+            self._end_reason = f"{self._stop.reason}: handed back {num_returned} leases"

@@ -220,9 +220,12 @@ class HubSection(Section, frozen=True):
     """The connection between the learner and its actors and operators."""
 
     address: str = "tcp://127.0.0.1:5700"
-    """Address at which actors reach the learner, as `tcp://HOST:PORT`. `offbeat train` replaces port 0 with a free port."""
+    """Address at which actors reach the learner, as `tcp://HOST:PORT`; `offbeat train` replaces port 0 with a free port. For a
+    learner that may move, `file:PATH`: it writes the address that it has bound into this file, which all machines must see, and
+    actors read it whenever they look for the learner."""
     bind: str = ""
-    """Address that the learner binds. Empty: `hub.address`."""
+    """Address that the learner binds, such as `tcp://*:5700`. Empty: `hub.address`. Required where that is a file; port 0 there
+    is any free port, and for `*` the file names this machine by its host name."""
     key: str = ""
     """This service's secret key file, made by `offbeat keygen`; `{name}` is replaced by the service's name. Empty: no keys, and
     the hub binds to loopback only."""
@@ -317,6 +320,13 @@ class ActorSection(Section, frozen=True):
     """Maximum number of calls of the reward function started in a second, in each actor. none: no bound."""
     reward_batch_size: PositiveInt = 64
     """Maximum number of completions in one call of a reward function that takes those of any prompts (`samples`)."""
+    leave: Literal["finish", "return"] = "finish"
+    """Treatment of the groups at work when SIGTERM or Ctrl-C asks the actor to leave. finish: the actor finishes what it can
+    within `actor.leave_within_s` and gives back the rest. return: it gives back all at once. A second signal ends it without
+    either."""
+    leave_within_s: PositiveFloat = 20.0
+    """Longest time for which a leaving actor works on, in seconds. It then waits up to `hub.dead_after_s` for the learner to
+    acknowledge what it sent. The notice that your machines get before they are taken away must cover both."""
     connect_timeout_s: NonNegativeFloat = 0.0
     """Time without an answer from the learner after which the actor gives up, in seconds. 0: wait forever, with a message every
     30 s."""

@@ -49,6 +49,12 @@ def _readers(config: Config) -> Iterator[_Reader]:
         "judge.url names no server",
         "set judge.url",
     )
+    yield _Reader(
+        ("actor.leave_within_s",),
+        config.actor.leave == "finish",
+        "actor.leave = 'return' finishes nothing",
+        'set actor.leave="finish"',
+    )
     yield from _readers_of_objectives(config)
 
 

@@ -174,7 +174,7 @@ RULES = (
         _of(
             "actor",
             "name engine engine_options max_inflight_groups on_update reward_workers reward_concurrency reward_calls_per_s "
-            "reward_batch_size connect_timeout_s",
+            "reward_batch_size leave leave_within_s connect_timeout_s",
         ),
         "Actors come and go, and each log-prob is that of the engine that sampled the token.",
     ),

@@ -12,6 +12,7 @@ from offbeat.common.judge_checks import check_judge
 from offbeat.common.learning_sections import TrainSection
 from offbeat.common.objective_checks import check_objective, objective_warnings
 from offbeat.common.settings import SettingError, collect_errors
+from offbeat.protocols.address_file import address_file
 from offbeat.protocols.addresses import is_loopback
 
 BYTES_PER_TOKEN = 8
@@ -278,8 +279,15 @@ def _check_hub(config: Config) -> None:
                 f"{are_set}, and encryption needs hub.key, hub.learner_key and hub.allowed_keys together",
                 "Set it too (`offbeat keygen` says how), or remove the others.",
             )
+    if address_file(hub.address) is not None and not hub.bind:
+        raise SettingError(
+            "hub.bind",
+            hub.bind,
+            f"hub.address = {hub.address!r} is a file, into which the learner writes the address that it binds",
+            'Set it to the address to bind, with port 0 for any free one: "tcp://*:0".',
+        )
     for name, address in (("address", hub.address), ("bind", hub.bind)):
-        is_given = address or name == "address"
+        is_given = bool(address) if name == "bind" else address_file(address) is None
         if is_given and not _is_loopback(f"hub.{name}", address) and not hub.key:
             raise SettingError(
                 f"hub.{name}",

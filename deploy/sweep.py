@@ -36,6 +36,7 @@ from offbeat.lab.report.page import duration
 from offbeat.lab.sweep.measures import final_reward
 from offbeat.lab.sweep.plan import CONFIG_FILE, PLAN_FILE, Plan, read_plan, read_run, state_of
 from offbeat.learner.training import checkpoints
+from offbeat.protocols.address_file import address_file
 from offbeat.protocols.addresses import is_loopback
 
 logger = logging.getLogger(__name__)
@@ -216,6 +217,8 @@ def _as_cell(config: Config, seed: int, folder: Path) -> Config:
     if is_loopback(address):
         # A free port for each run: jobs of a cluster may share a machine.
         address = f"{address.rpartition(':')[0]}:0"
+    elif (file := address_file(address)) is not None:
+        address = f"file:{folder / file.name}"
     return replace(
         config,
         run=replace(config.run, dir=str(folder), seed=seed, resume=False),

@@ -81,6 +81,7 @@ from offbeat.learner.training.trainer import Trainer
 from offbeat.learner.weights.canary import CANARY_TOKENS, Canary, canary_token_ids
 from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.transport import LearnerGpu, Transport
+from offbeat.protocols.address_file import address_file, reachable
 from offbeat.protocols.addresses import host_of
 from offbeat.protocols.channels import Hub
 from offbeat.protocols.door import FILES_PER_PEER
@@ -122,6 +123,7 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
             patience_s=REBIND_S if config.run.resume else 0.0,
         )
         stack.enter_context(hub)
+        address = tell_address(config.hub.address, hub.address)
         with stop.at_once(LOADING), doing(logger, "reading data, tokenizer and weight files"):
             inputs = _load_inputs(config)
         damaged = set_damaged_aside(folder) if config.run.resume else []
@@ -147,7 +149,7 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
         tell_damaged(damaged, record)
         tell_changes(changes, record)
         with stop.at_once(LOADING), doing(logger, "loading the model"):
-            learner = open_learner(config, inputs, hub, open_weight_hub, record, started)
+            learner = open_learner(config, inputs, hub, open_weight_hub, record, started, host=host_of(address))
             if callback is not None:
                 callback.wait_loaded()
         if page is not None:
@@ -155,6 +157,23 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
             stack.enter_context(serving(routes, config.metrics.bind, folder))
         with progress:
             return learner.run(stop)
+
+
+def tell_address(setting: str, bound: str) -> str:
+    """Return the address at which actors reach the hub, after writing it into the file that `hub.address` may name."""
+    file = address_file(setting)
+    if file is None:
+        return setting
+    address = reachable(bound)
+    try:
+        replace(file, f"{address}\n".encode())
+    except OSError as error:
+        problem = f"the file cannot be written ({error.strerror})"
+        raise SettingError(
+            "hub.address", setting, problem, "Name a file in a folder that exists and all machines see."
+        ) from error
+    logger.info("actors find the hub at %s, as %s says", address, file)
+    return address
 
 
 def prepare_folder(config: Config, identity: RunIdentity, prompt_hashes: PromptHashes) -> list[Change]:
@@ -182,10 +201,12 @@ def open_learner(
     open_weight_hub: Callable[[], Hub],
     record: Recorder,
     started: float,
+    *,
+    host: str,
 ) -> Learner:
     """Make every part of rank 0: load the model, resume or begin the run, wire the services; nothing is running yet.
 
-    `started` is when the learner's process began to load (monotonic).
+    `started` is when the learner's process began to load (monotonic); `host` is this machine, as actors reach it.
     """
     folder = Path(config.run.dir)
     health = HealthWatch(noting_evaluations(folder, record))
@@ -198,7 +219,7 @@ def open_learner(
     canary = _make_canary(run.settings, canary_ids, file_logprobs, record)
     publisher = WeightPublisher(
         layout=trainer.layout(),
-        transport=_transport(config, trainer.device),
+        transport=_transport(config, trainer.device, host),
         open_hub=open_weight_hub,
         max_pull_lag=lambda: run.settings.staleness.bounds.max_staleness,
         record=record,
@@ -432,14 +453,14 @@ def _hub_rejections(hub: Hub) -> dict[str, int]:
     return dict(hub.num_dropped) | {what: number for what, number in connections.items() if number}
 
 
-def _transport(config: Config, device: torch.device) -> Transport:
+def _transport(config: Config, device: torch.device, host: str) -> Transport:
     weights = config.weights
     if weights.backend == "nccl" and device.type != "cuda":
         problem = "the learner trains on a CPU, and NCCL needs a GPU"
         raise SettingError("weights.backend", "nccl", problem, 'Set weights.backend="auto".')
     gpu = LearnerGpu(device.index, gpu_uuid(device.index)) if device.type == "cuda" else None
     return Transport(
-        host=host_of(config.hub.address),
+        host=host,
         listen_on=host_of(config.hub.bind or config.hub.address),
         backend=weights.backend if weights.backend != "auto" else "gloo" if gpu is None else "nccl",
         port=weights.port,

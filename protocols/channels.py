@@ -15,6 +15,7 @@ from typing import NamedTuple
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from offbeat.protocols.address_file import address_file, find_address
 from offbeat.protocols.addresses import ChannelError, is_loopback
 from offbeat.protocols.door import HANDSHAKE_FAILED, Door, monitor
 from offbeat.protocols.flood_guard import FloodGuard
@@ -290,9 +291,14 @@ class Link:
         key: KeyPair | None = None,
         learner_key: PublicKey | None = None,
     ) -> None:
-        """Start to connect; raise `ChannelError` for an address that is none. With `key` the learner must own `learner_key`."""
+        """Start to connect; raise `ChannelError` for an address that is none. With `key` the learner must own `learner_key`.
+
+        `address` may name a file, as `hub.address` may; without it the link waits for `follow`.
+        """
         assert (key is None) == (learner_key is None), "a key without the learner's, or the reverse"
-        self._address = address
+        self._setting = address
+        self._address: str | None = None
+        """The address that the socket connects to; None while there is none."""
         self._identity = identity
         self._max_message_bytes = max_message_bytes
         self._key = key
@@ -317,12 +323,10 @@ class Link:
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
         self._monitor = monitor(self._socket, HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
-            self._socket.connect(address)
-        except zmq.ZMQError as error:
+            self._connect()
+        except ChannelError:
             self._close(linger_ms=0)
-            raise ChannelError(
-                f"hub.address: cannot use {address!r}: {error.strerror}. It must look like tcp://host:port."
-            ) from error
+            raise
 
     def send(self, message: ActorMessage, *arrays: Array) -> bool:
         """Queue a message. Return False when there is no connection now; `refusal` may know why."""
@@ -342,11 +346,13 @@ class Link:
         return decode_from_learner(self._socket.recv_multipart(zmq.NOBLOCK))
 
     def refusal(self) -> str | None:
-        """Return why the learner turns this end away, and what to do; None while it does not, or nobody answers.
+        """Return why the learner cannot be reached or turns this end away, and what to do; None where nobody answers.
 
         The link goes on trying as long as `send` or `refusal` is called, so a fix at the learner needs no restart here.
         """
         self._read_events()
+        if self._address is None:
+            return f"the file {address_file(self._setting)} is missing: `offbeat learner` writes it when it has bound hub.bind"
         return self._refusal
 
     def second_link(self, address: str) -> "Link":
@@ -363,8 +369,14 @@ class Link:
         """Replace the connection by a new one. Messages under way on the old one may be lost."""
         self._is_given_up = False
         self._connected_at = time.monotonic()
-        self._socket.disconnect(self._address)
-        self._socket.connect(self._address)
+        if self._address is not None:
+            self._socket.disconnect(self._address)
+        self._connect()
+
+    def follow(self) -> None:
+        """Reconnect if the learner's address has changed."""
+        if find_address(self._setting) != self._address:
+            self.reconnect()
 
     def close(self) -> None:
         """Send queued messages for a second at most, and disconnect."""
@@ -375,6 +387,17 @@ class Link:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _connect(self) -> None:
+        self._address = find_address(self._setting)
+        if self._address is None:
+            return
+        try:
+            self._socket.connect(self._address)
+        except zmq.ZMQError as error:
+            raise ChannelError(
+                f"hub.address: cannot use {self._address!r}: {error.strerror}. It must look like tcp://host:port."
+            ) from error
 
     def _read_events(self) -> None:
         """Learn how the last handshakes ended, and start the next one when it is due."""

@@ -34,6 +34,7 @@ def ask(link: Link, address: str, question: StatusRequest | LiveSettingsRequest,
 
     Waits for: the connection, then the learner's answer, `ANSWER_S` in all.
     """
+    link.follow()
     deadline = time.monotonic() + ANSWER_S
     is_asked = False
     while (left_s := deadline - time.monotonic()) > 0:

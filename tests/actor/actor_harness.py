@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -41,6 +41,8 @@ from offbeat.protocols.wire import FromActor
 
 LIMIT = 1 << 20
 PATIENCE_S = 10.0
+LEAVE_WITHIN_S = 100.0
+"""Seconds after which a leaving actor gives back its work, by its clock, which tests set forward."""
 LAYOUT = make_layout([("w", (3, 2))], torch.float32)
 CANARY = np.array([5, 6, 7], np.int32)
 ENGINE = EngineInfo("fake", "1", "float32", "cpu", 64, ModelHashes("", "", ""))
@@ -303,7 +305,7 @@ class Actor:
         self.terminate()
         deadline = time.monotonic() + PATIENCE_S
         while self.thread.is_alive() and time.monotonic() < deadline:
-            self.skipped_s += 1000.0
+            self.skipped_s += 10_000.0
             self.thread.join(0.02)
         self._link.close()
         assert not self.thread.is_alive()
@@ -325,11 +327,18 @@ def actor_of(
     heartbeat_s: float = 0.1,
     dead_after_s: float = 5.0,
     routing_interval: int = 10,
+    leave: Literal["finish", "return"] = "finish",
+    address: str = "",
 ) -> Iterator[Actor]:
-    """Yield an actor that connects to the learner."""
+    """Yield an actor that connects to the learner, or to another `address`."""
     config = Config(
-        actor=ActorSection(max_inflight_groups=max_inflight_groups, connect_timeout_s=connect_timeout_s),
-        hub=HubSection(address=learner.hub.address, heartbeat_s=heartbeat_s, dead_after_s=dead_after_s),
+        actor=ActorSection(
+            max_inflight_groups=max_inflight_groups,
+            connect_timeout_s=connect_timeout_s,
+            leave=leave,
+            leave_within_s=LEAVE_WITHIN_S,
+        ),
+        hub=HubSection(address=address or learner.hub.address, heartbeat_s=heartbeat_s, dead_after_s=dead_after_s),
         metrics=MetricsSection(routing_interval=routing_interval),
     )
     actor = Actor(config, FakeEngine(policy_version))

@@ -1,9 +1,12 @@
 """The actor's loop against a real hub: credit, and the loop's end."""
 
 import time
+from typing import Literal
+
+import pytest
 
 from offbeat.protocols.messages import Ack, Credit, CreditLimit, Goodbye, GroupDone, LeaseFailed, SayHello, Stop
-from tests.actor.actor_harness import CANARY, Learner, actor_of, eventually
+from tests.actor.actor_harness import CANARY, LEAVE_WITHIN_S, Learner, actor_of, eventually
 
 
 def test_concurrency_that_the_learner_asks_for_is_its_credit_from_then_on(learner: Learner) -> None:
@@ -29,8 +32,33 @@ def test_actor_that_leaves_takes_no_more_work_whatever_the_concurrency(learner: 
         assert learner.wait(Credit) == Credit(capacity=0)
 
 
-def test_sigterm_hands_leases_back_waits_for_acknowledgements_and_says_goodbye(learner: Learner) -> None:
+def test_leaving_actor_finishes_what_it_began_and_gives_back_what_it_did_not(learner: Learner) -> None:
     with actor_of(learner) as actor:
+        learner.welcome()
+        actor.engine.is_held = True
+        learner.lease(1)
+        learner.lease(2, min_policy_version=9)
+        learner.wait_until_held(1, 2)
+        actor.terminate()
+        assert learner.wait(Credit).capacity == 0
+        assert learner.wait(LeaseFailed) == LeaseFailed(lease_id=2, reason="returned")
+        # The learner granted this lease before it heard of the credit of 0.
+        learner.lease(3)
+        assert learner.wait(LeaseFailed) == LeaseFailed(lease_id=3, reason="returned")
+        assert learner.hears_no(Goodbye, 0.1)
+        actor.engine.is_held = False
+        assert learner.wait(GroupDone).lease_id == 1
+        assert learner.hears_no(Goodbye, 0.1)
+        for lease_id in (1, 2, 3):
+            learner.send(Ack(lease_id=lease_id, outcome="accepted"))
+        assert learner.wait(Goodbye).reason.startswith("SIGTERM")
+        assert learner.hears_no(LeaseFailed, 0.0)
+        assert actor.engine.aborted == []
+
+
+@pytest.mark.parametrize("leave", ["finish", "return"])
+def test_leaving_actor_gives_back_what_it_cannot_finish_in_time(learner: Learner, leave: Literal["finish", "return"]) -> None:
+    with actor_of(learner, leave=leave, dead_after_s=10 * LEAVE_WITHIN_S) as actor:
         learner.welcome()
         learner.lease(1)
         learner.wait(GroupDone)
@@ -39,15 +67,34 @@ def test_sigterm_hands_leases_back_waits_for_acknowledgements_and_says_goodbye(l
         learner.lease(3, min_policy_version=9)
         learner.wait_until_held(1, 2, 3)
         actor.terminate()
-        returned = sorted(learner.wait(LeaseFailed).lease_id for _ in range(2))
-        assert returned == [2, 3]
-        assert learner.wait(Credit).capacity == 0
-        assert learner.hears_no(Goodbye, 0.2)
-        for lease_id in (1, 2, 3):
+        if leave == "finish":
+            assert learner.wait(LeaseFailed).lease_id == 3
+            assert learner.hears_no(LeaseFailed, 0.1)
+            actor.skipped_s = LEAVE_WITHIN_S
+        returned = {learner.wait(LeaseFailed).lease_id for _ in range(1 if leave == "finish" else 2)}
+        assert returned == ({2} if leave == "finish" else {2, 3})
+        learner.lease(4)
+        assert learner.wait(LeaseFailed) == LeaseFailed(lease_id=4, reason="returned")
+        assert learner.hears_no(Goodbye, 0.1)
+        for lease_id in (1, 2, 3, 4):
             learner.send(Ack(lease_id=lease_id, outcome="accepted"))
         assert learner.wait(Goodbye).reason.startswith("SIGTERM")
         assert actor.wait().startswith("SIGTERM")
         assert actor.engine.num_unfinished == 0
+
+
+def test_actor_that_leaves_stays_alive_to_the_learner_until_it_says_goodbye(learner: Learner) -> None:
+    with actor_of(learner, dead_after_s=10 * LEAVE_WITHIN_S) as actor:
+        learner.welcome()
+        actor.engine.is_held = True
+        learner.lease(1)
+        learner.wait_until_held(1)
+        actor.terminate()
+        assert learner.wait(Credit).capacity == 0
+        assert learner.wait_until_held(1).policy_version == 0
+        actor.skipped_s = LEAVE_WITHIN_S
+        assert learner.wait(LeaseFailed).lease_id == 1
+        learner.wait_until_held(1)
 
 
 def test_sigterm_without_a_learner_ends_at_once(learner: Learner) -> None:
@@ -56,6 +103,18 @@ def test_sigterm_without_a_learner_ends_at_once(learner: Learner) -> None:
         started = time.monotonic()
         actor.wait()
         assert time.monotonic() - started < 3
+
+
+def test_leaving_actor_does_not_wait_for_a_learner_that_it_has_lost(learner: Learner) -> None:
+    with actor_of(learner) as actor:
+        learner.welcome()
+        actor.engine.is_held = True
+        learner.lease(1)
+        learner.wait_until_held(1)
+        actor.terminate()
+        assert learner.wait(Credit).capacity == 0
+        learner.send(SayHello())
+        assert actor.wait().startswith("SIGTERM")
 
 
 def test_sigterm_does_not_wait_for_ever_for_acknowledgements(learner: Learner) -> None:

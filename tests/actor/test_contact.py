@@ -110,3 +110,32 @@ def test_actor_gives_up_when_no_learner_answers_in_time() -> None:
     learner.hub.close()
     with actor_of(learner, connect_timeout_s=0.3) as actor, pytest.raises(RefusedError, match=r"actor\.connect_timeout_s"):
         actor.wait()
+
+
+def test_actor_gives_up_a_missing_address_file_by_its_name(learner: Learner, tmp_path: Path) -> None:
+    file = tmp_path / "hub.address"
+    with (
+        actor_of(learner, connect_timeout_s=0.3, address=f"file:{file}") as actor,
+        pytest.raises(RefusedError, match=rf"actor\.connect_timeout_s.*the file {file} is missing"),
+    ):
+        actor.wait()
+
+
+def test_actor_finds_a_learner_that_moved_where_the_address_file_says(learner: Learner, tmp_path: Path) -> None:
+    file = tmp_path / "hub.address"
+    with actor_of(learner, dead_after_s=0.5, address=f"file:{file}"):
+        assert learner.hears_no(Hello, 0.1)
+        file.write_text(f"{learner.hub.address}\n")
+        learner.welcome()
+        learner.lease(1)
+        learner.wait(GroupDone)
+        # The machine is gone: its connection neither answers nor breaks.
+        moved = Learner()
+        moved.incarnation = 2
+        file.write_text(moved.hub.address)
+        hello = moved.wait(Hello)
+        assert (hello.run_id, hello.lease_ids) == ("r", (1,))
+        moved.send(moved.make_welcome(), CANARY)
+        assert moved.wait(GroupDone).lease_id == 1
+        assert learner.hears_no(Hello, 0.1), "it does not look where the learner was"
+        moved.hub.close()

@@ -104,7 +104,7 @@ def test_separate_services_find_each_other_and_what_was_set_again_after_the_lear
     assert_audit_finds_nothing(tmp_path)
 
 
-def test_ten_actors_that_come_and_go_change_neither_the_sums_nor_the_number_of_steps(
+def test_ten_actors_that_come_and_go_cost_no_group_and_change_neither_the_sums_nor_the_number_of_steps(
     services: Services, tmp_path: Path, tiny_model: Path
 ) -> None:
     config = write_config(
@@ -137,6 +137,13 @@ def test_ten_actors_that_come_and_go_change_neither_the_sums_nor_the_number_of_s
     assert services.wait(steady, "steady") == 0
     joined = {row["actor"] for row in services.rows("run", "event") if row["event"] == "actor_joined"}
     assert joined == {"steady", *(f"guest-{index}" for index in range(10))}
+    # Every lease of an actor that was asked to leave came back at once, as a group or to be leased again.
+    log = [record.event for record in read_log(tmp_path / "run" / "log")]
+    theirs = {event.lease_id for event in log if isinstance(event, Granted) and event.actor != "steady"}
+    answered = {event.lease_id for event in log if isinstance(event, Accepted)} & theirs
+    expired = {event.lease_id: event.reason for event in log if isinstance(event, Expired) and event.lease_id in theirs}
+    assert set(expired.values()) <= {"handed back by the actor"}, expired
+    assert answered | set(expired) == theirs
     # Late actors pulled the weights, and none of them delayed an update.
     assert not [row for row in services.rows("run", "event") if row["event"] == "actor_excluded"]
     steps = [row["policy_version"] for row in services.rows("run", "step")]

@@ -15,7 +15,8 @@ from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import StopRequest
 from offbeat.learner import wiring
 from offbeat.learner.run_identity import RunIdentity, read_identity
-from offbeat.learner.wiring import _load_inputs, _transport, open_learner, prepare_folder
+from offbeat.learner.wiring import _load_inputs, _transport, open_learner, prepare_folder, tell_address
+from offbeat.protocols.address_file import find_address
 from offbeat.protocols.channels import Hub
 
 IDENTITY = RunIdentity({"rollout.temperature": "1.0"}, {})
@@ -40,22 +41,32 @@ def test_collective_runs_where_the_learner_trains_unless_the_setting_says_otherw
     backend: str, device: str, resolved: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wiring, "gpu_uuid", lambda number: f"GPU-{number}")
-    transport = _transport(config_with(backend=backend), torch.device(device))
+    transport = _transport(config_with(backend=backend), torch.device(device), "learner")
     assert (transport.backend, transport.gpu) == (resolved, (2, "GPU-2") if device == "cuda:2" else None)
 
 
 def test_nccl_is_refused_for_a_learner_on_a_cpu() -> None:
     with pytest.raises(SettingError, match=r'weights\.backend.*"nccl".*trains on a CPU'):
-        _transport(config_with(backend="nccl"), torch.device("cpu"))
+        _transport(config_with(backend="nccl"), torch.device("cpu"), "learner")
 
 
 def test_sizes_of_transfers_are_in_bytes_and_hosts_without_ports() -> None:
-    transport = _transport(config_with(bucket_mb=3, chunk_mb=5, max_pulls=7, port=9), torch.device("cpu"))
+    transport = _transport(config_with(bucket_mb=3, chunk_mb=5, max_pulls=7, port=9), torch.device("cpu"), "learner")
     assert not transport.delta
-    assert _transport(config_with(backend="pull", delta=True), torch.device("cpu")).delta
+    assert _transport(config_with(backend="pull", delta=True), torch.device("cpu"), "learner").delta
     assert (transport.bucket_bytes, transport.chunk_bytes) == (3 << 20, 5 << 20)
     assert (transport.max_pulls, transport.port, transport.timeout_s) == (7, 9, 60.0)
     assert (transport.host, transport.listen_on) == ("learner", "0.0.0.0")
+
+
+def test_learner_writes_the_address_that_it_bound_where_actors_look_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "hub.address"
+    file.write_text("tcp://198.18.0.1:5700 is a longer text than what follows")
+    assert tell_address(f"file:{file}", "tcp://127.0.0.1:5702") == "tcp://127.0.0.1:5702"
+    assert find_address(f"file:{file}") == "tcp://127.0.0.1:5702"
+    assert tell_address("tcp://learner:5700", "tcp://0.0.0.0:5700") == "tcp://learner:5700"
+    with pytest.raises(SettingError, match=r"hub\.address.*nowhere.*cannot be written"):
+        tell_address(f"file:{tmp_path}/nowhere/hub.address", "tcp://127.0.0.1:5702")
 
 
 def test_folder_of_a_run_holds_the_resolved_config(tmp_path: Path) -> None:
@@ -105,7 +116,7 @@ def test_learner_is_made_of_its_parts_and_ends_in_order_when_it_is_stopped_at_on
     stop = StopRequest()
     stop._event.set()
     with open_hub() as hub:
-        learner = open_learner(config, inputs, hub, open_hub, rows.append, time.monotonic())
+        learner = open_learner(config, inputs, hub, open_hub, rows.append, time.monotonic(), host="127.0.0.1")
         assert not any(isinstance(row, FinalRow) for row in rows), "nothing runs yet"
         assert learner.run(stop) == "stopped"
     (final,) = [row for row in rows if isinstance(row, FinalRow)]
