@@ -23,6 +23,7 @@ from offbeat.actor.environments.episodes import Episodes
 from offbeat.actor.environments.workers import Workers, begin_message
 from offbeat.actor.jobs import Jobs
 from offbeat.actor.judges.client import counts_of_judge, handed_to_processes
+from offbeat.actor.live.page import ActorPage, serving
 from offbeat.actor.loop_seconds import Activity, LoopSeconds
 from offbeat.actor.outbox import Outbox
 from offbeat.actor.reward_attempts import limits_of
@@ -133,7 +134,8 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
             service = ActorService(
                 identity=identity, config=config, engine=engine, jobs=jobs, outbox=outbox, link=link, stop=stop
             )
-            return service.run()
+            with serving(service.page, config.metrics.actor_bind):
+                return service.run()
 
 
 class ActorService:
@@ -158,6 +160,8 @@ class ActorService:
         self._stop = stop
         self._clock = clock
         self._seconds = LoopSeconds(clock)
+        self.page = ActorPage(clock)
+        """The numbers and probes of this actor, for a web server."""
         self._learner = LearnerContact(link, identity, config, engine.info, clock)
         self._weights = WeightUpdates(
             engine,
@@ -214,12 +218,15 @@ class ActorService:
             self._offer()
 
     def _heartbeat(self) -> ActorHeartbeat:
-        return self._learner.make_heartbeat(
+        heartbeat = self._learner.make_heartbeat(
             self._engine.policy_version, self._stats(), self._held_lease_ids(), self._reward_trouble()
         )
+        self.page.show(heartbeat)
+        return heartbeat
 
     def _staying_in_touch(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which heartbeats go on without the loop."""
+        self.page.be_busy(self._config.weights.timeout_s)
         return self._learner.repeating(self._heartbeat()) if self._learner.is_welcome else contextlib.nullcontext()
 
     def _commit_weights(self) -> None:
@@ -260,6 +267,7 @@ class ActorService:
 
     def _read_messages(self, longest_wait_s: float) -> None:
         """Handle every message that is here; wait for the first one."""
+        self.page.turn(is_welcome=self._learner.is_welcome, has_weights=self._engine.policy_version is not None)
         received = self._wait_for_message(longest_wait_s) if longest_wait_s else self._learner.receive(0.0)
         while received is not None:
             self._handle(received.message, received.arrays)

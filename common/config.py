@@ -360,6 +360,9 @@ class MetricsSection(Section, frozen=True):
     bind: Annotated[str, Meta(pattern=r"^(\S+:\d{1,5})?$")] = "127.0.0.1:0"
     """Address, as `HOST:PORT`, of the learner's live page, and of `/metrics`, `/healthz` and `/readyz` for monitors;
     port 0: a free one, told in the log. Whoever reaches it reads prompts and completions. Empty: no page."""
+    actor_bind: Annotated[str, Meta(pattern=r"^(\S+:\d{1,5})?$")] = ""
+    """Address, as `HOST:PORT`, at which each actor answers `/metrics`, `/healthz` and `/readyz` for monitors. Several actors on
+    one machine take port 0: a free one, told in the log. Empty: none."""
     callback: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
     """Your own function, as `module:function`, that is called with each row of `metrics.jsonl` as a dict. It runs beside the
     learner, cannot slow or end it by an error, and may ask it to stop (docs/callbacks.md). Empty: no such function."""

@@ -183,7 +183,11 @@ RULES = (
         _of("evaluation", "interval num_prompts group_size temperature pass_reward function"),
         "No training depends on it.",
     ),
-    Rule("recorded", _of("metrics", "tensorboard wandb_project bind callback routing_interval"), "It says what is shown."),
+    Rule(
+        "recorded",
+        _of("metrics", "tensorboard wandb_project bind actor_bind callback routing_interval"),
+        "It says what is shown.",
+    ),
     Rule("recorded", _of("launch", "num_actors learner_gpus actor_gpus max_restarts"), "A run may have more or fewer actors."),
     Rule("recorded", _of("scale", "actors"), "`offbeat set` may change it during the run, too."),
     Rule("refused", _of("launch", "learner_processes"), "The optimizer's state is stored in as many parts."),

@@ -1,12 +1,16 @@
 """The page about monitoring, the Grafana dashboard and the alert rules, written from the table of exported numbers."""
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import msgspec
 
-from offbeat.learner.live.exported import EXPORTED, Exported
+from offbeat.actor.live.exported import EXPORTED as OF_ACTOR
+from offbeat.common.exported import Exported
+from offbeat.common.probes import TURNED_WITHIN_S
+from offbeat.learner.live.exported import EXPORTED as OF_LEARNER
 
-_BY_NAME = {exported.name: exported for exported in EXPORTED}
+_BY_NAME = {exported.name: exported for exported in (*OF_LEARNER, *OF_ACTOR)}
 
 
 class Panel(NamedTuple):
@@ -55,6 +59,17 @@ PANELS = (
     Panel("Rollout log", ("offbeat_log_bytes",), "bytes"),
     Panel("MFU", ("offbeat_mfu_ratio",), "percentunit"),
 )
+ACTOR_PANELS = (
+    Panel("Actors: time of the loop", ("offbeat_actor_loop_seconds_total",), "percentunit"),
+    Panel("Actors: tokens per second", ("offbeat_actor_generated_tokens_total",), "none"),
+    Panel("Actors: groups per second", ("offbeat_actor_groups_total",), "none"),
+    Panel("Actors: completions and leases", ("offbeat_actor_running_completions", "offbeat_actor_held_leases"), "none"),
+    Panel("Actors: policy version", ("offbeat_actor_policy_version",), "none"),
+    Panel("Actors: silence", ("offbeat_actor_silence_seconds", "offbeat_actor_reward_trouble_seconds"), "s"),
+    Panel("Actors: judge's requests per second", ("offbeat_actor_judge_requests_total",), "none"),
+    Panel("Actors: episodes", ("offbeat_actor_open_episodes",), "none"),
+)
+"""Plots of the numbers that actors serve themselves."""
 ALERTS = (
     Alert("OffbeatLearnerGone", 'up{job="offbeat"} == 0', "2m", "The learner does not answer."),
     Alert("OffbeatNoActors", "sum(offbeat_actors) == 0 or absent(offbeat_actors)", "5m", "No actor is connected."),
@@ -72,12 +87,17 @@ ALERTS = (
         "30m",
         "The learner waits for rollouts half of its time: more actors, or a larger staleness.max_staleness.",
     ),
+    Alert("OffbeatActorHangs", "offbeat_actor_silence_seconds > 60", "2m", "The loop of an actor does not turn."),
+    Alert("OffbeatActorAlone", "offbeat_actor_welcomed == 0", "10m", "An actor does not find its learner."),
+    Alert(
+        "OffbeatNoRewards", "offbeat_actor_reward_trouble_seconds > 300", "5m", "An actor waits for rewards; its log says why."
+    ),
     Alert("OffbeatAllCut", "offbeat_completions_cut_ratio > 0.9", "15m", "Nearly all completions are cut off."),
 )
 
 
-def monitoring_page(written: str, table: str) -> str:
-    """Return `monitoring.md`; `written` says by what it was made, `table` is `exported_lines` as Markdown."""
+def monitoring_page(written: str, learner_table: str, actor_table: str) -> str:
+    """Return `monitoring.md`; `written` says by what it was made, the tables are Markdown of `exported_lines`."""
     parts = [
         written,
         "# Watching a run",
@@ -91,58 +111,56 @@ def monitoring_page(written: str, table: str) -> str:
         "| path | answer |\n| --- | --- |\n"
         "| `/` | the page |\n"
         "| `/state.json` | everything that it shows |\n"
-        "| `/metrics` | the numbers below, for Prometheus |\n"
+        "| `/metrics` | the learner's numbers below, for Prometheus |\n"
         "| `/healthz` | 200 while the learner's hub works, else 503; unreachable actors are no illness of the learner |\n"
         "| `/readyz` | 200 once weights were published, else 503 |",
+        "## Actors",
+        "The page and `offbeat status` show every actor. With `metrics.actor_bind`, each actor also answers monitors itself, "
+        "with numbers only, from the moment its engine is loaded. Several actors on one machine take port 0; each then logs "
+        "its address.",
+        "| path | answer |\n| --- | --- |\n"
+        "| `/metrics` | the actors' numbers below, as of the newest heartbeat |\n"
+        f"| `/healthz` | 200 while the actor's loop turned within the last {TURNED_WITHIN_S:g} s, or loads weights within "
+        "`weights.timeout_s`; else 503. An unreachable learner is no illness of the actor: it waits |\n"
+        "| `/readyz` | 200 while the learner knows the actor, once it has weights; else 503 |",
         "## Prometheus and Grafana",
         '```yaml\nscrape_configs:\n  - job_name: offbeat\n    static_configs:\n      - targets: ["learner:9400"]  '
-        '# metrics.bind = "0.0.0.0:9400"\n```',
+        '# metrics.bind = "0.0.0.0:9400"\n  - job_name: offbeat-actors\n    static_configs:\n'
+        '      - targets: ["actor-0:9401", "actor-1:9401"]  # metrics.actor_bind = "0.0.0.0:9401"\n```',
         "[monitoring/grafana.json](monitoring/grafana.json) is a dashboard of these numbers to import, "
-        "[monitoring/alerts.yaml](monitoring/alerts.yaml) are rules to alert by. All are gauges; `offbeat_*` of a step are the "
-        "newest step's.",
-        table,
+        "[monitoring/alerts.yaml](monitoring/alerts.yaml) are rules to alert by. Numbers that end with `_total` are counters "
+        "since the process started, the others are gauges; those of a step are the newest step's.",
+        "### Learner",
+        learner_table,
+        "### Actor",
+        actor_table,
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def exported_lines() -> list[tuple[str, str, str]]:
+def exported_lines(exported: Iterable[Exported]) -> list[tuple[str, str, str]]:
     """Return name, label and meaning of each exported number."""
-    return [(f"`{one.name}`", f"`{one.label}`" if one.label else "", one.meaning) for one in EXPORTED]
+    return [(f"`{one.name}`", f"`{one.label}`" if one.label else "", one.meaning) for one in exported]
 
 
 def grafana_dashboard() -> str:
     """Return the dashboard as JSON for Grafana's import."""
-    panels = [
-        {
-            "id": index + 1,
-            "type": "timeseries",
-            "title": panel.title,
-            "description": " ".join(_BY_NAME[name].meaning for name in panel.names),
-            "datasource": {"type": "prometheus", "uid": "${source}"},
-            "gridPos": {"x": 8 * (index % 3), "y": 8 * (index // 3), "w": 8, "h": 8},
-            "fieldConfig": {"defaults": {"unit": panel.unit}, "overrides": []},
-            "targets": [
-                {
-                    "refId": chr(ord("A") + number),
-                    "expr": f'{name}{{instance=~"$run"}}',
-                    "legendFormat": _legend(_BY_NAME[name]),
-                }
-                for number, name in enumerate(panel.names)
-            ],
-        }
-        for index, panel in enumerate(PANELS)
-    ]
+    chosen = [("run", panel) for panel in PANELS] + [("actor", panel) for panel in ACTOR_PANELS]
     source = {"name": "source", "type": "datasource", "query": "prometheus", "label": "Data source"}
-    run = {"name": "run", "type": "query", "datasource": {"type": "prometheus", "uid": "${source}"}, "label": "Learner"}
-    run |= {"query": "label_values(offbeat_policy_version, instance)", "includeAll": True, "multi": True, "refresh": 2}
     dashboard = {
         "uid": "offbeat",
         "title": "offbeat",
         "schemaVersion": 39,
         "refresh": "15s",
         "time": {"from": "now-6h", "to": "now"},
-        "templating": {"list": [source, run]},
-        "panels": panels,
+        "templating": {
+            "list": [
+                source,
+                _instances("run", "Learner", "offbeat_policy_version"),
+                _instances("actor", "Actor", "offbeat_actor_welcomed"),
+            ]
+        },
+        "panels": [_panel(index, variable, panel) for index, (variable, panel) in enumerate(chosen)],
     }
     return msgspec.json.format(msgspec.json.encode(dashboard)).decode() + "\n"
 
@@ -156,9 +174,47 @@ def alert_rules() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _legend(exported: Exported) -> str:
-    short = exported.name.removeprefix("offbeat_")
-    return f"{{{{{exported.label}}}}}" if exported.label else short
+def _instances(variable: str, label: str, number: str) -> dict[str, Any]:
+    """Return a variable of the dashboard: the processes that export a number."""
+    return {
+        "name": variable,
+        "type": "query",
+        "datasource": {"type": "prometheus", "uid": "${source}"},
+        "label": label,
+        "query": f"label_values({number}, instance)",
+        "includeAll": True,
+        "multi": True,
+        "refresh": 2,
+    }
+
+
+def _panel(index: int, variable: str, panel: Panel) -> dict[str, Any]:
+    """Return a plot of the processes that `variable` chooses."""
+    return {
+        "id": index + 1,
+        "type": "timeseries",
+        "title": panel.title,
+        "description": " ".join(_BY_NAME[name].meaning for name in panel.names),
+        "datasource": {"type": "prometheus", "uid": "${source}"},
+        "gridPos": {"x": 8 * (index % 3), "y": 8 * (index // 3), "w": 8, "h": 8},
+        "fieldConfig": {"defaults": {"unit": panel.unit}, "overrides": []},
+        "targets": [
+            {"refId": chr(ord("A") + number), "expr": _expression(name, variable), "legendFormat": _legend(name, variable)}
+            for number, name in enumerate(panel.names)
+        ],
+    }
+
+
+def _expression(name: str, variable: str) -> str:
+    """Return the query of a number: a counter by its rate per second."""
+    query = f'{name}{{instance=~"${variable}"}}'
+    return f"rate({query}[$__rate_interval])" if name.endswith("_total") else query
+
+
+def _legend(name: str, variable: str) -> str:
+    label = _BY_NAME[name].label
+    told = f"{{{{{label}}}}}" if label else name.removeprefix("offbeat_")
+    return f"{{{{instance}}}} {told}" if variable == "actor" else told
 
 
 def _quoted(text: str) -> str:

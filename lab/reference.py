@@ -12,8 +12,10 @@ from typing import get_args
 
 import msgspec
 
+from offbeat.actor.live.exported import EXPORTED as OF_ACTOR
 from offbeat.common import rows
 from offbeat.common.docstrings import field_docstrings
+from offbeat.common.exported import Exported
 from offbeat.common.resume_rules import OUTCOMES, RULES, Outcome
 from offbeat.common.settings import explanations, setting_names
 from offbeat.common.step_metrics import ROUTING_METRICS, STEP_METRICS, Metric
@@ -21,6 +23,7 @@ from offbeat.lab.monitoring import alert_rules, exported_lines, grafana_dashboar
 from offbeat.learner.diagnostics.health import CLEAR_STEPS
 from offbeat.learner.diagnostics.health import RULES as HEALTH_RULES
 from offbeat.learner.dispatch.watchdog import CAUSES, LATE_FACTOR, LATE_S, NUM_WAITS
+from offbeat.learner.live.exported import EXPORTED as OF_LEARNER
 
 _WRITTEN = "<!-- Written by `python -m offbeat.lab.reference docs`; change the code's docstrings instead. -->"
 
@@ -120,7 +123,7 @@ def write_pages(folder: Path) -> list[Path]:
         "settings.md": settings_page(),
         "resuming.md": resuming_page(),
         "health.md": health_page(),
-        "monitoring.md": monitoring_page(_WRITTEN, _table(("number", "label", "meaning"), exported_lines())),
+        "monitoring.md": monitoring_page(_WRITTEN, _exported_table(OF_LEARNER), _exported_table(OF_ACTOR)),
         "monitoring/grafana.json": grafana_dashboard(),
         "monitoring/alerts.yaml": alert_rules(),
     }
@@ -141,6 +144,10 @@ def _fields_table(struct: type[msgspec.Struct]) -> str:
     if "metrics" in struct.__struct_fields__:
         lines.append(("`area/name`", "One field for each metric, see below.", ""))
     return _table(("field", "meaning", ""), lines)
+
+
+def _exported_table(exported: Iterable[Exported]) -> str:
+    return _table(("number", "label", "meaning"), exported_lines(exported))
 
 
 def _metrics_table(metrics: Iterable[Metric]) -> str:

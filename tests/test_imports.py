@@ -16,7 +16,8 @@ MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 ALLOWED = {
     "protocols": set(),
     "common": {"protocols"},
-    "actor": {"actor/environments", "actor/judges", "common", "protocols"},
+    "actor": {"actor/environments", "actor/judges", "actor/live", "common", "protocols"},
+    "actor/live": {"common", "protocols"},
     "actor/judges": {"actor", "common", "protocols"},
     "actor/environments": {"actor", "actor/environments/endpoint", "common", "protocols"},
     "actor/environments/endpoint": {"actor/environments", "common", "protocols"},
@@ -37,7 +38,7 @@ ALLOWED = {
     "learner/dispatch": {"learner/leases", "learner/diagnostics", "common", "protocols"},
     "learner/live": {"common", "protocols"},
     "learner": {"learner/*", "common", "protocols"},
-    "lab": {"learner/*", "common", "protocols"},
+    "lab": {"actor/live", "learner/*", "common", "protocols"},
     "lab/report": {"lab", "learner/*", "common", "protocols"},
     "lab/simulation": {"lab", "learner/*", "common", "protocols"},
     "lab/replay": {"lab", "learner/*", "common", "protocols"},

@@ -27,6 +27,7 @@ from offbeat.deploy.preflight.findings import Finding, mistake
 from offbeat.protocols.addresses import host_of
 
 _LARGEST_PORT = 65535
+_ACTOR_PORT_CURE = "Choose an address of this machine and a free port; 0 is any free one, for each actor another."
 
 
 def check_ports(config: Config) -> Iterator[Finding]:
@@ -48,6 +49,27 @@ def check_ports(config: Config) -> Iterator[Finding]:
     if page_host and (problem := _bind_problem(page_host, int(page_port))):
         cure = "Choose an address of this machine and a free port; 0 is any free one. Empty: no page."
         yield mistake("metrics.bind", config.metrics.bind, problem, cure)
+
+
+def check_actor_port(config: Config) -> Iterator[Finding]:
+    """Find an address for an actor's numbers that cannot be had."""
+    bind = config.metrics.actor_bind
+    host, _, port = bind.rpartition(":")
+    if host and (problem := _bind_problem(host, int(port))):
+        yield mistake("metrics.actor_bind", bind, problem, _ACTOR_PORT_CURE)
+
+
+def check_shared_actor_port(config: Config) -> Iterator[Finding]:
+    """Find one port for the numbers of several processes that start on this machine."""
+    bind = config.metrics.actor_bind
+    port = bind.rpartition(":")[2]
+    if port in ("", "0"):
+        return
+    if config.launch.num_actors > 1:
+        problem = f"launch.num_actors = {config.launch.num_actors} actors cannot share one port"
+        yield mistake("metrics.actor_bind", bind, problem, _ACTOR_PORT_CURE)
+    elif port == config.metrics.bind.rpartition(":")[2]:
+        yield mistake("metrics.actor_bind", bind, "metrics.bind has the same port", _ACTOR_PORT_CURE)
 
 
 def _bind_problem(host: str, port: int) -> str | None:

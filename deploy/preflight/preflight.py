@@ -32,11 +32,13 @@ from offbeat.deploy.preflight.findings import Finding
 from offbeat.deploy.preflight.inputs import check_inputs, check_rows
 from offbeat.deploy.preflight.judge import check_judge_server
 from offbeat.deploy.preflight.machine import (
+    check_actor_port,
     check_companions,
     check_devices,
     check_folder,
     check_groups_of_processes,
     check_ports,
+    check_shared_actor_port,
     check_variables,
     check_wandb,
     show_devices,
@@ -60,10 +62,10 @@ REWARD_S = 10.0
 """Longest time for one call of the reward, with the import of its module."""
 
 _LEARNER: tuple[Check, ...] = (check_model, check_reference, check_folder, check_ports, check_wandb)
-_ACTOR: tuple[Check, ...] = (check_engine_options, check_judge_server)
+_ACTOR: tuple[Check, ...] = (check_engine_options, check_judge_server, check_actor_port)
 _CHECKS: dict[Command, tuple[Check, ...]] = {
     "check": (*_LEARNER, *_ACTOR, check_groups_of_processes, check_variables, check_companions, check_episodes, show_devices),
-    "train": (*_LEARNER, *_ACTOR, check_groups_of_processes, check_devices),
+    "train": (*_LEARNER, *_ACTOR, check_shared_actor_port, check_groups_of_processes, check_devices),
     "learner": (*_LEARNER, check_variables),
     "actor": (check_model, *_ACTOR),
 }

@@ -1,25 +1,11 @@
 """The numbers that a learner exports to Prometheus at /metrics: one table, from which docs and dashboard are made."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily
-
+from offbeat.common.exported import Exported, Family, Values, family, one
 from offbeat.common.rows import StepRow
 from offbeat.protocols.messages import StatusReport
-
-Values = Mapping[str, float]
-"""Values by their label; the empty label where the number has none."""
-
-
-class Exported(NamedTuple):
-    """One number with its name, unit in the name, and meaning."""
-
-    name: str
-    meaning: str
-    label: str = ""
-    """Name of the label that tells its values apart; empty: one value."""
 
 
 class OfStatus(NamedTuple):
@@ -37,26 +23,24 @@ class OfStep(NamedTuple):
     """Its name in `metrics.jsonl`."""
 
 
-def _one(value: float) -> Values:
-    return {"": value}
-
-
 def _states(report: StatusReport) -> Values:
     states = [member.state for member in report.members]
     return {state: states.count(state) for state in dict.fromkeys(states)}
 
 
 FROM_STATUS: tuple[OfStatus, ...] = (
-    OfStatus(Exported("offbeat_policy_version", "Optimizer steps made."), lambda report: _one(report.policy_version)),
-    OfStatus(Exported("offbeat_target_version", "Optimizer steps to make (train.num_steps)."), lambda one: _one(one.num_steps)),
+    OfStatus(Exported("offbeat_policy_version", "Optimizer steps made."), lambda report: one(report.policy_version)),
+    OfStatus(
+        Exported("offbeat_target_version", "Optimizer steps to make (train.num_steps)."), lambda report: one(report.num_steps)
+    ),
     OfStatus(
         Exported("offbeat_published_version", "Newest policy version that was sent to actors; -1 before the first."),
-        lambda report: _one(report.published_version),
+        lambda report: one(report.published_version),
     ),
-    OfStatus(Exported("offbeat_uptime_seconds", "Age of the learner's process."), lambda report: _one(report.uptime_s)),
+    OfStatus(Exported("offbeat_uptime_seconds", "Age of the learner's process."), lambda report: one(report.uptime_s)),
     OfStatus(
         Exported("offbeat_activity_seconds", "Time since the training loop began what it does now."),
-        lambda report: _one(report.doing_s),
+        lambda report: one(report.doing_s),
     ),
     OfStatus(Exported("offbeat_actors", "Actors by state.", "state"), _states),
     OfStatus(
@@ -76,24 +60,24 @@ FROM_STATUS: tuple[OfStatus, ...] = (
         },
     ),
     OfStatus(Exported("offbeat_leases", "Leases of the run by what became of them.", "state"), lambda report: report.ledger),
-    OfStatus(Exported("offbeat_groups_ready", "Groups that wait to be trained on."), lambda report: _one(report.num_ready)),
-    OfStatus(Exported("offbeat_groups_generating", "Leases that actors work on."), lambda report: _one(report.num_generating)),
+    OfStatus(Exported("offbeat_groups_ready", "Groups that wait to be trained on."), lambda report: one(report.num_ready)),
+    OfStatus(Exported("offbeat_groups_generating", "Leases that actors work on."), lambda report: one(report.num_generating)),
     OfStatus(
         Exported("offbeat_epoch", "Passes over the data, the present one by its share."),
-        lambda report: _one(report.epoch + report.epoch_position),
+        lambda report: one(report.epoch + report.epoch_position),
     ),
-    OfStatus(Exported("offbeat_log_bytes", "Size of the rollout log."), lambda report: _one(report.log_bytes)),
+    OfStatus(Exported("offbeat_log_bytes", "Size of the rollout log."), lambda report: one(report.log_bytes)),
     OfStatus(
         Exported("offbeat_health_rules", "Health rules that hold now (docs/health.md)."),
-        lambda report: _one(len(report.vitals.health)),
+        lambda report: one(len(report.vitals.health)),
     ),
     OfStatus(
         Exported("offbeat_problems", "Problems that an operator should look at, such as a full log or excluded actors."),
-        lambda report: _one(len(report.problems)),
+        lambda report: one(len(report.problems)),
     ),
     OfStatus(
         Exported("offbeat_refused_messages", "Messages from actors that were refused."),
-        lambda report: _one(sum(report.rejected.values())),
+        lambda report: one(sum(report.rejected.values())),
     ),
 )
 
@@ -119,35 +103,13 @@ FROM_STEP: tuple[OfStep, ...] = (
     OfStep(Exported("offbeat_mfu_ratio", "Model FLOPs utilization of the learner while it trained."), "compute/mfu"),
 )
 
-EXPORTED: tuple[Exported, ...] = (*(one.exported for one in FROM_STATUS), *(one.exported for one in FROM_STEP))
+EXPORTED: tuple[Exported, ...] = (*(number.exported for number in FROM_STATUS), *(number.exported for number in FROM_STEP))
 
 
-def exposition(report: StatusReport, step: StepRow | None) -> bytes:
-    """Return all numbers that are known, in Prometheus's text format; `step` is the newest one."""
-    registry = CollectorRegistry()
-    # The library's type of a collector; only `collect` is asked.
-    collector: Any = _Collector(report, step)
-    registry.register(collector)
-    return generate_latest(registry)
-
-
-class _Collector:
-    def __init__(self, report: StatusReport, step: StepRow | None) -> None:
-        self._report = report
-        self._step = step
-
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        for one in FROM_STATUS:
-            yield _family(one.exported, one.values(self._report))
-        if self._step is None:
-            return
-        for of_step in FROM_STEP:
-            if (value := self._step.number(of_step.metric)) is not None:
-                yield _family(of_step.exported, _one(value))
-
-
-def _family(exported: Exported, values: Values) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(exported.name, exported.meaning, labels=[exported.label] if exported.label else None)
-    for label, value in values.items():
-        family.add_metric([label] if exported.label else [], value)
-    return family
+def families(report: StatusReport, step: StepRow | None) -> list[Family]:
+    """Return all numbers that are known; `step` is the newest one."""
+    found = [family(number.exported, number.values(report)) for number in FROM_STATUS]
+    if step is not None:
+        known = ((number, step.number(number.metric)) for number in FROM_STEP)
+        found += [family(number.exported, one(value)) for number, value in known if value is not None]
+    return found

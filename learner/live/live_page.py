@@ -15,10 +15,11 @@ from typing import Any
 import msgspec
 
 from offbeat.common.metrics import ROWS_FILE, read_rows
+from offbeat.common.probes import health, numbers, readiness
 from offbeat.common.rows import EvalRow, EventRow, OtherRow, Row, SampleRow, StepRow, row_fields
 from offbeat.common.web import Response, Route
 from offbeat.learner.live.curves import Curve, Points
-from offbeat.learner.live.exported import exposition
+from offbeat.learner.live.exported import families
 from offbeat.protocols.messages import StatusReport
 
 CURVES = (
@@ -38,8 +39,6 @@ CURVES = (
 HELD_OUT = "eval/reward"
 NUM_SAMPLES = 8
 NUM_EVENTS = 30
-TURNED_WITHIN_S = 30.0
-"""Longest silence of the hub's thread of a healthy learner."""
 
 
 class LivePage:
@@ -86,8 +85,8 @@ class LivePage:
             "/live.css": lambda: Response(_asset("live.css"), "text/css; charset=utf-8"),
             "/plotly.js": _plotly,
             "/state.json": lambda: self._state(status()),
-            "/metrics": lambda: Response(exposition(status(), self._step), "text/plain; version=0.0.4; charset=utf-8"),
-            "/healthz": lambda: _health(silence_s()),
+            "/metrics": lambda: numbers(families(status(), self._step)),
+            "/healthz": lambda: health("the hub", silence_s()),
             "/readyz": lambda: _readiness(status()),
         }
 
@@ -110,17 +109,11 @@ class LivePage:
         return Response(msgspec.json.encode(state), "application/json")
 
 
-def _health(silence_s: float) -> Response:
-    """Answer 200 while the hub's thread turns. A fleet that cannot be reached is no illness of the learner."""
-    is_well = silence_s <= TURNED_WITHIN_S
-    return Response(f"the hub turned {silence_s:.1f} s ago\n".encode(), status=200 if is_well else 503)
-
-
 def _readiness(report: StatusReport) -> Response:
     """Answer 200 once weights were published, so that actors can work."""
     version = report.published_version
     text = "no weights are published yet" if version < 0 else f"weights {version} are published"
-    return Response(f"{text}\n".encode(), status=503 if version < 0 else 200)
+    return readiness(text, is_ready=version >= 0)
 
 
 def _plotly() -> Response:

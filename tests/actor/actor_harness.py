@@ -285,6 +285,7 @@ class Actor:
             stop=cast(StopRequest, self.stop),
             clock=lambda: time.monotonic() + self.skipped_s,
         )
+        self.page = self._service.page
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 

@@ -1,30 +1,46 @@
-"""Dashboard and alert rules use numbers that the learner exports, and every one of these is drawn."""
+"""Dashboard and alert rules use numbers that the services export, and every one of these is drawn."""
 
 import json
 import re
 
 import yaml
 
-from offbeat.lab.monitoring import ALERTS, PANELS, alert_rules, grafana_dashboard
-from offbeat.learner.live.exported import EXPORTED
+from offbeat.actor.live.exported import EXPORTED as OF_ACTOR
+from offbeat.lab.monitoring import ACTOR_PANELS, ALERTS, PANELS, alert_rules, grafana_dashboard
+from offbeat.learner.live.exported import EXPORTED as OF_LEARNER
 
-NAMES = {one.name for one in EXPORTED}
+LEARNERS = {one.name for one in OF_LEARNER}
+ACTORS = {one.name for one in OF_ACTOR}
 UNDRAWN = {"offbeat_published_version", "offbeat_uptime_seconds", "offbeat_activity_seconds", "offbeat_leases"}
 UNDRAWN |= {"offbeat_epoch", "offbeat_refused_messages", "offbeat_reward_std", "offbeat_trained_tokens"}
+UNDRAWN |= {"offbeat_actor_welcomed", "offbeat_actor_judge_seconds_total", "offbeat_actor_episodes_total"}
+UNDRAWN |= {"offbeat_actor_turns_total", "offbeat_actor_environment_seconds_total"}
+
+
+def test_no_number_is_exported_by_both_services() -> None:
+    assert LEARNERS.isdisjoint(ACTORS)
 
 
 def test_dashboard_draws_exported_numbers() -> None:
-    assert {name for panel in PANELS for name in panel.names} == NAMES - UNDRAWN
+    assert {name for panel in PANELS for name in panel.names} == LEARNERS - UNDRAWN
+    assert {name for panel in ACTOR_PANELS for name in panel.names} == ACTORS - UNDRAWN
     dashboard = json.loads(grafana_dashboard())
-    assert len({panel["id"] for panel in dashboard["panels"]}) == len(PANELS)
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(PANELS) + len(ACTOR_PANELS)
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    assert all(re.fullmatch(r'offbeat_\w+\{instance=~"\$run"\}', expression) for expression in expressions)
+    gauge, counter = (
+        r'offbeat_\w+(?<!_total)\{instance=~"\$VARIABLE"\}',
+        r'rate\(offbeat_\w+_total\{instance=~"\$VARIABLE"\}\[\$__rate_interval\]\)',
+    )
+    for expression in expressions:
+        (name,) = re.findall(r"offbeat_\w+", expression)
+        variable = "run" if name in LEARNERS else "actor"
+        assert re.fullmatch(f"{gauge}|{counter}".replace("VARIABLE", variable), expression)
 
 
 def test_rules_ask_for_exported_numbers() -> None:
     rules = yaml.safe_load(alert_rules())["groups"][0]["rules"]
     assert [rule["alert"] for rule in rules] == [alert.name for alert in ALERTS]
     for rule in rules:
-        assert set(re.findall(r"offbeat_\w+", rule["expr"])) <= NAMES
+        assert set(re.findall(r"offbeat_\w+", rule["expr"])) <= LEARNERS | ACTORS
         assert re.fullmatch(r"\d+m", rule["for"])
         assert rule["annotations"]["summary"].endswith(".")

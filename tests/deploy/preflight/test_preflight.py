@@ -195,14 +195,30 @@ def test_setting_that_this_machine_cannot_meet_is_refused(
     assert any(named in text and problem in text for text in texts), texts
 
 
-@pytest.mark.parametrize("setting", ["hub.address", "weights.port", "weights.pull_port", "metrics.bind"])
+@pytest.mark.parametrize("setting", ["hub.address", "weights.port", "weights.pull_port", "metrics.bind", "metrics.actor_bind"])
 def test_port_in_use_is_refused_by_its_own_setting(setting: str, overrides: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         value = {"hub.address": f"tcp://127.0.0.1:{port}", "metrics.bind": f"127.0.0.1:{port}"}.get(setting, port)
+        value = f"127.0.0.1:{port}" if setting == "metrics.actor_bind" else value
         (text,) = refused([*overrides, f"{setting}={value}"])
     assert text.startswith(setting)
     assert f"port {port} is in use" in text
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        (["launch.num_actors=2"], "launch.num_actors = 2 actors"),
+        (["metrics.bind=0.0.0.0:19401"], "metrics.bind has the same port"),
+    ],
+)
+def test_port_for_actors_numbers_that_processes_of_a_run_would_share_is_refused(
+    others: list[str], said: str, overrides: list[str]
+) -> None:
+    (text,) = refused([*overrides, "metrics.actor_bind=127.0.0.1:19401", *others], "train")
+    assert said in text
+    look(load(None, [*overrides, "metrics.actor_bind=127.0.0.1:0", *others]), "train")
 
 
 @pytest.mark.parametrize(

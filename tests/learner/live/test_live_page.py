@@ -7,11 +7,13 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from offbeat.common.exported import exposition
+from offbeat.common.probes import TURNED_WITHIN_S
 from offbeat.common.rows import EvalRow, EventRow, SampleRow, StepRow
 from offbeat.common.step_metrics import step_metric
 from offbeat.learner.live.curves import MOST_POINTS
-from offbeat.learner.live.exported import EXPORTED, FROM_STEP, exposition
-from offbeat.learner.live.live_page import CURVES, HELD_OUT, NUM_SAMPLES, TURNED_WITHIN_S, LivePage
+from offbeat.learner.live.exported import EXPORTED, FROM_STEP, families
+from offbeat.learner.live.live_page import CURVES, HELD_OUT, NUM_SAMPLES, LivePage
 from offbeat.learner.live.serving import serving
 from offbeat.protocols.messages import MemberStatus, StatusReport, Vitals
 
@@ -126,25 +128,25 @@ def test_probes_tell_a_hub_that_hangs_and_weights_that_are_not_there() -> None:
 def test_numbers_are_prometheus_text_with_names_and_labels_of_the_table() -> None:
     members = (member("a"), member('b"\n', "quarantined", version=-1), member("c", version=9))
     row = step(7, **{"reward/mean": 0.5, "lag/max": 3.0, "clip/fraction": float("nan")})
-    families = {one.name: one for one in text_string_to_metric_families(exposition(report(7, *members), row).decode())}
-    assert set(families) <= {one.name for one in EXPORTED}
-    value = {name: [sample.value for sample in family.samples] for name, family in families.items()}
+    found = {one.name: one for one in text_string_to_metric_families(exposition(families(report(7, *members), row)).decode())}
+    assert set(found) <= {one.name for one in EXPORTED}
+    value = {name: [sample.value for sample in family.samples] for name, family in found.items()}
     assert value["offbeat_policy_version"] == [7]
     assert value["offbeat_reward_mean"] == [0.5]
     assert value["offbeat_policy_lag_max"] == [3]
     assert "offbeat_clipped_ratio" not in value, "it was no number"
     assert value["offbeat_refused_messages"] == [5]
     assert value["offbeat_epoch"] == [1.25]
-    labels = {tuple(one.labels.items()): one.value for one in families["offbeat_actors"].samples}
+    labels = {tuple(one.labels.items()): one.value for one in found["offbeat_actors"].samples}
     assert labels == {(("state", "working"),): 2, (("state", "quarantined"),): 1}
-    lags = {one.labels["actor"]: one.value for one in families["offbeat_actor_policy_lag"].samples}
+    lags = {one.labels["actor"]: one.value for one in found["offbeat_actor_policy_lag"].samples}
     assert lags == {"a": 2, "c": 0}
-    assert {one.labels["actor"] for one in families["offbeat_actor_leases"].samples} == {"a", 'b"\n', "c"}
-    assert {one.labels["state"]: one.value for one in families["offbeat_leases"].samples}["dropped/stale"] == 1
+    assert {one.labels["actor"] for one in found["offbeat_actor_leases"].samples} == {"a", 'b"\n', "c"}
+    assert {one.labels["state"]: one.value for one in found["offbeat_leases"].samples}["dropped/stale"] == 1
 
 
 def test_before_the_first_step_there_are_the_numbers_of_the_status() -> None:
-    names = {one.name for one in text_string_to_metric_families(exposition(report(), None).decode())}
+    names = {one.name for one in text_string_to_metric_families(exposition(families(report(), None)).decode())}
     assert "offbeat_policy_version" in names
     assert names.isdisjoint(one.exported.name for one in FROM_STEP)
 

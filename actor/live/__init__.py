@@ -1,0 +1,1 @@
+"""An actor's numbers for Prometheus, and its probes."""
