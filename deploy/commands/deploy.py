@@ -1,18 +1,26 @@
 """`offbeat deploy`: the files by which a cluster's scheduler starts a run's services."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from offbeat.common.logs import configure_logs
-from offbeat.common.settings import refuse_masked
+from offbeat.common.settings import SettingError, load, refuse_masked
+from offbeat.deploy.clusters.compose import write_compose
+from offbeat.deploy.clusters.kubernetes import Cluster, write_manifests
+from offbeat.deploy.clusters.kubernetes_pods import PodOptions
 from offbeat.deploy.clusters.slurm import write_scripts
-from offbeat.deploy.commands.arguments import Arguments, read_config, split_arguments
+from offbeat.deploy.clusters.yaml_files import read_mapping
+from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, read_config, split_arguments
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files; earlier ones are replaced, keys are kept.")]
+
+Image = Annotated[str, typer.Option(metavar="NAME", help="Image of containers with offbeat, your code and data.")]
+Resources = list[str] | None
 
 
 @app.callback()
@@ -43,3 +51,74 @@ def slurm(
     num_actors = config.launch.num_actors if actors is None else actors
     written = write_scripts(config, path, overrides, out, num_actors, learner_options or [], actor_options or [])
     typer.echo(written)
+
+
+@app.command()
+def kubernetes(
+    out: Out,
+    image: Image,
+    arguments: Arguments = None,
+    keys: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Folder of the keys, made if need be. [default: DIR/keys]")
+    ] = None,
+    namespace: Annotated[str, typer.Option(help="Namespace of the run, one for each.")] = "offbeat",
+    actors: Annotated[int | None, typer.Option(min=0, help="Number of actors. [default: launch.num_actors]")] = None,
+    learner: Annotated[
+        Resources, typer.Option(metavar="RESOURCE=QUANTITY", help="Resource of the learner, such as nvidia.com/gpu=1.")
+    ] = None,
+    actor: Annotated[
+        Resources, typer.Option(metavar="RESOURCE=QUANTITY", help="Resource of each actor, such as memory=32Gi.")
+    ] = None,
+    learner_pod: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="YAML file with fields of the learner's pod: nodeSelector, tolerations.")
+    ] = None,
+    actor_pod: Annotated[Path | None, typer.Option(metavar="FILE", help="The same for the actors' pods.")] = None,
+    secret: Annotated[str, typer.Option(help="Secret whose entries become environment variables, such as HF_TOKEN.")] = "",
+    storage: Annotated[str, typer.Option(help="Size of the learner's volume.")] = "100Gi",
+    storage_class: Annotated[str, typer.Option(help="Storage class of the volume. [default: the cluster's]")] = "",
+    monitoring: Annotated[str, typer.Option(metavar="NAMESPACE", help="Namespace whose pods may read the run's numbers.")] = "",
+    keda: Annotated[str, typer.Option(metavar="URL", help="Prometheus that KEDA asks how many actors the run wants.")] = "",
+    reconcile: Annotated[bool, typer.Option("--reconcile", help="Let offbeat start and end actors as the run wants.")] = False,
+) -> None:
+    """Write the manifests of a run on Kubernetes: learner, actors, keys, probes, and rules of the network."""
+    if keda and reconcile:
+        raise SettingError("--reconcile", "", "--keda changes the number of actors already", "Leave out one of the two.")
+    path, overrides = _named_file(arguments)
+    num_actors = load(path, overrides).launch.num_actors if actors is None else actors
+    cluster = Cluster(
+        image=image,
+        namespace=namespace,
+        num_actors=num_actors,
+        learner=PodOptions(_quantities("--learner", learner), read_mapping("--learner-pod", learner_pod), secret),
+        actor=PodOptions(_quantities("--actor", actor), read_mapping("--actor-pod", actor_pod), secret),
+        storage=storage,
+        storage_class=storage_class,
+        monitoring=monitoring,
+        prometheus=keda,
+        reconciles=reconcile,
+    )
+    typer.echo(write_manifests(path, overrides, out, keys or out / "keys", cluster))
+
+
+@app.command()
+def compose(out: Out, image: Image, arguments: Arguments = None) -> None:
+    """Write `compose.yaml`: the run in containers on one machine, with the actors and GPUs of the section launch."""
+    path, overrides = _named_file(arguments)
+    typer.echo(write_compose(path, overrides, out, image))
+
+
+def _named_file(arguments: list[str] | None) -> tuple[Path, list[str]]:
+    """Return the TOML file that a command line names, by default the quick start's, and the settings behind it."""
+    path, overrides = split_arguments(arguments)
+    return path or QUICKSTART, overrides
+
+
+def _quantities(option: str, texts: Resources) -> dict[str, str]:
+    """Return the quantities of `RESOURCE=QUANTITY`; raise `SettingError` for another form."""
+    quantities: dict[str, str] = {}
+    for text in texts or []:
+        resource, _, quantity = text.partition("=")
+        if not re.fullmatch(r"[\w./-]+", resource) or not re.fullmatch(r"\d+(\.\d+)?(m|k|[MGTP]|[KMGTP]i)?", quantity):
+            raise SettingError(option, text, "this is not RESOURCE=QUANTITY", f"Write for example {option} memory=32Gi.")
+        quantities[resource] = quantity
+    return quantities

@@ -1,0 +1,98 @@
+"""The inside of a container that runs a service: its paths and ports, and the command that it starts with."""
+
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+from offbeat.common.config import Config
+from offbeat.common.hub_keys import LEARNER, OPERATOR
+from offbeat.common.run_folder import CONFIG_FILE
+from offbeat.common.settings import SettingError
+from offbeat.deploy.launch.keygen import ALLOWED_KEYS, make_keys
+
+WORK = "/work"
+"""The folder that the services are started in."""
+CONFIG = "/etc/offbeat/run.toml"
+KEYS = "/keys"
+"""Folder of the service's own secret key and the learner's public key."""
+ALLOWED = "/allowed"
+"""Folder of the list of public keys that may connect, which the learner reads again when it changes."""
+RUNS = "/runs"
+"""The learner's volume."""
+
+HUB_PORT = 5700
+PULL_PORT = 5701
+COLLECTIVE_PORT = 5702
+PAGE_PORT = 9400
+"""Port of the learner's page, metrics and probes."""
+
+SAVING_S = 300
+"""Seconds for the learner to finish a step, and to write checkpoint and model, after it was asked to stop."""
+MARGIN_S = 15
+"""Seconds that an actor has beyond those in which it leaves."""
+
+USER = 1000
+"""User and group of the image's processes."""
+FLEET = "actors"
+"""Stem of the key file that the actors share; their names begin with it."""
+LEARNER_KEYS = (f"{LEARNER}.key", f"{LEARNER}.pub", f"{OPERATOR}.key")
+"""Key files of the learner's container. The operator's is for commands that are run in it."""
+ACTOR_KEYS = (f"{FLEET}.key", f"{LEARNER}.pub")
+
+
+def run_folder(config: Config) -> str:
+    """Return the run's folder in the learner's container: on its volume, and the same at each start."""
+    name = PurePosixPath(config.run.dir).name.replace("{time}", "").strip("-_.")
+    return f"{RUNS}/{name or 'run'}"
+
+
+def container_settings(config: Config, host: str) -> list[str]:
+    """Return the settings that differ between one machine and containers that reach the learner at `host`."""
+    return [
+        f"run.dir={run_folder(config)}",
+        f"hub.address=tcp://{host}:{HUB_PORT}",
+        f"hub.bind=tcp://0.0.0.0:{HUB_PORT}",
+        f"hub.learner_key={KEYS}/{LEARNER}.pub",
+        f"hub.allowed_keys={ALLOWED}/{ALLOWED_KEYS}",
+        f"weights.pull_port={PULL_PORT}",
+        f"weights.port={COLLECTIVE_PORT}",
+        f"metrics.bind=0.0.0.0:{PAGE_PORT}",
+    ]
+
+
+def learner_command(config: Config, settings: Sequence[str]) -> list[str]:
+    """Return the command of the learner's container. A learner that is started again goes on where the last one was."""
+    program = ["offbeat"]
+    if config.launch.learner_processes > 1:
+        processes = f"--nproc-per-node={config.launch.learner_processes}"
+        program = ["torchrun", "--standalone", processes, "-m", "offbeat.deploy.cli"]
+    words = [*program, "learner", CONFIG, *settings, f"hub.key={KEYS}/{{name}}.key"]
+    begun = shlex.quote(f"{run_folder(config)}/{CONFIG_FILE}")
+    # exec: signals reach the learner, not a shell that waits for it.
+    return ["sh", "-c", f'if [ -e {begun} ]; then set -- "$@" run.resume=true; fi\nexec "$@"', "sh", *words]
+
+
+def actor_command(settings: Sequence[str], name: str) -> list[str]:
+    """Return the command of an actor's container."""
+    return ["offbeat", "actor", CONFIG, *settings, f"hub.key={KEYS}/{FLEET}.key", f"actor.name={name}"]
+
+
+def leave_s(config: Config) -> int:
+    """Return the seconds after which an actor that was asked to leave may be killed."""
+    return math.ceil(config.hub.dead_after_s) + MARGIN_S
+
+
+def fleet_keys(folder: Path) -> dict[str, str]:
+    """Return the texts of the key files in `folder` by name, made there unless it has some.
+
+    Raises `SettingError` where the folder has keys but none for the actors.
+    """
+    if not (folder / ALLOWED_KEYS).exists():
+        make_keys(folder, [f"{FLEET}-*"])
+    names = (*LEARNER_KEYS, *ACTOR_KEYS, ALLOWED_KEYS)
+    for name in names:
+        if not (folder / name).exists():
+            cure = f"Make it: offbeat keygen {folder} '{FLEET}-*'; or name a new folder, which gets all keys."
+            raise SettingError("--keys", str(folder), f"there is no {name} in it", cure)
+    return {name: (folder / name).read_text() for name in names}

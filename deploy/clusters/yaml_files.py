@@ -1,0 +1,53 @@
+"""Files of YAML documents as people write them: keys in the order given, long texts as blocks, no aliases."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from offbeat.common.masking import write_private
+from offbeat.common.settings import SettingError
+
+Document = dict[str, Any]
+WIDTH = 120
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: object) -> bool:
+        """Write equal parts out each time: people change one of them."""
+        return True
+
+
+def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def yaml_text(comment: str, documents: Sequence[Document]) -> str:
+    """Return the documents as YAML below a comment."""
+    lines = "".join(f"# {line}\n" for line in comment.splitlines())
+    return lines + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=WIDTH, allow_unicode=True)
+
+
+def write_yaml(path: Path, comment: str, documents: Sequence[Document]) -> None:
+    """Write a private file: it may hold keys, and settings may hold secrets."""
+    write_private(path, yaml_text(comment, documents))
+
+
+def read_mapping(option: str, path: Path | None) -> Document:
+    """Return the mapping in a file of YAML, an empty one without a file; raise `SettingError` for anything else."""
+    if path is None:
+        return {}
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        problem = f"the file cannot be read ({error.strerror})"
+        raise SettingError(option, str(path), problem, "Give the path of a YAML file.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingError(option, str(path), f"the file is not valid YAML: {error}", "Correct that line.") from error
+    if not isinstance(content, dict):
+        raise SettingError(option, str(path), "the file holds no mapping", "Write fields, such as nodeSelector: {...}.")
+    return content
