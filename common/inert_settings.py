@@ -75,6 +75,9 @@ def _readers_of_tasks(task: TaskSection) -> Iterator[_Reader]:
 
 def _readers_of_objectives(config: Config) -> Iterator[_Reader]:
     loss, advantage, kl = config.loss, config.advantage, config.kl
+    yield _Reader(
+        ("advantage.turns",), bool(config.task.environment), "task.environment names no function", "set task.environment"
+    )
     baseline = f"advantage.baseline = {advantage.baseline!r}"
     has_critic = advantage.baseline == "critic"
     yield _Reader(

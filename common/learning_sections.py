@@ -45,9 +45,14 @@ class AdvantageSection(Section, frozen=True):
     """Number subtracted from a reward. group: the mean of its group. leave_one_out: the mean of the other completions in its
     group. critic: a learned value, with generalized advantage estimation (GAE). zero: nothing. none: the objective's default,
     critic for ppo and group for the others."""
+    turns: Literal["sum", "to_go"] = "sum"
+    """Use of the rewards that an environment gives to turns (`chat.reward`). sum: an episode has one advantage, of the sum of
+    its rewards. to_go: each turn has its own, of the rewards given after it was asked for, above those of the group's other
+    episodes at the same turn."""
     divide_by_std: bool | None = None
     """Divide by the standard deviation of the group's rewards, as GRPO and GSPO do. none: the objective's default with the
-    group baseline (false for dr_grpo and ppo, true for the others), and false with any other baseline."""
+    group baseline (false for dr_grpo and ppo, true for the others), and false with any other baseline and for
+    `advantage.turns = "to_go"`."""
     std_epsilon: PositiveFloat = 1e-6
     """Number added to the standard deviation to avoid division by zero."""
     std_unbiased: bool = True

@@ -177,14 +177,42 @@ def _check_advantage(config: Config) -> None:
             f"advantage.baseline = {advantage.baseline!r} takes no group's moments",
             "Remove it; advantage.whiten scales the advantages of the whole step.",
         )
-    varies = 'advantage.baseline = "critic"' if advantage.baseline == "critic" else f"kl.reward_coef = {kl.reward_coef}"
-    if config.loss.objective == "gspo" and (advantage.baseline == "critic" or kl.reward_coef):
+    if advantage.turns == "to_go":
+        _check_turns(config)
+    varies = {
+        'advantage.baseline = "critic"': advantage.baseline == "critic",
+        'advantage.turns = "to_go"': advantage.turns == "to_go",
+        f"kl.reward_coef = {kl.reward_coef}": kl.reward_coef > 0,
+    }
+    if config.loss.objective == "gspo" and any(varies.values()):
         raise SettingError(
             "loss.objective",
             "gspo",
-            f"it has one advantage for a completion, and with {varies} every token has its own",
+            f"it has one advantage for a completion, and with {next(filter(varies.get, varies))} tokens have their own",
             'Set loss.objective="gspo_token".',
         )
+
+
+def _check_turns(config: Config) -> None:
+    """Raise `SettingError` for what cannot be had beside advantages of turns."""
+    advantage, reward = config.advantage, config.reward
+    others_units = "subtracts the rewards of earlier turns from the episode's, which would be in other units"
+    clashes = (
+        ("advantage.baseline", advantage.baseline, advantage.baseline == "critic", "compares turns, without a critic"),
+        ("advantage.function", advantage.function, bool(advantage.function), "would not call it: it knows no turns"),
+        (
+            "advantage.divide_by_std",
+            True,
+            bool(advantage.divide_by_std),
+            "would make a turn of small rewards as loud as others",
+        ),
+        ("reward.norm_std", reward.norm_std, reward.norm_std != "none", others_units),
+        ("reward.clip", reward.clip, reward.clip is not None, others_units),
+    )
+    for setting, value, is_set, problem in clashes:
+        if is_set:
+            cure = 'Set it to "group"' if setting == "advantage.baseline" else "Remove it"
+            raise SettingError(setting, value, f'advantage.turns = "to_go" {problem}', f'{cure}, or set advantage.turns="sum".')
 
 
 def _check_reward(config: Config) -> None:

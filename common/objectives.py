@@ -131,6 +131,8 @@ def resolve_divide_by_std(advantage: AdvantageSection, objective: str) -> bool:
     """Tell if advantages are divided by the group's standard deviation; left open, only with the group's mean as baseline."""
     if advantage.divide_by_std is not None:
         return advantage.divide_by_std
+    if advantage.turns == "to_go":
+        return False
     return resolve_baseline(advantage, objective) == "group" and DEFAULTS[objective].divide_by_std
 
 

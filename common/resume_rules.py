@@ -103,7 +103,7 @@ RULES = (
     ),
     Rule(
         "refused",
-        _of("advantage", "function baseline divide_by_std std_epsilon std_unbiased whiten clip gamma gae_lambda"),
+        _of("advantage", "function baseline turns divide_by_std std_epsilon std_unbiased whiten clip gamma gae_lambda"),
         "It is part of the objective, and decides whether the checkpoint has a critic.",
     ),
     Rule("recorded", _of("loss", "clip_low clip_high"), "`offbeat set` may change it during the run, too."),

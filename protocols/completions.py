@@ -29,6 +29,8 @@ class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     back: Natural = 1
     """Number of turns that this turn goes back to the one whose end it continues. In turn `i`, 1 is the turn before it, `i + 1`
     the lease's prompt (for the first turn the same), and 0 nothing: it begins with its context. Since minor version 6."""
+    reward: float = 0.0
+    """Part of the completion's reward that was given when this turn was the last one asked for. Since minor version 8."""
 
 
 def path_lengths(turns: Sequence[Turn]) -> list[int]:

@@ -160,8 +160,11 @@ class Chat:
         return restarted
 
     def reward(self, value: float) -> None:
-        """Add to the reward of the episode."""
-        self._episode.rewards += float(value)
+        """Add to the reward of the episode: a reward of the turn that was asked for last.
+
+        `advantage.turns = "to_go"` does not credit turns with the rewards that were given before they were asked for.
+        """
+        self._episode.reward(float(value))
 
     def metric(self, name: str, value: float) -> None:
         """Give a number of the episode; steps show its mean as `reward_part/NAME`."""

@@ -24,6 +24,8 @@ class ChatEpisode:
         self.max_length = max_length
         self.rewards = 0.0
         """The sum of the rewards given so far."""
+        self.turn_rewards: dict[int, float] = {}
+        """Those of them given after the first turn was asked for, by the number of the turn asked for last."""
         self.metrics: dict[str, float] = {}
         """The metrics given so far."""
         self.num_calls = 0
@@ -70,6 +72,13 @@ class ChatEpisode:
             del self._replies[number]
         self._room += max_new_tokens - len(sampled.token_ids)
         return number, sampled
+
+    def reward(self, value: float) -> None:
+        """Add to the reward of the episode, and of the turn asked for last: what it depends on was asked for by now."""
+        self.rewards += value
+        if self._num_asked:
+            last = self._num_asked - 1
+            self.turn_rewards[last] = self.turn_rewards.get(last, 0.0) + value
 
     def take(self, sampled: Sampled) -> None:
         """Hand the actor's answer to the call that waits."""

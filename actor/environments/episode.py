@@ -5,10 +5,11 @@ prompt -- turn 0 -- turn 1 -- turn 3        turn 2 continues the end of turn 0 (
 turn 4
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from offbeat.actor.engine import Completion
@@ -111,8 +112,11 @@ class Episode:
         if number < len(self.turns) and all(turn.continues != number for turn in self.turns):
             self.turns[number].is_withdrawn = True
 
-    def completion(self) -> Completion | None:
-        """Return the sampled turns as a completion; None without any."""
+    def completion(self, turn_rewards: Mapping[int, float]) -> Completion | None:
+        """Return the sampled turns as a completion; None without any.
+
+        `turn_rewards` are those of turns by their numbers. The reward of a turn without tokens goes to the turn before it.
+        """
         places = {PROMPT: -1}
         turns: list[Turn] = []
         context: list[int] = []
@@ -120,11 +124,14 @@ class Episode:
         segments: list[Segment] = []
         num_tokens = 0
         for number, turn in enumerate(self.turns):
+            reward = turn_rewards.get(number, 0.0)
             if turn.completion is None or turn.is_withdrawn:
+                if turns and reward:
+                    turns[-1] = msgspec.structs.replace(turns[-1], reward=turns[-1].reward + reward)
                 continue
             place = places[number] = len(turns)
             back = 0 if turn.continues is None else place - places[turn.continues]
-            turns.append(Turn(len(turn.context), len(turn.completion.token_ids), back))
+            turns.append(Turn(len(turn.context), len(turn.completion.token_ids), back, reward))
             context.extend(turn.context)
             sampled.append(turn.completion)
             for segment in turn.completion.segments:

@@ -257,7 +257,7 @@ class Episodes:
             episode.finish_reason = "length"
         if not episode.sampling:
             self._note_word(episode)
-        completion = episode.completion()
+        completion = episode.completion(message.turn_rewards)
         if completion is None:
             self._fail(episode.member.lease_id, "environment_error", "the function has returned without a sample()")
             return

@@ -114,6 +114,9 @@ class Ended(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     parts: RewardParts
     is_out_of_room: bool
     """True when the function has ended because no token fitted any more."""
+    turn_rewards: dict[Natural, float] = {}
+    """Parts of the reward that were given before the end, by the number of the sample asked for last; without those given
+    before the first."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):

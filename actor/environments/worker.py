@@ -127,6 +127,7 @@ class Worker:
             reward=reward_of(reward.total + episode.rewards, {}).total,
             parts=reward_of({**reward.parts, **episode.metrics}, {}).parts,
             is_out_of_room=is_out_of_room,
+            turn_rewards={number: reward_of(value, {}).total for number, value in episode.turn_rewards.items()},
         )
 
     def _chat(self, episode: ChatEpisode) -> Chat:

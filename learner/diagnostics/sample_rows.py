@@ -82,7 +82,7 @@ class EvaluationSampleRows:
 
 
 def written(rollout: Rollout, decode: Decode) -> str:
-    """Return a completion as text; what an environment has added stands between ⟦ and ⟧.
+    """Return a completion as text; what an environment has added stands between ⟦ and ⟧, as the rewards of turns do.
 
     A turn that does not continue the one before begins a line, which says what it continues.
     """
@@ -99,6 +99,9 @@ def written(rollout: Rollout, decode: Decode) -> str:
         if len(context):
             parts.append(f"⟦{decode(context.tolist())}⟧")
         sampled += of_turn.tolist()
+        if turn.reward:
+            parts.append(f"{decode(sampled)}⟦reward {turn.reward:g}⟧")
+            sampled = []
     return "".join([*parts, decode(sampled)])
 
 

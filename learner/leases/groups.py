@@ -51,9 +51,19 @@ class Rollout(NamedTuple):
         return max(1, len(self.turns))
 
     @property
+    def turn_lengths(self) -> list[int]:
+        """Sampled tokens of each turn."""
+        return [turn.num_sampled for turn in self.turns] or [len(self.token_ids)]
+
+    @property
     def longest_turn(self) -> int:
         """Sampled tokens of the longest turn, which `rollout.max_new_tokens` bounds."""
-        return max((turn.num_sampled for turn in self.turns), default=len(self.token_ids))
+        return max(self.turn_lengths)
+
+    def returns_to_go(self, reward: float) -> NDArray[np.float64]:
+        """Return for each turn what of the episode's `reward`, shaped or not, was given after the turn was asked for."""
+        given_before = [0.0, *(turn.reward for turn in self.turns[:-1])]
+        return reward - np.cumsum(given_before)
 
     def pieces(self) -> Iterator[tuple[Turn, NDArray[np.int32], NDArray[np.int32]]]:
         """Yield each turn with its context and its sampled tokens."""
@@ -198,6 +208,8 @@ def flaw(completions: Sequence[CompletionMeta], arrays: Sequence[Frame], limits:
         # Not `>`: a NaN must not pass.
         if not abs(completion.reward) <= LARGEST_REWARD:
             return f"completion {index} has reward {completion.reward:g}, not within {LARGEST_REWARD:g} of 0"
+        if not all(abs(turn.reward) <= LARGEST_REWARD for turn in completion.turns):
+            return f"completion {index} has a turn whose reward is not within {LARGEST_REWARD:g} of 0"
         if not all(abs(part) <= LARGEST_REWARD for part in completion.reward_parts.values()):
             return f"completion {index} has reward parts {completion.reward_parts}, not within {LARGEST_REWARD:g} of 0"
         for segment in completion.segments:

@@ -1,5 +1,6 @@
-"""Advantages: the reward of a completion, or of a token of one, above a baseline for its expectation."""
+"""Advantages: the reward of a completion, of a turn, or of a token of one, above a baseline for its expectation."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -45,6 +46,29 @@ def group_advantages(
         return advantages
     std = rewards.std(dim=-1, keepdim=True, correction=int(unbiased))
     return torch.where(all_equal, advantages, advantages / (std + epsilon))
+
+
+@torch.no_grad()
+def turn_advantages(returns: Sequence[Tensor], *, baseline: Literal["mean", "leave_one_out", "none"]) -> list[Tensor]:
+    """`A_it = G_it - b_it`: the return-to-go of turn t of episode i, above that of the group's episodes at the same turn.
+
+    `returns`: for each episode of one group `[num_turns]`, `G_it = sum_{k >= t} r_ik`, undiscounted; episodes may differ in
+    their turns. Returns advantages of these shapes. `b_it` is the `mean` over the group of `G_jt`, where an episode that has
+    ended before turn t stands with its last turn; `leave_one_out` and `none` are as in `group_advantages`.
+
+    This is the return-based advantage of GTPO (https://arxiv.org/abs/2511.14846) and the step advantage of GiGPO
+    (https://arxiv.org/abs/2505.10978) with `F_norm = 1`, without their discount. GiGPO compares turns with equal states, GTPO
+    those with equal indices, of which the last turn of the longest episode has none: hence the ended episodes. A
+    baseline that does not depend on a turn's own tokens leaves the expected gradient as it is, whatever it is made of
+    (Greensmith, Bartlett, Baxter 2004); like GRPO's, the mean has a share 1/n of the episode itself, and `leave_one_out` has
+    none. Turns are not divided by a standard deviation: one of few turns' small rewards would make them as loud as the others.
+
+    When only the last turns have rewards, all turns of an episode have the advantage of `group_advantages`.
+    """
+    longest = max(len(of_turns) for of_turns in returns)
+    held = torch.stack([torch.cat([one, one[-1:].expand(longest - len(one))]) for one in returns], dim=-1)
+    advantages = group_advantages(held, baseline=baseline, divide_by_std=False)
+    return [advantages[: len(one), index] for index, one in enumerate(returns)]
 
 
 @torch.no_grad()

@@ -24,8 +24,9 @@ class Row(NamedTuple):
     rollout: Rollout
     reward: float
     """Shaped reward: penalized, normalized, clipped."""
-    advantage: float
-    """Advantage within its group, without a critic and without the KL in the reward."""
+    advantage: float | NDArray[np.float64]
+    """Advantage within its group, or that of each of its tokens `[num_tokens]`; without a critic and without the KL in the
+    reward."""
     weight: float
     """Weight of its group in the loss."""
     policy_lag: int
@@ -48,7 +49,7 @@ class MicroBatch(NamedTuple):
     rewards: Tensor
     """`[rows]` float32."""
     advantages: Tensor
-    """`[rows]` float32."""
+    """`[rows, tokens]` float32."""
     weights: Tensor
     """`[rows]` float32."""
     policy_lags: Tensor
@@ -60,11 +61,15 @@ class MicroBatch(NamedTuple):
 
 
 def make_rows(
-    groups: Sequence[Group], rewards: NDArray[np.float64], advantages: NDArray[np.float64], *, policy_version: int
+    groups: Sequence[Group],
+    rewards: NDArray[np.float64],
+    advantages: Sequence[Sequence[float | NDArray[np.float64]]],
+    *,
+    policy_version: int,
 ) -> list[Row]:
-    """Return all completions of `groups`, in order; `rewards`, `advantages`: `[num_groups, group_size]`."""
+    """Return all completions of `groups`, in order; `rewards`: `[num_groups, group_size]`, `advantages` likewise."""
     rows: list[Row] = []
-    for index, (group, of_group, scored) in enumerate(zip(groups, rewards.tolist(), advantages.tolist(), strict=True)):
+    for index, (group, of_group, scored) in enumerate(zip(groups, rewards.tolist(), advantages, strict=True)):
         lag = group.policy_lag(policy_version)
         rows += [
             Row(index, group.prompt_token_ids, rollout, reward, advantage, group.weight, lag, group.images)
@@ -164,15 +169,17 @@ def collate(rows: Sequence[Row], images: ImagePacker | None = None) -> MicroBatc
     shape = (len(rows), max([1, *packed.lengths]))
     completion_mask = np.zeros(shape, dtype=np.bool_)
     behavior_logprobs = np.zeros(shape, dtype=np.float32)
+    advantages = np.zeros(shape, dtype=np.float32)
     for index, row in enumerate(rows):
         completion_mask[index, : packed.lengths[index]] = True
         behavior_logprobs[index, : packed.lengths[index]] = row.rollout.behavior_logprobs
+        advantages[index, : packed.lengths[index]] = row.advantage
     return MicroBatch(
         packed,
         torch.from_numpy(completion_mask),
         torch.from_numpy(behavior_logprobs),
         torch.tensor([row.reward for row in rows], dtype=torch.float32),
-        torch.tensor([row.advantage for row in rows], dtype=torch.float32),
+        torch.from_numpy(advantages),
         torch.tensor([row.weight for row in rows], dtype=torch.float32),
         torch.tensor([row.policy_lag for row in rows], dtype=torch.int64),
     )

@@ -1,5 +1,6 @@
 """Preparation of a batch before its first optimizer step: the frozen networks' outputs, and advantages per token."""
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from offbeat.common.learning_sections import AdvantageSection
 from offbeat.common.objectives import Baseline, resolve_baseline, resolve_divide_by_std
+from offbeat.learner.leases.groups import Group
 from offbeat.learner.objectives.advantages import (
     discounted_returns,
     generalized_advantages,
@@ -16,6 +18,7 @@ from offbeat.learner.objectives.advantages import (
     merge_moments,
     moments,
     rewards_by_token,
+    turn_advantages,
     whiten,
 )
 from offbeat.learner.objectives.kl import KlEstimator, kl_estimate
@@ -37,6 +40,8 @@ class AdvantageRule(NamedTuple):
     """The settings of `[advantage]`, every value decided."""
 
     baseline: Baseline
+    turns: Literal["sum", "to_go"]
+    """The rewards that a turn is credited with: all of its episode, or those given after it was asked for."""
     divide_by_std: bool
     std_epsilon: float
     std_unbiased: bool
@@ -85,6 +90,7 @@ def resolve_advantage(advantage: AdvantageSection, *, objective: str) -> Advanta
     """Return the rule of these settings; those left open take the objective's own values."""
     return AdvantageRule(
         baseline=resolve_baseline(advantage, objective),
+        turns=advantage.turns,
         divide_by_std=resolve_divide_by_std(advantage, objective),
         std_epsilon=advantage.std_epsilon,
         std_unbiased=advantage.std_unbiased,
@@ -120,6 +126,27 @@ def completion_advantages(rewards: NDArray[np.float64], rule: AdvantageRule) -> 
     ).numpy()
 
 
+def row_advantages(
+    groups: Sequence[Group], rewards: NDArray[np.float64], rule: AdvantageRule
+) -> list[list[float | NDArray[np.float64]]]:
+    """Return the advantage of each completion of each group, or that of each of its tokens where its turns differ.
+
+    `rewards`: the shaped ones, `[num_groups, group_size]`. What shaping adds to the task's rewards belongs to every turn.
+    """
+    if rule.turns == "sum":
+        return completion_advantages(rewards, rule).tolist()
+    baseline = _GROUP_BASELINES[rule.baseline]
+    of_groups: list[list[float | NDArray[np.float64]]] = []
+    for group, of_group in zip(groups, rewards.tolist(), strict=True):
+        rollouts = group.rollouts
+        returns = [rollout.returns_to_go(reward) for rollout, reward in zip(rollouts, of_group, strict=True)]
+        advantages = turn_advantages([torch.from_numpy(one) for one in returns], baseline=baseline)
+        of_groups.append(
+            [np.repeat(one.numpy(), rollout.turn_lengths) for rollout, one in zip(rollouts, advantages, strict=True)]
+        )
+    return of_groups
+
+
 def reward_kl(micro_batch: MicroBatch, reference_logprobs: Tensor, *, estimator: KlEstimator) -> Tensor:
     """Return the KL from the reference that the rewards are charged with, `[rows, tokens]`.
 
@@ -146,7 +173,7 @@ def prepare_micro_batch(
             token_rewards, frozen.values, mask, gamma=rule.gamma, gae_lambda=rule.gae_lambda
         )
         return PreparedMicroBatch(micro_batch, frozen, advantages, returns)
-    advantages = torch.where(mask, micro_batch.advantages[:, None], 0.0)
+    advantages = torch.where(mask, micro_batch.advantages, 0.0)
     if kl_coefficient:
         no_rewards = torch.zeros_like(micro_batch.rewards)
         token_rewards = rewards_by_token(no_rewards, penalty, mask, kl_coefficient=kl_coefficient)

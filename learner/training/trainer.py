@@ -54,9 +54,9 @@ from offbeat.learner.training.preparation import (
     Outputs,
     PreparedMicroBatch,
     add_lag,
-    completion_advantages,
     prepare_micro_batch,
     resolve_advantage,
+    row_advantages,
     run_network,
     scale_advantages,
 )
@@ -267,7 +267,7 @@ class Trainer:
             self._shaping,
             running=running,
         )
-        advantages = completion_advantages(shaped.rewards, self._advantage)
+        advantages = row_advantages(groups, shaped.rewards, self._advantage)
         return make_rows(groups, shaped.rewards, advantages, policy_version=policy_version), shaped.running
 
     def _prepare(self, rows: Sequence[Row]) -> list[PreparedMicroBatch]:

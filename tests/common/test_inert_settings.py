@@ -8,6 +8,7 @@ from offbeat.common.settings import SettingError, load, resolved_toml
 GOOD = ("model.path=some/model", "task.train_data=train.jsonl")
 
 INERT = {
+    "advantage.turns=to_go": ["task.environment names no function", "set task.environment"],
     "advantage.gamma=0.9": ["one advantage for a completion", 'advantage.baseline="critic" or kl.reward_coef'],
     "advantage.gae_lambda=0.9": ["has no critic"],
     "critic.value_clip=none": ["critic.value_clip = none", "has no critic"],
@@ -24,6 +25,7 @@ INERT = {
 }
 """Settings that are inert under `loss.objective = "dr_grpo"`, with parts of the refusal."""
 READERS = {
+    "advantage.turns=to_go": ["task.environment=my_task:play"],
     "advantage.gamma=0.9": ["kl.reward_coef=0.1"],
     "advantage.gae_lambda=0.9": ["loss.objective=ppo"],
     "critic.value_clip=none": ["loss.objective=ppo"],

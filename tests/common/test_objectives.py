@@ -92,6 +92,7 @@ class Refusal:
     parts: list[str]
 
 
+TO_GO = "advantage.turns=to_go"
 REFUSALS = [
     Refusal(["rollout.group_size=1"], ["rollout.group_size = 1", "nothing would be learned"]),
     Refusal(["loss.anchor=proximal"], ['loss.anchor = "proximal"', "always 1", "steps_per_batch=2"]),
@@ -127,6 +128,12 @@ REFUSALS = [
     Refusal(["loss.objective=m2po", "loss.clip_low=0.2"], ["loss.clip_low = 0.2", "does not clip"]),
     Refusal(["advantage.baseline=zero", "advantage.divide_by_std=true"], ["advantage.divide_by_std = true", "whiten"]),
     Refusal(["advantage.baseline=critic"], ['loss.objective = "gspo"', "critic", "gspo_token"]),
+    Refusal([TO_GO], ['loss.objective = "gspo"', 'advantage.turns = "to_go"', "gspo_token"]),
+    Refusal(["loss.objective=ppo", TO_GO], ['advantage.baseline = "critic"', "without a critic", 'advantage.turns="sum"']),
+    Refusal([TO_GO, "advantage.function=a:b"], ['advantage.function = "a:b"', "knows no turns"]),
+    Refusal([TO_GO, "advantage.divide_by_std=true"], ["advantage.divide_by_std = true", "as loud as others"]),
+    Refusal([TO_GO, "reward.norm_std=batch"], ['reward.norm_std = "batch"', "other units"]),
+    Refusal([TO_GO, "reward.clip=2"], ["reward.clip = 2.0", "other units"]),
     Refusal(["kl.reward_coef=0.1"], ['loss.objective = "gspo"', "kl.reward_coef = 0.1", "gspo_token"]),
     Refusal(["reward.overlong_buffer=1024"], ["reward.overlong_buffer = 1024", "below 1024"]),
     Refusal(["kl.loss_coef=0.1", "kl.estimator=k1"], ['kl.estimator = "k1"', "noise"]),
@@ -179,6 +186,7 @@ def test_what_is_allowed_and_easily_misread_is_said_aloud(overrides: list[str], 
         ["reward.norm_std=running"],
         ["reward.norm_mean=group", "reward.norm_std=batch"],
         ["loss.objective=gspo_token", "advantage.baseline=critic"],
+        ["loss.objective=gspo_token", TO_GO, "task.environment=my_task:play", "reward.norm_mean=batch"],
         ["rollout.group_size=1", "loss.objective=ppo"],
         ["kl.loss_coef=0.1", "kl.estimator=k1", "kl.unbiased=true", "kl.target=0.1", "kl.reference=some/model"],
         ["lora.rank=8", 'lora.target_modules=["q_proj"]', "train.zero_stage=2"],

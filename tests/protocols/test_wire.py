@@ -62,7 +62,10 @@ def turns(draw: st.DrawFn, num_tokens: int) -> tuple[Turn, ...]:
     ends = sorted({*draw(st.lists(st.integers(1, num_tokens), max_size=4)), num_tokens})
     lengths = [end - start for start, end in itertools.pairwise([0, *ends])]
     backs = [draw(st.integers(0, index + 1)) for index in range(len(lengths))]
-    return tuple(Turn(draw(st.integers(not back, 5)), length, back) for back, length in zip(backs, lengths, strict=True))
+    return tuple(
+        Turn(draw(st.integers(not back, 5)), length, back, draw(st.floats(-1e6, 1e6)))
+        for back, length in zip(backs, lengths, strict=True)
+    )
 
 
 @st.composite
@@ -226,7 +229,7 @@ def test_turn_of_an_older_actor_continues_the_turn_before() -> None:
     body = msgspec.to_builtins(
         GroupDone(lease_id=1, completions=(CompletionMeta(2, "stop", 1.0, (Segment(0, 0),)),), generate_s=0.0)
     )
-    body["completions"][0]["turns"] = [[0, 1], [1, 1]]
+    body["completions"][0]["turns"] = [[0, 1], [1, 1, 1]]
     message = decode_from_actor([MAGIC, msgspec.msgpack.encode(body), bytes(8), bytes(8), bytes(4)]).message
     assert isinstance(message, GroupDone)
     assert message.completions[0].turns == (Turn(0, 1, 1), Turn(1, 1, 1))

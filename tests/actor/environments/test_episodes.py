@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -200,6 +201,20 @@ def test_unanswered_turns_are_left_out_of_the_completion() -> None:
     assert completion.turns == (Turn(0, 1), Turn(1, 2, 0), Turn(1, 1), Turn(1, 1, 3))
     assert completion.token_ids.tolist() == [5, 6, 6, 7, 4]
     assert completion.context_ids.tolist() == [3, 9, 2]
+
+
+def test_reward_of_a_turn_without_tokens_goes_to_the_turn_before_it() -> None:
+    game = Game()
+    game.poll(sample("7/0/0"), sample("7/0/0", 8, back=2), sample("7/0/0", 9, back=3), sample("7/0/0", 3, back=0))
+    game.sampled("7/0/0", 2, [4])
+    game.sampled("7/0/0", 1, [5])
+    game.poll(Withdraw(episode="7/0/0", turn=1))
+    game.sampled("7/0/0", 3, [6])
+    rewards = {0: 0.5, 1: 0.25, 2: 2.0, 3: 4.0}
+    (played,) = game.poll(msgspec.structs.replace(ended("7/0/0", 9.0), turn_rewards=rewards))
+    (completion,) = played.completions
+    assert completion.turns == (Turn(0, 1, 1, 0.75), Turn(1, 1, 2, 6.0))
+    assert [reward.total for reward in played.rewards] == [9.0]
 
 
 def test_all_sequences_of_an_episode_have_room_together() -> None:

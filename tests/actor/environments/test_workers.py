@@ -38,6 +38,7 @@ async def play(chat, row):
     if kind == "text":
         return "good"
     if kind == "greedy":
+        chat.reward(0.25)
         while True:
             await chat.sample()
             chat.reward(0.5)
@@ -211,7 +212,9 @@ def test_episode_without_room_ends_with_the_rewards_it_has(workers: Workers) -> 
     for turn in range(2):
         assert isinstance(next_news(workers)[0], Sample)
         workers.send("1/0/0", Sampled(episode="1/0/0", turn=turn, token_ids=[5] * 8, finish_reason="length"))
-    assert next_news(workers) == [Ended(episode="1/0/0", reward=1.0, parts={}, is_out_of_room=True)]
+    assert next_news(workers) == [
+        Ended(episode="1/0/0", reward=1.25, parts={}, is_out_of_room=True, turn_rewards={0: 0.5, 1: 0.5})
+    ]
 
 
 def test_cancelled_episode_ends(workers: Workers) -> None:

@@ -44,6 +44,8 @@ def test_what_an_environment_added_is_marked() -> None:
     turns = (Turn(0, 2), Turn(1, 2), Turn(2, 2))
     rollout = rollout._replace(turns=turns, context_ids=np.array(list(map(ord, "c7.")), np.int32))
     assert written(rollout, decode) == "?a⟦c⟧?c⟦7.⟧!7"
+    rewarded = rollout._replace(turns=(turns[0], Turn(1, 2, 1, 0.5), Turn(2, 2, 1, -1.0)))
+    assert written(rewarded, decode) == "?a⟦c⟧?c⟦reward 0.5⟧⟦7.⟧!7⟦reward -1⟧"
     # No context before a turn: the model spoke twice in a row.
     rollout = rollout._replace(turns=(Turn(1, 4), Turn(0, 2)), context_ids=np.array([ord("c")], np.int32))
     assert written(rollout, decode) == "⟦c⟧?a?c!7"

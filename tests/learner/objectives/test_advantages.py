@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -14,6 +15,7 @@ from offbeat.learner.objectives.advantages import (
     merge_moments,
     moments,
     rewards_by_token,
+    turn_advantages,
     whiten,
 )
 
@@ -36,6 +38,63 @@ def with_garbage(tensor: Tensor, mask: Tensor) -> Tensor:
     """Put nan and the infinities where the mask is False."""
     garbage = torch.tensor([math.nan, math.inf, -math.inf], dtype=tensor.dtype)
     return torch.where(mask, tensor, garbage.repeat(tensor.numel())[: tensor.numel()].view_as(tensor))
+
+
+# Advantages of turns.
+
+
+def returns_of(*rewards: list[float]) -> list[Tensor]:
+    """Return the undiscounted returns-to-go of episodes with these rewards of turns."""
+    return [torch.tensor(one, dtype=torch.float64).flip(0).cumsum(0).flip(0) for one in rewards]
+
+
+@pytest.mark.parametrize(
+    ("baseline", "expected"),
+    [
+        # Returns 3, 2, 2 and 3, 3, the second held for a third turn: means 3, 2.5, 2.5.
+        ("mean", [[0.0, -0.5, -0.5], [0.0, 0.5]]),
+        # Above the return of the other one alone.
+        ("leave_one_out", [[0.0, -1.0, -1.0], [0.0, 1.0]]),
+        ("none", [[3.0, 2.0, 2.0], [3.0, 3.0]]),
+    ],
+)
+def test_turn_is_compared_with_the_returns_of_others_from_the_same_turn_on(baseline, expected):
+    advantages = turn_advantages(returns_of([1.0, 0.0, 2.0], [0.0, 3.0]), baseline=baseline)
+    assert [one.tolist() for one in advantages] == expected
+
+
+@settings(max_examples=25)
+@given(rewards=st.lists(st.floats(-5, 5), min_size=1, max_size=5), data=st.data())
+def test_turns_of_episodes_with_a_reward_at_the_end_alone_have_the_advantage_of_the_episode(rewards, data):
+    lengths = [data.draw(st.integers(1, 4)) for _ in rewards]
+    returns = returns_of(*[[0.0] * (length - 1) + [reward] for length, reward in zip(lengths, rewards, strict=True)])
+    of_episodes = group_advantages(torch.tensor(rewards, dtype=torch.float64), divide_by_std=False)
+    for of_turns, of_episode in zip(turn_advantages(returns, baseline="mean"), of_episodes, strict=True):
+        torch.testing.assert_close(of_turns, of_episode.expand_as(of_turns))
+
+
+@pytest.mark.parametrize(("baseline", "factor"), [("mean", 0.5), ("leave_one_out", 1.0), ("none", 1.0)])
+def test_expected_gradient_of_turns_is_that_of_the_expected_reward(baseline, factor):
+    """Enumerate all groups of two episodes of a game in which each turn stops it or goes on, with a reward for each."""
+    logit = torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64, requires_grad=True)
+    # Stopping at turn t earns 2 - t; going on earns 0.3, 0.9 and at the end 4.
+    games = [[2.0], [0.3, 1.0], [0.3, 0.9, 0.0], [0.3, 0.9, 4.0]]
+    actions = [[1], [0, 1], [0, 0, 1], [0, 0, 0]]
+    logprobs = []
+    for of_game in actions:
+        stops = torch.tensor(of_game, dtype=torch.float64)
+        chosen = logit[: len(of_game)]
+        logprobs.append(stops * torch.nn.functional.logsigmoid(chosen) + (1 - stops) * torch.nn.functional.logsigmoid(-chosen))
+    chances = torch.stack([one.sum().exp() for one in logprobs])
+    expected = chances @ torch.tensor(list(map(sum, games)), dtype=torch.float64)
+    (true_gradient,) = torch.autograd.grad(expected, logit, retain_graph=True)
+    surrogate = torch.zeros((), dtype=torch.float64)
+    for pair in itertools.product(range(len(games)), repeat=2):
+        advantages = turn_advantages(returns_of(*[games[index] for index in pair]), baseline=baseline)
+        score = sum((one * logprobs[index]).sum() for one, index in zip(advantages, pair, strict=True))
+        surrogate = surrogate + (chances[pair[0]] * chances[pair[1]]).detach() * score / 2
+    (gradient,) = torch.autograd.grad(surrogate, logit)
+    torch.testing.assert_close(gradient, factor * true_gradient)
 
 
 # Group advantages.

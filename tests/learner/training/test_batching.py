@@ -28,7 +28,7 @@ def test_completions_are_packed_behind_their_prompt_and_padded_for_the_loss() ->
     assert batch.pack.token_ids.tolist() == [1, 2, 101, 102, 1, 101], "without the last token of each, which predicts nothing"
     assert batch.completion_mask.int().tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
     assert batch.behavior_logprobs.tolist() == [[-1, -2, -3], [-1, 0, 0], [-1, -2, 0]]
-    assert batch.advantages.tolist() == [0.5, -1.0, 1.0]
+    assert batch.advantages.tolist() == [[0.5, 0.5, 0.5], [-1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
     assert batch.rewards.tolist() == [1.0, -2.0, 2.0]
     assert batch.weights.tolist() == [0.5] * 3
     assert batch.policy_lags.tolist() == [3, 3, 3]
@@ -64,7 +64,7 @@ def test_a_micro_batch_without_rows_has_an_input_and_nothing_to_learn() -> None:
     batch = collate([])
     assert len(batch.pack.token_ids) == 1
     assert batch.completion_mask.shape == (0, 1)
-    assert batch.advantages.shape == (0,)
+    assert batch.advantages.shape == (0, 1)
 
 
 def test_rows_carry_what_belongs_to_their_group_and_place_in_it() -> None:
@@ -73,7 +73,7 @@ def test_rows_carry_what_belongs_to_their_group_and_place_in_it() -> None:
         return Group(0, 0, np.array([1], dtype=np.int32), rollouts, "actor", 0.0, weight)
 
     advantages = np.array([[1.0, -1.0], [0.25, 0.5]])
-    rows = make_rows([group(3, 5, weight=1.0), group(7, 7, weight=2.0)], 10 * advantages, advantages, policy_version=7)
+    rows = make_rows([group(3, 5, weight=1.0), group(7, 7, weight=2.0)], 10 * advantages, advantages.tolist(), policy_version=7)
     assert [row.advantage for row in rows] == [1.0, -1.0, 0.25, 0.5]
     assert [row.reward for row in rows] == [10.0, -10.0, 2.5, 5.0]
     assert [(row.group, row.policy_lag, row.weight) for row in rows] == [(0, 4, 1.0), (0, 4, 1.0), (1, 0, 2.0), (1, 0, 2.0)]
@@ -142,8 +142,8 @@ def test_an_episode_is_one_row_however_many_sequences_it_has() -> None:
     group = Group(0, 0, np.array([1, 2], dtype=np.int32), (forked, plain), "actor", 0.0)
     rewards = np.array([[rollout.reward for rollout in group.rollouts]])
     advantages = completion_advantages(rewards, resolve_advantage(AdvantageSection(divide_by_std=False), objective="gspo"))
-    batch = collate(make_rows([group], rewards, advantages, policy_version=0))
-    assert batch.advantages.tolist() == [-1.0, 1.0]
+    batch = collate(make_rows([group], rewards, advantages.tolist(), policy_version=0))
+    assert batch.advantages.tolist() == [[-1.0] * 6, [1.0] * 3 + [0.0] * 3]
     assert batch.completion_mask.sum(dim=1).tolist() == [6, 3], "each sampled token once"
     assert batch.pack.targets.tolist() == [101, 102, 103, 104, 105, 106, 101, 102, 103]
 

@@ -7,18 +7,20 @@ import pytest
 import torch
 
 from offbeat.common.learning_sections import AdvantageSection
-from offbeat.learner.leases.groups import Rollout
+from offbeat.learner.leases.groups import Group, Rollout
+from offbeat.learner.objectives.losses import ppo_clip
 from offbeat.learner.policy.process_group import join_process_group
-from offbeat.learner.training.batching import MicroBatch, Row, collate
+from offbeat.learner.training.batching import MicroBatch, Row, collate, make_rows
 from offbeat.learner.training.preparation import (
     AdvantageRule,
     FrozenOutputs,
     completion_advantages,
     prepare_micro_batch,
     resolve_advantage,
+    row_advantages,
     scale_advantages,
 )
-from offbeat.protocols.completions import Segment
+from offbeat.protocols.completions import Segment, Turn
 
 REFERENCE = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, -2.0, 0.0]])
 
@@ -66,6 +68,29 @@ def test_baseline_left_open_is_the_objectives_own() -> None:
     assert (of_critic.baseline, of_critic.divide_by_std) == ("critic", False)
     others = resolve_advantage(AdvantageSection(baseline="leave_one_out"), objective="gspo")
     assert (others.baseline, others.divide_by_std) == ("leave_one_out", False)
+
+
+def test_tokens_have_the_advantage_of_their_turn_and_the_loss_its_gradient() -> None:
+    """Two episodes: rewards 1 and then 2, of turns of 2 tokens and 1; and 3 in one turn of 2 tokens."""
+    ids = np.arange(1, 4, dtype=np.int32)
+    logprobs = np.full(3, -1.5, dtype=np.float32)
+    turns = (Turn(0, 2, 1, 1.0), Turn(1, 1, 1, 2.0))
+    long = Rollout(ids, logprobs, 3.0, "stop", (Segment(0, 0),), turns=turns, context_ids=ids[:1])
+    short = Rollout(ids[:2], logprobs[:2], 3.0, "stop", (Segment(0, 0),))
+    group = Group(0, 0, ids[:1], (long, short), "actor", 0.0)
+    # A length penalty of -1 for the second episode: the shaped rewards are 3 and 2.
+    rewards = np.array([[3.0, 2.0]])
+    settings = rule(baseline="group", turns="to_go")
+    # Returns 3, 2 and 2: the means are 2.5 and 2.
+    rows = make_rows([group], rewards, row_advantages([group], rewards, settings), policy_version=0)
+    prepared = prepare_micro_batch(collate(rows), FrozenOutputs(), settings, estimator="k1", kl_coefficient=0.0)
+    assert prepared.advantages.tolist() == [[0.5, 0.5, 0.0], [-0.5, -0.5, 0.0]]
+    policy = prepared.micro_batch.behavior_logprobs.clone().requires_grad_()
+    mask, behavior = prepared.micro_batch.completion_mask, prepared.micro_batch.behavior_logprobs
+    ppo_clip(policy, behavior, mask, prepared.advantages, clip_low=0.2, clip_high=0.2).losses.sum().backward()
+    assert policy.grad is not None and policy.grad.tolist() == [[-0.5, -0.5, 0.0], [0.5, 0.5, 0.0]]
+    (summed,) = row_advantages([group], rewards, rule(baseline="group", divide_by_std=False))
+    assert summed == [0.5, -0.5]
 
 
 def test_std_epsilon_and_bias_are_settings() -> None:
