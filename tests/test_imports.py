@@ -44,7 +44,7 @@ ALLOWED = {
     "lab/replay": {"lab", "learner/*", "common", "protocols"},
     "lab/comparison": {"lab", "lab/report", "lab/sweep", "common"},
     "lab/sweep": {"lab", "lab/report", "learner/*", "common", "protocols"},
-    "deploy/clusters": {"deploy/launch", "common", "protocols"},
+    "deploy/clusters": {"deploy/launch", "deploy/pools", "common", "protocols"},
     "deploy/devices": {"common"},
     "deploy/launch": {
         "deploy/devices",

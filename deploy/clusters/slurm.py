@@ -4,7 +4,6 @@ Both scripts run the user's own TOML file, and name what differs on a cluster as
 by an address file in the run's folder, so it may be started on any node, and on another one after a requeue.
 """
 
-import math
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
@@ -17,18 +16,16 @@ from offbeat.common.run_folder import CONFIG_FILE
 from offbeat.common.settings import SettingError
 from offbeat.deploy.launch.keygen import ALLOWED_KEYS, make_keys
 from offbeat.deploy.launch.starts import PROGRAM
+from offbeat.deploy.pools.slurm import ACTORS_SCRIPT, FLEET, leave_s
 from offbeat.protocols.addresses import is_loopback
 
 LEARNER_SCRIPT = "learner.sbatch"
-ACTORS_SCRIPT = "actors.sbatch"
 KEYS = "keys"
 JOB_LOGS = "logs"
-FLEET = "actor"
-"""Stem of the key file that the actors share; their names begin with it."""
 SAVING_S = 300
 """Seconds before the learner's time limit at which it is asked to stop: it finishes a step, and writes checkpoint and model."""
 MARGIN_S = 15
-"""Seconds before its time limit that an actor has beyond those in which it leaves."""
+"""Seconds that an actor has before its time limit beyond those that it may take to leave."""
 
 
 class Places(NamedTuple):
@@ -91,16 +88,15 @@ exec {_program(config.launch.learner_processes)} learner {_words([places.config,
 
 def actors_script(config: Config, places: Places, settings: Iterable[str], num_actors: int, options: Iterable[str]) -> str:
     """Return the text of `actors.sbatch`."""
-    leave_s = math.ceil(config.hub.dead_after_s) + MARGIN_S
     return f"""\
 #!/bin/bash
 # The actors of the run {places.run}, written by `offbeat deploy slurm`. Each task of the array is one actor.
 #   start them:   sbatch {_word(places.out / ACTORS_SCRIPT)}
 #   start more:   sbatch --array=0-7 {_word(places.out / ACTORS_SCRIPT)}
-#   end one:      scancel --batch --signal=TERM JOB_TASK    (it hands over its work and leaves; without --signal it is hurried)
+#   end one:      scancel --batch --signal=TERM JOB_TASK    (without --signal it is killed after KillWait, done or not)
 # They may start before the learner, and be preempted: a requeued actor joins again.
 #SBATCH --array=0-{num_actors - 1}
-{_directives(places, f"actors-{places.run.name}", "actor-%A-%a.log", leave_s, options)}
+{_directives(places, f"actors-{places.run.name}", "actor-%A-%a.log", leave_s(config) + MARGIN_S, options)}
 # exec: signals of Slurm reach the actor, not a shell that waits for it.
 exec {_program(1)} actor {_words([places.config, *settings])} "actor.name={FLEET}-$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID"
 """

@@ -33,7 +33,7 @@ def command() -> None:
 def slurm(
     out: Out,
     arguments: Arguments = None,
-    actors: Annotated[int | None, typer.Option(min=1, help="Number of actors. [default: launch.num_actors]")] = None,
+    actors: Annotated[int | None, typer.Option(min=1, help="Number of actors. [default: scale.actors]")] = None,
     learner_options: Annotated[
         list[str] | None,
         typer.Option("--learner", metavar="OPTIONS", help='Options of sbatch for the learner, such as "--gpus-per-node=1".'),
@@ -48,7 +48,7 @@ def slurm(
     refuse_masked(config)
     path, overrides = split_arguments(arguments)
     assert path is not None, "read_config refuses a command line without a file"
-    num_actors = config.launch.num_actors if actors is None else actors
+    num_actors = actors or config.scale.actors or config.launch.num_actors
     written = write_scripts(config, path, overrides, out, num_actors, learner_options or [], actor_options or [])
     typer.echo(written)
 

@@ -15,20 +15,23 @@ from offbeat.deploy.commands.arguments import Operator, read_config_of_run
 from offbeat.deploy.live.link import ask, open_link_to
 from offbeat.deploy.pools.pool import Pool
 from offbeat.deploy.pools.reconcile import reconcile
+from offbeat.deploy.pools.slurm import open_pool
 from offbeat.lab.ended_run import read_end
 from offbeat.protocols.messages import StatusReport, StatusRequest
 
 logger = logging.getLogger(__name__)
 
-OpenPool = Callable[[Config, Path], Pool]
-"""A function that opens a pool for a run's settings and the RUN that the user named: a folder or a TOML file."""
-POOLS: dict[str, OpenPool] = {}
+OpenPool = Callable[[Config, str], Pool]
+"""A function that opens a pool for a run's settings, with the PLACE of `--on KIND:PLACE`, which may be empty."""
+POOLS: dict[str, OpenPool] = {"slurm": open_pool}
 """The kinds of pools by the name that `--on` takes."""
 
 
 def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder or its TOML file.")],
-    on: Annotated[str, typer.Option("--on", help=f"Kind of the pool: {', '.join(POOLS)}.")],
+    on: Annotated[
+        str, typer.Option(metavar="KIND:PLACE", help="slurm:DIR, with the folder that `offbeat deploy slurm` wrote.")
+    ],
     operator: Operator = "operator",
 ) -> None:
     """Keep as many actors in a pool as a run wants, until the run's end: `offbeat scale` and scale.auto change the number.
@@ -36,13 +39,14 @@ def command(
     One such process runs beside the learner. `offbeat train` needs none: it does the same for the actors on its machine.
     """
     configure_logs("reconcile")
-    if on not in POOLS:
+    kind, _, place = on.partition(":")
+    if kind not in POOLS:
         raise SettingError("--on", on, "there is no such kind of pool", f"Choose one of {', '.join(POOLS)}.")
     config = read_config_of_run([str(run)])
     open_link, address = open_link_to(config.hub, operator), config.hub.address
     folder = run if run.is_dir() else Path(config.run.dir)
     stop = StopRequest().install()
-    pool = POOLS[on](config, run)
+    pool = POOLS[kind](config, place)
 
     def ask_learner() -> StatusReport:
         with open_link() as link:

@@ -69,9 +69,7 @@ def test_mounts_exist_for_the_containers_user_and_actors_see_their_own_key_only(
 
 
 def test_page_is_for_this_machine_and_gpus_are_those_of_the_settings() -> None:
-    services = write(
-        "launch.learner_gpus=[0]", "launch.actor_gpus=[[1], [3]]"
-    )
+    services = write("launch.learner_gpus=[0]", "launch.actor_gpus=[[1], [3]]")
     assert services["learner"]["ports"] == ["127.0.0.1:9400:9400"]
     gpus = [service["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for service in services.values()]
     assert gpus == [["0"], ["1"], ["3"]]
