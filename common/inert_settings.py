@@ -55,6 +55,12 @@ def _readers(config: Config) -> Iterator[_Reader]:
         "actor.leave = 'return' finishes nothing",
         'set actor.leave="finish"',
     )
+    yield _Reader(
+        ("weights.delta",),
+        config.weights.backend == "pull",
+        f"weights.backend = {config.weights.backend!r} broadcasts whole versions",
+        'set weights.backend="pull"',
+    )
     yield from _readers_of_objectives(config)
 
 
@@ -124,12 +130,6 @@ def _readers_of_objectives(config: Config) -> Iterator[_Reader]:
         kl.loss_coef > 0 or kl.reward_coef > 0,
         "kl.loss_coef = 0 and kl.reward_coef = 0 compute no KL",
         "set one of them",
-    )
-    yield _Reader(
-        ("weights.delta",),
-        config.weights.backend == "pull",
-        f"weights.backend = {config.weights.backend!r} broadcasts whole versions",
-        'set weights.backend="pull"',
     )
     yield _Reader(
         ("kl.horizon",), kl.target is not None, "without kl.target the KL's coefficient stays constant", "set kl.target"
