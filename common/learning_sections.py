@@ -10,8 +10,22 @@ from msgspec import Meta
 
 from offbeat.common.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
-CorrectionName = Literal["token_tis", "sequence_tis", "icepop", "sequence_mask", "geometric_mask", "opsm"]
+CorrectionName = Literal[
+    "token_tis",
+    "geometric_tis",
+    "sequence_tis",
+    "icepop",
+    "sequence_mask",
+    "geometric_mask",
+    "segment_mask",
+    "k2_mask",
+    "k3_mask",
+    "opsm",
+]
 """The built-in corrections."""
+
+_NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
+_CORRECTION = rf"(?:(?:{'|'.join(get_args(CorrectionName))})(?: ?\({_NUMBER}(?:, ?{_NUMBER})?\))?|[\w.]+:\w+)"
 
 
 class RewardSection(Section, frozen=True):
@@ -100,14 +114,14 @@ class LossSection(Section, frozen=True):
     m2_threshold: PositiveFloat = 0.04
     """Largest mean of `(log pi/mu)^2` that M2PO leaves among the tokens that their advantage pushes away from 1; it drops the
     largest of the step until then, and clips nothing."""
-    correction: Annotated[str, Meta(pattern=rf"^(none|{'|'.join(get_args(CorrectionName))}|[\w.]+:\w+)$")] = "none"
-    """Weight or mask applied to the loss for the mismatch that the importance ratio does not cover: `pi_old / mu` with the
-    decoupled anchor, `pi / mu` otherwise. none, a built-in one (docs/objectives.md), or your own as `module:function`
-    (docs/own_code.md)."""
-    correction_low: NonNegativeFloat | None = None
-    """Lower bound of the correction's ratio. none: the correction's default."""
-    correction_high: PositiveFloat | None = None
-    """Upper bound of the correction's ratio; for opsm of the mean log-ratio. none: the correction's default."""
+    correction: Annotated[str, Meta(pattern=rf"^(?:none|{_CORRECTION}(?: ?\+ ?{_CORRECTION})*)$")] = "none"
+    """Weights and masks applied to the loss for the mismatch that the importance ratio does not cover: `pi_old / mu` with the
+    decoupled anchor, `pi / mu` otherwise. none, a built-in one, with its bounds if they are not its own, as in
+    `token_tis(0.5, 2)` (docs/objectives.md), your own as `module:function` (docs/own_code.md), or several with ` + ` between
+    them, whose weights are multiplied."""
+    normalize_correction: bool = False
+    """Divide the weights of `loss.correction` by their mean over the optimizer step, before its masks, so that they average 1
+    (self-normalized importance sampling). Only with the decoupled anchor."""
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] | None = None
     """Average that turns token losses into one number. none: the objective's default."""
     aggregation_length: PositiveInt | None = None

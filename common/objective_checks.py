@@ -1,17 +1,13 @@
 """Checks of the objective's settings: contradictions, settings without effect, and combinations that are easily misread."""
 
 from offbeat.common.config import Config
+from offbeat.common.corrections import CORRECTIONS, WEIGHING, CorrectionChoice, built_in, own_functions, parse_corrections
 from offbeat.common.learning_sections import TrainSection
-from offbeat.common.objectives import DEFAULTS, LOWER_BOUNDED, resolve_clip
+from offbeat.common.objectives import DEFAULTS, resolve_clip
 from offbeat.common.settings import SettingError
-from offbeat.common.user_functions import is_function
 
 NOISY_CLIP = 2e-3
 """Clip band below which the noise of engine log-probs alone clips many completions."""
-TRUNCATING = ("token_tis", "sequence_tis", "icepop", "sequence_mask")
-"""Corrections that multiply by an importance ratio; the others keep or drop."""
-MASKING = ("geometric_mask", "opsm")
-"""Corrections that keep or drop, and multiply by 1."""
 
 
 def check_objective(config: Config) -> None:
@@ -29,6 +25,8 @@ def objective_warnings(config: Config) -> list[str]:
     """Return a warning for each combination that is allowed but easily misread in the results."""
     loss = config.loss
     warnings: list[str] = []
+    choices = parse_corrections(loss.correction)
+    weighs = any(choice.name in WEIGHING for choice in choices)
     band = resolve_clip(loss)
     is_narrow = band is not None and DEFAULTS[loss.objective].is_sequence_ratio and min(band) < NOISY_CLIP
     # A user with a measured noise floor sees in the metrics how much of it the band clips.
@@ -44,15 +42,16 @@ def objective_warnings(config: Config) -> list[str]:
             'loss.anchor = "decoupled" with train.steps_per_batch = 1 and train.epochs_per_batch = 1: the ratio is 1 at the '
             "one step that is taken, so the clip does nothing and only loss.correction acts."
         )
-    elif loss.anchor == "behavior" and loss.correction in TRUNCATING and loss.objective != "reinforce":
+    elif loss.anchor == "behavior" and weighs and loss.objective != "reinforce":
         warnings.append(
             f'loss.correction = "{loss.correction}" with loss.anchor = "behavior": pi / mu is in the objective\'s ratio '
             "already and counts twice where it is not clipped or masked."
         )
-    if loss.anchor == "decoupled" and loss.correction in MASKING:
+    if loss.anchor == "decoupled" and choices and not weighs and not own_functions(loss.correction):
         warnings.append(
             f'loss.correction = "{loss.correction}" with loss.anchor = "decoupled": what it keeps has the weight 1, so '
-            'pi_old / mu of it is not corrected; loss.anchor="behavior" has it in the objective\'s ratio.'
+            'pi_old / mu of it is not corrected. Add a weight, as in "token_tis + ...", or set loss.anchor="behavior", which '
+            "has it in the objective's ratio."
         )
     return warnings
 
@@ -130,27 +129,35 @@ def _check_clip(config: Config) -> None:
 
 def _check_correction(config: Config) -> None:
     loss = config.loss
-    bounds = (("correction_low", loss.correction_low), ("correction_high", loss.correction_high))
-    for name, value in bounds:
-        if value is not None and loss.correction == "none":
-            raise SettingError(f"loss.{name}", value, 'loss.correction = "none"', "Remove it, or set loss.correction.")
-        if value is not None and is_function(loss.correction):
-            problem = f"the function of loss.correction = {loss.correction!r} is not given any bounds"
-            raise SettingError(f"loss.{name}", value, problem, "Remove it, and write the bound in the function.")
-    if loss.correction_low is not None and loss.correction not in LOWER_BOUNDED:
-        raise SettingError(
-            "loss.correction_low",
-            loss.correction_low,
-            f"loss.correction = {loss.correction!r} has no lower bound",
-            "Remove it.",
-        )
-    if loss.correction_low is not None and loss.correction_high is not None and loss.correction_low >= loss.correction_high:
-        raise SettingError(
-            "loss.correction_low",
-            loss.correction_low,
-            f"it is not below loss.correction_high = {loss.correction_high}",
-            "Lower it, or leave both out.",
-        )
+    choices = parse_corrections(loss.correction)
+    for choice in choices:
+        _check_bounds(loss.correction, choice)
+    weighing = [choice.name for choice in choices if choice.name in WEIGHING]
+    if len(weighing) > 1:
+        problem = f"{' and '.join(weighing)} weigh by the same ratio, which would count twice"
+        raise SettingError("loss.correction", loss.correction, problem, "Leave one; the others may be masks.")
+    if len({choice.name for choice in choices}) < len(choices):
+        raise SettingError("loss.correction", loss.correction, "one of them is there twice", "Leave one.")
+    if loss.normalize_correction and not weighing:
+        problem = f"loss.correction = {loss.correction!r} has no weights to divide"
+        raise SettingError("loss.normalize_correction", True, problem, f"Remove it, or add one of {', '.join(WEIGHING)}.")
+    if loss.normalize_correction and loss.anchor != "decoupled":
+        problem = f"with loss.anchor = {loss.anchor!r} weights change with the policy, so their mean is not known in advance"
+        raise SettingError("loss.normalize_correction", True, problem, 'Remove it, or set loss.anchor="decoupled".')
+
+
+def _check_bounds(text: str, choice: CorrectionChoice) -> None:
+    name = built_in(choice.name)
+    if name is None:
+        if choice.high is not None:
+            problem = f"the function {choice.name} is not given any bounds"
+            raise SettingError("loss.correction", text, problem, "Remove them, and write the bound in the function.")
+        return
+    if CORRECTIONS[name].low is None and choice.low is not None:
+        raise SettingError("loss.correction", text, f"{choice.name} has no lower bound", "Give it one number.")
+    if choice.high is None or choice.high <= (choice.low or 0.0):
+        problem = f"the bounds of {choice.name} leave nothing between them"
+        raise SettingError("loss.correction", text, problem, "Give a lower bound below the upper one.")
 
 
 def _check_advantage(config: Config) -> None:

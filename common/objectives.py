@@ -5,7 +5,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from offbeat.common.config import Config
-from offbeat.common.learning_sections import AdvantageSection, CorrectionName, LossSection, RewardSection
+from offbeat.common.corrections import complete_corrections
+from offbeat.common.learning_sections import AdvantageSection, LossSection, RewardSection
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 """The mean that token losses are put into."""
@@ -14,12 +15,12 @@ Baseline = Literal["group", "leave_one_out", "critic", "zero"]
 
 
 class Bounds(NamedTuple):
-    """Bounds of a ratio."""
+    """The band that a ratio is clipped to."""
 
     low: float
-    """Distance below 1 for a clip; the lower bound itself for a correction."""
+    """Distance below 1."""
     high: float
-    """Distance above 1 for a clip; the upper bound itself for a correction."""
+    """Distance above 1."""
 
 
 class Defaults(NamedTuple):
@@ -65,18 +66,6 @@ DEFAULTS: dict[str, Defaults] = {
 }
 """The defaults of each `loss.objective`. Dr. GRPO and DAPO are GRPO's clip with other values; PPO adds a critic."""
 
-CORRECTION_BANDS: dict[CorrectionName, Bounds] = {
-    "token_tis": Bounds(0.0, 2.0),
-    "sequence_tis": Bounds(0.0, 2.0),
-    "icepop": Bounds(0.5, 5.0),
-    "sequence_mask": Bounds(0.0, 3.0),
-    "geometric_mask": Bounds(0.999, 1.001),
-    "opsm": Bounds(0.0, 1e-4),
-}
-"""Bounds of the ratio of each built-in `loss.correction`. opsm has a threshold instead, in `high`."""
-LOWER_BOUNDED = ("token_tis", "icepop", "sequence_mask", "geometric_mask")
-"""Corrections that have a lower bound."""
-
 
 def complete(config: Config) -> Config:
     """Return the config with every setting that the objective decides and the user left open filled in."""
@@ -103,18 +92,9 @@ def resolve_clip(loss: LossSection) -> Bounds | None:
     own = defaults.band
     if defaults.recomputed_band is not None and loss.anchor != "behavior":
         own = defaults.recomputed_band
-    return None if own is None else _filled(loss.clip_low, loss.clip_high, own)
-
-
-def resolve_correction(loss: LossSection) -> Bounds | None:
-    """Return the bounds of a built-in correction's ratio, a lower bound of 0 for none; None for any other `loss.correction`."""
-    name = correction_name(loss)
-    return None if name is None else _filled(loss.correction_low, loss.correction_high, CORRECTION_BANDS[name])
-
-
-def correction_name(loss: LossSection) -> CorrectionName | None:
-    """Return the built-in correction; None for the user's own, and for none."""
-    return next((name for name in CORRECTION_BANDS if name == loss.correction), None)
+    if own is None:
+        return None
+    return Bounds(own.low if loss.clip_low is None else loss.clip_low, own.high if loss.clip_high is None else loss.clip_high)
 
 
 def resolve_aggregation(loss: LossSection) -> Aggregation:
@@ -144,21 +124,16 @@ def resolve_overlong_buffer(reward: RewardSection, objective: str, max_new_token
 
 
 def _complete_loss(loss: LossSection, max_new_tokens: int) -> LossSection:
-    clip, correction, aggregation = resolve_clip(loss), resolve_correction(loss), resolve_aggregation(loss)
+    clip, aggregation = resolve_clip(loss), resolve_aggregation(loss)
     # A setting that does not apply to the objective stays as the user wrote it: `check_objective` refuses it.
     completed = msgspec.structs.replace(
-        loss, aggregation=aggregation, zero_variance=loss.zero_variance or DEFAULTS[loss.objective].zero_variance
+        loss,
+        correction=complete_corrections(loss.correction),
+        aggregation=aggregation,
+        zero_variance=loss.zero_variance or DEFAULTS[loss.objective].zero_variance,
     )
     if clip is not None:
         completed = msgspec.structs.replace(completed, clip_low=clip.low, clip_high=clip.high)
-    if correction is not None:
-        completed = msgspec.structs.replace(completed, correction_high=correction.high)
-    if correction is not None and loss.correction in LOWER_BOUNDED:
-        completed = msgspec.structs.replace(completed, correction_low=correction.low)
     if aggregation == "seq-mean-token-sum-norm" and loss.aggregation_length is None:
         completed = msgspec.structs.replace(completed, aggregation_length=max_new_tokens)
     return completed
-
-
-def _filled(low: float | None, high: float | None, own: Bounds) -> Bounds:
-    return Bounds(own.low if low is None else low, own.high if high is None else high)

@@ -114,7 +114,7 @@ RULES = (
         _of(
             "loss",
             "objective function anchor dual_clip tau_positive tau_negative m2_threshold "
-            "correction correction_low correction_high aggregation aggregation_length entropy_coef zero_variance",
+            "correction normalize_correction aggregation aggregation_length entropy_coef zero_variance",
         ),
         "It is part of the objective.",
     ),

@@ -18,6 +18,7 @@ import msgspec.inspect as types
 from msgspec.structs import FieldInfo
 
 from offbeat.common.config import Config, TaskSection
+from offbeat.common.corrections import of_older_settings
 from offbeat.common.docstrings import field_docstrings
 from offbeat.common.masking import has_mask, masked
 from offbeat.common.objectives import complete
@@ -101,6 +102,7 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """
     data: dict[str, Any] = {} if path is None else _read_toml(path)
     _replace_aliases(data)
+    _join_correction(data)
     converted: list[Config] = []
     # Values are converted even where an override has failed: all mistakes are told at once.
     collect_errors(
@@ -270,6 +272,14 @@ def _replace_aliases(data: dict[str, Any]) -> None:
                 alias, table[name], f"this is another name of {section_name}.{key}, which is also set", "Remove one of the two."
             )
         table[key] = table.pop(name)
+
+
+def _join_correction(data: dict[str, Any]) -> None:
+    """Move a correction's bounds behind its name, where the file is of a version in which they were settings."""
+    loss = data.get("loss")
+    if isinstance(loss, dict) and isinstance(name := loss.get("correction"), str):
+        low, high = (loss.pop(f"correction_{side}", None) for side in ("low", "high"))
+        loss["correction"] = of_older_settings(name, low, high)
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:

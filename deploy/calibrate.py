@@ -40,8 +40,7 @@ def collection_config(config: Config, num_groups: int) -> Config:
             config.loss,
             anchor="behavior",
             correction="none",
-            correction_low=None,
-            correction_high=None,
+            normalize_correction=False,
             # Groups of equal rewards have noise like any other: keep them.
             zero_variance="count",
             noise_floor="",

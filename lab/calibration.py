@@ -15,6 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.common.config import Config
+from offbeat.common.corrections import fill_bounds, parse_corrections, write_corrections
+from offbeat.common.learning_sections import LossSection
 from offbeat.common.metrics import ROWS_FILE, read_rows
 from offbeat.common.models import hash_model, resolve_model
 from offbeat.common.objectives import DEFAULTS
@@ -22,8 +24,16 @@ from offbeat.common.rows import EngineRow
 from offbeat.common.run_folder import CONFIG_FILE, LOG
 from offbeat.common.settings import SettingError, load
 from offbeat.lab.terminal import FittedTable, stdout_console
+from offbeat.learner.diagnostics.bound_noise import (
+    BoundCheck,
+    expected_dropped,
+    expected_touched,
+    measured_dropped,
+    measured_touched,
+    recommend_bounds,
+    recommend_m2_threshold,
+)
 from offbeat.learner.diagnostics.calibration import BandCheck, Calibration, engine_numerics, learner_numerics, save_calibration
-from offbeat.learner.diagnostics.mask_noise import MaskCheck, expected_masked, measured_masked
 from offbeat.learner.diagnostics.noise_floor import (
     NOISE_CLIP_SHARE,
     ClipBand,
@@ -33,7 +43,8 @@ from offbeat.learner.diagnostics.noise_floor import (
     fit,
     recommend_band,
 )
-from offbeat.learner.objectives.objective import CorrectionRule, Objective, resolve_objective
+from offbeat.learner.objectives.correction_rules import resolve_corrections
+from offbeat.learner.objectives.objective import resolve_objective
 from offbeat.protocols.engine_info import EngineInfo
 
 if TYPE_CHECKING:
@@ -81,18 +92,39 @@ def fit_calibration(config: Config, engine: EngineInfo, measured: ScoredHalves) 
         summaries=describe(every, floor),
         checks=checks,
         recommended=recommended,
-        masked=check_mask(resolve_objective(config.loss, max_new_tokens=config.rollout.max_new_tokens), measured.halves),
+        bounds=check_bounds(config.loss, measured.halves),
+        length_quantiles=tuple(np.quantile(every.lengths, np.linspace(0, 1, 101), method="nearest").tolist()),
     )
 
 
-def check_mask(objective: Objective, halves: tuple[Differences, Differences]) -> MaskCheck | None:
-    """Compare the masking of the objective's correction that each half predicts for the other with the measured one."""
-    rule = objective.correction
-    if not isinstance(rule, CorrectionRule):
-        return None
-    expected = [expected_masked(floor, rule, other) for floor, other in cross_fit(*halves)]
-    measured = measured_masked(Differences.join(halves), rule)
-    return MaskCheck(rule.name, rule.low, rule.high, float(np.concatenate(expected).mean()), float(measured.mean()))
+def check_bounds(loss: LossSection, halves: tuple[Differences, Differences]) -> tuple[BoundCheck, ...]:
+    """Compare what each half predicts for the other with what is measured: for each correction, and for M2PO's threshold."""
+    every, models = Differences.join(halves), cross_fit(*halves)
+    floor = fit(every)
+    checks: list[BoundCheck] = []
+    for choice, rule in zip(parse_corrections(loss.correction), resolve_corrections(loss.correction), strict=True):
+        expected = [expected_touched(of_half, rule, other) for of_half, other in models]
+        recommended = recommend_bounds(floor, rule, every.lengths)
+        checks.append(
+            BoundCheck(
+                setting="loss.correction",
+                value=write_corrections((fill_bounds(choice),)),
+                predicted=float(np.concatenate(expected).mean()),
+                measured=float(measured_touched(every, rule).mean()),
+                recommended=None if recommended is None else write_corrections((recommended,)),
+            )
+        )
+    if loss.objective == "m2po" and not loss.function:
+        checks.append(
+            BoundCheck(
+                setting="loss.m2_threshold",
+                value=f"{loss.m2_threshold:g}",
+                predicted=float(np.mean([expected_dropped(of_half, loss.m2_threshold) for of_half, _ in models])),
+                measured=measured_dropped(every, loss.m2_threshold),
+                recommended=f"{recommend_m2_threshold(floor, LossSection().m2_threshold):g}",
+            )
+        )
+    return tuple(checks)
 
 
 def cross_fit(first: Differences, second: Differences) -> tuple[tuple[NoiseFloor, Differences], ...]:
@@ -197,12 +229,8 @@ def render_calibration(calibration: Calibration) -> RenderableType:
     parts: list[RenderableType] = [head, _summary_table(calibration), ""]
     if calibration.checks:
         parts += [_band_table(calibration), ""]
-    if calibration.masked is not None:
-        masked = calibration.masked
-        parts.append(
-            f'loss.correction = "{masked.name}" ({masked.low:g} to {masked.high:g}) masks {masked.predicted:.1%} of the tokens '
-            f"for noise alone; measured {masked.measured:.1%}.\n"
-        )
+    if calibration.bounds:
+        parts += [_bounds_table(calibration), ""]
     return Group(*parts, _advice(calibration), "")
 
 
@@ -210,7 +238,13 @@ def settings_to_paste(calibration: Calibration, file: Path) -> str:
     """Return the recommended settings as TOML."""
     band = calibration.recommended
     clips = [] if band is None else [f"clip_low = {band.low:g}", f"clip_high = {band.high:g}"]
-    return "\n".join(["[loss]", *clips, f'noise_floor = "{file}"'])
+    of_setting = {
+        setting: [check.recommended or check.value for check in calibration.bounds if check.setting == f"loss.{setting}"]
+        for setting in ("correction", "m2_threshold")
+    }
+    corrections = [f'correction = "{" + ".join(of_setting["correction"])}"'] if of_setting["correction"] else []
+    thresholds = [f"m2_threshold = {value}" for value in of_setting["m2_threshold"]]
+    return "\n".join(["[loss]", *clips, *corrections, *thresholds, f'noise_floor = "{file}"'])
 
 
 def _summary_table(calibration: Calibration) -> FittedTable:
@@ -241,6 +275,16 @@ def _band_table(calibration: Calibration) -> FittedTable:
             f"{check.predicted_below:.1%}, {check.predicted_above:.1%}",
             f"{check.measured_below:.1%}, {check.measured_above:.1%}",
         )
+    return FittedTable(table)
+
+
+def _bounds_table(calibration: Calibration) -> FittedTable:
+    table = _table("Masked, truncated or dropped by noise alone, and the narrowest bounds above the noise")
+    for name in ("setting", "value", "reaches", "measured", "above noise"):
+        table.add_column(name, justify="right" if name in ("reaches", "measured") else "left")
+    for check in calibration.bounds:
+        shares = (f"{check.predicted:.1%}", f"{check.measured:.1%}")
+        table.add_row(check.setting, check.value, *shares, check.recommended or "not known")
     return FittedTable(table)
 
 

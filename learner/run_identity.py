@@ -18,6 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from offbeat.common.config import Config
+from offbeat.common.corrections import join_older_settings, own_functions
 from offbeat.common.durable_files import replace
 from offbeat.common.models import hash_weights, resolve_model
 from offbeat.common.resume_rules import OUTCOMES
@@ -74,7 +75,7 @@ def make_identity(config: Config, hashes: ModelHashes, train: PromptHashes, eval
         "task.reward: source files": _hash_sources(task.reward),
         "reward.length_penalty: source files": _hash_sources(reward.length_penalty),
         "loss.function: source files": _hash_sources(loss.function),
-        "loss.correction: source files": _hash_sources(loss.correction),
+        "loss.correction: source files": _hash_sources(*own_functions(loss.correction)),
         "advantage.function: source files": _hash_sources(config.advantage.function),
         "evaluation.function: source files": _hash_sources(config.evaluation.function),
         "loss.noise_floor: file": _hash_file(Path(loss.noise_floor)) if loss.noise_floor else None,
@@ -127,7 +128,7 @@ def compare(before: RunIdentity, after: RunIdentity) -> list[Change]:
     """Return all differences but the ignored ones. A name that one of the two does not have says nothing."""
     return [
         Change(name, theirs[name], value)
-        for theirs, ours in ((before.settings, after.settings), (before.contents, after.contents))
+        for theirs, ours in ((join_older_settings(before.settings), after.settings), (before.contents, after.contents))
         for name, value in ours.items()
         if name in theirs and theirs[name] != value and OUTCOMES[name] != "ignored"
     ]
@@ -212,9 +213,9 @@ def _first_of(hashes: PromptHashes, digest: str) -> PromptHashes | None:
     return first if _digest(first) == digest else None
 
 
-def _hash_sources(path: str) -> str | None:
-    """Return each file that a function named as `module:function` is made of, with a hash; None for one that is built in."""
-    sources = find_sources(path) if is_function(path) else {}
+def _hash_sources(*paths: str) -> str | None:
+    """Return each file that functions named as `module:function` are made of, with a hash; None without such a function."""
+    sources = {name: file for path in paths if is_function(path) for name, file in find_sources(path).items()}
     return ", ".join(f"{name} {_hash_file(sources[name])}" for name in sorted(sources)) or None
 
 

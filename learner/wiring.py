@@ -226,6 +226,7 @@ def open_learner(
     )
     watch = CalibrationWatch(inputs.calibration, record)
     watch.check_learner(learner_numerics(config, inputs.hashes, trainer.device))
+    watch.check_bounds(config.loss, max_new_tokens=config.rollout.max_new_tokens)
     contract = _make_contract(config, inputs, run.run_id, trainer.layout(), canary)._replace(max_peers=_max_peers(config, hub))
     listeners = _make_listeners(hub, publisher, canary, watch, health)
     numbers = _make_evaluation_numbers(inputs, record)

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,9 +15,9 @@ from offbeat.actor.reward_functions import load_reward
 from offbeat.actor.samples import Sample
 from offbeat.common.callback_worker import load_callback
 from offbeat.common.config import Config
+from offbeat.common.corrections import own_functions
 from offbeat.common.eval_sets import eval_sets
 from offbeat.common.settings import SettingError
-from offbeat.common.user_functions import is_function
 from offbeat.deploy.preflight.findings import Finding, mistake
 from offbeat.deploy.preflight.inputs import first_held_out, first_prompt
 from offbeat.learner.diagnostics.own_evaluation import EvaluatedCompletion, load_evaluation
@@ -34,7 +35,7 @@ def has_learner_functions(config: Config) -> bool:
     """Return whether the settings name functions that the learner calls."""
     loss, callback = config.loss, config.metrics.callback
     functions = (config.reward.length_penalty, loss.function, config.advantage.function, config.evaluation.function, callback)
-    return any(functions) or is_function(loss.correction)
+    return any(functions) or bool(own_functions(loss.correction))
 
 
 def check_learner_functions(config: Config) -> Iterator[Finding]:
@@ -46,7 +47,7 @@ def check_learner_functions(config: Config) -> Iterator[Finding]:
     checks: tuple[tuple[bool, Callable[[], object]], ...] = (
         (bool(reward.length_penalty), lambda: load_length_penalty(reward.length_penalty)),
         (bool(loss.function), lambda: _call_loss(loss.function)),
-        (is_function(loss.correction), lambda: _call_correction(loss.correction)),
+        *((True, partial(_call_correction, path)) for path in own_functions(loss.correction)),
         (bool(advantage.function), lambda: _call_advantage(advantage.function, config.rollout.group_size)),
         (bool(config.evaluation.function), lambda: _call_evaluation(config)),
         (bool(config.metrics.callback), lambda: load_callback(config.metrics.callback)),

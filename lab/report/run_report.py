@@ -62,6 +62,7 @@ _EVENT_TONES = {
     "metrics_rows_lost": "bad",
     "lease_expired": "warn",
     "calibration_mismatch": "warn",
+    "noise_reaches_bounds": "warn",
     "actor_left": "warn",
 }
 

@@ -90,7 +90,7 @@ def make_plan(settings: Sequence[str], *, num_seeds: int, first_seed: int) -> Pl
 
 
 def split_values(listed: str) -> list[str]:
-    """Return the values between commas; those in brackets or quotes do not count: `[0.9,0.95],[0.8,0.9]` are two values."""
+    """Return the values between commas, but not in brackets or quotes: `[0.9,0.95],[0.8,0.9]` and `a(1,2),b` are two each."""
     parts, depth, quote = [""], 0, ""
     for character in listed:
         if quote:
@@ -98,7 +98,7 @@ def split_values(listed: str) -> list[str]:
         elif character in "\"'":
             quote = character
         else:
-            depth += (character in "[{") - (character in "]}")
+            depth += (character in "[{(") - (character in "]})")
         if character == "," and not depth and not quote:
             parts.append("")
         else:

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from offbeat.common.config import Config
 from offbeat.common.settings import SettingError
-from offbeat.learner.diagnostics.mask_noise import MaskCheck
+from offbeat.learner.diagnostics.bound_noise import BoundCheck
 from offbeat.learner.diagnostics.noise_floor import NoiseFloor, NoiseSummary
 from offbeat.learner.objectives.bands import ClipBand
 from offbeat.protocols.engine_info import EngineInfo, ModelHashes
@@ -64,7 +66,8 @@ class BandCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measured_above: float
 
 
-class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+# A file of another version may have more fields: they do not change what the noise is.
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """The results of `offbeat calibrate`."""
 
     made_at: str
@@ -82,8 +85,16 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     any `anchor`; empty for an objective that does not clip."""
     recommended: ClipBand | None
     """Recommended band for `objective` and `anchor`; None for an objective that does not clip."""
-    masked: MaskCheck | None = None
-    """Check of the correction; None without a built-in one, and in a file of an older version."""
+    bounds: tuple[BoundCheck, ...] = ()
+    """Checks of each correction and of M2PO's threshold; empty in a file of an older version."""
+    length_quantiles: tuple[int, ...] = ()
+    """Evenly spaced quantiles of the completions' lengths, in tokens; empty in a file of an older version."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Lengths that stand for those of the calibrated completions."""
+        mean = max(1, round(self.floor.num_tokens / self.floor.num_completions))
+        return np.array(self.length_quantiles or (mean,), dtype=np.int64)
 
 
 def learner_numerics(config: Config, hashes: ModelHashes, device: torch.device) -> LearnerNumerics:

@@ -116,8 +116,8 @@ class NoiseFloor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Return the standard deviation of `log s` for completions of these lengths, each at least 1."""
         return np.sqrt(self.variance + self.token_variance / lengths).clip(min=_SMALLEST_SPREAD)
 
-    def sequences_below(self, log_ratio: float, lengths: NDArray[np.int64]) -> Floats:
-        """Return the probability that `log s` is below `log_ratio`, for completions of these lengths."""
+    def sequences_below(self, log_ratio: float | Floats, lengths: NDArray[np.int64]) -> Floats:
+        """Return the probability that `log s` is below `log_ratio`, or each of these, for completions of these lengths."""
         return self.standardized_below((log_ratio - self.mean) / self.spread(lengths))
 
     def standardized_below(self, z: Floats) -> Floats:
@@ -127,6 +127,10 @@ class NoiseFloor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def tokens_below(self, log_ratio: float) -> float:
         """Return the probability that a token's d is below `log_ratio`."""
         return float(_cdf(np.array(log_ratio), self.token_quantiles))
+
+    def token_quantile(self, probabilities: Floats) -> Floats:
+        """Return the values that a token's d is below with these probabilities."""
+        return np.interp(probabilities, PROBABILITIES, self.token_quantiles)
 
     def beyond(self, band: ClipBand, lengths: NDArray[np.int64]) -> tuple[Floats, Floats]:
         """Return the expected shares of each completion's tokens below the band, and above it."""
@@ -221,9 +225,42 @@ def recommend_band(floor: NoiseFloor, lengths: NDArray[np.int64], own: ClipBand)
             return float(floor.sequences_below(log_ratio, lengths).mean())
         return floor.tokens_below(log_ratio)
 
-    low = -math.expm1(min(0.0, _inverse(below, NOISE_CLIP_SHARE)[0]))
-    high = math.expm1(max(0.0, _inverse(below, 1 - NOISE_CLIP_SHARE)[1]))
-    return ClipBand(min(1.0, max(own.low, _round_up(low))), max(own.high, _round_up(high)), own.is_sequence_ratio)
+    low = -math.expm1(min(0.0, inverse(below, NOISE_CLIP_SHARE)[0]))
+    high = math.expm1(max(0.0, inverse(below, 1 - NOISE_CLIP_SHARE)[1]))
+    return ClipBand(min(1.0, max(own.low, round_up(low))), max(own.high, round_up(high)), own.is_sequence_ratio)
+
+
+def sample_noise(floor: NoiseFloor, others: Differences, random: np.random.Generator) -> Differences:
+    """Return completions of the lengths and advantages of `others` with noise drawn from the model.
+
+    Tokens are drawn independently from the distribution of d, and then shifted so that their mean is a drawn `log s`.
+    """
+    lengths = others.lengths
+    drawn = Differences(lengths, floor.token_quantile(random.random(lengths.sum())), others.advantages)
+    means = floor.mean + floor.spread(lengths) * np.interp(random.random(len(lengths)), PROBABILITIES, floor.sequence_quantiles)
+    shifted = drawn.log_ratios + np.repeat(means - drawn.log_sequence_ratios, lengths)
+    return drawn._replace(log_ratios=shifted)
+
+
+def inverse(below: Callable[[float], float], share: float) -> tuple[float, float]:
+    """Bisect for two nearly equal numbers: `below` is at most `share` at the first, and at least `share` at the second."""
+    low, high = -LOG_RATIO_BOUND, LOG_RATIO_BOUND
+    for _ in range(100):
+        middle = (low + high) / 2
+        if below(middle) <= share:
+            low = middle
+        else:
+            high = middle
+    return low, high
+
+
+def round_up(value: float) -> float:
+    """Round a number above 0 up to two digits; return 0 for any other."""
+    if value <= 0:
+        return 0.0
+    digits = 1 - math.floor(math.log10(value))
+    # A value that has two digits already must not grow by the error of its binary representation.
+    return round(math.ceil(value * 10**digits * (1 - 1e-12)) / 10**digits, digits)
 
 
 def describe(differences: Differences, floor: NoiseFloor, *, num_bins: int = 4) -> list[NoiseSummary]:
@@ -266,24 +303,3 @@ def _quantiles(values: Floats) -> tuple[float, ...]:
 
 def _cdf(values: Floats, quantiles: Sequence[float]) -> Floats:
     return np.interp(values, quantiles, PROBABILITIES, left=0.0, right=1.0)
-
-
-def _inverse(below: Callable[[float], float], share: float) -> tuple[float, float]:
-    """Bisect for two nearly equal log-ratios: `below` is at most `share` at the first, and at least `share` at the second."""
-    low, high = -LOG_RATIO_BOUND, LOG_RATIO_BOUND
-    for _ in range(100):
-        middle = (low + high) / 2
-        if below(middle) <= share:
-            low = middle
-        else:
-            high = middle
-    return low, high
-
-
-def _round_up(value: float) -> float:
-    """Round up to two digits."""
-    if value <= 0:
-        return 0.0
-    digits = 1 - math.floor(math.log10(value))
-    # A value that has two digits already must not grow by the error of its binary representation.
-    return round(math.ceil(value * 10**digits * (1 - 1e-12)) / 10**digits, digits)

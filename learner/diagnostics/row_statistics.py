@@ -124,12 +124,9 @@ def _proximal_columns(policy: Tensor, behavior: Tensor, proximal: Tensor, comple
 
 def _correction_columns(correction: Correction, completion_mask: Tensor) -> dict[Column, Tensor]:
     weights = correction.weights.detach()
-    # A weight at a lower bound of 0 is masked, not truncated.
-    num_truncated = [_total(weights == bound, completion_mask) for bound in correction.truncated_at if bound > 0]
-    none_truncated = torch.zeros(len(weights), dtype=torch.float64, device=weights.device)
     return {
         Column.NUM_MASKED: _total(weights == 0, completion_mask),
-        Column.NUM_TRUNCATED: sum(num_truncated, none_truncated),
+        Column.NUM_TRUNCATED: _total(correction.truncated & (weights != 0), completion_mask),
         Column.CORRECTION_LOG_RATIO: _total(correction.log_rho.detach(), completion_mask),
         Column.CORRECTION_WEIGHT: _total(weights, completion_mask),
     }

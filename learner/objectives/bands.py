@@ -37,11 +37,11 @@ class ClippedRatio(NamedTuple):
 
 
 class Correction(NamedTuple):
-    """The weights of an off-policy correction on a micro-batch."""
+    """The weights of the off-policy corrections on a micro-batch, each tensor `[rows, tokens]`."""
 
     weights: Tensor
-    """Factors of the token losses, `[rows, tokens]`, 0 where masked."""
+    """Factors of the token losses, 0 where masked."""
     log_rho: Tensor
-    """Logarithm of the token ratio that the weights are made of, before truncation and masking, `[rows, tokens]`."""
-    truncated_at: tuple[float, ...] = ()
-    """The bounds that weights are truncated to; empty for a mask."""
+    """Logarithm of the token ratio that the weights are made of, before truncation and masking."""
+    truncated: Tensor
+    """Bool: tokens with a weight that was cut to a bound."""

@@ -12,6 +12,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from offbeat.learner.objectives.losses import LOG_RATIO_BOUND, log_sequence_ratio
 
@@ -26,10 +27,23 @@ def token_tis(log_rho: Tensor, completion_mask: Tensor, *, low: float, high: flo
     return torch.where(completion_mask, _ratio(log_rho).clamp(low, high), 0.0)
 
 
-def sequence_tis(log_rho: Tensor, completion_mask: Tensor, *, high: float) -> Tensor:
-    """`min(prod_t rho_t, high)`, one weight for all tokens of a row: the exact importance weight, truncated."""
+def geometric_tis(log_rho: Tensor, completion_mask: Tensor, *, low: float, high: float) -> Tensor:
+    """`clip((prod_t rho_t)^(1/n), low, high)`, one weight for all n tokens of a row.
+
+    ROLL's weight of the type `geometric`, AReaL's of the level `sequence`. It hardly varies where rows are long, and is no
+    importance weight: its mean under mu is not 1.
+    """
+    log_mean = log_sequence_ratio(_masked(log_rho, completion_mask), completion_mask)
+    return torch.where(completion_mask, _ratio(log_mean).clamp(low, high), 0.0)
+
+
+def sequence_tis(log_rho: Tensor, completion_mask: Tensor, *, low: float, high: float) -> Tensor:
+    """`clip(prod_t rho_t, low, high)`, one weight for all tokens of a row: the exact importance weight, truncated.
+
+    A lower bound above 0 keeps rows in the loss that the policy has left.
+    """
     log_product = _masked(log_rho, completion_mask).sum(dim=-1, keepdim=True)
-    return torch.where(completion_mask, _ratio(log_product).clamp(max=high), 0.0)
+    return torch.where(completion_mask, _ratio(log_product).clamp(low, high), 0.0)
 
 
 def icepop(log_rho: Tensor, completion_mask: Tensor, *, low: float, high: float) -> Tensor:
@@ -54,6 +68,42 @@ def geometric_mask(log_rho: Tensor, completion_mask: Tensor, *, low: float, high
     """
     log_mean = log_sequence_ratio(_masked(log_rho, completion_mask), completion_mask)
     return (completion_mask & _within(log_mean, low, high)).float()
+
+
+def segment_mask(log_rho: Tensor, completion_mask: Tensor, *, low: float, high: float) -> Tensor:
+    """1 if `low <= exp(mean_t log rho_t) <= high`, else 0, the mean over a segment, for all tokens of the segment.
+
+    A segment is a run of loss tokens that follow each other, such as a turn between the outputs of tools: ROLL's filter of the
+    type `segment`. In a completion of one segment it is `geometric_mask`.
+    """
+    log_rho = _masked(log_rho, completion_mask)
+    starts = completion_mask & ~pad(completion_mask[:, :-1], (1, 0))
+    # Segments are numbered from 1; tokens before the first one have the number 0, and no log-ratio.
+    segments = starts.cumsum(dim=-1)
+    sums = log_rho.new_zeros(len(log_rho), log_rho.shape[-1] + 1).scatter_add(-1, segments, log_rho)
+    counts = torch.zeros_like(sums).scatter_add(-1, segments, completion_mask.to(log_rho))
+    log_mean = (sums / counts.clamp(min=1)).gather(-1, segments)
+    return (completion_mask & _within(log_mean, low, high)).float()
+
+
+def k2_mask(log_rho: Tensor, completion_mask: Tensor, *, high: float) -> Tensor:
+    """1 if `mean_t (log rho_t)^2 / 2 <= high`, else 0, for all tokens of a row.
+
+    The mean estimates KL(mu || pi_old) per token, cannot be negative, and grows with the noise of single tokens, which cancel
+    in `geometric_mask`: verl's rejection by `seq_mean_k2`.
+    """
+    log_rho = _masked(log_rho, completion_mask)
+    return (completion_mask & (log_sequence_ratio(0.5 * log_rho.square(), completion_mask) <= high)).float()
+
+
+def k3_mask(log_rho: Tensor, completion_mask: Tensor, *, high: float) -> Tensor:
+    """1 if `mean_t (rho_t - 1 - log rho_t) <= high`, else 0, for all tokens of a row.
+
+    As `k2_mask`, by the estimate k3 of http://joschu.net/blog/kl-approx.html, whose mean under mu is KL(mu || pi_old) itself:
+    verl's rejection by `seq_mean_k3`.
+    """
+    bounded = _masked(log_rho, completion_mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return (completion_mask & (log_sequence_ratio(bounded.expm1() - bounded, completion_mask) <= high)).float()
 
 
 def opsm(log_rho: Tensor, completion_mask: Tensor, advantages: Tensor, *, threshold: float) -> Tensor:

@@ -7,20 +7,14 @@ from typing import Literal, NamedTuple, Protocol, assert_never
 import torch
 from torch import Tensor
 
-from offbeat.common.learning_sections import CorrectionName, LossSection
-from offbeat.common.objectives import (
-    DEFAULTS,
-    Aggregation,
-    correction_name,
-    resolve_aggregation,
-    resolve_clip,
-    resolve_correction,
-)
-from offbeat.learner.objectives import corrections, losses
+from offbeat.common.learning_sections import LossSection
+from offbeat.common.objectives import DEFAULTS, Aggregation, resolve_aggregation, resolve_clip
+from offbeat.learner.objectives import losses
 from offbeat.learner.objectives.aggregation import denominator
 from offbeat.learner.objectives.bands import ClipBand, ClippedRatio, Correction
+from offbeat.learner.objectives.correction_rules import AnyCorrection, correct, resolve_corrections
 from offbeat.learner.objectives.losses import TokenLosses
-from offbeat.learner.objectives.own_functions import OwnCorrection, OwnLoss, load_correction, load_loss
+from offbeat.learner.objectives.own_functions import OwnLoss, load_loss
 
 
 class PolicyLogprobs(NamedTuple):
@@ -110,16 +104,17 @@ TokenLoss = ClippedSurrogate | Cispo | Sapo | M2po | Reinforce | Own
 """A loss function with its parameters."""
 
 
-@dataclass(frozen=True)
-class CorrectionRule:
-    """A built-in correction with its bounds."""
+class StepConstants(NamedTuple):
+    """Numbers of the whole optimizer step, over all micro-batches and ranks, that enter the loss of each micro-batch."""
 
-    name: CorrectionName
-    """The function of `corrections`."""
-    low: float
-    """Lower bound of the ratio; 0 where the correction has none."""
-    high: float
-    """Upper bound of the ratio; the threshold of opsm."""
+    m2po_cutoff: float = math.inf
+    """`losses.m2po_cutoff`; objectives other than m2po ignore it."""
+    mean_weight: float = 1.0
+    """Divisor of the correction's weights: their mean with `loss.normalize_correction`, else 1."""
+
+
+NO_CONSTANTS = StepConstants()
+"""The constants of an objective that has none."""
 
 
 class Evaluation(NamedTuple):
@@ -141,7 +136,9 @@ class Objective:
     token_loss: TokenLoss
     anchor: Literal["behavior", "proximal", "decoupled"]
     """The policy in the denominator of the importance ratio."""
-    correction: CorrectionRule | OwnCorrection | None
+    corrections: tuple[AnyCorrection, ...]
+    normalize_correction: bool
+    """Divide the corrections' weights by their mean over the step."""
     aggregation: Aggregation
     aggregation_length: int
     """The constant L that `seq-mean-token-sum-norm` divides by; other aggregations ignore it."""
@@ -169,16 +166,18 @@ class Objective:
         return None
 
     def evaluate(
-        self, logprobs: PolicyLogprobs, completion_mask: Tensor, advantages: Tensor, *, m2po_cutoff: float = math.inf
+        self, logprobs: PolicyLogprobs, completion_mask: Tensor, advantages: Tensor, constants: StepConstants = NO_CONSTANTS
     ) -> Evaluation:
         """Return the corrected token losses of a micro-batch, and what the clip and the correction did to them.
 
-        `completion_mask` and `advantages`: `[rows, tokens]`. `m2po_cutoff` is that of the whole optimizer step
-        (`losses.m2po_cutoff`); objectives other than m2po ignore it.
+        `completion_mask` and `advantages`: `[rows, tokens]`. `constants` are those of the whole optimizer step.
         """
-        token_losses, clipped, log_ratio = self._token_losses(logprobs, completion_mask, advantages, m2po_cutoff)
-        correction = self._correct(logprobs, completion_mask, advantages)
-        if correction is not None:
+        token_losses, clipped, log_ratio = self._token_losses(logprobs, completion_mask, advantages, constants.m2po_cutoff)
+        correction: Correction | None = None
+        if self.corrections:
+            correction = correct(
+                self.corrections, logprobs.log_rho, completion_mask, advantages, mean_weight=constants.mean_weight
+            )
             token_losses = token_losses * correction.weights
         clipped_ratio = None
         if self.band is not None and log_ratio is not None:
@@ -209,39 +208,14 @@ class Objective:
             case _:
                 assert_never(self.token_loss)
 
-    def _correct(self, logprobs: PolicyLogprobs, completion_mask: Tensor, advantages: Tensor) -> Correction | None:
-        if self.correction is None:
-            return None
-        log_rho = torch.where(completion_mask, logprobs.log_rho, 0.0)
-        if not isinstance(self.correction, CorrectionRule):
-            weights = self.correction(log_rho, completion_mask, torch.where(completion_mask, advantages, 0.0))
-            return Correction(weights, log_rho)
-        low, high = self.correction.low, self.correction.high
-        truncated_at: tuple[float, ...] = ()
-        match self.correction.name:
-            case "token_tis":
-                weights, truncated_at = corrections.token_tis(log_rho, completion_mask, low=low, high=high), (low, high)
-            case "sequence_tis":
-                weights, truncated_at = corrections.sequence_tis(log_rho, completion_mask, high=high), (high,)
-            case "icepop":
-                weights = corrections.icepop(log_rho, completion_mask, low=low, high=high)
-            case "sequence_mask":
-                weights = corrections.sequence_mask(log_rho, completion_mask, low=low, high=high)
-            case "geometric_mask":
-                weights = corrections.geometric_mask(log_rho, completion_mask, low=low, high=high)
-            case "opsm":
-                weights = corrections.opsm(log_rho, completion_mask, advantages, threshold=high)
-            case _:
-                assert_never(self.correction.name)
-        return Correction(weights, log_rho, truncated_at)
-
 
 def resolve_objective(loss: LossSection, *, max_new_tokens: int) -> Objective:
     """Return the objective of these settings; those left open take the objective's own values (`common.objectives`)."""
     return Objective(
         token_loss=_resolve_token_loss(loss),
         anchor=loss.anchor,
-        correction=_resolve_correction(loss),
+        corrections=resolve_corrections(loss.correction),
+        normalize_correction=loss.normalize_correction,
         aggregation=resolve_aggregation(loss),
         aggregation_length=loss.aggregation_length or max_new_tokens,
         entropy_coef=loss.entropy_coef,
@@ -279,13 +253,6 @@ def _resolve_token_loss(loss: LossSection) -> TokenLoss:
             return Reinforce()
         case _:
             assert_never(loss.objective)
-
-
-def _resolve_correction(loss: LossSection) -> CorrectionRule | OwnCorrection | None:
-    name, bounds = correction_name(loss), resolve_correction(loss)
-    if name is not None and bounds is not None:
-        return CorrectionRule(name, bounds.low, bounds.high)
-    return None if loss.correction == "none" else load_correction(loss.correction)
 
 
 def _resolve_band(loss: LossSection) -> ClipBand:

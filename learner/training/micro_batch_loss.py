@@ -9,7 +9,7 @@ from offbeat.learner.diagnostics.row_statistics import row_statistics
 from offbeat.learner.objectives.aggregation import aggregate
 from offbeat.learner.objectives.kl import kl_estimate, unbiased_kl
 from offbeat.learner.objectives.losses import value_loss
-from offbeat.learner.objectives.objective import Objective, PolicyLogprobs
+from offbeat.learner.objectives.objective import Objective, PolicyLogprobs, StepConstants
 from offbeat.learner.training.preparation import Outputs, PreparedMicroBatch, reward_kl
 
 
@@ -42,17 +42,17 @@ def compute_loss(
     kl: KlSection,
     kl_coefficient: float,
     critic: CriticSection,
-    m2po_cutoff: float,
+    constants: StepConstants,
 ) -> MicroBatchLoss:
     """Return the loss of the policy's `outputs` on a micro-batch.
 
-    `kl_coefficient` is the current one, which may have adapted since `kl` was read; `m2po_cutoff` is that of the whole
+    `kl_coefficient` is the current one, which may have adapted since `kl` was read; `constants` are those of the whole
     optimizer step.
     """
     micro_batch, frozen = prepared.micro_batch, prepared.frozen
     mask = micro_batch.completion_mask
     logprobs = PolicyLogprobs(outputs.logprobs, micro_batch.behavior_logprobs, frozen.proximal_logprobs)
-    evaluation = objective.evaluate(logprobs, mask, prepared.advantages, m2po_cutoff=m2po_cutoff)
+    evaluation = objective.evaluate(logprobs, mask, prepared.advantages, constants)
     losses = evaluation.losses
     sums = TermSums(*[losses.new_zeros(())] * len(TermSums._fields))
     if frozen.reference_logprobs is not None:

@@ -28,9 +28,11 @@ from offbeat.learner.diagnostics.group_metrics import Metrics, group_metrics
 from offbeat.learner.diagnostics.loss_metrics import EngineNoise, loss_metrics
 from offbeat.learner.diagnostics.noise_floor import Differences
 from offbeat.learner.leases.groups import Group
+from offbeat.learner.objectives.aggregation import aggregate
+from offbeat.learner.objectives.correction_rules import weigh
 from offbeat.learner.objectives.kl import adapt_kl_coefficient
 from offbeat.learner.objectives.losses import m2po_candidates, m2po_cutoff
-from offbeat.learner.objectives.objective import M2po, resolve_objective
+from offbeat.learner.objectives.objective import M2po, StepConstants, resolve_objective
 from offbeat.learner.objectives.reward_shaping import RunningMoments, resolve_reward_shaping, shape_rewards
 from offbeat.learner.policy.compiling import check_compiling, compile_layers, compiles_layers
 from offbeat.learner.policy.flash_attention import use_newest_flash_attention
@@ -360,7 +362,7 @@ class Trainer:
 
     def _accumulate_gradients(self, micro_batches: Sequence[PreparedMicroBatch], denominator: float) -> tuple[Tensor, Tensor]:
         """Accumulate gradients over all ranks; return this rank's table (`row_statistics`) and all ranks' `TermSums`."""
-        cutoff = self._find_m2po_cutoff(micro_batches)
+        constants = StepConstants(self._find_m2po_cutoff(micro_batches), self._find_mean_weight(micro_batches))
         tables: list[Tensor] = []
         sums = torch.zeros(len(TermSums._fields), dtype=torch.float64, device=self.device)
         for index, prepared in enumerate(micro_batches):
@@ -372,7 +374,7 @@ class Trainer:
                 kl=self._config.kl,
                 kl_coefficient=self._adaptive.kl_coefficient,
                 critic=self._config.critic,
-                m2po_cutoff=cutoff,
+                constants=constants,
             )
             # DeepSpeed averages gradients over ranks; the loss is a sum over all of them. Of ranks that share a pack each has
             # the gradient through its own tokens.
@@ -395,6 +397,25 @@ class Trainer:
             log_ratio = self._run(self._module, micro_batch).logprobs - micro_batch.behavior_logprobs
             candidates.append(m2po_candidates(log_ratio, micro_batch.completion_mask, advantages))
         return m2po_cutoff(gather_rows(torch.cat(candidates), num_alike=self._num_alike), threshold=token_loss.threshold)
+
+    def _find_mean_weight(self, batch: Sequence[PreparedMicroBatch]) -> float:
+        """Return the mean of the corrections' weights over the loss of all ranks; 1 without `loss.normalize_correction`.
+
+        The mean is the loss's own: over tokens under `token-mean`, over completions where these weigh alike.
+        """
+        objective = self._objective
+        if not objective.normalize_correction:
+            return 1.0
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for micro_batch, frozen, _, _ in batch:
+            assert frozen.proximal_logprobs is not None, "only a decoupled anchor normalizes its weights"
+            mask, row_weights = micro_batch.completion_mask, micro_batch.weights
+            weights = weigh(objective.corrections, frozen.proximal_logprobs - micro_batch.behavior_logprobs, mask)
+            of_both = [aggregate(values, mask, row_weights, mode=objective.aggregation) for values in (weights, mask.float())]
+            sums += torch.stack(of_both).double()
+        weighed, unweighed = gather_tensors(sums, num_alike=self._num_alike).sum(dim=0).tolist()
+        # Weights that are all 0, or a step without loss tokens, have no mean to divide by.
+        return weighed / unweighed if weighed > 0 else 1.0
 
     def _term_metrics(self, means: TermSums) -> dict[str, float]:
         """Name the means of the loss terms that the run has."""

@@ -38,9 +38,7 @@ from tests.benchmarks.measuring import print_table, spread  # noqa: E402
 
 NUM_ROUNDS = 5
 NUM_ROWS, NUM_TOKENS, MICRO_BATCH_ROWS = 64, 512, 8
-OBJECTIVE = resolve_objective(
-    LossSection(anchor="decoupled", correction="token_tis", correction_high=1.01), max_new_tokens=NUM_TOKENS
-)
+OBJECTIVE = resolve_objective(LossSection(anchor="decoupled", correction="token_tis(0, 1.01)"), max_new_tokens=NUM_TOKENS)
 PARTS = ("rows", "metrics", "direction")
 
 

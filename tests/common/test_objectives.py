@@ -7,8 +7,9 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from offbeat.common.corrections import CORRECTIONS, fill_bounds, parse_corrections, write_corrections
 from offbeat.common.learning_sections import CorrectionName, LossSection
-from offbeat.common.objectives import CORRECTION_BANDS, DEFAULTS, LOWER_BOUNDED, complete
+from offbeat.common.objectives import DEFAULTS, complete
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load, resolved_toml
 
@@ -22,9 +23,43 @@ def choices(setting: str) -> set[str]:
 
 def test_every_objective_and_correction_has_its_defaults() -> None:
     assert set(DEFAULTS) == choices("objective")
-    assert set(CORRECTION_BANDS) == set(get_args(CorrectionName))
-    for name in (*CORRECTION_BANDS, "none"):
-        assert load(None, [f"loss.correction={name}"]).loss.correction == name
+    assert set(CORRECTIONS) == set(get_args(CorrectionName))
+    for name, own in CORRECTIONS.items():
+        (choice,) = parse_corrections(load(None, [f"loss.correction={name}"]).loss.correction)
+        assert choice == (name, own.low, own.high)
+
+
+@pytest.mark.parametrize(
+    ("given", "completed"),
+    [
+        ("none", "none"),
+        ("token_tis", "token_tis(0, 2)"),
+        ("token_tis(3)", "token_tis(0, 3)"),
+        ("token_tis (0.5,3)", "token_tis(0.5, 3)"),
+        ("geometric_mask+token_tis(1e+2)", "geometric_mask(0.999, 1.001) + token_tis(0, 100)"),
+        ("opsm(2e-3) + my.code:own + icepop", "opsm(0.002) + my.code:own + icepop(0.5, 5)"),
+    ],
+)
+def test_corrections_are_written_out_with_their_bounds(given: str, completed: str) -> None:
+    assert load(None, [f"loss.correction={given}"]).loss.correction == completed
+    assert load(None, [f"loss.correction={completed}"]).loss.correction == completed
+    assert write_corrections(tuple(map(fill_bounds, parse_corrections(given)))) == completed
+
+
+@pytest.mark.parametrize("given", ["", "token", "token_tis(", "opsm(1, 2, 3)", "opsm(-1)", "opsm + none", "opsm +"])
+def test_text_that_names_no_corrections_is_refused(given: str) -> None:
+    with pytest.raises(SettingError, match=r"loss\.correction"):
+        load(None, [f"loss.correction={given}"])
+
+
+def test_bounds_of_an_older_runs_config_move_behind_the_name(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    for bounds, expected in (
+        ("correction_low = 0.5\ncorrection_high = 3.0", "token_tis(0.5, 3)"),
+        ("correction_high = 3", "token_tis(0, 3)"),
+    ):
+        file.write_text(f'[loss]\ncorrection = "token_tis"\n{bounds}\n')
+        assert load(file).loss.correction == expected
 
 
 @pytest.mark.parametrize("objective", DEFAULTS)
@@ -80,7 +115,7 @@ def test_constant_length_is_that_of_the_longest_completion() -> None:
 
 def test_values_that_were_filled_in_are_written_to_the_runs_config() -> None:
     text = resolved_toml(load(None, ["loss.objective=dapo", "loss.correction=icepop", "critic.value_clip=none"]))
-    for line in ("clip_high = 0.28", 'aggregation = "token-mean"', "correction_low = 0.5", 'value_clip = "none"'):
+    for line in ("clip_high = 0.28", 'aggregation = "token-mean"', 'correction = "icepop(0.5, 5)"', 'value_clip = "none"'):
         assert line in text.splitlines()
 
 
@@ -115,10 +150,13 @@ REFUSALS = [
         for objective, name in (("gspo", "clip_low"), ("grpo", "clip_high"), ("sapo", "clip_low"))
     ),
     Refusal(["loss.aggregation_length=9"], ["loss.aggregation_length = 9", "seq-mean-token-sum-norm"]),
-    Refusal(["loss.correction_high=2"], ["loss.correction_high = 2.0", "set loss.correction"]),
-    Refusal(["loss.correction=opsm", "loss.correction_low=0.1"], ["loss.correction_low = 0.1", "no lower bound"]),
-    Refusal(["loss.correction=icepop", "loss.correction_low=6"], ["not below loss.correction_high = 5.0"]),
-    Refusal(["loss.correction=mine:f", "loss.correction_high=2"], ["loss.correction_high = 2.0", "not given any bounds"]),
+    Refusal(["loss.correction=opsm(0.1, 0.2)"], ['loss.correction = "opsm(0.1, 0.2)"', "no lower bound"]),
+    Refusal(["loss.correction=icepop(6, 5)"], ["the bounds of icepop leave nothing between them"]),
+    Refusal(["loss.correction=k3_mask(0)"], ["the bounds of k3_mask leave nothing between them"]),
+    Refusal(["loss.correction=icepop + sequence_tis"], ["icepop and sequence_tis", "count twice"]),
+    Refusal(["loss.correction=opsm + opsm(1)"], ["there twice"]),
+    Refusal(["loss.anchor=decoupled", "loss.correction=opsm", "loss.normalize_correction=true"], ["no weights to divide"]),
+    Refusal(["loss.correction=token_tis", "loss.normalize_correction=true"], ['loss.anchor="decoupled"']),
     Refusal(["evaluation.function=mine:f", "task.eval_data=eval.jsonl"], ["there is no evaluation", "Set evaluation.interval"]),
     Refusal(["loss.correction=m2po"], ['loss.correction = "m2po"', 'loss.objective="m2po"', "config.toml"]),
     Refusal(
@@ -162,6 +200,7 @@ def test_contradiction_is_refused_with_its_reason_and_cure(refusal: Refusal) -> 
         (["loss.anchor=decoupled", "loss.correction=token_tis"], "the ratio is 1 at the one step"),
         (["loss.correction=token_tis"], "counts twice"),
         (["loss.anchor=decoupled", "loss.correction=opsm", "train.steps_per_batch=2"], "pi_old / mu of it is not corrected"),
+        (["loss.correction=opsm + token_tis"], "counts twice"),
     ],
 )
 def test_what_is_allowed_and_easily_misread_is_said_aloud(overrides: list[str], part: str) -> None:
@@ -176,6 +215,13 @@ def test_what_is_allowed_and_easily_misread_is_said_aloud(overrides: list[str], 
         ["loss.objective=m2po", "loss.m2_threshold=0.1", "train.steps_per_batch=2"],
         ["loss.objective=reinforce", "loss.correction=token_tis"],
         ["loss.correction=opsm"],
+        [
+            "loss.anchor=decoupled",
+            "loss.correction=k2_mask + token_tis",
+            "loss.normalize_correction=true",
+            "train.steps_per_batch=2",
+        ],
+        ["loss.anchor=decoupled", "loss.correction=opsm + my:weights", "train.steps_per_batch=2"],
         ["loss.clip_low=3e-4", "loss.noise_floor=measured.json"],
         ["loss.objective=grpo", "loss.dual_clip=3", "loss.clip_low=3e-4"],
         ["loss.dual_clip=1.4"],
@@ -207,7 +253,7 @@ def table_lines(first_column: str) -> dict[str, list[str]]:
 
 def test_documentation_has_every_objective_and_correction_with_its_own_values() -> None:
     objectives, corrections = table_lines("loss.objective"), table_lines("loss.correction")
-    assert (objectives.keys(), corrections.keys()) == (DEFAULTS.keys(), CORRECTION_BANDS.keys())
+    assert (objectives.keys(), corrections.keys()) == (DEFAULTS.keys(), CORRECTIONS.keys())
     for name, defaults in DEFAULTS.items():
         _, clip, aggregation, _ = objectives[name]
         assert aggregation == f"`{defaults.aggregation}`"
@@ -217,6 +263,6 @@ def test_documentation_has_every_objective_and_correction_with_its_own_values() 
             assert clip == "does not clip"
         elif name != "gspo_token":
             assert clip.startswith(f"{defaults.band.low:g}, {defaults.band.high:g}")
-    for name, bounds in CORRECTION_BANDS.items():
+    for name, bounds in CORRECTIONS.items():
         shown = [float(bound) for bound in corrections[name][-1].split("–")]
-        assert shown == ([bounds.low, bounds.high] if name in LOWER_BOUNDED else [bounds.high])
+        assert shown == [bound for bound in bounds if bound is not None]

@@ -14,11 +14,10 @@ from offbeat.common.learning_sections import LossSection
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load
 from offbeat.deploy.calibrate import calibrate, collection_config
-from offbeat.lab.calibration import check_band, check_mask, cross_fit, load_groups, print_calibration
+from offbeat.lab.calibration import check_band, check_bounds, cross_fit, load_groups, print_calibration
 from offbeat.learner.diagnostics.calibration import FILE, load_calibration
 from offbeat.learner.diagnostics.noise_floor import Differences
 from offbeat.learner.objectives.bands import ClipBand
-from offbeat.learner.objectives.objective import resolve_objective
 from tests.deploy.services import SERVICES_S, Services, services_in, write_config
 from tests.deploy.warm import WarmProcess
 
@@ -48,7 +47,7 @@ class Sampled(NamedTuple):
     "overrides",
     [
         ["loss.anchor=proximal", "train.epochs_per_batch=2", "train.num_steps=10"],
-        ["loss.anchor=decoupled", "loss.correction=token_tis", "loss.correction_low=0.5"],
+        ["loss.anchor=decoupled", "loss.correction=token_tis(0.5, 2)", "loss.normalize_correction=true"],
         ["loss.objective=dapo", "train.warmup_steps=10", "weights.interval=3", "loss.noise_floor=nowhere.json"],
         ["loss.objective=ppo", "staleness.staleness_policy=drop", "evaluation.interval=5", "task.eval_data=x.jsonl"],
         ["hub.address=tcp://10.0.0.1:5700", "hub.key=a", "hub.learner_key=b", "hub.allowed_keys=c", "log.enabled=false"],
@@ -191,16 +190,20 @@ def test_band_is_foretold_of_groups_that_the_model_has_not_seen_and_its_error_is
     assert checked.measured_error == pytest.approx(np.std([0.0] * 500 + [1.0] * 300, ddof=1) / np.sqrt(800))
 
 
-def test_masking_is_foretold_of_the_other_half_and_measured_on_both() -> None:
+def test_reach_of_bounds_is_foretold_of_the_other_half_and_measured_on_both() -> None:
     # Two completions in each half; log s of the second half is -0.2 where A < 0, that of the first is 0.
     lengths, signs = np.full(2, 2), np.array([-1.0, -1.0, 1.0, 1.0])
     still, noisy = Differences(lengths, np.zeros(4), signs), Differences(lengths, np.full(4, -0.2), signs)
-    objective = resolve_objective(LossSection(correction="opsm", correction_high=0.1), max_new_tokens=2)
-    checked = check_mask(objective, (still, noisy))
-    assert checked is not None and (checked.name, checked.high, checked.measured) == ("opsm", 0.1, 1 / 4)
+    opsm, truncation = check_bounds(LossSection(correction="opsm(0.1) + token_tis(0.9, 2)"), (still, noisy))
+    assert (opsm.setting, opsm.value, opsm.measured) == ("loss.correction", "opsm(0.1)", 1 / 4)
     # The still half expects nothing of the noisy one; the noisy one expects the negative half of the still one.
-    assert checked.predicted == pytest.approx((0 + 1 / 2) / 2)
-    assert check_mask(resolve_objective(LossSection(), max_new_tokens=2), (still, noisy)) is None
+    assert opsm.predicted == pytest.approx((0 + 1 / 2) / 2)
+    assert (truncation.value, truncation.predicted, truncation.measured) == ("token_tis(0.9, 2)", pytest.approx(1 / 2), 1 / 2)
+    assert check_bounds(LossSection(), (still, noisy)) == ()
+    # With A > 0 and A < 0 alike, half of the noisy tokens are pushed to where they are.
+    (threshold,) = check_bounds(LossSection(objective="m2po", m2_threshold=0.01), (still, noisy))
+    assert (threshold.setting, threshold.value, threshold.measured) == ("loss.m2_threshold", "0.01", 1 / 4)
+    assert threshold.predicted == pytest.approx((0 + 1 / 2) / 2)
 
 
 @pytest.mark.parametrize(("section", "setting", "value"), [("rollout", "temperature", 0.5), ("model", "path", "elsewhere")])

@@ -352,7 +352,7 @@ def test_cosine_is_of_the_angle() -> None:
 
 @pytest.fixture
 def config(tiny_model: Path) -> Iterator[Config]:
-    yield make_config(tiny_model, loss={"correction": "token_tis", "correction_high": 3.0})
+    yield make_config(tiny_model, loss={"correction": "token_tis(0, 3)"})
 
 
 def test_the_runs_own_objective_stays_as_configured(config: Config) -> None:
@@ -368,7 +368,7 @@ def test_another_objective_has_its_own_values_and_the_runs_correction(config: Co
         "drop",
     )
     assert dapo.reward.overlong_buffer == round(0.2 * config.rollout.max_new_tokens)
-    assert (dapo.loss.correction, dapo.loss.correction_high) == ("token_tis", 3.0)
+    assert dapo.loss.correction == "token_tis(0, 3)"
     assert objective_config(config, "dr_grpo").advantage.divide_by_std is False
     assert objective_config(config, "sapo").loss.clip_low is None
 

@@ -18,7 +18,7 @@ from offbeat.learner.diagnostics.loss_metrics import SEQUENCE_WEIGHT_CAP, Engine
 from offbeat.learner.diagnostics.row_statistics import Column, row_statistics
 from offbeat.learner.objectives.aggregation import aggregate
 from offbeat.learner.objectives.bands import ClipBand, ClippedRatio, Correction
-from offbeat.learner.objectives.corrections import geometric_mask, sequence_tis, token_tis
+from offbeat.learner.objectives.corrections import token_tis
 from offbeat.learner.objectives.losses import gspo, ppo_clip
 from offbeat.learner.objectives.objective import Evaluation, PolicyLogprobs
 from tests.learner.diagnostics.test_noise_floor import normal_floor
@@ -56,7 +56,7 @@ def make_inputs(lengths: list[int], *, width: int | None = None, seed: int = 0, 
         "row_weights": torch.rand(len(lengths), generator=generator) + 0.5,
         "policy_lags": torch.randint(0, 12, (len(lengths),), generator=generator),
         "band": ClippedRatio(policy - proximal, **CLIP),
-        "correction": Correction(weights, proximal - behavior, (0.7, 1.1)),
+        "correction": Correction(weights, proximal - behavior, mask & ((weights == 0.7) | (weights == 1.1))),
     }
 
 
@@ -105,7 +105,7 @@ def rows_of(inputs: dict[str, Any], index: Any) -> dict[str, Any]:
     band, correction = inputs["band"], inputs["correction"]
     return {name: value[index] for name, value in inputs.items() if isinstance(value, Tensor)} | {
         "band": band._replace(log_ratio=band.log_ratio[index]),
-        "correction": correction._replace(weights=correction.weights[index], log_rho=correction.log_rho[index]),
+        "correction": Correction(*(tensor[index] for tensor in correction)),
     }
 
 
@@ -268,7 +268,9 @@ def test_padding_of_any_value_and_width_changes_nothing(padding):
     wide |= {"completion_mask": padded(inputs["completion_mask"], False), "clipped": padded(inputs["clipped"], True)}
     wide["band"] = inputs["band"]._replace(log_ratio=padded(inputs["band"].log_ratio, padding))
     wide["correction"] = inputs["correction"]._replace(
-        weights=padded(inputs["correction"].weights, 0.0), log_rho=padded(inputs["correction"].log_rho, padding)
+        weights=padded(inputs["correction"].weights, 0.0),
+        log_rho=padded(inputs["correction"].log_rho, padding),
+        truncated=padded(inputs["correction"].truncated, True),
     )
     torch.testing.assert_close(statistics_of({**inputs, **wide}), expected, rtol=1e-12, atol=1e-12)
 
@@ -428,28 +430,15 @@ def test_what_the_objective_does_not_have_is_absent():
     assert everything - areas(correction=None) == {name for name in everything if "correction" in name}
 
 
-def test_truncated_weights_are_those_at_a_bound_and_raw_ratios_are_from_before():
-    # rho = e^-2, 1, e^0.05, e^2 against bounds that float32 cannot hold exactly.
+def test_truncated_weights_are_counted_where_no_mask_drops_them_and_raw_ratios_are_from_before():
     log_rho = torch.tensor([[-2.0, 0.0, 0.05, 2.0]])
-    mask = torch.ones(1, 4, dtype=torch.bool)
-    inputs = plain_inputs([[0.0] * 4], [1.0])
-
-    def corrected(weights: Tensor, *bounds: float) -> dict[str, float]:
-        correction = Correction(weights, log_rho, bounds)
-        return metrics_of(statistics_of({**inputs, "correction": correction}))
-
-    by_token = corrected(token_tis(log_rho, mask, low=0.3, high=1.1), 0.3, 1.1)
-    assert (by_token["correction/masked"], by_token["correction/truncated"]) == (0.0, 0.5)
-    assert by_token["correction/log_mean"] == pytest.approx(0.0125)
-    assert by_token["correction/weight_mean"] == pytest.approx((0.3 + 1 + math.exp(0.05) + 1.1) / 4)
-    # The product of the row is e^0.05, above 1.02.
-    assert corrected(sequence_tis(log_rho, mask, high=1.02), 1.02)["correction/truncated"] == 1.0
-    assert corrected(sequence_tis(log_rho, mask, high=1.1), 1.1)["correction/truncated"] == 0.0
-    # No lower bound: weights of 0 are masked, not truncated.
-    assert corrected(torch.tensor([[0.0, 1.0, 1.0, 1.1]]), 0.0, 1.1)["correction/truncated"] == 0.25
-    by_row = corrected(geometric_mask(log_rho, mask, low=0.99, high=1.0))
-    assert (by_row["correction/masked"], by_row["correction/truncated"]) == (1.0, 0.0)
-    assert by_row["correction/log_mean"] == pytest.approx(0.0125)
+    weights, truncated = torch.tensor([[0.3, 0.0, 1.1, 1.1]]), torch.tensor([[True, True, False, True]])
+    found = metrics_of(
+        statistics_of({**plain_inputs([[0.0] * 4], [1.0]), "correction": Correction(weights, log_rho, truncated)})
+    )
+    assert (found["correction/masked"], found["correction/truncated"]) == (0.25, 0.5)
+    assert found["correction/log_mean"] == pytest.approx(0.0125)
+    assert found["correction/weight_mean"] == pytest.approx(2.5 / 4)
 
 
 def test_a_table_is_detached_and_made_without_reading_a_value_back():
@@ -461,7 +450,7 @@ def test_a_table_is_detached_and_made_without_reading_a_value_back():
     assert not statistics_of(inputs).requires_grad
     on_meta: dict[str, Any] = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in inputs.items()}
     on_meta["band"] = inputs["band"]._replace(log_ratio=inputs["band"].log_ratio.to("meta"))
-    on_meta["correction"] = Correction(*(value.to("meta") for value in inputs["correction"][:2]), truncated_at=(0.7, 1.1))
+    on_meta["correction"] = Correction(*(value.to("meta") for value in inputs["correction"]))
     table = statistics_of(on_meta)
     assert (table.shape, table.dtype) == ((3, len(Column)), torch.float64)
 

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import torch
@@ -6,8 +7,12 @@ from hypothesis import strategies as st
 
 from offbeat.learner.objectives.corrections import (
     geometric_mask,
+    geometric_tis,
     icepop,
+    k2_mask,
+    k3_mask,
     opsm,
+    segment_mask,
     sequence_mask,
     sequence_tis,
     token_tis,
@@ -24,10 +29,14 @@ def log_of(*ratios: float) -> torch.Tensor:
 def every_correction(log_rho, mask, advantages):
     return {
         "token_tis": token_tis(log_rho, mask, low=0.5, high=2.0),
-        "sequence_tis": sequence_tis(log_rho, mask, high=2.0),
+        "geometric_tis": geometric_tis(log_rho, mask, low=0.9, high=1.1),
+        "sequence_tis": sequence_tis(log_rho, mask, low=0.3, high=2.0),
         "icepop": icepop(log_rho, mask, low=0.5, high=5.0),
         "sequence_mask": sequence_mask(log_rho, mask, low=0.0, high=3.0),
         "geometric_mask": geometric_mask(log_rho, mask, low=0.9, high=1.1),
+        "segment_mask": segment_mask(log_rho, mask, low=0.9, high=1.1),
+        "k2_mask": k2_mask(log_rho, mask, high=0.1),
+        "k3_mask": k3_mask(log_rho, mask, high=0.1),
         "opsm": opsm(log_rho, mask, advantages, threshold=0.1),
     }
 
@@ -39,10 +48,35 @@ def test_token_tis_clamps_each_ratio():
     torch.testing.assert_close(weights, torch.tensor([[0.25, 1.5, 2.0, 0.0]]))
 
 
-def test_sequence_tis_truncates_the_product():
-    # 0.5 * 1.5 * 2 = 1.5; 0.5 * 1.5 * 4 = 3.
-    torch.testing.assert_close(sequence_tis(log_of(0.5, 1.5, 2.0, 9.0), MASK, high=2.0), torch.tensor([[1.5, 1.5, 1.5, 0.0]]))
-    torch.testing.assert_close(sequence_tis(log_of(0.5, 1.5, 4.0, 9.0), MASK, high=2.0), torch.tensor([[2.0, 2.0, 2.0, 0.0]]))
+def test_sequence_tis_truncates_the_product_on_both_sides():
+    # 0.5 * 1.5 * 2 = 1.5; 0.5 * 1.5 * 4 = 3; 0.5 * 0.5 * 1 = 0.25.
+    for ratios, weight in (((0.5, 1.5, 2.0, 9.0), 1.5), ((0.5, 1.5, 4.0, 9.0), 2.0), ((0.5, 0.5, 1.0, 9.0), 0.4)):
+        weights = sequence_tis(log_of(*ratios), MASK, low=0.4, high=2.0)
+        torch.testing.assert_close(weights, torch.tensor([[weight] * 3 + [0.0]]))
+
+
+def test_geometric_tis_truncates_the_root_of_the_product():
+    # Cube roots of 8, of 1.331 and of 0.125: 2, 1.1, 0.5.
+    for ratios, weight in (((2.0, 4.0, 1.0, 0.1), 1.5), ((1.1, 1.21, 1.0, 9.0), 1.1), ((0.5, 0.25, 1.0, 9.0), 0.8)):
+        weights = geometric_tis(log_of(*ratios), MASK, low=0.8, high=1.5)
+        torch.testing.assert_close(weights, torch.tensor([[weight] * 3 + [0.0]]))
+
+
+def test_segment_mask_keeps_and_drops_each_run_of_loss_tokens_by_its_own_mean():
+    # Segments of one, two and one token; roots 1.3, sqrt(0.5 * 2.2) = 1.049, 1.0; what lies between them is no part.
+    log_rho = log_of(1.3, 9.0, 0.5, 2.2, 0.01, 0.01, 1.0)
+    mask = torch.tensor([[True, False, True, True, False, False, True]])
+    assert segment_mask(log_rho, mask, low=0.9, high=1.1).tolist() == [[0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0]]
+    assert segment_mask(log_rho, mask, low=1.01, high=1.3).tolist() == [[1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0]]
+
+
+def test_k2_and_k3_masks_see_noise_that_cancels_in_the_mean():
+    # log rho of +-0.4 and 0: k2 = 0.16 / 3 = 0.0533; k3 = (e^0.4 + e^-0.4 - 2) / 3 = 0.05405.
+    log_rho = torch.tensor([[0.4, -0.4, 0.0, 7.0]])
+    for function, estimate in ((k2_mask, 0.16 / 3), (k3_mask, (math.exp(0.4) + math.exp(-0.4) - 2) / 3)):
+        assert function(log_rho, MASK, high=estimate + 1e-4).tolist() == [[1.0, 1.0, 1.0, 0.0]]
+        assert function(log_rho, MASK, high=estimate - 1e-4).tolist() == [[0.0] * 4]
+    assert geometric_mask(log_rho, MASK, low=0.999, high=1.001).tolist() == [[1.0, 1.0, 1.0, 0.0]]
 
 
 def test_icepop_keeps_the_ratio_inside_the_band_and_drops_it_outside():
@@ -104,11 +138,22 @@ def test_a_weight_has_a_bound_where_its_setting_has_none():
     log_rho = torch.full((1, 4), 1000.0)
     for weights in (
         token_tis(log_rho, MASK, low=0.0, high=math.inf),
-        sequence_tis(log_rho, MASK, high=math.inf),
+        sequence_tis(log_rho, MASK, low=0.0, high=math.inf),
+        geometric_tis(log_rho, MASK, low=0.0, high=math.inf),
         icepop(log_rho, MASK, low=0.0, high=math.inf),
         sequence_mask(log_rho, MASK, low=0.0, high=math.inf),
     ):
         torch.testing.assert_close(weights[0, :3], torch.full((3,), math.exp(LOG_RATIO_BOUND)))
+
+
+def segments_within(log_rho, mask):
+    """Return for each loss token whether the mean of its run of loss tokens is within the bounds of `every_correction`."""
+    kept = []
+    for is_loss, run in itertools.groupby(zip(log_rho.tolist(), mask.tolist(), strict=True), key=lambda token: token[1]):
+        values = [value for value, _ in run]
+        if is_loss:
+            kept += [float(0.9 <= math.exp(sum(values) / len(values)) <= 1.1)] * len(values)
+    return kept
 
 
 @settings(deadline=None, max_examples=20)
@@ -124,10 +169,15 @@ def test_weights_equal_the_formulas_evaluated_row_by_row_in_float64(seed):
         if not len(ratios):
             continue
         product, root = ratios.prod(), ratios.prod() ** (1 / len(ratios))
+        k2, k3 = ratios.log().square().mean() / 2, (ratios - 1 - ratios.log()).mean()
         moved_away = bool(-ratios.log().mean() > 0.1) and advantages[row, 0] < 0
         expected = {
             "token_tis": torch.tensor([min(max(float(ratio), 0.5), 2.0) for ratio in ratios]),
-            "sequence_tis": torch.full((len(ratios),), min(float(product), 2.0)),
+            "sequence_tis": torch.full((len(ratios),), min(max(float(product), 0.3), 2.0)),
+            "geometric_tis": torch.full((len(ratios),), min(max(float(root), 0.9), 1.1)),
+            "k2_mask": torch.full((len(ratios),), float(k2 <= 0.1)),
+            "k3_mask": torch.full((len(ratios),), float(k3 <= 0.1)),
+            "segment_mask": torch.tensor(segments_within(log_rho[row], mask[row])),
             "icepop": torch.tensor([float(ratio) if 0.5 <= ratio <= 5.0 else 0.0 for ratio in ratios]),
             "sequence_mask": torch.full((len(ratios),), float(product) if product <= 3.0 else 0.0),
             "geometric_mask": torch.full((len(ratios),), float(0.9 <= root <= 1.1)),

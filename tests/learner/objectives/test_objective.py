@@ -5,12 +5,14 @@ from typing import Any, cast
 import pytest
 import torch
 
+from offbeat.common.corrections import CORRECTIONS
 from offbeat.common.learning_sections import LossSection
-from offbeat.common.objectives import CORRECTION_BANDS, DEFAULTS
+from offbeat.common.objectives import DEFAULTS
 from offbeat.common.settings import load
 from offbeat.learner.objectives import corrections, losses
 from offbeat.learner.objectives.bands import ClipBand
-from offbeat.learner.objectives.objective import CorrectionRule, Objective, PolicyLogprobs, resolve_objective
+from offbeat.learner.objectives.correction_rules import CorrectionRule, weigh
+from offbeat.learner.objectives.objective import Objective, PolicyLogprobs, StepConstants, resolve_objective
 
 generator = torch.Generator().manual_seed(0)
 POLICY, BEHAVIOR, PROXIMAL = (-torch.rand(3, 4, generator=generator) for _ in range(3))
@@ -42,7 +44,7 @@ EXPECTED = {
 def test_objective_is_the_function_of_its_name_against_the_anchor(name: str, proximal: torch.Tensor | None) -> None:
     clip = ["clip_low=0.1", "clip_high=0.2"] if DEFAULTS[name].band else []
     logprobs = PolicyLogprobs(POLICY, BEHAVIOR, proximal)
-    found = make_objective(f"objective={name}", *clip).evaluate(logprobs, MASK, ADVANTAGES, m2po_cutoff=0.01)
+    found = make_objective(f"objective={name}", *clip).evaluate(logprobs, MASK, ADVANTAGES, StepConstants(m2po_cutoff=0.01))
     expected = EXPECTED[name](BEHAVIOR if proximal is None else proximal)
     assert torch.equal(found.losses, expected.losses)
     assert torch.equal(found.clipped, expected.clipped)
@@ -67,19 +69,23 @@ def test_dual_clip_caps_the_objectives_that_have_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("proximal", [None, PROXIMAL], ids=["pi over mu", "pi_old over mu"])
-@pytest.mark.parametrize("name", CORRECTION_BANDS)
+@pytest.mark.parametrize("name", CORRECTIONS)
 def test_correction_is_the_function_of_its_name_for_what_lies_outside_the_ratio(name: str, proximal) -> None:
-    bounds = ["correction_high=1.1"] + (["correction_low=0.9"] if name not in ("sequence_tis", "opsm") else [])
+    bounds = "1.1" if CORRECTIONS[cast(Any, name)].low is None else "0.9, 1.1"
     logprobs = PolicyLogprobs(POLICY, BEHAVIOR, proximal)
-    evaluation = make_objective(f"correction={name}", *bounds).evaluate(logprobs, MASK, ADVANTAGES)
+    evaluation = make_objective(f"correction={name}({bounds})").evaluate(logprobs, MASK, ADVANTAGES)
     found = evaluation.correction
     log_rho = torch.where(MASK, (POLICY if proximal is None else proximal) - BEHAVIOR, 0.0)
     expected = {
         "token_tis": lambda: corrections.token_tis(log_rho, MASK, low=0.9, high=1.1),
-        "sequence_tis": lambda: corrections.sequence_tis(log_rho, MASK, high=1.1),
+        "geometric_tis": lambda: corrections.geometric_tis(log_rho, MASK, low=0.9, high=1.1),
+        "sequence_tis": lambda: corrections.sequence_tis(log_rho, MASK, low=0.9, high=1.1),
         "icepop": lambda: corrections.icepop(log_rho, MASK, low=0.9, high=1.1),
         "sequence_mask": lambda: corrections.sequence_mask(log_rho, MASK, low=0.9, high=1.1),
         "geometric_mask": lambda: corrections.geometric_mask(log_rho, MASK, low=0.9, high=1.1),
+        "segment_mask": lambda: corrections.segment_mask(log_rho, MASK, low=0.9, high=1.1),
+        "k2_mask": lambda: corrections.k2_mask(log_rho, MASK, high=1.1),
+        "k3_mask": lambda: corrections.k3_mask(log_rho, MASK, high=1.1),
         "opsm": lambda: corrections.opsm(log_rho, MASK, ADVANTAGES, threshold=1.1),
     }[name]()
     assert found is not None
@@ -88,6 +94,52 @@ def test_correction_is_the_function_of_its_name_for_what_lies_outside_the_ratio(
     uncorrected = make_objective().evaluate(logprobs, MASK, ADVANTAGES)
     assert torch.equal(evaluation.losses, uncorrected.losses * expected)
     assert torch.equal(evaluation.clipped, uncorrected.clipped)
+
+
+def test_a_mask_and_a_weight_together_are_their_product_in_any_order() -> None:
+    logprobs = PolicyLogprobs(POLICY, BEHAVIOR, PROXIMAL)
+    mask_alone, weight_alone, both, reversed_order = (
+        make_objective("anchor=decoupled", f"correction={text}").evaluate(logprobs, MASK, ADVANTAGES).correction
+        for text in (
+            "geometric_mask(0.7, 1.4)",
+            "token_tis(0.95, 1.05)",
+            "geometric_mask(0.7, 1.4) + token_tis(0.95, 1.05)",
+            "token_tis(0.95, 1.05) + geometric_mask(0.7, 1.4)",
+        )
+    )
+    assert mask_alone is not None and weight_alone is not None and both is not None and reversed_order is not None
+    kept = mask_alone.weights[MASK]
+    assert 0 < kept.sum() < len(kept), "the case must reach the mask"
+    assert weight_alone.truncated.any()
+    assert torch.equal(both.weights, mask_alone.weights * weight_alone.weights)
+    assert torch.equal(both.truncated, weight_alone.truncated)
+    assert torch.equal(reversed_order.weights, both.weights)
+
+
+def test_normalized_weights_are_divided_by_the_mean_of_the_step_and_masks_are_no_part_of_it() -> None:
+    logprobs = PolicyLogprobs(POLICY, BEHAVIOR, PROXIMAL)
+    objective = make_objective("anchor=decoupled", "correction=geometric_mask(0.7, 1.4) + token_tis")
+    weights = weigh(objective.corrections, logprobs.log_rho, MASK)
+    expected = torch.where(MASK, (PROXIMAL - BEHAVIOR).exp().clamp(max=2.0), 0.0)
+    torch.testing.assert_close(weights, expected)
+    plain = objective.evaluate(logprobs, MASK, ADVANTAGES)
+    halved = objective.evaluate(logprobs, MASK, ADVANTAGES, StepConstants(mean_weight=2.0))
+    torch.testing.assert_close(halved.losses, plain.losses / 2)
+
+
+def test_truncated_are_the_weights_at_a_bound_above_zero() -> None:
+    # rho = e^-2, 1, e^0.05, e^2 against bounds that float32 cannot hold exactly; the product is e^0.05, above 1.02.
+    behavior, mask = torch.tensor([[2.0, 0.0, -0.05, -2.0]]), torch.ones(1, 4, dtype=torch.bool)
+    logprobs = PolicyLogprobs(torch.zeros(1, 4), behavior, None)
+    for text, expected in (
+        ("token_tis(0.3, 1.1)", [True, False, False, True]),
+        ("token_tis(1.1)", [False, False, False, True]),
+        ("sequence_tis(1.02)", [True] * 4),
+        ("sequence_tis(1.1)", [False] * 4),
+        ("icepop(0.3, 1.1)", [False] * 4),
+    ):
+        correction = make_objective(f"correction={text}").evaluate(logprobs, mask, torch.ones(1, 4)).correction
+        assert correction is not None and correction.truncated.tolist() == [expected]
 
 
 def test_without_a_correction_there_are_no_weights() -> None:
@@ -124,10 +176,10 @@ def test_settings_left_open_are_the_objectives_own() -> None:
             completed = resolve_objective(load(None, overrides).loss, max_new_tokens=100)
             left_open = LossSection(objective=cast(Any, name), anchor=cast(Any, anchor))
             assert resolve_objective(left_open, max_new_tokens=100) == completed
-    for correction, own in CORRECTION_BANDS.items():
-        rule = resolve_objective(LossSection(correction=cast(Any, correction)), max_new_tokens=100).correction
+    for correction, own in CORRECTIONS.items():
+        (rule,) = resolve_objective(LossSection(correction=correction), max_new_tokens=100).corrections
         assert isinstance(rule, CorrectionRule)
-        assert (rule.name, rule.low, rule.high) == (correction, own.low, own.high)
+        assert (rule.name, rule.low, rule.high) == (correction, own.low or 0.0, own.high)
 
 
 def test_noise_of_the_engine_is_clipped_where_a_clip_takes_gradient_against_its_logprobs() -> None:

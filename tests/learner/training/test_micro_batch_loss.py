@@ -7,7 +7,7 @@ import torch
 
 from offbeat.common.learning_sections import CriticSection, KlSection, LossSection
 from offbeat.learner.objectives.kl import kl_estimate, unbiased_kl
-from offbeat.learner.objectives.objective import resolve_objective
+from offbeat.learner.objectives.objective import NO_CONSTANTS, resolve_objective
 from offbeat.learner.training.micro_batch_loss import MicroBatchLoss, compute_loss
 from offbeat.learner.training.preparation import FrozenOutputs, Outputs, PreparedMicroBatch
 from tests.learner.training.test_preparation import micro_batch

@@ -32,15 +32,21 @@ def completion_logits(policy: Any, group: Group, index: int) -> torch.Tensor:
     return policy(input_ids=row).logits[0, len(group.prompt_token_ids) - 1 : -1].log_softmax(-1)
 
 
-def test_decoupled_token_objective_with_kl_and_entropy_has_the_gradient_of_its_formula(tiny_model: Path, policy: Any) -> None:
-    """On-policy (`pi = pi_old = reference`): `sum_it w_it (-A_i log pi_it) - 0.01 H_it` over all tokens, k2's gradient 0."""
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "self-normalized"])
+def test_decoupled_token_objective_with_kl_and_entropy_has_the_gradient_of_its_formula(
+    tiny_model: Path, policy: Any, normalize: bool
+) -> None:
+    """On-policy (`pi = pi_old = reference`): `sum_it w_it (-A_i log pi_it) - 0.01 H_it` over all tokens, k2's gradient 0.
+
+    Self-normalized weights are divided by their mean over the tokens of all micro-batches.
+    """
     groups = make_groups(3)
     config = make_config(
         tiny_model,
         deepspeed=SGD,
         max_grad_norm=1e9,
-        loss={"objective": "grpo", "anchor": "decoupled", "correction": "token_tis", "correction_high": 1.02}
-        | {"aggregation": "token-mean", "entropy_coef": 0.01},
+        loss={"objective": "grpo", "anchor": "decoupled", "correction": "token_tis(0, 1.02)"}
+        | {"aggregation": "token-mean", "entropy_coef": 0.01, "normalize_correction": normalize},
         kl=KlSection(estimator="k2", loss_coef=0.5),
     )
     with running(config) as trainer:
@@ -48,7 +54,8 @@ def test_decoupled_token_objective_with_kl_and_entropy_has_the_gradient_of_its_f
         weights = weights_of(trainer)
     policy.zero_grad()
     num_tokens = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
-    truncated = 0
+    kept: list[torch.Tensor] = []
+    terms: list[torch.Tensor] = []
     for group in groups:
         rewards = torch.tensor([rollout.reward for rollout in group.rollouts])
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
@@ -56,11 +63,16 @@ def test_decoupled_token_objective_with_kl_and_entropy_has_the_gradient_of_its_f
             logits = completion_logits(policy, group, index)
             logprobs = logits.gather(-1, torch.tensor(rollout.token_ids, dtype=torch.int64)[:, None]).squeeze(-1)
             weight = (logprobs.detach() - torch.tensor(rollout.behavior_logprobs)).exp()
-            truncated += int((weight > 1.02).sum())
+            kept.append(weight.clamp(max=1.02))
             entropy = -(logits.exp() * logits).sum(-1)
-            ((-advantages[index] * weight.clamp(max=1.02) * logprobs - 0.01 * entropy).sum() / num_tokens).backward()
+            terms.append(torch.stack([-advantages[index] * kept[-1] * logprobs, -0.01 * entropy]).sum(dim=-1))
+    corrected, bonus = torch.stack(terms).sum(dim=0)
+    mean = torch.cat(kept).mean() if normalize else 1.0
+    ((corrected / mean + bonus) / num_tokens).backward()
+    truncated = int((torch.cat(kept) == 1.02).sum())
     assert 0 < truncated < num_tokens
     assert metrics["correction/truncated"] == pytest.approx(truncated / num_tokens)
+    assert not normalize or metrics["correction/weight_mean"] == pytest.approx(1)
     assert metrics["kl/reference"] == pytest.approx(0, abs=1e-9)
     assert metrics["ratio/first"] < 1e-6, "against the recomputed log-probs"
     assert metrics["kl/behavior_proximal_k3"] > 1e-4

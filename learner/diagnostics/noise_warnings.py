@@ -1,0 +1,69 @@
+"""Warnings of a run whose bounds lie inside the calibrated noise: they act before anything is stale."""
+
+import numpy as np
+
+from offbeat.common.corrections import fill_bounds, parse_corrections, write_corrections
+from offbeat.common.learning_sections import LossSection
+from offbeat.common.objectives import DEFAULTS
+from offbeat.learner.diagnostics.bound_noise import (
+    expected_dropped,
+    expected_touched,
+    recommend_bounds,
+    recommend_m2_threshold,
+)
+from offbeat.learner.diagnostics.calibration import Calibration
+from offbeat.learner.diagnostics.noise_floor import NOISE_CLIP_SHARE, Differences, recommend_band
+from offbeat.learner.objectives.bands import ClipBand
+from offbeat.learner.objectives.correction_rules import AnyCorrection, CorrectionRule
+from offbeat.learner.objectives.objective import M2po, Objective
+
+WARNED_SHARE = 2 * NOISE_CLIP_SHARE
+"""Share of tokens reached by noise alone above which a run warns: twice what recommended bounds let through on a side."""
+
+
+def noise_warnings(loss: LossSection, objective: Objective, calibration: Calibration) -> list[str]:
+    """Return a warning for each bound of `objective` that the calibrated noise reaches, with the share and the cure.
+
+    `loss` are the settings that the objective was resolved from. Half of the advantages are taken to be below 0, and the
+    completions to be as long as the calibrated ones.
+    """
+    lengths = np.tile(calibration.lengths, 2)
+    advantages = np.repeat([-1.0, 1.0], lengths.sum() // 2)
+    expected = Differences(lengths, np.zeros(len(advantages)), advantages)
+    warnings: list[str] = []
+    if objective.engine_band is not None:
+        warnings += _of_band(loss, objective.engine_band, calibration, expected)
+    for choice, rule in zip(parse_corrections(loss.correction), objective.corrections, strict=True):
+        share = float(expected_touched(calibration.floor, rule, expected).mean())
+        if share > WARNED_SHARE:
+            recommended = recommend_bounds(calibration.floor, rule, lengths)
+            cure = "" if recommended is None else f" {write_corrections((recommended,))} would do so on at most 1% a side."
+            name = write_corrections((fill_bounds(choice),))
+            warnings.append(f"loss.correction: {name} {_does(rule)} {_of_noise(share)}{cure}")
+    if isinstance(objective.token_loss, M2po):
+        share = expected_dropped(calibration.floor, objective.token_loss.threshold)
+        if share > WARNED_SHARE:
+            needed = recommend_m2_threshold(calibration.floor, LossSection().m2_threshold)
+            setting = f"loss.m2_threshold = {objective.token_loss.threshold:g}"
+            warnings.append(f"{setting} drops {_of_noise(share)} {needed:g} would drop none.")
+    return warnings
+
+
+def _of_band(loss: LossSection, band: ClipBand, calibration: Calibration, expected: Differences) -> list[str]:
+    floor, lengths = calibration.floor, expected.lengths
+    share = float(floor.expected_clip(band, lengths, expected.positive, expected.negative).mean())
+    if share <= WARNED_SHARE:
+        return []
+    own = DEFAULTS[loss.objective].recomputed_band or DEFAULTS[loss.objective].band
+    assert own is not None, "an objective that clips has a band of its own"
+    needed = recommend_band(floor, lengths, ClipBand(own.low, own.high, band.is_sequence_ratio))
+    setting = f"loss.clip_low = {band.low:g}, loss.clip_high = {band.high:g}"
+    return [f"{setting} clips {_of_noise(share)} {needed.low:g}, {needed.high:g} would clip at most 1% on a side."]
+
+
+def _of_noise(share: float) -> str:
+    return f"{share:.0%} of the tokens for the engine's measured noise alone, with nothing stale."
+
+
+def _does(rule: AnyCorrection) -> str:
+    return "truncates" if isinstance(rule, CorrectionRule) and rule.truncates else "masks"
