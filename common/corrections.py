@@ -102,11 +102,12 @@ def of_older_settings(name: str, low: float | None, high: float | None) -> str:
 
 def join_older_settings(values: Mapping[str, str]) -> dict[str, str]:
     """Return the settings of a run's identity, each as TOML, as they are named and written now."""
+    if "loss.correction_high" not in values:
+        return dict(values)
     joined = dict(values)
     low, high = (_number(joined.pop(f"loss.correction_{side}", "none")) for side in ("low", "high"))
-    if "loss.correction" in joined:
-        name = joined["loss.correction"].strip('"')
-        joined["loss.correction"] = f'"{of_older_settings(name, low, high)}"'
+    name = joined["loss.correction"].strip('"')
+    joined["loss.correction"] = f'"{of_older_settings(name, low, high)}"'
     return joined
 
 

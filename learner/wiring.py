@@ -224,9 +224,7 @@ def open_learner(
         max_pull_lag=lambda: run.settings.staleness.bounds.max_staleness,
         record=record,
     )
-    watch = CalibrationWatch(inputs.calibration, record)
-    watch.check_learner(learner_numerics(config, inputs.hashes, trainer.device))
-    watch.check_bounds(config.loss, max_new_tokens=config.rollout.max_new_tokens)
+    watch = _watch_calibration(config, inputs, trainer.device, record)
     contract = _make_contract(config, inputs, run.run_id, trainer.layout(), canary)._replace(max_peers=_max_peers(config, hub))
     listeners = _make_listeners(hub, publisher, canary, watch, health)
     numbers = _make_evaluation_numbers(inputs, record)
@@ -307,6 +305,14 @@ def _load_inputs(config: Config) -> _Inputs:
         vocabulary_size=AutoConfig.from_pretrained(model).get_text_config().vocab_size,
         calibration=calibration,
     )
+
+
+def _watch_calibration(config: Config, inputs: _Inputs, device: torch.device, record: Recorder) -> CalibrationWatch:
+    """Warn of a learner and of bounds that do not suit the calibration; return the watch over actors."""
+    watch = CalibrationWatch(inputs.calibration, record)
+    watch.check_learner(learner_numerics(config, inputs.hashes, device))
+    watch.check_bounds(config.loss, max_new_tokens=config.rollout.max_new_tokens)
+    return watch
 
 
 def _resume(config: Config, folder: Path, trainer: RankedTrainer, prompts: Sequence[Prompt], record: Recorder) -> _Run:

@@ -40,7 +40,7 @@ def loss_of(
         kl=kl or KlSection(),
         kl_coefficient=kl_coefficient,
         critic=critic or CriticSection(),
-        m2po_cutoff=0.0,
+        constants=NO_CONSTANTS,
     )
     return loss, logprobs
 
