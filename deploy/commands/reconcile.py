@@ -13,6 +13,7 @@ from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.commands.arguments import Operator, read_config_of_run
 from offbeat.deploy.live.link import ask, open_link_to
+from offbeat.deploy.pools.kubernetes import open_kubernetes_pool
 from offbeat.deploy.pools.pool import Pool
 from offbeat.deploy.pools.reconcile import reconcile
 from offbeat.deploy.pools.slurm import open_pool
@@ -23,14 +24,18 @@ logger = logging.getLogger(__name__)
 
 OpenPool = Callable[[Config, str], Pool]
 """A function that opens a pool for a run's settings, with the PLACE of `--on KIND:PLACE`, which may be empty."""
-POOLS: dict[str, OpenPool] = {"slurm": open_pool}
+POOLS: dict[str, OpenPool] = {"slurm": open_pool, "kubernetes": open_kubernetes_pool}
 """The kinds of pools by the name that `--on` takes."""
 
 
 def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder or its TOML file.")],
     on: Annotated[
-        str, typer.Option(metavar="KIND:PLACE", help="slurm:DIR, with the folder that `offbeat deploy slurm` wrote.")
+        str,
+        typer.Option(
+            metavar="KIND:PLACE",
+            help="slurm:DIR, with the folder that `offbeat deploy slurm` wrote; kubernetes, in a pod: the Deployment actors.",
+        ),
     ],
     operator: Operator = "operator",
 ) -> None:
