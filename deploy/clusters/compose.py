@@ -71,7 +71,6 @@ def compose_document(config: Config, settings: Sequence[str], image: str, user: 
     learner = {
         **_service(image, user, learner_command(config, settings), SAVING_S, launch.learner_gpus),
         "ports": [f"127.0.0.1:{PAGE_PORT}:{PAGE_PORT}"],
-        "healthcheck": {"test": ["CMD", "python3", "-c", HEALTH], "interval": "10s", "retries": 6, "start_period": "30m"},
     }
     # The folder of the list of keys, not the file: an editor replaces files.
     learner["volumes"] += [f"./keys:{KEYS}:ro", f"./keys:{ALLOWED}:ro", f"./runs:{RUNS}"]
@@ -97,6 +96,7 @@ def _service(image: str, user: int, command: list[str], grace_s: int, gpus: Sequ
         "shm_size": "2gb",
         "environment": {"HF_HOME": "/cache/huggingface", "XDG_CACHE_HOME": "/cache"},
         "volumes": [f"./run.toml:{CONFIG}:ro", "./cache:/cache"],
+        "healthcheck": {"test": ["CMD", "python3", "-c", HEALTH], "interval": "10s", "retries": 6, "start_period": "30m"},
         # A run that has ended stays so.
         "restart": "on-failure",
         "stop_grace_period": f"{grace_s}s",

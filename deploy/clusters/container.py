@@ -25,7 +25,7 @@ HUB_PORT = 5700
 PULL_PORT = 5701
 COLLECTIVE_PORT = 5702
 PAGE_PORT = 9400
-"""Port of the learner's page, metrics and probes."""
+"""Port of the learner's page, and of each service's numbers and probes."""
 
 SAVING_S = 300
 """Seconds for the learner to finish a step, and to write checkpoint and model, after it was asked to stop."""
@@ -58,6 +58,7 @@ def container_settings(config: Config, host: str) -> list[str]:
         f"weights.pull_port={PULL_PORT}",
         f"weights.port={COLLECTIVE_PORT}",
         f"metrics.bind=0.0.0.0:{PAGE_PORT}",
+        f"metrics.actor_bind=0.0.0.0:{PAGE_PORT}",
     ]
 
 
@@ -80,7 +81,8 @@ def actor_command(settings: Sequence[str], name: str) -> list[str]:
 
 def leave_s(config: Config) -> int:
     """Return the seconds after which an actor that was asked to leave may be killed."""
-    return math.ceil(config.hub.dead_after_s) + MARGIN_S
+    working_s = config.actor.leave_within_s if config.actor.leave == "finish" else 0
+    return math.ceil(working_s + config.hub.dead_after_s) + MARGIN_S
 
 
 def fleet_keys(folder: Path) -> dict[str, str]:

@@ -75,8 +75,7 @@ def learner_pod(config: Config, image: str, settings: Sequence[str], options: Po
     learner = _container(LEARNER, image, learner_command(config, settings), mounts, options)
     # A learner that moves to another machine need not download the model again.
     learner["env"] = [{"name": "HF_HOME", "value": f"{RUNS}/huggingface"}]
-    learner["ports"] = [{"name": "page", "containerPort": PAGE_PORT}]
-    learner |= _probes(PAGE_PORT)
+    learner |= _watched()
     volumes: list[Document] = [
         {"name": CLAIM, "persistentVolumeClaim": {"claimName": CLAIM}},
         {"name": "allowed", "configMap": {"name": ALLOWED_MAP}},
@@ -89,17 +88,18 @@ def learner_pod(config: Config, image: str, settings: Sequence[str], options: Po
     spec["restartPolicy"] = "OnFailure"
     if reconciles:
         spec["serviceAccountName"] = RECONCILER
-    return _template(LEARNER, _with_extra("--learner-pod", spec, options), PAGE_PORT)
+    return _template(LEARNER, _with_extra("--learner-pod", spec, options))
 
 
 def actor_pod(config: Config, image: str, settings: Sequence[str], options: PodOptions) -> Document:
     """Return the template of the actors' pods; raise `SettingError` for options that do not suit them."""
     actor = _container("actor", image, actor_command(settings, "$(POD_NAME)"), _SHARED_MOUNTS, options)
     actor["env"] = [{"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]
+    actor |= _watched()
     spec = _spec([actor], [], ACTOR_SECRET, leave_s(config), options)
     hosts = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
     spec["topologySpreadConstraints"] = [{**hosts, "labelSelector": {"matchLabels": LABELS[FLEET]}}]
-    return _template(FLEET, _with_extra("--actor-pod", spec, options), None)
+    return _template(FLEET, _with_extra("--actor-pod", spec, options))
 
 
 def _reconciler(config: Config, image: str, mounts: Sequence[Document]) -> Document:
@@ -126,14 +126,15 @@ def _container(name: str, image: str, command: list[str], mounts: Sequence[Docum
     return container
 
 
-def _probes(port: int) -> Document:
-    """Return probes of a service that answers monitors at `port`; unreachable peers are no illness of it."""
+def _watched() -> Document:
+    """Return the port and the probes of a service that answers monitors; unreachable peers are no illness of it."""
 
     def probe(path: str, failures: int) -> Document:
-        get = {"path": path, "port": port}
+        get = {"path": path, "port": PAGE_PORT}
         return {"httpGet": get, "periodSeconds": PERIOD_S, "timeoutSeconds": 5, "failureThreshold": failures}
 
     return {
+        "ports": [{"name": "page", "containerPort": PAGE_PORT}],
         "startupProbe": probe("/healthz", STARTING_S // PERIOD_S),
         "livenessProbe": probe("/healthz", 6),
         "readinessProbe": probe("/readyz", 1),
@@ -173,11 +174,9 @@ def _with_extra(option: str, spec: Document, options: PodOptions) -> Document:
     return {**spec, **options.extra}
 
 
-def _template(name: str, spec: Document, port: int | None) -> Document:
-    metadata: Document = {"labels": LABELS[name]}
-    if port is not None:
-        metadata["annotations"] = {"prometheus.io/scrape": "true", "prometheus.io/port": str(port)}
-    return {"metadata": metadata, "spec": spec}
+def _template(name: str, spec: Document) -> Document:
+    annotations = {"prometheus.io/scrape": "true", "prometheus.io/port": str(PAGE_PORT)}
+    return {"metadata": {"labels": LABELS[name], "annotations": annotations}, "spec": spec}
 
 
 def _token() -> Document:

@@ -153,7 +153,7 @@ def test_services_start_with_one_config_and_the_ports_of_the_service(folder: Pat
     ports = {port["name"]: port["targetPort"] for port in documents[f"Service/{host}"]["spec"]["ports"]}
     assert ports["hub"] == int(port) == int(learner.hub.bind.rpartition(":")[2])
     assert (ports["weights"], ports["collective"]) == (learner.weights.pull_port, learner.weights.port)
-    assert learner.metrics.bind == f"0.0.0.0:{ports['page']}"
+    assert learner.metrics.bind == actor.metrics.actor_bind == f"0.0.0.0:{ports['page']}"
     assert documents["ConfigMap/run-config"]["data"]["run.toml"] == SETTINGS
 
 
@@ -206,6 +206,28 @@ def test_containers_have_no_rights_and_write_to_volumes_only() -> None:
             assert "emptyDir" in mounts["/tmp"] and mounts["/dev/shm"]["emptyDir"] == {"medium": "Memory"}
     assert any("persistentVolumeClaim" in volume for volume in learner["volumes"])
     assert not any("persistentVolumeClaim" in volume for volume in actor["volumes"])
+
+
+def test_probes_ask_where_the_services_answer_and_give_half_an_hour_to_start(folder: Path) -> None:
+    documents = write()
+    learner, actor = configs(documents, folder)
+    for pod, bind in zip(pods(documents), (learner.metrics.bind, actor.metrics.actor_bind), strict=True):
+        (container,) = pod["containers"]
+        probes = {name: container[f"{name}Probe"] for name in ("startup", "liveness", "readiness")}
+        assert {f"0.0.0.0:{probe['httpGet']['port']}" for probe in probes.values()} == {bind}
+        asked = {name: probe["httpGet"]["path"] for name, probe in probes.items()}
+        assert asked == {"startup": "/healthz", "liveness": "/healthz", "readiness": "/readyz"}
+        assert probes["startup"]["failureThreshold"] * probes["startup"]["periodSeconds"] == 1800
+
+
+@pytest.mark.parametrize(
+    ("settings", "seconds"),
+    [(("actor.leave_within_s=90.5",), 90.5 + 10 + 15), (("actor.leave=return",), 10 + 15)],
+    ids=["finish", "return"],
+)
+def test_actors_may_leave_as_long_as_their_settings_let_them(settings: tuple[str, ...], seconds: float) -> None:
+    _, actor = pods(write("hub.dead_after_s=10", *settings))
+    assert seconds <= actor["terminationGracePeriodSeconds"] < seconds + 1
 
 
 def test_only_the_reconciler_sees_an_account_and_that_may_only_scale_the_actors() -> None:
