@@ -1,7 +1,8 @@
 """The metrics of step and routing rows: every name with its unit and meaning.
 
 The code that writes a metric and the code that reads it use a name of these tables. In a name, `<lag>` stands for a bucket of
-policy lags: `0`, `1`, `2`, `3-4`, `5-8` or `9+`, written `3_4`, `5_8` and `9_up` in routing rows; `<part>` stands for a named
+policy lags: `0`, `1`, `2`, `3-4`, `5-8` or `9+`, written `3_4`, `5_8` and `9_up` in routing rows; `<turn>` stands for a bucket
+of an episode's turns: `1`, `2`, `3-4`, `5-8` or `9+`; `<part>` stands for a named
 part of the reward, `<task>` for the name of a task.
 
 In the meanings mu is the behavior policy, pi_old the proximal one, pi the current one and s a completion's sequence ratio
@@ -34,6 +35,7 @@ _FLOOR = "loss.noise_floor is set"
 _IN_EPISODES = "task.environment is set"
 _IN_PARTS = "the reward function returns named parts"
 _IN_BUCKET = "the step trained on completions in that bucket"
+_IN_TURNS = "an episode of the step has several turns, and one has turns in that bucket"
 _KL_K3 = "as kl/behavior_policy_k3"
 
 STEP_METRICS: tuple[Metric, ...] = (
@@ -124,6 +126,9 @@ STEP_METRICS: tuple[Metric, ...] = (
             ("correction/truncated", "share"),
         )
     ),
+    Metric("by_turn/<turn>/tokens", "tokens", "Completion tokens that are of such turns.", _IN_TURNS),
+    Metric("by_turn/<turn>/lag_mean", "optimizer steps", "Mean lag of these tokens, each by its own version.", _IN_TURNS),
+    Metric("by_turn/<turn>/kl_behavior_policy_k3", "nats per token", "kl/behavior_policy_k3 of these tokens.", _IN_TURNS),
     Metric("kl/reference", "nats per token", "KL of the policy from the reference.", "kl.loss_coef or kl.reward_coef is set"),
     Metric("kl/coefficient", "", "Coefficient of that KL, which kl.target adapts.", "kl.loss_coef or kl.reward_coef is set"),
     Metric("kl/reward", "nats per token", "KL of the behavior policy from the reference.", "kl.reward_coef is set"),
@@ -198,13 +203,15 @@ _FORMER_NAMES = {metric.former_name: metric.name for metric in STEP_METRICS if m
 _REWARD_PART = re.compile(f"(?<=^reward_part/){PART_NAME}")
 _TASK = re.compile(f"(?<=^reward_by_task/){PART_NAME}")
 _STEP_LAG = re.compile(r"(?<=^by_lag/)\d{1,9}(?:-\d{1,9}|\+)?(?=/)")
+_STEP_TURN = re.compile(r"(?<=^by_turn/)\d{1,9}(?:-\d{1,9}|\+)?(?=/)")
 _ROUTING_LAG = re.compile(r"(?<=^routing/lag_)\d{1,9}(?:_\d{1,9}|_up)?(?=_)")
 
 
 @cache
 def step_metric(name: str) -> Metric | None:
-    """Return what the table says of a step row's metric, at whatever lag, of whatever part; None for a name no step has."""
-    return _STEP_NAMES.get(_TASK.sub("<task>", _REWARD_PART.sub("<part>", _STEP_LAG.sub("<lag>", name))))
+    """Return what the table says of a step row's metric, at whatever lag, turn or part; None for an unknown name."""
+    name = _STEP_TURN.sub("<turn>", _STEP_LAG.sub("<lag>", name))
+    return _STEP_NAMES.get(_TASK.sub("<task>", _REWARD_PART.sub("<part>", name)))
 
 
 @cache

@@ -14,7 +14,7 @@ from rich.text import Text
 from offbeat.common.metrics import ROWS_FILE, read_rows
 from offbeat.common.rows import EventRow, LedgerSums
 from offbeat.common.settings import SettingError
-from offbeat.lab.history import LagDrift, RunHistory, fold_rows
+from offbeat.lab.history import LagDrift, RunHistory, TurnDrift, fold_rows
 from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.learner.diagnostics.length_bias import (
     FORMATS,
@@ -38,6 +38,8 @@ class DriftReport(msgspec.Struct, frozen=True):
     """The content of the command's output."""
 
     by_lag: list[LagDrift]
+    by_turn: list[TurnDrift]
+    """Empty for a run without episodes of several turns."""
     bias: BiasReport
     verdict: list[str]
     """The bias report in sentences, see `verdict`."""
@@ -60,7 +62,7 @@ def print_drift(run_folder: Path, *, as_json: bool) -> None:
 def drift_report(history: RunHistory) -> DriftReport:
     """Return the run's drift by policy lag and its bias report."""
     bias = bias_report(ended_leases(history))
-    return DriftReport(history.drift_by_lag, bias, verdict(bias, history.ledger), history.ledger)
+    return DriftReport(history.drift_by_lag, history.drift_by_turn, bias, verdict(bias, history.ledger), history.ledger)
 
 
 def ended_leases(history: RunHistory) -> list[EndedLease]:
@@ -131,6 +133,7 @@ def _unknown(report: BiasReport, books: LedgerSums | None) -> str:
 # The terminal
 
 DRIFT_HEAD = ("lag", "count", "log-ratio", "± std", "ESS", "clipped", "masked", "reward", "tokens")
+TURN_HEAD = ("turn", "tokens", "token lag", "KL (k3)")
 COMPARISON_HEAD = ("compared", "quantity", "leases", "mean", "effect", "p")
 
 
@@ -147,6 +150,11 @@ def drift_cells(line: LagDrift) -> tuple[str, ...]:
         _format(line.reward, ".3f"),
         _format(line.length, ",.1f"),
     )
+
+
+def turn_cells(line: TurnDrift) -> tuple[str, ...]:
+    """Return a line's cells as text, under `TURN_HEAD`."""
+    return (line.bucket, f"{line.num_tokens:,}", _format(line.lag_mean, ".2f"), _format(line.k3, ".2e"))
 
 
 def part_head(report: BiasReport) -> tuple[str, ...]:
@@ -213,6 +221,7 @@ def render_drift(report: DriftReport) -> RenderableType:
     style = "red" if report.bias.alarms else "green"
     return Group(
         drift,
+        *([_table("Drift by turn", TURN_HEAD, [turn_cells(line) for line in report.by_turn])] if report.by_turn else []),
         _table("How the leases ended", part_head(report.bias), part_rows(report.bias, report.books)),
         *([_table("Tests of bias", COMPARISON_HEAD, tests)] if tests else []),
         *(Text(sentence, style=style if index == 0 else "") for index, sentence in enumerate(report.verdict)),

@@ -38,6 +38,7 @@ _END_OF_TIME = 4.1e9
 _MOST_COMPLETIONS = 1e12
 """A larger number in one step is damage."""
 _LAG_COUNT = re.compile(r"by_lag/(\d{1,9}(?:-\d{1,9}|\+)?)/count")
+_TURN_TOKENS = re.compile(r"by_turn/(\d{1,9}(?:-\d{1,9}|\+)?)/tokens")
 
 
 class Interval(NamedTuple):
@@ -80,6 +81,18 @@ class LagDrift(msgspec.Struct, frozen=True):
     """Mean reward, as the task gave it."""
     length: float | None
     """Mean tokens of a completion."""
+
+
+class TurnDrift(msgspec.Struct, frozen=True):
+    """The trained tokens of one bucket of turns, over the steps of the run in which an episode had several."""
+
+    bucket: str
+    """First and last turn, counted from 1: `1`, `3-4`, `9+`."""
+    num_tokens: int
+    lag_mean: float | None
+    """Mean lag of a token in optimizer steps, by the version that sampled it. None where no step recorded it, as below."""
+    k3: float | None
+    """Mean `pi/mu - 1 - log pi/mu` of the learner's policy and the engine's log-probs, in nats per token."""
 
 
 @dataclass
@@ -177,7 +190,14 @@ class RunHistory:
         """The drift at each bucket of lags that occurred, by rising lag."""
         names = {name for row in self.steps for name in row.metrics if name.startswith("by_lag/")}
         buckets = [match[1] for name in names if (match := _LAG_COUNT.fullmatch(name))]
-        return [_drift(bucket, self.steps) for bucket in sorted(buckets, key=lambda bucket: int(re.split("[-+]", bucket)[0]))]
+        return [_drift(bucket, self.steps) for bucket in sorted(buckets, key=_first_of)]
+
+    @property
+    def drift_by_turn(self) -> list[TurnDrift]:
+        """The drift at each bucket of turns, by rising turns; none for a run without episodes of several turns."""
+        names = {name for row in self.steps for name in row.metrics}
+        buckets = [match[1] for name in names if (match := _TURN_TOKENS.fullmatch(name))]
+        return [_turn_drift(bucket, self.steps) for bucket in sorted(buckets, key=_first_of)]
 
     @property
     def groups_by_drop_reason(self) -> dict[str, int]:
@@ -349,6 +369,21 @@ def _drift(bucket: str, steps: Iterable[StepRow]) -> LagDrift:
         reward=_mean(weighted("reward_mean")),
         length=_mean(weighted("length_mean")),
     )
+
+
+def _turn_drift(bucket: str, steps: Iterable[StepRow]) -> TurnDrift:
+    prefix = f"by_turn/{bucket}/"
+    rows = [(row, row.number(f"{prefix}tokens") or 0) for row in steps]
+
+    def mean(name: str) -> float | None:
+        return _mean([_Weighted(value, tokens) for row, tokens in rows if (value := row.number(prefix + name)) is not None])
+
+    num_tokens = int(sum(tokens for _, tokens in rows))
+    return TurnDrift(bucket, num_tokens, mean("lag_mean"), mean("kl_behavior_policy_k3"))
+
+
+def _first_of(bucket: str) -> int:
+    return int(re.split("[-+]", bucket)[0])
 
 
 def _mean(values: Sequence[_Weighted]) -> float | None:

@@ -14,14 +14,16 @@ from offbeat.common.run_folder import CONFIG_FILE
 from offbeat.lab.drift import (
     COMPARISON_HEAD,
     DRIFT_HEAD,
+    TURN_HEAD,
     DriftReport,
     comparison_rows,
     drift_cells,
     drift_report,
     part_head,
     part_rows,
+    turn_cells,
 )
-from offbeat.lab.history import LagDrift, RunHistory, fold_rows
+from offbeat.lab.history import LagDrift, RunHistory, TurnDrift, fold_rows
 from offbeat.lab.report import run_plots, staleness_plots
 from offbeat.lab.report.evaluation_section import evaluation_section
 from offbeat.lab.report.health_section import health_section
@@ -97,7 +99,7 @@ def _page(name: str, history: RunHistory, config: RunSettings, broken_lines: Seq
             _learning(figures, history, config),
             evaluation_section(figures, history),
             _staleness(figures, history, config),
-            _drift(figures, drift.by_lag),
+            _drift(figures, drift.by_lag, drift.by_turn),
             samples_section(history.samples),
             evaluation_samples_section([row for _, row in sorted(history.evaluation_samples.items())]),
             _rollouts(figures, history),
@@ -283,7 +285,7 @@ def _staleness(figures: Figures, history: RunHistory, config: RunSettings) -> st
     return section("Staleness", lead, figures.cards(plots))
 
 
-def _drift(figures: Figures, lines: Sequence[LagDrift]) -> str:
+def _drift(figures: Figures, lines: Sequence[LagDrift], by_turn: Sequence[TurnDrift]) -> str:
     lead = "How far had the policy moved from what sampled the completions, at each policy lag?"
     if not lines:
         missing = '<div class="card"><div class="missing">No step has recorded its drift by policy lag.</div></div>'
@@ -301,6 +303,10 @@ def _drift(figures: Figures, lines: Sequence[LagDrift]) -> str:
     )
     cards = "".join(figures.card(plot) for plot in plots)
     ledger = f'<div class="card wide">{table}<figcaption>{html.escape(note)}</figcaption></div>'
+    if by_turn:
+        table = table_html(list(map(html.escape, TURN_HEAD)), [turn_cells(line) for line in by_turn], num_text_columns=1)
+        note = "Means over the sampled tokens of such turns: of their own lag, and of the KL estimate of engine and learner."
+        ledger += f'<div class="card wide">{table}<figcaption>{html.escape(note)}</figcaption></div>'
     return section("Drift by policy lag", lead, f'<div class="grid">{ledger}{cards}</div>')
 
 

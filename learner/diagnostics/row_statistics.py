@@ -52,6 +52,22 @@ class Column(IntEnum):
     NUM_POSITIVE = 23
     """Advantage above 0, at any ratio."""
     NUM_NEGATIVE = 24
+    K3_OF_TURN_1 = 25
+    """`BEHAVIOR_POLICY_K3` of the tokens of the first turn; the next four are of the other buckets of turns."""
+    K3_OF_TURN_2 = 26
+    K3_OF_TURNS_3_TO_4 = 27
+    K3_OF_TURNS_5_TO_8 = 28
+    K3_OF_TURNS_FROM_9 = 29
+
+
+K3_OF_TURNS = (
+    Column.K3_OF_TURN_1,
+    Column.K3_OF_TURN_2,
+    Column.K3_OF_TURNS_3_TO_4,
+    Column.K3_OF_TURNS_5_TO_8,
+    Column.K3_OF_TURNS_FROM_9,
+)
+"""The columns of the buckets of turns, in their order."""
 
 
 def row_statistics(
@@ -62,17 +78,20 @@ def row_statistics(
     advantages: Tensor,
     row_weights: Tensor,
     policy_lags: Tensor,
+    turn_buckets: Tensor,
 ) -> Tensor:
     """Return the table of a micro-batch, `[rows, len(Column)]` float64, detached.
 
     `policy_lags` and `row_weights`: `[rows]`; all others `[rows, tokens]`, with any value outside the mask. `row_weights` are
-    those of `aggregate`. Differences are taken in float64: a log-ratio of 1e-4 beside log-probs of size 10 keeps its digits,
-    also squared. Logs are clamped to `LOG_RATIO_BOUND` before `exp`, as in the objectives.
+    those of `aggregate`; `turn_buckets` are indices of `K3_OF_TURNS`. Differences are taken in float64: a log-ratio of 1e-4
+    beside log-probs of size 10 keeps its digits, also squared. Logs are clamped to `LOG_RATIO_BOUND` before `exp`, as in the
+    objectives.
     """
     num_tokens = completion_mask.sum(dim=-1)
     log_token_ratio = _log_ratio(logprobs.policy, logprobs.anchor, completion_mask)
     log_weight = _log_ratio(logprobs.policy, logprobs.behavior, completion_mask)
     token_weight = log_weight.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    k3 = _k3(log_weight)
     columns = {
         Column.POLICY_LAG: policy_lags,
         Column.NUM_TOKENS: num_tokens,
@@ -84,9 +103,10 @@ def row_statistics(
         Column.SQUARED_LOG_WEIGHT: log_weight.square().sum(dim=-1),
         Column.TOKEN_WEIGHT: _total(token_weight, completion_mask),
         Column.SQUARED_TOKEN_WEIGHT: _total(token_weight.square(), completion_mask),
-        Column.BEHAVIOR_POLICY_K3: _k3(log_weight).sum(dim=-1),
+        Column.BEHAVIOR_POLICY_K3: k3.sum(dim=-1),
         Column.NUM_POSITIVE: _total(advantages > 0, completion_mask),
         Column.NUM_NEGATIVE: _total(advantages < 0, completion_mask),
+        **{column: _total(k3 * (turn_buckets == index), completion_mask) for index, column in enumerate(K3_OF_TURNS)},
     }
     if evaluation.clipped_ratio is not None:
         columns |= _clip_columns(evaluation.clipped_ratio, completion_mask, advantages)

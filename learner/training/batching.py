@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offbeat.common.images import ImageFile
+from offbeat.learner.diagnostics.turn_metrics import turn_buckets
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.policy.images import ImagePacker
 from offbeat.learner.policy.packing import Pack, TokenIds, Turns, num_inputs, pack
@@ -54,6 +55,8 @@ class MicroBatch(NamedTuple):
     """`[rows]` float32."""
     policy_lags: Tensor
     """`[rows]` int64."""
+    turn_buckets: Tensor
+    """`[rows, tokens]` int64: `learner.diagnostics.turn_metrics.turn_buckets`."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on `device`."""
@@ -170,10 +173,12 @@ def collate(rows: Sequence[Row], images: ImagePacker | None = None) -> MicroBatc
     completion_mask = np.zeros(shape, dtype=np.bool_)
     behavior_logprobs = np.zeros(shape, dtype=np.float32)
     advantages = np.zeros(shape, dtype=np.float32)
+    of_turns = np.zeros(shape, dtype=np.int64)
     for index, row in enumerate(rows):
         completion_mask[index, : packed.lengths[index]] = True
         behavior_logprobs[index, : packed.lengths[index]] = row.rollout.behavior_logprobs
         advantages[index, : packed.lengths[index]] = row.advantage
+        of_turns[index, : packed.lengths[index]] = turn_buckets(row.rollout)
     return MicroBatch(
         packed,
         torch.from_numpy(completion_mask),
@@ -182,4 +187,5 @@ def collate(rows: Sequence[Row], images: ImagePacker | None = None) -> MicroBatc
         torch.from_numpy(advantages),
         torch.tensor([row.weight for row in rows], dtype=torch.float32),
         torch.tensor([row.policy_lag for row in rows], dtype=torch.int64),
+        torch.from_numpy(of_turns),
     )

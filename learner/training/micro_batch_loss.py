@@ -79,6 +79,7 @@ def compute_loss(
         advantages=prepared.advantages,
         row_weights=micro_batch.weights,
         policy_lags=micro_batch.policy_lags,
+        turn_buckets=micro_batch.turn_buckets,
     )
     return MicroBatchLoss(aggregate(losses, mask, micro_batch.weights, mode=objective.aggregation), table, sums)
 

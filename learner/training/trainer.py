@@ -27,6 +27,7 @@ from offbeat.learner.diagnostics.gradient_direction import GradientDirection
 from offbeat.learner.diagnostics.group_metrics import Metrics, group_metrics
 from offbeat.learner.diagnostics.loss_metrics import EngineNoise, loss_metrics
 from offbeat.learner.diagnostics.noise_floor import Differences
+from offbeat.learner.diagnostics.turn_metrics import turn_metrics
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.objectives.aggregation import aggregate
 from offbeat.learner.objectives.correction_rules import weigh
@@ -334,9 +335,11 @@ class Trainer:
         denominator = self._objective.denominator(num_rows=len(step.rows), num_tokens=num_tokens)
         table, sums = self._accumulate_gradients(step.micro_batches, denominator)
         means = TermSums(*(sums / max(1, num_tokens)))
+        table = gather_rows(table, num_alike=self._num_alike)
         metrics: Metrics = {**group_metrics(step.groups, self.policy_version)}
+        metrics |= turn_metrics(step.groups, self.policy_version, table)
         metrics |= loss_metrics(
-            gather_rows(table, num_alike=self._num_alike),
+            table,
             aggregation=self._objective.aggregation,
             denominator=denominator,
             noise=None if self._noise_floor is None else EngineNoise(self._noise_floor, self._objective.engine_band),

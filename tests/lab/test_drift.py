@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from offbeat.common.settings import SettingError
 from offbeat.deploy.cli import make_app
 from offbeat.lab.drift import drift_report, ended_leases, part_head, part_rows, print_drift, render_drift
-from offbeat.lab.history import RunHistory, fold_rows
+from offbeat.lab.history import RunHistory, TurnDrift, fold_rows
 from offbeat.learner.diagnostics.length_bias import EndedLease
 from tests.common.row_lines import rows_from
 
@@ -213,3 +213,18 @@ def test_turns_have_columns_in_a_run_of_episodes_alone() -> None:
     history = history_of(rows)
     assert part_head(drift_report(history).bias)[-2:] == ("turns: mean/median/p95", "environment's seconds: mean/median/p95")
     assert part_rows(drift_report(history).bias, None)[0][-2:] == ("3.0/3.0/3.0", "1.00/1.00/1.00")
+
+
+def test_turns_have_a_table_of_their_tokens_in_a_run_of_episodes_alone() -> None:
+    assert "Drift by turn" not in shown(history_of(in_order()))
+    steps = [step(1), step(2), step(3)]
+    for row, tokens, lag, k3 in ((steps[0], 10, 1.0, 0.25), (steps[2], 30, 3.0, 0.75)):
+        row |= {"by_turn/1/tokens": tokens, "by_turn/1/lag_mean": lag, "by_turn/1/kl_behavior_policy_k3": k3}
+    steps[1] |= {"by_turn/9+/tokens": 5, "by_turn/3-4/tokens": 7, "by_turn/9+/lag_mean": 0.5}
+    history = history_of(steps)
+    assert history.drift_by_turn == [
+        TurnDrift("1", 40, 2.5, 0.625),
+        TurnDrift("3-4", 7, None, None),
+        TurnDrift("9+", 5, 0.5, None),
+    ]
+    assert "6.25e-01" in shown(history)
