@@ -67,7 +67,6 @@ class Cluster(NamedTuple):
 
     image: str
     namespace: str
-    num_actors: int
     learner: PodOptions
     actor: PodOptions
     storage: str = "100Gi"
@@ -99,7 +98,7 @@ def write_manifests(path: Path, overrides: Sequence[str], out: Path, keys: Path,
         "learner.yaml": _learner(in_cluster, settings, cluster),
         "actors.yaml": [_actors(in_cluster, settings, cluster)],
         "network.yaml": _network(in_cluster, cluster),
-        "scaling.yaml": _scaling(cluster),
+        "scaling.yaml": _scaling(in_cluster, cluster),
     }
     written = {name: content for name, content in documents.items() if content}
     comment = "Written by `offbeat deploy kubernetes`. Change it as you like."
@@ -180,7 +179,7 @@ def _actors(config: Config, settings: Sequence[str], cluster: Cluster) -> Docume
         "metadata": {"name": FLEET, "labels": LABELS[FLEET]},
         "spec": {
             # Whoever scales owns the number: applying the files again leaves it alone.
-            **({} if scaled else {"replicas": cluster.num_actors}),
+            **({} if scaled else {"replicas": config.scale.actors or config.launch.num_actors}),
             "selector": {"matchLabels": LABELS[FLEET]},
             # New actors need GPUs that the old ones hold.
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": "50%"}},
@@ -213,13 +212,13 @@ def _network(config: Config, cluster: Cluster) -> list[Document]:
     ]
 
 
-def _scaling(cluster: Cluster) -> list[Document]:
+def _scaling(config: Config, cluster: Cluster) -> list[Document]:
     if cluster.prometheus:
-        return [_scaled_object(cluster)]
+        return [_scaled_object(cluster, config.hub.max_actors)]
     return _rights(cluster.namespace) if cluster.reconciles else []
 
 
-def _scaled_object(cluster: Cluster) -> Document:
+def _scaled_object(cluster: Cluster, most: int) -> Document:
     """Return the object by which KEDA copies the number of actors that the learner wants."""
     number = f'max(last_over_time(offbeat_actors_wanted{{namespace="{cluster.namespace}"}}[{ABSENT_FOR}]))'
     trigger = {
@@ -229,7 +228,7 @@ def _scaled_object(cluster: Cluster) -> Document:
         "metadata": {"serverAddress": cluster.prometheus, "query": f"{number} or vector(0)", "threshold": "1"},
     }
     # The learner waits before it changes its mind, so nothing else does.
-    at_once = {"stabilizationWindowSeconds": 0, "policies": [{"type": "Percent", "value": 1000, "periodSeconds": 15}]}
+    at_once = {"stabilizationWindowSeconds": 0, "policies": [{"type": "Pods", "value": most, "periodSeconds": 15}]}
     return {
         "apiVersion": "keda.sh/v1alpha1",
         "kind": "ScaledObject",
@@ -237,7 +236,7 @@ def _scaled_object(cluster: Cluster) -> Document:
         "spec": {
             "scaleTargetRef": {"name": FLEET},
             "minReplicaCount": 0,
-            "maxReplicaCount": 1000,
+            "maxReplicaCount": most,
             "pollingInterval": 15,
             "cooldownPeriod": ABSENT_S,
             "advanced": {"horizontalPodAutoscalerConfig": {"behavior": {"scaleUp": at_once, "scaleDown": at_once}}},

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from offbeat.common.logs import configure_logs
-from offbeat.common.settings import SettingError, load, refuse_masked
+from offbeat.common.settings import SettingError, refuse_masked
 from offbeat.deploy.clusters.compose import write_compose
 from offbeat.deploy.clusters.kubernetes import Cluster, write_manifests
 from offbeat.deploy.clusters.kubernetes_pods import PodOptions
@@ -62,7 +62,6 @@ def kubernetes(
         Path | None, typer.Option(metavar="FOLDER", help="Folder of the keys, made if need be. [default: DIR/keys]")
     ] = None,
     namespace: Annotated[str, typer.Option(help="Namespace of the run, one for each.")] = "offbeat",
-    actors: Annotated[int | None, typer.Option(min=0, help="Number of actors. [default: launch.num_actors]")] = None,
     learner: Annotated[
         Resources, typer.Option(metavar="RESOURCE=QUANTITY", help="Resource of the learner, such as nvidia.com/gpu=1.")
     ] = None,
@@ -84,11 +83,9 @@ def kubernetes(
     if keda and reconcile:
         raise SettingError("--reconcile", "", "--keda changes the number of actors already", "Leave out one of the two.")
     path, overrides = _named_file(arguments)
-    num_actors = load(path, overrides).launch.num_actors if actors is None else actors
     cluster = Cluster(
         image=image,
         namespace=namespace,
-        num_actors=num_actors,
         learner=PodOptions(_quantities("--learner", learner), read_mapping("--learner-pod", learner_pod), secret),
         actor=PodOptions(_quantities("--actor", actor), read_mapping("--actor-pod", actor_pod), secret),
         storage=storage,

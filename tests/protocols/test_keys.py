@@ -179,6 +179,22 @@ def test_list_replaced_by_one_of_the_same_size_and_time_is_seen(tmp_path: Path) 
     assert allowed.sender(ACTOR.owner.public) is None
 
 
+def test_list_behind_a_link_that_is_swapped_is_seen_as_kubernetes_updates_volumes(tmp_path: Path) -> None:
+    clock = Clock()
+    for name, key in (("old", ACTOR), ("new", OPERATOR)):
+        (tmp_path / name).mkdir()
+        write_list(tmp_path / name / "list", key)
+        (tmp_path / f"..data-{name}").symlink_to(name)
+    (tmp_path / "..data-old").rename(tmp_path / "..data")
+    (tmp_path / "list").symlink_to("..data/list")
+    allowed = AllowList(tmp_path / "list", clock)
+    assert allowed.sender(ACTOR.owner.public) is not None
+    (tmp_path / "..data-new").rename(tmp_path / "..data")
+    clock.pass_until_the_next_look()
+    assert allowed.sender(ACTOR.owner.public) is None
+    assert allowed.sender(OPERATOR.owner.public) is not None
+
+
 @pytest.mark.parametrize("harm", ["broken", "gone"])
 def test_broken_list_keeps_the_last_good_one_says_so_once_and_recovers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str

@@ -240,7 +240,6 @@ def test_only_the_reconciler_sees_an_account_and_that_may_only_scale_the_actors(
     assert documents["RoleBinding/reconciler"]["subjects"] == [account]
     (rule,) = documents["Role/reconciler"]["rules"]
     assert (rule["resources"], rule["resourceNames"]) == (["deployments/scale"], ["actors"])
-    assert "replicas" not in documents["Deployment/actors"]["spec"]
 
 
 def test_nobody_but_actors_reaches_the_learner_and_only_collectives_reach_actors() -> None:
@@ -295,6 +294,13 @@ def test_quantity_of_another_form_is_refused_with_an_example(quantity: str) -> N
     assert "--actor memory=32Gi" in str(refusal("--actor", quantity))
 
 
+def test_as_many_actors_are_there_as_the_run_wants_unless_something_else_scales_them() -> None:
+    assert write()["Deployment/actors"]["spec"]["replicas"] == 3
+    assert write("scale.actors=5")["Deployment/actors"]["spec"]["replicas"] == 5
+    for options in (("--reconcile",), ("--keda", "http://prometheus:9090")):
+        assert "replicas" not in write(*options)["Deployment/actors"]["spec"]
+
+
 def test_keda_copies_the_number_that_the_learner_wants() -> None:
     documents = write("--keda", "http://prometheus:9090", "--namespace", "my-run")
     spec = documents["ScaledObject/actors"]["spec"]
@@ -302,8 +308,8 @@ def test_keda_copies_the_number_that_the_learner_wants() -> None:
     (trigger,) = spec["triggers"]
     # As many replicas as the number is large.
     assert (trigger["metricType"], trigger["metadata"]["threshold"]) == ("AverageValue", "1")
+    assert spec["maxReplicaCount"] == Config().hub.max_actors
     assert 'offbeat_actors_wanted{namespace="my-run"}' in trigger["metadata"]["query"]
-    assert "replicas" not in documents["Deployment/actors"]["spec"]
     assert "--keda" in str(refusal("--keda", "http://prometheus:9090", "--reconcile"))
 
 
