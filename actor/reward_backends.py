@@ -9,7 +9,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from pebble import ProcessExpired, ProcessFuture, ProcessPool
+from pebble import CONSTS, ProcessExpired, ProcessFuture, ProcessPool
 
 from offbeat.actor.reward_failures import Failure
 from offbeat.actor.reward_functions import Outcome, RewardFunction, load_reward
@@ -73,6 +73,8 @@ class WorkerProcesses:
         self._path = path
         self._weights = dict(weights)
         self._timeout_s = timeout_s
+        # Pebble sends SIGTERM first, which workers survive, and SIGKILL this much later.
+        CONSTS.term_timeout = 0.0
         self._pool = self._make_pool()
 
     async def outcomes(self, samples: Sequence[Sample]) -> list[Outcome]:
@@ -115,8 +117,9 @@ class WorkerProcesses:
 def _prepare_worker(parent_pid: int) -> None:
     die_with_parent(parent_pid)
     guard_session()
-    # Pebble's handler waits for the interpreter, which never runs again inside a catastrophic regular expression.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # A scheduler that takes a machine away sends SIGTERM to every process, and a leaving actor still needs this one. A handler,
+    # not SIG_IGN: programs that the reward starts would inherit that.
+    signal.signal(signal.SIGTERM, lambda *_: None)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from tests.actor.reward_harness import make_limits, rewarded, samples, wait
 pytestmark = pytest.mark.slow
 
 USER_REWARDS = """
-import asyncio, os, re, sys, time
+import asyncio, os, re, signal, subprocess, sys, time
 import numpy as np
 
 def length(prompt, completion, row):
@@ -61,6 +61,10 @@ def exits(prompt, completion, row):
     if completion == "die":
         os._exit(7)
     return 1.0
+
+def is_asked_to_end(prompt, completion, row):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return float(subprocess.call(["sh", "-c", "kill -TERM $$"]))
 
 def pid(prompt, completion, row):
     return os.getpid()
@@ -202,6 +206,12 @@ def test_a_reward_that_ends_its_process_fails_alone(make_runner):
     assert "exit code 7" in failure(runner, "die").detail
     runner.submit(2, samples(["stay"]))
     assert wait(runner) == {2: rewarded(2, 1.0)}
+
+
+def test_a_reward_is_finished_when_everybody_gets_sigterm_but_its_programs_end(make_runner):
+    runner = make_runner("is_asked_to_end")
+    runner.submit(1, samples(["a"]))
+    assert wait(runner) == {1: rewarded(1, -signal.SIGTERM)}
 
 
 def test_workers_killed_while_idle_are_replaced(make_runner):
