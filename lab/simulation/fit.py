@@ -43,6 +43,8 @@ class Fit(NamedTuple):
     num_groups: int
     """Groups behind the timings."""
     num_steps: int
+    turns_per_episode: float | None = None
+    """Mean turns of the model in an episode; None without an environment."""
 
 
 @dataclass
@@ -56,11 +58,20 @@ class Generation:
     generate_s: float = 0.0
     lengths: tuple[int, ...] = ()
     """Tokens of each completion; empty for a lease that brought no group."""
+    num_turns: int = 0
+    """Turns of all its episodes; 0 without an environment."""
+    environment_s: float = 0.0
+    """The longest time that an episode of the group waited for its environment."""
+
+    @property
+    def answered_at(self) -> float:
+        """Time at which the group was complete if it began with the grant; the time after it counts as hand-off."""
+        return min(self.ended_at, self.granted_at + self.generate_s) if self.lengths else self.ended_at
 
     @property
     def generated_at(self) -> float:
-        """Time of the group's last token if generation began with the grant; the time after it counts as hand-off."""
-        return min(self.ended_at, self.granted_at + self.generate_s) if self.lengths else self.ended_at
+        """Time of the group's last token if it waited for its environment afterwards, as it does in the simulation."""
+        return max(self.granted_at, self.answered_at - self.environment_s) if self.environment_s else self.answered_at
 
 
 class Stall(NamedTuple):
@@ -160,6 +171,9 @@ def read_times(history: RunHistory, events: Iterable[LeaseEvent]) -> RunTimes:
                 generation = open_leases.pop(event.lease_id)
                 generation.ended_at, generation.generate_s = event.at, event.generate_s
                 generation.lengths = tuple(completion.num_tokens for completion in event.completions)
+                generation.environment_s = max(completion.environment_s for completion in event.completions)
+                if generation.environment_s or any(completion.turns for completion in event.completions):
+                    generation.num_turns = sum(max(1, len(completion.turns)) for completion in event.completions)
                 run_times.generations.append(generation)
             case Dropped() | Expired() if event.lease_id in open_leases:
                 generation = open_leases.pop(event.lease_id)
@@ -199,6 +213,8 @@ def fit_times(all_times: Sequence[RunTimes], cores: int | None) -> Fit:
         lengths.max(axis=1),
         np.concatenate([part.mean_running for part in parts]),
     )
+    waits_s = np.concatenate([part.environment_s for part in parts])
+    num_turns = np.concatenate([part.num_turns for part in parts])
     return Fit(
         Timings(
             completions_s=start_s + token_s * lengths,
@@ -210,10 +226,12 @@ def fit_times(all_times: Sequence[RunTimes], cores: int | None) -> Fit:
             check_s=float(np.concatenate([part.check_s for part in parts]).mean()),
             rest_s=float(np.concatenate([part.rest_s for part in parts]).mean()),
             load=load,
+            environment_s=waits_s if waits_s.any() else None,
         ),
         tokens_per_group=float(lengths.sum(axis=1).mean()),
         num_groups=len(lengths),
         num_steps=sum(batch.num_steps for run_times in all_times for batch in run_times.steady_batches),
+        turns_per_episode=float(num_turns.mean() / lengths.shape[1]) if num_turns.any() else None,
     )
 
 
@@ -283,6 +301,10 @@ class _Parts(NamedTuple):
     """`[num_groups]`: work of the actor meanwhile, commits left out."""
     mean_running: Floats
     """`[num_groups]`: mean number of groups on the actor meanwhile."""
+    environment_s: Floats
+    """`[num_groups]`: wait for the environment."""
+    num_turns: Floats
+    """`[num_groups]`: turns of all episodes; 0 without an environment."""
     handoff_s: Floats
     train_s: Floats
     """Work of one optimizer step, by batch."""
@@ -310,7 +332,9 @@ def _measure(run_times: RunTimes, work: Work) -> _Parts:
         lengths=np.array([one.lengths for one in generations], dtype=np.float64)[is_told],
         generated_s=generated_s[is_told],
         mean_running=crowd[is_told] / generated_s[is_told],
-        handoff_s=work.during([(one.generated_at, one.ended_at) for one in generations]),
+        environment_s=work.during([(one.generated_at, one.answered_at) for one in generations])[is_told],
+        num_turns=np.array([one.num_turns for one in generations], dtype=np.float64)[is_told],
+        handoff_s=work.during([(one.answered_at, one.ended_at) for one in generations]),
         train_s=work.during([(batch.selected_at, batch.trained_at) for batch in batches]) / num_steps,
         rest_s=work.during([(batch.trained_at, batch.rested_at) for batch in batches]),
         sync_s=_sync_s(run_times, work),

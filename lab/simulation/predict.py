@@ -22,7 +22,7 @@ from offbeat.common.run_folder import CONFIG_FILE
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load
 from offbeat.lab.simulation.fit import fit
-from offbeat.lab.simulation.simulation import ASSUMPTIONS, SimulatedBatch, Simulation
+from offbeat.lab.simulation.simulation import ASSUMPTIONS, OF_EPISODES, SimulatedBatch, Simulation
 from offbeat.lab.simulation.timings import Fleet, Timings
 from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.learner.leases.evaluation import Evaluations
@@ -220,6 +220,9 @@ def fitted_times(config: Config, runs: Sequence[Path], cores: int | None) -> Sou
     found = fit(runs, cores or None)
     names = ", ".join(map(str, runs))
     text = f"fitted to {found.num_groups} groups and {found.num_steps} steps of {names}"
+    if found.turns_per_episode is not None:
+        tokens = found.tokens_per_group / (config.rollout.group_size * found.turns_per_episode)
+        text += f", {found.turns_per_episode:.3g} turns of {tokens:.3g} tokens an episode"
     return Source(found.timings, found.tokens_per_group, cores or None, text)
 
 
@@ -237,7 +240,11 @@ def _is_on_cpu(run: Path) -> bool:
 def print_predictions(predictions: Iterable[Prediction], source: Source, config: Config, *, as_json: bool) -> None:
     """Print the predictions with their times and assumptions, as a table or as JSON."""
     if as_json:
-        told = {"times": times_text(source), "assumptions": ASSUMPTIONS, "predictions": msgspec.to_builtins([*predictions])}
+        told = {
+            "times": times_text(source),
+            "assumptions": assumptions(source),
+            "predictions": msgspec.to_builtins([*predictions]),
+        }
         print(json.dumps(told, indent=2))
         return
     predictions = list(predictions)
@@ -261,8 +268,13 @@ def print_predictions(predictions: Iterable[Prediction], source: Source, config:
         )
     console = stdout_console()
     console.print(FittedTable(table))
-    for line in (times_text(source), *(f"assumed: {assumption}" for assumption in ASSUMPTIONS)):
+    for line in (times_text(source), *(f"assumed: {assumption}" for assumption in assumptions(source))):
         console.print(escape(line), highlight=False)
+
+
+def assumptions(source: Source) -> tuple[str, ...]:
+    """Return what the simulation assumes, in words."""
+    return ASSUMPTIONS if source.timings.environment_s is None else (*ASSUMPTIONS, OF_EPISODES)
 
 
 def times_text(source: Source) -> str:
@@ -271,8 +283,10 @@ def times_text(source: Source) -> str:
     shared = (
         "no cores are shared" if source.cores is None else f"{source.cores} cores shared, {timings.load:.2f} per busy process"
     )
+    waits_s = timings.environment_s
+    waits = "" if waits_s is None else f" and {waits_s.mean():.3g} s of its environment"
     return (
-        f"times {source.text}; a group alone takes {timings.completions_s.max(axis=1).mean():.3g} s, crowding "
+        f"times {source.text}; a group alone takes {timings.completions_s.max(axis=1).mean():.3g} s{waits}, crowding "
         f"{timings.crowding:.2g}, a step {timings.train_s.mean():.3g} s, weights {timings.sync_s.mean():.2g} s, swap and check "
         f"{timings.swap_s + timings.check_s:.2g} s, hand-off {timings.handoff_s:.2g} s; {shared}"
     )

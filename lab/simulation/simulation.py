@@ -11,11 +11,14 @@ What is assumed (`ASSUMPTIONS` says the same to the user):
 - New weights are at all actors a sync time after the optimizer step; a version made meanwhile follows when they have committed.
   An actor generates nothing while it swaps and checks them, then goes on with what was in flight.
 - Every group can be trained on; no actor, lease or message is lost.
+- A group of episodes waits for its environment once, after the generation of its turns.
 """
 
+import heapq
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
+from itertools import count
 from typing import NamedTuple, assert_never
 
 import numpy as np
@@ -35,6 +38,8 @@ ASSUMPTIONS = (
     "new weights reach all actors at once, a sync time after the step; transfers follow one another",
     "every group can be trained on: no failures, no filtering",
 )
+OF_EPISODES = "a group waits for its environment once, after its turns are generated; the wait grows with nothing"
+"""The assumption of runs with an environment, which the user is told besides."""
 
 
 class SimulatedBatch(NamedTuple):
@@ -97,8 +102,9 @@ class Simulation:
         self._policy_version = 0
         self._needs_weights = False
         """True while a lease could be granted if the actors had newer weights."""
-        self._handed_over: deque[list[SimulatedGroup]] = deque()
-        """Groups on their way from actors to the learner, in the order they will arrive."""
+        self._handed_over: list[tuple[float, int, list[SimulatedGroup]]] = []
+        """A heap of the groups on their way from actors to the learner: arrival on the work clock, order, groups."""
+        self._num_handed_over = count()
         self._is_learner_free = True
         self._free_since = 0.0
         self._waited_s = 0.0
@@ -126,7 +132,7 @@ class Simulation:
                     assert actor is not None
                     self._end_groups(actor)
                 case EventKind.GROUPS_ARRIVE:
-                    self._accept(self._handed_over.popleft())
+                    self._accept(heapq.heappop(self._handed_over)[2])
                 case EventKind.STEPS_END:
                     batches.append(self._end_batch())
                 case EventKind.REST_ENDS:
@@ -177,12 +183,19 @@ class Simulation:
         ended = self._actors.end_groups(actor)
         for group in ended:
             self._account.add_generated(group.generate_s)
-        if self._timings.handoff_s:
-            # All take the same time: they arrive in the order in which they leave.
-            self._handed_over.append(ended)
-            self._clock.schedule_after(self._timings.handoff_s, EventKind.GROUPS_ARRIVE)
-        else:
-            self._accept(ended)
+        waits_s = self._timings.environment_s
+        if waits_s is None:
+            self._hand_over(ended, self._timings.handoff_s)
+            return
+        for group in ended:
+            self._hand_over([group], self._timings.handoff_s + float(waits_s[group.drawn]))
+
+    def _hand_over(self, groups: list[SimulatedGroup], after_s: float) -> None:
+        if not after_s:
+            self._accept(groups)
+            return
+        heapq.heappush(self._handed_over, (self._clock.now + after_s, next(self._num_handed_over), groups))
+        self._clock.schedule_after(after_s, EventKind.GROUPS_ARRIVE)
 
     def _accept(self, groups: Sequence[SimulatedGroup]) -> None:
         for group in groups:

@@ -34,6 +34,11 @@ class Timings(NamedTuple):
     """Time between an optimizer step and the learner's next look at the buffer: snapshot, rows, checkpoint."""
     load: float = 1.0
     """Cores that a busy process takes with its threads and helpers."""
+    environment_s: NDArray[np.float64] | None = None
+    """`[num_groups]`: time in which a group waits for its environment, beside the generation of its turns; None without one.
+
+    Meanwhile it holds its slot and nothing of the engine. The simulation lets it wait once, after the generation.
+    """
 
 
 class Fleet(NamedTuple):

@@ -1,5 +1,6 @@
 """The simulation, against schedules computed by hand, against production's own objects, and against queueing laws."""
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -189,6 +190,23 @@ def test_group_that_is_handed_over_keeps_its_slot() -> None:
     timings = make_timings([[3.0]], train_s=0.5, handoff_s=1.0)
     batches = run(timings, Fleet(1, 1), bounds=bound(1), groups_per_step=1, num_steps=3)
     assert ends(batches) == [4.5, 8.5, 12.5]
+
+
+def test_group_that_waits_for_its_environment_holds_its_slot_and_nothing_of_the_engine() -> None:
+    timings = make_timings([[1.0]], train_s=2.0, handoff_s=0.5, crowding=1.0)._replace(environment_s=np.array([4.0]))
+    synchronous = run(timings, Fleet(1, 4), bounds=bound(0), groups_per_step=4, num_steps=2)
+    # The engine works on four groups in turn for 4 seconds; they wait for 4 and are handed over together.
+    assert ends(synchronous) == [10.5, 21.0]
+    alone = run(timings, Fleet(1, 1), bounds=bound(4), groups_per_step=1, num_steps=3)
+    assert ends(alone) == [7.5, 13.0, 18.5], "a single slot is free again 5.5 seconds after it was taken"
+
+
+def test_groups_arrive_as_their_environments_end() -> None:
+    timings = make_timings([[1.0], [1.0]], train_s=0.25)._replace(environment_s=np.array([0.0, 6.0]))
+    batches = run(timings, Fleet(1, 2), bounds=bound(20, selection="first_finished"), groups_per_step=1, num_steps=40)
+    # One slot may wait for 6 seconds while the other brings a group each second.
+    assert min(later - earlier for earlier, later in itertools.pairwise(ends(batches))) < 1.0
+    assert batches[-1].totals.generated_s >= 40.0
 
 
 def test_learner_rests_between_a_step_and_the_next_selection() -> None:

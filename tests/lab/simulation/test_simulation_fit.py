@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -21,7 +22,7 @@ from offbeat.lab.simulation.fit import (
     read_times,
 )
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
-from offbeat.protocols.completions import CompletionMeta, Segment
+from offbeat.protocols.completions import CompletionMeta, Segment, Turn
 
 
 def granted(lease_id: int, at: float, actor: str = "a") -> Granted:
@@ -84,6 +85,19 @@ def test_recording_has_what_the_log_and_the_rows_say() -> None:
     assert run_times.stalls == {"a": [Stall(20.5, 21.0, 21.25)]}
     assert run_times.arrivals == {2: [20.5]}
     assert run_times.evaluations == [(20.5, 30.0)]
+
+
+def test_episodes_of_a_group_have_turns_and_the_longest_wait() -> None:
+    event = accepted(0, 15.0, (3, 7), generate_s=4.0)
+    first, second = event.completions
+    episodes = (
+        msgspec.structs.replace(first, environment_s=1.0),
+        msgspec.structs.replace(second, environment_s=2.5, turns=(Turn(0, 3), Turn(1, 4))),
+    )
+    played = msgspec.structs.replace(event, completions=episodes)
+    (generation,) = read_times(fold_rows([]), [STARTED, granted(0, 10.0), played]).generations
+    assert (generation.num_turns, generation.environment_s) == (3, 2.5)
+    assert (generation.generated_at, generation.answered_at) == (11.5, 14.0)
 
 
 def test_only_the_last_learner_process_is_read() -> None:
@@ -184,6 +198,19 @@ def test_timings_are_those_of_the_run() -> None:
     assert timings.rest_s == pytest.approx(0.5)
     assert timings.swap_s == timings.check_s == 0.0
     assert (found.tokens_per_group, found.num_groups, found.num_steps) == (6.0, 3 * 17, 18)
+
+
+def test_wait_for_the_environment_is_told_from_generation_and_hand_off() -> None:
+    run_times = recorded(num_actors=3, overlaps=False, train_s=6.0, alone_s=7.0)
+    for one in run_times.generations:
+        one.environment_s, one.num_turns = 3.0, 5
+    found = fit_times([run_times], cores=None)
+    assert np.unique(found.timings.completions_s, axis=0) == pytest.approx(np.array([[2.0, 4.0]]))
+    assert found.timings.environment_s == pytest.approx(np.full(51, 3.0))
+    assert found.timings.handoff_s == pytest.approx(1.0)
+    assert found.turns_per_episode == 2.5
+    without = fit_times([recorded(num_actors=3, overlaps=False, train_s=6.0)], cores=None)
+    assert (without.timings.environment_s, without.turns_per_episode) == (None, None)
 
 
 def test_two_runs_tell_how_many_cores_a_busy_process_takes() -> None:
