@@ -14,7 +14,7 @@ from offbeat.common.step_metrics import current_name, step_metric
 from offbeat.protocols.engine_info import EngineInfo
 
 MetricValue = int | float | dict[str, int] | None
-"""A metric's value; only `lag/counts` is a mapping. None: the value was not finite when it was written."""
+"""A metric's value; only `lag/counts` and `broken/leases` are mappings. None: the value was not finite when it was written."""
 
 
 class Stamped(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):

@@ -98,6 +98,13 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("kl/behavior_proximal_k3", "nats per token", f"Estimate of KL(mu || pi_old), {_KL_K3}.", _PROXIMAL),
     Metric("kl/proximal_policy_k1", "nats per token", "Estimate of KL(pi_old || pi), as kl/behavior_policy_k1.", _PROXIMAL),
     Metric("kl/proximal_policy_k3", "nats per token", f"Estimate of KL(pi_old || pi), {_KL_K3}.", _PROXIMAL),
+    Metric("broken/not_finite", "completions", "Left out of the step, because a token's log-prob is nan or infinite."),
+    Metric(
+        "broken/ratio",
+        "completions",
+        "Left out of the step, because a token is more than e^20 times as likely under the policy as under the anchor.",
+    ),
+    Metric("broken/leases", "completions", "Completions that were left out, by lease, as a mapping.", "some were left out"),
     Metric("correction/masked", "share", "Tokens that the off-policy correction gave weight 0.", _CORRECTED),
     Metric("correction/truncated", "share", "Tokens whose weight the correction cut to a bound.", _CORRECTED),
     Metric("correction/log_mean", "nats", "Mean per token of the log weight, before masking and truncation.", _CORRECTED),

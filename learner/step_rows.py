@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from offbeat.common.learning_sections import TrainSection
-from offbeat.common.rows import MetricValue, Recorder, StepRow
+from offbeat.common.rows import EventRow, MetricValue, Recorder, StepRow
 from offbeat.common.settings import SettingError
 from offbeat.learner.diagnostics.sample_rows import SampleRows
 from offbeat.learner.dispatch.dispatcher import Dispatcher
@@ -56,11 +56,25 @@ class StepRows:
             }
             rows.append(StepRow(policy_version=first_version + index + 1, metrics=metrics))
             self._record(rows[-1])
+            self._tell_broken(rows[-1])
             self._samples.record(of_step, rows[-1].policy_version)
         for row in rows:
             self._move_bound(row)
         if first_version == 0:
             _log_first_ratio(rows[0])
+
+    def _tell_broken(self, step: StepRow) -> None:
+        leases = step.metrics.get("broken/leases")
+        if not isinstance(leases, dict):
+            return
+        detail = (
+            f"optimizer step {step.policy_version} left out {sum(leases.values())} completions of the leases "
+            f"{', '.join(leases)}, whose log-probs are broken: {step.metrics['broken/not_finite']} not finite, "
+            f"{step.metrics['broken/ratio']} with a token more than e^20 times as likely as when it was sampled. They have no "
+            "loss and no gradient, and count in the loss's denominator. Compare engine and learner with `offbeat calibrate`."
+        )
+        logger.warning(detail)
+        self._record(EventRow(event="completions_left_out", detail=detail, policy_version=step.policy_version))
 
     def _move_bound(self, step: StepRow) -> None:
         decision = self._auto_bound.observe(step, self._dispatcher.settings().staleness)

@@ -64,6 +64,7 @@ _EVENT_TONES = {
     "metrics_rows_lost": "bad",
     "lease_expired": "warn",
     "calibration_mismatch": "warn",
+    "completions_left_out": "bad",
     "noise_reaches_bounds": "warn",
     "actor_left": "warn",
 }

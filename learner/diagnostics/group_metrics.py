@@ -9,7 +9,7 @@ from offbeat.learner.diagnostics.lag_buckets import lag_bucket
 from offbeat.learner.leases.groups import Group, Rollout
 
 Metrics = dict[str, float | dict[str, int]]
-"""Numbers by `area/name`; only `lag/counts` is a mapping."""
+"""Numbers by `area/name`; only `lag/counts` and `broken/leases` are mappings."""
 
 
 def group_metrics(groups: Sequence[Group], policy_version: int) -> Metrics:

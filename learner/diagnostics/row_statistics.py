@@ -58,6 +58,10 @@ class Column(IntEnum):
     K3_OF_TURNS_3_TO_4 = 27
     K3_OF_TURNS_5_TO_8 = 28
     K3_OF_TURNS_FROM_9 = 29
+    GROUP = 30
+    """Index of the completion's group in the step."""
+    BROKEN = 31
+    """`broken_rows.Broken`; a completion that is broken has no loss tokens in the other columns."""
 
 
 K3_OF_TURNS = (

@@ -57,6 +57,8 @@ class MicroBatch(NamedTuple):
     """`[rows]` int64."""
     turn_buckets: Tensor
     """`[rows, tokens]` int64: `learner.diagnostics.turn_metrics.turn_buckets`."""
+    groups: Tensor
+    """`[rows]` int64: index of each row's group in the step."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on `device`."""
@@ -188,4 +190,5 @@ def collate(rows: Sequence[Row], images: ImagePacker | None = None) -> MicroBatc
         torch.tensor([row.weight for row in rows], dtype=torch.float32),
         torch.tensor([row.policy_lag for row in rows], dtype=torch.int64),
         torch.from_numpy(of_turns),
+        torch.tensor([row.group for row in rows], dtype=torch.int64),
     )

@@ -5,7 +5,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from offbeat.common.learning_sections import CriticSection, KlSection
-from offbeat.learner.diagnostics.row_statistics import row_statistics
+from offbeat.learner.diagnostics.broken_rows import Broken, find_broken
+from offbeat.learner.diagnostics.row_statistics import Column, row_statistics
 from offbeat.learner.objectives.aggregation import aggregate
 from offbeat.learner.objectives.kl import kl_estimate, unbiased_kl
 from offbeat.learner.objectives.losses import value_loss
@@ -44,14 +45,15 @@ def compute_loss(
     critic: CriticSection,
     constants: StepConstants,
 ) -> MicroBatchLoss:
-    """Return the loss of the policy's `outputs` on a micro-batch.
+    """Return the loss of the policy's `outputs` on a micro-batch, without its broken completions (`broken_rows`).
 
     `kl_coefficient` is the current one, which may have adapted since `kl` was read; `constants` are those of the whole
     optimizer step.
     """
     micro_batch, frozen = prepared.micro_batch, prepared.frozen
-    mask = micro_batch.completion_mask
     logprobs = PolicyLogprobs(outputs.logprobs, micro_batch.behavior_logprobs, frozen.proximal_logprobs)
+    broken = find_broken(logprobs, micro_batch.completion_mask)
+    mask = micro_batch.completion_mask & (broken == Broken.NOT_AT_ALL)[:, None]
     evaluation = objective.evaluate(logprobs, mask, prepared.advantages, constants)
     losses = evaluation.losses
     sums = TermSums(*[losses.new_zeros(())] * len(TermSums._fields))
@@ -59,7 +61,7 @@ def compute_loss(
         estimate, divergence = _estimate_kl(logprobs, frozen.reference_logprobs, mask, kl)
         sums = sums._replace(reference_kl=estimate.detach().sum())
         if kl.reward_coef:
-            charged = reward_kl(micro_batch, frozen.reference_logprobs, estimator=kl.estimator)
+            charged = reward_kl(micro_batch, frozen.reference_logprobs, estimator=kl.estimator).where(mask, 0.0)
             sums = sums._replace(reward_kl=charged.sum())
         if kl.loss_coef:
             losses = losses + kl_coefficient * divergence
@@ -67,9 +69,9 @@ def compute_loss(
         # Without a bonus the entropy stays out of the graph: its gradient would cost time and be 0.
         if objective.entropy_coef:
             losses = losses - objective.entropy_coef * outputs.entropies
-        sums = sums._replace(entropy=outputs.entropies.detach().sum())
+        sums = sums._replace(entropy=outputs.entropies.detach().where(mask, 0.0).sum())
     if outputs.values is not None:
-        errors = _value_errors(prepared, outputs.values, critic)
+        errors = _value_errors(prepared, outputs.values, mask, critic)
         losses = losses + critic.loss_coef * errors
         sums = sums._replace(value_loss=errors.detach().sum())
     table = row_statistics(
@@ -81,6 +83,7 @@ def compute_loss(
         policy_lags=micro_batch.policy_lags,
         turn_buckets=micro_batch.turn_buckets,
     )
+    table[:, Column.GROUP], table[:, Column.BROKEN] = micro_batch.groups, broken
     return MicroBatchLoss(aggregate(losses, mask, micro_batch.weights, mode=objective.aggregation), table, sums)
 
 
@@ -92,8 +95,7 @@ def _estimate_kl(logprobs: PolicyLogprobs, reference_logprobs: Tensor, mask: Ten
     return estimate, unbiased_kl(logprobs.policy, reference_logprobs, logprobs.behavior, mask, estimator=kl.estimator)
 
 
-def _value_errors(prepared: PreparedMicroBatch, values: Tensor, critic: CriticSection) -> Tensor:
+def _value_errors(prepared: PreparedMicroBatch, values: Tensor, mask: Tensor, critic: CriticSection) -> Tensor:
     frozen_values, returns = prepared.frozen.values, prepared.returns
     assert frozen_values is not None and returns is not None, "a critic has values before the update, and targets"
-    mask = prepared.micro_batch.completion_mask
     return value_loss(values, frozen_values, returns, mask, value_clip=critic.value_clip)

@@ -22,6 +22,7 @@ from offbeat.common.images import ImageReader
 from offbeat.common.models import resolve_model
 from offbeat.common.routing import Routing, record_routing
 from offbeat.common.weights import WeightBuffer, make_layout, tensor_dtype
+from offbeat.learner.diagnostics.broken_rows import broken_metrics
 from offbeat.learner.diagnostics.calibration import load_calibration
 from offbeat.learner.diagnostics.gradient_direction import GradientDirection
 from offbeat.learner.diagnostics.group_metrics import Metrics, group_metrics
@@ -322,7 +323,8 @@ class Trainer:
         if not 0 <= grad_norm < math.inf:
             raise FloatingPointError(
                 f"the gradient norm of optimizer step {self.policy_version} is {grad_norm} (loss {metrics['loss/policy']}, "
-                f"largest token log ratio {metrics['ratio/token_log_abs_max']}): the weights cannot be trusted any more"
+                f"largest token log ratio {metrics['ratio/token_log_abs_max']}; leases with broken log-probs: "
+                f"{', '.join(metrics.get('broken/leases', ())) or 'none'}): the weights cannot be trusted any more"
             )
         self.policy_version += 1
         train_s = time.perf_counter() - start
@@ -338,6 +340,7 @@ class Trainer:
         table = gather_rows(table, num_alike=self._num_alike)
         metrics: Metrics = {**group_metrics(step.groups, self.policy_version)}
         metrics |= turn_metrics(step.groups, self.policy_version, table)
+        metrics |= broken_metrics(table, [group.lease_id for group in step.groups])
         metrics |= loss_metrics(
             table,
             aggregation=self._objective.aggregation,
@@ -413,7 +416,10 @@ class Trainer:
         for micro_batch, frozen, _, _ in batch:
             assert frozen.proximal_logprobs is not None, "only a decoupled anchor normalizes its weights"
             mask, row_weights = micro_batch.completion_mask, micro_batch.weights
-            weights = weigh(objective.corrections, frozen.proximal_logprobs - micro_batch.behavior_logprobs, mask)
+            log_rho = frozen.proximal_logprobs - micro_batch.behavior_logprobs
+            # Rows that are not finite have no loss (`broken_rows`).
+            mask = mask & (log_rho.isfinite() | ~mask).all(dim=-1, keepdim=True)
+            weights = weigh(objective.corrections, log_rho, mask)
             of_both = [aggregate(values, mask, row_weights, mode=objective.aggregation) for values in (weights, mask.float())]
             sums += torch.stack(of_both).double()
         weighed, unweighed = gather_tensors(sums, num_alike=self._num_alike).sum(dim=0).tolist()

@@ -124,3 +124,14 @@ def test_ratio_of_the_runs_first_step_is_logged_once(caplog: pytest.LogCaptureFi
         bench.record([FIRST], [1], 1)
     (message,) = caplog.messages
     assert message.startswith("FIRST RATIO of the run, where nothing is stale (lag up to 0): mean |s - 1| = 1.00e-03, 25.0% of")
+
+
+def test_completions_that_a_step_left_out_become_an_event_with_their_leases_and_reasons() -> None:
+    bench = Bench(groups_per_step=1, steps_per_batch=2)
+    broken = {"broken/not_finite": 1, "broken/ratio": 2, "broken/leases": {"17": 2, "21": 1}}
+    bench.record([{"broken/not_finite": 0, "broken/ratio": 0}, broken], [1] * 2, 1)
+    first, second, event = bench.rows
+    assert (first["kind"], second["kind"], event["event"]) == ("step", "step", "completions_left_out")
+    assert event["policy_version"] == second["policy_version"] == 3
+    assert "optimizer step 3 left out 3 completions of the leases 17, 21" in event["detail"]
+    assert "1 not finite, 2 with a token" in event["detail"]

@@ -1,13 +1,17 @@
 """The loss of a micro-batch is the sum of the objective and of each term that the run has."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from offbeat.common.learning_sections import CriticSection, KlSection, LossSection
+from offbeat.learner.diagnostics.broken_rows import Broken, broken_metrics, find_broken
+from offbeat.learner.diagnostics.row_statistics import Column
 from offbeat.learner.objectives.kl import kl_estimate, unbiased_kl
-from offbeat.learner.objectives.objective import NO_CONSTANTS, resolve_objective
+from offbeat.learner.objectives.losses import LOG_RATIO_BOUND
+from offbeat.learner.objectives.objective import NO_CONSTANTS, PolicyLogprobs, resolve_objective
 from offbeat.learner.training.micro_batch_loss import MicroBatchLoss, compute_loss
 from offbeat.learner.training.preparation import FrozenOutputs, Outputs, PreparedMicroBatch
 from tests.learner.training.test_preparation import micro_batch
@@ -20,6 +24,8 @@ VALUES, FROZEN_VALUES = torch.full((2, 3), 2.0), torch.full((2, 3), 0.5)
 RETURNS = torch.tensor([[1.0, 3.0, 2.0], [0.0, -1.0, 0.0]])
 BEHAVIOR = torch.where(MASK, -1.5, 0.0)
 """The behavior log-probs of `micro_batch`."""
+BEYOND = LOG_RATIO_BOUND
+"""A log-prob that is 1.5 more above the behavior log-probs than a ratio may be."""
 ADVANTAGES = torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]])
 
 
@@ -90,3 +96,55 @@ def test_value_loss_has_its_coefficient_and_its_clip(value_clip: Any, errors: li
     loss, _ = loss_of(critic=CriticSection(loss_coef=0.25, value_clip=value_clip))
     assert loss.sums.value_loss.item() == pytest.approx(sum(errors) / 2)
     assert loss.total.item() == pytest.approx(PLAIN + 0.25 * sum(errors) / 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [(math.nan, Broken.NOT_FINITE), (-math.inf, Broken.NOT_FINITE), (BEYOND, Broken.RATIO)],
+    ids=["nan", "-inf", "beyond the bound"],
+)
+@pytest.mark.parametrize("objective", ["gspo", "grpo", "cispo", "reinforce"])
+def test_completion_with_a_broken_logprob_has_no_gradient_is_counted_and_leaves_the_others_as_they_are(
+    objective: Any, changed: float, reason: Broken
+) -> None:
+    """The second row has A < 0, where no clip would hold a ratio that is too large."""
+
+    def loss_and_gradient(logprobs: torch.Tensor) -> tuple[MicroBatchLoss, torch.Tensor]:
+        logprobs = logprobs.clone().requires_grad_()
+        loss = compute_loss(
+            PreparedMicroBatch(micro_batch(), FrozenOutputs(reference_logprobs=REFERENCE), ADVANTAGES, None),
+            Outputs(logprobs, torch.where(logprobs.isnan(), math.nan, ENTROPIES), None),
+            resolve_objective(LossSection(objective=objective, aggregation="token-mean", entropy_coef=0.1), max_new_tokens=9),
+            kl=KlSection(loss_coef=0.5),
+            kl_coefficient=0.5,
+            critic=CriticSection(),
+            constants=NO_CONSTANTS,
+        )
+        (gradient,) = torch.autograd.grad(loss.total, logprobs)
+        return loss, gradient
+
+    broken = LOGPROBS.clone()
+    broken[1, 1] = changed
+    loss, gradient = loss_and_gradient(broken)
+    alone, gradient_alone = loss_and_gradient(LOGPROBS)
+    assert torch.equal(gradient[0], gradient_alone[0])
+    assert gradient[0].abs().min() > 0
+    assert torch.equal(gradient[1], torch.zeros(3))
+    assert gradient_alone[1, :2].abs().min() > 0
+    assert math.isfinite(loss.total.item()) and loss.table.nan_to_num().isfinite().all()
+    assert torch.equal(loss.table[0].nan_to_num(), alone.table[0].nan_to_num())
+    assert (loss.table[1, Column.NUM_TOKENS], loss.table[1, Column.LOSS]) == (0, 0)
+    assert loss.table[:, Column.BROKEN].tolist() == [0, reason]
+    assert all(math.isfinite(value.item()) for value in loss.sums)
+    name = "broken/not_finite" if reason == Broken.NOT_FINITE else "broken/ratio"
+    counted = {"broken/not_finite": 0, "broken/ratio": 0, name: 1, "broken/leases": {"17": 1}}
+    group = int(loss.table[1, Column.GROUP])
+    assert broken_metrics(loss.table, [17] * (group + 1)) == counted
+    assert broken_metrics(alone.table, [17] * (group + 1)) == {"broken/not_finite": 0, "broken/ratio": 0}
+
+
+def test_ratio_at_the_bound_keeps_its_gradient_and_a_small_one_is_not_broken() -> None:
+    mask = torch.tensor([[True, False]])
+    for log_ratio, reason in ((LOG_RATIO_BOUND, 0), (LOG_RATIO_BOUND + 0.1, Broken.RATIO), (-50.0, 0)):
+        logprobs = PolicyLogprobs(torch.tensor([[log_ratio - 30, math.nan]]), torch.tensor([[-30.0, math.nan]]), None)
+        assert find_broken(logprobs, mask).tolist() == [reason]

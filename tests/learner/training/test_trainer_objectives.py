@@ -80,6 +80,21 @@ def test_decoupled_token_objective_with_kl_and_entropy_has_the_gradient_of_its_f
         torch.testing.assert_close(weights[name], parameter.detach() - 0.1 * parameter.grad, rtol=0, atol=2e-6)
 
 
+def test_completion_with_an_impossible_behavior_logprob_is_left_out_and_its_lease_is_named(tiny_model: Path) -> None:
+    """A token that the engine gave e^-60, in a completion with A < 0: alone it would have a gradient of e^20 and more."""
+    groups = make_groups(3)
+    worst = min(groups[1].rollouts, key=lambda rollout: rollout.reward)
+    broken = worst._replace(behavior_logprobs=np.full_like(worst.behavior_logprobs, -60.0))
+    rollouts = tuple(broken if rollout is worst else rollout for rollout in groups[1].rollouts)
+    with running(make_config(tiny_model, loss={"objective": "grpo"})) as trainer:
+        sound, gradient = trainer.gradient(groups)
+        metrics, gradient_without = trainer.gradient([groups[0], groups[1]._replace(rollouts=rollouts), groups[2]])
+    assert (sound["broken/ratio"], metrics["broken/ratio"], metrics["broken/not_finite"]) == (0, 1, 0)
+    assert metrics["broken/leases"] == {"1": 1} and "broken/leases" not in sound
+    assert 0 < gradient_without.norm() < 2 * gradient.norm()
+    assert not torch.equal(gradient_without, gradient)
+
+
 @pytest.mark.parametrize("micro_batch_tokens", [20, 10_000])
 def test_m2po_drops_over_the_whole_step_and_keeps_the_ratio_to_the_engine(
     tiny_model: Path, policy: Any, micro_batch_tokens: int
