@@ -22,6 +22,7 @@ import msgspec
 from msgspec.structs import replace
 from rich.table import Table
 
+from offbeat.actor.environments.functions import load_environment
 from offbeat.common import processes
 from offbeat.common.config import Config
 from offbeat.common.descriptors import raise_limit
@@ -114,9 +115,15 @@ class ChaosReport(NamedTuple):
 def run_chaos(
     path: Path, overrides: Sequence[str], *, is_quickstart: bool, seed: int, minutes: float, folder: Path, stop: StopRequest
 ) -> ChaosReport:
-    """Run rounds until the minutes are over, and write the report, logs, and the whole run of a bad round to `folder`."""
+    """Run rounds until the minutes are over, and write the report, logs, and the whole run of a bad round to `folder`.
+
+    Raises `SettingError` for an environment that cannot be imported.
+    """
     more = QUICKSTART_SETTINGS if is_quickstart else ENVIRONMENT_SETTINGS if load(path, overrides).task.environment else ()
     config = expand(load(path, [*SETTINGS, *more, *overrides]))
+    if config.task.environment:
+        # A round's own check sees only the environment that wraps it.
+        load_environment(config.task.environment)
     folder.mkdir(parents=True)
     mark = f"{os.getpid()}-{time.time_ns()}"
     rounds: list[RoundReport] = []

@@ -13,8 +13,10 @@ from offbeat import RewardUnavailable
 from offbeat.actor.environments.chat import NoRoom
 from offbeat.common import processes
 from offbeat.common.config import EnvironmentSection
+from offbeat.common.settings import SettingError
+from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.chaos import tools as chaos_tools
-from offbeat.deploy.chaos.chaos import made_up
+from offbeat.deploy.chaos.chaos import made_up, run_chaos
 from offbeat.deploy.chaos.environment import EARNED, FOLDER_VARIABLE, FUNCTION_VARIABLE, play
 from offbeat.deploy.chaos.tools import Tools
 from offbeat.learner.leases.events import Accepted
@@ -113,3 +115,11 @@ def test_process_is_killed_in_a_call_and_what_it_leaves_behind_or_blocks_is_told
         for pid in processes._all():
             if processes.arguments(pid) == ["sleep", "3600"]:
                 processes.kill(pid)
+
+
+def test_environment_that_cannot_be_imported_is_refused_before_a_round(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('model.path = "model"\ntask = {train_data = "data", environment = "nowhere:play"}\n')
+    folder = tmp_path / "chaos"
+    with pytest.raises(SettingError, match="no module 'nowhere'"):
+        run_chaos(tmp_path / "run.toml", (), is_quickstart=False, seed=0, minutes=1, folder=folder, stop=StopRequest())
+    assert not folder.exists()
