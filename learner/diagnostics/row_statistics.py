@@ -110,6 +110,9 @@ def row_statistics(
         Column.BEHAVIOR_POLICY_K3: k3.sum(dim=-1),
         Column.NUM_POSITIVE: _total(advantages > 0, completion_mask),
         Column.NUM_NEGATIVE: _total(advantages < 0, completion_mask),
+        # For the caller to fill: it knows the groups, and the mask has no broken completions any more.
+        Column.GROUP: torch.zeros_like(num_tokens),
+        Column.BROKEN: torch.zeros_like(num_tokens),
         **{column: _total(k3 * (turn_buckets == index), completion_mask) for index, column in enumerate(K3_OF_TURNS)},
     }
     if evaluation.clipped_ratio is not None:
