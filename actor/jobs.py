@@ -164,6 +164,7 @@ def as_group(played: Played) -> tuple[GroupDone, tuple[Array, ...]]:
             for completion, reward in zip(completions, played.rewards, strict=True)
         ),
         generate_s=played.generate_s,
+        reward_s=played.reward_s,
     )
     token_ids = np.concatenate([completion.token_ids for completion in completions])
     logprobs = np.concatenate([completion.behavior_logprobs for completion in completions])

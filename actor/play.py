@@ -18,6 +18,8 @@ class Played(NamedTuple):
     rewards: tuple[Reward, ...]
     generate_s: float
     """Seconds from the submission to the last completion's end; of episodes, with what their environment took."""
+    reward_s: float = 0.0
+    """Seconds from then on until all rewards were known; episodes come with theirs."""
 
 
 class PlayFailure(NamedTuple):

@@ -78,7 +78,8 @@ class SingleTurns:
             if group is None:
                 continue
             if isinstance(result, Rewarded):
-                outcomes.append(Played(result.key, group.in_order(), result.rewards, group.generated_s))
+                reward_s = self._clock() - group.started_at - group.generated_s
+                outcomes.append(Played(result.key, group.in_order(), result.rewards, group.generated_s, reward_s))
             else:
                 outcomes.append(PlayFailure(result.key, result.reason, result.detail))
         return outcomes

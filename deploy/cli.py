@@ -35,6 +35,7 @@ COMMANDS = (
     "runs",
     "compare",
     "samples",
+    "trace",
     "export",
     "status",
     "audit",

@@ -134,6 +134,16 @@ def monitoring_page(written: str, learner_table: str, actor_table: str) -> str:
         learner_table,
         "### Actor",
         actor_table,
+        "## Traces",
+        "`offbeat trace RUN` writes `RUN/trace.json`, to open in [Perfetto](https://ui.perfetto.dev): the 20 groups that "
+        "took longest, or those of `--step N`, or `--lease N`, and beside them the learner's waits, steps and weight "
+        "updates. It reads the rollout log and `metrics.jsonl`, of a run that goes on too. A group's stages are *wait* "
+        "(the lease's way, and the wait for weights), *generate*, *reward*, *queue* in the learner's buffer, and *train*. "
+        "All stamps are the learner's: what an actor did is known by its length, and placed back from the moment at which "
+        "its group arrived.",
+        "`offbeat trace RUN --otlp http://collector:4318` sends the same spans to an OTLP collector (extra `otel`), each "
+        "group as a trace whose id follows from run and lease. Headers and certificates: `OTEL_EXPORTER_OTLP_HEADERS` and "
+        "the like.",
     ]
     return "\n\n".join(parts) + "\n"
 

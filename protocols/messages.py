@@ -137,6 +137,8 @@ class GroupDone(Message, frozen=True):
     completions: Annotated[tuple[CompletionMeta, ...], Meta(min_length=1, max_length=1 << 16)]
     generate_s: Seconds
     """Seconds from the submission of the group to the end of its last completion, without rewards."""
+    reward_s: Seconds = 0.0
+    """Seconds from then on until all rewards were known; 0 with an environment. Since minor version 8."""
 
 
 class LeaseFailed(Message, frozen=True):

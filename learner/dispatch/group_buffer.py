@@ -67,6 +67,7 @@ class GroupBuffer:
             actor=actor,
             completions=done.completions,
             generate_s=done.generate_s,
+            reward_s=done.reward_s,
             policy_version=self._versions.current,
             prompt_hash=prompt.content_hash,
         )

@@ -49,6 +49,8 @@ class Accepted(Event, frozen=True):
     """The learner's version at that moment."""
     prompt_hash: int | None = None
     """`Prompt.content_hash` of the prompt that the group was taken for; None in logs of older programs."""
+    reward_s: float = 0.0
+    """Seconds from the last completion's end until all rewards were known; 0 in logs of older programs."""
 
 
 class Dropped(Event, frozen=True):

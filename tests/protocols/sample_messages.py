@@ -82,6 +82,7 @@ GROUP = GroupDone(
         CompletionMeta(4, "length", -0.5, (Segment(4, 0), Segment(5, 1), Segment(2, 3)), {"format": 0.5, "right": -1.0}),
     ),
     generate_s=0.25,
+    reward_s=0.125,
 )
 CHANGE = SettingChange("staleness.max_staleness", "4", "8", "me@host", 1e9, 3)
 STATUS = StatusReport(
