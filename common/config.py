@@ -27,8 +27,13 @@ class RunSection(Section, frozen=True):
 
     dir: str = "runs/{time}"
     """Folder for the run's metrics, checkpoints, report and model. `{time}` is replaced by the start time."""
-    resume: bool = False
-    """Continue the run in `run.dir` from its newest checkpoint and its rollout log."""
+    resume: bool | Literal["auto"] = False
+    """Continue the run in `run.dir` from its newest checkpoint and its rollout log. auto: continue it if there is one, else
+    begin it, for a learner that a scheduler starts again."""
+    grace_s: PositiveFloat | None = None
+    """Time between SIGTERM and the end by force that the learner's machine gives it, in seconds. With it a learner that gets
+    SIGTERM pauses the run: it finishes its step, writes a checkpoint if that fits the time, lets the actors wait for the next
+    learner, and ends with status 143. none: SIGTERM ends the run, as Ctrl-C does."""
     seed: NonNegativeInt = 0
     """Seed for the order of prompts and for the learner's random numbers."""
 

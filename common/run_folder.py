@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
+from msgspec.structs import replace
 
 from offbeat.common.config import Config, RunSection
 from offbeat.common.metrics import ROWS_FILE, read_rows
@@ -101,6 +102,15 @@ def check_run_folder(run: RunSection) -> None:
     if run.resume and not any((folder / name).exists() for name in (*_OF_A_START, CONFIG_FILE, LAUNCH_FILE)):
         cure = "Give the folder of an earlier run, or leave run.resume out."
         raise SettingError("run.dir", run.dir, "no run was ever started in the folder", cure)
+
+
+def decide_resume(config: Config) -> Config:
+    """Return the config with `run.resume = "auto"` decided: True where the folder has a step, or a log with leases."""
+    if config.run.resume != "auto":
+        return config
+    folder = Path(config.run.dir)
+    is_there = has_steps(folder) or any((folder / LOG).glob("*.log"))
+    return replace(config, run=replace(config.run, resume=is_there))
 
 
 def has_steps(folder: Path) -> bool:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
@@ -18,6 +19,8 @@ USER_ERROR_STATUS = 2
 """Exit status for a user's mistake. The message names the cure; starting the service again would not help."""
 GAVE_UP_STATUS = 3
 """Exit status of a service that cannot continue and has said why, unlike one that crashed."""
+PAUSED_STATUS = 143
+"""Exit status of a learner that SIGTERM has paused and that is to be started again (`run.grace_s`)."""
 INTERRUPTED_STATUS = 130
 """Exit status of a process that Ctrl-C ended."""
 PARENT_VARIABLE = "OFFBEAT_PARENT"
@@ -42,6 +45,8 @@ class StopRequest:
         self._last_words: str | None = None
         self.reason: str | None = None
         """Name of the first signal, or what `ask` was given, whichever was first; None before it."""
+        self.asked_at: float | None = None
+        """Monotonic time of that; None before it."""
 
     def install(self) -> "StopRequest":
         """Handle SIGTERM and SIGINT from now on (main thread only); return this request."""
@@ -51,7 +56,8 @@ class StopRequest:
 
     def ask(self, reason: str) -> None:
         """Ask the service to drain for this reason; any thread may call it. A signal after it is a first signal."""
-        self.reason = self.reason or reason
+        if self.reason is None:
+            self.reason, self.asked_at = reason, time.monotonic()
         self._event.set()
 
     def __bool__(self) -> bool:

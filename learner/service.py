@@ -31,7 +31,8 @@ from offbeat.learner.weights.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
-RunOutcome = Literal["finished", "stopped"]
+RunOutcome = Literal["finished", "stopped", "paused"]
+"""`paused`: a learner will be started again for the run, and its actors wait for it."""
 
 WAIT_S = 1.0
 """Longest wait for a batch before the loop looks at signals and deadlines again."""
@@ -83,11 +84,7 @@ class TrainingLoop:
             self._dispatcher.doing("waiting for rollouts")
             groups = self._wait_batch(stop)
             if groups is None:
-                if self._config.train.checkpoint_interval:
-                    self._checkpoints.save()
-                if self._trainer.policy_version:
-                    self._save_model()
-                return "stopped"
+                return self._end_early(stop)
             self._train(groups, started)
         self._dispatcher.doing("waiting for the last evaluation")
         self._finish_evaluations(stop)
@@ -114,6 +111,27 @@ class TrainingLoop:
                 said = now
                 logger.info("waiting for rollouts, %.0f s so far: %s", now - began, self._dispatcher.waiting_for())
         return None
+
+    def _end_early(self, stop: StopRequest) -> RunOutcome:
+        """Keep what was trained, as far as there is time before the machine is taken away."""
+        left_s = self._left_of_grace_s(stop)
+        if self._config.train.checkpoint_interval:
+            if left_s is None or self._checkpoints.fits(left_s):
+                self._checkpoints.save()
+            else:
+                logger.warning("no checkpoint: it would not fit into the %.0f s that are left of run.grace_s", left_s)
+        if left_s is not None:
+            return "paused"
+        if self._trainer.policy_version:
+            self._save_model()
+        return "stopped"
+
+    def _left_of_grace_s(self, stop: StopRequest) -> float | None:
+        """Return the seconds before the machine ends this process by force; None where the signal asks for the run's end."""
+        grace_s = self._config.run.grace_s
+        if grace_s is None or stop.asked_at is None or stop.reason != "SIGTERM":
+            return None
+        return grace_s - (time.monotonic() - stop.asked_at)
 
     def _train(self, groups: Sequence[Group], started: float) -> None:
         waited_s = time.monotonic() - started
@@ -232,7 +250,7 @@ class Learner:
         """Tell every actor and close every part, whatever state the run is in."""
         # First, so that all finish or give up an update under way: actors that leave it look like failures.
         self._publisher.close()
-        counts = self.link.close(f"{outcome} {detail}".strip())
+        counts = self.link.pause() if outcome == "paused" else self.link.close(f"{outcome} {detail}".strip())
         # Evaluations end in the link's thread, and their rows come before the final one.
         if self._evaluation_numbers is not None:
             self._evaluation_numbers.close()

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from offbeat.common.logs import configure_logs
+from offbeat.common.run_folder import decide_resume
 from offbeat.common.setting_checks import check_before_run
 from offbeat.common.settings import resolved_toml
 from offbeat.deploy.commands import explain
@@ -26,10 +27,11 @@ def command(
     configure_logs("check")
     say_start("check")
     config = load_config(arguments, default=QUICKSTART)
+    decided = decide_resume(config)
     # Prepared tasks are made when they are first run.
     if not is_made(config):
-        check_before_run(config)
+        check_before_run(decided)
     else:
-        for note in look(expand(config), "check"):
+        for note in look(expand(decided), "check"):
             typer.echo(f"# {note}")
     typer.echo(resolved_toml(config))

@@ -5,13 +5,15 @@ import os
 from contextlib import nullcontext
 from pathlib import Path
 
+import typer
+
 from offbeat.common.config import Config
 from offbeat.common.descriptors import raise_limit
 from offbeat.common.environment import fast_imports, launcher_rank, prepare_environment
 from offbeat.common.logs import configure_logs, doing
-from offbeat.common.run_folder import locked
+from offbeat.common.run_folder import decide_resume, locked
 from offbeat.common.settings import SettingError, refuse_masked
-from offbeat.common.shutdown import LAUNCHED_VARIABLE, StopRequest
+from offbeat.common.shutdown import LAUNCHED_VARIABLE, PAUSED_STATUS, StopRequest
 from offbeat.deploy.commands.arguments import Arguments, Preflight, load_config, say_start
 from offbeat.deploy.launch.ending import end_run, go_on
 from offbeat.deploy.preflight.preflight import look
@@ -25,7 +27,7 @@ def command(arguments: Arguments = None, preflight: Preflight = True) -> None:
     """Run the learner alone; actors find it at `hub.address`, in any starting order. It writes the report at its end."""
     configure_logs("learner")
     say_start("learner")
-    config = expand(load_config(arguments))
+    config = decide_resume(expand(load_config(arguments)))
     refuse_masked(config)
     is_first_rank = launcher_rank() == 0
     # Beside rank 0 the others would find its ports taken.
@@ -53,12 +55,15 @@ def _run(config: Config, *, is_first_rank: bool) -> None:
         prepare_environment()
         from offbeat.learner.wiring import run_learner
 
-    is_refused = False
+    has_ended = True
     try:
-        run_learner(config, stop)
+        has_ended = run_learner(config, stop) != "paused"
     except (SettingError, ChannelError):
-        is_refused = True
+        has_ended = False
         raise
     finally:
-        if not is_refused and not is_launched and is_first_rank:
+        if has_ended and not is_launched and is_first_rank:
             end_run(folder, "learner", stop)
+    if not has_ended:
+        logger.info("paused; %s", go_on(folder, "learner"))
+        raise typer.Exit(PAUSED_STATUS)

@@ -29,6 +29,7 @@ from offbeat.common.settings import SettingError, resolved_toml
 from offbeat.common.shutdown import (
     GAVE_UP_STATUS,
     INTERRUPTED_STATUS,
+    PAUSED_STATUS,
     USER_ERROR_STATUS,
     ServiceError,
     StopRequest,
@@ -208,7 +209,7 @@ class Launcher:
             self._starts.close()
             if not is_refused:
                 end_run(self._folder, "train", self._stop)
-        return INTERRUPTED_STATUS if self._stop else status
+        return INTERRUPTED_STATUS if self._stop and status != PAUSED_STATUS else status
 
     def _num_row_bytes(self) -> int:
         rows = self._folder / ROWS_FILE

@@ -138,4 +138,10 @@ def test_actor_finds_a_learner_that_moved_where_the_address_file_says(learner: L
         moved.send(moved.make_welcome(), CANARY)
         assert moved.wait(GroupDone).lease_id == 1
         assert learner.hears_no(Hello, 0.1), "it does not look where the learner was"
+        moved.send(SayHello())
+        moved.wait(Hello)
+        third = Learner()
+        file.write_text(third.hub.address)
+        assert third.wait(Hello).lease_ids == (1,), "it looks again while it says hello"
         moved.hub.close()
+        third.hub.close()

@@ -10,10 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.config import RunSection
+from offbeat.common.config import Config, RunSection
 from offbeat.common.metrics import MetricsWriter
 from offbeat.common.rows import EventRow, StepRow
-from offbeat.common.run_folder import LOCK_FILE, check_run_folder, has_checkpoint, has_steps, locked, set_aside_failed_start
+from offbeat.common.run_folder import (
+    LOCK_FILE,
+    check_run_folder,
+    decide_resume,
+    has_checkpoint,
+    has_steps,
+    locked,
+    set_aside_failed_start,
+)
 from offbeat.common.settings import SettingError
 
 HOLDER = """
@@ -97,6 +105,27 @@ def test_resume_is_refused_where_no_run_was_started(tmp_path: Path) -> None:
     # `offbeat train` wrote it, and its learner died before it wrote anything.
     (tmp_path / "launch.toml").touch()
     check_run_folder(resume)
+
+
+@pytest.mark.parametrize(
+    ("made", "resumes"),
+    [
+        ((), False),
+        (("identity.json", "config.toml", "log/lock"), False),
+        (("log/00000001.log",), True),
+        (("checkpoints/step-00000004/extra.bin",), True),
+    ],
+    ids=["nothing", "a start that did no work", "a log", "a checkpoint"],
+)
+def test_automatic_resume_goes_on_where_there_is_work_to_lose(made: tuple[str, ...], resumes: bool, tmp_path: Path) -> None:
+    for name in made:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    config = Config(run=RunSection(dir=str(tmp_path), resume="auto"))
+    assert decide_resume(config).run.resume is resumes
+    for given in (True, False):
+        given_config = Config(run=RunSection(dir=str(tmp_path), resume=given))
+        assert decide_resume(given_config) is given_config
 
 
 def test_start_without_a_step_is_set_aside_whole_and_the_next_one_beside_it(tmp_path: Path) -> None:

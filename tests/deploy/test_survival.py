@@ -11,10 +11,12 @@ import psutil
 import pytest
 
 from offbeat.common.settings import load
+from offbeat.common.shutdown import PAUSED_STATUS
 from offbeat.lab.audit import audit
 from offbeat.lab.tracing.run_trace import Request, read_trace
 from offbeat.learner.leases.events import Accepted, Expired, Granted
 from offbeat.learner.leases.log_reading import read_log
+from offbeat.learner.training import checkpoints
 from tests.deploy.services import SERVICES_S, SLOW_REWARD, Process, Services, free_port, write_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(SERVICES_S)]
@@ -107,6 +109,40 @@ def test_separate_services_find_each_other_and_what_was_set_again_after_the_lear
     assert changes == {"weights.chunk_mb": ("8", "4")}
     assert kept == {"staleness.max_staleness": "2", "train.learning_rate": "0.0001", "actor.max_inflight_groups": "3"}
     assert all("works on 3 groups at once" in services.output(name) for name in "ab")
+    assert_audit_finds_nothing(tmp_path)
+
+
+def test_learner_that_makes_way_goes_on_at_another_address_with_the_actors_that_wait_for_it(
+    services: Services, tmp_path: Path, tiny_model: Path
+) -> None:
+    config = write_config(
+        tmp_path,
+        tiny_model,
+        run={"resume": "auto", "grace_s": 600.0},
+        train={"num_steps": 24, "groups_per_step": 4, "learning_rate": 1e-3, "checkpoint_interval": 1000},
+        hub={"address": f"file:{tmp_path}/hub.address", "bind": "tcp://127.0.0.2:0", "dead_after_s": 2.0},
+        actor={"max_inflight_groups": 4, **TRANSFORMERS},
+    )
+    actor = services.start("actor", config, "actor.name=a", log="a")
+    learner = services.start("learner", config)
+    services.wait_for(lambda: len(services.rows("run", "step")) >= 5, "5 steps")
+    learner.send_signal(signal.SIGTERM)
+    assert services.wait(learner, "learner") == PAUSED_STATUS, services.output("learner")
+    (paused,) = services.rows("run", "final")
+    assert (paused["outcome"], paused["detail"]) == ("paused", "SIGTERM")
+    assert checkpoints.newest(tmp_path / "run" / "checkpoints") is not None
+    assert not (tmp_path / "run" / "model").exists()
+    assert actor.poll() is None
+    moved = services.start("learner", config, "hub.bind=tcp://127.0.0.3:0", log="moved")
+    assert services.wait(moved, "moved") == 0, services.output("moved")
+    assert services.wait(actor, "a") == 0, services.output("a")
+    assert (tmp_path / "hub.address").read_text().startswith("tcp://127.0.0.3:")
+    (resumed,) = [row for row in services.rows("run", "event") if row["event"] == "resumed"]
+    assert resumed["detail"].startswith(f"at policy version {paused['policy_version']};")
+    log = [record.event for record in read_log(tmp_path / "run" / "log")]
+    # A lease that the first learner had logged and not sent yet never reached its actor.
+    assert {event.reason for event in log if isinstance(event, Expired)} <= {"the actor no longer has it"}
+    assert services.rows("run", "final")[-1]["ledger"]["trained"] == 96
     assert_audit_finds_nothing(tmp_path)
 
 

@@ -4,6 +4,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -124,6 +125,19 @@ def test_log_keeps_what_the_oldest_kept_checkpoint_needs(tmp_path: Path) -> None
     run.save(3, state_with(Position(2, 50)))
     assert run.dispatcher.pruned == [Position(1, 100), Position(1, 100), Position(1, 700)]
     assert run.names() == ["step-00000002", "step-00000003"]
+
+
+def test_checkpoint_fits_into_the_time_that_the_longest_took_and_a_half_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, keep=1)
+    assert run.checkpoints.fits(0.0), "none was measured yet"
+    times = iter([100.0, 110.0, 200.0, 204.0])
+    monkeypatch.setattr(resume, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    for version in (1, 2):
+        run.save(version, state_with(None))
+    assert run.checkpoints.fits(15.0)
+    assert not run.checkpoints.fits(14.9)
 
 
 def test_run_without_a_log_prunes_none(tmp_path: Path) -> None:

@@ -194,6 +194,9 @@ class FakeCheckpoints:
     def __init__(self, clock: Clock, calls: list[str], trainer: FakeTrainer) -> None:
         self._clock, self._calls, self._trainer = clock, calls, trainer
 
+    def fits(self, seconds: float) -> bool:
+        return seconds >= CHECKPOINT_S
+
     def save(self) -> None:
         self._clock.now += CHECKPOINT_S
         self._calls.append(f"checkpoint {self._trainer.policy_version}")
@@ -244,12 +247,13 @@ class Bench:
         checkpoint_interval: int = 0,
         waits: list[float] | None = None,
         make_numbers: Callable[[Recorder], EvaluationNumbers] | None = None,
+        grace_s: float | None = None,
     ) -> None:
         self.clock, self.calls, self.stop = cast(Clock, service.time), list[str](), StopRequest()
         self.config = Config(
             model=ModelSection(path="model"),
             task=TaskSection(train_data="data.jsonl"),
-            run=RunSection(dir="run"),
+            run=RunSection(dir="run", grace_s=grace_s),
             rollout=RolloutSection(lease_timeout_s=10.0),
             weights=WeightsSection(interval=publish_interval),
             train=TrainSection(num_steps=num_steps, checkpoint_interval=checkpoint_interval),
@@ -350,6 +354,36 @@ def test_run_that_is_asked_to_stop_before_its_first_step_leaves_no_model() -> No
     bench.dispatcher.signal_at = bench.clock.now + 30.0
     assert bench.loop.run(bench.stop) == "stopped"
     assert bench.calls_of("save") == []
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "interval", "saved"),
+    [(CHECKPOINT_S + 10.0, 100, ["1"]), (CHECKPOINT_S + 9.9, 100, []), (CHECKPOINT_S + 10.0, 0, [])],
+)
+def test_run_whose_machine_is_taken_away_saves_what_fits_and_leaves_its_actors_waiting(
+    grace_s: float, interval: int, saved: list[str]
+) -> None:
+    bench = Bench(num_steps=3, checkpoint_interval=interval, waits=[0.0], grace_s=grace_s)
+    bench.stop.ask("SIGTERM")
+    bench.stop.asked_at = bench.clock.now + TRAIN_S + 2 * (PUBLISH_WAIT_S + SNAPSHOT_S) - 10.0
+    bench.stop._event.clear()
+    bench.dispatcher.signal_at = bench.clock.now
+    assert bench.learner.run(bench.stop) == "paused"
+    assert bench.calls_of("checkpoint") == saved
+    assert bench.calls_of("save") == []
+    assert bench.calls[-4:] == ["close publisher", "close hub", "close log", "close trainer"]
+    assert (bench.rows[-1]["outcome"], bench.rows[-1]["detail"]) == ("paused", "SIGTERM")
+
+
+def test_grace_is_for_sigterm_alone() -> None:
+    bench = Bench(num_steps=3, checkpoint_interval=100, waits=[0.0], grace_s=1.0)
+    bench.stop.ask("SIGINT")
+    bench.stop._event.clear()
+    bench.dispatcher.signal_at = bench.clock.now
+    assert bench.learner.run(bench.stop) == "stopped"
+    assert bench.calls_of("checkpoint") == ["1"]
+    assert bench.calls_of("save") == ["run/model"]
+    assert bench.calls[-7:] == ending("stopped SIGINT")
 
 
 def test_other_ranks_hear_of_the_learner_while_it_waits() -> None:
