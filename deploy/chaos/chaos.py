@@ -73,6 +73,8 @@ SETTINGS = (
     "log.retain_mb=100000",
     "log.min_free_mb=16",
     "task.appended_data=allow",
+    # Less than the notice of a preemption.
+    "actor.leave_within_s=2",
     "launch.num_actors=1",
     "launch.max_restarts=1000",
 )

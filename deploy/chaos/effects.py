@@ -11,6 +11,7 @@ EVENTS: dict[Kind, tuple[str, ...]] = {
     "fill disk in checkpoint": ("checkpoint_failed",),
     "doubt learner": ("actor_quarantined", "learner_doubted"),
     "append data": ("data_appended",),
+    "preempt actor": ("actor_left", "actor_lost"),
 }
 """Events of which a learner records one when a fault of the kind has hit it."""
 CERTAIN: tuple[Kind, ...] = ("damage checkpoint", "append data")

@@ -35,6 +35,9 @@ CHECKPOINT_WAIT_S = 30.0
 CHECKPOINT_LOOK_S = 0.1
 LOCK_WAIT_S = 30.0
 """Seconds to wait until a starting learner has locked the run's folder."""
+NOTICE_S = 5.0
+"""Seconds between SIGTERM and SIGKILL for an actor whose machine is taken away."""
+PREEMPTION_LOOK_S = 0.05
 DAY_S = 86_400.0
 DAMAGES_AT_THE_END = ("garbage", "half a record", "flipped bit", "cut")
 DAMAGES_IN_THE_MIDDLE = ("flipped bit in the middle",)
@@ -128,7 +131,7 @@ class Victims(Protocol):
     """The services of a round, for the faults to act on."""
 
     def find(self, target: Target) -> int:
-        """Return the process id of a service, waiting until it runs; it may still be starting."""
+        """Return the process id of a service, waiting until it runs; an actor that left is started again."""
         ...
 
     def pause(self, seconds: float) -> None:
@@ -190,6 +193,8 @@ def commit(fault: Fault, scene: Scene) -> Committed:
             return Committed(f"killed the {fault.target}")
         case "kill learner in checkpoint":
             return _kill_in_checkpoint(scene)
+        case "preempt actor":
+            return _preempt(victims, fault)
         case "kill actor's child":
             return _kill_child(victims.find(fault.target), fault.target, generator)
         case "stop learner" | "stop actor":
@@ -316,6 +321,20 @@ def _kill_child(parent: int, target: Target, generator: random.Random) -> Commit
     name = "its resource tracker" if "resource_tracker" in " ".join(processes.arguments(child)) else "its worker"
     processes.kill(child)
     return Committed(f"{target}: killed {name}")
+
+
+def _preempt(victims: Victims, fault: Fault) -> Committed:
+    """Take an actor's machine away with `NOTICE_S` of notice, and bring it back."""
+    victim = victims.find(fault.target)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(victim, signal.SIGTERM)
+    deadline = time.monotonic() + NOTICE_S
+    while not (has_left := processes.has_ended(victim)) and time.monotonic() < deadline:
+        victims.pause(PREEMPTION_LOOK_S)
+    if not has_left:
+        processes.kill_group(victim)
+    victims.find(fault.target)
+    return Committed(f"preempted the {fault.target}, which {'left in time' if has_left else 'had to be killed'}")
 
 
 def _stop(victims: Victims, fault: Fault) -> Committed:

@@ -227,6 +227,9 @@ class Services:
         """
         if target == "launcher":
             return self._train.pid
+        if target == "remote actor" and self._remote.poll() == 0 and self._restart_at is None:
+            # It left as it was asked to; otherwise `_keep_remote` starts it.
+            self._restart_at = time.monotonic() + RESTART_WAIT_S
         deadline = time.monotonic() + APPEAR_S
         while time.monotonic() < deadline and self.status is None:
             for pid in [self._remote.pid] if target == "remote actor" else processes.children(self._train.pid):

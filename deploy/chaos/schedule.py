@@ -8,6 +8,7 @@ Kind = Literal[
     "kill learner in checkpoint",
     "kill actor",
     "kill actor's child",
+    "preempt actor",
     "stop learner",
     "stop actor",
     "cut connection",
@@ -38,6 +39,8 @@ _TARGETS: dict[Kind, tuple[Target, ...]] = {
     "kill actor": ("local actor", "remote actor"),
     "kill actor's child": ("local actor", "remote actor"),
     "stop actor": ("local actor", "remote actor"),
+    # Half of the actors: one of the two. The launcher takes it for granted that a local actor that leaves was asked to.
+    "preempt actor": ("remote actor",),
     # Only the remote actor's connection can be disturbed.
     "cut connection": ("remote actor",),
     "partition": ("remote actor",),

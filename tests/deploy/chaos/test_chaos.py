@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from offbeat.common import processes
 from offbeat.common.metrics import MetricsWriter
 from offbeat.common.rows import ActorRow, EventRow, Row, StepRow
+from offbeat.deploy.chaos import faults
 from offbeat.deploy.chaos.chaos import ChaosReport, RoundReport, print_chaos
 from offbeat.deploy.chaos.faults import Attempt, Clock, Committed, Disk, Scene, commit, open_disk
 from offbeat.deploy.chaos.network import Namespace, Network, Proxy, open_network
@@ -65,7 +66,7 @@ class Sleepers:
     """Processes that stand for the services."""
 
     def __init__(self) -> None:
-        self.processes: dict[Target, subprocess.Popen] = {}
+        self.processes: dict[str, subprocess.Popen] = {}
         for target in ("learner", "local actor", "remote actor", "launcher"):
             child = "import subprocess, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
             self.processes[target] = subprocess.Popen([sys.executable, "-c", child], process_group=0)
@@ -74,8 +75,10 @@ class Sleepers:
         self.attempt = Attempt(2, "error: run.dir: another learner; task.train_data: another order")
         """The end of every learner that is tried."""
         self.tried: list[tuple[str, ...]] = []
+        self.found: list[Target] = []
 
     def find(self, target: Target) -> int:
+        self.found.append(target)
         return self.processes[target].pid
 
     def pause(self, seconds: float) -> None:
@@ -135,6 +138,25 @@ def test_child_of_an_actor_is_killed_and_the_actor_is_not(scene: Scene) -> None:
     assert not processes.has_ended(actor)
     assert processes.children(actor) == []
     assert commit(fault("kill actor's child", "local actor"), scene).detail is None
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["an actor that leaves", "an actor that does not"])
+def test_preempted_actor_is_asked_to_leave_then_killed_and_comes_back(
+    leaves: bool, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(scene.victims, Sleepers)
+    actor = scene.victims.processes["remote actor"]
+    if not leaves:
+        monkeypatch.setattr(faults, "NOTICE_S", 0.2)
+        scene.victims.processes["preempted"] = actor
+        busy = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+        actor = subprocess.Popen([sys.executable, "-c", busy], process_group=0, stdout=subprocess.PIPE)
+        assert actor.stdout is not None and actor.stdout.read(1)
+        scene.victims.processes["remote actor"] = actor
+    said = "left in time" if leaves else "had to be killed"
+    assert detail_of(commit(fault("preempt actor", "remote actor"), scene)) == f"preempted the remote actor, which {said}"
+    assert actor.wait() == -(signal.SIGTERM if leaves else signal.SIGKILL)
+    assert [target for target in scene.victims.found if target != "learner"] == 2 * ["remote actor"], "it comes back"
 
 
 def test_stopped_service_stands_still_and_goes_on(scene: Scene) -> None:
