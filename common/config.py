@@ -30,6 +30,10 @@ class RunSection(Section, frozen=True):
     resume: bool | Literal["auto"] = False
     """Continue the run in `run.dir` from its newest checkpoint and its rollout log. auto: continue it if there is one, else
     begin it, for a learner that a scheduler starts again."""
+    mirror: str = ""
+    """Folder in object storage, such as `s3://bucket/run` (with the package s3fs), or any other that fsspec knows, to which a
+    thread of the learner copies closed log segments, checkpoints, metrics, settings and the model. A learner with `run.resume`
+    whose folder is empty fetches the newest checkpoint and the log from there. Empty: no mirror."""
     grace_s: PositiveFloat | None = None
     """Time between SIGTERM and the end by force that the learner's machine gives it, in seconds. With it a learner that gets
     SIGTERM pauses the run: it finishes its step, writes a checkpoint if that fits the time, lets the actors wait for the next

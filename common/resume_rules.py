@@ -25,7 +25,7 @@ def _of(section: str, keys: str) -> tuple[str, ...]:
 
 RULES = (
     Rule("ignored", _of("run", "resume grace_s"), "It only says how the run ends and goes on."),
-    Rule("recorded", _of("run", "dir"), "A run's folder may be moved."),
+    Rule("recorded", _of("run", "dir mirror"), "A run's folder may be moved."),
     Rule("refused", _of("run", "seed"), "The order of the prompts follows from it."),
     Rule(
         "refused",

@@ -108,9 +108,12 @@ def decide_resume(config: Config) -> Config:
     """Return the config with `run.resume = "auto"` decided: True where the folder has a step, or a log with leases."""
     if config.run.resume != "auto":
         return config
-    folder = Path(config.run.dir)
-    is_there = has_steps(folder) or any((folder / LOG).glob("*.log"))
-    return replace(config, run=replace(config.run, resume=is_there))
+    return replace(config, run=replace(config.run, resume=holds_work(Path(config.run.dir))))
+
+
+def holds_work(folder: Path) -> bool:
+    """Return whether the folder has a step, or a log with leases."""
+    return has_steps(folder) or any((folder / LOG).glob("*.log"))
 
 
 def has_steps(folder: Path) -> bool:

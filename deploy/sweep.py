@@ -219,9 +219,10 @@ def _as_cell(config: Config, seed: int, folder: Path) -> Config:
         address = f"{address.rpartition(':')[0]}:0"
     elif (file := address_file(address)) is not None:
         address = f"file:{folder / file.name}"
+    mirror = config.run.mirror and f"{config.run.mirror.rstrip('/')}/{folder.name}"
     return replace(
         config,
-        run=replace(config.run, dir=str(folder), seed=seed, resume=False),
+        run=replace(config.run, dir=str(folder), seed=seed, resume=False, mirror=mirror),
         hub=replace(config.hub, address=address),
     )
 

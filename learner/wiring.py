@@ -146,6 +146,10 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
             if callback is not None:
                 callback.add(row)
 
+        if config.run.mirror:
+            from offbeat.learner.mirror import open_mirror
+
+            stack.enter_context(open_mirror(folder, config.run.mirror, record, resume=bool(config.run.resume)))
         tell_damaged(damaged, record)
         tell_changes(changes, record)
         with stop.at_once(LOADING), doing(logger, "loading the model"):

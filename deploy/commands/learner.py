@@ -11,10 +11,11 @@ from offbeat.common.config import Config
 from offbeat.common.descriptors import raise_limit
 from offbeat.common.environment import fast_imports, launcher_rank, prepare_environment
 from offbeat.common.logs import configure_logs, doing
-from offbeat.common.run_folder import decide_resume, locked
+from offbeat.common.run_folder import locked
 from offbeat.common.settings import SettingError, refuse_masked
 from offbeat.common.shutdown import LAUNCHED_VARIABLE, PAUSED_STATUS, StopRequest
 from offbeat.deploy.commands.arguments import Arguments, Preflight, load_config, say_start
+from offbeat.deploy.launch.beginning import settle_resume
 from offbeat.deploy.launch.ending import end_run, go_on
 from offbeat.deploy.preflight.preflight import look
 from offbeat.deploy.quickstart.prepared import expand
@@ -27,7 +28,7 @@ def command(arguments: Arguments = None, preflight: Preflight = True) -> None:
     """Run the learner alone; actors find it at `hub.address`, in any starting order. It writes the report at its end."""
     configure_logs("learner")
     say_start("learner")
-    config = decide_resume(expand(load_config(arguments)))
+    config = settle_resume(expand(load_config(arguments)))
     refuse_masked(config)
     is_first_rank = launcher_rank() == 0
     # Beside rank 0 the others would find its ports taken.

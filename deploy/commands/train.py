@@ -5,11 +5,11 @@ import logging
 import typer
 
 from offbeat.common.logs import configure_logs
-from offbeat.common.run_folder import decide_resume
 from offbeat.common.settings import refuse_masked
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, load_config, say_start
 from offbeat.deploy.devices.plan import plan_of_this_machine
+from offbeat.deploy.launch.beginning import settle_resume
 from offbeat.deploy.launch.forks import choose_starts
 from offbeat.deploy.launch.launcher import Launcher
 from offbeat.deploy.preflight.preflight import look
@@ -22,7 +22,7 @@ def command(arguments: Arguments = None) -> None:
     """Run learner and actors on this machine, and write the report. Without arguments: the quick start."""
     configure_logs("train")
     say_start("train")
-    config = decide_resume(expand(load_config(arguments, default=QUICKSTART)))
+    config = settle_resume(expand(load_config(arguments, default=QUICKSTART)))
     refuse_masked(config)
     starts = choose_starts(config)
     starts.prepare()

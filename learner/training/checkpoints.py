@@ -65,6 +65,11 @@ def checkpoint_folder(root: Path, policy_version: int) -> Path:
     return root / f"step-{policy_version:08d}"
 
 
+def manifest(folder: Path) -> Path:
+    """Return the file of a checkpoint that was written last."""
+    return folder / _MANIFEST_FILE
+
+
 def version_of(folder: Path) -> int:
     """Return the policy version of a whole checkpoint."""
     return int(folder.name.rpartition("-")[2])
