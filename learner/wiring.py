@@ -6,7 +6,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from transformers import AutoConfig
 
 from offbeat.common.callback import Callback
-from offbeat.common.config import Config
+from offbeat.common.config import Config, RunSection
 from offbeat.common.durable_files import replace
 from offbeat.common.environment import launcher_rank
 from offbeat.common.hub_keys import keys_of_learner
@@ -146,10 +146,7 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
             if callback is not None:
                 callback.add(row)
 
-        if config.run.mirror:
-            from offbeat.learner.mirror import open_mirror
-
-            stack.enter_context(open_mirror(folder, config.run.mirror, record, resume=bool(config.run.resume)))
+        stack.enter_context(_mirroring(config.run, record))
         tell_damaged(damaged, record)
         tell_changes(changes, record)
         with stop.at_once(LOADING), doing(logger, "loading the model"):
@@ -257,6 +254,14 @@ def open_learner(
         started=started,
         evaluation_numbers=numbers,
     )
+
+
+def _mirroring(run: RunSection, record: Recorder) -> AbstractContextManager[object]:
+    if not run.mirror:
+        return nullcontext()
+    from offbeat.learner.mirror import open_mirror
+
+    return open_mirror(Path(run.dir), run.mirror, record, resume=bool(run.resume))
 
 
 class _Inputs(NamedTuple):

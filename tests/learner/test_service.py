@@ -357,33 +357,25 @@ def test_run_that_is_asked_to_stop_before_its_first_step_leaves_no_model() -> No
 
 
 @pytest.mark.parametrize(
-    ("grace_s", "interval", "saved"),
-    [(CHECKPOINT_S + 10.0, 100, ["1"]), (CHECKPOINT_S + 9.9, 100, []), (CHECKPOINT_S + 10.0, 0, [])],
+    ("reason", "grace_s", "interval", "saved", "outcome"),
+    [
+        ("SIGTERM", CHECKPOINT_S + 10.0, 100, ["1"], "paused"),
+        ("SIGTERM", CHECKPOINT_S + 9.9, 100, [], "paused"),
+        ("SIGINT", 1.0, 100, ["1"], "stopped"),
+    ],
 )
 def test_run_whose_machine_is_taken_away_saves_what_fits_and_leaves_its_actors_waiting(
-    grace_s: float, interval: int, saved: list[str]
+    reason: str, grace_s: float, interval: int, saved: list[str], outcome: str
 ) -> None:
     bench = Bench(num_steps=3, checkpoint_interval=interval, waits=[0.0], grace_s=grace_s)
-    bench.stop.ask("SIGTERM")
-    bench.stop.asked_at = bench.clock.now + TRAIN_S + 2 * (PUBLISH_WAIT_S + SNAPSHOT_S) - 10.0
-    bench.stop._event.clear()
+    bench.stop.reason, bench.stop.asked_at = reason, bench.clock.now + TRAIN_S + 2 * (PUBLISH_WAIT_S + SNAPSHOT_S) - 10.0
     bench.dispatcher.signal_at = bench.clock.now
-    assert bench.learner.run(bench.stop) == "paused"
+    assert bench.learner.run(bench.stop) == outcome
     assert bench.calls_of("checkpoint") == saved
-    assert bench.calls_of("save") == []
-    assert bench.calls[-4:] == ["close publisher", "close hub", "close log", "close trainer"]
-    assert (bench.rows[-1]["outcome"], bench.rows[-1]["detail"]) == ("paused", "SIGTERM")
-
-
-def test_grace_is_for_sigterm_alone() -> None:
-    bench = Bench(num_steps=3, checkpoint_interval=100, waits=[0.0], grace_s=1.0)
-    bench.stop.ask("SIGINT")
-    bench.stop._event.clear()
-    bench.dispatcher.signal_at = bench.clock.now
-    assert bench.learner.run(bench.stop) == "stopped"
-    assert bench.calls_of("checkpoint") == ["1"]
-    assert bench.calls_of("save") == ["run/model"]
-    assert bench.calls[-7:] == ending("stopped SIGINT")
+    assert bench.calls_of("save") == ([] if outcome == "paused" else ["run/model"])
+    told = ENDING[:1] + ENDING[4:] if outcome == "paused" else ending(f"stopped {reason}")
+    assert bench.calls[-len(told) :] == told
+    assert (bench.rows[-1]["outcome"], bench.rows[-1]["detail"]) == (outcome, reason)
 
 
 def test_other_ranks_hear_of_the_learner_while_it_waits() -> None:
