@@ -15,7 +15,7 @@ from offbeat.common.run_folder import locked
 from offbeat.common.settings import SettingError, refuse_masked
 from offbeat.common.shutdown import LAUNCHED_VARIABLE, PAUSED_STATUS, StopRequest
 from offbeat.deploy.commands.arguments import Arguments, Preflight, load_config, say_start
-from offbeat.deploy.launch.beginning import settle_resume
+from offbeat.deploy.commands.beginning import settle_resume
 from offbeat.deploy.launch.ending import end_run, go_on
 from offbeat.deploy.preflight.preflight import look
 from offbeat.deploy.quickstart.prepared import expand

@@ -8,8 +8,8 @@ from offbeat.common.logs import configure_logs
 from offbeat.common.settings import refuse_masked
 from offbeat.common.shutdown import StopRequest
 from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, load_config, say_start
+from offbeat.deploy.commands.beginning import settle_resume
 from offbeat.deploy.devices.plan import plan_of_this_machine
-from offbeat.deploy.launch.beginning import settle_resume
 from offbeat.deploy.launch.forks import choose_starts
 from offbeat.deploy.launch.launcher import Launcher
 from offbeat.deploy.preflight.preflight import look

@@ -10,7 +10,7 @@ import pytest
 from offbeat.common.config import Config, RunSection
 from offbeat.common.rows import Row, row_fields
 from offbeat.common.settings import SettingError
-from offbeat.deploy.launch.beginning import settle_resume
+from offbeat.deploy.commands.beginning import settle_resume
 from offbeat.learner import mirror
 from offbeat.learner.mirror import Mirror, fetch_run, open_mirror, open_storage
 from offbeat.learner.training import checkpoints
@@ -123,6 +123,14 @@ def test_checkpoint_whose_upload_broke_off_is_not_fetched(run: Run, tmp_path: Pa
     )
     assert fetch_run(tmp_path / "other", run.url)
     assert [folder.name for folder in (tmp_path / "other/checkpoints").iterdir()] == ["step-00000004"]
+
+
+def test_manifest_is_the_last_file_of_a_checkpoint_to_come(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.save(4)
+    uploads, put = run.mirror(), []
+    monkeypatch.setattr(type(uploads._storage), "put", lambda _, file, name: put.append(name))
+    uploads.upload()
+    assert [name.rpartition("/")[2] for name in put if name.startswith("checkpoints/")] == ["rank.safetensors", "manifest.json"]
 
 
 def test_new_run_begins_where_the_mirror_is_empty_and_overwrites_none(run: Run, tmp_path: Path) -> None:
