@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from offbeat.common.settings import SettingError
-from offbeat.lab.tracing.spans import Process, Span
 from offbeat.lab.tracing.run_trace import Trace
+from offbeat.lab.tracing.spans import Process, Span
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource

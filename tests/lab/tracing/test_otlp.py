@@ -9,8 +9,8 @@ import pytest
 
 from offbeat.common.settings import SettingError
 from offbeat.lab.tracing.otlp import send_trace
-from offbeat.lab.tracing.spans import Process, Span
 from offbeat.lab.tracing.run_trace import Trace
+from offbeat.lab.tracing.spans import Process, Span
 
 service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 

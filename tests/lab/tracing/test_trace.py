@@ -15,8 +15,8 @@ from offbeat.common.rows import CommitRow, PullRow, StepRow, WeightsRow
 from offbeat.common.settings import SettingError, resolved_toml
 from offbeat.lab.tracing.lives import choose, life_span, read_lives
 from offbeat.lab.tracing.perfetto import trace_file
-from offbeat.lab.tracing.spans import Process, Span
 from offbeat.lab.tracing.run_trace import Request, read_trace, write_trace
+from offbeat.lab.tracing.spans import Process, Span
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.completions import CompletionMeta, Segment, Turn
