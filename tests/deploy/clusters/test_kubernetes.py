@@ -10,6 +10,8 @@ import kubernetes_validate
 import pytest
 import yaml
 from msgspec.structs import replace
+from typer.core import TyperGroup
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from offbeat.common.config import Config
@@ -18,6 +20,7 @@ from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError
 from offbeat.deploy.cli import make_app
 from offbeat.deploy.commands.arguments import load_config
+from offbeat.deploy.commands.reconcile import POOLS
 
 SETTINGS = """\
 # a comment of mine
@@ -155,6 +158,23 @@ def test_services_start_with_one_config_and_the_ports_of_the_service(folder: Pat
     assert (ports["weights"], ports["collective"]) == (learner.weights.pull_port, learner.weights.port)
     assert learner.metrics.bind == actor.metrics.actor_bind == f"0.0.0.0:{ports['page']}"
     assert documents["ConfigMap/run-config"]["data"]["run.toml"] == SETTINGS
+
+
+def test_every_container_starts_a_command_that_takes_its_arguments(folder: Path) -> None:
+    documents = write("--reconcile")
+    (folder / "runs/run").mkdir(parents=True)
+    (folder / "runs/run/config.toml").touch()
+    group = get_command(make_app())
+    assert isinstance(group, TyperGroup)
+    parsed: dict[str, dict[str, Any]] = {}
+    for container in [container for pod in pods(documents) for container in pod["containers"]]:
+        program, *words = started(container, folder)
+        name, command, rest = group.resolve_command(group.make_context("offbeat", words), words)
+        assert program == "offbeat" and command is not None
+        parsed[str(name)] = command.make_context(name, rest).params
+    assert set(parsed) == {"learner", "actor", "reconcile"}
+    assert (str(parsed["reconcile"]["run"]), parsed["reconcile"]["on"]) == ("/runs/run", "kubernetes")
+    assert parsed["reconcile"]["on"] in POOLS
 
 
 def test_keys_of_the_pods_open_the_hub_to_actors_by_their_pods_names(folder: Path) -> None:
