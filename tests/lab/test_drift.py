@@ -18,6 +18,7 @@ from offbeat.common.settings import SettingError
 from offbeat.deploy.cli import make_app
 from offbeat.lab.drift import drift_report, ended_leases, part_head, part_rows, print_drift, render_drift
 from offbeat.lab.history import RunHistory, TurnDrift, fold_rows
+from offbeat.lab.report.run_report import write_report
 from offbeat.learner.diagnostics.length_bias import EndedLease
 from tests.common.row_lines import rows_from
 
@@ -215,7 +216,7 @@ def test_turns_have_columns_in_a_run_of_episodes_alone() -> None:
     assert part_rows(drift_report(history).bias, None)[0][-2:] == ("3.0/3.0/3.0", "1.00/1.00/1.00")
 
 
-def test_turns_have_a_table_of_their_tokens_in_a_run_of_episodes_alone() -> None:
+def test_turns_have_a_table_of_their_tokens_in_a_run_of_episodes_alone(tmp_path: Path) -> None:
     assert "Drift by turn" not in shown(history_of(in_order()))
     steps = [step(1), step(2), step(3)]
     for row, tokens, lag, k3 in ((steps[0], 10, 1.0, 0.25), (steps[2], 30, 3.0, 0.75)):
@@ -228,3 +229,6 @@ def test_turns_have_a_table_of_their_tokens_in_a_run_of_episodes_alone() -> None
         TurnDrift("9+", 5, 0.5, None),
     ]
     assert "6.25e-01" in shown(history)
+    for rows, is_told in ((steps, True), (in_order(), False)):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, step(4, lag0={"count": 1})]))
+        assert ("token lag" in write_report(tmp_path).read_text()) is is_told

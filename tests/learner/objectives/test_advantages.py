@@ -51,15 +51,15 @@ def returns_of(*rewards: list[float]) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("baseline", "expected"),
     [
-        # Returns 3, 2, 2 and 3, 3, the second held for a third turn: means 3, 2.5, 2.5.
-        ("mean", [[0.0, -0.5, -0.5], [0.0, 0.5]]),
+        # Returns 3, 2, 2 and 4.5, 2.5, the last of these held for a third turn: means 3.75, 2.25, 2.25.
+        ("mean", [[-0.75, -0.25, -0.25], [0.75, 0.25]]),
         # Above the return of the other one alone.
-        ("leave_one_out", [[0.0, -1.0, -1.0], [0.0, 1.0]]),
-        ("none", [[3.0, 2.0, 2.0], [3.0, 3.0]]),
+        ("leave_one_out", [[-1.5, -0.5, -0.5], [1.5, 0.5]]),
+        ("none", [[3.0, 2.0, 2.0], [4.5, 2.5]]),
     ],
 )
 def test_turn_is_compared_with_the_returns_of_others_from_the_same_turn_on(baseline, expected):
-    advantages = turn_advantages(returns_of([1.0, 0.0, 2.0], [0.0, 3.0]), baseline=baseline)
+    advantages = turn_advantages(returns_of([1.0, 0.0, 2.0], [2.0, 2.5]), baseline=baseline)
     assert [one.tolist() for one in advantages] == expected
 
 
