@@ -160,6 +160,20 @@ def read_rows(path: Path, broken_lines: list[int] | None = None) -> Iterator[Row
                 broken_lines.append(number)
 
 
+def read_rows_of(path: Path, *kinds: type[Row]) -> Iterator[Row]:
+    """Yield the undamaged rows of these kinds in order; no rows where there is no file.
+
+    Lines of other kinds, which are most of a long run's, are not decoded.
+    """
+    if not path.is_file():
+        return
+    beginnings = tuple(b'{"kind":"%s"' % str(kind.__struct_config__.tag).encode() for kind in kinds)
+    with path.open("rb") as file:
+        for line in file:
+            if line.startswith(beginnings) and isinstance(row := decode_row(line), kinds):
+                yield row
+
+
 def _scalars_of(row: StepRow | EvalRow) -> dict[str, float]:
     """Return the row's numbers by their names in charts; an evaluation's begin with `eval/`."""
     prefix = "" if isinstance(row, StepRow) else "eval/"

@@ -6,12 +6,12 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from offbeat.common.metrics import ROWS_FILE
-from offbeat.common.rows import EventRow, FinalRow, Row, StepRow, decode_row
+from offbeat.common.metrics import ROWS_FILE, read_rows_of
+from offbeat.common.rows import EventRow, FinalRow, StepRow
 from offbeat.learner.diagnostics.health import update_troubles
 
-_KINDS = (b'{"kind":"step"', b'{"kind":"event"', b'{"kind":"final"')
-"""The beginnings of the lines that are decoded. Most lines of a long run begin otherwise."""
+ALIVE_WITHIN_S = 60.0
+"""Age of the newest row up to which a run without a final row counts as running."""
 
 
 class EndedRun(msgspec.Struct, frozen=True):
@@ -34,6 +34,11 @@ class EndedRun(msgspec.Struct, frozen=True):
     """Each change of a setting in one sentence."""
 
 
+def state_without_end(last_time: float, now: float) -> str:
+    """Return the state of a run that has no final row, and whose newest row is of `last_time`: `running` or `unfinished`."""
+    return "running" if now - last_time <= ALIVE_WITHIN_S else "unfinished"
+
+
 def read_end(run_folder: Path) -> EndedRun | None:
     """Return the state of the run in a folder as its rows tell it; None where it has no rows."""
     step: StepRow | None = None
@@ -41,7 +46,7 @@ def read_end(run_folder: Path) -> EndedRun | None:
     last_time: float | None = None
     health: dict[str, str] = {}
     changes: list[str] = []
-    for row in _rows(run_folder / ROWS_FILE):
+    for row in read_rows_of(run_folder / ROWS_FILE, StepRow, EventRow, FinalRow):
         last_time = row.time
         match row:
             case StepRow():
@@ -85,12 +90,3 @@ def render_end(ended: EndedRun, num_steps: int) -> RenderableType:
     lines += [Text(f"! {reason}", style="yellow") for reason in ended.health.values()]
     lines += [Text(f"set: {change}", style="cyan") for change in ended.changed_settings]
     return Group(head, *lines)
-
-
-def _rows(file: Path) -> list[Row]:
-    """Return the step, event and final rows of a file; none where there is no file."""
-    if not file.is_file():
-        return []
-    with file.open("rb") as lines:
-        found = (decode_row(line) for line in lines if line.startswith(_KINDS))
-        return [row for row in found if isinstance(row, StepRow | EventRow | FinalRow)]

@@ -10,9 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.common.metrics import ROWS_FILE
-from offbeat.lab.ended_run import EndedRun, read_end
+from offbeat.lab.ended_run import EndedRun, read_end, state_without_end
 from offbeat.lab.report.page import duration
-from offbeat.lab.report.run_report import ALIVE_WITHIN_S
 from offbeat.lab.run_settings import read_settings
 from offbeat.lab.terminal import FittedTable
 
@@ -83,7 +82,7 @@ def _listed(folder: Path, end: EndedRun, now: float) -> ListedRun:
     num_steps = read_settings(folder).number("train", "num_steps")
     return ListedRun(
         folder=str(folder),
-        state=end.outcome or ("running" if now - end.last_time <= ALIVE_WITHIN_S else "unfinished"),
+        state=end.outcome or state_without_end(end.last_time, now),
         policy_version=end.policy_version,
         num_steps=None if num_steps is None else int(num_steps),
         reward=end.reward,

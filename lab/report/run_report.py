@@ -23,6 +23,7 @@ from offbeat.lab.drift import (
     part_rows,
     turn_cells,
 )
+from offbeat.lab.ended_run import state_without_end
 from offbeat.lab.history import LagDrift, RunHistory, TurnDrift, fold_rows
 from offbeat.lab.report import run_plots, staleness_plots
 from offbeat.lab.report.evaluation_section import evaluation_section
@@ -38,9 +39,6 @@ REPORT_FILE = "report.html"
 
 MAX_EVENT_ROWS = 400
 """Number of events that the page shows; of a longer list, the first and the last half of this number."""
-
-ALIVE_WITHIN_S = 60.0
-"""Age of the newest row up to which a run without a final row counts as running."""
 
 _NUM_EDGE_STEPS = 10
 """Steps that the first and the last reward are averaged over."""
@@ -130,10 +128,11 @@ def outcome_of(history: RunHistory, now: float) -> tuple[str, str]:
         return history.final.outcome, history.final.detail
     if history.last_time is None:
         return "empty", "The run has written no rows."
+    state = state_without_end(history.last_time, now)
+    if state == "running":
+        return state, "This page shows the run so far; write the report again for a newer one."
     quiet_s = now - history.last_time
-    if quiet_s <= ALIVE_WITHIN_S:
-        return "running", "This page shows the run so far; write the report again for a newer one."
-    return "unfinished", f"The rows end {duration(quiet_s)} ago without a final one: the learner hangs or was killed."
+    return state, f"The rows end {duration(quiet_s)} ago without a final one: the learner hangs or was killed."
 
 
 def _facts(history: RunHistory, config: RunSettings) -> dict[str, str]:

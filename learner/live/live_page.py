@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from offbeat.common.metrics import ROWS_FILE, read_rows
+from offbeat.common.metrics import ROWS_FILE, read_rows_of
 from offbeat.common.probes import health, numbers, readiness
 from offbeat.common.rows import EvalRow, EventRow, OtherRow, Row, SampleRow, StepRow, row_fields
 from offbeat.common.web import Response, Route
@@ -72,8 +72,7 @@ class LivePage:
 
     def add_former(self, run_folder: Path) -> None:
         """Take the rows that former processes of the run have written."""
-        file = run_folder / ROWS_FILE
-        for row in read_rows(file) if file.is_file() else ():
+        for row in read_rows_of(run_folder / ROWS_FILE, StepRow, EvalRow, SampleRow, EventRow):
             self.add(row)
 
     def routes(self, status: Callable[[], StatusReport], silence_s: Callable[[], float]) -> dict[str, Route]:

@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from offbeat.common.metrics import MetricsWriter, read_rows
-from offbeat.common.rows import ActorRow, EvalRow, EventRow, OtherRow, Row, SampleRow, StepRow
+from offbeat.common import metrics as metrics_module
+from offbeat.common.metrics import MetricsWriter, read_rows, read_rows_of
+from offbeat.common.rows import ActorRow, EvalRow, EventRow, OtherRow, Row, SampleRow, StepRow, decode_row
 from offbeat.common.settings import SettingError
 
 
@@ -281,3 +282,15 @@ def test_samples_are_a_growing_table_in_wandb(tmp_path: Path, monkeypatch: pytes
     names = ["policy_version", "lease_id", "prompt_id", "policy_lag", "reward", "above_mean", "finish_reason", "num_tokens"]
     assert tables[1]["columns"] == [*names, "prompt", "completion"]
     assert tables[1]["data"][1] == [2, 2, 3, 0, 1.0, 0.5, "stop", 4, "p", "c"]
+
+
+def test_rows_of_some_kinds_are_read_without_decoding_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with MetricsWriter(tmp_path, clock=lambda: 1.0) as metrics:
+        for row in (step(1), actor("a", 1), event("joined"), step(2)):
+            metrics.write(row)
+    decoded: list[bytes] = []
+    monkeypatch.setattr(metrics_module, "decode_row", lambda line: decoded.append(line) or decode_row(line))
+    found = list(read_rows_of(tmp_path / "metrics.jsonl", StepRow, EventRow))
+    assert [type(row) for row in found] == [StepRow, EventRow, StepRow]
+    assert len(decoded) == 3
+    assert list(read_rows_of(tmp_path / "absent", StepRow)) == []
