@@ -403,6 +403,15 @@ class ScaleSection(Section, frozen=True):
     actors: PositiveInt | None = None
     """Number of actors that the launcher or `offbeat reconcile` keeps running; `offbeat scale RUN N` changes it during the run.
     Actors that you start yourself come on top. none: `launch.num_actors`."""
+    auto: bool = False
+    """Adapt `scale.actors` during the run. The number grows while the learner waits for rollouts and no actor has room, and
+    falls while lease slots stay empty. Where more actors would not help, an event and `offbeat status` say what would."""
+    min: PositiveInt = 1
+    """Smallest number of actors, for `scale.auto`."""
+    max: PositiveInt = 8
+    """Largest number of actors, for `scale.auto`."""
+    max_actor_hours: PositiveFloat | None = None
+    """Sum of all actors' time, in hours, after which `scale.auto` falls to `scale.min`. none: no bound."""
 
 
 class Config(Section, frozen=True):
@@ -430,6 +439,11 @@ class Config(Section, frozen=True):
     metrics: MetricsSection = MetricsSection()
     launch: LaunchSection = LaunchSection()
     scale: ScaleSection = ScaleSection()
+
+
+def actors_wanted(config: Config) -> int:
+    """Return the number of actors that the run should have."""
+    return config.scale.actors or config.launch.num_actors
 
 
 def max_episode_tokens(config: Config) -> int:

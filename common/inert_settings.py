@@ -61,6 +61,12 @@ def _readers(config: Config) -> Iterator[_Reader]:
         f"weights.backend = {config.weights.backend!r} broadcasts whole versions",
         'set weights.backend="pull"',
     )
+    yield _Reader(
+        ("scale.min", "scale.max", "scale.max_actor_hours"),
+        config.scale.auto,
+        "scale.auto = false changes no number",
+        "set scale.auto=true",
+    )
     yield from _readers_of_objectives(config)
 
 

@@ -189,7 +189,7 @@ RULES = (
         "It says what is shown.",
     ),
     Rule("recorded", _of("launch", "num_actors learner_gpus actor_gpus max_restarts"), "A run may have more or fewer actors."),
-    Rule("recorded", _of("scale", "actors"), "`offbeat set` may change it during the run, too."),
+    Rule("recorded", _of("scale", "actors auto min max max_actor_hours"), "`offbeat set` may change it during the run, too."),
     Rule("refused", _of("launch", "learner_processes"), "The optimizer's state is stored in as many parts."),
     Rule(
         "recorded",

@@ -23,7 +23,17 @@ def check(config: Config) -> list[str]:
     """Raise `SettingError` for the contradictions; return warnings about valid settings that are probably not meant."""
     checks = (
         *(_check_sampling, _check_lengths, check_objective, _check_staleness, _check_steps, _check_task, _check_images),
-        *(_check_leases, _check_compile, _check_hub, _check_ports, _check_log, _check_launch, _check_gpus, _check_run_name),
+        *(
+            _check_leases,
+            _check_compile,
+            _check_hub,
+            _check_ports,
+            _check_log,
+            _check_launch,
+            _check_gpus,
+            _check_scale,
+            _check_run_name,
+        ),
         check_judge,
     )
     collect_errors([*(partial(check, config) for check in checks), partial(check_deepspeed_options, config.train)])
@@ -371,6 +381,12 @@ def _check_launch(config: Config) -> None:
             f"it has {len(launch.learner_gpus)} entries for launch.learner_processes = {launch.learner_processes}",
             "Give one GPU per learner process, or leave it empty.",
         )
+
+
+def _check_scale(config: Config) -> None:
+    scale = config.scale
+    if scale.auto and scale.min > scale.max:
+        raise SettingError("scale.min", scale.min, f"it exceeds scale.max = {scale.max}", "Lower it, or raise scale.max.")
 
 
 def _check_gpus(config: Config) -> None:

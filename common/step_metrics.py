@@ -170,6 +170,9 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("staleness/bound", "optimizer steps", "staleness.max_staleness as it is at the end of the batch."),
     Metric("staleness/over_bound", "groups", "Groups of the step whose policy lag is above the bound."),
     Metric("buffer/ready", "groups", "Groups that wait in the learner's buffer at the end of the batch."),
+    Metric("actors/number", "actors", "Actors that take leases at the end of the batch."),
+    Metric("actors/spare", "share", "Lease slots that held no lease, over the time since the last batch."),
+    Metric("actors/hours", "h", "Time of all actors together since the beginning of the run."),
     Metric("buffer/in_flight", "groups", "Groups that are being generated at the end of the batch."),
 )
 """The metrics of a step row, nearly in the row's order."""

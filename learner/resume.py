@@ -13,7 +13,8 @@ import msgspec
 
 from offbeat.common.config import LogSection
 from offbeat.common.descriptors import patiently
-from offbeat.common.rows import EvalRow, EventRow, Recorder, Row
+from offbeat.common.metrics import ROWS_FILE
+from offbeat.common.rows import EvalRow, EventRow, Recorder, Row, StepRow, decode_row
 from offbeat.common.run_folder import CHECKPOINTS, LOG
 from offbeat.common.settings import SettingError
 from offbeat.learner.dispatch.dispatcher import Dispatcher
@@ -115,6 +116,18 @@ def noting_evaluations(run_folder: Path, record: Recorder) -> Recorder:
                 )
 
     return record_and_note
+
+
+def last_actor_hours(run_folder: Path) -> float:
+    """Return the sum of the actors' time, in hours, as the run's last step tells it; 0 before the first step."""
+    newest, file = b"", run_folder / ROWS_FILE
+    if file.exists():
+        with file.open("rb") as lines:
+            for line in lines:
+                if line.startswith(b'{"kind":"step"') and line.endswith(b"\n"):
+                    newest = line
+    row = decode_row(newest)
+    return row.number("actors/hours") or 0.0 if isinstance(row, StepRow) else 0.0
 
 
 def needed_by_oldest(root: Path, keep: int) -> Position:

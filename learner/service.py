@@ -148,14 +148,15 @@ class TrainingLoop:
             publish_wait_s, snapshot_s = self._publish(last=is_last)
         if _passes(self._config.train.checkpoint_interval, first_version, policy_version) or self._dispatcher.is_log_over():
             self._checkpoints.save()
+        fleet = self._dispatcher.take_fleet_use()
         seconds = {
             "time/step_s": time.monotonic() - started,
             "time/wait_rollouts_s": waited_s,
-            "time/held_back_s": self._dispatcher.take_held_back_s(),
+            "time/held_back_s": fleet.held_back_s,
             "time/publish_wait_s": publish_wait_s,
             "time/snapshot_s": snapshot_s,
         }
-        self._step_rows.record(steps, groups, first_version, seconds)
+        self._step_rows.record(steps, groups, first_version, seconds, fleet)
         self._wake_hub()
 
     def _save_model(self) -> None:

@@ -1,14 +1,19 @@
 """The metrics rows of optimizer steps: the trainer's numbers beside the loop's times, the buffer and the staleness bound."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 
+from offbeat.common.config import actors_wanted
 from offbeat.common.learning_sections import TrainSection
 from offbeat.common.rows import EventRow, MetricValue, Recorder, StepRow
 from offbeat.common.settings import SettingError
 from offbeat.learner.diagnostics.sample_rows import SampleRows
 from offbeat.learner.dispatch.dispatcher import Dispatcher
+from offbeat.learner.dispatch.fleet_meter import FleetUse
+from offbeat.learner.dispatch.reports import report
 from offbeat.learner.leases.auto_bound import AutoBound
+from offbeat.learner.leases.demand import Decision, Demand, Use
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.rollout_log import LogFullError
 from offbeat.learner.leases.staleness import StalenessPolicy
@@ -17,14 +22,24 @@ logger = logging.getLogger(__name__)
 
 
 class StepRows:
-    """Records the steps of each batch and samples of them, then moves `max_staleness` where the automatic bound decides so."""
+    """Records the steps of each batch and samples of them, then moves the settings that the automatic policies decide on.
+
+    These are `staleness.max_staleness` by `AutoBound`, and `scale.actors` by `Demand`.
+    """
 
     def __init__(
-        self, train: TrainSection, dispatcher: Dispatcher, auto_bound: AutoBound, samples: SampleRows, record: Recorder
+        self,
+        train: TrainSection,
+        dispatcher: Dispatcher,
+        auto_bound: AutoBound,
+        demand: Demand,
+        samples: SampleRows,
+        record: Recorder,
     ) -> None:
         self._train = train
         self._dispatcher = dispatcher
         self._auto_bound = auto_bound
+        self._demand = demand
         self._samples = samples
         self._record = record
 
@@ -34,11 +49,13 @@ class StepRows:
         groups: Sequence[Group],
         first_version: int,
         seconds: Mapping[str, float],
+        fleet: FleetUse,
     ) -> None:
         """Record the `steps` made of a batch of `groups`, the first of them under weights `first_version`.
 
-        `seconds`, by metric name, are those of the whole batch; each step gets an equal share.
+        `seconds`, by metric name, are those of the whole batch; each step gets an equal share. `fleet` is of the same time.
         """
+        scaling = self._weigh_demand(first_version + len(steps), seconds, fleet)
         train = self._train
         staleness = StalenessPolicy(self._dispatcher.settings().staleness, train)
         ready, in_flight = self._dispatcher.buffer_sizes()
@@ -53,6 +70,9 @@ class StepRows:
                 "staleness/over_bound": staleness.count_over_bound(of_step, first_version + index),
                 "buffer/ready": ready,
                 "buffer/in_flight": in_flight,
+                "actors/number": fleet.num_actors,
+                "actors/spare": fleet.spare,
+                "actors/hours": self._demand.actor_hours,
             }
             rows.append(StepRow(policy_version=first_version + index + 1, metrics=metrics))
             self._record(rows[-1])
@@ -60,6 +80,7 @@ class StepRows:
             self._samples.record(of_step, rows[-1].policy_version)
         for row in rows:
             self._move_bound(row)
+        self._scale(scaling)
         if first_version == 0:
             _log_first_ratio(rows[0])
 
@@ -80,12 +101,40 @@ class StepRows:
         decision = self._auto_bound.observe(step, self._dispatcher.settings().staleness)
         if decision is None:
             return
-        change = {"staleness.max_staleness": str(decision.max_staleness)}
+        self._tune("staleness.max_staleness", decision.max_staleness, decision.reason)
+
+    def _weigh_demand(self, policy_version: int, seconds: Mapping[str, float], fleet: FleetUse) -> Decision | None:
+        """Return the decision on the number of actors that the batch brings."""
+        settings = self._dispatcher.settings()
+        policy = StalenessPolicy(settings.staleness, settings.train)
+        # At the end leases are few because little is left to train.
+        is_ending = policy.left_in_run(policy_version) <= policy.most_open
+        use = Use(
+            seconds=seconds["time/step_s"],
+            waited_s=min(seconds["time/wait_rollouts_s"], seconds["time/step_s"]),
+            num_actors=fleet.num_actors,
+            num_new=fleet.num_new,
+            spare=fleet.spare,
+            waits=fleet.waits,
+            enough=math.ceil(policy.most_open / fleet.slots) if fleet.slots else settings.scale.max,
+            is_troubled=fleet.is_troubled or is_ending,
+        )
+        return self._demand.observe(use, actors_wanted(settings), settings.scale)
+
+    def _scale(self, decision: Decision | None) -> None:
+        if decision is None:
+            return
+        if decision.actors is None:
+            report(self._record, EventRow(event="scale_advice", detail=decision.reason))
+        else:
+            self._tune("scale.actors", decision.actors, decision.reason)
+
+    def _tune(self, setting: str, value: int, reason: str) -> None:
         try:
-            self._dispatcher.tune(change, "auto", decision.reason)
+            self._dispatcher.tune({setting: str(value)}, "auto", reason)
         except (SettingError, LogFullError) as error:
             # An operator was faster, or the disk is full. Later steps decide again.
-            logger.info("the automatic bound stays where it is: %s", error)
+            logger.info("%s stays as it is: %s", setting, error)
 
 
 def _log_first_ratio(first: StepRow) -> None:

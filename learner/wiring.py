@@ -46,6 +46,7 @@ from offbeat.learner.dispatch.parts import Prompts, make_parts
 from offbeat.learner.dispatch.versions import Versions
 from offbeat.learner.health_watch import HealthWatch
 from offbeat.learner.leases.auto_bound import AutoBound
+from offbeat.learner.leases.demand import Demand
 from offbeat.learner.leases.journal import LeaseJournal
 from offbeat.learner.leases.prompts import MUCH_LEFT_OUT, Prompt, load_held_out, load_prompts
 from offbeat.learner.leases.recovery import Recovered
@@ -56,6 +57,7 @@ from offbeat.learner.progress import Progress
 from offbeat.learner.resume import (
     Checkpoints,
     check_identity,
+    last_actor_hours,
     load_checkpoint,
     noting_evaluations,
     open_log,
@@ -227,7 +229,9 @@ def open_learner(
     )
     watch = _watch_calibration(config, inputs, trainer.device, record)
     contract = _make_contract(config, inputs, run.run_id, trainer.layout(), canary)._replace(max_peers=_max_peers(config, hub))
+    demand = Demand(last_actor_hours(folder) if config.run.resume else 0.0)
     listeners = _make_listeners(hub, publisher, canary, watch, health)
+    listeners = listeners._replace(advice=lambda: [demand.advice] if demand.advice else [])
     numbers = _make_evaluation_numbers(inputs, record)
     dispatcher = _make_dispatcher(contract, run, inputs, listeners, trainer.policy_version, record, numbers and numbers.finish)
     loop = TrainingLoop(
@@ -238,7 +242,7 @@ def open_learner(
         canary=canary,
         checkpoints=_make_checkpoints(config, inputs.identity, run, trainer, dispatcher, record),
         step_rows=StepRows(
-            config.train, dispatcher, run.auto_bound, SampleRows(config.train.num_steps, inputs.decode, record), record
+            config.train, dispatcher, run.auto_bound, demand, SampleRows(config.train.num_steps, inputs.decode, record), record
         ),
         wake_hub=hub.wake,
     )

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from offbeat.common.config import Config
+from offbeat.common.config import Config, actors_wanted
 from offbeat.common.logs import MAX_FILE_BYTES, bound_log
 from offbeat.common.masking import write_private
 from offbeat.common.metrics import ROWS_FILE
@@ -172,7 +172,7 @@ class Launcher:
         self._config_file = self._folder / LAUNCH_FILE
         self._starts = starts
         self._learner = Service("learner", RestartBudget(config.launch.max_restarts), starts)
-        self._num_first = config.scale.actors or config.launch.num_actors
+        self._num_first = actors_wanted(config)
         """Number of actors that the run begins with. The run ends when one of them cannot be kept running."""
         self._actors: dict[int, Service] = {}
         """The actors by the number in their name, oldest first."""

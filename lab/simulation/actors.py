@@ -57,7 +57,11 @@ class Slots:
     """The free slots of all actors; chooses as `learner.dispatch.roster.LeaseTurns` does, without a look at each actor."""
 
     def __init__(self, num_actors: int, num_slots: int) -> None:
+        self._num_slots = num_slots
         self._free = [num_slots] * num_actors
+        self._retired: set[int] = set()
+        self.num_free = num_slots * num_actors
+        """Free slots of the actors that take leases."""
         self._newest = [-1] * num_actors
         """Turn at which each actor took its newest slot."""
         self._turns = count()
@@ -82,10 +86,26 @@ class Slots:
 
     def give_back(self, actor: int) -> None:
         """Free a slot of this actor."""
+        if actor in self._retired:
+            return
         self._set_free(actor, self._free[actor] + 1)
         self._most = max(self._most, self._free[actor])
 
+    def add(self) -> int:
+        """Add an actor, all of whose slots are free; return its index."""
+        self._free.append(0)
+        self._newest.append(-1)
+        self._set_free(len(self._free) - 1, self._num_slots)
+        self._most = self._num_slots
+        return len(self._free) - 1
+
+    def retire(self, actor: int) -> None:
+        """Let an actor take no slot any more."""
+        self._set_free(actor, 0)
+        self._retired.add(actor)
+
     def _set_free(self, actor: int, free: int) -> None:
+        self.num_free += free - self._free[actor]
         self._free[actor] = free
         waiting = self._by_free[free]
         if len(waiting) > 4 * len(self._free):
@@ -119,6 +139,8 @@ class Actor:
     """Time on the work clock at which the next group ends; an event of another time is out of date."""
     commits: list[tuple[float, int]] = field(default_factory=list)
     """Progress at which each policy version was committed, oldest first."""
+    is_leaving: bool = False
+    is_gone: bool = False
 
     def progress_at(self, clock: float) -> float:
         """Return the progress made by this time."""
@@ -155,12 +177,49 @@ class SimulatedActors:
         self._lease_ids = count()
         self._slots = Slots(fleet.num_actors, fleet.max_inflight_groups)
         self._actors = [Actor() for _ in range(fleet.num_actors)]
+        self._staying = list(range(fleet.num_actors))
+        """Actors that were not asked to leave, oldest first."""
         self._changed: set[int] = set()
         """Actors whose next group may end at another time than was scheduled."""
         self._num_swaps = 0
         """Number of versions that all actors are swapping in or checking; each keeps all of them busy."""
         self.num_idle = fleet.num_actors
         """Actors without a lease."""
+
+    # Joining and leaving
+
+    @property
+    def num_staying(self) -> int:
+        """Actors that take leases."""
+        return len(self._staying)
+
+    @property
+    def num_free(self) -> int:
+        """Free slots of the actors that take leases."""
+        return self._slots.num_free
+
+    def join(self, policy_version: int) -> None:
+        """Add an actor with these weights."""
+        self._staying.append(self._slots.add())
+        self._actors.append(Actor(commits=[(0.0, policy_version)], since=self._clock.now))
+        self.num_idle += 1
+        if self._num_swaps:
+            self._clock.change_busy(1)
+
+    def leave(self) -> None:
+        """Let the newest actor take no more leases, and go when it has handed over those it has."""
+        index = self._staying.pop()
+        self._slots.retire(index)
+        actor = self._actors[index]
+        actor.is_leaving = True
+        if not actor.num_held:
+            self._go(actor)
+
+    def _go(self, actor: Actor) -> None:
+        self.num_idle -= 1
+        actor.is_gone = True
+        if self._num_swaps:
+            self._clock.change_busy(-1)
 
     # Leases
 
@@ -192,9 +251,11 @@ class SimulatedActors:
         """Free the slot of a group that the learner has or does not want."""
         actor = self._actors[group.actor]
         actor.num_held -= 1
+        self._slots.give_back(group.actor)
         if not actor.num_held:
             self.num_idle += 1
-        self._slots.give_back(group.actor)
+            if actor.is_leaving:
+                self._go(actor)
 
     def cancel(self, group: SimulatedGroup) -> float:
         """End a group that is being generated and return the seconds of generation that it had."""
@@ -282,7 +343,7 @@ class SimulatedActors:
 
     @property
     def _num_not_generating(self) -> int:
-        return sum(not actor.num_running for actor in self._actors)
+        return sum(not actor.num_running and not actor.is_gone for actor in self._actors)
 
 
 def sampled_versions(commits: Sequence[tuple[float, int]], started: float, completions_s: Sequence[float]) -> tuple[float, int]:

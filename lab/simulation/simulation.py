@@ -26,6 +26,7 @@ import numpy as np
 from offbeat.lab.simulation.account import Account, Totals
 from offbeat.lab.simulation.actors import SimulatedActors, SimulatedGroup
 from offbeat.lab.simulation.clock import EventKind, WorkClock
+from offbeat.lab.simulation.scaling import Scaling
 from offbeat.lab.simulation.timings import Draws, Fleet, Timings
 from offbeat.lab.simulation.transfer import WeightTransfer
 from offbeat.learner.leases.evaluation import Evaluations, Round
@@ -72,8 +73,12 @@ class Simulation:
         evaluation_group_size: int,
         weights_interval: int,
         seed: int,
+        scaling: Scaling | None = None,
     ) -> None:
-        """`policy` and `evaluations` are production's own, made from the run's settings; so are the numbers."""
+        """`policy` and `evaluations` are production's own, made from the run's settings; so are the numbers.
+
+        `scaling` moves the number of actors; None: it stays.
+        """
         # Separate streams: under other bounds the same groups come in the same order.
         of_groups, of_steps, of_syncs = np.random.default_rng(seed).spawn(3)
         self._policy = policy
@@ -99,6 +104,9 @@ class Simulation:
             swap_s=timings.swap_s,
             check_s=timings.check_s,
         )
+        self._scaling = scaling
+        self._num_starting = 0
+        """Actors that were started and have not joined."""
         self._policy_version = 0
         self._needs_weights = False
         """True while a lease could be granted if the actors had newer weights."""
@@ -116,6 +124,8 @@ class Simulation:
         After every event the learner grants what it can, and, if it is free, selects its next batch.
         """
         batches: list[SimulatedBatch] = []
+        if self._scaling is not None and self._scaling.lives_s is not None:
+            self._clock.schedule_after(self._scaling.lives_s, EventKind.ACTOR_ENDS)
         self._publish()
         self._grant()
         while self._policy_version < num_steps:
@@ -125,6 +135,8 @@ class Simulation:
                 continue
             elapsed = self._clock.advance(at)
             self._account.pass_time(elapsed, self._actors.num_idle, needs_weights=self._needs_weights)
+            if self._scaling is not None:
+                self._scaling.pass_time(elapsed, self._actors)
             if self._clock.seconds > seconds:
                 break
             match kind:
@@ -143,6 +155,11 @@ class Simulation:
                     self._transfer.commit()
                 case EventKind.WEIGHTS_ARE_CHECKED:
                     self._actors.end_swap()
+                case EventKind.ACTOR_JOINS:
+                    self._num_starting -= 1
+                    self._actors.join(self._transfer.committed_version or 0)
+                case EventKind.ACTOR_ENDS:
+                    self._end_actor()
                 case _:
                     assert_never(kind)
             self._grant()
@@ -246,6 +263,9 @@ class Simulation:
         if self._policy_version // interval > began_at // interval:
             self._publish()
         self._abort()
+        if self._scaling is not None:
+            self._scaling.observe(self._clock.seconds, self._waited_s, self._policy, self._policy_version)
+            self._reconcile(self._scaling)
         self._clock.schedule_after(self._timings.rest_s, EventKind.REST_ENDS)
         lags = (self._policy.trained_at(began_at, index) - group.oldest_version for index, group in enumerate(groups))
         return SimulatedBatch(
@@ -256,6 +276,25 @@ class Simulation:
             num_over_bound=self._policy.count_over_bound(groups, began_at),
             totals=self._account.totals(),
         )
+
+    # Actors
+
+    def _reconcile(self, scaling: Scaling) -> None:
+        """Start actors, or let the newest leave, as a launcher does."""
+        missing = min(scaling.wanted, scaling.available) - self._actors.num_staying - self._num_starting
+        for _ in range(missing):
+            self._num_starting += 1
+            self._clock.schedule_after(scaling.start_s, EventKind.ACTOR_JOINS)
+        # Those that start cannot be called back here.
+        for _ in range(min(-missing, self._actors.num_staying - 1)):
+            self._actors.leave()
+
+    def _end_actor(self) -> None:
+        """Take an actor away, which is started again at the next look."""
+        assert self._scaling is not None and self._scaling.lives_s is not None
+        if self._actors.num_staying > 1:
+            self._actors.leave()
+        self._clock.schedule_after(self._scaling.lives_s, EventKind.ACTOR_ENDS)
 
     def _end_rest(self) -> None:
         self._is_learner_free = True

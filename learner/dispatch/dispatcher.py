@@ -18,7 +18,7 @@ from typing import assert_never
 
 from offbeat.common.config import Config
 from offbeat.common.settings import SettingError
-from offbeat.learner.dispatch.held_back import HeldBackTimer
+from offbeat.learner.dispatch.fleet_meter import FleetMeter, FleetUse
 from offbeat.learner.dispatch.listeners import Listeners
 from offbeat.learner.dispatch.live_settings import CREDIT_LIMIT, record_change
 from offbeat.learner.dispatch.parts import Parts
@@ -100,7 +100,7 @@ class Dispatcher:
         self._listeners = listeners
         self._clock = parts.clock
         self._ticked_at = parts.clock()
-        self._held_back = HeldBackTimer(self._ticked_at)
+        self._fleet = FleetMeter(parts.roster, parts.desk, self._ticked_at)
         self._stop_reason: str | None = None
 
     # The training thread
@@ -228,10 +228,10 @@ class Dispatcher:
                 record_change(self._record, change, reason)
             return changes
 
-    def take_held_back_s(self) -> float:
-        """Return the seconds, since the last call, in which staleness alone kept an actor with room from a lease."""
+    def take_fleet_use(self) -> FleetUse:
+        """Return the use of the actors since the last call."""
         with self._lock:
-            return self._held_back.take_s()
+            return self._fleet.take()
 
     def buffer_sizes(self) -> tuple[int, int]:
         """Return the number of groups ready, and of leases in flight."""
@@ -343,7 +343,7 @@ class Dispatcher:
                     self._desk.grant(self._roster, version, now)
                 except LogFullError as error:
                     self._desk.stall(error)
-            self._held_back.tick(now, self._stop_reason is None and self._desk.is_held_back(self._roster, version))
+            self._fleet.tick(now, self._stop_reason is None and self._desk.is_held_back(self._roster, version))
             self._buffer.record_epochs()
             self._journal.sync_before_acks()
 
@@ -453,8 +453,8 @@ class Dispatcher:
 
     def _report(self, now: float) -> StatusReport:
         ask, is_over = self._listeners, self._stop_reason is not None
-        failure = self._failures.error
-        return self._status.report(now, ask.vitals(), ask.weight_problems(), failure, ask.hub_rejections(), is_over=is_over)
+        problems, failure = [*ask.weight_problems(), *ask.advice()], self._failures.error
+        return self._status.report(now, ask.vitals(), problems, failure, ask.hub_rejections(), is_over=is_over)
 
     def _change_settings(self, request: LiveSettingsRequest, sender: Sender) -> LiveSettingsReport:
         who = f"{request.who} (key {sender.name})" if sender.role else request.who

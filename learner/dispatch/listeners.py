@@ -47,5 +47,7 @@ class Listeners(NamedTuple):
     """Returns the newest step in short, and what is not well."""
     weight_problems: Callable[[], list[str]] = list
     """Returns what an operator should know about the transfer of weights."""
+    advice: Callable[[], list[str]] = list
+    """Returns what the run needs instead of more actors."""
     hub_rejections: Callable[[], dict[str, int]] = dict
     """Returns the number of messages that the hub has turned away, by reason."""

@@ -7,13 +7,14 @@
 | `loss.clip_low`, `loss.clip_high`, `train.learning_rate` | every rank's trainer, from the next batch on |
 | `weights.canary_tolerance` | the next comparison of an engine with the learner |
 | `scale.actors` | whoever starts actors: the launcher, or `offbeat reconcile` |
+| `scale.*` | the automatic number of actors, at the next step |
 """
 
 import logging
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from offbeat.common.config import Config, StalenessSection
+from offbeat.common.config import Config, ScaleSection, StalenessSection
 from offbeat.common.rows import EventRow, Recorder
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, replace_settings, setting_text
@@ -32,7 +33,7 @@ CHANGEABLE = (
     "loss.clip_high",
     "train.learning_rate",
     CANARY_TOLERANCE,
-    "scale.actors",
+    *(f"scale.{name}" for name in ScaleSection.__struct_fields__),
 )
 
 
@@ -105,11 +106,6 @@ class LiveSettings:
         """Return the settings that differ from the config file, whose value is `before`."""
         changes = (_change(event, setting, setting_text(self._given, setting)) for setting, event in self.changed.items())
         return tuple(change for change in changes if change.before != change.after)
-
-    @property
-    def actors_wanted(self) -> int:
-        """Number of actors that the run should have."""
-        return self.config.scale.actors or self.config.launch.num_actors
 
     @property
     def credit_limit(self) -> int | None:

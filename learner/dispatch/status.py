@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from offbeat.common.config import actors_wanted
 from offbeat.learner.dispatch.lease_desk import LeaseDesk
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.dispatch.roster import Roster
@@ -51,14 +52,14 @@ class Status:
         self,
         now: float,
         vitals: Vitals,
-        weight_problems: list[str],
+        problems: list[str],
         failure: BaseException | None,
         hub_rejections: dict[str, int],
         *,
         is_over: bool,
     ) -> StatusReport:
         """Return the report for an operator; `failure` is the error that ends the run, `is_over` says whether it has ended."""
-        problems = [*weight_problems, *self._roster.reward_problems()]
+        problems = [*problems, *self._roster.reward_problems()]
         if self._desk.is_log_full:
             problems.append("the rollout log's disk is full: no leases, no acknowledgements until there is room")
         if failure is not None:
@@ -84,5 +85,5 @@ class Status:
             rejected=self._roster.rejections.counts() | hub_rejections,
             changed_settings=self._settings.in_force(),
             vitals=vitals,
-            actors_wanted=0 if is_over else self._settings.actors_wanted,
+            actors_wanted=0 if is_over else actors_wanted(self._settings.config),
         )

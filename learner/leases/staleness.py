@@ -76,6 +76,11 @@ class StalenessPolicy:
             return self._bounds.hard_max_staleness
         return self._bounds.max_staleness
 
+    @property
+    def most_open(self) -> int:
+        """The largest number of leases that are granted and neither trained nor dropped."""
+        return self._most_open
+
     def trained_at(self, policy_version: int, index: int) -> int:
         """Return the policy version at which the `index`-th group in line is trained for the last time."""
         batch, place = divmod(index, self.batch_groups)

@@ -44,6 +44,10 @@ FROM_STATUS: tuple[OfStatus, ...] = (
     ),
     OfStatus(Exported("offbeat_actors", "Actors by state.", "state"), _states),
     OfStatus(
+        Exported("offbeat_actors_wanted", "Actors that the run should have (scale.actors); 0 once it is over."),
+        lambda report: one(report.actors_wanted or 0),
+    ),
+    OfStatus(
         Exported("offbeat_actor_tokens_per_second", "Completion tokens that an actor generates in a second.", "actor"),
         lambda report: {member.name: member.tokens_per_s for member in report.members},
     ),
@@ -99,6 +103,8 @@ FROM_STEP: tuple[OfStep, ...] = (
     OfStep(Exported("offbeat_step_seconds", "Wall time of the newest step, waiting included."), "time/step_s"),
     OfStep(Exported("offbeat_wait_rollouts_seconds", "Time of it spent waiting for rollouts."), "time/wait_rollouts_s"),
     OfStep(Exported("offbeat_held_back_seconds", "Time of it that staleness kept actors idle."), "time/held_back_s"),
+    OfStep(Exported("offbeat_actor_spare_ratio", "Share of the lease slots that held no lease."), "actors/spare"),
+    OfStep(Exported("offbeat_actor_hours", "Time of all actors together, in hours."), "actors/hours"),
     OfStep(Exported("offbeat_train_seconds", "Time of it spent training."), "time/train_s"),
     OfStep(Exported("offbeat_mfu_ratio", "Model FLOPs utilization of the learner while it trained."), "compute/mfu"),
 )

@@ -19,6 +19,7 @@ from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.diagnostics.own_evaluation import EvaluatedCompletion, EvaluationNumbers
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.failures import RunFailedError
+from offbeat.learner.dispatch.fleet_meter import FleetUse
 from offbeat.learner.dispatch.hub_thread import HubThread
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.ledger import LedgerCounts
@@ -137,8 +138,8 @@ class FakeDispatcher:
     def is_log_over(self) -> bool:
         return self.is_over
 
-    def take_held_back_s(self) -> float:
-        return 0.5
+    def take_fleet_use(self) -> FleetUse:
+        return FleetUse(0.5, num_actors=1, num_new=0, slots=4.0, spare=0.25, waits=0.0, is_troubled=False)
 
     def wait_evaluations(self, timeout_s: float) -> bool:
         if not self.num_evaluation_waits:
@@ -209,7 +210,9 @@ class FakeStepRows:
         self.recorded: list[tuple[int, int, dict[str, float]]] = []
         """Number of steps, version before them and seconds of each batch."""
 
-    def record(self, steps: list[Any], groups: list[Any], first_version: int, seconds: dict[str, float]) -> None:
+    def record(
+        self, steps: list[Any], groups: list[Any], first_version: int, seconds: dict[str, float], fleet: FleetUse
+    ) -> None:
         self.recorded.append((len(steps), first_version, seconds))
 
 

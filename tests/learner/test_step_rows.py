@@ -1,21 +1,27 @@
-"""The rows of optimizer steps, and the automatic bound that moves by them."""
+"""The rows of optimizer steps, and the automatic bound and number of actors that move by them."""
 
 from typing import Any, cast
 
 import pytest
 
-from offbeat.common.config import Config, ModelSection, StalenessSection, TaskSection
+from offbeat.common.config import Config, ModelSection, ScaleSection, StalenessSection, TaskSection
 from offbeat.common.learning_sections import TrainSection
 from offbeat.common.rows import StepRow, row_fields
 from offbeat.common.settings import SettingError
 from offbeat.learner.diagnostics.sample_rows import SampleRows
 from offbeat.learner.dispatch.dispatcher import Dispatcher
+from offbeat.learner.dispatch.fleet_meter import FleetUse
+from offbeat.learner.leases import demand
 from offbeat.learner.leases.auto_bound import AutoBound, Decision
+from offbeat.learner.leases.demand import Demand, Use
 from offbeat.learner.leases.groups import Group, LagOf
 from offbeat.learner.leases.rollout_log import LogFullError
 from offbeat.learner.step_rows import StepRows
 
 FIRST = {"lag/max": 0.0, "ratio/first": 1e-3, "clip/fraction": 0.25, "kl/behavior_policy_k3": 2e-4}
+
+
+FLEET = FleetUse(0.0, num_actors=3, num_new=1, slots=2.5, spare=0.25, waits=0.125, is_troubled=False)
 
 
 class Aged:
@@ -62,6 +68,20 @@ class FakeBound:
         return Decision(6, "too stale") if len(self.seen) == 2 else None
 
 
+class FakeDemand:
+    """An automatic number of actors with one decision for all batches."""
+
+    actor_hours = 2.5
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Use, int]] = []
+        self.decision: demand.Decision | None = None
+
+    def observe(self, use: Use, wanted: int, scale: ScaleSection) -> demand.Decision | None:
+        self.seen.append((use, wanted))
+        return self.decision
+
+
 class NoSamples:
     def record(self, groups: list[Group], policy_version: int) -> None:
         pass
@@ -71,17 +91,21 @@ class Bench:
     def __init__(self, max_staleness: int = 1, **train: int) -> None:
         section = TrainSection(**train)  # pyright: ignore[reportArgumentType]
         self.dispatcher, self.bound = FakeDispatcher(section, max_staleness), FakeBound()
+        self.demand = FakeDemand()
         self.rows: list[dict[str, Any]] = []
         self.step_rows = StepRows(
             section,
             cast(Dispatcher, self.dispatcher),
             cast(AutoBound, self.bound),
+            cast(Demand, self.demand),
             cast(SampleRows, NoSamples()),
             lambda row: self.rows.append(row_fields(row)),
         )
 
     def record(self, steps: list[dict[str, Any]], versions: list[int], first_version: int, **seconds: float) -> None:
-        self.step_rows.record(steps, cast(list[Group], [Aged(version) for version in versions]), first_version, seconds)
+        groups = cast(list[Group], [Aged(version) for version in versions])
+        times = {"time/step_s": 10.0, "time/wait_rollouts_s": 4.0, **seconds}
+        self.step_rows.record(steps, groups, first_version, times, FLEET)
 
 
 def test_each_step_has_an_equal_share_of_the_batchs_times() -> None:
@@ -135,3 +159,27 @@ def test_completions_that_a_step_left_out_become_an_event_with_their_leases_and_
     assert event["policy_version"] == second["policy_version"] == 3
     assert "optimizer step 3 left out 3 completions of the leases 17, 21" in event["detail"]
     assert "1 not finite, 2 with a token" in event["detail"]
+
+
+def test_number_of_actors_is_weighed_once_a_batch_by_the_use_of_the_actors() -> None:
+    bench = Bench(max_staleness=3, groups_per_step=2, num_steps=20)
+    bench.record([{}], [1, 1], 1)
+    ((use, wanted),) = bench.demand.seen
+    # The bound of 3 admits 8 leases; 2.5 slots are an actor's.
+    assert use == Use(10.0, 4.0, num_actors=3, num_new=1, spare=0.25, waits=0.125, enough=4, is_troubled=False)
+    assert wanted == 1
+    assert (bench.rows[0]["actors/number"], bench.rows[0]["actors/spare"], bench.rows[0]["actors/hours"]) == (3, 0.25, 2.5)
+    # Of the last steps, whose leases are few, nothing follows.
+    bench.record([{}], [1, 1], 15)
+    assert bench.demand.seen[-1][0].is_troubled
+
+
+def test_decision_on_actors_becomes_the_setting_and_advice_an_event() -> None:
+    bench = Bench(groups_per_step=1, steps_per_batch=2)
+    bench.demand.decision = demand.Decision(4, "starved")
+    bench.record([{}, {}], [1] * 2, 1)
+    assert bench.dispatcher.changes[-1] == ({"scale.actors": "4"}, "auto", "starved")
+    bench.demand.decision = demand.Decision(None, "widen")
+    bench.record([{}, {}], [1] * 2, 3)
+    assert len([change for change in bench.dispatcher.changes if "scale.actors" in change[0]]) == 1
+    assert (bench.rows[-1]["event"], bench.rows[-1]["detail"]) == ("scale_advice", "widen")

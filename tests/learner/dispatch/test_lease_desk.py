@@ -339,25 +339,25 @@ def test_time_counts_as_held_back_while_an_actor_has_room_and_staleness_has_no_l
     assert len(actor.leases()) == 2
     desk.tick(1.0)
     # The actor is full: more leases would not help.
-    assert desk.dispatcher.take_held_back_s() == 0.0
+    assert desk.dispatcher.take_fleet_use().held_back_s == 0.0
     actor.credit(3)
     desk.tick(1.0)
     desk.tick(2.5)
-    assert desk.dispatcher.take_held_back_s() == 2.5
-    assert desk.dispatcher.take_held_back_s() == 0.0
+    assert desk.dispatcher.take_fleet_use().held_back_s == 2.5
+    assert desk.dispatcher.take_fleet_use().held_back_s == 0.0
     for lease_id in range(2):
         actor.answer(lease_id)
     desk.tick()
-    desk.dispatcher.take_held_back_s()
+    desk.dispatcher.take_fleet_use()
     desk.train()
     desk.tick()
-    desk.dispatcher.take_held_back_s()
+    desk.dispatcher.take_fleet_use()
     # The actor has not the weights that a bound of 0 asks for.
     desk.tick(1.0)
-    assert desk.dispatcher.take_held_back_s() == 1.0
+    assert desk.dispatcher.take_fleet_use().held_back_s == 1.0
     actor.commit(1)
     assert len(actor.leases()) == 2
-    desk.dispatcher.take_held_back_s()
+    desk.dispatcher.take_fleet_use()
     desk.tick(1.0)
     # The run has no more leases than these.
-    assert desk.dispatcher.take_held_back_s() == 0.0
+    assert desk.dispatcher.take_fleet_use().held_back_s == 0.0
