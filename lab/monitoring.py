@@ -52,6 +52,7 @@ PANELS = (
     ),
     Panel("Actors", ("offbeat_actors", "offbeat_actors_wanted"), "none"),
     Panel("Spare lease slots", ("offbeat_actor_spare_ratio",), "percentunit"),
+    Panel("Hours of all actors", ("offbeat_actor_hours",), "none"),
     Panel("Tokens per second", ("offbeat_actor_tokens_per_second",), "none"),
     Panel("Leases of actors", ("offbeat_actor_leases",), "none"),
     Panel("Lag of actors' weights", ("offbeat_actor_policy_lag",), "none"),

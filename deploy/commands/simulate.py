@@ -1,13 +1,15 @@
 """`offbeat simulate`: predicts throughput and staleness."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from offbeat.common.config import actors_wanted
 from offbeat.common.run_folder import CONFIG_FILE
 from offbeat.deploy.commands.arguments import Arguments, read_config, split_numbers
 from offbeat.lab.simulation.predict import Given, fitted_times, given_times, print_predictions, simulate
+from offbeat.lab.simulation.scaled_run import print_scaled, simulate_scaled
 
 
 def command(
@@ -30,6 +32,11 @@ def command(
     ] = None,
     minutes: Annotated[float, typer.Option(help="Simulated time; it ends earlier when train.num_steps are done.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Seed of the random draws.")] = 0,
+    scale: Annotated[
+        Literal["none", "auto"],
+        typer.Option(help="auto: scale.auto moves the number of actors, from the first of --actors."),
+    ] = "none",
+    start_s: Annotated[float, typer.Option(help="For --scale auto: seconds that an actor takes to start.")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Predict throughput, idle time and staleness for numbers of actors and bounds, without computing anything.
@@ -40,10 +47,15 @@ def command(
     config = read_config(arguments, default=runs[0] / CONFIG_FILE if runs else None)
     given = Given(completion_s, sigma, train_s, sync_s)
     source = fitted_times(config, runs, cores) if runs else given_times(config, given, cores)
+    numbers = split_numbers("--actors", actors, at_least=1) or [actors_wanted(config)]
+    if scale == "auto":
+        run = simulate_scaled(config, source, num_actors=numbers[0], start_s=start_s, seconds=60 * minutes, seed=seed)
+        print_scaled(run, source, as_json=as_json)
+        return
     predictions = simulate(
         config,
         source,
-        actors=split_numbers("--actors", actors, at_least=1) or [config.launch.num_actors],
+        actors=numbers,
         staleness=split_numbers("--staleness", staleness, at_least=0) or [config.staleness.max_staleness],
         seconds=60 * minutes,
         seed=seed,

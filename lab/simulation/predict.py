@@ -22,6 +22,7 @@ from offbeat.common.run_folder import CONFIG_FILE
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load
 from offbeat.lab.simulation.fit import fit
+from offbeat.lab.simulation.scaling import Scaling
 from offbeat.lab.simulation.simulation import ASSUMPTIONS, OF_EPISODES, SimulatedBatch, Simulation
 from offbeat.lab.simulation.timings import Fleet, Timings
 from offbeat.lab.terminal import FittedTable, stdout_console
@@ -115,8 +116,10 @@ def simulate(
     return predictions
 
 
-def simulate_batches(config: Config, source: Source, *, num_actors: int, seconds: float, seed: int) -> list[SimulatedBatch]:
-    """Simulate one run of the config from its beginning."""
+def simulate_batches(
+    config: Config, source: Source, *, num_actors: int, seconds: float, seed: int, scaling: Scaling | None = None
+) -> list[SimulatedBatch]:
+    """Simulate one run of the config from its beginning; `scaling` moves the number of actors."""
     evaluation = config.evaluation
     simulation = Simulation(
         StalenessPolicy(config.staleness, config.train),
@@ -130,6 +133,7 @@ def simulate_batches(config: Config, source: Source, *, num_actors: int, seconds
         evaluation_group_size=evaluation.group_size,
         weights_interval=config.weights.interval,
         seed=seed,
+        scaling=scaling,
     )
     return simulation.run(config.train.num_steps, seconds)
 

@@ -1,15 +1,28 @@
 """The automatic number of actors, production's own policy in the simulation: it settles near the number that is needed."""
 
 import itertools
+import json
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from offbeat.common.config import ScaleSection, StalenessSection
+from offbeat.common.config import (
+    ActorSection,
+    Config,
+    ModelSection,
+    RolloutSection,
+    ScaleSection,
+    StalenessSection,
+    TaskSection,
+)
 from offbeat.common.learning_sections import TrainSection
+from offbeat.common.settings import resolved_toml
+from offbeat.deploy.cli import make_app
 from offbeat.lab.simulation.scaling import Scaling
 from offbeat.lab.simulation.simulation import SimulatedBatch, Simulation
 from offbeat.lab.simulation.timings import Fleet, Timings
@@ -128,3 +141,26 @@ def test_actors_join_and_leave_in_the_simulation_and_every_lease_adds_up() -> No
     assert len({move.wanted for move in scaling.moves}) > 3
     assert totals.leased == totals.trained + totals.dropped + totals.aborted + totals.in_flight
     assert totals.trained == GROUPS * STEPS
+
+
+def test_command_shows_each_move_of_the_number_with_its_reason(tmp_path: Path) -> None:
+    config = Config(
+        model=ModelSection(path="none"),
+        task=TaskSection(train_data="none"),
+        rollout=RolloutSection(group_size=2),
+        train=TrainSection(num_steps=STEPS, groups_per_step=GROUPS),
+        actor=ActorSection(max_inflight_groups=SLOTS),
+        scale=ScaleSection(auto=True, max=64),
+    )
+    (tmp_path / "run.toml").write_text(resolved_toml(config))
+    arguments = ["simulate", str(tmp_path / "run.toml"), "--scale", "auto", "--actors", "2", "--minutes", "1000"]
+    arguments += ["--completion-s", "30", "--sigma", "0.1", "--train-s", "10", "--start-s", "30"]
+    result = CliRunner().invoke(make_app(), [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    run = json.loads(result.output)["run"]
+    assert (run["num_actors"], run["num_steps"]) == (2, STEPS)
+    assert 12 <= run["moves"][-1][2] <= 14
+    assert run["learner_waits"] < 0.1
+    shown = CliRunner().invoke(make_app(), arguments).output
+    assert "the learner starves" in shown
+    assert f"{STEPS} steps in" in shown

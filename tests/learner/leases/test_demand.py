@@ -61,6 +61,7 @@ def test_shrink_waits_twice_as_long_and_keeps_a_tenth_of_room() -> None:
     run = Run(wanted=20)
     assert run.numbers(LATER - 1, spare=0.5) == []
     assert run.numbers(1, spare=0.5) == [11]  # 20 * 0.5 * 1.1
+    assert Run(wanted=20).numbers(LATER, spare=0.3) == [16]
 
 
 @pytest.mark.parametrize(
