@@ -230,8 +230,7 @@ def open_learner(
     watch = _watch_calibration(config, inputs, trainer.device, record)
     contract = _make_contract(config, inputs, run.run_id, trainer.layout(), canary)._replace(max_peers=_max_peers(config, hub))
     demand = Demand(last_actor_hours(folder) if config.run.resume else 0.0)
-    listeners = _make_listeners(hub, publisher, canary, watch, health)
-    listeners = listeners._replace(advice=lambda: [demand.advice] if demand.advice else [])
+    listeners = _make_listeners(hub, publisher, canary, watch, health, demand)
     numbers = _make_evaluation_numbers(inputs, record)
     dispatcher = _make_dispatcher(contract, run, inputs, listeners, trainer.policy_version, record, numbers and numbers.finish)
     loop = TrainingLoop(
@@ -387,7 +386,7 @@ def _make_contract(config: Config, inputs: _Inputs, run_id: str, layout: tuple[T
 
 
 def _make_listeners(
-    hub: Hub, publisher: WeightPublisher, canary: Canary, watch: CalibrationWatch, health: HealthWatch
+    hub: Hub, publisher: WeightPublisher, canary: Canary, watch: CalibrationWatch, health: HealthWatch, demand: Demand
 ) -> Listeners:
     def joined(peer: bytes, hello: Hello) -> None:
         publisher.joined(peer)
@@ -403,6 +402,7 @@ def _make_listeners(
         distrusted=publisher.distrust,
         vitals=health.vitals,
         weight_problems=publisher.problems,
+        advice=lambda: [demand.advice] if demand.advice else [],
         hub_rejections=lambda: _hub_rejections(hub),
     )
 
