@@ -204,15 +204,12 @@ class FakeCheckpoints:
 
 
 class FakeStepRows:
-    """Step rows that record the seconds of each batch."""
+    """Step rows that record the number of steps, the version before them and the seconds of each batch."""
 
     def __init__(self) -> None:
         self.recorded: list[tuple[int, int, dict[str, float]]] = []
-        """Number of steps, version before them and seconds of each batch."""
 
-    def record(
-        self, steps: list[Any], groups: list[Any], first_version: int, seconds: dict[str, float], fleet: FleetUse
-    ) -> None:
+    def record(self, steps: list[Any], groups: list[Any], first_version: int, seconds: dict[str, float], _: FleetUse) -> None:
         self.recorded.append((len(steps), first_version, seconds))
 
 
