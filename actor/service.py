@@ -54,6 +54,7 @@ from offbeat.protocols.messages import (
     LiveSettingsReport,
     Refused,
     RewardTrouble,
+    RunPart,
     SayHello,
     StatusReport,
     Stop,
@@ -307,7 +308,7 @@ class ActorService:
                 raise RefusedError(f"the learner refused this actor: {message.reason}")
             case Stop():
                 self._end_reason = f"the learner ended the run: {message.reason}"
-            case Chunk() | ChunkGone() | StatusReport() | LiveSettingsReport():
+            case Chunk() | ChunkGone() | RunPart() | StatusReport() | LiveSettingsReport():
                 # Answers to questions that are not asked over the hub's link.
                 pass
             case _:

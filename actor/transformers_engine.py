@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     ContinuousBatchingConfig,
@@ -17,10 +19,12 @@ from transformers import (
 )
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
 from transformers.generation.continuous_batching.requests import GenerationOutput
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from offbeat.actor.engine import CacheUse, Completion, Score, check_options, check_prompt_length
 from offbeat.actor.reserved_options import RESERVED
 from offbeat.common.images import ImagePatches
+from offbeat.common.models import has_weight_files
 from offbeat.common.nccl_group import gpu_uuid
 from offbeat.common.routing import record_routing
 from offbeat.common.weights import tensor_dtype
@@ -47,17 +51,22 @@ class TransformersEngine:
     ) -> None:
         """Load the model; its weights count as version -1. `options` are of `ContinuousBatchingConfig`.
 
+        From a folder without weights the model is made of its config, and first samples after `load_weights`.
+
         `seed` seeds the random state of the process; no two actors may share it.
         """
         transformers.utils.logging.disable_progress_bar()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config = _batching_config(device, max_model_len=max_model_len, seed=seed, options=options)
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=tensor_dtype(dtype), attn_implementation="sdpa")
-        self._model: PreTrainedModel = model.eval()
+        has_files = has_weight_files(model_path)
+        make = _load_model if has_files else _make_model
+        self._model: PreTrainedModel = make(model_path, tensor_dtype(dtype))
         nn.Module.to(self._model, device)
         self._eos_token_ids = _eos_token_ids(self._model, model_path)
         manager: ContinuousBatchingManager = self._model.init_continuous_batching(_generation_config(), config)
         manager.warmup()
+        if not has_files:
+            _spoil(self._model)
         assert manager.batch_processor is not None
         self._batches = manager.batch_processor
         self._outputs = manager.output_router.output_queue
@@ -69,6 +78,7 @@ class TransformersEngine:
             max_model_len=max_model_len,
             hashes=hashes,
             gpu=gpu_uuid(0) if device.type == "cuda" else None,
+            has_weight_files=has_files,
         )
         self._policy_version: int | None = None
         self._segments: dict[str, list[Segment]] = {}
@@ -208,6 +218,26 @@ class TransformersEngine:
             scheduler.finish_request(state.request_id)
             scheduler.waiting_requests[state.request_id] = state.create_equivalent_initial_request()
             scheduler.waiting_requests_order.appendleft(state.request_id)
+
+
+def _load_model(folder: str, dtype: torch.dtype) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+
+
+def _make_model(folder: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model of a folder without weights, as `_load_model` would return it but for them."""
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    if Path(folder, GENERATION_CONFIG_NAME).exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+@torch.no_grad()
+def _spoil(model: PreTrainedModel) -> None:
+    """Make every weight NaN: one that no update reaches then shows in the first score of the canary."""
+    for parameter in model.parameters():
+        parameter.fill_(torch.nan)
 
 
 def _num_tokens(state: RequestState) -> int:

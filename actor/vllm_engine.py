@@ -26,8 +26,10 @@ from offbeat.actor import vllm_images
 from offbeat.actor.engine import CacheUse, Completion, Score, check_options, check_prompt_length
 from offbeat.actor.reserved_options import RESERVED
 from offbeat.actor.shared_weights import SharedWeights
+from offbeat.actor.vllm_no_weights import LOAD_FORMAT
 from offbeat.actor.vllm_worker import WeightLoading
 from offbeat.common.images import ImagePatches, ImageReader
+from offbeat.common.models import has_weight_files
 from offbeat.common.nccl_group import gpu_uuid
 from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import ServiceError
@@ -77,6 +79,8 @@ class VllmEngine:
     ) -> None:
         """Load the model; its weights count as version -1. `options` are further `vllm.EngineArgs`.
 
+        From a folder without weights the model is made of its config, and first samples after `load_weights`.
+
         `images` reads the images of prompts; None: prompts have none.
 
         `seed` seeds the random state of the process; no two actors may share it. A seed for each request would be slow on a
@@ -92,6 +96,9 @@ class VllmEngine:
         _import_model_class(model_path)
         own = {} if images is None else vllm_images.engine_options(images)
         own |= {"dtype": dtype, "max_model_len": max_model_len, "seed": seed}
+        has_files = has_weight_files(model_path)
+        if not has_files:
+            own |= {"load_format": LOAD_FORMAT}
         arguments = _engine_arguments(model_path, own=own, options=options)
         try:
             config = arguments.create_engine_config(UsageContext.LLM_CLASS)
@@ -103,17 +110,9 @@ class VllmEngine:
         check_internals(self._engine)
         # The client of an engine that runs in this process.
         self._core = cast(InprocClient, self._engine.engine_core).engine_core
-        self._info = EngineInfo(
-            name="vllm",
-            version=vllm.__version__,
-            dtype=dtype,
-            device=current_platform.device_type,
-            max_model_len=max_model_len,
-            hashes=hashes,
-            gpu=gpu_uuid(0) if current_platform.is_cuda() else None,
-            quantization=quantization_of(config),
-            takes_images=images is not None,
-        )
+        self._info = _describe(config, dtype, hashes, takes_images=images is not None, has_weight_files=has_files)
+        if not has_files:
+            self._engine.collective_rpc(WeightLoading.spoil_weights.__name__)
         self._num_workers = config.parallel_config.world_size
         self._shared_weights: SharedWeights | None = None
         """Weights of the last update for worker processes; None before it, and without worker processes."""
@@ -306,6 +305,21 @@ def _no_collections() -> Iterator[None]:
         yield
     finally:
         gc.collect = collect
+
+
+def _describe(config: VllmConfig, dtype: str, hashes: ModelHashes, *, takes_images: bool, has_weight_files: bool) -> EngineInfo:
+    return EngineInfo(
+        name="vllm",
+        version=vllm.__version__,
+        dtype=dtype,
+        device=current_platform.device_type,
+        max_model_len=config.model_config.max_model_len,
+        hashes=hashes,
+        gpu=gpu_uuid(0) if current_platform.is_cuda() else None,
+        quantization=quantization_of(config),
+        takes_images=takes_images,
+        has_weight_files=has_weight_files,
+    )
 
 
 def quantization_of(config: VllmConfig) -> str:

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.platforms import current_platform
 
 from offbeat.actor.shared_weights import map_weights
+from offbeat.actor.vllm_no_weights import spoil
 from offbeat.actor.weight_replay import NotReplayableError, Packer, WeightReplay, learn
 from offbeat.protocols.messages import TensorSpec
 
@@ -61,6 +62,10 @@ class WeightLoading:
     def load_shared_weights(self, path: str, layout: tuple[TensorSpec, ...]) -> None:
         """Replace the model's parameters by the weights of a `SharedWeights`."""
         self._reload(dict(map_weights(path, layout).views()))
+
+    def spoil_weights(self) -> None:
+        """Make every weight NaN, before the first update of a model whose folder has no weights."""
+        spoil(self.model_runner.get_model())
 
     def _learn(self, weights: dict[str, torch.Tensor]) -> None:
         """Load the weights, and learn to load the next ones as copies."""

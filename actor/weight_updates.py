@@ -71,10 +71,10 @@ class WeightUpdates:
     def join(self, layout: tuple[TensorSpec, ...], canary: list[int], *, is_another_learner: bool) -> None:
         """Prepare for updates of a learner that has just welcomed this actor; `canary` is its canary prompt.
 
-        Sends the score of the canary under the model's files, which the engine holds until its first update.
+        Sends the score of the canary under the model's files, if there are some; the engine holds them until its first update.
         """
         self._canary = canary
-        if self._engine.policy_version is None:
+        if self._engine.policy_version is None and self._engine.info.has_weight_files:
             with self._staying_in_touch():
                 self._file_logprobs = self._engine.score(canary).logprobs
         if self._file_logprobs is not None:

@@ -12,6 +12,12 @@ from offbeat.protocols.engine_info import ModelHashes
 
 PROCESSOR_FILE = "preprocessor_config.json"
 """The settings of a vision-language model's image processor; other models have no such file."""
+SMALL_FILES = (
+    *("config.json", "generation_config.json", PROCESSOR_FILE, "processor_config.json", "video_preprocessor_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "tekken.json"),
+)
+"""Every file of a model folder, but weights, that an engine or a tokenizer reads."""
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 BUFFER_BYTES = 1 << 20
 """Bytes of a weight file that are read at once."""
@@ -53,6 +59,16 @@ def find_config(path: str) -> bytes | None:
         return _read(Path(cached if isinstance(cached, str) else hf_hub_download(path, "config.json")))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
         return None
+
+
+def has_weight_files(path: str) -> bool:
+    """Return whether a model folder has weights; True for a hub name, which an engine loads itself."""
+    return not Path(path).is_dir() or any(any(Path(path).glob(pattern)) for pattern in (*WEIGHT_FILES, "*.gguf"))
+
+
+def small_files(folder: Path) -> dict[str, bytes]:
+    """Return the contents of the `SMALL_FILES` that a model folder has, by name."""
+    return {name: (folder / name).read_bytes() for name in SMALL_FILES if (folder / name).is_file()}
 
 
 def load_tokenizer(folder: Path) -> Any:

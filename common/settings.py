@@ -100,7 +100,15 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
     is taken as a string, so quotes are rarely needed. Raises `SettingError` for a file that cannot be read, an unknown setting
     and a value of the wrong type or out of range.
     """
-    data: dict[str, Any] = {} if path is None else _read_toml(path)
+    return _load({} if path is None else _read_toml(path), overrides)
+
+
+def load_text(text: str, overrides: Sequence[str] = ()) -> Config:
+    """Return the settings of a TOML text, which another service has written, with overrides as `load` applies them."""
+    return _load(tomllib.loads(text), overrides)
+
+
+def _load(data: dict[str, Any], overrides: Sequence[str]) -> Config:
     _replace_aliases(data)
     _join_correction(data)
     converted: list[Config] = []
@@ -138,7 +146,12 @@ def setting_names() -> tuple[str, ...]:
 
 def refuse_masked(config: Config) -> None:
     """Raise `SettingError` for a secret that is masked, as in a run folder's config.toml: a service needs the real one."""
-    for setting, table in (("actor.engine_options", config.actor.engine_options), ("train.deepspeed", config.train.deepspeed)):
+    for setting, table in (
+        ("actor.engine_options", config.actor.engine_options),
+        ("train.deepspeed", config.train.deepspeed),
+        ("judge.options", config.judge.options),
+        ("task.template_arguments", config.task.template_arguments),
+    ):
         if has_mask(table):
             cure = f"Give the real value, from your own TOML file or as {setting}.NAME=VALUE."
             raise SettingError(setting, table, "a secret in it was masked when these settings were written", cure)

@@ -76,6 +76,7 @@ from offbeat.learner.run_identity import (
     tell_changes,
     write_identity,
 )
+from offbeat.learner.run_kit import make_kit
 from offbeat.learner.service import Learner, RunOutcome, TrainingLoop
 from offbeat.learner.step_rows import StepRows
 from offbeat.learner.training.ranks import RankedTrainer
@@ -382,6 +383,7 @@ def _make_contract(config: Config, inputs: _Inputs, run_id: str, layout: tuple[T
         max_message_bytes=config.hub.max_message_mb << 20,
         has_images=bool(config.task.image_field),
         sources=hash_sources(config.task.environment or config.task.reward),
+        kit=make_kit(config, resolve_model(config.model.path), layout),
     )
 
 

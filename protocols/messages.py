@@ -29,6 +29,7 @@ from offbeat.protocols.fields import (
 )
 from offbeat.protocols.images import MAX_IMAGES, ImageReference
 from offbeat.protocols.operator_reports import MemberStatus, SettingChange, Vitals
+from offbeat.protocols.run_kit import MAX_PARTS
 
 PROTOCOL_MAJOR = 2
 """Peers of another major version are refused with a reason."""
@@ -230,6 +231,16 @@ class ChunkRequest(Message, frozen=True):
     Since minor version 4."""
 
 
+class RunRequest(Message, frozen=True):
+    """An actor without settings and model asks for a part of the run's kit (`protocols.run_kit`); no hello precedes it.
+
+    Since minor version 8, like `RunPart`. An older learner does not answer.
+    """
+
+    index: Natural
+    """From 0; the answer says how many parts there are."""
+
+
 class StatusRequest(Message, frozen=True):
     """An operator asks how the run is; no hello precedes it."""
 
@@ -259,6 +270,7 @@ ActorMessage = (
     | CanaryRouted
     | Goodbye
     | ChunkRequest
+    | RunRequest
     | StatusRequest
     | LiveSettingsRequest
 )
@@ -392,6 +404,15 @@ class ChunkGone(Message, frozen=True):
     """The request's `base`. Since minor version 4."""
 
 
+class RunPart(Message, frozen=True):
+    """The answer to `RunRequest`. Frame 0: the bytes."""
+
+    index: Natural
+    num_parts: Annotated[int, Meta(ge=1, le=MAX_PARTS)]
+    digest: Label
+    """SHA-256 of the whole kit, hexadecimal: parts of two kits do not mix."""
+
+
 class LearnerHeartbeat(Message, frozen=True):
     """The answer to `ActorHeartbeat`."""
 
@@ -469,6 +490,7 @@ LearnerMessage = (
     | WeightPull
     | Chunk
     | ChunkGone
+    | RunPart
     | LearnerHeartbeat
     | Stop
     | StatusReport

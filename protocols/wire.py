@@ -37,6 +37,7 @@ from offbeat.protocols.messages import (
     LiveSettingsReport,
     LiveSettingsRequest,
     Refused,
+    RunPart,
     StatusReport,
     Stop,
     WeightsStaged,
@@ -51,7 +52,7 @@ MAX_FRAMES = 8
 """Most frames that a message of this major version may have."""
 MAX_ACTOR_BODY_BYTES = 4 << 20
 """Largest body of an actor's message. Decoded, it may take many times its size."""
-ARRAY_FRAMES: dict[type, int] = {Welcome: 1, CanaryScored: 1, FilesScored: 1, CanaryRouted: 1, Chunk: 1}
+ARRAY_FRAMES: dict[type, int] = {Welcome: 1, CanaryScored: 1, FilesScored: 1, CanaryRouted: 1, Chunk: 1, RunPart: 1}
 """Number of array frames after the body; other messages but groups and leases have none."""
 _FOR_PEOPLE = (
     Ack,
@@ -259,7 +260,7 @@ def _check_arrays(message: ActorMessage | LearnerMessage, arrays: Sequence[Frame
     if len(arrays) != expected:
         raise WireError(f"{type(message).__name__} has {expected} array frames, got {len(arrays)}")
     for index, array in enumerate(arrays):
-        is_bytes = isinstance(message, Chunk) or (isinstance(message, Lease) and index == 1)
+        is_bytes = isinstance(message, Chunk | RunPart) or (isinstance(message, Lease) and index == 1)
         if len(array) % ITEM_BYTES and not is_bytes:
             raise WireError(f"array frame {index} has {len(array)} bytes, not a multiple of {ITEM_BYTES}")
 

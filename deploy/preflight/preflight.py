@@ -1,18 +1,18 @@
-"""The preflight: all checks of a command, their warnings logged, their mistakes told at once.
+"""The preflight: all checks of a command (`join`: an actor with --join), their warnings logged, their mistakes told at once.
 
-| | `check` | `train` | `learner` | `actor` |
-|---|---|---|---|---|
-| settings against each other, the model's folder | x | x | x | x |
-| settings without effect, unless the run is resumed | x | x | x | |
-| reference, run folder, ports, Weights & Biases | x | x | x | |
-| data and tokenizer, which a learner alone reads before it loads the model | x | x | | |
-| functions of yours that the learner calls, called once | x | x | x | |
-| engine options, the reward's function, the judge asked for its models, the sandbox tried | x | x | | x |
-| the reward called once | x | x | | |
-| learner processes, in groups that share packs | x | x | | |
-| GPUs of this machine, and the plan of what works on which | x | x | | |
-| variables of a distributed launcher, which `train` sets itself | x | | x | |
-| builds of the packages beside torch | x | | | |
+| | `check` | `train` | `learner` | `actor` | `join` |
+|---|---|---|---|---|---|
+| settings against each other, the model's folder | x | x | x | x | |
+| settings without effect, unless the run is resumed | x | x | x | | |
+| reference, run folder, ports, Weights & Biases | x | x | x | | |
+| data and tokenizer, which a learner alone reads before it loads the model | x | x | | | |
+| functions of yours that the learner calls, called once | x | x | x | | |
+| engine options, the reward's function, the judge asked for its models, the sandbox tried | x | x | | x | x |
+| the reward called once | x | x | | | |
+| learner processes, in groups that share packs | x | x | | | |
+| GPUs of this machine, and the plan of what works on which | x | x | | | |
+| variables of a distributed launcher, which `train` sets itself | x | | x | | |
+| builds of the packages beside torch | x | | | | |
 """
 
 import logging
@@ -53,7 +53,7 @@ from offbeat.deploy.preflight.user_functions import (
 
 logger = logging.getLogger(__name__)
 
-Command = Literal["check", "train", "learner", "actor"]
+Command = Literal["check", "train", "learner", "actor", "join"]
 Check = Callable[[Config], Iterable[Finding]]
 
 LOOK_S = 120.0
@@ -67,6 +67,7 @@ _CHECKS: dict[Command, tuple[Check, ...]] = {
     "check": (*_LEARNER, *_ACTOR, check_groups_of_processes, check_variables, check_companions, check_episodes, show_devices),
     "train": (*_LEARNER, *_ACTOR, check_shared_actor_port, check_groups_of_processes, check_devices),
     "learner": (*_LEARNER, check_variables),
+    "join": _ACTOR,
     "actor": (check_model, *_ACTOR),
 }
 
@@ -98,6 +99,9 @@ def look(config: Config, command: Command) -> list[str]:
 
 
 def _contradictions(config: Config, command: Command) -> list[Finding]:
+    if command == "join":
+        # They lack what only the learner has, and the learner has checked them.
+        return []
     check_settings = check if command == "actor" else check_before_run
     try:
         return [Finding("warning", text) for text in check_settings(config)]
@@ -118,6 +122,6 @@ def _start_functions(config: Config, command: Command) -> Apart | None:
         return None
     if command == "learner":
         return Apart("the learner's functions", partial(check_learner_functions, config))
-    if command == "actor":
+    if command in ("actor", "join"):
         return Apart("task.reward", partial(check_reward, config, calls=False))
     return Apart("your functions", partial(check_functions, config))

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from offbeat.learner.dispatch.handout import Kit
 from offbeat.protocols.engine_info import ModelHashes
 from offbeat.protocols.messages import Hello, TensorSpec
 
@@ -37,6 +38,8 @@ class Contract(NamedTuple):
     """True where prompts have images (`task.image_field`)."""
     sources: Mapping[str, str] = {}
     """`common.user_sources.hash_sources` of the function that judges completions; empty where the learner does not have it."""
+    kit: Kit = Kit()
+    """The run for actors that bring neither settings nor model."""
 
 
 def objection(contract: Contract, hello: Hello) -> str | None:
@@ -120,6 +123,8 @@ def differences(contract: Contract, hello: Hello) -> list[str]:
     found = []
     if hello.software != contract.software:
         found.append(f"offbeat {hello.software}, the learner has {contract.software}")
+    if not hello.engine.has_weight_files:
+        found.append("it has no weight files, so its first update is its noise floor (canary)")
     if hello.engine.max_model_len > contract.max_length:
         found.append(f"its engine takes {hello.engine.max_model_len} tokens, the run needs {contract.max_length}")
     if hello.engine.quantization:

@@ -50,6 +50,7 @@ from offbeat.protocols.messages import (
     LeaseFailed,
     LiveSettingsReport,
     LiveSettingsRequest,
+    RunRequest,
     SayHello,
     SettingChange,
     StatusReport,
@@ -97,6 +98,7 @@ class Dispatcher:
         self._quarantine = parts.quarantine
         self._watchdog = parts.watchdog
         self._status = parts.status
+        self._handout = parts.handout
         self._listeners = listeners
         self._clock = parts.clock
         self._ticked_at = parts.clock()
@@ -289,6 +291,10 @@ class Dispatcher:
                     if self._may_speak(peer, sender):
                         self._tell_end(peer)
                         self._join(peer, message, now, sender)
+                case RunRequest():
+                    if self._may_speak(peer, sender):
+                        self._tell_end(peer)
+                        self._handout.answer(peer, message.index)
                 case _:
                     if self._may_speak(peer, sender):
                         self._hear(peer, message, arrays, now)
@@ -298,8 +304,7 @@ class Dispatcher:
         with self._lock:
             member = self._roster.find(peer)
             stranger = sender.name if sender.role else plain(peer.decode(errors="replace"), 64)
-            name = stranger if member is None else member.name
-            self._roster.reject(peer, name, str(error))
+            self._roster.reject(peer, stranger if member is None else member.name, str(error))
 
     def count_rejected(self, name: str, reason: str) -> None:
         """Count a message that was refused elsewhere and needs no answer."""
@@ -443,13 +448,8 @@ class Dispatcher:
             cure = "use a key of role operator"
             self._roster.reject(peer, sender.name, "an actor's key, and an operator's message", cure)
             return
-        match message:
-            case StatusRequest():
-                self._send_queue.send(peer, self._report(now))
-            case LiveSettingsRequest():
-                self._send_queue.send(peer, self._change_settings(message, sender))
-            case _:
-                assert_never(message)
+        is_question = isinstance(message, StatusRequest)
+        self._send_queue.send(peer, self._report(now) if is_question else self._change_settings(message, sender))
 
     def _report(self, now: float) -> StatusReport:
         ask, is_over = self._listeners, self._stop_reason is not None

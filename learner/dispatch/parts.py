@@ -12,6 +12,7 @@ from offbeat.learner.dispatch.contract import Contract
 from offbeat.learner.dispatch.evaluation_leases import EvaluationLeases, FinishEvaluation
 from offbeat.learner.dispatch.failures import Failures
 from offbeat.learner.dispatch.group_buffer import GroupBuffer
+from offbeat.learner.dispatch.handout import Handout
 from offbeat.learner.dispatch.judge_budget import within_budget
 from offbeat.learner.dispatch.lease_desk import LeaseDesk
 from offbeat.learner.dispatch.live_settings import LiveSettings
@@ -54,6 +55,7 @@ class Parts(NamedTuple):
     quarantine: Quarantine
     watchdog: Watchdog
     status: Status
+    handout: Handout
 
 
 def make_parts(
@@ -109,4 +111,5 @@ def make_parts(
         quarantine=quarantine,
         watchdog=watchdog,
         status=status,
+        handout=Handout(contract.kit, send_queue),
     )

@@ -1,0 +1,101 @@
+"""The options with which an actor joins: what they must hold, and the name that they give it."""
+
+import importlib.metadata
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from offbeat.actor.joining import Meeting, joined
+from offbeat.common.config import Config, RolloutSection
+from offbeat.common.settings import SettingError, resolved_toml
+from offbeat.common.shutdown import ServiceError
+from offbeat.deploy.launch.keygen import make_keys
+from offbeat.learner.dispatch.handout import Handout, Kit
+from offbeat.learner.dispatch.send_queue import SendQueue
+from offbeat.protocols.channels import Hub
+from offbeat.protocols.keys import AllowList, KeyPair, read_key_pair
+from offbeat.protocols.messages import RunRequest
+from offbeat.protocols.run_kit import RunKit, encode_kit
+from offbeat.protocols.wire import WireError
+
+PROCESS = f"{socket.gethostname()}-{os.getpid()}"
+
+
+@contextmanager
+def serving(kit: RunKit, key: KeyPair | None = None, allowed: AllowList | None = None) -> Iterator[str]:
+    """Run a hub that hands out this kit; yield its address."""
+    hub = Hub("tcp://127.0.0.1:0", max_message_bytes=1 << 20, key=key, allowed=allowed)
+    queue, is_over = SendQueue(), threading.Event()
+    handout = Handout(Kit(encode_kit(kit)), queue)
+
+    def serve() -> None:
+        while not is_over.is_set():
+            hub.wait(0.02)
+            while (received := hub.receive()) is not None:
+                assert not isinstance(received.packet, WireError)
+                if isinstance(received.packet.message, RunRequest):
+                    handout.answer(received.peer, received.packet.message.index)
+            for one in queue.take():
+                hub.send(one.peer, one.message, *one.arrays)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield hub.address
+    finally:
+        is_over.set()
+        thread.join()
+        hub.close()
+
+
+@pytest.mark.parametrize(
+    ("meeting", "words"),
+    [
+        (Meeting("tcp://127.0.0.1:1", "a.key", ""), ("--learner-key", "go together")),
+        (Meeting("tcp://127.0.0.1:1", "", "learner.pub"), ("--key", "go together")),
+        (Meeting("tcp://learner:5700", "", ""), ("--join", "tcp://learner:5700", "keygen")),
+        (Meeting("tcp://10.0.0.1:5700", "", ""), ("--join", "must know the learner")),
+        (Meeting("tcp://127.0.0.1:1", "absent.key", "learner.pub"), ("--key", "absent.key")),
+    ],
+    ids=["no learner's key", "no key", "host name", "address", "no file"],
+)
+def test_actor_joins_no_learner_that_it_cannot_know(meeting: Meeting, words: tuple[str, ...]) -> None:
+    with pytest.raises(SettingError) as raised, joined(meeting, []):
+        pass
+    assert [word for word in words if word not in str(raised.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides", "name"),
+    [("actor-0", [], "actor-0"), ("gpu-*", [], f"gpu-{PROCESS}"), ("gpu-*", ["actor.name=gpu-7"], "gpu-7"), ("", [], PROCESS)],
+    ids=["own key", "fleet's key", "given", "no keys"],
+)
+def test_settings_are_the_learners_with_the_command_lines_over_them(
+    tmp_path: Path, key: str, overrides: list[str], name: str
+) -> None:
+    keys = tmp_path / "keys"
+    make_keys(keys, ["actor-0", "gpu-*"])
+    file = keys / f"{key.removesuffix('-*')}.key" if key else None
+    own, allowed = (read_key_pair(keys / "learner.key"), AllowList(keys / "allowed_keys")) if key else (None, None)
+    settings = resolved_toml(Config(rollout=RolloutSection(temperature=0.7)))
+    with serving(RunKit("0.1.0", settings, {"config.json": b"{}"}), own, allowed) as address:
+        meeting = Meeting(address, str(file or ""), str(keys / "learner.pub") if key else "")
+        with joined(meeting, [*overrides, "reward_workers=3"]) as config:
+            assert config.actor.name == name
+            assert (config.rollout.temperature, config.actor.reward_workers) == (0.7, 3)
+            assert (config.hub.address, config.hub.key) == (address, str(file or ""))
+            folder = Path(config.model.path)
+            assert [path.name for path in folder.iterdir()] == ["config.json"]
+        assert not folder.exists()
+
+
+@pytest.mark.parametrize(("software", "kind"), [("99.0", ServiceError), ("", SettingError)], ids=["another release", "same"])
+def test_setting_of_another_release_is_told_from_a_mistake(software: str, kind: type[Exception]) -> None:
+    kit = RunKit(software or importlib.metadata.version("offbeat"), "[rollout]\nfrom_tomorrow = 1\n", {})
+    with serving(kit) as address, pytest.raises(kind, match="from_tomorrow"), joined(Meeting(address, "", ""), []):
+        pass

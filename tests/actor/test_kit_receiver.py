@@ -1,0 +1,143 @@
+"""An actor that has nothing asks a real hub for the run."""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offbeat.actor.contact import RefusedError
+from offbeat.actor.kit_receiver import KitReceiver, RunOverError, write_files
+from offbeat.protocols.channels import Hub, Link
+from offbeat.protocols.messages import Credit, LearnerMessage, Refused, RunPart, RunRequest, SayHello, Stop
+from offbeat.protocols.run_kit import RunKit, encode_kit
+from offbeat.protocols.wire import Array, FromActor
+
+LIMIT = 1 << 20
+FILES = {"config.json": b"{}", "tokenizer.json": bytes(100)}
+CONTENT = encode_kit(RunKit("0.1.0", "[run]\n", FILES))
+PIECE = 50
+
+Answer = tuple[LearnerMessage, *tuple[Array, ...]]
+
+
+def part(index: int, content: bytes = CONTENT, digest: str = "") -> Answer:
+    message = RunPart(index=index, num_parts=-(-len(content) // PIECE), digest=digest or hashlib.sha256(content).hexdigest())
+    return message, np.frombuffer(content[index * PIECE :][:PIECE], np.uint8)
+
+
+@contextmanager
+def learner_that(answer: Callable[[RunRequest | Credit], list[Answer]]) -> Iterator[str]:
+    """Run a hub that answers what an actor asks before its hello; yield its address."""
+    hub = Hub("tcp://127.0.0.1:0", max_message_bytes=LIMIT)
+    is_over = threading.Event()
+
+    def serve() -> None:
+        while not is_over.is_set():
+            hub.wait(0.02)
+            while (received := hub.receive()) is not None:
+                assert isinstance(received.packet, FromActor)
+                message = received.packet.message
+                assert isinstance(message, RunRequest | Credit)
+                for one in answer(message):
+                    hub.send(received.peer, *one)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield hub.address
+    finally:
+        is_over.set()
+        thread.join()
+        hub.close()
+
+
+def receive(address: str, patience_s: float = 20.0) -> RunKit:
+    with Link(address, identity=b"a", max_message_bytes=LIMIT) as link:
+        return KitReceiver(link, address, patience_s=patience_s).receive()
+
+
+def current(message: RunRequest | Credit) -> list[Answer]:
+    """Answer as a learner of this release does."""
+    return [part(message.index)] if isinstance(message, RunRequest) else [(SayHello(),)]
+
+
+def test_kit_arrives_in_parts_and_its_files_are_written(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def answer(message: RunRequest | Credit) -> list[Answer]:
+        if isinstance(message, RunRequest):
+            asked.append(message.index)
+        return current(message)
+
+    with learner_that(answer) as address:
+        kit = receive(address)
+    assert (kit.software, kit.settings, kit.files) == ("0.1.0", "[run]\n", FILES)
+    assert asked == list(range(-(-len(CONTENT) // PIECE)))
+    write_files(kit, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == FILES
+
+
+def test_answers_that_come_twice_or_late_do_no_harm() -> None:
+    with learner_that(lambda message: [*current(message), *current(message)]) as address:
+        assert receive(address).files == FILES
+
+
+def test_learner_that_restarts_with_other_settings_is_asked_from_the_beginning() -> None:
+    other = encode_kit(RunKit("0.1.0", "[run]\nseed = 1\n", FILES))
+    is_restarted = False
+
+    def answer(message: RunRequest | Credit) -> list[Answer]:
+        nonlocal is_restarted
+        is_restarted = is_restarted or (isinstance(message, RunRequest) and message.index == 2)
+        return [part(message.index, other if is_restarted else CONTENT)] if isinstance(message, RunRequest) else []
+
+    with learner_that(answer) as address:
+        assert receive(address).settings == "[run]\nseed = 1\n"
+
+
+def older(message: RunRequest | Credit) -> list[Answer]:
+    """Answer as a learner that does not know the request."""
+    return [] if isinstance(message, RunRequest) else [(SayHello(),)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        pytest.param(older, "does not know --join: install the same release", id="older learner"),
+        pytest.param(lambda _: [(Refused(reason="too large. Give the folder"),)], "hands out no run: too large", id="refusal"),
+        pytest.param(
+            lambda message: [part(message.index, digest="0")] if isinstance(message, RunRequest) else [],
+            "did not arrive as it was sent",
+            id="damage",
+        ),
+        pytest.param(lambda _: [part(0, b"no kit")], "what it sent is no run: malformed", id="rubbish"),
+    ],
+)
+def test_learner_without_a_run_ends_the_actor_with_the_reason(
+    answer: Callable[[RunRequest | Credit], list[Answer]], words: str
+) -> None:
+    with learner_that(answer) as address, pytest.raises(RefusedError) as raised:
+        receive(address)
+    assert words in str(raised.value)
+    assert address in str(raised.value)
+
+
+def test_run_that_is_over_cannot_be_joined() -> None:
+    with learner_that(lambda _: [(Stop(reason="finished"),)]) as address, pytest.raises(RunOverError, match="finished"):
+        receive(address)
+
+
+def test_silence_ends_with_who_did_not_answer_and_how_far_it_came() -> None:
+    with (
+        learner_that(lambda message: current(message) if message == RunRequest(index=0) else []) as address,
+        pytest.raises(RefusedError) as raised,
+    ):
+        receive(address, patience_s=0.3)
+    assert f"the learner at {address} did not answer for " in str(raised.value)
+    assert "after 1 of 4 parts of the run: it is loading, or overloaded (actor.connect_timeout_s)" in str(raised.value)
+    with pytest.raises(RefusedError, match="did not answer for 0 s: start it, or correct the address"):
+        receive("tcp://127.0.0.1:1", patience_s=0.2)

@@ -1,0 +1,88 @@
+"""The kit has what an actor needs, and neither secrets nor paths of the learner's machine."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from offbeat.common.config import ActorSection, Config, HubSection, JudgeSection, ModelSection, RolloutSection, TaskSection
+from offbeat.common.models import WEIGHT_FILES, hash_model
+from offbeat.common.settings import SettingError, explanations, load_text, refuse_masked
+from offbeat.common.weights import make_layout
+from offbeat.learner.policy.lora import base_shapes
+from offbeat.learner.run_kit import OF_THIS_MACHINE, make_kit, without_this_machine
+from offbeat.protocols.messages import TensorSpec
+from offbeat.protocols.run_kit import decode_kit
+
+CONFIG = Config(
+    model=ModelSection(path="/models/secret-project", dtype="float32"),
+    task=TaskSection(train_data="/data/train.jsonl", reward="mine:digits"),
+    rollout=RolloutSection(temperature=0.7),
+    judge=JudgeSection(url="http://judge/v1", model="m", key_env="JUDGE_KEY", cache="/cache", options={"api_key": "sk-1"}),
+    actor=ActorSection(name="a", engine_options={"hf_token": "hf-1", "max_num_seqs": 8}),
+    hub=HubSection(address="tcp://10.0.0.1:5700", key="/keys/learner.key", heartbeat_s=0.5),
+)
+NO_PATHS = {"task.image_field", "task.train_split", "task.eval_split", "log.segment_mb"}
+"""Settings whose texts speak of files and folders, and that name none."""
+
+
+def layout_of(folder: Path) -> tuple[TensorSpec, ...]:
+    return make_layout(base_shapes(AutoModelForCausalLM.from_pretrained(folder)), torch.float32)
+
+
+def test_actor_gets_the_small_files_and_the_settings_without_secrets_and_paths(tiny_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / "modeling.py").write_text("import os")
+    (folder / "notes.json").write_text("{}")
+    kit = decode_kit(make_kit(CONFIG, folder, layout_of(folder)).content)
+    there = {path.name for path in tiny_model.iterdir() if not any(path.match(pattern) for pattern in WEIGHT_FILES)}
+    assert set(kit.files) == there
+    (tmp_path / "copy").mkdir()
+    for name, content in kit.files.items():
+        (tmp_path / "copy" / name).write_bytes(content)
+    assert hash_model(tmp_path / "copy") == hash_model(tiny_model)
+    for secret in ("sk-1", "hf-1", "/models", "/data", "/keys", "/cache", "10.0.0.1"):
+        assert secret not in kit.settings
+    config = load_text(kit.settings)
+    assert (config.rollout.temperature, config.task.reward, config.hub.heartbeat_s) == (0.7, "mine:digits", 0.5)
+    assert config.judge.key_env == "JUDGE_KEY", "a name, which the actor's machine gives a value"
+    with pytest.raises(SettingError, match=r"actor\.engine_options.*masked.*actor\.engine_options\.NAME=VALUE"):
+        refuse_masked(config)
+    with pytest.raises(SettingError, match=r"judge\.options"):
+        refuse_masked(load_text(kit.settings, ["actor.engine_options={}"]))
+    refuse_masked(load_text(kit.settings, ["actor.engine_options.hf_token=hf-2", "judge.options.api_key=sk-2"]))
+
+
+def test_every_setting_that_names_a_file_of_a_machine_is_kept_back() -> None:
+    speak = {row.setting for row in explanations() if re.search(r"\b([Ff]older|[Ff]ile)\b", row.text)}
+    assert speak - set(OF_THIS_MACHINE) == NO_PATHS
+    assert without_this_machine(CONFIG).actor == ActorSection(engine_options=CONFIG.actor.engine_options)
+
+
+def test_model_that_files_make_and_its_config_does_not_is_not_handed_out(tiny_untied_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_untied_model, tmp_path / "model")
+    layout = layout_of(folder)
+    assert make_kit(CONFIG, folder, layout).content
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    kit = make_kit(CONFIG, folder, layout)
+    assert not kit.content
+    assert "differ in lm_head.weight. Give the actor the model's folder and the settings" in kit.obstacle
+
+
+def test_model_with_tensors_that_updates_do_not_bring_is_not_handed_out(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, from_config = layout_of(tiny_model), AutoModelForCausalLM.from_config
+
+    def with_buffer(config: object) -> object:
+        model = from_config(config)
+        model.register_buffer("bias", torch.zeros(2))
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", with_buffer)
+    assert "the model has bias, a tensor that its files bring" in make_kit(CONFIG, tiny_model, layout).obstacle
