@@ -32,21 +32,23 @@ EARNED = "earned"
 async def play(chat: Any, row: dict[str, Any]) -> object:
     """Play an episode of the run's own environment."""
     function = load_environment(os.environ[FUNCTION_VARIABLE])
+    given: list[float] = []
     try:
-        returned = await function(cast(Chat, _Tooled(chat)), row)
+        returned = await function(cast(Chat, _Tooled(chat, given)), row)
     except NoRoom:
-        chat.metric(EARNED, 1.0 + chat.rewards)
+        chat.metric(EARNED, 1.0 + sum(given))
         raise
     total = reward_of(0.0 if returned is None else returned, {}).total
-    chat.metric(EARNED, 1.0 + (total + chat.rewards))
+    chat.metric(EARNED, 1.0 + (total + sum(given)))
     return returned
 
 
 class _Tooled:
-    """A chat whose every turn is followed by a tool call."""
+    """A chat whose every turn is followed by a tool call, and whose rewards are noted in `given`."""
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: Chat, given: list[float]) -> None:
         self._chat = chat
+        self._given = given
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._chat, name)
@@ -55,6 +57,16 @@ class _Tooled:
         reply = await self._chat.sample(*args, **kwargs)
         await _call_tool(Path(os.environ[FOLDER_VARIABLE]))
         return reply
+
+    def reward(self, value: float) -> None:
+        self._given.append(float(value))
+        self._chat.reward(value)
+
+    def fork(self) -> "_Tooled":
+        return _Tooled(self._chat.fork(), self._given)
+
+    def restart(self, *args: Any, **kwargs: Any) -> "_Tooled":
+        return _Tooled(self._chat.restart(*args, **kwargs), self._given)
 
 
 async def _call_tool(folder: Path) -> None:

@@ -5,12 +5,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from offbeat import RewardUnavailable
-from offbeat.actor.environments.chat import NoRoom
+from offbeat.actor.environments.chat import Chat, NoRoom, Reply
+from offbeat.actor.environments.chat_episode import ChatEpisode
+from offbeat.actor.environments.messages import Play
 from offbeat.common import processes
 from offbeat.common.config import EnvironmentSection
 from offbeat.common.settings import SettingError
@@ -25,23 +27,22 @@ from offbeat.protocols.completions import CompletionMeta, Segment
 pytestmark = pytest.mark.slow
 
 
-class Chat:
-    """A chat without a model."""
+class Unasked(Chat):
+    """A chat of which no model is asked."""
 
     def __init__(self) -> None:
-        self.rewards = 0.25
-        self.metrics: dict[str, float] = {}
+        message = Play(episode="1/0/0", row="{}", prompt="", num_prompt_tokens=1, max_new_tokens=1, seed=0, is_evaluation=False)
+        self.episode = ChatEpisode(message, max_length=9, max_episode_tokens=9, send=print, open_url=str)
+        super().__init__(self.episode, cast(Any, None), cast(Any, None))
 
-    def metric(self, name: str, value: float) -> None:
-        self.metrics[name] = value
-
-    async def sample(self) -> str:
-        return "reply"
+    async def sample(self, max_new_tokens: int | None = None) -> Reply:
+        return Reply("reply", (), "stop")
 
 
 async def game(chat: Any, row: dict[str, Any]) -> Any:
     for _ in range(row.get("turns", 1)):
         await chat.sample()
+    chat.reward(0.25)
     if row["returns"] == "no room":
         raise NoRoom
     return row["returns"]
@@ -58,12 +59,12 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tools:
     ("returns", "reward"), [(0.5, 0.75), (None, 0.25), ({"right": 1.0, "short": 0.5}, 1.75), ("no room", 0.25)]
 )
 def test_reward_that_was_given_is_repeated_and_never_0(tools: Tools, returns: object, reward: float) -> None:
-    chat = Chat()
+    chat = Unasked()
     try:
         assert asyncio.run(play(chat, {"returns": returns})) == returns
     except NoRoom:
         assert returns == "no room"
-    assert chat.metrics == {EARNED: reward + 1.0}
+    assert chat.episode.metrics == {EARNED: reward + 1.0}
 
 
 def test_reward_that_no_episode_earned_is_found() -> None:
@@ -81,18 +82,18 @@ def test_reward_that_no_episode_earned_is_found() -> None:
 def test_tools_are_down_for_a_while(tools: Tools) -> None:
     def meanwhile(seconds: float) -> None:
         with pytest.raises(RewardUnavailable):
-            asyncio.run(play(Chat(), {"returns": 1.0}))
+            asyncio.run(play(Unasked(), {"returns": 1.0}))
 
     assert tools.be_down(0.2, meanwhile).has_hit
     assert not tools.be_down(0.2, lambda seconds: None).has_hit
-    assert asyncio.run(play(Chat(), {"returns": 1.0})) == 1.0
+    assert asyncio.run(play(Unasked(), {"returns": 1.0})) == 1.0
 
 
 def test_process_is_killed_in_a_call_and_what_it_leaves_behind_or_blocks_is_told(
     tools: Tools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chaos_tools, "END_S", 0.1)
-    script = f"import asyncio; from {__name__} import *; asyncio.run(play(Chat(), {{'returns': 1.0, 'turns': 9999}}))"
+    script = f"import asyncio; from {__name__} import *; asyncio.run(play(Unasked(), {{'returns': 1.0, 'turns': 9999}}))"
     workers: list[subprocess.Popen] = []
 
     def pause(seconds: float) -> None:
