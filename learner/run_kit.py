@@ -18,7 +18,7 @@ from offbeat.protocols.run_kit import RunKit, RunKitError, encode_kit
 logger = logging.getLogger(__name__)
 
 OF_THIS_MACHINE = (
-    *("run.dir", "run.resume", "model.path", "task.train_data", "task.eval_data", "judge.cache", "kl.reference"),
+    *("run.dir", "run.resume", "run.mirror", "model.path", "task.train_data", "task.eval_data", "judge.cache", "kl.reference"),
     *("loss.noise_floor", "hub.address", "hub.bind", "hub.key", "hub.learner_key", "hub.allowed_keys", "train.deepspeed"),
     *("metrics.bind", "metrics.wandb_project", "metrics.callback", "actor.name"),
     *(f"launch.{name}" for name in LaunchSection.__struct_fields__),

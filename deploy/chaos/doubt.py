@@ -22,18 +22,18 @@ def doubt_learner(run: Path, pause: Callable[[float], None], duration_s: float) 
 
     A learner that differs for longer ends its run. This one is right again before it has been compared that often.
     """
-    if not _set_tolerance(run, IMPOSSIBLE, num_tries=1):
+    if not _set_tolerance(run, IMPOSSIBLE):
         return None
     pause(duration_s)
-    if not _set_tolerance(run, "none", num_tries=NUM_TRIES):
+    if not _set_tolerance(run, "none"):
         return f"no engine could match the learner from then on: {NUM_TRIES} requests to end it were not answered"
     return f"no engine could match the learner for {duration_s:.1f} s"
 
 
-def _set_tolerance(run: Path, value: str, *, num_tries: int) -> bool:
+def _set_tolerance(run: Path, value: str) -> bool:
     """Ask the learner for a tolerance; return False when it gives no answer."""
     hub = load(run / CONFIG_FILE, []).hub
-    for _ in range(num_tries):
+    for _ in range(NUM_TRIES):
         with open_link_to(hub, OPERATOR)() as link:
             try:
                 request = LiveSettingsRequest(settings={CANARY_TOLERANCE: value}, who="chaos")

@@ -52,8 +52,7 @@ class WarmProcess:
 
     def start(self, arguments: Sequence[str], cwd: Path, output: int, errors: int) -> "ForkedProcess":
         """Fork `offbeat ARGUMENTS`; `output` and `errors` are the file descriptors that become its stdout and stderr."""
-        if self._process is None:
-            self._process = self._launch()
+        self.launch()
         environment = service_environment()
         if not _agree(environment, self._environments):
             raise ValueError("the environment has changed since the imports: give the service a real start")
@@ -73,9 +72,12 @@ class WarmProcess:
         if self._process is not None:
             self._process.wait()
 
-    def _launch(self) -> subprocess.Popen:
+    def launch(self) -> None:
+        """Start the process, unless it is there. It ends with the calling thread."""
+        if self._process is not None:
+            return
         descriptor = self._their_socket.fileno()
-        process = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.deploy.warm", str(descriptor), "-" * ROOM_BYTES],
             cwd=Path(__file__).parents[2],
             pass_fds=[descriptor],
@@ -88,7 +90,6 @@ class WarmProcess:
         self._socket.settimeout(START_S)
         ready = self._receive()
         self._environments = (ready["before"], ready["after"])
-        return process
 
     def _receive(self) -> dict[str, Any]:
         answer = self._socket.recv(MESSAGE_BYTES)

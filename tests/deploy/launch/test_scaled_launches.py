@@ -168,6 +168,8 @@ def test_run_gets_an_actor_more_and_one_less_while_it_trains_and_no_lease_is_los
     tmp_path: Path, tiny_model: Path, warm: WarmProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launcher, "end_run", lambda *_: None)
+    # It ends with the thread that starts it.
+    warm.launch()
     with services_in(tmp_path, warm) as services:
         path = write_config(
             tmp_path,

@@ -15,6 +15,7 @@ from offbeat.learner.diagnostics.calibration import save_calibration
 from offbeat.learner.diagnostics.group_metrics import group_metrics
 from offbeat.learner.diagnostics.routing_history import RoutingHistory
 from offbeat.learner.leases.groups import Group
+from offbeat.protocols.completions import Turn
 from tests.learner.diagnostics.test_calibration import make_calibration
 from tests.learner.training.test_trainer import running
 from tests.learner.training.trainer_cases import make_config, make_groups
@@ -51,7 +52,7 @@ def test_trainer_and_loop_write_the_tables_metrics_and_no_others(tiny_model: Pat
     ):
         with running(config) as trainer:
             for _ in range(2):
-                (metrics,) = trainer.train_batch(make_groups(3))
+                (metrics,) = trainer.train_batch([_episode_group(), *make_groups(2)])
                 written |= names(map(step_metric, metrics))
     written |= names(map(step_metric, group_metrics([_episode_group()], policy_version=0)))
     loop = literals(ROOT / "learner/service.py") | literals(ROOT / "learner/step_rows.py")
@@ -60,7 +61,9 @@ def test_trainer_and_loop_write_the_tables_metrics_and_no_others(tiny_model: Pat
 
 def _episode_group() -> Group:
     group = make_groups(3)[0]
-    return group._replace(task="sums", rollouts=tuple(rollout._replace(environment_s=1.0) for rollout in group.rollouts))
+    turns = [(Turn(0, 1), Turn(0, len(rollout.token_ids) - 1)) for rollout in group.rollouts]
+    rollouts = [rollout._replace(environment_s=1.0, turns=two) for rollout, two in zip(group.rollouts, turns, strict=True)]
+    return group._replace(task="sums", rollouts=tuple(rollouts))
 
 
 def test_routing_history_has_the_tables_metrics_and_no_others() -> None:
