@@ -1,6 +1,7 @@
 """DeepSpeed: its config, its engine and the state of that, and whole weights and gradients under ZeRO."""
 
 import contextlib
+import gc
 import io
 import logging
 import warnings
@@ -73,6 +74,8 @@ def make_engine(module: CompletionLogprobs, config: dict[str, Any], train: Train
         )
     if config["zero_optimization"]["stage"] == 3:
         deepspeed.zero.register_external_parameter(module.head, module.head.output_layer.weight)
+    # DeepSpeed collects garbage four times under bfloat16: modules and model, which live as long as the process, are left out.
+    gc.freeze()
     with muted_prints():
         try:
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, model_parameters=trained, config=config)
