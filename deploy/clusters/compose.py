@@ -19,7 +19,6 @@ from offbeat.deploy.clusters.container import (
     KEYS,
     PAGE_PORT,
     RUNS,
-    SAVING_S,
     USER,
     WORK,
     actor_command,
@@ -29,6 +28,7 @@ from offbeat.deploy.clusters.container import (
     leave_s,
     run_folder,
 )
+from offbeat.deploy.clusters.moving_learner import NOTICE_S
 from offbeat.deploy.clusters.yaml_files import Document, write_yaml
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def compose_document(config: Config, settings: Sequence[str], image: str, user: 
     """Return the compose file: a service for the learner, and one for each actor, which has a name of its own."""
     launch = config.launch
     learner = {
-        **_service(image, user, learner_command(config, settings), SAVING_S, launch.learner_gpus),
+        **_service(image, user, learner_command(config, settings), NOTICE_S, launch.learner_gpus),
         "ports": [f"127.0.0.1:{PAGE_PORT}:{PAGE_PORT}"],
     }
     # The folder of the list of keys, not the file: an editor replaces files.

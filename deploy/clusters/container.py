@@ -1,14 +1,13 @@
 """The inside of a container that runs a service: its paths and ports, and the command that it starts with."""
 
 import math
-import shlex
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from offbeat.common.config import Config
 from offbeat.common.hub_keys import LEARNER, OPERATOR
-from offbeat.common.run_folder import CONFIG_FILE
 from offbeat.common.settings import SettingError
+from offbeat.deploy.clusters.moving_learner import moving_settings
 from offbeat.deploy.launch.keygen import ALLOWED_KEYS, make_keys
 
 WORK = "/work"
@@ -27,8 +26,6 @@ COLLECTIVE_PORT = 5702
 PAGE_PORT = 9400
 """Port of the learner's page, and of each service's numbers and probes."""
 
-SAVING_S = 300
-"""Seconds for the learner to finish a step, and to write checkpoint and model, after it was asked to stop."""
 MARGIN_S = 15
 """Seconds that an actor has beyond those in which it leaves."""
 
@@ -68,10 +65,7 @@ def learner_command(config: Config, settings: Sequence[str]) -> list[str]:
     if config.launch.learner_processes > 1:
         processes = f"--nproc-per-node={config.launch.learner_processes}"
         program = ["torchrun", "--standalone", processes, "-m", "offbeat.deploy.cli"]
-    words = [*program, "learner", CONFIG, *settings, f"hub.key={KEYS}/{{name}}.key"]
-    begun = shlex.quote(f"{run_folder(config)}/{CONFIG_FILE}")
-    # exec: signals reach the learner, not a shell that waits for it.
-    return ["sh", "-c", f'if [ -e {begun} ]; then set -- "$@" run.resume=true; fi\nexec "$@"', "sh", *words]
+    return [*program, "learner", CONFIG, *settings, f"hub.key={KEYS}/{{name}}.key", *moving_settings(config)]
 
 
 def actor_command(settings: Sequence[str], name: str) -> list[str]:

@@ -14,13 +14,13 @@ from offbeat.deploy.clusters.container import (
     KEYS,
     PAGE_PORT,
     RUNS,
-    SAVING_S,
     USER,
     actor_command,
     learner_command,
     leave_s,
     run_folder,
 )
+from offbeat.deploy.clusters.moving_learner import NOTICE_S
 from offbeat.deploy.clusters.yaml_files import Document
 
 GPU = "nvidia.com/gpu"
@@ -84,7 +84,7 @@ def learner_pod(config: Config, image: str, settings: Sequence[str], options: Po
     if reconciles:
         containers.append(_reconciler(config, image, [*_SHARED_MOUNTS, {**runs, "readOnly": True}]))
         volumes.append(_token())
-    spec = _spec(containers, volumes, LEARNER_SECRET, SAVING_S, options)
+    spec = _spec(containers, volumes, LEARNER_SECRET, NOTICE_S, options)
     spec["restartPolicy"] = "OnFailure"
     if reconciles:
         spec["serviceAccountName"] = RECONCILER

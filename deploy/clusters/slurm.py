@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from offbeat.common.config import Config
 from offbeat.common.masking import write_private
-from offbeat.common.run_folder import CONFIG_FILE
 from offbeat.common.settings import SettingError
+from offbeat.deploy.clusters.moving_learner import NOTICE_S, moving_settings
 from offbeat.deploy.launch.keygen import ALLOWED_KEYS, make_keys
 from offbeat.deploy.launch.starts import PROGRAM
 from offbeat.deploy.pools.slurm import ACTORS_SCRIPT, FLEET, leave_s
@@ -22,8 +22,6 @@ from offbeat.protocols.addresses import is_loopback
 LEARNER_SCRIPT = "learner.sbatch"
 KEYS = "keys"
 JOB_LOGS = "logs"
-SAVING_S = 300
-"""Seconds before the learner's time limit at which it is asked to stop: it finishes a step, and writes checkpoint and model."""
 MARGIN_S = 15
 """Seconds that an actor has before its time limit beyond those that it may take to leave."""
 
@@ -77,12 +75,12 @@ def learner_script(config: Config, places: Places, settings: Iterable[str], opti
 # The learner of the run {places.run}, written by `offbeat deploy slurm`. Change it as you like.
 #   start, and go on later:  sbatch {_word(places.out / LEARNER_SCRIPT)}
 #   jobs one after another:  the same command several times, with --dependency=singleton, where jobs have a time limit
-#   save and stop:           scancel --batch --signal=TERM JOB
+#   pause:                   scancel --batch --signal=TERM JOB    (it writes a checkpoint; the actors wait)
+#   end, with a model:       scancel --batch --signal=INT JOB     (the actors leave)
 # A job that is requeued, or submitted again, goes on from the newest checkpoint and the rollout log.
-{_directives(places, f"learner-{places.run.name}", "learner-%j.log", SAVING_S, options)}
-if [ -e {_word(places.run / CONFIG_FILE)} ]; then set -- run.resume=true; fi
+{_directives(places, f"learner-{places.run.name}", "learner-%j.log", NOTICE_S, options)}
 # exec: signals of Slurm reach the learner, not a shell that waits for it.
-exec {_program(config.launch.learner_processes)} learner {_words([places.config, *settings])} "$@"
+exec {_program(config.launch.learner_processes)} learner {_words([places.config, *settings, *moving_settings(config)])}
 """
 
 

@@ -194,13 +194,11 @@ def test_keys_of_the_pods_open_the_hub_to_actors_by_their_pods_names(folder: Pat
     assert {path.name for path in (folder / "actor-pod/keys").iterdir()} == {"actors.key", "learner.pub"}
 
 
-def test_learner_begins_and_then_resumes_in_the_same_folder(folder: Path) -> None:
-    first, _ = configs(write("run.dir=runs/mine-{time}"), folder)
-    assert (first.run.dir, first.run.resume) == ("/runs/mine", False)
-    (folder / "runs/mine").mkdir(parents=True)
-    (folder / "runs/mine/config.toml").touch()
-    again, _ = configs(write("run.dir=runs/mine-{time}"), folder)
-    assert (again.run.dir, again.run.resume) == ("/runs/mine", True)
+def test_learner_begins_goes_on_and_pauses_in_the_same_folder_by_the_same_words(folder: Path) -> None:
+    documents = write("run.dir=runs/mine-{time}")
+    run = configs(documents, folder)[0].run
+    assert (run.dir, run.resume, run.grace_s) == ("/runs/mine", "auto", 285)
+    assert pods(documents)[0]["terminationGracePeriodSeconds"] == 300
 
 
 def test_learner_of_several_gpus_starts_one_process_for_each(folder: Path) -> None:

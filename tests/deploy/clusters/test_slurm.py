@@ -59,8 +59,8 @@ def test_both_scripts_start_our_commands_with_one_config(folder: Path) -> None:
     assert (command, learner.train.num_steps, learner.run.seed) == ("learner", 7, 5)
     command, *arguments = started(ACTORS_SCRIPT, SLURM_ARRAY_JOB_ID="12", SLURM_ARRAY_TASK_ID="3")
     actor = load_config(arguments)
-    assert (command, actor.actor.name, actor.run, actor.train) == ("actor", "actor-12-3", learner.run, learner.train)
-    assert learner.run.dir == str(folder / "runs/a")
+    assert (command, actor.actor.name, actor.run.seed, actor.train) == ("actor", "actor-12-3", 5, learner.train)
+    assert learner.run.dir == actor.run.dir == str(folder / "runs/a")
     assert learner.hub.address == actor.hub.address == f"file:{folder}/runs/a/hub.address"
     assert learner.hub.bind == "tcp://0.0.0.0:0"
 
@@ -71,12 +71,13 @@ def test_folder_named_after_the_time_is_the_same_in_both_scripts_and_at_each_sta
     assert runs == {str(folder / config.run.dir)}
 
 
-def test_learner_begins_and_then_resumes_whatever_submitted_it(folder: Path) -> None:
-    write("", "run.dir=run")
-    assert not load_config(started(LEARNER_SCRIPT)[1:]).run.resume
-    Path("run").mkdir()
-    Path("run/config.toml").touch()
-    assert load_config(started(LEARNER_SCRIPT)[1:]).run.resume
+def test_learner_begins_goes_on_and_pauses_by_the_same_words_and_the_users_notice_stays(folder: Path) -> None:
+    write()
+    run = load_config(started(LEARNER_SCRIPT)[1:]).run
+    assert (run.resume, run.grace_s) == ("auto", 285)
+    assert "--signal=B:TERM@300" in (Path("job") / LEARNER_SCRIPT).read_text()
+    write("[run]\ngrace_s = 60\n")
+    assert load_config(started(LEARNER_SCRIPT)[1:]).run.grace_s == 60
 
 
 def test_actors_share_a_key_that_fits_their_names_and_no_secret_is_in_a_script(folder: Path) -> None:
