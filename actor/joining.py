@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Meeting(NamedTuple):
-    """Where and as whom an actor joins a run: the options of `offbeat actor`."""
+    """The options of `offbeat actor` that name the run to join and the keys."""
 
     address: str
     """The hub's address, or `file:PATH`."""

@@ -11,7 +11,7 @@ _METRICS = ("reward/mean", "lag/mean", "time/train_s", "time/wait_rollouts_s")
 
 
 class Work:
-    """What the rows tell of the learner's time and of weight updates."""
+    """The learner's time and weight updates, read from the rows."""
 
     def __init__(self, rows: Iterable[Row | OtherRow]) -> None:
         self._steps: dict[int, StepRow] = {}

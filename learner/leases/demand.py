@@ -110,7 +110,7 @@ class Demand:
         self._advised = ""
         """The kind of the last advice; it is not repeated while it holds."""
         self.advice = ""
-        """What the run needs instead of actors; empty where it needs nothing, or nothing else."""
+        """A change that the run needs instead of more actors; empty where it needs none."""
 
     def observe(self, use: Use, wanted: int, scale: ScaleSection) -> Decision | None:
         """Add a step and return a move of the `wanted` number, or new advice, or None.

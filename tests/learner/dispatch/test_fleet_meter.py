@@ -1,4 +1,4 @@
-"""What a run makes of its actors, as the automatic number of actors is told."""
+"""Numbers about the use that a run makes of its actors, as the policy of `scale.auto` gets them."""
 
 import pytest
 
