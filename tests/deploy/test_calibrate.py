@@ -85,7 +85,9 @@ def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, warm: Wa
         process = services.start("calibrate", config, *arguments)
         assert services.wait(process, "calibrate") == 0, services.output("calibrate")
         text = services.output("calibrate")
-        yield Sampled(services, config, folder / "calibration", json.loads(text[text.index("\n{\n") :]))
+        # Other processes' progress may stand before it, without an end of line.
+        printed, _ = json.JSONDecoder().raw_decode(text, text.index("{\n"))
+        yield Sampled(services, config, folder / "calibration", printed)
 
 
 def direct_differences(config: Config, source: Path) -> Differences:

@@ -1,7 +1,8 @@
 """A pool of actors on a real Slurm, with a script in the place of the actors."""
 
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,17 @@ def wait_for(slurm: Slurm, claim: Callable[[], bool], what: str) -> None:
         time.sleep(0.1)
 
 
-def test_actors_start_wait_for_nodes_and_leave_when_they_are_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster, script = tmp_path / "cluster", tmp_path / ACTORS_SCRIPT
-    cluster.mkdir()
+@pytest.fixture
+def cluster() -> Iterator[Path]:
+    """Yield a folder with a short path: slurmd's sockets lie below it, and a path of a socket has at most 108 bytes."""
+    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def test_actors_start_wait_for_nodes_and_leave_when_they_are_released(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / ACTORS_SCRIPT
     script.write_text(SCRIPT.format(folder=tmp_path))
     monkeypatch.setenv("SLURM_CONF", str(cluster / "slurm.conf"))
     with slurm_in(cluster, kill_wait_s=30) as slurm:
