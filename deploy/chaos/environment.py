@@ -5,6 +5,7 @@ daemon behind. The reward that was really given is repeated as a named part, so 
 """
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import time
@@ -82,10 +83,11 @@ async def _call_tool(folder: Path) -> None:
             f"setsid sleep {BLOCKED_S:g} & echo {os.getpid()} $! > {folder}/daemon.new; mv {folder}/daemon.new {folder}/left"
         )
         subprocess.run(["sh", "-c", script], check=True)
-    slow = folder / "slow"
-    if slow.exists():
+    # Read at once: it may be taken back at any moment.
+    with contextlib.suppress(FileNotFoundError):
+        slow = (folder / "slow").read_text()
         (folder / "called").write_text(str(os.getpid()))
-        await asyncio.sleep(float(slow.read_text() or USUAL_S))
+        await asyncio.sleep(float(slow or USUAL_S))
     await asyncio.sleep(USUAL_S)
 
 

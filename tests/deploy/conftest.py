@@ -1,5 +1,6 @@
 """Fixtures of several test files in this folder."""
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,3 +35,10 @@ def desks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Desk]]:
     yield opened
     for desk in opened:
         desk.close()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Path]:
+    """Yield a folder for Slurm with a short path: its daemons' sockets lie below, and a socket's path has at most 108 bytes."""
+    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)

@@ -1,8 +1,7 @@
 """A pool of actors on a real Slurm, with a script in the place of the actors."""
 
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,13 +32,6 @@ def wait_for(slurm: Slurm, claim: Callable[[], bool], what: str) -> None:
         if time.monotonic() > deadline:
             raise AssertionError(f"not so: {what}\n{slurm.run('squeue', '--array')}{slurm.run('sinfo', '-R')}{slurm.logs()}")
         time.sleep(0.1)
-
-
-@pytest.fixture
-def cluster() -> Iterator[Path]:
-    """Yield a folder with a short path: slurmd's sockets lie below it, and a path of a socket has at most 108 bytes."""
-    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
 
 
 def test_actors_start_wait_for_nodes_and_leave_when_they_are_released(
