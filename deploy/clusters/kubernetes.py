@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from offbeat.common.config import Config
+from offbeat.common.config import Config, actors_wanted
 from offbeat.common.hub_keys import LEARNER
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import load
@@ -179,7 +179,7 @@ def _actors(config: Config, settings: Sequence[str], cluster: Cluster) -> Docume
         "metadata": {"name": FLEET, "labels": LABELS[FLEET]},
         "spec": {
             # Whoever scales owns the number: applying the files again leaves it alone.
-            **({} if scaled else {"replicas": config.scale.actors or config.launch.num_actors}),
+            **({} if scaled else {"replicas": actors_wanted(config)}),
             "selector": {"matchLabels": LABELS[FLEET]},
             # New actors need GPUs that the old ones hold.
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": "50%"}},

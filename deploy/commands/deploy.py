@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from offbeat.common.config import actors_wanted
 from offbeat.common.logs import configure_logs
 from offbeat.common.settings import SettingError, refuse_masked
 from offbeat.deploy.clusters.compose import write_compose
@@ -48,7 +49,7 @@ def slurm(
     refuse_masked(config)
     path, overrides = split_arguments(arguments)
     assert path is not None, "read_config refuses a command line without a file"
-    num_actors = actors or config.scale.actors or config.launch.num_actors
+    num_actors = actors or actors_wanted(config)
     written = write_scripts(config, path, overrides, out, num_actors, learner_options or [], actor_options or [])
     typer.echo(written)
 

@@ -180,7 +180,9 @@ def collate(rows: Sequence[Row], images: ImagePacker | None = None) -> MicroBatc
         completion_mask[index, : packed.lengths[index]] = True
         behavior_logprobs[index, : packed.lengths[index]] = row.rollout.behavior_logprobs
         advantages[index, : packed.lengths[index]] = row.advantage
-        of_turns[index, : packed.lengths[index]] = turn_buckets(row.rollout)
+        # All tokens of a single turn are in the first bucket.
+        if row.rollout.num_turns > 1:
+            of_turns[index, : packed.lengths[index]] = turn_buckets(row.rollout)
     return MicroBatch(
         packed,
         torch.from_numpy(completion_mask),
