@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +16,12 @@ from offbeat.common.shutdown import ServiceError
 from offbeat.deploy.launch.keygen import make_keys
 from offbeat.learner.dispatch.handout import Handout, Kit
 from offbeat.learner.dispatch.send_queue import SendQueue
-from offbeat.protocols.channels import Hub
+from offbeat.protocols.channels import Hub, Received
 from offbeat.protocols.keys import AllowList, KeyPair, read_key_pair
 from offbeat.protocols.messages import RunRequest
 from offbeat.protocols.run_kit import RunKit, encode_kit
 from offbeat.protocols.wire import WireError
+from tests.actor.served_hub import served
 
 PROCESS = f"{socket.gethostname()}-{os.getpid()}"
 
@@ -30,27 +30,18 @@ PROCESS = f"{socket.gethostname()}-{os.getpid()}"
 def serving(kit: RunKit, key: KeyPair | None = None, allowed: AllowList | None = None) -> Iterator[str]:
     """Run a hub that hands out this kit; yield its address."""
     hub = Hub("tcp://127.0.0.1:0", max_message_bytes=1 << 20, key=key, allowed=allowed)
-    queue, is_over = SendQueue(), threading.Event()
+    queue = SendQueue()
     handout = Handout(Kit(encode_kit(kit)), queue)
 
-    def serve() -> None:
-        while not is_over.is_set():
-            hub.wait(0.02)
-            while (received := hub.receive()) is not None:
-                assert not isinstance(received.packet, WireError)
-                if isinstance(received.packet.message, RunRequest):
-                    handout.answer(received.peer, received.packet.message.index)
-            for one in queue.take():
-                hub.send(one.peer, one.message, *one.arrays)
+    def handle(received: Received) -> None:
+        assert not isinstance(received.packet, WireError)
+        if isinstance(received.packet.message, RunRequest):
+            handout.answer(received.peer, received.packet.message.index)
+        for one in queue.take():
+            hub.send(one.peer, one.message, *one.arrays)
 
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    try:
-        yield hub.address
-    finally:
-        is_over.set()
-        thread.join()
-        hub.close()
+    with served(hub, handle) as address:
+        yield address
 
 
 @pytest.mark.parametrize(

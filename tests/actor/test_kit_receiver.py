@@ -1,7 +1,6 @@
 """An actor that has nothing asks a real hub for the run."""
 
 import hashlib
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +10,11 @@ import pytest
 
 from offbeat.actor.contact import RefusedError
 from offbeat.actor.kit_receiver import KitReceiver, RunOverError, write_files
-from offbeat.protocols.channels import Hub, Link
+from offbeat.protocols.channels import Hub, Link, Received
 from offbeat.protocols.messages import Credit, LearnerMessage, Refused, RunPart, RunRequest, SayHello, Stop
 from offbeat.protocols.run_kit import RunKit, encode_kit
 from offbeat.protocols.wire import Array, FromActor
+from tests.actor.served_hub import served
 
 LIMIT = 1 << 20
 FILES = {"config.json": b"{}", "tokenizer.json": bytes(100)}
@@ -33,26 +33,16 @@ def part(index: int, content: bytes = CONTENT, digest: str = "") -> Answer:
 def learner_that(answer: Callable[[RunRequest | Credit], list[Answer]]) -> Iterator[str]:
     """Run a hub that answers what an actor asks before its hello; yield its address."""
     hub = Hub("tcp://127.0.0.1:0", max_message_bytes=LIMIT)
-    is_over = threading.Event()
 
-    def serve() -> None:
-        while not is_over.is_set():
-            hub.wait(0.02)
-            while (received := hub.receive()) is not None:
-                assert isinstance(received.packet, FromActor)
-                message = received.packet.message
-                assert isinstance(message, RunRequest | Credit)
-                for one in answer(message):
-                    hub.send(received.peer, *one)
+    def handle(received: Received) -> None:
+        assert isinstance(received.packet, FromActor)
+        message = received.packet.message
+        assert isinstance(message, RunRequest | Credit)
+        for one in answer(message):
+            hub.send(received.peer, *one)
 
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    try:
-        yield hub.address
-    finally:
-        is_over.set()
-        thread.join()
-        hub.close()
+    with served(hub, handle) as address:
+        yield address
 
 
 def receive(address: str, patience_s: float = 20.0) -> RunKit:
