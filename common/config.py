@@ -33,7 +33,7 @@ class RunSection(Section, frozen=True):
     mirror: str = ""
     """Folder in object storage, such as `s3://bucket/run` (with the package s3fs), or any other that fsspec knows, to which a
     thread of the learner copies closed log segments, checkpoints, metrics, settings and the model. A learner with `run.resume`
-    whose folder is empty fetches the newest checkpoint and the log from there. Empty: no mirror."""
+    whose folder is empty fetches the newest checkpoint, the best one, and the log. Empty: no mirror."""
     grace_s: PositiveFloat | None = None
     """Time between SIGTERM and the end by force that the learner's machine gives it, in seconds. With it a learner that gets
     SIGTERM pauses the run: it finishes its step, writes a checkpoint if that fits the time, lets the actors wait for the next

@@ -10,10 +10,12 @@ segment or checkpoint was uploaded, `log.segment_mb` and what arrives during an 
 import logging
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import fsspec
+from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 
 from offbeat.common.metrics import ROWS_FILE
@@ -27,7 +29,10 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 5.0
 """Seconds between two looks at the run's folder."""
+SILENCE_S = 300.0
+"""Seconds that the last upload may go on without a part or, where the storage tells of none, a file that has come."""
 _SMALL = (CONFIG_FILE, IDENTITY_FILE, PROMPT_HASHES_FILE, ROWS_FILE)
+_EVALUATIONS = f"{CHECKPOINTS}/{checkpoints.EVALUATIONS_FILE}"
 _PARTIAL = "mirror.partial"
 """Folder in the run's for what is being fetched."""
 
@@ -46,11 +51,11 @@ class Storage(NamedTuple):
         found: dict[str, Any] = self.files.find(self.root, detail=True)  # pyright: ignore[reportAssignmentType]
         return {self._name(path): entry["size"] for path, entry in found.items()}
 
-    def put(self, file: Path, name: str) -> None:
-        """Copy a file to this name."""
+    def put(self, file: Path, name: str, progress: Callback) -> None:
+        """Copy a file to this name; `progress` is called with each part that has come."""
         path = f"{self.root}/{name}"
         self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
-        self.files.put_file(str(file), path)
+        self.files.put_file(str(file), path, callback=progress)  # pyright: ignore[reportArgumentType]
 
     def get(self, name: str, file: Path) -> None:
         """Copy the file of this name to a new one."""
@@ -91,6 +96,8 @@ class Mirror:
         self._record = record
         self._is_over = threading.Event()
         self._is_failing = False
+        self._moved_at = time.monotonic()
+        self._progress = Callback(hooks={"moved": self._note_progress})
         self._there = storage.sizes()
         """Sizes of the files in the storage."""
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
@@ -100,9 +107,13 @@ class Mirror:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._moved_at = time.monotonic()
         self._is_over.set()
-        self._thread.join()
-        self._try_upload(is_last=True)
+        while self._thread.is_alive():
+            self._thread.join(timeout=min(1.0, SILENCE_S))
+            if time.monotonic() - self._moved_at > SILENCE_S:
+                self._note_failure(f"{self._storage.root} took nothing for {SILENCE_S:.0f} s")
+                return
 
     def upload(self, *, is_last: bool = False) -> None:
         """Upload what the storage lacks, and delete from it what the run has deleted. `is_last`: nobody writes any more."""
@@ -118,7 +129,7 @@ class Mirror:
             for file in sorted(folder.rglob("*"), key=lambda file: file == manifest):
                 self._put(file)
         if new or is_last or not self._has(IDENTITY_FILE):
-            for name in _SMALL:
+            for name in (*_SMALL, _EVALUATIONS):
                 self._put(self._folder / name, may_change=True)
         if is_last and (self._folder / MODEL).is_dir():
             for file in (self._folder / MODEL).rglob("*"):
@@ -128,23 +139,28 @@ class Mirror:
     def _run(self) -> None:
         while not self._is_over.wait(LOOK_S):
             self._try_upload()
+        self._try_upload(is_last=True)
 
     def _try_upload(self, *, is_last: bool = False) -> None:
         try:
             self.upload(is_last=is_last)
         # Each storage's library has errors of its own. The run goes on without its mirror, and says so.
         except Exception as error:  # noqa: BLE001
-            detail = (
-                f"{self._storage.root}: {type(error).__name__}: {error}; what is new is only on this machine until it works"
-            )
             if not self._is_failing or is_last:
-                logger.warning("run.mirror: %s", detail)
-                self._record(EventRow(event="mirror_failed", detail=detail))
+                self._note_failure(f"{self._storage.root}: {type(error).__name__}: {error}")
             self._is_failing = True
         else:
             if self._is_failing:
                 logger.info("run.mirror: %s works again", self._storage.root)
             self._is_failing = False
+
+    def _note_failure(self, problem: str) -> None:
+        detail = f"{problem}; what is new is only on this machine until it works"
+        logger.warning("run.mirror: %s", detail)
+        self._record(EventRow(event="mirror_failed", detail=detail))
+
+    def _note_progress(self, *_: object) -> None:
+        self._moved_at = time.monotonic()
 
     def _put(self, file: Path, *, may_change: bool = False) -> None:
         """Upload a file unless the storage has one of its size; nothing for what a prune has just deleted.
@@ -156,15 +172,17 @@ class Mirror:
             size = file.stat().st_size
             if not file.is_file() or (self._there.get(name) == size and not may_change):
                 return
-            self._storage.put(file, name)
+            self._storage.put(file, name, self._progress)
         except FileNotFoundError:
             return
+        self._note_progress()
         self._there[name] = size
 
     def _delete(self, segments: set[str], whole: set[str]) -> None:
         for name in sorted(self._there):
             kind, _, rest = name.partition("/")
-            is_old = (kind == LOG and rest not in segments) or (kind == CHECKPOINTS and rest.partition("/")[0] not in whole)
+            kept = segments if kind == LOG else whole | {checkpoints.EVALUATIONS_FILE}
+            is_old = kind in (LOG, CHECKPOINTS) and rest.partition("/")[0] not in kept
             if is_old:
                 self._storage.delete(name)
                 del self._there[name]
@@ -194,24 +212,29 @@ def open_mirror(folder: Path, url: str, record: Recorder, *, resume: bool) -> Mi
 
 
 def fetch_run(folder: Path, url: str) -> bool:
-    """Fetch the newest checkpoint and the log of a mirrored run into a folder that holds none; return whether there is one."""
+    """Fetch the newest checkpoint, the best one and the log of a mirrored run into a folder that holds none.
+
+    Return whether there is one.
+    """
     storage = open_storage(url)
     names = sorted(storage.sizes())
     whole = sorted(
-        name.split("/")[1] for name in names if name.startswith(f"{CHECKPOINTS}/") and name.endswith("/manifest.json")
+        Path(name).parent for name in names if name.startswith(f"{CHECKPOINTS}/") and name.endswith("/manifest.json")
     )
-    wanted = [name for name in names if name in _SMALL or name.startswith(f"{LOG}/")]
-    wanted += [name for name in names if whole and name.startswith(f"{CHECKPOINTS}/{whole[-1]}/")]
-    if not any("/" in name for name in wanted):
+    if not whole and not any(name.startswith(f"{LOG}/") for name in names):
         return False
     partial = folder / _PARTIAL
     shutil.rmtree(partial, ignore_errors=True)
-    for name in wanted:
-        storage.get(name, partial / name)
+    if _EVALUATIONS in names:
+        storage.get(_EVALUATIONS, partial / _EVALUATIONS)
+    kept = {*whole[-1:], checkpoints.best(partial / CHECKPOINTS, among=whole)}
+    for name in names:
+        if name in _SMALL or name.startswith(f"{LOG}/") or any(path in kept for path in Path(name).parents):
+            storage.get(name, partial / name)
     # The checkpoint first: a folder with a log alone would begin again at the first step.
     for name in (CHECKPOINTS, LOG, *_SMALL):
         if (partial / name).exists():
             (partial / name).replace(folder / name)
     partial.rmdir()
-    logger.info("fetched the run from %s: %s", url, whole[-1] if whole else "its log, no checkpoint")
+    logger.info("fetched the run from %s: %s", url, whole[-1].name if whole else "its log, no checkpoint")
     return True

@@ -8,6 +8,7 @@ step-00000030.damaged/    its files are not those of its manifest; kept for peop
 import re
 import shutil
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ OLD_STATE = "state"
 _NAME = re.compile(r"step-(\d+)")
 _EXTRA_FILE = "extra.bin"
 _MANIFEST_FILE = "manifest.json"
-_EVALUATIONS_FILE = "evaluations.json"
+EVALUATIONS_FILE = "evaluations.json"
 _READ_BYTES = 1 << 22
 
 
@@ -154,20 +155,23 @@ def note_evaluation(root: Path, policy_version: int, reward: float) -> None:
     if not root.is_dir():
         return
     rewards = {**_evaluations(root), policy_version: reward}
-    new = root / f"{_EVALUATIONS_FILE}.new"
+    new = root / f"{EVALUATIONS_FILE}.new"
     new.write_bytes(msgspec.json.encode(rewards))
-    new.rename(root / _EVALUATIONS_FILE)
+    new.rename(root / EVALUATIONS_FILE)
 
 
-def best(root: Path) -> Path | None:
-    """Return the checkpoint whose version got the highest reward in an evaluation, the newest of equals; None for none."""
+def best(root: Path, among: Iterable[Path] | None = None) -> Path | None:
+    """Return the checkpoint whose version got the highest reward in an evaluation, the newest of equals; None for none.
+
+    `among`: the checkpoints to choose from; by default the whole ones of `root`.
+    """
     rewards = _evaluations(root)
-    evaluated = [folder for folder in whole(root) if version_of(folder) in rewards]
+    evaluated = [folder for folder in (whole(root) if among is None else among) if version_of(folder) in rewards]
     return max(evaluated, key=lambda folder: (rewards[version_of(folder)], folder), default=None)
 
 
 def _evaluations(root: Path) -> dict[int, float]:
-    file = root / _EVALUATIONS_FILE
+    file = root / EVALUATIONS_FILE
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[int, float])
     # It is not synced: after a power failure it may be empty, and there is no best checkpoint until the next evaluation.

@@ -1,11 +1,13 @@
 """A run's copy in storage: what is uploaded and when, and a run that goes on from it on an empty disk."""
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+from fsspec.callbacks import Callback
 
 from offbeat.common.config import Config, RunSection
 from offbeat.common.rows import Row, row_fields
@@ -114,12 +116,51 @@ def test_run_goes_on_from_its_mirror_on_an_empty_disk(run: Run, tmp_path: Path) 
         run.mirror(resume=True)
 
 
+def test_best_checkpoint_moves_with_the_run_and_stays_in_the_mirror(run: Run, tmp_path: Path) -> None:
+    for version in (4, 8, 12):
+        run.save(version)
+        checkpoints.note_evaluation(run.folder / "checkpoints", version, 0.9 if version == 4 else 0.1)
+    with run.mirror():
+        pass
+    moved = Run(tmp_path / "other", run.url)
+    assert fetch_run(moved.folder, run.url)
+    root = moved.folder / "checkpoints"
+    assert {folder.name for folder in checkpoints.whole(root)} == {"step-00000004", "step-00000012"}
+    best = checkpoints.best(root)
+    assert best is not None and best.name == "step-00000004" and checkpoints.find_damage(best) is None
+    with moved.mirror(resume=True):
+        pass
+    assert {*checkpoint(4), *checkpoint(12), "checkpoints/evaluations.json"} <= moved.there()
+
+
+def test_end_waits_for_a_storage_that_still_takes_parts_and_leaves_a_silent_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "SILENCE_S", 0.3)
+    run = Run(tmp_path / "run", f"{tmp_path}/far")
+    release = threading.Event()
+
+    def slow(_: object, __: Path, name: str, progress: Callback) -> None:
+        for _part in range(4):
+            time.sleep(0.1)
+            progress.relative_update(1)
+        if name == "metrics.jsonl":
+            release.wait(30)
+
+    monkeypatch.setattr(mirror.Storage, "put", slow)
+    with run.mirror():
+        pass
+    release.set()
+    assert [row["event"] for row in run.rows] == ["mirror_failed"]
+    assert "took nothing for 0 s" in run.rows[0]["detail"]
+
+
 def test_checkpoint_whose_upload_broke_off_is_not_fetched(run: Run, tmp_path: Path) -> None:
     run.save(4)
     run.mirror().upload()
     run.save(8)
     open_storage(run.url).put(
-        run.folder / "checkpoints/step-00000008/rank.safetensors", "checkpoints/step-00000008/rank.safetensors"
+        run.folder / "checkpoints/step-00000008/rank.safetensors", "checkpoints/step-00000008/rank.safetensors", Callback()
     )
     assert fetch_run(tmp_path / "other", run.url)
     assert [folder.name for folder in (tmp_path / "other/checkpoints").iterdir()] == ["step-00000004"]
@@ -128,7 +169,7 @@ def test_checkpoint_whose_upload_broke_off_is_not_fetched(run: Run, tmp_path: Pa
 def test_manifest_is_the_last_file_of_a_checkpoint_to_come(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.save(4)
     uploads, put = run.mirror(), []
-    monkeypatch.setattr(type(uploads._storage), "put", lambda _, file, name: put.append(name))
+    monkeypatch.setattr(type(uploads._storage), "put", lambda _, file, name, progress: put.append(name))
     uploads.upload()
     assert [name.rpartition("/")[2] for name in put if name.startswith("checkpoints/")] == ["rank.safetensors", "manifest.json"]
 
