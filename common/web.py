@@ -12,7 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from offbeat.common.settings import SettingError
 from offbeat.protocols.text import plain
@@ -43,7 +43,7 @@ Route = Callable[[], Response]
 
 
 class WebServer:
-    """Answers GET requests for the paths of `routes`."""
+    """Answers GET requests for the paths of `routes` while its context lasts."""
 
     def __init__(self, setting: str, bind: str, routes: Mapping[str, Route], *, wanted_port: int = 0) -> None:
         """Listen at `bind`, `HOST:PORT`; raise `SettingError` naming `setting` where that cannot be done.
@@ -58,9 +58,12 @@ class WebServer:
         self.url = f"http://{host}:{self.port}/"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(LOOK_S,), name="web", daemon=True)
 
-    def start(self) -> None:
-        """Answer from now on."""
+    def __enter__(self) -> Self:
         self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Stop listening; requests under way are answered or dropped."""

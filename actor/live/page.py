@@ -78,10 +78,6 @@ def serving(page: ActorPage, bind: str) -> Iterator[None]:
     if not bind:
         yield
         return
-    server = WebServer(SETTING, bind, page.routes())
-    server.start()
-    logger.info("numbers and probes: %smetrics", server.url)
-    try:
+    with WebServer(SETTING, bind, page.routes()) as server:
+        logger.info("numbers and probes: %smetrics", server.url)
         yield
-    finally:
-        server.close()

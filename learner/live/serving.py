@@ -18,14 +18,10 @@ PORT_FILE = "page.port"
 @contextmanager
 def serving(routes: Mapping[str, Route], bind: str, run_folder: Path) -> Iterator[None]:
     """Serve the page's routes at `bind`, `HOST:PORT`; raise `SettingError` where that cannot be done."""
-    server = WebServer(SETTING, bind, routes, wanted_port=_former_port(run_folder))
-    replace(run_folder / PORT_FILE, f"{server.port}\n".encode())
-    server.start()
-    logger.info("live page: %s", server.url)
-    try:
+    with WebServer(SETTING, bind, routes, wanted_port=_former_port(run_folder)) as server:
+        replace(run_folder / PORT_FILE, f"{server.port}\n".encode())
+        logger.info("live page: %s", server.url)
         yield
-    finally:
-        server.close()
 
 
 def _former_port(run_folder: Path) -> int:

@@ -20,10 +20,8 @@ def fail() -> Response:
 
 @pytest.fixture
 def server() -> Iterator[WebServer]:
-    held = WebServer("metrics.bind", "127.0.0.1:0", {"/": lambda: Response(b"hello"), "/fails": fail})
-    held.start()
-    yield held
-    held.close()
+    with WebServer("metrics.bind", "127.0.0.1:0", {"/": lambda: Response(b"hello"), "/fails": fail}) as held:
+        yield held
 
 
 def get(server: WebServer, path: str, host: str = "localhost") -> tuple[int, bytes, dict[str, str]]:
@@ -72,12 +70,8 @@ def test_names_of_other_machines_are_refused_at_the_loopback_address(server: Web
 
 
 def test_names_are_free_where_the_user_has_bound_another_address() -> None:
-    server = WebServer("metrics.bind", "0.0.0.0:0", {"/": lambda: Response(b"hello")})
-    server.start()
-    try:
+    with WebServer("metrics.bind", "0.0.0.0:0", {"/": lambda: Response(b"hello")}) as server:
         assert get(server, "/", "learner.cluster")[0] == 200
-    finally:
-        server.close()
 
 
 def test_more_requests_than_are_allowed_are_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,9 +82,7 @@ def test_more_requests_than_are_allowed_are_hung_up_on(monkeypatch: pytest.Monke
         held.wait(10)
         return Response(b"at last")
 
-    server = WebServer("metrics.bind", "127.0.0.1:0", {"/": lambda: Response(b"hello"), "/waits": wait})
-    server.start()
-    try:
+    with WebServer("metrics.bind", "127.0.0.1:0", {"/": lambda: Response(b"hello"), "/waits": wait}) as server:
         waiting = [http.client.HTTPConnection("127.0.0.1", server.port, timeout=10) for _ in range(2)]
         for connection in waiting:
             connection.request("GET", "/waits", headers={"Host": "localhost"})
@@ -102,9 +94,6 @@ def test_more_requests_than_are_allowed_are_hung_up_on(monkeypatch: pytest.Monke
         assert [connection.getresponse().read() for connection in waiting] == [b"at last"] * 2
         for connection in waiting:
             connection.close()
-    finally:
-        held.set()
-        server.close()
 
 
 def test_silent_client_does_not_hold_the_end(server: WebServer) -> None:
