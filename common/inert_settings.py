@@ -129,7 +129,10 @@ def _readers_of_objectives(config: Config) -> Iterator[_Reader]:
         "remove loss.function" if loss.function else 'set loss.objective="m2po"',
     )
     yield _Reader(
-        ("loss.dual_clip",), not loss.function, "loss.function takes the place of the objective", "remove loss.function"
+        ("loss.dual_clip", "loss.weight_cap"),
+        not loss.function,
+        "loss.function takes the place of the objective",
+        "remove loss.function",
     )
     yield _Reader(
         ("kl.estimator",),

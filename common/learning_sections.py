@@ -84,7 +84,21 @@ class AdvantageSection(Section, frozen=True):
 class LossSection(Section, frozen=True):
     """The objective, its importance ratio, and the average over tokens."""
 
-    objective: Literal["gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "sapo", "cispo", "m2po", "reinforce", "ppo"] = "gspo"
+    objective: Literal[
+        "gspo",
+        "gspo_token",
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "sapo",
+        "cispo",
+        "minirl",
+        "dppo_tv",
+        "dppo_kl",
+        "m2po",
+        "reinforce",
+        "ppo",
+    ] = "gspo"
     """Training objective; docs/objectives.md describes each. It decides the default of every setting below that is none."""
     function: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
     """Your own token loss, as `module:function` (docs/own_code.md), in place of the objective's, which still decides the
@@ -94,11 +108,13 @@ class LossSection(Section, frozen=True):
     log-probs, recomputed before the update. decoupled: the proximal ones, with `loss.correction` for what separates them from
     the behavior ones."""
     clip_low: PositiveFloat | None = None
-    """Distance below 1 at which the importance ratio is clipped, at `1 - clip_low`. none: the objective's default. For gspo it
+    """Distance below 1 at which the importance ratio is clipped, at `1 - clip_low`. For dppo_tv and dppo_kl the largest
+    divergence of a token that its negative advantage pushes down. none: the objective's default. For gspo it
     is 0.05 against behavior log-probs, because the paper's 3e-4 would clip about 40% of all completions for numerical noise
     alone, and 3e-4 against recomputed log-probs."""
     clip_high: PositiveFloat | None = None
-    """Distance above 1 at which the importance ratio is clipped, at `1 + clip_high`. none: the objective's default. For gspo it
+    """Distance above 1 at which the importance ratio is clipped, at `1 + clip_high`. For dppo_tv and dppo_kl the largest
+    divergence of a token that its positive advantage pushes up. none: the objective's default. For gspo it
     is 0.05 against behavior log-probs and 4e-4 against recomputed ones."""
     noise_floor: str = ""
     """Path of the calibration file that `offbeat calibrate` wrote; every learner process reads it. Clip fractions and
@@ -106,7 +122,10 @@ class LossSection(Section, frozen=True):
     split."""
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
     """Cap on the loss where the advantage is negative, as a multiple of the advantage's absolute value. It acts where the ratio
-    that the objective clips is larger. Not available for sapo, cispo, m2po and reinforce. none: no cap."""
+    that the objective clips is larger. For gspo, gspo_token, grpo, dr_grpo, dapo and ppo. none: no cap."""
+    weight_cap: PositiveFloat | None = None
+    """Largest weight `pi / mu` of a token in minirl, dppo_tv and dppo_kl. none: the objective's default, 5 for minirl and 20
+    for the others."""
     tau_positive: PositiveFloat = 1.0
     """SAPO's temperature for positive advantages."""
     tau_negative: PositiveFloat = 1.05

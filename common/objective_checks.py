@@ -37,6 +37,11 @@ def objective_warnings(config: Config) -> list[str]:
         )
     if loss.objective == "reinforce" and loss.correction == "none":
         warnings.append('loss.objective = "reinforce" has no importance ratio: stale rollouts are trained on as if new.')
+    elif loss.anchor == "proximal" and _is_one_step(config.train):
+        warnings.append(
+            'loss.anchor = "proximal" with train.steps_per_batch = 1 and train.epochs_per_batch = 1: nothing has moved at the '
+            "one step that is taken, so the clip does nothing and only the objective's weight pi / mu acts."
+        )
     elif loss.anchor == "decoupled" and _is_one_step(config.train) and loss.objective != "reinforce":
         warnings.append(
             'loss.anchor = "decoupled" with train.steps_per_batch = 1 and train.epochs_per_batch = 1: the ratio is 1 at the '
@@ -72,7 +77,15 @@ def _check_ratio(config: Config) -> None:
             'loss.objective = "m2po" bounds the second moment of pi / mu, and its ratio is pi / mu',
             'Set loss.anchor="behavior".',
         )
-    if loss.anchor == "proximal" and _is_one_step(config.train):
+    has_behavior_weight = DEFAULTS[loss.objective].has_behavior_weight and not loss.function
+    if loss.anchor == "decoupled" and has_behavior_weight:
+        raise SettingError(
+            "loss.anchor",
+            "decoupled",
+            f'loss.objective = "{loss.objective}" has pi / mu as its weight already, which contains pi_old / mu',
+            'Set loss.anchor="proximal", or "behavior", and remove loss.correction.',
+        )
+    if loss.anchor == "proximal" and _is_one_step(config.train) and not has_behavior_weight:
         raise SettingError(
             "loss.anchor",
             "proximal",
@@ -117,6 +130,11 @@ def _check_clip(config: Config) -> None:
         with_it = ", ".join(name for name in DEFAULTS if DEFAULTS[name].dual_clip)
         raise SettingError(
             "loss.dual_clip", loss.dual_clip, f"loss.objective = {loss.objective!r} has none (only {with_it})", "Remove it."
+        )
+    if loss.weight_cap is not None and defaults.weight_cap is None:
+        with_it = ", ".join(name for name in DEFAULTS if DEFAULTS[name].weight_cap is not None)
+        raise SettingError(
+            "loss.weight_cap", loss.weight_cap, f"loss.objective = {loss.objective!r} has none (only {with_it})", "Remove it."
         )
     if loss.aggregation_length is not None and loss.aggregation != "seq-mean-token-sum-norm":
         raise SettingError(

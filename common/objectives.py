@@ -35,6 +35,12 @@ class Defaults(NamedTuple):
     """Clip band against recomputed log-probs; None where `band` serves for both."""
     dual_clip: bool = False
     """`loss.dual_clip` applies."""
+    weight_cap: float | None = None
+    """Largest weight of a token; None for an objective without `loss.weight_cap`."""
+    bounds_divergence: bool = False
+    """`band` bounds a divergence of the token's probability, not a ratio."""
+    has_behavior_weight: bool = False
+    """The objective weighs by pi / mu itself, whatever the anchor of its clip is."""
     baseline: Baseline = "group"
     divide_by_std: bool = True
     zero_variance: Literal["count", "drop"] = "count"
@@ -46,6 +52,15 @@ _ENGINE_BAND = Bounds(0.05, 0.05)
 """Far above the numerical noise between engine and learner."""
 _GSPO_BAND = Bounds(3e-4, 4e-4)
 """GSPO's paper, section 5.1."""
+
+_DPPO = Defaults(
+    "seq-mean-token-sum-norm",
+    band=Bounds(0.15, 0.15),
+    weight_cap=20.0,
+    bounds_divergence=True,
+    has_behavior_weight=True,
+    divide_by_std=False,
+)
 
 DEFAULTS: dict[str, Defaults] = {
     "gspo": Defaults(
@@ -60,6 +75,11 @@ DEFAULTS: dict[str, Defaults] = {
     "sapo": Defaults("seq-mean-token-mean"),
     # No lower bound, as in the paper, which does not disclose the upper one: ScaleRL finds caps of 4, 5 and 8 equivalent.
     "cispo": Defaults("token-mean", band=Bounds(1.0, 4.0)),
+    "minirl": Defaults(
+        "seq-mean-token-sum", band=Bounds(0.2, 0.27), weight_cap=5.0, has_behavior_weight=True, divide_by_std=False
+    ),
+    "dppo_tv": _DPPO,
+    "dppo_kl": _DPPO._replace(band=Bounds(0.05, 0.05)),
     "m2po": Defaults("token-mean"),
     "reinforce": Defaults("seq-mean-token-mean"),
     "ppo": Defaults("token-mean", band=Bounds(0.2, 0.2), dual_clip=True, baseline="critic", divide_by_std=False),
@@ -85,7 +105,7 @@ def complete(config: Config) -> Config:
 
 
 def resolve_clip(loss: LossSection) -> Bounds | None:
-    """Return the band that the loss clips its ratio to; None for an objective that does not clip, and for the user's own."""
+    """Return `loss.clip_low` and `clip_high`; None for an objective that does not clip, and for the user's own."""
     if loss.function:
         return None
     defaults = DEFAULTS[loss.objective]
@@ -95,6 +115,12 @@ def resolve_clip(loss: LossSection) -> Bounds | None:
     if own is None:
         return None
     return Bounds(own.low if loss.clip_low is None else loss.clip_low, own.high if loss.clip_high is None else loss.clip_high)
+
+
+def resolve_weight_cap(loss: LossSection) -> float | None:
+    """Return the largest weight of a token; None for an objective that has no such cap, and for the user's own."""
+    own = None if loss.function else DEFAULTS[loss.objective].weight_cap
+    return own if own is None or loss.weight_cap is None else loss.weight_cap
 
 
 def resolve_aggregation(loss: LossSection) -> Aggregation:
@@ -134,6 +160,9 @@ def _complete_loss(loss: LossSection, max_new_tokens: int) -> LossSection:
     )
     if clip is not None:
         completed = msgspec.structs.replace(completed, clip_low=clip.low, clip_high=clip.high)
+    cap = resolve_weight_cap(loss)
+    if cap is not None:
+        completed = msgspec.structs.replace(completed, weight_cap=cap)
     if aggregation == "seq-mean-token-sum-norm" and loss.aggregation_length is None:
         completed = msgspec.structs.replace(completed, aggregation_length=max_new_tokens)
     return completed

@@ -294,6 +294,11 @@ def _table(title: str) -> Table:
 
 
 def _advice(calibration: Calibration) -> str:
+    if DEFAULTS[calibration.objective].bounds_divergence:
+        return (
+            f'loss.objective = "{calibration.objective}" drops tokens by their probabilities, of which the noise floor '
+            "knows only the ratios. clip/fraction of a run's first steps, where nothing lags, shows what noise drops:"
+        )
     if calibration.recommended is None:
         return (
             f'loss.objective = "{calibration.objective}" clips no gradient: there is no band to set. With the noise floor the '

@@ -128,6 +128,7 @@ def objective_config(config: Config, objective: str) -> Config:
         clip_low=None,
         clip_high=None,
         dual_clip=config.loss.dual_clip if DEFAULTS[objective].dual_clip else None,
+        weight_cap=None,
         aggregation=None,
         aggregation_length=None,
         zero_variance=None,

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from offbeat.common.metrics import ROWS_FILE, read_rows
+from offbeat.common.objectives import DEFAULTS
 from offbeat.common.rows import LedgerSums
 from offbeat.common.run_folder import CONFIG_FILE
 from offbeat.lab.drift import (
@@ -275,6 +276,9 @@ def _learning(figures: Figures, history: RunHistory, config: RunSettings) -> str
 
 def _staleness(figures: Figures, history: RunHistory, config: RunSettings) -> str:
     clip_low, clip_high = config.number("loss", "clip_low"), config.number("loss", "clip_high")
+    objective = DEFAULTS.get(str(config.setting("loss", "objective")))
+    if objective is not None and objective.bounds_divergence:
+        clip_low = clip_high = None
     plots = (
         staleness_plots.lag_histogram(history),
         staleness_plots.lag_by_step(history),

@@ -15,7 +15,7 @@ from offbeat.learner.diagnostics.calibration import Calibration
 from offbeat.learner.diagnostics.noise_floor import NOISE_CLIP_SHARE, Differences, recommend_band
 from offbeat.learner.objectives.bands import ClipBand
 from offbeat.learner.objectives.correction_rules import AnyCorrection, CorrectionRule
-from offbeat.learner.objectives.objective import M2po, Objective
+from offbeat.learner.objectives.objective import Dppo, M2po, Objective
 
 WARNED_SHARE = 2 * NOISE_CLIP_SHARE
 """Share of tokens reached by noise alone above which a run warns: twice what recommended bounds let through on a side."""
@@ -32,7 +32,11 @@ def noise_warnings(loss: LossSection, objective: Objective, calibration: Calibra
     expected = Differences(lengths, np.zeros(len(advantages)), advantages)
     warnings: list[str] = []
     if objective.engine_band is not None:
-        warnings += _of_band(loss, objective.engine_band, calibration, expected)
+        warnings += _of_band(loss, objective.engine_band, "clips", calibration, expected)
+    if loss.objective == "dppo_tv" and isinstance(objective.token_loss, Dppo) and objective.anchor == "behavior":
+        # A probability moves by at most the distance of its ratio from 1: a band of ratios would clip at least as much.
+        band = ClipBand(objective.token_loss.threshold_low, objective.token_loss.threshold_high, is_sequence_ratio=False)
+        warnings += _of_band(loss, band, "drops up to", calibration, expected)
     for choice, rule in zip(parse_corrections(loss.correction), objective.corrections, strict=True):
         share = float(expected_touched(calibration.floor, rule, expected).mean())
         if share > WARNED_SHARE:
@@ -49,7 +53,7 @@ def noise_warnings(loss: LossSection, objective: Objective, calibration: Calibra
     return warnings
 
 
-def _of_band(loss: LossSection, band: ClipBand, calibration: Calibration, expected: Differences) -> list[str]:
+def _of_band(loss: LossSection, band: ClipBand, does: str, calibration: Calibration, expected: Differences) -> list[str]:
     floor, lengths = calibration.floor, expected.lengths
     share = float(floor.expected_clip(band, lengths, expected.positive, expected.negative).mean())
     if share <= WARNED_SHARE:
@@ -58,7 +62,7 @@ def _of_band(loss: LossSection, band: ClipBand, calibration: Calibration, expect
     assert own is not None, "an objective that clips has a band of its own"
     needed = recommend_band(floor, lengths, ClipBand(own.low, own.high, band.is_sequence_ratio))
     setting = f"loss.clip_low = {band.low:g}, loss.clip_high = {band.high:g}"
-    return [f"{setting} clips {_of_noise(share)} {needed.low:g}, {needed.high:g} would clip at most 1% on a side."]
+    return [f"{setting} {does} {_of_noise(share)} {needed.low:g}, {needed.high:g} would do so on at most 1% a side."]
 
 
 def _of_noise(share: float) -> str:

@@ -1,5 +1,7 @@
 """Loss functions of the objectives: log-probs and advantages in, one loss per token out.
 
+Losses whose ratio is a constant weight are in `weighted_losses`.
+
 All tensors are `[rows, tokens]`, one row per completion, padded on the right: log-probs, advantages and values float32,
 `completion_mask` bool. Where the mask is False the others may hold any value, -inf and nan included: loss and gradient are
 exactly 0 there. `A` is the advantage of a token. It is the same for all tokens of a row unless a critic or a KL in the reward
@@ -126,29 +128,7 @@ def sapo(
     tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
     gate = (4 / tau) * torch.sigmoid(tau * distance)
     token_losses = -gate * torch.where(completion_mask, advantages, 0.0)
-    return TokenLosses(token_losses, _nowhere(token_losses), None)
-
-
-def cispo(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
-    completion_mask: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> TokenLosses:
-    """`l = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A policy_logprobs`, `r = exp(policy_logprobs - anchor_logprobs)`.
-
-    CISPO, https://arxiv.org/abs/2506.13585, eq. 4 and 5: the clip bounds a weight, and `sg` stops its gradient. Gradient:
-    `-clip(r) A` in every token, so `clipped` is all False. `clip_low` = 1 means no lower bound, as in the paper's experiments.
-    Some implementations use `clip_high` as the bound itself; here the bound is `1 + clip_high`. The value is a weighted
-    log-likelihood, not comparable with another objective's.
-    """
-    log_ratio = log_token_ratio(policy_logprobs.detach(), anchor_logprobs, completion_mask)
-    weight = _bounded(log_ratio).exp().clamp(1 - clip_low, 1 + clip_high)
-    token_losses = weight * reinforce(policy_logprobs, completion_mask, advantages).losses
-    return TokenLosses(token_losses, _nowhere(token_losses), log_ratio)
+    return TokenLosses(token_losses, nowhere(token_losses), None)
 
 
 def m2po(
@@ -164,7 +144,7 @@ def m2po(
     apart = log_ratio.detach()
     dropped = _is_pushed_outward(apart, completion_mask, advantages) & (apart.square() >= cutoff)
     advantages = torch.where(completion_mask, advantages, 0.0)
-    token_losses = -torch.where(dropped, 0.0, _bounded(log_ratio).exp()) * advantages
+    token_losses = -torch.where(dropped, 0.0, bounded_ratio(log_ratio)) * advantages
     return TokenLosses(token_losses, dropped | ((advantages != 0) & (apart.abs() > LOG_RATIO_BOUND)), None)
 
 
@@ -189,16 +169,6 @@ def m2po_cutoff(squared_log_ratios: Tensor, *, threshold: float) -> float:
     # The means of growing prefixes of an ascending sequence never fall, so those within the threshold come first.
     num_kept = int((running_mean <= threshold).sum())
     return ascending[num_kept].item() if num_kept < len(ascending) else math.inf
-
-
-def reinforce(policy_logprobs: Tensor, completion_mask: Tensor, advantages: Tensor) -> TokenLosses:
-    """`l = -A policy_logprobs`: the policy gradient as if the policy itself had sampled; gradient `-A` in every token.
-
-    Williams 1992, without an importance ratio: the baseline that shows the gain of an objective's ratio.
-    """
-    logprobs = torch.where(completion_mask, policy_logprobs, 0.0)
-    token_losses = -torch.where(completion_mask, advantages, 0.0) * logprobs
-    return TokenLosses(token_losses, _nowhere(token_losses), None)
 
 
 def value_loss(
@@ -231,6 +201,16 @@ def log_sequence_ratio(log_of_tokens: Tensor, completion_mask: Tensor) -> Tensor
     return log_of_tokens.sum(dim=-1, keepdim=True) / completion_mask.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
+def bounded_ratio(log_ratio: Tensor) -> Tensor:
+    """Return `exp(log_ratio)`, from e^-20 to e^20, without a gradient beyond `LOG_RATIO_BOUND`."""
+    return _bounded(log_ratio).exp()
+
+
+def nowhere(token_losses: Tensor) -> Tensor:
+    """Return `clipped` of a loss that takes no token's gradient: False, in the shape of `token_losses`."""
+    return torch.zeros_like(token_losses, dtype=torch.bool)
+
+
 def _bounded(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
@@ -252,7 +232,7 @@ def _clipped_losses(
     """`-min(ratio A, clip(ratio) A)` for the ratio of a token or of a row; `log_ratio` is finite everywhere."""
     advantages = torch.where(completion_mask, advantages, 0.0)
     positive, negative = advantages > 0, advantages < 0
-    ratio = _bounded(log_ratio).exp()
+    ratio = bounded_ratio(log_ratio)
     # The value of a clipped ratio. min() spelled out: torch.minimum() splits the gradient where both are equal.
     limit = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
     clipped = (positive & (ratio > limit)) | (negative & (ratio < limit))
@@ -263,7 +243,3 @@ def _clipped_losses(
     token_losses = -torch.where(clipped, limit, ratio) * advantages
     out_of_bounds = (positive | negative) & (log_ratio.abs() > LOG_RATIO_BOUND)
     return TokenLosses(token_losses, clipped | out_of_bounds, log_ratio.detach())
-
-
-def _nowhere(token_losses: Tensor) -> Tensor:
-    return torch.zeros_like(token_losses, dtype=torch.bool)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from offbeat.common.learning_sections import LossSection
-from offbeat.common.objectives import DEFAULTS, Aggregation, resolve_aggregation, resolve_clip
-from offbeat.learner.objectives import losses
+from offbeat.common.objectives import DEFAULTS, Aggregation, resolve_aggregation, resolve_clip, resolve_weight_cap
+from offbeat.learner.objectives import losses, weighted_losses
 from offbeat.learner.objectives.aggregation import denominator
 from offbeat.learner.objectives.bands import ClipBand, ClippedRatio, Correction
 from offbeat.learner.objectives.correction_rules import AnyCorrection, correct, resolve_corrections
@@ -67,9 +67,46 @@ class ClippedSurrogate:
 
 @dataclass(frozen=True)
 class Cispo:
-    """`losses.cispo`, whose band bounds a weight: no token loses its gradient."""
+    """`weighted_losses.cispo`, whose band bounds a weight: no token loses its gradient."""
 
     band: ClipBand
+
+
+@dataclass(frozen=True)
+class MiniRl:
+    """`weighted_losses.minirl`, whose band takes gradients and whose weight is pi / mu."""
+
+    band: ClipBand
+    weight_cap: float
+
+
+class DivergenceLoss(Protocol):
+    """A loss function that drops tokens by a divergence: `weighted_losses.dppo_tv` or `weighted_losses.dppo_kl`."""
+
+    def __call__(
+        self,
+        policy_logprobs: Tensor,
+        anchor_logprobs: Tensor,
+        behavior_logprobs: Tensor,
+        completion_mask: Tensor,
+        advantages: Tensor,
+        *,
+        clip_low: float,
+        clip_high: float,
+        weight_cap: float,
+    ) -> TokenLosses: ...
+
+
+@dataclass(frozen=True)
+class Dppo:
+    """A loss that drops tokens by a divergence in place of a band of ratios."""
+
+    function: DivergenceLoss
+    threshold_low: float
+    """Largest divergence where the advantage is negative."""
+    threshold_high: float
+    """Largest divergence where the advantage is positive."""
+    weight_cap: float
 
 
 @dataclass(frozen=True)
@@ -90,7 +127,7 @@ class M2po:
 
 @dataclass(frozen=True)
 class Reinforce:
-    """`losses.reinforce`, which has no ratio."""
+    """`weighted_losses.reinforce`, which has no ratio."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +137,7 @@ class Own:
     function: OwnLoss
 
 
-TokenLoss = ClippedSurrogate | Cispo | Sapo | M2po | Reinforce | Own
+TokenLoss = ClippedSurrogate | Cispo | MiniRl | Dppo | Sapo | M2po | Reinforce | Own
 """A loss function with its parameters."""
 
 
@@ -153,7 +190,7 @@ class Objective:
     @property
     def band(self) -> ClipBand | None:
         """The band that the ratio is clipped to; None for an objective that does not clip."""
-        return self.token_loss.band if isinstance(self.token_loss, ClippedSurrogate | Cispo) else None
+        return self.token_loss.band if isinstance(self.token_loss, ClippedSurrogate | Cispo | MiniRl) else None
 
     @property
     def engine_band(self) -> ClipBand | None:
@@ -161,7 +198,7 @@ class Objective:
 
         None where the ratio's denominator is recomputed, and where the clip takes no gradient.
         """
-        if isinstance(self.token_loss, ClippedSurrogate) and self.anchor == "behavior":
+        if isinstance(self.token_loss, ClippedSurrogate | MiniRl) and self.anchor == "behavior":
             return self.token_loss.band
         return None
 
@@ -192,17 +229,22 @@ class Objective:
         self, logprobs: PolicyLogprobs, completion_mask: Tensor, advantages: Tensor, m2po_cutoff: float
     ) -> TokenLosses:
         inputs = (logprobs.policy, logprobs.anchor, completion_mask, advantages)
+        with_behavior = (logprobs.policy, logprobs.anchor, logprobs.behavior, completion_mask, advantages)
         match self.token_loss:
             case ClippedSurrogate(function, band, dual_clip):
                 return function(*inputs, clip_low=band.low, clip_high=band.high, dual_clip=dual_clip)
             case Cispo(band):
-                return losses.cispo(*inputs, clip_low=band.low, clip_high=band.high)
+                return weighted_losses.cispo(*inputs, clip_low=band.low, clip_high=band.high)
+            case MiniRl(band, cap):
+                return weighted_losses.minirl(*with_behavior, clip_low=band.low, clip_high=band.high, weight_cap=cap)
+            case Dppo(function, low, high, cap):
+                return function(*with_behavior, clip_low=low, clip_high=high, weight_cap=cap)
             case Sapo(tau_positive, tau_negative):
                 return losses.sapo(*inputs, tau_positive=tau_positive, tau_negative=tau_negative)
             case M2po():
                 return losses.m2po(*inputs, cutoff=m2po_cutoff)
             case Reinforce():
-                return losses.reinforce(logprobs.policy, completion_mask, advantages)
+                return weighted_losses.reinforce(logprobs.policy, completion_mask, advantages)
             case Own(function):
                 return _own_losses(function, *inputs)
             case _:
@@ -247,6 +289,12 @@ def _resolve_token_loss(loss: LossSection) -> TokenLoss:
             return Sapo(loss.tau_positive, loss.tau_negative)
         case "cispo":
             return Cispo(_resolve_band(loss))
+        case "minirl":
+            return MiniRl(_resolve_band(loss), _resolve_cap(loss))
+        case "dppo_tv":
+            return Dppo(weighted_losses.dppo_tv, *_resolve_band(loss)[:2], _resolve_cap(loss))
+        case "dppo_kl":
+            return Dppo(weighted_losses.dppo_kl, *_resolve_band(loss)[:2], _resolve_cap(loss))
         case "m2po":
             return M2po(loss.m2_threshold)
         case "reinforce":
@@ -259,3 +307,9 @@ def _resolve_band(loss: LossSection) -> ClipBand:
     bounds = resolve_clip(loss)
     assert bounds is not None, f"common.objectives.DEFAULTS has no clip band for {loss.objective}"
     return ClipBand(bounds.low, bounds.high, DEFAULTS[loss.objective].is_sequence_ratio)
+
+
+def _resolve_cap(loss: LossSection) -> float:
+    cap = resolve_weight_cap(loss)
+    assert cap is not None, f"common.objectives.DEFAULTS has no cap of weights for {loss.objective}"
+    return cap

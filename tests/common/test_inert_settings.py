@@ -76,8 +76,9 @@ def test_own_functions_leave_nothing_to_settings_of_what_they_replace() -> None:
     with pytest.raises(SettingError) as raised:
         check_before_run(load(None, [*GOOD, *own, "loss.tau_positive=2", "advantage.std_epsilon=1"]))
     assert [text.split(" = ")[0] for text in raised.value.texts] == ["advantage.std_epsilon", "loss.tau_positive"]
-    with pytest.raises(SettingError, match=r"loss\.dual_clip = 3\.0: nothing reads it"):
-        check_before_run(load(None, [*GOOD, "loss.function=mine:loss", "loss.dual_clip=3"]))
+    for inert in ("dual_clip", "weight_cap"):
+        with pytest.raises(SettingError, match=rf"loss\.{inert} = 3\.0: nothing reads it"):
+            check_before_run(load(None, [*GOOD, "loss.function=mine:loss", "loss.objective=minirl", f"loss.{inert}=3"]))
 
 
 def test_contradictions_and_inert_settings_are_told_together() -> None:

@@ -80,6 +80,9 @@ def test_every_objective_passes_by_itself_and_completing_twice_changes_nothing(o
         (["loss.objective=dapo"], (0.2, 0.28, "token-mean", "group", True, "drop", 200)),
         (["loss.objective=sapo"], (None, None, "seq-mean-token-mean", "group", True, "count", 0)),
         (["loss.objective=cispo"], (1.0, 4.0, "token-mean", "group", True, "count", 0)),
+        (["loss.objective=minirl"], (0.2, 0.27, "seq-mean-token-sum", "group", False, "count", 0)),
+        (["loss.objective=dppo_tv"], (0.15, 0.15, "seq-mean-token-sum-norm", "group", False, "count", 0)),
+        (["loss.objective=dppo_kl"], (0.05, 0.05, "seq-mean-token-sum-norm", "group", False, "count", 0)),
         (["loss.objective=m2po"], (None, None, "token-mean", "group", True, "count", 0)),
         (["loss.objective=reinforce"], (None, None, "seq-mean-token-mean", "group", True, "count", 0)),
         (["loss.objective=ppo"], (0.2, 0.2, "token-mean", "critic", False, "count", 0)),
@@ -164,6 +167,15 @@ REFUSALS = [
         ['loss.anchor = "decoupled"', 'loss.anchor="behavior"'],
     ),
     Refusal(["loss.objective=m2po", "loss.clip_low=0.2"], ["loss.clip_low = 0.2", "does not clip"]),
+    Refusal(["loss.weight_cap=3"], ["loss.weight_cap = 3.0", "'gspo' has none (only minirl, dppo_tv, dppo_kl)"]),
+    *(
+        Refusal(
+            [f"loss.objective={objective}", "loss.anchor=decoupled", "loss.correction=token_tis"],
+            ['loss.anchor = "decoupled"', f'"{objective}" has pi / mu as its weight already', 'loss.anchor="proximal"'],
+        )
+        for objective in ("minirl", "dppo_tv")
+    ),
+    Refusal(["loss.objective=minirl", "loss.function=my:loss", "loss.anchor=proximal"], ["always 1", "steps_per_batch=2"]),
     Refusal(["advantage.baseline=zero", "advantage.divide_by_std=true"], ["advantage.divide_by_std = true", "whiten"]),
     Refusal(["advantage.baseline=critic"], ['loss.objective = "gspo"', "critic", "gspo_token"]),
     Refusal([TO_GO], ['loss.objective = "gspo"', 'advantage.turns = "to_go"', "gspo_token"]),
@@ -201,6 +213,7 @@ def test_contradiction_is_refused_with_its_reason_and_cure(refusal: Refusal) -> 
         (["loss.correction=token_tis"], "counts twice"),
         (["loss.anchor=decoupled", "loss.correction=opsm", "train.steps_per_batch=2"], "pi_old / mu of it is not corrected"),
         (["loss.correction=opsm + token_tis"], "counts twice"),
+        (["loss.objective=minirl", "loss.anchor=proximal"], "only the objective's weight pi / mu acts"),
     ],
 )
 def test_what_is_allowed_and_easily_misread_is_said_aloud(overrides: list[str], part: str) -> None:
@@ -214,6 +227,8 @@ def test_what_is_allowed_and_easily_misread_is_said_aloud(overrides: list[str], 
         ["loss.anchor=proximal", "train.steps_per_batch=2"],
         ["loss.objective=m2po", "loss.m2_threshold=0.1", "train.steps_per_batch=2"],
         ["loss.objective=reinforce", "loss.correction=token_tis"],
+        ["loss.objective=minirl", "loss.anchor=proximal", "train.steps_per_batch=4", "loss.weight_cap=3"],
+        ["loss.objective=dppo_kl", "loss.clip_low=0.01", "loss.correction=opsm"],
         ["loss.correction=opsm"],
         [
             "loss.anchor=decoupled",

@@ -126,12 +126,20 @@ def test_sampled_noise_has_the_tokens_and_the_means_of_the_model() -> None:
     [
         (
             {"clip_low": 3e-4, "clip_high": 4e-4},
-            ["clip_low = 0.0003, loss.clip_high = 0.0004 clips", "would clip at most 1%"],
+            ["clip_low = 0.0003, loss.clip_high = 0.0004 clips", "would do so on at most 1%"],
         ),
         ({"correction": "opsm"}, ["loss.correction: opsm(0.0001) masks 3", "nothing stale. opsm(0.0"]),
         ({"correction": "k3_mask(1e-4)"}, ["k3_mask(0.0001) masks 100%", "k3_mask(0.01) would"]),
         ({"correction": "segment_mask(0.9999, 1.0001)"}, ["segment_mask(0.9999, 1.0001) masks", "nothing stale."]),
         ({"correction": "token_tis(0.98, 1.01)"}, ["token_tis(0.98, 1.01) truncates", "token_tis(0, 2) would"]),
+        (
+            {"objective": "minirl", "clip_low": 0.02},
+            ["clip_high = 0.27 clips", "nothing stale. 0.2, 0.27"],
+        ),
+        (
+            {"objective": "dppo_tv", "clip_low": 0.02, "clip_high": 0.02},
+            ["clip_low = 0.02, loss.clip_high = 0.02 drops up to", "nothing stale. 0.15, 0.15 would"],
+        ),
         ({"objective": "m2po", "m2_threshold": 1e-4}, ["loss.m2_threshold = 0.0001 drops", "0.04 would drop none"]),
         ({"correction": "tests.learner.diagnostics.test_bound_noise:apart"}, [":apart masks"]),
     ],
@@ -146,7 +154,14 @@ def test_bound_inside_the_noise_is_told_with_its_reach_and_bounds_above_it(loss:
 
 @pytest.mark.parametrize(
     "loss",
-    [{}, {"correction": "icepop + geometric_mask(0.9, 1.1)"}, {"objective": "m2po"}, {"clip_low": 3e-4, "anchor": "decoupled"}],
+    [
+        {"objective": "dppo_tv"},
+        {"objective": "dppo_tv", "clip_low": 0.02, "anchor": "proximal"},
+        {},
+        {"correction": "icepop + geometric_mask(0.9, 1.1)"},
+        {"objective": "m2po"},
+        {"clip_low": 3e-4, "anchor": "decoupled"},
+    ],
     ids=str,
 )
 def test_bound_above_the_noise_is_not_told(loss: dict[str, object]) -> None:

@@ -1,6 +1,4 @@
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,162 +7,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offbeat.learner.objectives.aggregation import aggregate, denominator
-from offbeat.learner.objectives.losses import (
-    LOG_RATIO_BOUND,
-    TokenLosses,
-    cispo,
-    gspo,
-    gspo_token,
-    m2po,
-    ppo_clip,
-    reinforce,
-    sapo,
-    value_loss,
+from offbeat.learner.objectives.losses import LOG_RATIO_BOUND, gspo, gspo_token, ppo_clip, value_loss
+from offbeat.learner.objectives.weighted_losses import cispo
+from tests.learner.objectives.loss_cases import (
+    BAND,
+    DUAL_CLIP,
+    OBJECTIVES,
+    PRINTED,
+    SEQUENCE_DUAL_CLIP,
+    WITHOUT_CLIP,
+    Batch,
+    one_token,
+    random_batch,
+    run,
 )
 
-BAND = {"clip_low": 0.1, "clip_high": 0.2}
-TAU = {"tau_positive": 1.0, "tau_negative": 1.5}
-DUAL_CLIP = 1.6
-M2PO_CUTOFF = 0.1
-SEQUENCE_DUAL_CLIP = 1.05
-"""A cap that mean ratios of `random_batch` reach, some of them inside the band."""
-
-Objective = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLosses]
-
-OBJECTIVES: dict[str, Objective] = {
-    "gspo": lambda *tensors: gspo(*tensors, **BAND),
-    "gspo_token": lambda *tensors: gspo_token(*tensors, **BAND),
-    "ppo_clip": lambda *tensors: ppo_clip(*tensors, **BAND),
-    "dual_clip": lambda *tensors: ppo_clip(*tensors, **BAND, dual_clip=DUAL_CLIP),
-    "gspo_dual_clip": lambda *tensors: gspo(*tensors, **BAND, dual_clip=SEQUENCE_DUAL_CLIP),
-    "gspo_token_dual_clip": lambda *tensors: gspo_token(*tensors, **BAND, dual_clip=SEQUENCE_DUAL_CLIP),
-    "sapo": lambda *tensors: sapo(*tensors, **TAU),
-    "cispo": lambda *tensors: cispo(*tensors, **BAND),
-    "m2po": lambda *tensors: m2po(*tensors, cutoff=M2PO_CUTOFF),
-    "reinforce": lambda policy, _, mask, advantages: reinforce(policy, mask, advantages),
-}
-WITH_CLIP = ("gspo", "gspo_token", "ppo_clip", "dual_clip", "gspo_dual_clip", "gspo_token_dual_clip", "m2po")
 every_objective = pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
-
-
-# The papers' formulas as they are printed, for the loss tokens of one row: likelihoods, roots, min and clip.
-
-
-def printed_min(ratio: Tensor, advantages: Tensor) -> Tensor:
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - 0.1, 1 + 0.2) * advantages)
-
-
-def printed_gspo(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
-    return printed_min((policy.exp().prod() / anchor.exp().prod()) ** (1 / len(policy)), advantages)
-
-
-def printed_gspo_token(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
-    sequence_ratio = (policy.exp().prod() / anchor.exp().prod()) ** (1 / len(policy))
-    return printed_min(sequence_ratio.detach() * policy.exp() / policy.exp().detach(), advantages)
-
-
-def printed_ppo_clip(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
-    return printed_min(policy.exp() / anchor.exp(), advantages)
-
-
-def printed_cap(losses: Tensor, advantages: Tensor, dual_clip: float) -> Tensor:
-    return torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
-
-
-def printed_dual_clip(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
-    return printed_cap(printed_ppo_clip(policy, anchor, advantages), advantages, DUAL_CLIP)
-
-
-def printed_gspo_dual_clip(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
-    return printed_cap(printed_gspo(policy, anchor, advantages), advantages, SEQUENCE_DUAL_CLIP)
-
-
-def printed_gspo_token_dual_clip(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
-    return printed_cap(printed_gspo_token(policy, anchor, advantages), advantages, SEQUENCE_DUAL_CLIP)
-
-
-def printed_sapo(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
-    ratio = policy.exp() / anchor.exp()
-    positive = 4 / 1.0 / (1 + torch.exp(-1.0 * (ratio - 1)))
-    negative = 4 / 1.5 / (1 + torch.exp(-1.5 * (ratio - 1)))
-    return -torch.where(advantages > 0, positive, negative) * advantages
-
-
-def printed_cispo(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
-    return -(policy.exp() / anchor.exp()).clamp(1 - 0.1, 1 + 0.2).detach() * advantages * policy
-
-
-def printed_m2po(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
-    ratio = policy.exp() / anchor.exp()
-    in_trust_region = ((advantages > 0) & (ratio > 1)) | ((advantages < 0) & (ratio < 1))
-    mask = ~(in_trust_region & (ratio.log().square() >= M2PO_CUTOFF))
-    return -(mask * ratio * advantages)
-
-
-def printed_reinforce(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
-    return -advantages * policy
-
-
-PRINTED = {
-    "gspo": printed_gspo,
-    "gspo_token": printed_gspo_token,
-    "ppo_clip": printed_ppo_clip,
-    "dual_clip": printed_dual_clip,
-    "gspo_dual_clip": printed_gspo_dual_clip,
-    "gspo_token_dual_clip": printed_gspo_token_dual_clip,
-    "sapo": printed_sapo,
-    "cispo": printed_cispo,
-    "m2po": printed_m2po,
-    "reinforce": printed_reinforce,
-}
-
-
-class Batch(NamedTuple):
-    policy_logprobs: Tensor
-    anchor_logprobs: Tensor
-    completion_mask: Tensor
-    advantages: Tensor
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        return Batch(*(function(tensor) for tensor in self))
-
-
-def random_batch(seed: int, *, vary_advantages: bool = False, spread: float = 0.4, rows: int = 24, tokens: int = 7) -> Batch:
-    """Return rows of length 0, 1 and more with gaps, some without advantage, and garbage outside the mask."""
-    generator = torch.Generator().manual_seed(seed)
-    anchor = -2 * torch.rand(rows, tokens, generator=generator, dtype=torch.float64)
-    policy = anchor + spread * torch.randn(rows, tokens, generator=generator, dtype=torch.float64)
-    mask = torch.rand(rows, tokens, generator=generator) < 0.7
-    mask[0] = False
-    mask[1] = torch.arange(tokens) == 0
-    mask[2] = torch.arange(tokens) == tokens - 1
-    shape = (rows, tokens if vary_advantages else 1)
-    advantages = torch.randn(shape, generator=generator, dtype=torch.float64).repeat(1, tokens // shape[1])
-    advantages[3] = 0.0
-    rubbish = torch.tensor([math.nan, -math.inf, math.inf], dtype=torch.float64).repeat(rows * tokens)[: rows * tokens]
-    return Batch(
-        torch.where(mask, policy, rubbish.view(rows, tokens)),
-        torch.where(mask, anchor, rubbish.roll(1).view(rows, tokens)),
-        mask,
-        torch.where(mask, advantages, rubbish.roll(2).view(rows, tokens)),
-    )
-
-
-def run(objective: Objective, batch: Batch, cotangent: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return losses, clipped, and the gradient of the losses' sum (weighted by `cotangent`)."""
-    policy_logprobs = batch.policy_logprobs.clone().requires_grad_()
-    losses, clipped, _ = objective(policy_logprobs, *batch[1:])
-    (gradient,) = torch.autograd.grad((losses if cotangent is None else losses * cotangent).sum(), policy_logprobs)
-    return losses.detach(), clipped, gradient
-
-
-def one_token(log_ratio: float, advantage: float, *, anchor: float = 0.0, dtype: torch.dtype = torch.float64) -> Batch:
-    return Batch(
-        torch.tensor([[anchor + log_ratio]], dtype=dtype),
-        torch.tensor([[anchor]], dtype=dtype),
-        torch.ones(1, 1, dtype=torch.bool),
-        torch.tensor([[advantage]], dtype=dtype),
-    )
 
 
 @pytest.mark.parametrize("vary_advantages", [False, True])
@@ -225,7 +83,7 @@ def test_clipped_are_the_tokens_with_an_advantage_whose_gradient_is_exactly_zero
     _, clipped, gradient = run(OBJECTIVES[name], batch)
     expected = batch.completion_mask & (batch.advantages != 0) & (gradient == 0)
     assert torch.equal(clipped, expected)
-    assert clipped.any() == (name in WITH_CLIP), "the case must reach the clip"
+    assert clipped.any() == (name not in WITHOUT_CLIP), "the case must reach the clip"
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token", "ppo_clip"])
@@ -429,6 +287,16 @@ def test_row_order_and_padding_width_change_nothing(name, seed, padding):
     for before, after in zip(run(OBJECTIVES[name], batch), changed, strict=True):
         torch.testing.assert_close(after[:, :tokens], before[order], rtol=1e-12, atol=1e-12)
         assert not after[:, tokens:].any()
+
+
+@every_objective
+def test_completion_has_the_same_loss_alone_and_in_any_micro_batch(objective):
+    """So the split into micro-batches and ranks changes nothing: the denominator is that of the whole step."""
+    batch = random_batch(4)
+    whole = run(objective, batch)
+    alone = [run(objective, batch.map(lambda tensor, row=row: tensor[row : row + 1])) for row in range(len(whole[0]))]
+    for of_batch, of_rows in zip(whole, zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(torch.cat(of_rows), of_batch, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.learner.objectives.losses import m2po, m2po_candidates, m2po_cutoff
-from tests.learner.objectives.test_losses import one_token, random_batch, run
+from tests.learner.objectives.loss_cases import one_token, random_batch, run
 
 
 @pytest.mark.parametrize(

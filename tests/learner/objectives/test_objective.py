@@ -9,7 +9,7 @@ from offbeat.common.corrections import CORRECTIONS
 from offbeat.common.learning_sections import LossSection
 from offbeat.common.objectives import DEFAULTS
 from offbeat.common.settings import load
-from offbeat.learner.objectives import corrections, losses
+from offbeat.learner.objectives import corrections, losses, weighted_losses
 from offbeat.learner.objectives.bands import ClipBand
 from offbeat.learner.objectives.correction_rules import CorrectionRule, weigh
 from offbeat.learner.objectives.objective import Objective, PolicyLogprobs, StepConstants, resolve_objective
@@ -26,16 +26,29 @@ def make_objective(*overrides: str) -> Objective:
     return resolve_objective(config.loss, max_new_tokens=100)
 
 
-EXPECTED = {
-    "gspo": lambda anchor: losses.gspo(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
-    "gspo_token": lambda anchor: losses.gspo_token(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
-    "sapo": lambda anchor: losses.sapo(POLICY, anchor, MASK, ADVANTAGES, tau_positive=1.0, tau_negative=1.05),
-    "cispo": lambda anchor: losses.cispo(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
-    "m2po": lambda anchor: losses.m2po(POLICY, anchor, MASK, ADVANTAGES, cutoff=0.01),
-    "reinforce": lambda _: losses.reinforce(POLICY, MASK, ADVANTAGES),
-} | dict.fromkeys(
-    ("grpo", "dr_grpo", "dapo", "ppo"),
-    lambda anchor: losses.ppo_clip(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2, dual_clip=None),
+EXPECTED = (
+    {
+        "gspo": lambda anchor: losses.gspo(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
+        "gspo_token": lambda anchor: losses.gspo_token(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
+        "sapo": lambda anchor: losses.sapo(POLICY, anchor, MASK, ADVANTAGES, tau_positive=1.0, tau_negative=1.05),
+        "cispo": lambda anchor: weighted_losses.cispo(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
+        "m2po": lambda anchor: losses.m2po(POLICY, anchor, MASK, ADVANTAGES, cutoff=0.01),
+        "reinforce": lambda _: weighted_losses.reinforce(POLICY, MASK, ADVANTAGES),
+    }
+    | {
+        name: lambda anchor, function=function, cap=cap: function(
+            POLICY, anchor, BEHAVIOR, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2, weight_cap=cap
+        )
+        for name, function, cap in (
+            ("minirl", weighted_losses.minirl, 5.0),
+            ("dppo_tv", weighted_losses.dppo_tv, 20.0),
+            ("dppo_kl", weighted_losses.dppo_kl, 20.0),
+        )
+    }
+    | dict.fromkeys(
+        ("grpo", "dr_grpo", "dapo", "ppo"),
+        lambda anchor: losses.ppo_clip(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2, dual_clip=None),
+    )
 )
 
 
@@ -53,7 +66,7 @@ def test_objective_is_the_function_of_its_name_against_the_anchor(name: str, pro
 def test_objectives_are_told_apart() -> None:
     distinct = {name: tuple(EXPECTED[name](BEHAVIOR).losses.flatten().tolist()) for name in EXPECTED}
     # GSPO-token is GSPO where advantages are equal along a row; the clip's four names are one function.
-    assert len(set(distinct.values())) == 6
+    assert len(set(distinct.values())) == 9
 
 
 @pytest.mark.parametrize("name", [name for name in DEFAULTS if DEFAULTS[name].dual_clip])
@@ -153,7 +166,7 @@ def test_clipped_ratio_is_the_one_to_the_anchor_that_the_objective_clips(name: s
     # With a gradient, as in training: the ratio that is reported has none.
     logprobs = PolicyLogprobs(POLICY.clone().requires_grad_(), BEHAVIOR, proximal)
     found = make_objective(f"objective={name}").evaluate(logprobs, MASK, ADVANTAGES).clipped_ratio
-    if name in ("sapo", "m2po", "reinforce"):
+    if DEFAULTS[name].band is None or DEFAULTS[name].bounds_divergence:
         assert found is None
         return
     assert found is not None and not found.log_ratio.requires_grad
@@ -185,8 +198,19 @@ def test_settings_left_open_are_the_objectives_own() -> None:
 def test_noise_of_the_engine_is_clipped_where_a_clip_takes_gradient_against_its_logprobs() -> None:
     assert make_objective("clip_low=0.1", "clip_high=0.2").engine_band == ClipBand(0.1, 0.2, is_sequence_ratio=True)
     assert make_objective("objective=dapo").engine_band == ClipBand(0.2, 0.28, is_sequence_ratio=False)
-    for without in (["objective=cispo"], ["objective=sapo"], ["objective=m2po"], ["objective=reinforce"], ["anchor=proximal"]):
-        assert make_objective(*without).engine_band is None
+    assert make_objective("objective=minirl").engine_band == ClipBand(0.2, 0.27, is_sequence_ratio=False)
+    for without in ("objective=cispo", "objective=sapo", "objective=m2po", "objective=reinforce", "objective=dppo_tv"):
+        assert make_objective(without).engine_band is None
+    for objective in ("gspo", "minirl"):
+        assert make_objective(f"objective={objective}", "anchor=proximal").engine_band is None
+
+
+def test_cap_of_the_settings_bounds_the_weight() -> None:
+    logprobs = PolicyLogprobs(POLICY, POLICY - 3.0, POLICY - 0.01)
+    for name in ("minirl", "dppo_tv", "dppo_kl"):
+        plain = weighted_losses.reinforce(POLICY, MASK, ADVANTAGES).losses
+        found = make_objective(f"objective={name}", "anchor=proximal", "weight_cap=2").evaluate(logprobs, MASK, ADVANTAGES)
+        assert torch.equal(found.losses, 2 * plain)
 
 
 def test_denominator_counts_the_constant_length_of_the_settings() -> None:
