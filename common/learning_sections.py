@@ -90,11 +90,18 @@ class LossSection(Section, frozen=True):
         "grpo",
         "dr_grpo",
         "dapo",
+        "luspo",
+        "gmpo",
+        "ce_gppo",
         "sapo",
+        "sapo_sequence",
         "cispo",
         "minirl",
         "dppo_tv",
         "dppo_kl",
+        "aspo",
+        "topr",
+        "vespo",
         "m2po",
         "reinforce",
         "ppo",
@@ -122,14 +129,22 @@ class LossSection(Section, frozen=True):
     split."""
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
     """Cap on the loss where the advantage is negative, as a multiple of the advantage's absolute value. It acts where the ratio
-    that the objective clips is larger. For gspo, gspo_token, grpo, dr_grpo, dapo and ppo. none: no cap."""
+    that the objective clips is larger. For gspo, gspo_token, luspo, grpo, dr_grpo, dapo, ppo and ce_gppo. none: no cap."""
     weight_cap: PositiveFloat | None = None
-    """Largest weight `pi / mu` of a token in minirl, dppo_tv and dppo_kl. none: the objective's default, 5 for minirl and 20
-    for the others."""
+    """Largest weight of a token in minirl, dppo_tv, dppo_kl and aspo. none: the objective's default, 5 for minirl, 3 for aspo
+    and 20 for the others."""
     tau_positive: PositiveFloat = 1.0
-    """SAPO's temperature for positive advantages."""
+    """Temperature of sapo and sapo_sequence for positive advantages."""
     tau_negative: PositiveFloat = 1.05
-    """SAPO's temperature for negative advantages."""
+    """Temperature of sapo and sapo_sequence for negative advantages."""
+    clipped_gradients: tuple[NonNegativeFloat, NonNegativeFloat] = (0.75, 1.0)
+    """Parts of their gradient that tokens keep in ce_gppo: below the band, with a negative advantage, and above it, with a
+    positive one (the paper's beta_1 and beta_2)."""
+    vespo_positive: tuple[NonNegativeFloat, NonNegativeFloat] = (2.0, 3.0)
+    """VESPO's k and lambda for positive advantages: a completion weighs `W^k exp(lambda (1 - W))`, with W its importance
+    weight."""
+    vespo_negative: tuple[NonNegativeFloat, NonNegativeFloat] = (3.0, 2.0)
+    """VESPO's k and lambda for negative advantages."""
     m2_threshold: PositiveFloat = 0.04
     """Largest mean of `(log pi/mu)^2` that M2PO leaves among the tokens that their advantage pushes away from 1; it drops the
     largest of the step until then, and clips nothing."""

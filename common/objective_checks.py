@@ -209,10 +209,10 @@ def _check_advantage(config: Config) -> None:
         'advantage.turns = "to_go"': advantage.turns == "to_go",
         f"kl.reward_coef = {kl.reward_coef}": kl.reward_coef > 0,
     }
-    if config.loss.objective == "gspo" and any(varies.values()):
+    if DEFAULTS[config.loss.objective].shares_advantage and any(varies.values()):
         raise SettingError(
             "loss.objective",
-            "gspo",
+            config.loss.objective,
             f"it has one advantage for a completion, and with {next(filter(varies.get, varies))} tokens have their own",
             'Set loss.objective="gspo_token".',
         )

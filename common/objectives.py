@@ -1,5 +1,6 @@
 """The objectives' own settings: the papers' values in one table, and how they fill settings that are left open."""
 
+import math
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -29,6 +30,8 @@ class Defaults(NamedTuple):
     aggregation: Aggregation
     is_sequence_ratio: bool = False
     """The importance ratio is that of a completion; False: each token's own."""
+    shares_advantage: bool = False
+    """All tokens of a completion get its mean advantage, so they must not differ in theirs."""
     band: Bounds | None = None
     """Clip band; None for an objective that does not clip."""
     recomputed_band: Bounds | None = None
@@ -64,7 +67,12 @@ _DPPO = Defaults(
 
 DEFAULTS: dict[str, Defaults] = {
     "gspo": Defaults(
-        "seq-mean-token-mean", is_sequence_ratio=True, band=_ENGINE_BAND, recomputed_band=_GSPO_BAND, dual_clip=True
+        "seq-mean-token-mean",
+        is_sequence_ratio=True,
+        shares_advantage=True,
+        band=_ENGINE_BAND,
+        recomputed_band=_GSPO_BAND,
+        dual_clip=True,
     ),
     "gspo_token": Defaults(
         "seq-mean-token-mean", is_sequence_ratio=True, band=_ENGINE_BAND, recomputed_band=_GSPO_BAND, dual_clip=True
@@ -72,7 +80,19 @@ DEFAULTS: dict[str, Defaults] = {
     "grpo": Defaults("seq-mean-token-mean", band=Bounds(0.2, 0.2), dual_clip=True),
     "dr_grpo": Defaults("seq-mean-token-sum-norm", band=Bounds(0.2, 0.2), dual_clip=True, divide_by_std=False),
     "dapo": Defaults("token-mean", band=Bounds(0.2, 0.28), dual_clip=True, zero_variance="drop", overlong_share=0.2),
+    # The band is the paper's, section 5.1, as TRL's documentation has it.
+    "luspo": Defaults(
+        "seq-mean-token-sum",
+        is_sequence_ratio=True,
+        shares_advantage=True,
+        band=_ENGINE_BAND,
+        recomputed_band=Bounds(2e-3, 2.5e-3),
+        dual_clip=True,
+    ),
+    "gmpo": Defaults("seq-mean-token-mean", shares_advantage=True, band=Bounds(-math.expm1(-0.4), math.expm1(0.4))),
+    "ce_gppo": Defaults("token-mean", band=Bounds(0.2, 0.2), dual_clip=True),
     "sapo": Defaults("seq-mean-token-mean"),
+    "sapo_sequence": Defaults("seq-mean-token-mean", shares_advantage=True),
     # No lower bound, as in the paper, which does not disclose the upper one: ScaleRL finds caps of 4, 5 and 8 equivalent.
     "cispo": Defaults("token-mean", band=Bounds(1.0, 4.0)),
     "minirl": Defaults(
@@ -80,6 +100,9 @@ DEFAULTS: dict[str, Defaults] = {
     ),
     "dppo_tv": _DPPO,
     "dppo_kl": _DPPO._replace(band=Bounds(0.05, 0.05)),
+    "aspo": Defaults("token-mean", band=Bounds(0.2, 0.2), weight_cap=3.0),
+    "topr": Defaults("seq-mean-token-sum", divide_by_std=False),
+    "vespo": Defaults("token-mean"),
     "m2po": Defaults("token-mean"),
     "reinforce": Defaults("seq-mean-token-mean"),
     "ppo": Defaults("token-mean", band=Bounds(0.2, 0.2), dual_clip=True, baseline="critic", divide_by_std=False),

@@ -123,12 +123,86 @@ def sapo(
     `ppo_clip`, and it falls smoothly to 0. Only the gradient is normalized this way: the value at r = 1 is `-2 A / tau`.
     Nothing is clipped: `clipped` is all False. (Popular pseudo-code multiplies the gate by r again, which doubles the ratio.)
     """
-    # expm1 keeps the distance of a ratio near 1 from 1, which exp() - 1 rounds.
-    distance = _bounded(log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)).expm1()
-    tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
-    gate = (4 / tau) * torch.sigmoid(tau * distance)
-    token_losses = -gate * torch.where(completion_mask, advantages, 0.0)
-    return TokenLosses(token_losses, nowhere(token_losses), None)
+    log_ratio = log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)
+    return _gated_losses(log_ratio, completion_mask, advantages, tau_positive=tau_positive, tau_negative=tau_negative)
+
+
+def sapo_sequence(
+    policy_logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    completion_mask: Tensor,
+    advantages: Tensor,
+    *,
+    tau_positive: float,
+    tau_negative: float,
+) -> TokenLosses:
+    """`sapo` of the sequence ratio `s_i` of `gspo` in the place of r: TRL's `sapo` at the level `sequence`.
+
+    `l_it = -(4 / tau) sigmoid(tau (s_i - 1)) A_it`. Under `seq-mean-token-mean` the gradient with respect to a loss token's
+    log-prob is `-sech^2(tau (s_i - 1) / 2) s_i A_i / (N |y_i|)`. As in `gspo` every token gets the row's mean advantage.
+    """
+    log_of_tokens = log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)
+    log_ratio = log_sequence_ratio(log_of_tokens, completion_mask)
+    return _gated_losses(log_ratio, completion_mask, advantages, tau_positive=tau_positive, tau_negative=tau_negative)
+
+
+def gmpo(
+    policy_logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    completion_mask: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLosses:
+    """`l_it = -exp(mean_t clip(log r_it)) A_it`: the geometric mean of token ratios that are clipped one by one.
+
+    GMPO, https://arxiv.org/abs/2507.20673. A token's ratio is clipped to `1 - clip_low` and `1 + clip_high` on the side that
+    its advantage pushes it to, as in `ppo_clip`; the paper's bounds of e^-0.4 and e^0.4 are 0.33 and 0.49 here. The
+    paper's objective is the aggregation `seq-mean-token-mean`, under which the gradient with respect to a loss token's log-prob
+    is `-s_i A_i / (N |y_i|)` with the mean ratio `s_i` of the clipped tokens, and exactly 0 for a clipped token. As in `gspo`
+    every token gets the row's mean advantage.
+    """
+    log_of_tokens = log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)
+    advantages = torch.where(completion_mask, advantages, 0.0)
+    apart = log_of_tokens.detach()
+    limit = apart.clamp(math.log1p(-clip_low) if clip_low < 1 else -math.inf, math.log1p(clip_high))
+    clipped = ((advantages > 0) & (apart > limit)) | ((advantages < 0) & (apart < limit))
+    log_mean = log_sequence_ratio(torch.where(clipped, limit, log_of_tokens), completion_mask)
+    out_of_bounds = (advantages != 0) & (log_mean.detach().abs() > LOG_RATIO_BOUND)
+    return TokenLosses(-bounded_ratio(log_mean) * advantages, clipped | out_of_bounds, apart)
+
+
+def ce_gppo(
+    policy_logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    completion_mask: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    preserved: tuple[float, float],
+) -> TokenLosses:
+    """As `ppo_clip`, but clipped tokens keep a part of their gradient: `l = -preserved sg[clip(r)] (r / sg[r]) A`.
+
+    CE-GPPO, https://arxiv.org/abs/2509.20712, with its beta_1 and beta_2 as the two parts `preserved`: of the tokens below the
+    band, whose A is negative, and of those above it, whose A is positive. Gradient there: `-preserved[0] (1 - clip_low) A` and
+    `-preserved[1] (1 + clip_high) A`; `-r A` elsewhere. With 0 for both it is that of `ppo_clip`. `dual_clip` is as there, and
+    takes the gradient.
+    """
+    advantages = torch.where(completion_mask, advantages, 0.0)
+    log_ratio = log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)
+    ratio = bounded_ratio(log_ratio.detach())
+    above, below = (advantages > 0) & (ratio > 1 + clip_high), (advantages < 0) & (ratio < 1 - clip_low)
+    capped = nowhere(ratio) if dual_clip is None else (advantages < 0) & (ratio > dual_clip)
+    value = torch.where(above, preserved[1] * (1 + clip_high), torch.where(below, preserved[0] * (1 - clip_low), ratio))
+    held = capped | (log_ratio.abs() > LOG_RATIO_BOUND) & ~above & ~below
+    # 1, with the gradient of log r.
+    straight = 1 + torch.where(held, 0.0, log_ratio - log_ratio.detach())
+    value = value if dual_clip is None else torch.where(capped, dual_clip, value)
+    gone = held | (above & (preserved[1] == 0)) | (below & (preserved[0] == 0))
+    return TokenLosses(-value * straight * advantages, gone & (advantages != 0), log_ratio.detach())
 
 
 def m2po(
@@ -218,6 +292,18 @@ def _bounded(log_ratio: Tensor) -> Tensor:
 def _is_pushed_outward(log_ratio: Tensor, completion_mask: Tensor, advantages: Tensor) -> Tensor:
     outward = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
     return completion_mask & outward
+
+
+def _gated_losses(
+    log_ratio: Tensor, completion_mask: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float
+) -> TokenLosses:
+    """`-(4 / tau) sigmoid(tau (ratio - 1)) A` for the ratio of a token or of a row."""
+    # expm1 keeps the distance of a ratio near 1 from 1, which exp() - 1 rounds.
+    distance = _bounded(log_ratio).expm1()
+    tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
+    gate = (4 / tau) * torch.sigmoid(tau * distance)
+    token_losses = -gate * torch.where(completion_mask, advantages, 0.0)
+    return TokenLosses(token_losses, nowhere(token_losses), None)
 
 
 def _clipped_losses(

@@ -40,7 +40,7 @@ class PolicyLogprobs(NamedTuple):
 
 
 class ClippedLoss(Protocol):
-    """A loss function with a clip band: `losses.gspo`, `losses.gspo_token` or `losses.ppo_clip`."""
+    """A loss function with a clip band and a dual clip: `losses.gspo`, `losses.gspo_token` or `losses.ppo_clip`."""
 
     def __call__(
         self,
@@ -66,6 +66,22 @@ class ClippedSurrogate:
 
 
 @dataclass(frozen=True)
+class Gmpo:
+    """`losses.gmpo`, whose band takes the gradient of single tokens."""
+
+    band: ClipBand
+
+
+@dataclass(frozen=True)
+class CeGppo:
+    """`losses.ce_gppo`, whose band leaves a part of the gradient."""
+
+    band: ClipBand
+    dual_clip: float | None
+    preserved: tuple[float, float]
+
+
+@dataclass(frozen=True)
 class Cispo:
     """`weighted_losses.cispo`, whose band bounds a weight: no token loses its gradient."""
 
@@ -75,6 +91,14 @@ class Cispo:
 @dataclass(frozen=True)
 class MiniRl:
     """`weighted_losses.minirl`, whose band takes gradients and whose weight is pi / mu."""
+
+    band: ClipBand
+    weight_cap: float
+
+
+@dataclass(frozen=True)
+class Aspo:
+    """`weighted_losses.aspo`, whose band takes gradients and whose weight is the ratio or its inverse."""
 
     band: ClipBand
     weight_cap: float
@@ -109,12 +133,42 @@ class Dppo:
     weight_cap: float
 
 
+class GatedLoss(Protocol):
+    """A loss function with a soft gate: `losses.sapo` or `losses.sapo_sequence`."""
+
+    def __call__(
+        self,
+        policy_logprobs: Tensor,
+        anchor_logprobs: Tensor,
+        completion_mask: Tensor,
+        advantages: Tensor,
+        *,
+        tau_positive: float,
+        tau_negative: float,
+    ) -> TokenLosses: ...
+
+
 @dataclass(frozen=True)
 class Sapo:
-    """`losses.sapo`, which has no band."""
+    """A loss with a soft gate in the place of a band."""
 
+    function: GatedLoss
     tau_positive: float
     tau_negative: float
+
+
+@dataclass(frozen=True)
+class Topr:
+    """`weighted_losses.topr`, which bounds the weight of a completion by 1."""
+
+
+@dataclass(frozen=True)
+class Vespo:
+    """`weighted_losses.vespo`, which bounds the weight of a completion softly."""
+
+    positive: tuple[float, float]
+    """k and lambda where the advantage is positive."""
+    negative: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -137,8 +191,10 @@ class Own:
     function: OwnLoss
 
 
-TokenLoss = ClippedSurrogate | Cispo | MiniRl | Dppo | Sapo | M2po | Reinforce | Own
+TokenLoss = ClippedSurrogate | Gmpo | CeGppo | Cispo | MiniRl | Aspo | Dppo | Sapo | Topr | Vespo | M2po | Reinforce | Own
 """A loss function with its parameters."""
+_TakesGradient = ClippedSurrogate | Gmpo | MiniRl | Aspo
+"""Losses whose band takes gradients."""
 
 
 class StepConstants(NamedTuple):
@@ -190,7 +246,7 @@ class Objective:
     @property
     def band(self) -> ClipBand | None:
         """The band that the ratio is clipped to; None for an objective that does not clip."""
-        return self.token_loss.band if isinstance(self.token_loss, ClippedSurrogate | Cispo | MiniRl) else None
+        return self.token_loss.band if isinstance(self.token_loss, _TakesGradient | CeGppo | Cispo) else None
 
     @property
     def engine_band(self) -> ClipBand | None:
@@ -198,7 +254,7 @@ class Objective:
 
         None where the ratio's denominator is recomputed, and where the clip takes no gradient.
         """
-        if isinstance(self.token_loss, ClippedSurrogate | MiniRl) and self.anchor == "behavior":
+        if isinstance(self.token_loss, _TakesGradient) and self.anchor == "behavior":
             return self.token_loss.band
         return None
 
@@ -233,14 +289,24 @@ class Objective:
         match self.token_loss:
             case ClippedSurrogate(function, band, dual_clip):
                 return function(*inputs, clip_low=band.low, clip_high=band.high, dual_clip=dual_clip)
+            case Gmpo(band):
+                return losses.gmpo(*inputs, clip_low=band.low, clip_high=band.high)
+            case CeGppo(band, dual_clip, preserved):
+                return losses.ce_gppo(*inputs, clip_low=band.low, clip_high=band.high, dual_clip=dual_clip, preserved=preserved)
             case Cispo(band):
                 return weighted_losses.cispo(*inputs, clip_low=band.low, clip_high=band.high)
             case MiniRl(band, cap):
                 return weighted_losses.minirl(*with_behavior, clip_low=band.low, clip_high=band.high, weight_cap=cap)
+            case Aspo(band, cap):
+                return weighted_losses.aspo(*inputs, clip_low=band.low, clip_high=band.high, weight_cap=cap)
             case Dppo(function, low, high, cap):
                 return function(*with_behavior, clip_low=low, clip_high=high, weight_cap=cap)
-            case Sapo(tau_positive, tau_negative):
-                return losses.sapo(*inputs, tau_positive=tau_positive, tau_negative=tau_negative)
+            case Sapo(function, tau_positive, tau_negative):
+                return function(*inputs, tau_positive=tau_positive, tau_negative=tau_negative)
+            case Topr():
+                return weighted_losses.topr(*inputs)
+            case Vespo(positive, negative):
+                return weighted_losses.vespo(*inputs, positive=positive, negative=negative)
             case M2po():
                 return losses.m2po(*inputs, cutoff=m2po_cutoff)
             case Reinforce():
@@ -279,18 +345,30 @@ def _resolve_token_loss(loss: LossSection) -> TokenLoss:
     if loss.function:
         return Own(load_loss(loss.function))
     match loss.objective:
-        case "gspo":
+        case "gspo" | "luspo":
             return ClippedSurrogate(losses.gspo, _resolve_band(loss), loss.dual_clip)
         case "gspo_token":
             return ClippedSurrogate(losses.gspo_token, _resolve_band(loss), loss.dual_clip)
         case "grpo" | "dr_grpo" | "dapo" | "ppo":
             return ClippedSurrogate(losses.ppo_clip, _resolve_band(loss), loss.dual_clip)
+        case "gmpo":
+            return Gmpo(_resolve_band(loss))
+        case "ce_gppo":
+            return CeGppo(_resolve_band(loss), loss.dual_clip, loss.clipped_gradients)
         case "sapo":
-            return Sapo(loss.tau_positive, loss.tau_negative)
+            return Sapo(losses.sapo, loss.tau_positive, loss.tau_negative)
+        case "sapo_sequence":
+            return Sapo(losses.sapo_sequence, loss.tau_positive, loss.tau_negative)
         case "cispo":
             return Cispo(_resolve_band(loss))
         case "minirl":
             return MiniRl(_resolve_band(loss), _resolve_cap(loss))
+        case "aspo":
+            return Aspo(_resolve_band(loss), _resolve_cap(loss))
+        case "topr":
+            return Topr()
+        case "vespo":
+            return Vespo(loss.vespo_positive, loss.vespo_negative)
         case "dppo_tv":
             return Dppo(weighted_losses.dppo_tv, *_resolve_band(loss)[:2], _resolve_cap(loss))
         case "dppo_kl":

@@ -7,7 +7,7 @@ value is a weighted log-likelihood, not comparable with another objective's.
 import torch
 from torch import Tensor
 
-from offbeat.learner.objectives.losses import TokenLosses, bounded_ratio, log_token_ratio, nowhere
+from offbeat.learner.objectives.losses import LOG_RATIO_BOUND, TokenLosses, bounded_ratio, log_token_ratio, nowhere
 
 
 def reinforce(policy_logprobs: Tensor, completion_mask: Tensor, advantages: Tensor) -> TokenLosses:
@@ -112,6 +112,72 @@ def dppo_kl(
     below = (probability < of_anchor) & (divergence > clip_low)
     beyond = torch.where(advantages > 0, above, below)
     return _weigh_kept(policy_logprobs, behavior_logprobs, completion_mask, advantages, beyond, weight_cap)
+
+
+def aspo(
+    policy_logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    completion_mask: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    weight_cap: float,
+) -> TokenLosses:
+    """`l = -sg[min(w, weight_cap)] A policy_logprobs`, `w = 1/r` where A > 0 and `r` elsewhere; 0 where `ppo_clip` would clip.
+
+    ASPO, https://arxiv.org/abs/2510.06062: with a positive advantage the ratio is turned over, so that tokens that have become
+    unlikely are pushed up the most. The cap is its soft dual clip, which keeps the gradient. Gradient:
+    `-min(w, weight_cap) A`, and exactly 0 where (A > 0, r > 1 + clip_high) or (A < 0, r < 1 - clip_low). The authors' code has
+    another band for tokens of high entropy, which is part of Archer and not of this.
+    """
+    log_ratio = log_token_ratio(policy_logprobs.detach(), anchor_logprobs, completion_mask)
+    ratio = bounded_ratio(log_ratio)
+    positive = advantages > 0
+    dropped = torch.where(positive, ratio > 1 + clip_high, (advantages < 0) & (ratio < 1 - clip_low)) & completion_mask
+    weight = torch.where(positive, 1 / ratio, ratio).clamp(max=weight_cap)
+    token_losses = torch.where(dropped, 0.0, weight) * reinforce(policy_logprobs, completion_mask, advantages).losses
+    return TokenLosses(token_losses, dropped, log_ratio)
+
+
+def topr(policy_logprobs: Tensor, anchor_logprobs: Tensor, completion_mask: Tensor, advantages: Tensor) -> TokenLosses:
+    """`l = -sg[min(W, 1)] A policy_logprobs` where A < 0, and `-A policy_logprobs` elsewhere, `W = prod_t r_t` of the row.
+
+    TOPR, https://arxiv.org/abs/2503.14286, eq. 8, with advantages for its rewards: good completions are imitated however far
+    the policy has left them, and bad ones lose their weight with their likelihood. Gradient: `-A` or `-min(W, 1) A`. The
+    paper's objective is the aggregation `seq-mean-token-sum`. ROLL truncates the ratio of each token in the place of W.
+    """
+    log_weight = _log_product(policy_logprobs, anchor_logprobs, completion_mask)
+    weight = torch.where(advantages < 0, bounded_ratio(log_weight.clamp(max=0)), 1.0)
+    token_losses = weight * reinforce(policy_logprobs, completion_mask, advantages).losses
+    return TokenLosses(token_losses, nowhere(token_losses), None)
+
+
+def vespo(
+    policy_logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    completion_mask: Tensor,
+    advantages: Tensor,
+    *,
+    positive: tuple[float, float],
+    negative: tuple[float, float],
+) -> TokenLosses:
+    """`l = -sg[phi(W)] A policy_logprobs` with `phi(W) = W^k exp(lambda (1 - W))` and `W = prod_t r_t` of the row.
+
+    VESPO, https://arxiv.org/abs/2602.10693: a soft bound of the whole importance weight, not normalized by length. phi(1) is 1,
+    and phi falls to 0 on both sides of its peak at `k / lambda`. `positive` is `(k, lambda)` where A > 0, `negative` where
+    A < 0. Gradient: `-phi(W) A`; `clipped` where phi is too small for the number type, and so 0.
+    """
+    log_weight = _log_product(policy_logprobs, anchor_logprobs, completion_mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    of_positive, of_negative = ((k * log_weight - rate * log_weight.expm1()).exp() for k, rate in (positive, negative))
+    weight = torch.where(advantages > 0, of_positive, of_negative)
+    token_losses = weight * reinforce(policy_logprobs, completion_mask, advantages).losses
+    return TokenLosses(token_losses, completion_mask & (advantages != 0) & (weight == 0), None)
+
+
+def _log_product(policy_logprobs: Tensor, anchor_logprobs: Tensor, completion_mask: Tensor) -> Tensor:
+    """Return `log W`, the sum of the loss tokens' log-ratios, detached, `[rows, 1]`."""
+    return log_token_ratio(policy_logprobs.detach(), anchor_logprobs, completion_mask).sum(dim=-1, keepdim=True)
 
 
 def _probabilities(policy_logprobs: Tensor, anchor_logprobs: Tensor, completion_mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -80,6 +80,13 @@ def test_every_objective_passes_by_itself_and_completing_twice_changes_nothing(o
         (["loss.objective=dapo"], (0.2, 0.28, "token-mean", "group", True, "drop", 200)),
         (["loss.objective=sapo"], (None, None, "seq-mean-token-mean", "group", True, "count", 0)),
         (["loss.objective=cispo"], (1.0, 4.0, "token-mean", "group", True, "count", 0)),
+        (["loss.objective=luspo"], (0.05, 0.05, "seq-mean-token-sum", "group", True, "count", 0)),
+        (["loss.objective=luspo", "loss.anchor=proximal"], (2e-3, 2.5e-3, "seq-mean-token-sum", "group", True, "count", 0)),
+        (["loss.objective=ce_gppo"], (0.2, 0.2, "token-mean", "group", True, "count", 0)),
+        (["loss.objective=sapo_sequence"], (None, None, "seq-mean-token-mean", "group", True, "count", 0)),
+        (["loss.objective=aspo"], (0.2, 0.2, "token-mean", "group", True, "count", 0)),
+        (["loss.objective=topr"], (None, None, "seq-mean-token-sum", "group", False, "count", 0)),
+        (["loss.objective=vespo"], (None, None, "token-mean", "group", True, "count", 0)),
         (["loss.objective=minirl"], (0.2, 0.27, "seq-mean-token-sum", "group", False, "count", 0)),
         (["loss.objective=dppo_tv"], (0.15, 0.15, "seq-mean-token-sum-norm", "group", False, "count", 0)),
         (["loss.objective=dppo_kl"], (0.05, 0.05, "seq-mean-token-sum-norm", "group", False, "count", 0)),
@@ -141,7 +148,8 @@ REFUSALS = [
     Refusal(["loss.objective=reinforce", "loss.clip_high=0.1"], ["loss.clip_high = 0.1", "does not clip"]),
     Refusal(["loss.clip_low=1.5"], ["loss.clip_low = 1.5", "no ratio is below 0"]),
     Refusal(
-        ["loss.objective=cispo", "loss.dual_clip=3"], ["loss.dual_clip = 3.0", "gspo, gspo_token, grpo, dr_grpo, dapo, ppo"]
+        ["loss.objective=cispo", "loss.dual_clip=3"],
+        ["loss.dual_clip = 3.0", "gspo, gspo_token, grpo, dr_grpo, dapo, luspo, ce_gppo, ppo"],
     ),
     Refusal(["loss.objective=sapo", "loss.dual_clip=3"], ["loss.dual_clip = 3.0", "'sapo' has none"]),
     Refusal(["loss.objective=reinforce", "loss.dual_clip=3"], ["loss.dual_clip = 3.0", "'reinforce' has none"]),
@@ -167,7 +175,7 @@ REFUSALS = [
         ['loss.anchor = "decoupled"', 'loss.anchor="behavior"'],
     ),
     Refusal(["loss.objective=m2po", "loss.clip_low=0.2"], ["loss.clip_low = 0.2", "does not clip"]),
-    Refusal(["loss.weight_cap=3"], ["loss.weight_cap = 3.0", "'gspo' has none (only minirl, dppo_tv, dppo_kl)"]),
+    Refusal(["loss.weight_cap=3"], ["loss.weight_cap = 3.0", "'gspo' has none (only minirl, dppo_tv, dppo_kl, aspo)"]),
     *(
         Refusal(
             [f"loss.objective={objective}", "loss.anchor=decoupled", "loss.correction=token_tis"],
@@ -184,6 +192,10 @@ REFUSALS = [
     Refusal([TO_GO, "advantage.divide_by_std=true"], ["advantage.divide_by_std = true", "as loud as others"]),
     Refusal([TO_GO, "reward.norm_std=batch"], ['reward.norm_std = "batch"', "other units"]),
     Refusal([TO_GO, "reward.clip=2"], ["reward.clip = 2.0", "other units"]),
+    *(
+        Refusal(["kl.reward_coef=0.1", f"loss.objective={objective}"], [f'loss.objective = "{objective}"', "gspo_token"])
+        for objective in ("luspo", "gmpo", "sapo_sequence")
+    ),
     Refusal(["kl.reward_coef=0.1"], ['loss.objective = "gspo"', "kl.reward_coef = 0.1", "gspo_token"]),
     Refusal(["reward.overlong_buffer=1024"], ["reward.overlong_buffer = 1024", "below 1024"]),
     Refusal(["kl.loss_coef=0.1", "kl.estimator=k1"], ['kl.estimator = "k1"', "noise"]),

@@ -7,14 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offbeat.learner.objectives.losses import TokenLosses, gspo, gspo_token, m2po, ppo_clip, sapo
-from offbeat.learner.objectives.weighted_losses import cispo, dppo_kl, dppo_tv, minirl, reinforce
+from offbeat.learner.objectives.losses import TokenLosses, ce_gppo, gmpo, gspo, gspo_token, m2po, ppo_clip, sapo, sapo_sequence
+from offbeat.learner.objectives.weighted_losses import aspo, cispo, dppo_kl, dppo_tv, minirl, reinforce, topr, vespo
 
 BAND = {"clip_low": 0.1, "clip_high": 0.2}
 TAU = {"tau_positive": 1.0, "tau_negative": 1.5}
 DUAL_CLIP = 1.6
 M2PO_CUTOFF = 0.1
 WEIGHT_CAP = 1.3
+PRESERVED = (0.75, 0.9)
+VESPO = {"positive": (2.0, 3.0), "negative": (3.0, 2.0)}
 KL_BOUNDS = {"clip_low": 0.02, "clip_high": 0.04}
 SEQUENCE_DUAL_CLIP = 1.05
 """A cap that mean ratios of `random_batch` reach, some of them inside the band."""
@@ -36,15 +38,22 @@ OBJECTIVES: dict[str, Objective] = {
     "dual_clip": lambda *tensors: ppo_clip(*tensors, **BAND, dual_clip=DUAL_CLIP),
     "gspo_dual_clip": lambda *tensors: gspo(*tensors, **BAND, dual_clip=SEQUENCE_DUAL_CLIP),
     "gspo_token_dual_clip": lambda *tensors: gspo_token(*tensors, **BAND, dual_clip=SEQUENCE_DUAL_CLIP),
+    "gmpo": lambda *tensors: gmpo(*tensors, **BAND),
+    "ce_gppo": lambda *tensors: ce_gppo(*tensors, **BAND, dual_clip=None, preserved=PRESERVED),
+    "ce_gppo_dual_clip": lambda *tensors: ce_gppo(*tensors, **BAND, dual_clip=DUAL_CLIP, preserved=PRESERVED),
     "sapo": lambda *tensors: sapo(*tensors, **TAU),
+    "sapo_sequence": lambda *tensors: sapo_sequence(*tensors, **TAU),
     "cispo": lambda *tensors: cispo(*tensors, **BAND),
     "minirl": lambda *tensors: minirl(*with_behavior(*tensors), **BAND, weight_cap=WEIGHT_CAP),
     "dppo_tv": lambda *tensors: dppo_tv(*with_behavior(*tensors), **BAND, weight_cap=WEIGHT_CAP),
     "dppo_kl": lambda *tensors: dppo_kl(*with_behavior(*tensors), **KL_BOUNDS, weight_cap=WEIGHT_CAP),
+    "aspo": lambda *tensors: aspo(*tensors, **BAND, weight_cap=WEIGHT_CAP),
+    "topr": topr,
+    "vespo": lambda *tensors: vespo(*tensors, **VESPO),
     "m2po": lambda *tensors: m2po(*tensors, cutoff=M2PO_CUTOFF),
     "reinforce": lambda policy, _, mask, advantages: reinforce(policy, mask, advantages),
 }
-WITHOUT_CLIP = ("sapo", "cispo", "reinforce")
+WITHOUT_CLIP = ("ce_gppo", "sapo", "sapo_sequence", "cispo", "topr", "vespo", "reinforce")
 """Objectives that take no token's gradient."""
 
 
@@ -91,6 +100,31 @@ def printed_sapo(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
     return -torch.where(advantages > 0, positive, negative) * advantages
 
 
+def printed_sapo_sequence(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
+    ratio = (policy.exp().prod() / anchor.exp().prod()) ** (1 / len(policy))
+    positive = 4 / 1.0 / (1 + torch.exp(-1.0 * (ratio - 1)))
+    negative = 4 / 1.5 / (1 + torch.exp(-1.5 * (ratio - 1)))
+    return -torch.where(advantages > 0, positive, negative) * advantages
+
+
+def printed_gmpo(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
+    sign, log_ratio = advantages.sign(), policy - anchor
+    clipped = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(math.log(1 - 0.1), math.log(1 + 0.2)))
+    return -(torch.where(sign != 0, clipped, log_ratio).exp().prod() ** (1 / len(policy))) * advantages
+
+
+def printed_ce_gppo(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
+    ratio = policy.exp() / anchor.exp()
+    below, above = (ratio < 1 - 0.1) & (advantages < 0), (ratio > 1 + 0.2) & (advantages > 0)
+    straight = ratio / ratio.detach()
+    ratio = torch.where(below, PRESERVED[0] * (1 - 0.1) * straight, ratio)
+    return -torch.where(above, PRESERVED[1] * (1 + 0.2) * straight, ratio) * advantages
+
+
+def printed_ce_gppo_dual_clip(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
+    return printed_cap(printed_ce_gppo(policy, anchor, advantages), advantages, DUAL_CLIP)
+
+
 def printed_cispo(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
     return -(policy.exp() / anchor.exp()).clamp(1 - 0.1, 1 + 0.2).detach() * advantages * policy
 
@@ -118,6 +152,25 @@ def printed_dppo_kl(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tenso
     return printed_weight(policy, anchor, kept, advantages)
 
 
+def printed_aspo(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
+    ratio = (policy.exp() / anchor.exp()).detach()
+    kept = torch.where(advantages > 0, ratio <= 1 + 0.2, ratio >= 1 - 0.1)
+    weight = torch.minimum(torch.where(advantages > 0, 1 / ratio, ratio), torch.tensor(WEIGHT_CAP, dtype=torch.float64))
+    return -(kept * weight) * advantages * policy
+
+
+def printed_topr(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
+    product = (policy.exp().prod() / anchor.exp().prod()).detach()
+    return -torch.where(advantages >= 0, 1.0, product.clamp(0, 1)) * advantages * policy
+
+
+def printed_vespo(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
+    product = (policy.exp().prod() / anchor.exp().prod()).detach()
+    positive = math.exp(3) * product**2 * (-3 * product).exp()
+    negative = math.exp(2) * product**3 * (-2 * product).exp()
+    return -torch.where(advantages > 0, positive, negative) * advantages * policy
+
+
 def printed_m2po(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
     ratio = policy.exp() / anchor.exp()
     in_trust_region = ((advantages > 0) & (ratio > 1)) | ((advantages < 0) & (ratio < 1))
@@ -141,6 +194,13 @@ PRINTED = {
     "minirl": printed_minirl,
     "dppo_tv": printed_dppo_tv,
     "dppo_kl": printed_dppo_kl,
+    "gmpo": printed_gmpo,
+    "ce_gppo": printed_ce_gppo,
+    "ce_gppo_dual_clip": printed_ce_gppo_dual_clip,
+    "sapo_sequence": printed_sapo_sequence,
+    "aspo": printed_aspo,
+    "topr": printed_topr,
+    "vespo": printed_vespo,
     "m2po": printed_m2po,
     "reinforce": printed_reinforce,
 }

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offbeat.learner.objectives.aggregation import aggregate, denominator
-from offbeat.learner.objectives.losses import LOG_RATIO_BOUND, gspo, gspo_token, ppo_clip, value_loss
+from offbeat.learner.objectives.losses import LOG_RATIO_BOUND, ce_gppo, gspo, gspo_token, ppo_clip, value_loss
 from offbeat.learner.objectives.weighted_losses import cispo
 from tests.learner.objectives.loss_cases import (
     BAND,
@@ -45,7 +45,13 @@ def test_loss_and_gradient_equal_the_printed_formula_differentiated_in_float64(n
 
 
 @pytest.mark.parametrize(
-    ("name", "uncapped"), [("dual_clip", "ppo_clip"), ("gspo_dual_clip", "gspo"), ("gspo_token_dual_clip", "gspo_token")]
+    ("name", "uncapped"),
+    [
+        ("dual_clip", "ppo_clip"),
+        ("gspo_dual_clip", "gspo"),
+        ("gspo_token_dual_clip", "gspo_token"),
+        ("ce_gppo_dual_clip", "ce_gppo"),
+    ],
 )
 def test_the_random_case_reaches_the_cap(name, uncapped):
     batch = random_batch(0)
@@ -215,6 +221,47 @@ def test_sapo_weighs_the_ratio_by_the_gate_of_the_advantages_sign(ratio, advanta
     losses, _, policy_gradient = run(OBJECTIVES["sapo"], one_token(math.log(ratio), advantage))
     assert losses.item() == pytest.approx(loss, rel=1e-6)
     assert policy_gradient.item() == pytest.approx(gradient, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "gradient"),
+    [
+        (1.5, 2.0, 1.2 * 0.9, -2.16),  # above: the second part of the bound
+        (0.5, 2.0, 0.5, -1.0),
+        (1.5, -2.0, 1.5, 3.0),
+        (0.5, -2.0, 0.9 * 0.75, 1.35),  # below: the first part of the bound
+        (2.0, -2.0, 1.6, 0.0),  # capped by the dual clip
+    ],
+)
+def test_ce_gppo_leaves_clipped_tokens_their_part_of_the_gradient_at_the_bound(ratio, advantage, value, gradient):
+    losses, clipped, policy_gradient = run(OBJECTIVES["ce_gppo_dual_clip"], one_token(math.log(ratio), advantage))
+    assert losses.item() == pytest.approx(-value * advantage)
+    assert policy_gradient.item() == pytest.approx(gradient)
+    assert clipped.item() == (gradient == 0)
+
+
+def test_ce_gppo_that_preserves_nothing_is_the_clip():
+    batch = random_batch(6)
+    for dual_clip in (None, DUAL_CLIP):
+        found = run(lambda *tensors, cap=dual_clip: ce_gppo(*tensors, **BAND, dual_clip=cap, preserved=(0.0, 0.0)), batch)
+        expected = run(lambda *tensors, cap=dual_clip: ppo_clip(*tensors, **BAND, dual_clip=cap), batch)
+        torch.testing.assert_close(found[2], expected[2])
+        assert torch.equal(found[1], expected[1])
+
+
+def test_gmpo_clips_tokens_one_by_one_before_their_geometric_mean():
+    # Ratios 4 and 0.25 with A > 0: 4 is clipped to 1.2, 0.25 is pulled up; (1.2 * 0.25)^(1/2) = 0.5477.
+    batch = Batch(
+        torch.tensor([[4.0, 9.0, 0.25]], dtype=torch.float64).log(),
+        torch.zeros(1, 3, dtype=torch.float64),
+        torch.tensor([[True, False, True]]),
+        torch.full((1, 3), 2.0, dtype=torch.float64),
+    )
+    losses, clipped, gradient = run(OBJECTIVES["gmpo"], batch)
+    mean = math.sqrt(1.2 * 0.25)
+    torch.testing.assert_close(losses, torch.tensor([[-2 * mean, 0.0, -2 * mean]], dtype=torch.float64))
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.0, -2 * mean]], dtype=torch.float64))
+    assert clipped.tolist() == [[True, False, False]]
 
 
 @pytest.mark.parametrize(("ratio", "weight"), [(1.5, 1.2), (1.1, 1.1), (0.5, 0.9)])

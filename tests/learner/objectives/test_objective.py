@@ -29,8 +29,23 @@ def make_objective(*overrides: str) -> Objective:
 EXPECTED = (
     {
         "gspo": lambda anchor: losses.gspo(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
+        "luspo": lambda anchor: losses.gspo(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
         "gspo_token": lambda anchor: losses.gspo_token(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
+        "gmpo": lambda anchor: losses.gmpo(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
+        "ce_gppo": lambda anchor: losses.ce_gppo(
+            POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2, dual_clip=None, preserved=(0.75, 1.0)
+        ),
         "sapo": lambda anchor: losses.sapo(POLICY, anchor, MASK, ADVANTAGES, tau_positive=1.0, tau_negative=1.05),
+        "sapo_sequence": lambda anchor: losses.sapo_sequence(
+            POLICY, anchor, MASK, ADVANTAGES, tau_positive=1.0, tau_negative=1.05
+        ),
+        "aspo": lambda anchor: weighted_losses.aspo(
+            POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2, weight_cap=3.0
+        ),
+        "topr": lambda anchor: weighted_losses.topr(POLICY, anchor, MASK, ADVANTAGES),
+        "vespo": lambda anchor: weighted_losses.vespo(
+            POLICY, anchor, MASK, ADVANTAGES, positive=(2.0, 3.0), negative=(3.0, 2.0)
+        ),
         "cispo": lambda anchor: weighted_losses.cispo(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
         "m2po": lambda anchor: losses.m2po(POLICY, anchor, MASK, ADVANTAGES, cutoff=0.01),
         "reinforce": lambda _: weighted_losses.reinforce(POLICY, MASK, ADVANTAGES),
@@ -64,9 +79,10 @@ def test_objective_is_the_function_of_its_name_against_the_anchor(name: str, pro
 
 
 def test_objectives_are_told_apart() -> None:
-    distinct = {name: tuple(EXPECTED[name](BEHAVIOR).losses.flatten().tolist()) for name in EXPECTED}
-    # GSPO-token is GSPO where advantages are equal along a row; the clip's four names are one function.
-    assert len(set(distinct.values())) == 9
+    anchors = (BEHAVIOR, POLICY + 0.3, POLICY - 0.3)
+    distinct = {name: str([EXPECTED[name](anchor).losses.tolist() for anchor in anchors]) for name in EXPECTED}
+    # GSPO-token is GSPO where advantages are equal along a row, and so is LUSPO; the clip's four names are one function.
+    assert len(set(distinct.values())) == 15
 
 
 @pytest.mark.parametrize("name", [name for name in DEFAULTS if DEFAULTS[name].dual_clip])
@@ -171,7 +187,7 @@ def test_clipped_ratio_is_the_one_to_the_anchor_that_the_objective_clips(name: s
         return
     assert found is not None and not found.log_ratio.requires_grad
     log_ratio = POLICY - (BEHAVIOR if proximal is None else proximal)
-    if name in ("gspo", "gspo_token"):
+    if DEFAULTS[name].is_sequence_ratio:
         means = [row[mask].mean().item() for row, mask in zip(log_ratio, MASK, strict=True)]
         torch.testing.assert_close(found.log_ratio, torch.tensor(means)[:, None].expand(3, 4))
     else:
@@ -199,9 +215,13 @@ def test_noise_of_the_engine_is_clipped_where_a_clip_takes_gradient_against_its_
     assert make_objective("clip_low=0.1", "clip_high=0.2").engine_band == ClipBand(0.1, 0.2, is_sequence_ratio=True)
     assert make_objective("objective=dapo").engine_band == ClipBand(0.2, 0.28, is_sequence_ratio=False)
     assert make_objective("objective=minirl").engine_band == ClipBand(0.2, 0.27, is_sequence_ratio=False)
-    for without in ("objective=cispo", "objective=sapo", "objective=m2po", "objective=reinforce", "objective=dppo_tv"):
-        assert make_objective(without).engine_band is None
-    for objective in ("gspo", "minirl"):
+    assert make_objective("objective=luspo").engine_band == ClipBand(0.05, 0.05, is_sequence_ratio=True)
+    assert make_objective("objective=gmpo", "clip_low=0.1", "clip_high=0.3").engine_band == ClipBand(
+        0.1, 0.3, is_sequence_ratio=False
+    )
+    for without in ("cispo", "ce_gppo", "sapo", "sapo_sequence", "m2po", "reinforce", "dppo_tv", "topr", "vespo"):
+        assert make_objective(f"objective={without}").engine_band is None
+    for objective in ("gspo", "minirl", "gmpo", "aspo"):
         assert make_objective(f"objective={objective}", "anchor=proximal").engine_band is None
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from offbeat.learner.objectives.losses import ppo_clip
-from offbeat.learner.objectives.weighted_losses import dppo_kl, dppo_tv, minirl
-from tests.learner.objectives.loss_cases import BAND, one_token, random_batch, run
+from offbeat.learner.objectives.weighted_losses import aspo, dppo_kl, dppo_tv, minirl, topr
+from tests.learner.objectives.loss_cases import BAND, OBJECTIVES, Batch, one_token, random_batch, run
 
 
 def three(pi: float, anchor: float, mu: float, advantage: float) -> tuple[Tensor, ...]:
@@ -97,3 +97,61 @@ def test_certain_tokens_have_a_finite_divergence_in_float32(function):
             assert math.isfinite(losses.item())
             assert clipped.item() == (log_ratio * advantage > 0 and abs(log_ratio) > 1)
             assert gradient.item() == (0 if clipped.item() else pytest.approx(-advantage * min(math.exp(log_ratio), 2)))
+
+
+@pytest.mark.parametrize(
+    ("pi", "anchor", "advantage", "expected"),
+    [
+        (0.3, 0.4, 1.0, 4 / 3),  # turned over
+        (0.44, 0.4, 1.0, 1 / 1.1),
+        (0.5, 0.4, 1.0, 0.0),  # r = 1.25 is above
+        (0.1, 0.4, 1.0, 1.6),  # 4 is capped
+        (0.38, 0.4, -1.0, 0.95),
+        (0.3, 0.4, -1.0, 0.0),  # r = 0.75 is below
+        (0.8, 0.4, -1.0, 1.6),  # 2 is capped
+    ],
+)
+def test_aspo_turns_the_ratio_of_good_tokens_over_and_caps_without_clipping(pi, anchor, advantage, expected):
+    policy, of_anchor, _, mask, advantages = three(pi, anchor, anchor, advantage)
+    assert weight(aspo, (policy, of_anchor, mask, advantages), **BAND, weight_cap=1.6) == pytest.approx(expected)
+
+
+def two_tokens(first: float, second: float, advantage: float) -> Batch:
+    """Return a row of two loss tokens with these ratios, and a masked one between them."""
+    return Batch(
+        torch.tensor([[first, 9.0, second]], dtype=torch.float64).log(),
+        torch.zeros(1, 3, dtype=torch.float64),
+        torch.tensor([[True, False, True]]),
+        torch.full((1, 3), advantage, dtype=torch.float64),
+    )
+
+
+@pytest.mark.parametrize(
+    ("advantage", "first", "second", "expected"),
+    [(2.0, 0.5, 0.5, 1.0), (2.0, 3.0, 1.0, 1.0), (-2.0, 0.5, 0.8, 0.4), (-2.0, 3.0, 1.5, 1.0), (-2.0, 4.0, 0.125, 0.5)],
+)
+def test_topr_weighs_bad_completions_by_their_product_up_to_one(advantage, first, second, expected):
+    _, clipped, gradient = run(topr, two_tokens(first, second, advantage))
+    torch.testing.assert_close(gradient, -expected * advantage * torch.tensor([[1.0, 0.0, 1.0]], dtype=torch.float64))
+    assert not clipped.any()
+
+
+@pytest.mark.parametrize(
+    ("advantage", "first", "second", "expected"),
+    [
+        (1.0, 2.0, 0.5, 1.0),  # W = 1
+        (1.0, 2.0, 1.0, 4 * math.exp(-3)),
+        (-1.0, 2.0, 1.0, 8 * math.exp(-2)),
+        (1.0, 0.5, 1.0, 0.25 * math.exp(1.5)),
+        (-1.0, 0.25, 2.0, 0.125 * math.exp(1.0)),
+    ],
+)
+def test_vespo_weighs_a_completion_by_the_bell_of_its_advantages_sign(advantage, first, second, expected):
+    _, clipped, gradient = run(OBJECTIVES["vespo"], two_tokens(first, second, advantage))
+    torch.testing.assert_close(gradient, -expected * advantage * torch.tensor([[1.0, 0.0, 1.0]], dtype=torch.float64))
+    assert not clipped.any()
+
+
+def test_vespo_counts_completions_whose_weight_is_gone():
+    _, clipped, gradient = run(OBJECTIVES["vespo"], one_token(6.0, 1.0, dtype=torch.float32))
+    assert gradient.item() == 0 and clipped.item()

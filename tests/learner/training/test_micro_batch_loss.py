@@ -103,7 +103,7 @@ def test_value_loss_has_its_coefficient_and_its_clip(value_clip: Any, errors: li
     [(math.nan, Broken.NOT_FINITE), (-math.inf, Broken.NOT_FINITE), (BEYOND, Broken.RATIO)],
     ids=["nan", "-inf", "beyond the bound"],
 )
-@pytest.mark.parametrize("objective", ["gspo", "grpo", "cispo", "minirl", "dppo_tv", "reinforce"])
+@pytest.mark.parametrize("objective", ["gspo", "grpo", "cispo", "minirl", "dppo_tv", "ce_gppo", "aspo", "reinforce"])
 def test_completion_with_a_broken_logprob_has_no_gradient_is_counted_and_leaves_the_others_as_they_are(
     objective: Any, changed: float, reason: Broken
 ) -> None:
