@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,8 @@ REWARD = f"{__name__}:judged"
 """The reward function, as `task.reward` names it."""
 TIMEOUT_S = 3.0
 """Longest wait for the judge's answer, in seconds."""
+SLOW_S = 0.5
+"""Seconds that a slow judge takes for an answer."""
 
 
 def judged(group: Sequence[Any]) -> list[float]:
@@ -36,6 +39,8 @@ class Judge(http.server.ThreadingHTTPServer):
         super().__init__((host, 0), _Handler)
         self.is_down = False
         """True while every request is answered with 503."""
+        self.is_slow: Callable[[], bool] = lambda: False
+        """Asked before each answer, in a thread of the server's: whether it shall take `SLOW_S`."""
         self.num_refusals = 0
         """Number of requests that were answered with 503."""
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
@@ -71,6 +76,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             judge.num_refusals += 1
             self.send_error(503)
             return
+        if judge.is_slow():
+            time.sleep(SLOW_S)
         body = json.dumps([float(completion.strip() == answer.strip()) for completion, answer in pairs]).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))

@@ -9,7 +9,7 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
@@ -42,6 +42,8 @@ REMOTE = "remote"
 """Name of the remote actor."""
 TRIED = "tried-learner"
 """Log of the learners that the run's folder must refuse."""
+AHEAD_STEPS = 2
+"""Steps that a run may make beyond that of the next fault before its judge is slow."""
 LOCAL = "actor-0"
 """The launcher's name for its first actor."""
 
@@ -323,6 +325,9 @@ def run_round(plan: list[Fault], site: Site, stop: StopRequest) -> RoundResult:
     scene = Scene(services, site.network, site.clock, site.disk, site.judge, site.run, data, site.hub_port, site.tools)
     strikes: list[Strike] = []
     violations: list[str] = []
+    if site.judge is not None:
+        # Steps go on during most faults: a quick machine would end the run before the last of them.
+        site.judge.is_slow = lambda: is_ahead(plan[len(strikes) :], watch.newest_step)
     try:
         for fault in plan:
             _await_fault(fault, services, watch)
@@ -345,6 +350,11 @@ def run_round(plan: list[Fault], site: Site, stop: StopRequest) -> RoundResult:
     violations += [violation for one in strikes for violation in one.outcome.violations]
     lost = [event for one in strikes for event in one.outcome.lost]
     return RoundResult(time.monotonic() - started, happened, lost, violations)
+
+
+def is_ahead(left: Sequence[Fault], newest_step: int) -> bool:
+    """Return whether the run has made more steps than the plan has for the next of the faults that are left."""
+    return bool(left) and newest_step > left[0].at_step + AHEAD_STEPS
 
 
 def missed(happened: Iterable[Happened]) -> list[str]:

@@ -24,7 +24,7 @@ from offbeat.deploy.chaos import faults
 from offbeat.deploy.chaos.chaos import ChaosReport, RoundReport, print_chaos
 from offbeat.deploy.chaos.faults import Attempt, Clock, Committed, Disk, Scene, commit, open_disk
 from offbeat.deploy.chaos.network import Namespace, Network, Proxy, open_network
-from offbeat.deploy.chaos.round import Happened, Watch
+from offbeat.deploy.chaos.round import AHEAD_STEPS, Happened, Watch, is_ahead
 from offbeat.deploy.chaos.schedule import FILLING, KINDS, OF_ENVIRONMENTS, OF_REWARDS, Fault, Kind, Target, plan, round_seed
 from offbeat.deploy.launch.launcher import free_port
 from offbeat.lab.audit import Check
@@ -49,6 +49,13 @@ def test_plan_holds_each_kind_once_in_the_order_of_its_steps_and_is_a_function_o
     assert plan(seed, num_steps=num_steps, dead_after_s=5.0) == faults
     kinds = [fault.kind for fault in faults]
     assert all(kinds.index(kind) <= len(KINDS) // 2 for kind in FILLING), "a full disk at the end leaves no model"
+
+
+def test_run_is_ahead_of_a_plan_when_its_next_fault_is_late_and_never_when_none_is_left() -> None:
+    left = plan(7, num_steps=60, dead_after_s=3.0)[-2:]
+    due = left[0].at_step + AHEAD_STEPS
+    assert [is_ahead(left, step) for step in (0, due, due + 1)] == [False, False, True]
+    assert not is_ahead([], 60)
 
 
 def test_rounds_differ_and_stops_come_shorter_and_longer_than_a_peer_may_be_silent() -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,7 +10,7 @@ import pytest
 
 from offbeat.actor.rewards import RewardRunner
 from offbeat.deploy.chaos.faults import Attempt, Scene, commit
-from offbeat.deploy.chaos.judge import REWARD, URL_VARIABLE, Judge
+from offbeat.deploy.chaos.judge import REWARD, SLOW_S, URL_VARIABLE, Judge, judged
 from offbeat.deploy.chaos.schedule import Fault, Target
 from tests.actor.reward_harness import make_limits, rewarded, samples, wait
 from tests.deploy.chaos.test_chaos import detail_of
@@ -60,6 +61,17 @@ def test_judge_is_down_for_a_while_and_costs_no_group(monkeypatch: pytest.Monkey
     finally:
         runner.close()
         judge.close()
+
+
+def test_slow_judge_answers_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("offbeat.deploy.chaos.judge.time.sleep", slept.append)
+    with closing(Judge("127.0.0.1")) as judge:
+        monkeypatch.setenv(URL_VARIABLE, judge.url)
+        group = samples(["7", "8"], {"answer": 7})
+        assert (judged(group), slept) == ([1.0, 0.0], [])
+        judge.is_slow = lambda: True
+        assert (judged(group), slept) == ([1.0, 0.0], [SLOW_S])
 
 
 def test_run_with_a_reward_of_its_own_has_no_judge_to_take_down() -> None:

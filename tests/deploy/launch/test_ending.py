@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,10 @@ def test_stopped_run_has_the_command_that_goes_on(tmp_path: Path) -> None:
     run = run_in(tmp_path / "run", outcome="stopped", detail="SIGINT")
     first, *_, last = summary(run, "train")
     assert first == "the run stopped at step 7 after 12 s (SIGINT)"
+    assert last.startswith("all steps up to the newest checkpoint")
     assert last.endswith(f"to go on: offbeat train {run}/config.toml run.resume=true")
+    shutil.rmtree(run / "checkpoints")
+    assert go_on(run, "train").startswith("there is no checkpoint (train.checkpoint_interval)")
 
 
 def test_run_without_a_step_is_started_again_by_the_same_command(tmp_path: Path) -> None:
