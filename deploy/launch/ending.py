@@ -67,7 +67,7 @@ def go_on(folder: Path, command: str) -> str:
     if not has_steps(folder):
         return f"no step was made, so nothing is lost; to start again: {again if config.exists() else 'the same command'}"
     if checkpoints.newest(folder / CHECKPOINTS) is None:
-        kept = "there is no checkpoint (train.checkpoint_interval): the steps are made again from the logged groups, which are kept"
+        kept = "there is no checkpoint (train.checkpoint_interval): the steps are made again from the logged groups"
     else:
         kept = "all steps up to the newest checkpoint and all logged groups are kept"
     return f"{kept}; to go on: {again} run.resume=true"

@@ -70,14 +70,14 @@ def make_module(variant: str, group: SequenceGroup, *, checkpointed: bool) -> Co
 
 
 def make_packs() -> list[Pack]:
-    """Return packs of 1 to 24 inputs, so that spans end at every rank, some with fewer inputs than there are ranks."""
+    """Return packs of 0 to 24 inputs, with each remainder of a division by four, one with fewer inputs than there are ranks."""
     random = np.random.default_rng(0)
 
     def tokens(length: int) -> list[int]:
         return random.integers(0, 40, length).tolist()
 
     packs = [pack([]), pack([(tokens(1), [tokens(1)])])]
-    packs += [pack([(tokens(prompt), [tokens(length), tokens(2)])]) for prompt in (1, 2, 3) for length in (1, 3, 4, 5)]
+    packs += [pack([(tokens(prompt), [tokens(length), tokens(2)])]) for prompt, length in ((1, 1), (2, 3), (3, 4), (3, 5))]
     # Two forks and a restart, by context, sampled tokens and turns to go back.
     turns = [(1, 3, 1), (2, 2, 1), (0, 4, 2), (0, 3, 4), (3, 2, 0)]
     sampled, context = (random.integers(0, 40, length, dtype=np.int32) for length in (14, 6))
