@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 from offbeat.actor.shared_weights import map_weights
 from offbeat.actor.vllm_no_weights import spoil
 from offbeat.actor.weight_replay import NotReplayableError, Packer, WeightReplay, learn
+from offbeat.common.pinned_memory import pin
 from offbeat.protocols.messages import TensorSpec
 
 if TYPE_CHECKING:
@@ -43,8 +44,11 @@ class WeightLoading:
     _is_replay_tried: bool = False
 
     def load_host_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace the model's parameters by `weights`, host tensors that stay valid during the call."""
+        """Replace the model's parameters by `weights`, views of one host buffer that stay valid during the call."""
         named = dict(weights)
+        if current_platform.is_cuda():
+            # The buffer is the same at the next update.
+            pin(next(iter(named.values())).untyped_storage(), torch.cuda.current_device())
         if self._replay is not None:
             try:
                 self._replay.load(named)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from offbeat.common.collectives import Seat, connect_store, group_store
+from offbeat.common.pinned_memory import pin
 from offbeat.common.shared_bytes import map_bytes
 from offbeat.protocols.messages import NcclTransport
 
@@ -118,9 +119,10 @@ class Member:
         self._place = place
         seat = place.seat
         self._device = take_device(place.gpu_index)
-        self._host = map_bytes(place.slots, NUM_SLOTS * seat.bucket_bytes).split(seat.bucket_bytes)
+        slots = map_bytes(place.slots, NUM_SLOTS * seat.bucket_bytes)
+        pin(slots.untyped_storage(), place.gpu_index)
+        self._host = slots.split(seat.bucket_bytes)
         self._buckets = [torch.empty(seat.bucket_bytes, dtype=torch.uint8, device=self._device) for _ in self._host]
-        pin(self._host)
         self._group: Any = None
 
     def do(self, request: Request) -> None:
@@ -172,14 +174,6 @@ def take_device(gpu_index: int) -> torch.device:
     """Return the GPU of this index, made the current one."""
     torch.cuda.set_device(gpu_index)
     return torch.device("cuda", gpu_index)
-
-
-def pin(buckets: tuple[torch.Tensor, ...]) -> None:
-    """Pin host memory for fast copies; where the driver refuses, copies are slower."""
-    runtime = torch.cuda.cudart()
-    assert runtime is not None, "torch is built for GPUs"
-    for bucket in buckets:
-        runtime.cudaHostRegister(bucket.data_ptr(), bucket.nbytes, 0)
 
 
 def _end_with_parent() -> None:

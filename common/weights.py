@@ -1,10 +1,13 @@
 """A model's weights as one flat buffer: the layout both sides agree on, and views into it by name."""
 
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from offbeat.protocols.messages import TensorSpec
 
@@ -14,6 +17,9 @@ WRONG_CHECKSUM = "wrong checksum"
 """The beginning of an actor's report that its bytes are not the learner's."""
 CHECKSUM_BLOCK_BYTES = 512
 CHECKSUM_PIECE_BYTES = 1 << 20
+CHECKSUM_PART_BYTES = 16 << 20
+"""Bytes that a thread sums up at once."""
+CHECKSUM_THREADS = 8
 
 
 def tensor_dtype(name: str) -> torch.dtype:
@@ -44,16 +50,25 @@ def checksum(flat: torch.Tensor) -> int:
     """Return 32 bits over a buffer `[num_bytes]` (uint8, host, a multiple of 8 bytes): the CRC-32 of its 512-byte blocks' sums.
 
     The checksum changes with any change inside one 8-byte word, and with the order of the blocks. It finds accidents at the
-    speed of memory, and is no protection against forgery. It runs in one thread, mostly without the interpreter's lock.
+    speed of memory, and is no protection against forgery. It runs mostly without the interpreter's lock, in a thread for
+    every two cores, `CHECKSUM_THREADS` at most.
     """
     value = 0
-    # Piece by piece, so that the sums of a large model need no memory to speak of.
-    for piece in flat.split(CHECKSUM_PIECE_BYTES):
+    num_threads = max(1, min(CHECKSUM_THREADS, (os.cpu_count() or 1) // 2))
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="weight-checksum") as threads:
+        for sums in threads.map(_block_sums, flat.split(CHECKSUM_PART_BYTES)):
+            value = zlib.crc32(sums.data, value)
+    return value
+
+
+def _block_sums(part: torch.Tensor) -> NDArray[np.uint64]:
+    """Return the sums of a part's blocks; after those of each piece comes that of the words that are left."""
+    sums: list[NDArray[np.uint64]] = []
+    for piece in part.split(CHECKSUM_PIECE_BYTES):
         words = piece.numpy().view("<u8")
         num_whole = len(words) - len(words) % (CHECKSUM_BLOCK_BYTES // 8)
-        sums = words[:num_whole].reshape(-1, CHECKSUM_BLOCK_BYTES // 8).sum(axis=1)
-        value = zlib.crc32(np.append(sums, words[num_whole:].sum()).data, value)
-    return value
+        sums += [words[:num_whole].reshape(-1, CHECKSUM_BLOCK_BYTES // 8).sum(axis=1), words[num_whole:].sum(keepdims=True)]
+    return np.concatenate(sums)
 
 
 class WeightBuffer:

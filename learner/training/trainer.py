@@ -199,7 +199,10 @@ class Trainer:
         views = dict(buffer.views()) if buffer is not None else {}
         for name, weight in merged_parameters(self._module.policy):
             if buffer is not None:
-                views[name].copy_(weight)
+                # Into pinned memory, in the order of the device's work: the host gathers the next weights meanwhile.
+                views[name].copy_(weight, non_blocking=True)
+        if buffer is not None and self.device.type != "cpu":
+            torch.accelerator.current_stream(self.device).synchronize()
 
     def score(self, token_ids: Sequence[int]) -> Scored:
         """Score at least two given tokens."""

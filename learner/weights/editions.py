@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from offbeat.common.pinned_memory import pin
 from offbeat.common.weights import WeightBuffer, buffer_bytes, checksum
 from offbeat.protocols.messages import TensorSpec
 
@@ -45,9 +46,11 @@ class Edition:
 class Editions:
     """Lends the newest version to readers, and a free buffer to the one writer. Any thread may read."""
 
-    def __init__(self, layout: tuple[TensorSpec, ...]) -> None:
+    def __init__(self, layout: tuple[TensorSpec, ...], gpu_index: int | None = None) -> None:
+        """`gpu_index`: the GPU that versions are copied from, which reaches pinned memory faster; None: the CPU."""
         self.layout = layout
-        self._current = Edition(WeightBuffer(layout), None)
+        self._gpu_index = gpu_index
+        self._current = Edition(self._pinned(WeightBuffer(layout)), None)
         self._spare: WeightBuffer | None = None
         self._has_second = False
         self._is_writing = False
@@ -66,8 +69,9 @@ class Editions:
         """
         with self._changed:
             if not self._changed.wait_for(self._is_a_buffer_free, PATIENCE_S) and not self._has_second:
-                # Its pages are touched by the snapshot: filling it with zeros first would keep training waiting.
-                self._spare = WeightBuffer(self.layout, torch.empty(buffer_bytes(self.layout), dtype=torch.uint8))
+                # Its pages are touched by pinning or by the snapshot: filling it with zeros first would keep training waiting.
+                flat = torch.empty(buffer_bytes(self.layout), dtype=torch.uint8)
+                self._spare = self._pinned(WeightBuffer(self.layout, flat))
                 self._has_second = True
             self._changed.wait_for(self._is_a_buffer_free)
             buffer = self._current.buffer
@@ -112,10 +116,15 @@ class Editions:
             if self._has_second:
                 return
             self._has_second = True
-        spare = WeightBuffer(self.layout)
+        spare = self._pinned(WeightBuffer(self.layout))
         with self._changed:
             self._spare = spare
             self._changed.notify_all()
+
+    def _pinned(self, buffer: WeightBuffer) -> WeightBuffer:
+        if self._gpu_index is not None:
+            pin(buffer.flat.untyped_storage(), self._gpu_index)
+        return buffer
 
     def _is_a_buffer_free(self) -> bool:
         return not self._current.num_readers or self._spare is not None

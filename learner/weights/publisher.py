@@ -75,7 +75,7 @@ class WeightPublisher:
         self._transport = transport
         self._max_pull_lag = max_pull_lag
         self._record = record
-        self._editions = Editions(layout)
+        self._editions = Editions(layout, None if transport.gpu is None else transport.gpu.number)
         self._changed = threading.Condition()
         """Guards what several threads use. Never held while something outside is called: the caller may hold its own locks."""
         self._closing = threading.Event()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from offbeat.actor.weight_replay import NotReplayableError, Packer, WeightReplay, learn
 from offbeat.common.weights import WeightBuffer, make_layout
+from tests.late_copies import LateCopies
 
 SHAPES = {"q": (4, 6), "k": (2, 6), "embed": (5, 6), "down": (6, 8), "experts": (3, 6, 4), "norm": (6,), "scale": ()}
 LAYOUT = make_layout(SHAPES.items(), torch.float32)
@@ -98,6 +99,18 @@ def test_replay_leaves_the_bytes_that_the_loader_leaves_in_the_same_storages() -
         replay.load(weights)
         assert_same(model, loaded(weights))
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == addresses
+
+
+def test_weights_may_be_overwritten_when_a_replay_onto_a_gpu_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, weights = Model(), some_weights(1)
+    replay = learned(model, weights)
+    replay._devices = {torch.device("cuda")}
+    new = some_weights(2)
+    with LateCopies() as stream:
+        monkeypatch.setattr(torch.accelerator, "current_stream", {torch.device("cuda"): stream}.__getitem__)
+        replay.load(new)
+        assert (stream.most_late, stream.num_late) == (len(replay._targets), 0)
+    assert_same(model, loaded(new))
 
 
 def double_silently(tensor: Tensor) -> None:

@@ -47,7 +47,7 @@ def serve(connection: Connection, place: Place, fates: dict[int, Fate]) -> None:
         return torch.device("cpu")
 
     nccl_process.take_device = take_device
-    nccl_process.pin = lambda buckets: None
+    nccl_process.pin = lambda storage, gpu_index: None
     make_group: Any = partial(Group, fate=fate)
     make_group.Options = Options
     dist.ProcessGroupNCCL = make_group

@@ -1,10 +1,22 @@
 """The flat weight buffer and its checksum."""
 
+import zlib
+
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.common.weights import CHECKSUM_BLOCK_BYTES, CHECKSUM_PIECE_BYTES, WeightBuffer, buffer_bytes, checksum, make_layout
+from offbeat.common.weights import (
+    CHECKSUM_BLOCK_BYTES,
+    CHECKSUM_PART_BYTES,
+    CHECKSUM_PIECE_BYTES,
+    WeightBuffer,
+    buffer_bytes,
+    checksum,
+    make_layout,
+)
 
 SIZES = st.integers(1, 5 * CHECKSUM_BLOCK_BYTES // 8).map(lambda words: 8 * words)
 
@@ -53,6 +65,19 @@ def test_checksum_of_a_large_buffer_sees_all_of_it_and_where_it_lies() -> None:
         flat[index] ^= 1
     assert checksum(flat) == before
     assert checksum(flat.roll(CHECKSUM_PIECE_BYTES)) != before
+
+
+def test_checksum_is_that_of_older_actors_whatever_the_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = random_bytes(CHECKSUM_PART_BYTES + CHECKSUM_PIECE_BYTES + 520, seed=1)
+    expected = 0
+    for piece in flat.split(CHECKSUM_PIECE_BYTES):
+        words = piece.numpy().view("<u8")
+        num_whole = len(words) // 64 * 64
+        sums = np.append(words[:num_whole].reshape(-1, 64).sum(axis=1), words[num_whole:].sum())
+        expected = zlib.crc32(sums.tobytes(), expected)
+    for num_cores in (None, 1, 2, 8, 512):
+        monkeypatch.setattr("os.cpu_count", lambda num_cores=num_cores: num_cores)
+        assert checksum(flat) == expected
 
 
 def test_checksum_is_the_same_whatever_lies_around_the_buffer() -> None:

@@ -18,6 +18,7 @@ from offbeat.common.settings import SettingError
 from offbeat.common.weights import WeightBuffer
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.training.checkpoints import find_damage
+from tests.late_copies import LateCopies
 from tests.learner.training.trainer_cases import APART, RANK_CASES, SGD, make_config, make_groups
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -45,6 +46,17 @@ def weights_of(trainer) -> dict[str, torch.Tensor]:
     buffer = WeightBuffer(trainer.layout())
     trainer.snapshot(buffer)
     return dict(buffer.views())
+
+
+def test_snapshot_is_over_when_a_gpus_copies_have_arrived(tiny_model, monkeypatch):
+    with running(make_config(tiny_model)) as trainer:
+        expected = weights_of(trainer)
+        trainer.device = torch.device("cuda")
+        with LateCopies() as stream:
+            monkeypatch.setattr(torch.accelerator, "current_stream", {trainer.device: stream}.__getitem__)
+            copied = weights_of(trainer)
+            assert (stream.most_late, stream.num_late) == (len(expected), 0), "the host does not wait for each"
+        assert all(torch.equal(copied[name], weight) for name, weight in expected.items())
 
 
 def with_own_logprobs(trainer, groups: list[Group]) -> list[Group]:

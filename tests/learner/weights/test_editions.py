@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 import torch
 
 from offbeat.common.weights import checksum, make_layout
@@ -32,6 +33,25 @@ def test_one_buffer_is_enough_while_nobody_reads() -> None:
         assert edition.checksum == checksum(edition.buffer.flat)
         editions.give_back(edition)
         assert len(buffers_of(editions, edition)) == 1
+
+
+def test_every_buffer_that_a_gpu_fills_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[tuple[int, int]] = []
+    monkeypatch.setattr(weight_editions, "pin", lambda storage, gpu: pinned.append((storage.data_ptr(), gpu)))
+    monkeypatch.setattr(weight_editions, "PATIENCE_S", 0.01)
+    Editions(LAYOUT)
+    assert not pinned
+    for provide in (True, False):
+        pinned.clear()
+        editions = Editions(LAYOUT, 5)
+        if provide:
+            editions.provide_spare()
+        write(editions, 1)
+        # Without a spare, writing makes the second buffer itself.
+        first = editions.take()
+        write(editions, 2)
+        second = editions.take()
+        assert pinned == [(edition.buffer.flat.data_ptr(), 5) for edition in (first, second)]
 
 
 def test_lent_edition_stays_as_it_is_while_training_publishes_on() -> None:
