@@ -92,6 +92,7 @@ class LossSection(Section, frozen=True):
         "dapo",
         "luspo",
         "gmpo",
+        "ctpo",
         "ce_gppo",
         "sapo",
         "sapo_sequence",

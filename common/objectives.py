@@ -30,6 +30,8 @@ class Defaults(NamedTuple):
     aggregation: Aggregation
     is_sequence_ratio: bool = False
     """The importance ratio is that of a completion; False: each token's own."""
+    is_prefix_ratio: bool = False
+    """The importance ratio is the product of the tokens' up to each one, and its band grows."""
     shares_advantage: bool = False
     """All tokens of a completion get its mean advantage, so they must not differ in theirs."""
     band: Bounds | None = None
@@ -90,6 +92,7 @@ DEFAULTS: dict[str, Defaults] = {
         dual_clip=True,
     ),
     "gmpo": Defaults("seq-mean-token-mean", shares_advantage=True, band=Bounds(-math.expm1(-0.4), math.expm1(0.4))),
+    "ctpo": Defaults("token-mean", is_prefix_ratio=True, band=Bounds(-math.expm1(-0.025), math.expm1(0.05))),
     "ce_gppo": Defaults("token-mean", band=Bounds(0.2, 0.2), dual_clip=True),
     "sapo": Defaults("seq-mean-token-mean"),
     "sapo_sequence": Defaults("seq-mean-token-mean", shares_advantage=True),

@@ -72,7 +72,7 @@ def fit_calibration(config: Config, engine: EngineInfo, measured: ScoredHalves) 
     checks: list[BandCheck] = []
     recommended: ClipBand | None = None
     if band is not None and own is not None:
-        own_band = ClipBand(own.low, own.high, band.is_sequence_ratio)
+        own_band = band._replace(low=own.low, high=own.high)
         recommended = recommend_band(floor, every.lengths, own_band)
         models = cross_fit(*measured.halves)
         checks = [
@@ -142,7 +142,7 @@ def check_band(name: str, band: ClipBand, models: Sequence[tuple[NoiseFloor, Dif
     expected = [floor.expected_clip(band, other.lengths, other.positive, other.negative) for floor, other in models]
     beyond = [floor.beyond(band, other.lengths) for floor, other in models]
     of_groups = every.clipped(band).reshape(num_groups, -1).mean(axis=1)
-    always = np.ones_like(every.log_ratios)
+    measured_below, measured_above = every.beyond(band)
     return BandCheck(
         name=name,
         band=band,
@@ -150,9 +150,9 @@ def check_band(name: str, band: ClipBand, models: Sequence[tuple[NoiseFloor, Dif
         measured=float(of_groups.mean()),
         measured_error=float(of_groups.std(ddof=1) / np.sqrt(num_groups)),
         predicted_below=float(np.concatenate([below for below, _ in beyond]).mean()),
-        measured_below=float(every._replace(advantages=-always).clipped(band).mean()),
+        measured_below=float(measured_below.mean()),
         predicted_above=float(np.concatenate([above for _, above in beyond]).mean()),
-        measured_above=float(every._replace(advantages=always).clipped(band).mean()),
+        measured_above=float(measured_above.mean()),
     )
 
 

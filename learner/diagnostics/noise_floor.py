@@ -70,12 +70,25 @@ class Differences(NamedTuple):
         return Differences(self.lengths[chosen], self.log_ratios[tokens], self.advantages[tokens])
 
     def clipped(self, band: "ClipBand") -> Floats:
-        """Return the share of each completion's tokens beyond the side of the band that their advantage pushes them to."""
+        """Return the share of each completion's tokens whose gradient the band takes, by the sign of their advantage."""
+        below, above = self._sides(band)
+        pushed_up = self.advantages != 0 if band.is_prefix_ratio else self.advantages > 0
+        return self.means((below & (self.advantages < 0)) | (above & pushed_up))
+
+    def beyond(self, band: "ClipBand") -> tuple[Floats, Floats]:
+        """Return the shares of each completion's tokens below the band, and above it, at any advantage."""
+        below, above = self._sides(band)
+        return self.means(below), self.means(above)
+
+    def _sides(self, band: "ClipBand") -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         ratios = self.log_ratios
         if band.is_sequence_ratio:
             ratios = np.repeat(self.log_sequence_ratios, self.lengths)
-        below, above = ratios < band.log_low, ratios > band.log_high
-        return self.means((below & (self.advantages < 0)) | (above & (self.advantages > 0)))
+        elif band.is_prefix_ratio:
+            before = np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
+            sums = np.concatenate([[0.0], np.cumsum(ratios)])
+            ratios = (sums[1:] - sums[before]) / np.sqrt(np.arange(1, len(ratios) + 1) - before)
+        return ratios < band.log_low, ratios > band.log_high
 
     def means(self, of_tokens: NDArray[np.generic]) -> Floats:
         """Return the mean of each completion's tokens, `[completions]`; `of_tokens`: `[sum(lengths)]`."""
@@ -124,6 +137,15 @@ class NoiseFloor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Return the probability that the model's z is below each of these."""
         return _cdf(z, self.sequence_quantiles)
 
+    def prefixes_below(self, log_ratio: float, lengths: NDArray[np.int64]) -> Floats:
+        """Return the share of each completion's positions t at which the sum of t tokens' d is below `log_ratio sqrt(t)`.
+
+        The first t tokens have the noise of a completion of t tokens.
+        """
+        positions = np.arange(1, int(lengths.max()) + 1)
+        below = self.sequences_below(log_ratio / np.sqrt(positions), positions)
+        return (np.cumsum(below) / positions)[lengths.astype(np.int64) - 1]
+
     def tokens_below(self, log_ratio: float) -> float:
         """Return the probability that a token's d is below `log_ratio`."""
         return float(_cdf(np.array(log_ratio), self.token_quantiles))
@@ -136,6 +158,8 @@ class NoiseFloor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Return the expected shares of each completion's tokens below the band, and above it."""
         if band.is_sequence_ratio:
             return self.sequences_below(band.log_low, lengths), 1 - self.sequences_below(band.log_high, lengths)
+        if band.is_prefix_ratio:
+            return self.prefixes_below(band.log_low, lengths), 1 - self.prefixes_below(band.log_high, lengths)
         below, above = self.tokens_below(band.log_low), 1 - self.tokens_below(band.log_high)
         return np.full(len(lengths), below), np.full(len(lengths), above)
 
@@ -143,10 +167,10 @@ class NoiseFloor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Return the share of each completion's tokens that noise alone is expected to clip, `[completions]`.
 
         `positive` and `negative` are the shares of its tokens with an advantage above and below 0. Tokens below the band are
-        clipped where A < 0, tokens above it where A > 0.
+        clipped where A < 0, tokens above it where A > 0, and at a prefix ratio where A < 0, too.
         """
         below, above = self.beyond(band, lengths)
-        return negative * below + positive * above
+        return negative * below + (positive + negative * band.is_prefix_ratio) * above
 
 
 class NoiseSummary(NamedTuple):
@@ -223,11 +247,13 @@ def recommend_band(floor: NoiseFloor, lengths: NDArray[np.int64], own: ClipBand)
     def below(log_ratio: float) -> float:
         if own.is_sequence_ratio:
             return float(floor.sequences_below(log_ratio, lengths).mean())
+        if own.is_prefix_ratio:
+            return float(floor.prefixes_below(log_ratio, lengths).mean())
         return floor.tokens_below(log_ratio)
 
     low = -math.expm1(min(0.0, inverse(below, NOISE_CLIP_SHARE)[0]))
     high = math.expm1(max(0.0, inverse(below, 1 - NOISE_CLIP_SHARE)[1]))
-    return ClipBand(min(1.0, max(own.low, round_up(low))), max(own.high, round_up(high)), own.is_sequence_ratio)
+    return own._replace(low=min(1.0, max(own.low, round_up(low))), high=max(own.high, round_up(high)))
 
 
 def sample_noise(floor: NoiseFloor, others: Differences, random: np.random.Generator) -> Differences:

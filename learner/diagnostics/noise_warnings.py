@@ -60,7 +60,7 @@ def _of_band(loss: LossSection, band: ClipBand, does: str, calibration: Calibrat
         return []
     own = DEFAULTS[loss.objective].recomputed_band or DEFAULTS[loss.objective].band
     assert own is not None, "an objective that clips has a band of its own"
-    needed = recommend_band(floor, lengths, ClipBand(own.low, own.high, band.is_sequence_ratio))
+    needed = recommend_band(floor, lengths, band._replace(low=own.low, high=own.high))
     setting = f"loss.clip_low = {band.low:g}, loss.clip_high = {band.high:g}"
     return [f"{setting} {does} {_of_noise(share)} {needed.low:g}, {needed.high:g} would do so on at most 1% a side."]
 

@@ -14,7 +14,9 @@ class ClipBand(NamedTuple):
     high: float
     """The ratio is clipped above `1 + high`."""
     is_sequence_ratio: bool
-    """The ratio is that of a completion; False: each token's own."""
+    """The ratio is that of a completion; False: each token's own, or `is_prefix_ratio`."""
+    is_prefix_ratio: bool = False
+    """The ratio is `exp(log R_t / sqrt(t))` of `losses.ctpo`, which takes the gradient above the band at any sign of A."""
 
     @property
     def log_low(self) -> float:
@@ -31,7 +33,7 @@ class ClippedRatio(NamedTuple):
     """The ratio that an objective clips on a micro-batch, and its bounds."""
 
     log_ratio: Tensor
-    """Logarithm of the ratio, `[rows, tokens]`: the token's own, or its row's `log s` in every token."""
+    """Logarithm of the ratio, `[rows, tokens]`: the token's own, its prefix's, or its row's `log s` in every token."""
     clip_low: float
     clip_high: float
 

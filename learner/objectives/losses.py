@@ -173,6 +173,39 @@ def gmpo(
     return TokenLosses(-bounded_ratio(log_mean) * advantages, clipped | out_of_bounds, apart)
 
 
+def ctpo(
+    policy_logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    completion_mask: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLosses:
+    """`l_it = -min(R_it A, clip(R_it) A)` with the prefix ratio `R_it = sg[prod_{k < t} r_ik] r_it`, clipped to a growing band.
+
+    CTPO, https://arxiv.org/abs/2605.07331: the product of the ratios up to a token corrects the distribution of its prefix, and
+    the logarithm of the band grows with the root of the position t, counted in loss tokens from 1: `R_it` is clipped to
+    `(1 - clip_low)^sqrt(t)` and `(1 + clip_high)^sqrt(t)`. The authors' bases e^-0.025 and e^0.05 are 0.0247 and 0.0513 here.
+    Gradient: `-R_it A`, and exactly 0 above the band, and below it where A < 0: their code's dual clip is the upper bound, so
+    that a product far above 1 cannot push a bad token down without limit. `log_ratio` is `log R_it / sqrt(t)`.
+    """
+    log_of_tokens = log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)
+    advantages = torch.where(completion_mask, advantages, 0.0)
+    root = completion_mask.cumsum(dim=-1).clamp(min=1).to(log_of_tokens).sqrt()
+    log_prefix = log_of_tokens.detach().cumsum(dim=-1)
+    apart = log_prefix / root
+    ratio_apart = bounded_ratio(apart)
+    above, below = ratio_apart > 1 + clip_high, ratio_apart < 1 - clip_low
+    log_low = math.log1p(-clip_low) if clip_low < 1 else -math.inf
+    limit = bounded_ratio(torch.where(above, root * math.log1p(clip_high), root * log_low))
+    clipped = (advantages != 0) & (above | (below & (advantages < 0)))
+    ratio = bounded_ratio(log_prefix + (log_of_tokens - log_of_tokens.detach()))
+    out_of_bounds = (advantages != 0) & (log_prefix.abs() > LOG_RATIO_BOUND)
+    apart = torch.where(completion_mask, apart, 0.0)
+    return TokenLosses(-torch.where(clipped, limit, ratio) * advantages, clipped | out_of_bounds, apart)
+
+
 def ce_gppo(
     policy_logprobs: Tensor,
     anchor_logprobs: Tensor,

@@ -65,10 +65,26 @@ class ClippedSurrogate:
     """Bound of the ratio where the advantage is negative; None for no bound."""
 
 
-@dataclass(frozen=True)
-class Gmpo:
-    """`losses.gmpo`, whose band takes the gradient of single tokens."""
+class BandedLoss(Protocol):
+    """A loss function with a clip band and no dual clip: `losses.gmpo` or `losses.ctpo`."""
 
+    def __call__(
+        self,
+        policy_logprobs: Tensor,
+        anchor_logprobs: Tensor,
+        completion_mask: Tensor,
+        advantages: Tensor,
+        *,
+        clip_low: float,
+        clip_high: float,
+    ) -> TokenLosses: ...
+
+
+@dataclass(frozen=True)
+class Banded:
+    """A loss whose clip takes the gradient of single tokens beyond the band."""
+
+    function: BandedLoss
     band: ClipBand
 
 
@@ -191,9 +207,9 @@ class Own:
     function: OwnLoss
 
 
-TokenLoss = ClippedSurrogate | Gmpo | CeGppo | Cispo | MiniRl | Aspo | Dppo | Sapo | Topr | Vespo | M2po | Reinforce | Own
+TokenLoss = ClippedSurrogate | Banded | CeGppo | Cispo | MiniRl | Aspo | Dppo | Sapo | Topr | Vespo | M2po | Reinforce | Own
 """A loss function with its parameters."""
-_TakesGradient = ClippedSurrogate | Gmpo | MiniRl | Aspo
+_TakesGradient = ClippedSurrogate | Banded | MiniRl | Aspo
 """Losses whose band takes gradients."""
 
 
@@ -289,8 +305,8 @@ class Objective:
         match self.token_loss:
             case ClippedSurrogate(function, band, dual_clip):
                 return function(*inputs, clip_low=band.low, clip_high=band.high, dual_clip=dual_clip)
-            case Gmpo(band):
-                return losses.gmpo(*inputs, clip_low=band.low, clip_high=band.high)
+            case Banded(function, band):
+                return function(*inputs, clip_low=band.low, clip_high=band.high)
             case CeGppo(band, dual_clip, preserved):
                 return losses.ce_gppo(*inputs, clip_low=band.low, clip_high=band.high, dual_clip=dual_clip, preserved=preserved)
             case Cispo(band):
@@ -352,7 +368,9 @@ def _resolve_token_loss(loss: LossSection) -> TokenLoss:
         case "grpo" | "dr_grpo" | "dapo" | "ppo":
             return ClippedSurrogate(losses.ppo_clip, _resolve_band(loss), loss.dual_clip)
         case "gmpo":
-            return Gmpo(_resolve_band(loss))
+            return Banded(losses.gmpo, _resolve_band(loss))
+        case "ctpo":
+            return Banded(losses.ctpo, _resolve_band(loss))
         case "ce_gppo":
             return CeGppo(_resolve_band(loss), loss.dual_clip, loss.clipped_gradients)
         case "sapo":
@@ -384,7 +402,8 @@ def _resolve_token_loss(loss: LossSection) -> TokenLoss:
 def _resolve_band(loss: LossSection) -> ClipBand:
     bounds = resolve_clip(loss)
     assert bounds is not None, f"common.objectives.DEFAULTS has no clip band for {loss.objective}"
-    return ClipBand(bounds.low, bounds.high, DEFAULTS[loss.objective].is_sequence_ratio)
+    defaults = DEFAULTS[loss.objective]
+    return ClipBand(bounds.low, bounds.high, defaults.is_sequence_ratio, defaults.is_prefix_ratio)
 
 
 def _resolve_cap(loss: LossSection) -> float:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -82,6 +83,22 @@ def test_every_objective_passes_by_itself_and_completing_twice_changes_nothing(o
         (["loss.objective=cispo"], (1.0, 4.0, "token-mean", "group", True, "count", 0)),
         (["loss.objective=luspo"], (0.05, 0.05, "seq-mean-token-sum", "group", True, "count", 0)),
         (["loss.objective=luspo", "loss.anchor=proximal"], (2e-3, 2.5e-3, "seq-mean-token-sum", "group", True, "count", 0)),
+        (
+            ["loss.objective=ctpo"],
+            (pytest.approx(1 - math.exp(-0.025)), pytest.approx(math.exp(0.05) - 1), "token-mean", "group", True, "count", 0),
+        ),
+        (
+            ["loss.objective=gmpo"],
+            (
+                pytest.approx(1 - math.exp(-0.4)),
+                pytest.approx(math.exp(0.4) - 1),
+                "seq-mean-token-mean",
+                "group",
+                True,
+                "count",
+                0,
+            ),
+        ),
         (["loss.objective=ce_gppo"], (0.2, 0.2, "token-mean", "group", True, "count", 0)),
         (["loss.objective=sapo_sequence"], (None, None, "seq-mean-token-mean", "group", True, "count", 0)),
         (["loss.objective=aspo"], (0.2, 0.2, "token-mean", "group", True, "count", 0)),

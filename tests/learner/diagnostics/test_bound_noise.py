@@ -140,6 +140,7 @@ def test_sampled_noise_has_the_tokens_and_the_means_of_the_model() -> None:
             {"objective": "dppo_tv", "clip_low": 0.02, "clip_high": 0.02},
             ["clip_low = 0.02, loss.clip_high = 0.02 drops up to", "nothing stale. 0.15, 0.15 would"],
         ),
+        ({"objective": "ctpo"}, ["clip_low = 0.0246901, loss.clip_high = 0.0512711 clips", "nothing stale. 0."]),
         ({"objective": "m2po", "m2_threshold": 1e-4}, ["loss.m2_threshold = 0.0001 drops", "0.04 would drop none"]),
         ({"correction": "tests.learner.diagnostics.test_bound_noise:apart"}, [":apart masks"]),
     ],

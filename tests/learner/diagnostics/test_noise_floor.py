@@ -96,6 +96,29 @@ def test_only_the_side_that_the_advantage_pushes_to_is_clipped() -> None:
     assert clipped == pytest.approx([0.18, 0.62, 0.0], abs=0.007)
 
 
+def test_prefix_ratios_are_clipped_as_often_as_foretold_and_recommended_bounds_lie_above_the_noise() -> None:
+    band = ClipBand(0.025, 0.05, is_sequence_ratio=False, is_prefix_ratio=True)
+    seen, unseen = (sample(2000, seed=seed, kl=1e-3, between=1e-6) for seed in (0, 1))
+    floor = fit(seen)
+    assert expected_clip(floor, band, unseen) == pytest.approx(unseen.clipped(band).mean(), abs=0.02)
+    for expected, measured in zip(floor.beyond(band, unseen.lengths), unseen.beyond(band), strict=True):
+        assert expected.mean() == pytest.approx(measured.mean(), abs=0.02) and measured.mean() > 0.05
+    recommended = recommend_band(floor, seen.lengths, band)
+    assert recommended.is_prefix_ratio and recommended.low > band.low
+    assert all(share.mean() <= 2 * NOISE_CLIP_SHARE for share in unseen.beyond(recommended))
+
+
+def test_prefix_ratio_is_the_sum_so_far_over_the_root_of_its_length_and_lost_above_at_any_sign() -> None:
+    band = ClipBand(0.1, 0.1, is_sequence_ratio=False, is_prefix_ratio=True)
+    # Sums over roots: 0.2, 0.071, -0.058 and -0.2, 0.071; log(0.9) = -0.105, log(1.1) = 0.095.
+    ratios = np.array([0.2, -0.1, -0.2, -0.2, 0.3])
+    differences = Differences(np.array([3, 2]), ratios, np.array([1.0, 1.0, 1.0, 1.0, 1.0]))
+    for sign, clipped in ((1.0, [1 / 3, 0.0]), (-1.0, [1 / 3, 0.5]), (0.0, [0.0, 0.0])):
+        found = differences._replace(advantages=np.full(5, sign)).clipped(band)
+        assert found == pytest.approx(clipped)
+    assert [list(shares) for shares in differences.beyond(band)] == [[0.0, 0.5], [pytest.approx(1 / 3), 0.0]]
+
+
 def test_variances_within_and_between_completions_are_found() -> None:
     floor = fit(sample(4000, kl=1e-3, between=4e-6))
     assert floor.mean == pytest.approx(-1e-3, rel=0.15)

@@ -7,7 +7,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offbeat.learner.objectives.losses import TokenLosses, ce_gppo, gmpo, gspo, gspo_token, m2po, ppo_clip, sapo, sapo_sequence
+from offbeat.learner.objectives.losses import (
+    TokenLosses,
+    ce_gppo,
+    ctpo,
+    gmpo,
+    gspo,
+    gspo_token,
+    m2po,
+    ppo_clip,
+    sapo,
+    sapo_sequence,
+)
 from offbeat.learner.objectives.weighted_losses import aspo, cispo, dppo_kl, dppo_tv, minirl, reinforce, topr, vespo
 
 BAND = {"clip_low": 0.1, "clip_high": 0.2}
@@ -39,6 +50,7 @@ OBJECTIVES: dict[str, Objective] = {
     "gspo_dual_clip": lambda *tensors: gspo(*tensors, **BAND, dual_clip=SEQUENCE_DUAL_CLIP),
     "gspo_token_dual_clip": lambda *tensors: gspo_token(*tensors, **BAND, dual_clip=SEQUENCE_DUAL_CLIP),
     "gmpo": lambda *tensors: gmpo(*tensors, **BAND),
+    "ctpo": lambda *tensors: ctpo(*tensors, **BAND),
     "ce_gppo": lambda *tensors: ce_gppo(*tensors, **BAND, dual_clip=None, preserved=PRESERVED),
     "ce_gppo_dual_clip": lambda *tensors: ce_gppo(*tensors, **BAND, dual_clip=DUAL_CLIP, preserved=PRESERVED),
     "sapo": lambda *tensors: sapo(*tensors, **TAU),
@@ -111,6 +123,14 @@ def printed_gmpo(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
     sign, log_ratio = advantages.sign(), policy - anchor
     clipped = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(math.log(1 - 0.1), math.log(1 + 0.2)))
     return -(torch.where(sign != 0, clipped, log_ratio).exp().prod() ** (1 / len(policy))) * advantages
+
+
+def printed_ctpo(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
+    product = (policy.exp() / anchor.exp()).cumprod(dim=0).detach() * policy.exp() / policy.exp().detach()
+    root = torch.arange(1, len(policy) + 1, dtype=torch.float64).sqrt()
+    low, high = (1 - 0.1) ** root, (1 + 0.2) ** root
+    losses = -torch.minimum(product * advantages, product.clamp(low, high) * advantages)
+    return torch.where(advantages < 0, torch.minimum(losses, -high * advantages), losses)
 
 
 def printed_ce_gppo(policy: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
@@ -195,6 +215,7 @@ PRINTED = {
     "dppo_tv": printed_dppo_tv,
     "dppo_kl": printed_dppo_kl,
     "gmpo": printed_gmpo,
+    "ctpo": printed_ctpo,
     "ce_gppo": printed_ce_gppo,
     "ce_gppo_dual_clip": printed_ce_gppo_dual_clip,
     "sapo_sequence": printed_sapo_sequence,

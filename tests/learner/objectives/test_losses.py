@@ -249,6 +249,25 @@ def test_ce_gppo_that_preserves_nothing_is_the_clip():
         assert torch.equal(found[1], expected[1])
 
 
+@pytest.mark.parametrize(
+    ("advantage", "losses", "gradient"),
+    [
+        # Products 1.1, (masked), 1.32, 1.6 and 0.6; bounds 1.2, 1.2^1.414 = 1.294, 1.2^1.732 = 1.371 and 0.9^2 = 0.81.
+        (2.0, [-2.2, 0, -2 * 1.2**2**0.5, -2 * 1.2**3**0.5, -1.2], [-2.2, 0, 0, 0, -1.2]),
+        (-2.0, [2.2, 0, 2 * 1.2**2**0.5, 2 * 1.2**3**0.5, 1.62], [2.2, 0, 0, 0, 0]),
+    ],
+)
+def test_ctpo_clips_the_product_up_to_each_token_to_a_band_that_grows(advantage, losses, gradient):
+    products = torch.tensor([[1.1, 9.0, 1.32, 1.6, 0.6]], dtype=torch.float64)
+    before = torch.tensor([[1.0, 1.0, 1.1, 1.32, 1.6]], dtype=torch.float64)
+    mask = torch.tensor([[True, False, True, True, True]])
+    batch = Batch((products / before).log(), torch.zeros_like(before), mask, torch.full_like(before, advantage))
+    found, clipped, policy_gradient = run(OBJECTIVES["ctpo"], batch)
+    torch.testing.assert_close(found, torch.tensor([losses], dtype=torch.float64))
+    torch.testing.assert_close(policy_gradient, torch.tensor([gradient], dtype=torch.float64))
+    assert clipped.tolist() == [[of_token == 0 and kept for of_token, kept in zip(gradient, mask[0].tolist(), strict=True)]]
+
+
 def test_gmpo_clips_tokens_one_by_one_before_their_geometric_mean():
     # Ratios 4 and 0.25 with A > 0: 4 is clipped to 1.2, 0.25 is pulled up; (1.2 * 0.25)^(1/2) = 0.5477.
     batch = Batch(

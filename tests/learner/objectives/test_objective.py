@@ -32,6 +32,7 @@ EXPECTED = (
         "luspo": lambda anchor: losses.gspo(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
         "gspo_token": lambda anchor: losses.gspo_token(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
         "gmpo": lambda anchor: losses.gmpo(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
+        "ctpo": lambda anchor: losses.ctpo(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
         "ce_gppo": lambda anchor: losses.ce_gppo(
             POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2, dual_clip=None, preserved=(0.75, 1.0)
         ),
@@ -82,7 +83,7 @@ def test_objectives_are_told_apart() -> None:
     anchors = (BEHAVIOR, POLICY + 0.3, POLICY - 0.3)
     distinct = {name: str([EXPECTED[name](anchor).losses.tolist() for anchor in anchors]) for name in EXPECTED}
     # GSPO-token is GSPO where advantages are equal along a row, and so is LUSPO; the clip's four names are one function.
-    assert len(set(distinct.values())) == 15
+    assert len(set(distinct.values())) == 16
 
 
 @pytest.mark.parametrize("name", [name for name in DEFAULTS if DEFAULTS[name].dual_clip])
@@ -190,6 +191,10 @@ def test_clipped_ratio_is_the_one_to_the_anchor_that_the_objective_clips(name: s
     if DEFAULTS[name].is_sequence_ratio:
         means = [row[mask].mean().item() for row, mask in zip(log_ratio, MASK, strict=True)]
         torch.testing.assert_close(found.log_ratio, torch.tensor(means)[:, None].expand(3, 4))
+    elif DEFAULTS[name].is_prefix_ratio:
+        root = MASK.cumsum(dim=-1).sqrt()
+        expected = torch.where(MASK, torch.where(MASK, log_ratio, 0.0).cumsum(dim=-1) / root, 0.0)
+        torch.testing.assert_close(found.log_ratio, expected)
     else:
         assert torch.equal(found.log_ratio, torch.where(MASK, log_ratio, 0.0))
     own = DEFAULTS[name].band
@@ -216,6 +221,9 @@ def test_noise_of_the_engine_is_clipped_where_a_clip_takes_gradient_against_its_
     assert make_objective("objective=dapo").engine_band == ClipBand(0.2, 0.28, is_sequence_ratio=False)
     assert make_objective("objective=minirl").engine_band == ClipBand(0.2, 0.27, is_sequence_ratio=False)
     assert make_objective("objective=luspo").engine_band == ClipBand(0.05, 0.05, is_sequence_ratio=True)
+    assert make_objective("objective=ctpo", "clip_low=0.1", "clip_high=0.3").engine_band == ClipBand(
+        0.1, 0.3, is_sequence_ratio=False, is_prefix_ratio=True
+    )
     assert make_objective("objective=gmpo", "clip_low=0.1", "clip_high=0.3").engine_band == ClipBand(
         0.1, 0.3, is_sequence_ratio=False
     )
