@@ -366,6 +366,12 @@ class MetricsSection(Section, frozen=True):
     """Write TensorBoard events to `run.dir/tensorboard`."""
     wandb_project: str = ""
     """Weights & Biases project; needs the `wandb` extra. Empty: off."""
+    mlflow_experiment: str = ""
+    """MLflow experiment, made if there is none, on the server or in the database of the environment variable
+    MLFLOW_TRACKING_URI; needs the `mlflow` extra. Empty: off."""
+    trackio_project: str = ""
+    """trackio project, in the local database or where TRACKIO_SERVER_URL or TRACKIO_SPACE_ID say; needs the `trackio` extra.
+    Empty: off."""
     bind: Annotated[str, Meta(pattern=r"^(\S+:\d{1,5})?$")] = "127.0.0.1:0"
     """Address, as `HOST:PORT`, of the learner's live page, and of `/metrics`, `/healthz` and `/readyz` for monitors;
     port 0: a free one, told in the log. Whoever reaches it reads prompts and completions. Empty: no page."""

@@ -12,6 +12,7 @@ MASK = "********"
 
 _SECRET_WORDS = {"token", "secret", "password", "passwd", "passphrase", "credential", "credentials", "auth", "apikey"}
 _WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+")
+_LOGIN = re.compile(r"://[^/@\s]+@")
 
 
 def is_secret(name: str) -> bool:
@@ -34,6 +35,11 @@ def masked(value: object, name: str = "") -> object:
             return MASK
         case _:
             return value
+
+
+def without_logins(text: str) -> str:
+    """Return a text with name and password masked in each address: `https://********@host`."""
+    return _LOGIN.sub(f"://{MASK}@", text)
 
 
 def has_mask(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""A run's metrics: rows appended to `metrics.jsonl`, with their scalars copied to TensorBoard and Weights & Biases."""
+"""A run's metrics: rows appended to `metrics.jsonl`, with their scalars copied to TensorBoard."""
 
 import errno
 import io
@@ -8,8 +8,6 @@ import os
 import socket
 import threading
 import time
-import uuid
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -17,18 +15,12 @@ from typing import Any, Self
 
 import msgspec
 
-from offbeat.common.rows import EvalRow, EventRow, OtherRow, Row, SampleRow, StepRow, decode_row, encode_row, row_fields
-from offbeat.common.settings import SettingError
+from offbeat.common.rows import EvalRow, EventRow, OtherRow, Row, StepRow, decode_row, encode_row, row_fields
 
 logger = logging.getLogger(__name__)
 
 ROWS_FILE = "metrics.jsonl"
 """Name of the rows file in a run's folder."""
-
-MAX_TABLE_SAMPLES = 100
-"""Rows of the table of samples in W&B; older ones leave it."""
-
-_SAMPLE_COLUMNS = tuple(name for name in SampleRow.__struct_fields__ if name != "time")
 
 # A used-up quota is the full disk of a shared cluster.
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -42,61 +34,42 @@ class MetricsWriter:
     other `OSError` propagates.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        tensorboard: bool = False,
-        wandb_project: str = "",
-        run_name: str = "",
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, folder: Path, *, tensorboard: bool = False, clock: Callable[[], float] = time.time) -> None:
         """Open the files, creating those that are missing; rows of an earlier process stay.
 
         Args:
             folder: The run's folder.
             tensorboard: Also write TensorBoard events to `folder/tensorboard`.
-            wandb_project: Also log to this Weights & Biases project; empty: do not.
-            run_name: The run's name in W&B; empty: the folder's name.
             clock: Seconds since the epoch.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        # W&B first: the user can get it wrong, and a refused run must leave no files.
-        self._wandb = _start_wandb(folder, wandb_project, run_name or folder.name) if wandb_project else None
         self._clock = clock
         self._lock = threading.Lock()
         self._rows = _AppendFile(folder / ROWS_FILE)
         self._rows.end_torn_line()
         self._events = _TensorBoardEvents(folder / "tensorboard", clock()) if tensorboard else None
         self._num_lost_in_a_row = 0
-        self._samples: deque[SampleRow] = deque(maxlen=MAX_TABLE_SAMPLES)
 
     def write(self, row: Row) -> Row:
         """Append a row, stamped with the current time unless it has one; return the stamped row.
 
-        The numbers of step and evaluation rows also go to TensorBoard and W&B, over `policy_version`; samples are a table in
-        W&B. Numbers that are not finite become null in the file. `TypeError` for values that JSON cannot hold, numpy scalars
-        included.
+        The numbers of step and evaluation rows also go to TensorBoard, over `policy_version`. Numbers that are not finite
+        become null in the file. `TypeError` for values that JSON cannot hold, numpy scalars included.
         """
         with self._lock:
             if math.isnan(row.time):
                 row = msgspec.structs.replace(row, time=self._clock())
             self._append_row(row)
-            if isinstance(row, StepRow | EvalRow):
-                self._copy_scalars(row)
-            elif isinstance(row, SampleRow) and self._wandb is not None:
-                self._log_samples(row)
+            if isinstance(row, StepRow | EvalRow) and self._events is not None:
+                self._events.append(row.policy_version, row.time, scalars_of(row))
         return row
 
     def close(self) -> None:
-        """Close the files and end the W&B run; a second call does nothing."""
+        """Close the files; a second call does nothing."""
         with self._lock:
             self._rows.close()
             if self._events is not None:
                 self._events.close()
-            if self._wandb is not None:
-                self._wandb.finish()
-                self._wandb = None
 
     def __enter__(self) -> Self:
         return self
@@ -126,23 +99,6 @@ class MetricsWriter:
         if loss:
             self._num_lost_in_a_row = 0
             logger.warning("metrics are written again; %s", loss)
-
-    def _log_samples(self, row: SampleRow) -> None:
-        """Replace the run's table of samples in W&B by one with this row."""
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        self._samples.append(row)
-        cells = [[row_fields(sample).get(name) for name in _SAMPLE_COLUMNS] for sample in self._samples]
-        assert self._wandb is not None
-        self._wandb.log({"policy_version": row.policy_version, "samples": wandb.Table(columns=[*_SAMPLE_COLUMNS], data=cells)})
-
-    def _copy_scalars(self, row: StepRow | EvalRow) -> None:
-        scalars = _scalars_of(row)
-        if self._events is not None:
-            self._events.append(row.policy_version, row.time, scalars)
-        if self._wandb is not None:
-            # Without `step=`: W&B drops rows behind its newest step, and an evaluation always is.
-            self._wandb.log({"policy_version": row.policy_version, **scalars})
 
 
 def read_rows(path: Path, broken_lines: list[int] | None = None) -> Iterator[Row | OtherRow]:
@@ -174,7 +130,7 @@ def read_rows_of(path: Path, *kinds: type[Row]) -> Iterator[Row]:
                 yield row
 
 
-def _scalars_of(row: StepRow | EvalRow) -> dict[str, float]:
+def scalars_of(row: StepRow | EvalRow) -> dict[str, float]:
     """Return the row's numbers by their names in charts; an evaluation's begin with `eval/`."""
     prefix = "" if isinstance(row, StepRow) else "eval/"
     fields = row_fields(row)
@@ -253,18 +209,3 @@ class _TensorBoardEvents:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _start_wandb(folder: Path, project: str, run_name: str) -> Any:
-    """Start a W&B run, or continue the run's own when it resumes."""
-    try:
-        import wandb  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError as error:
-        cure = 'Install it: pip install "offbeat[wandb]"; or leave the setting empty.'
-        raise SettingError("metrics.wandb_project", project, "wandb is not installed", cure) from error
-    id_file = folder / "wandb_run_id.txt"
-    if not id_file.exists():
-        id_file.write_text(uuid.uuid4().hex[:16])
-    run = wandb.init(project=project, name=run_name, dir=folder, id=id_file.read_text().strip(), resume="allow")
-    run.define_metric("*", step_metric="policy_version")
-    return run

@@ -186,7 +186,7 @@ RULES = (
     ),
     Rule(
         "recorded",
-        _of("metrics", "tensorboard wandb_project bind actor_bind callback routing_interval"),
+        _of("metrics", "tensorboard wandb_project mlflow_experiment trackio_project bind actor_bind callback routing_interval"),
         "It says what is shown.",
     ),
     Rule("recorded", _of("launch", "num_actors learner_gpus actor_gpus max_restarts"), "A run may have more or fewer actors."),

@@ -58,7 +58,9 @@ def collection_config(config: Config, num_groups: int) -> Config:
         log=replace(config.log, enabled=True),
         weights=replace(config.weights, interval=1),
         evaluation=replace(config.evaluation, interval=0),
-        metrics=replace(config.metrics, tensorboard=False, wandb_project="", routing_interval=0),
+        metrics=replace(
+            config.metrics, tensorboard=False, wandb_project="", mlflow_experiment="", trackio_project="", routing_interval=0
+        ),
     )
 
 

@@ -98,6 +98,29 @@ ALERTS = (
 )
 
 
+_TRACKERS = (
+    "## Trackers of experiments",
+    "The numbers of `step` and `eval` rows ([metrics](metrics.md)) also go to TensorBoard, in the run's folder, and under the "
+    "same names, over `policy_version`, to each tracker that you ask for:",
+    """\
+| setting, and tracker | extra | where the numbers go |
+| --- | --- | --- |
+| `metrics.wandb_project`: [Weights & Biases](https://wandb.ai) | `wandb` | W&B's server, after `wandb login`; \
+`WANDB_BASE_URL` names another, `WANDB_MODE=offline` keeps them in the run's folder |
+| `metrics.mlflow_experiment`: [MLflow](https://mlflow.org) | `mlflow` | `MLFLOW_TRACKING_URI`: a server, or a database such \
+as `sqlite:////home/me/mlflow.db`; without it `mlflow.db` in the working directory |
+| `metrics.trackio_project`: [trackio](https://github.com/gradio-app/trackio) | `trackio` | a database in `TRACKIO_DIR`, by \
+default `~/.cache/huggingface/trackio`, or the place that `TRACKIO_SERVER_URL` or `TRACKIO_SPACE_ID` name |""",
+    '`pip install "offbeat[mlflow]"` installs one. Names and passwords belong into the environment of the learner, in the '
+    "tracker's own variables. The settings with which the run began are sent along, secrets masked; W&B also gets a table of "
+    "the newest samples. The run is named after its folder. Its id in the tracker is kept there, and a resumed run goes on "
+    "under it.",
+    "Each tracker has a process beside the learner, which never waits for it: a tracker that cannot be reached, or hangs, "
+    "costs a warning and a `tracker_failed` event, and once 1,000 rows wait, the oldest of them. At the run's end trackers "
+    "have 10 s for the last rows. What they print is in `logs/` of the run's folder.",
+)
+
+
 def monitoring_page(written: str, learner_table: str, actor_table: str) -> str:
     """Return `monitoring.md`; `written` says by what it was made, the tables are Markdown of `exported_lines`."""
     parts = [
@@ -136,6 +159,7 @@ def monitoring_page(written: str, learner_table: str, actor_table: str) -> str:
         learner_table,
         "### Actor",
         actor_table,
+        *_TRACKERS,
         "## Traces",
         "`offbeat trace RUN` writes `RUN/trace.json`, to open in [Perfetto](https://ui.perfetto.dev): the 20 groups that "
         "took longest, or those of `--step N`, or `--lease N`, and beside them the learner's waits, steps and weight "

@@ -34,8 +34,9 @@ def metrics_page() -> str:
         _WRITTEN,
         "# Metrics",
         "A run appends one JSON object per line to `metrics.jsonl` in its folder. Every row has its `kind` and the `time` at "
-        "which it was written, in seconds since the epoch. The numbers of `step` and `eval` rows also go to TensorBoard and "
-        "Weights & Biases. A field marked *optional* is absent where it does not apply.",
+        "which it was written, in seconds since the epoch. The numbers of `step` and `eval` rows also go to TensorBoard, and "
+        "to Weights & Biases, MLflow and trackio where you ask for them ([monitoring](monitoring.md#trackers-of-experiments)). "
+        "A field marked *optional* is absent where it does not apply.",
         "## Rows",
     ]
     for row_type in rows.ROW_TYPES:

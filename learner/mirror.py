@@ -23,6 +23,7 @@ from offbeat.common.rows import EventRow, Recorder
 from offbeat.common.run_folder import CHECKPOINTS, CONFIG_FILE, IDENTITY_FILE, LOG, MODEL, PROMPT_HASHES_FILE
 from offbeat.common.settings import SettingError
 from offbeat.learner.leases.log_reading import segment_name, segment_numbers
+from offbeat.learner.trackers.tracker import KINDS, id_file
 from offbeat.learner.training import checkpoints
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ LOOK_S = 5.0
 """Seconds between two looks at the run's folder."""
 SILENCE_S = 300.0
 """Seconds that the last upload may go on without a part or, where the storage tells of none, a file that has come."""
-_SMALL = (CONFIG_FILE, IDENTITY_FILE, PROMPT_HASHES_FILE, ROWS_FILE)
+_SMALL = (CONFIG_FILE, IDENTITY_FILE, PROMPT_HASHES_FILE, ROWS_FILE, *(id_file(kind) for kind in KINDS))
 _EVALUATIONS = f"{CHECKPOINTS}/{checkpoints.EVALUATIONS_FILE}"
 _PARTIAL = "mirror.partial"
 """Folder in the run's for what is being fetched."""

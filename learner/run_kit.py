@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 OF_THIS_MACHINE = (
     *("run.dir", "run.resume", "run.mirror", "model.path", "task.train_data", "task.eval_data", "judge.cache", "kl.reference"),
     *("loss.noise_floor", "hub.address", "hub.bind", "hub.key", "hub.learner_key", "hub.allowed_keys", "train.deepspeed"),
-    *("metrics.bind", "metrics.wandb_project", "metrics.callback", "actor.name"),
+    *("metrics.bind", "metrics.wandb_project", "metrics.mlflow_experiment", "metrics.trackio_project", "metrics.callback"),
+    "actor.name",
     *(f"launch.{name}" for name in LaunchSection.__struct_fields__),
 )
 """Settings that are not handed out: paths, addresses, devices and processes of the learner's machine. An actor has its own, or

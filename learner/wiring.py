@@ -79,6 +79,7 @@ from offbeat.learner.run_identity import (
 from offbeat.learner.run_kit import make_kit
 from offbeat.learner.service import Learner, RunOutcome, TrainingLoop
 from offbeat.learner.step_rows import StepRows
+from offbeat.learner.trackers.tracking import tracking
 from offbeat.learner.training.ranks import RankedTrainer
 from offbeat.learner.training.trainer import Trainer
 from offbeat.learner.weights.canary import CANARY_TOKENS, Canary, canary_token_ids
@@ -132,23 +133,21 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
         damaged = set_damaged_aside(folder) if config.run.resume else []
         changes = prepare_folder(config, inputs.identity, inputs.prompt_hashes)
         log_to_file(folder / PROGRAM_LOGS / "learner.log", "learner")
-        metrics = MetricsWriter(folder, tensorboard=config.metrics.tensorboard, wandb_project=config.metrics.wandb_project)
-        stack.enter_context(metrics)
+        metrics = stack.enter_context(MetricsWriter(folder, tensorboard=config.metrics.tensorboard))
         progress = Progress(config.train.num_steps)
         page = LivePage(folder.resolve().name) if config.metrics.bind else None
         if page is not None:
             page.add_former(folder)
         path = config.metrics.callback
         callback = stack.enter_context(Callback(path, folder / PROGRAM_LOGS / "callback.log", stop.ask)) if path else None
+        takers = [progress.add, *(taker.add for taker in (page, callback) if taker is not None)]
 
         def record(row: Row) -> None:
             row = metrics.write(row)
-            progress.add(row)
-            if page is not None:
-                page.add(row)
-            if callback is not None:
-                callback.add(row)
+            for take in takers:
+                take(row)
 
+        takers.append(stack.enter_context(tracking(config, record)))
         stack.enter_context(_mirroring(config.run, record))
         tell_damaged(damaged, record)
         tell_changes(changes, record)

@@ -1,6 +1,7 @@
 """Tiny models that many tests share, the selection of tests, and the check that they leave nothing behind."""
 
 import gc
+import importlib.util
 import os
 import re
 import signal
@@ -41,6 +42,8 @@ LEFT_OUT_KEY = "left_out"
 MARK_VARIABLE = "OFFBEAT_TESTS"
 """Environment variable of every process that a test starts, directly or indirectly."""
 SHARED_MEMORY = Path("/dev/shm")
+EXTRA_PACKAGES = ("mlflow", "trackio", "wandb")
+"""Packages of extras that `dev` does not bring: MLflow and trackio exclude the versions of others in constraints.txt."""
 LEAVE_S = 10.0
 """Longest time that processes may take to end after the last test."""
 
@@ -157,6 +160,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
     elif any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
         _leave_out(config, items, {"gpu"})
+    if not all(importlib.util.find_spec(package) for package in EXTRA_PACKAGES):
+        _leave_out(config, items, {"extras"})
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item], markers: set[str]) -> None:

@@ -37,6 +37,7 @@ ALLOWED = {
     },
     "learner/dispatch": {"learner/leases", "learner/diagnostics", "common", "protocols"},
     "learner/live": {"common", "protocols"},
+    "learner/trackers": {"common", "protocols"},
     "learner": {"learner/*", "common", "protocols"},
     "lab": {"actor/live", "learner/*", "common", "protocols"},
     "lab/report": {"lab", "learner/*", "common", "protocols"},

@@ -4,13 +4,11 @@ import errno
 import importlib.metadata
 import importlib.util
 import ipaddress
-import netrc
 import os
 import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -188,27 +186,6 @@ def _check_master_address() -> Iterator[Finding]:
             f"to this machine it is its own loopback ({', '.join(sorted(addresses))}), and ranks run on other machines too"
         )
         yield mistake(setting, host, problem, cure)
-
-
-def check_wandb(config: Config) -> Iterator[Finding]:
-    """Find Weights & Biases asked for but not installed, or without a login."""
-    project = config.metrics.wandb_project
-    if not project:
-        return
-    if importlib.util.find_spec("wandb") is None:
-        cure = 'Install it: pip install "offbeat[wandb]"; or leave the setting empty.'
-        yield mistake("metrics.wandb_project", project, "wandb is not installed", cure)
-    elif os.environ.get("WANDB_MODE", "online") == "online" and not _has_wandb_login():
-        yield Finding("warning", f'metrics.wandb_project = "{project}": no login is known here; run `wandb login` first.')
-
-
-def _has_wandb_login() -> bool:
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    with suppress(OSError, netrc.NetrcParseError):
-        hosts = netrc.netrc(os.environ.get("NETRC")).hosts
-        return any("wandb" in host for host in hosts)
-    return False
 
 
 def check_companions(config: Config) -> Iterator[Finding]:

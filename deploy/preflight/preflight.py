@@ -40,10 +40,10 @@ from offbeat.deploy.preflight.machine import (
     check_ports,
     check_shared_actor_port,
     check_variables,
-    check_wandb,
     show_devices,
 )
 from offbeat.deploy.preflight.model_folders import check_model, check_reference
+from offbeat.deploy.preflight.trackers import check_trackers
 from offbeat.deploy.preflight.user_functions import (
     check_functions,
     check_learner_functions,
@@ -61,7 +61,7 @@ LOOK_S = 120.0
 REWARD_S = 10.0
 """Longest time for one call of the reward, with the import of its module."""
 
-_LEARNER: tuple[Check, ...] = (check_model, check_reference, check_folder, check_ports, check_wandb)
+_LEARNER: tuple[Check, ...] = (check_model, check_reference, check_folder, check_ports, check_trackers)
 _ACTOR: tuple[Check, ...] = (check_engine_options, check_judge_server, check_actor_port)
 _CHECKS: dict[Command, tuple[Check, ...]] = {
     "check": (*_LEARNER, *_ACTOR, check_groups_of_processes, check_variables, check_companions, check_episodes, show_devices),

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common import callback as learners_end
-from offbeat.common import processes
+from offbeat.common import processes, row_process
 from offbeat.common.callback import Callback
 from offbeat.common.rows import EventRow, StepRow
 from offbeat.common.settings import SettingError
@@ -138,7 +137,7 @@ def test_stop_run_asks_to_stop_once_with_its_reason_and_rows_go_on() -> None:
 def test_slow_function_loses_the_oldest_rows_which_are_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(learners_end, "MAX_WAITING_ROWS", 3)
+    monkeypatch.setattr(row_process, "MAX_WAITING_ROWS", 3)
     with callback("waits") as made:
         made.add(step(1))
         wait_for(Path("waits").exists)
@@ -157,13 +156,13 @@ def test_slow_function_loses_the_oldest_rows_which_are_counted(
 
 
 def test_function_that_hangs_is_killed_at_the_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(learners_end, "CLOSE_S", 0.5)
+    monkeypatch.setattr(row_process, "CLOSE_S", 0.5)
     with callback("hangs") as made:
         made.add(step(1))
         wait_for(Path("hangs").exists)
         # As Ctrl-C on a terminal does.
-        os.kill(made._process.pid, signal.SIGINT)
-    assert made._process.poll() == -signal.SIGKILL
+        os.kill(made._rows._process.pid, signal.SIGINT)
+    assert made._rows._process.poll() == -signal.SIGKILL
     assert "its process is killed" in caplog.text
 
 
@@ -175,7 +174,7 @@ from offbeat.common.rows import StepRow
 
 callback = Callback("mine:hangs", Path("logs/callback.log"), print)
 callback.add(StepRow(time=1.5, policy_version=1, metrics={}))
-print(callback._process.pid, flush=True)
+print(callback._rows._process.pid, flush=True)
 time.sleep(60)
 """
 

@@ -4,21 +4,16 @@ import ctypes
 import errno
 import logging
 import os
-import sys
 import threading
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
 
 from offbeat.common import metrics as metrics_module
 from offbeat.common.metrics import MetricsWriter, read_rows, read_rows_of
-from offbeat.common.rows import ActorRow, EvalRow, EventRow, OtherRow, Row, SampleRow, StepRow, decode_row
-from offbeat.common.settings import SettingError
+from offbeat.common.rows import ActorRow, EvalRow, EventRow, OtherRow, Row, StepRow, decode_row
 
 
 def rows_of(folder: Path) -> list[Row | OtherRow]:
@@ -144,13 +139,6 @@ def test_tensorboard_of_a_resumed_run_holds_both_parts(tmp_path: Path):
     assert tensorboard_points(tmp_path)["reward/mean"] == [(1, 0.5), (2, 0.5)]
 
 
-@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
-def test_wandb_project_without_wandb_is_refused_with_the_cure(tmp_path: Path):
-    with pytest.raises(SettingError, match=r'metrics.wandb_project = "mine".*pip install "offbeat\[wandb\]"'):
-        MetricsWriter(tmp_path / "run", wandb_project="mine")
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
 def test_write_after_close_is_an_error(tmp_path: Path):
     metrics = MetricsWriter(tmp_path)
     metrics.close()
@@ -255,33 +243,6 @@ def test_rows_are_plain_json_lines(tmp_path: Path):
         metrics.write(event("line\nbreak"))
     lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
     assert [msgspec.json.decode(line)["event"] for line in lines] == ["line\nbreak"]
-
-
-def test_samples_are_a_growing_table_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: list[dict[str, Any]] = []
-    run = SimpleNamespace(log=logged.append, finish=lambda: None, define_metric=lambda *_, **__: None)
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run, Table=lambda **table: table))
-    sample = SampleRow(
-        policy_version=1,
-        lease_id=2,
-        prompt_id=3,
-        policy_lag=0,
-        reward=1.0,
-        above_mean=0.5,
-        finish_reason="stop",
-        num_tokens=4,
-        prompt="p",
-        completion="c",
-    )
-    with MetricsWriter(tmp_path, wandb_project="mine") as metrics:
-        metrics.write(sample)
-        metrics.write(msgspec.structs.replace(sample, policy_version=2))
-    tables = [row["samples"] for row in logged]
-    assert [row["policy_version"] for row in logged] == [1, 2]
-    assert [len(table["data"]) for table in tables] == [1, 2]
-    names = ["policy_version", "lease_id", "prompt_id", "policy_lag", "reward", "above_mean", "finish_reason", "num_tokens"]
-    assert tables[1]["columns"] == [*names, "prompt", "completion"]
-    assert tables[1]["data"][1] == [2, 2, 3, 0, 1.0, 0.5, "stop", 4, "p", "c"]
 
 
 def test_rows_of_some_kinds_are_read_without_decoding_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from offbeat.common import processes
@@ -12,13 +13,16 @@ from offbeat.lab.audit import audit
 from offbeat.learner.diagnostics.calibration import save_calibration
 from tests.deploy.services import SERVICES_S, SLOW_REWARD, Services, free_port, write_config
 from tests.learner.diagnostics.test_calibration import make_calibration
+from tests.learner.trackers.standins import write_trackio
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(SERVICES_S)]
 
 
 def test_synchronous_run_never_trains_on_lag_and_leaves_nothing_behind(
-    services: Services, tmp_path: Path, tiny_model: Path
+    services: Services, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    write_trackio(tmp_path)
+    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     # Of a learner in bfloat16, and another version of vLLM.
     noise_floor = str(save_calibration(make_calibration(), tmp_path))
     config = write_config(
@@ -27,6 +31,7 @@ def test_synchronous_run_never_trains_on_lag_and_leaves_nothing_behind(
         staleness={"max_staleness": 0},
         launch={"num_actors": 2},
         loss={"noise_floor": noise_floor, "clip_low": 3e-3, "clip_high": 3e-3},
+        metrics={"trackio_project": "mine"},
     )
     train = services.start("train", config, is_real=True)
     assert services.wait(train, "train") == 0, services.output("train")
@@ -55,6 +60,9 @@ def test_synchronous_run_never_trains_on_lag_and_leaves_nothing_behind(
     assert not processes_that_mention(str(tmp_path))
     assert (tmp_path / "run" / "report.html").stat().st_size > 100_000
     assert list((tmp_path / "run" / "tensorboard").iterdir())
+    tracked = [msgspec.json.decode(line) for line in (tmp_path / "notes").read_bytes().splitlines()]
+    assert [note["call"] for note in tracked] == ["init", *["log"] * 6, "finish"]
+    assert tracked[1]["metrics"]["reward/mean"] == first["reward/mean"]
     assert_loads_in_transformers(tmp_path / "run" / "model")
 
 

@@ -183,13 +183,16 @@ def test_file_that_cannot_be_used_is_refused(case: str, overrides: list[str]) ->
         ('actor.engine_options.max_num_seqs="four"', "the engine wants None or int"),
         ("launch.learner_gpus=[99]", "no GPU 99"),
         ("launch.actor_gpus=[[99]]", "no GPU 99"),
-        ("metrics.wandb_project=mine", "wandb is not installed"),
+        ("metrics.wandb_project=mine", 'wandb is not installed. Install it: pip install "offbeat[wandb]"'),
+        ("metrics.mlflow_experiment=mine", 'mlflow is not installed. Install it: pip install "offbeat[mlflow]"'),
+        ("metrics.trackio_project=mine", 'trackio is not installed. Install it: pip install "offbeat[trackio]"'),
     ],
 )
 def test_setting_that_this_machine_cannot_meet_is_refused(
     setting: str, problem: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    for package in ("wandb", "mlflow", "trackio"):
+        monkeypatch.setitem(__import__("sys").modules, package, None)
     texts = refused([*overrides, setting])
     named = setting.partition("=")[0]
     assert any(named in text and problem in text for text in texts), texts
