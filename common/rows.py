@@ -310,6 +310,8 @@ class EpochRow(Stamped, frozen=True, kw_only=True, tag="epoch"):
     """Prompts of the epoch that were trained on."""
     dropped: dict[str, list[int]]
     """Prompts that were not trained on in this pass, by reason."""
+    num_left_out: int = 0
+    """Prompts that were not leased in this pass, because of the shares that task.curriculum gave their tasks."""
 
 
 class LedgerSums(msgspec.Struct, frozen=True):

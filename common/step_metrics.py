@@ -44,6 +44,7 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("reward/zero_variance_groups", "groups", "Groups whose completions all have the same reward."),
     Metric("reward_part/<part>", "reward", "Mean of a named part over the completions, before its weight.", _IN_PARTS),
     Metric("reward_by_task/<task>", "reward", "reward/mean of the completions of a task.", "task.task_field is set"),
+    Metric("curriculum/<task>", "share", "Share of a task's prompts that is leased.", "task.curriculum is set"),
     Metric("lag/mean", "optimizer steps", "Mean policy lag of the groups."),
     Metric("lag/max", "optimizer steps", "Largest policy lag of a group."),
     Metric("lag/counts", "groups", "Groups by policy lag, as a mapping."),
@@ -206,12 +207,14 @@ ROUTING_METRICS: tuple[Metric, ...] = (
 )
 
 TASK_REWARDS = "reward_by_task/"
-"""Begin of the names of the metrics of tasks."""
+"""Begin of the names of the rewards of tasks."""
+TASK_SHARES = "curriculum/"
+"""Begin of the names of the shares of tasks."""
 _STEP_NAMES = {metric.name: metric for metric in STEP_METRICS}
 _ROUTING_NAMES = {metric.name: metric for metric in ROUTING_METRICS}
 _FORMER_NAMES = {metric.former_name: metric.name for metric in STEP_METRICS if metric.former_name is not None}
 _REWARD_PART = re.compile(f"(?<=^reward_part/){PART_NAME}")
-_TASK = re.compile(f"(?<=^reward_by_task/){PART_NAME}")
+_TASK = re.compile(f"^(reward_by_task|curriculum)/{PART_NAME}")
 _STEP_LAG = re.compile(r"(?<=^by_lag/)\d{1,9}(?:-\d{1,9}|\+)?(?=/)")
 _STEP_TURN = re.compile(r"(?<=^by_turn/)\d{1,9}(?:-\d{1,9}|\+)?(?=/)")
 _ROUTING_LAG = re.compile(r"(?<=^routing/lag_)\d{1,9}(?:_\d{1,9}|_up)?(?=_)")
@@ -221,7 +224,7 @@ _ROUTING_LAG = re.compile(r"(?<=^routing/lag_)\d{1,9}(?:_\d{1,9}|_up)?(?=_)")
 def step_metric(name: str) -> Metric | None:
     """Return what the table says of a step row's metric, at whatever lag, turn or part; None for an unknown name."""
     name = _STEP_TURN.sub("<turn>", _STEP_LAG.sub("<lag>", name))
-    return _STEP_NAMES.get(_TASK.sub("<task>", _REWARD_PART.sub("<part>", name)))
+    return _STEP_NAMES.get(_TASK.sub(r"\1/<task>", _REWARD_PART.sub("<part>", name)))
 
 
 @cache

@@ -6,7 +6,6 @@ It counts the leases a second time and in another way than `learner.leases.ledge
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import chain, repeat
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -21,6 +20,7 @@ from offbeat.common.rows import CanaryRow, EvalRow, EventRow, FinalRow, LedgerSu
 from offbeat.common.run_folder import CHECKPOINTS, LOG, MODEL
 from offbeat.common.settings import replace_settings
 from offbeat.lab.prompt_audit import PromptAudit
+from offbeat.lab.prompt_order import PromptOrder
 from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.learner.dispatch.live_settings import CANARY_TOLERANCE
 from offbeat.learner.leases import data_rows
@@ -118,9 +118,11 @@ class LogAudit:
         self._has_gap = False
         self._doubtful: set[int] = set()
         """Leases that were open at a gap in the log."""
+        self.order = PromptOrder()
 
     def take(self, event: LeaseEvent) -> None:
         """Add the next event."""
+        self.order.take(event)
         match event:
             case Started():
                 self._start(event.policy_version)
@@ -358,26 +360,18 @@ def check_prompts(log: LogAudit, seed: int, sizes: Sequence[int] | None, lost: L
     for epoch in range(1, len(sizes)):
         if sizes[epoch] < sizes[epoch - 1]:
             violations.append(f"epoch {epoch} has {sizes[epoch]} prompts, the one before it had {sizes[epoch - 1]}")
-    # Behind the last epoch no turn is due.
-    expected = chain(
-        (turn for epoch, size in enumerate(sizes) for turn in _order(seed, epoch, size)), repeat(Turn(-1, len(sizes)))
-    )
-    for turn in turns:
-        due = next(expected)
-        while due != turn and due in lost.turns:
-            due = next(expected)
-        if due != turn:
-            text = f"prompt {due.prompt_id} of epoch {due.epoch}"
-            violations.append(f"prompt {turn.prompt_id} of epoch {turn.epoch} was leased when it was the turn of {text}")
-            break
+    order = log.order.compare(seed, sizes, lost.turns)
+    violations += order.violations
     ended = Counter(turn.epoch for turn, leases in log.turns.items() if log.leases[leases[-1]].is_final)
     # The last epoch goes on, and the one before it may have prompts in flight.
     for epoch in range(len(sizes) - 2):
         num_lost = sum(turn.epoch == epoch for turn in lost.turns)
-        if ended[epoch] + num_lost < sizes[epoch]:
+        if ended[epoch] + num_lost + order.num_left_out[epoch] < sizes[epoch]:
             violations.append(f"epoch {epoch}: {ended[epoch]} of {sizes[epoch]} prompts were trained or finally dropped")
-    numbers = ", then ".join(map(str, dict.fromkeys(sizes)))
-    return Check("prompts keep to the seed's order, none is lost", violations, f"{seen} of {numbers} prompts")
+    seen += f" of {', then '.join(map(str, dict.fromkeys(sizes)))} prompts"
+    if num_left_out := order.num_left_out.total():
+        seen += f", and {num_left_out} that the shares of tasks left out"
+    return Check("prompts keep to the seed's order, none is lost", violations, seen)
 
 
 def _tolerances(run: Path, config: Config) -> list[float | None]:
@@ -440,11 +434,6 @@ def check_learning(run: Path, least: float) -> Check:
     violations = [f"{name}: {reward:.3f}" for name, reward in rewards.items() if not reward >= least]
     seen = ", ".join(f"{name} {reward:.3f}" for name, reward in rewards.items())
     return Check(f"the reward is at least {least:g}", violations, seen)
-
-
-def _order(seed: int, epoch: int, num_prompts: int) -> Iterable[Turn]:
-    order = np.random.default_rng([seed, epoch]).permutation(num_prompts)
-    return (Turn(int(prompt_id), epoch) for prompt_id in order)
 
 
 def _group_flaws(event: Accepted, arrays: Sequence[memoryview]) -> list[str]:

@@ -23,14 +23,15 @@ from offbeat.learner.dispatch.listeners import Listeners
 from offbeat.learner.dispatch.live_settings import CREDIT_LIMIT, record_change
 from offbeat.learner.dispatch.parts import Parts
 from offbeat.learner.dispatch.quarantine import reason_to_dismiss
-from offbeat.learner.dispatch.roster import Member, Mismatch
+from offbeat.learner.dispatch.roster import Member, MemberMessage, Mismatch
 from offbeat.learner.dispatch.send_queue import Outgoing
-from offbeat.learner.leases.events import Started, Tuned
+from offbeat.learner.leases.events import Started, Tuned, Weighed
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.ledger import LedgerCounts
 from offbeat.learner.leases.log_records import Position
 from offbeat.learner.leases.recovery import DispatcherState
 from offbeat.learner.leases.rollout_log import LogFullError
+from offbeat.learner.leases.task_results import TaskResults, task_results
 from offbeat.protocols.keys import NO_KEYS, Sender
 from offbeat.protocols.messages import (
     ActorHeartbeat,
@@ -61,21 +62,6 @@ from offbeat.protocols.messages import (
 )
 from offbeat.protocols.text import plain
 from offbeat.protocols.wire import Frame, WireError, logprobs, routed_experts
-
-MemberMessage = (
-    Credit
-    | GroupDone
-    | LeaseFailed
-    | ActorHeartbeat
-    | WeightsStaged
-    | WeightsCommitted
-    | CanaryScored
-    | FilesScored
-    | CanaryRouted
-    | Goodbye
-    | ChunkRequest
-)
-"""The messages of an actor after its hello."""
 
 
 class Dispatcher:
@@ -229,6 +215,17 @@ class Dispatcher:
             for change in changes:
                 record_change(self._record, change, reason)
             return changes
+
+    def task_results(self, num_prompts: Mapping[str, int]) -> dict[str, TaskResults]:
+        """Return the results of the tasks so far, which have this many prompts."""
+        with self._lock:
+            return task_results(num_prompts, self._journal.stream.shares, self._journal.ledger.tasks)
+
+    def weigh(self, shares: Mapping[str, float]) -> None:
+        """Lease these shares of the tasks' prompts from now on (`PromptStream.weigh`)."""
+        with self._lock:
+            event = Weighed(at=self._journal.now(), shares=dict(shares), policy_version=self._versions.current)
+            self._journal.commit_late(event)
 
     def take_fleet_use(self) -> FleetUse:
         """Return the use of the actors since the last call."""

@@ -14,6 +14,7 @@ from offbeat.learner.dispatch.versions import Versions
 from offbeat.learner.leases.events import Accepted, Dropped, Trained
 from offbeat.learner.leases.groups import Group, make_group
 from offbeat.learner.leases.journal import LeaseJournal
+from offbeat.learner.leases.ledger import ZERO_VARIANCE
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.scheduler import RolloutScheduler
 from offbeat.protocols.messages import GroupDone
@@ -75,7 +76,7 @@ class GroupBuffer:
         self._journal.commit(accepted, arrays, group)
         self._failures.forget(group.prompt_id)
         if self._drop_zero_variance and len({completion.reward for completion in done.completions}) == 1:
-            self.drop(group, "zero_variance", is_final=True)
+            self.drop(group, ZERO_VARIANCE, is_final=True)
         elif self._scheduler.has_batch():
             self._wake()
 
@@ -154,7 +155,14 @@ class GroupBuffer:
         """Record the passes over the data in which every prompt is trained on or given up."""
         while (ended := self._journal.ledger.end_epoch(self._journal.stream.size_of)) is not None:
             epoch, account = ended
-            self._record(EpochRow(epoch=epoch, num_trained=account.num_trained, dropped=account.dropped))
+            self._record(
+                EpochRow(
+                    epoch=epoch,
+                    num_trained=account.num_trained,
+                    dropped=account.dropped,
+                    num_left_out=account.num_left_out,
+                )
+            )
 
     def _record_end(self, group: Group, outcome: str, reason: str, policy_version: int, taken_at: float) -> None:
         self._record(

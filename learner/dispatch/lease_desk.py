@@ -89,6 +89,7 @@ class LeaseDesk:
             policy_version=policy_version,
             oldest_version=max(min_version, member.policy_version),
             prompt_hash=prompt.content_hash,
+            task=prompt.task,
         )
         self._journal.commit(granted)
         self._send(member, Offer(granted.lease_id, prompt, self._group_size, self._sampling, min_version), now)

@@ -20,13 +20,37 @@ from offbeat.protocols.keys import Sender
 from offbeat.protocols.messages import (
     ActorHeartbeat,
     ActorStats,
+    CanaryRouted,
+    CanaryScored,
+    ChunkRequest,
+    Credit,
+    FilesScored,
+    Goodbye,
+    GroupDone,
     Hello,
+    LeaseFailed,
     MemberStatus,
     Refused,
     RewardTrouble,
     WeightsCommitted,
+    WeightsStaged,
     Welcome,
 )
+
+MemberMessage = (
+    Credit
+    | GroupDone
+    | LeaseFailed
+    | ActorHeartbeat
+    | WeightsStaged
+    | WeightsCommitted
+    | CanaryScored
+    | FilesScored
+    | CanaryRouted
+    | Goodbye
+    | ChunkRequest
+)
+"""The messages of an actor after its hello."""
 
 TROUBLE_REPORTED_AFTER_S = 5.0
 """Seconds for which rewards must be failing at an actor before that is an event: a busy judge is nothing unusual."""

@@ -36,6 +36,8 @@ class Granted(Event, frozen=True):
     """`Prompt.content_hash` of the prompt that was sent; None in logs of older programs."""
     epoch_size: int | None = None
     """Number of prompts of the pass `epoch`; None in logs of older programs."""
+    task: str = ""
+    """Name of the prompt's task (`task.task_field`); empty where tasks are not told apart, and in logs of older programs."""
 
 
 class Accepted(Event, frozen=True):
@@ -97,4 +99,13 @@ class Tuned(Event, frozen=True):
     """The learner's version at that moment."""
 
 
-LeaseEvent = Started | Granted | Accepted | Dropped | Expired | Trained | Tuned
+class Weighed(Event, frozen=True):
+    """From here on these shares of the tasks' prompts are leased; the prompt stream leaves out the others."""
+
+    shares: dict[str, float]
+    """`PromptStream.weigh` says what they mean. Empty: every prompt is leased."""
+    policy_version: int
+    """The learner's version at that moment."""
+
+
+LeaseEvent = Started | Granted | Accepted | Dropped | Expired | Trained | Tuned | Weighed

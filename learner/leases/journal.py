@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import assert_never
 
-from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
+from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned, Weighed
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.ledger import Ledger
 from offbeat.learner.leases.log_records import Position
@@ -121,16 +121,20 @@ def apply_event(
     """Account for an event in the ledger and move the prompt stream accordingly.
 
     `group` and its `position` in the log come with `Accepted` alone. Raises `ValueError` for a grant of another prompt than the
-    stream's next one, and the errors of `Ledger.apply`.
+    stream's next one and for shares of a task that no prompt has, and the errors of `Ledger.apply`.
     """
     match event:
         case Granted():
             turn = stream.next()
             if turn != (event.prompt_id, event.epoch):
                 raise ValueError(f"it leases prompt {event.prompt_id} of epoch {event.epoch}, where {turn} was next")
+            for epoch, number in stream.take_left_out().items():
+                ledger.leave_out(epoch, number)
         case Expired() | Dropped(is_final=False):
             lease = ledger.find(event.lease_id)
             stream.give_back(lease.prompt_id, lease.epoch)
+        case Weighed():
+            stream.weigh(event.shares)
         case Started() | Accepted() | Dropped() | Trained() | Tuned():
             pass
         case _:

@@ -11,12 +11,15 @@ from typing import Literal
 
 import msgspec
 
-from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
+from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned, Weighed
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.log_records import Position
+from offbeat.learner.leases.task_results import Tallies, add_group, copy_tallies
 
 Selection = Literal["oldest_lease", "first_finished"]
 """`staleness.selection`."""
+ZERO_VARIANCE = "zero_variance"
+"""Reason for dropping a group whose rewards are all equal (`loss.zero_variance`)."""
 UNSEEN_LEASES = 1 << 20
 """Lease ids skipped at a restart: more than a dead learner can have granted without a record in the log."""
 
@@ -43,17 +46,19 @@ class LedgerCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {"leased": self.leased, "trained": self.trained, **dropped, "expired": self.expired, "in flight": self.in_flight}
 
 
-class EpochAccount(msgspec.Struct, forbid_unknown_fields=True):
+class EpochAccount(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """The prompts of one pass over the data that are done with."""
 
-    num_trained: int = 0
-    dropped: dict[str, list[int]] = {}
+    num_trained: int
+    dropped: dict[str, list[int]]
     """Prompts that will not be leased again in this pass, by reason."""
+    num_left_out: int = 0
+    """Prompts that are not leased in this pass, because of the shares of their tasks (`task.curriculum`)."""
 
     @property
     def num_ended(self) -> int:
-        """Prompts trained on or dropped for good."""
-        return self.num_trained + sum(len(prompt_ids) for prompt_ids in self.dropped.values())
+        """Prompts trained on, dropped for good, or left out."""
+        return self.num_trained + sum(len(prompt_ids) for prompt_ids in self.dropped.values()) + self.num_left_out
 
 
 class SavedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -72,13 +77,15 @@ class SavedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     """Seconds since the epoch."""
 
 
-class LedgerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LedgerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A `Ledger` in a checkpoint."""
 
     counts: LedgerCounts
     next_lease_id: int
     open: tuple[SavedLease, ...]
     epochs: dict[int, EpochAccount]
+    tasks: Tallies = {}
+    """The results of tasks, where tasks are told apart."""
 
 
 class OpenLease(msgspec.Struct):
@@ -112,6 +119,8 @@ class Ledger:
         """The buffer, in the order of arrival."""
         self.epochs: dict[int, EpochAccount] = {}
         """Passes over the data that began and that `end_epoch` has not returned yet."""
+        self.tasks: Tallies = {}
+        """The results of tasks, where tasks are told apart."""
 
     @classmethod
     def from_state(cls, state: LedgerState) -> "Ledger":
@@ -129,6 +138,7 @@ class Ledger:
             for lease in state.open
         }
         ledger.epochs = _copy(state.epochs)
+        ledger.tasks = copy_tallies(state.tasks)
         return ledger
 
     def state(self) -> LedgerState:
@@ -146,7 +156,7 @@ class Ledger:
             )
             for lease in self._open.values()
         )
-        return LedgerState(self.counts(), self._next_lease_id, saved, _copy(self.epochs))
+        return LedgerState(self.counts(), self._next_lease_id, saved, _copy(self.epochs), copy_tallies(self.tasks))
 
     @property
     def num_open(self) -> int:
@@ -210,6 +220,8 @@ class Ledger:
             case Dropped():
                 lease = self._close(event.lease_id)
                 self._dropped[event.reason] += 1
+                if event.reason == ZERO_VARIANCE and lease.group is not None:
+                    add_group(self.tasks, lease.group)
                 if event.is_final:
                     self._epoch(lease.epoch).dropped.setdefault(event.reason, []).append(lease.prompt_id)
             case Expired():
@@ -220,10 +232,17 @@ class Ledger:
                 for lease_id in event.lease_ids:
                     assert self._open[lease_id].group is not None, f"lease {lease_id} has no group to train on"
                 for lease_id in event.lease_ids:
-                    self._epoch(self._close(lease_id).epoch).num_trained += 1
+                    lease = self._close(lease_id)
+                    self._epoch(lease.epoch).num_trained += 1
+                    assert lease.group is not None
+                    add_group(self.tasks, lease.group)
                 self._trained += len(event.lease_ids)
-            case Started() | Tuned():
+            case Started() | Tuned() | Weighed():
                 pass
+
+    def leave_out(self, epoch: int, number: int) -> None:
+        """Enter prompts that will not be leased in this pass over the data, because of the shares of their tasks."""
+        self._epoch(epoch).num_left_out += number
 
     def restore(self, group: Group, position: Position | None) -> None:
         """Put a finished group into the buffer."""
@@ -256,13 +275,15 @@ class Ledger:
         return self._open.pop(lease_id)
 
     def _epoch(self, epoch: int) -> EpochAccount:
-        return self.epochs.setdefault(epoch, EpochAccount())
+        return self.epochs.setdefault(epoch, EpochAccount(0, {}))
 
 
 def _copy(epochs: dict[int, EpochAccount]) -> dict[int, EpochAccount]:
     """Copy the accounts: a state is written to disk while the ledger goes on."""
     return {
-        epoch: EpochAccount(account.num_trained, {reason: [*ids] for reason, ids in account.dropped.items()})
+        epoch: EpochAccount(
+            account.num_trained, {reason: [*ids] for reason, ids in account.dropped.items()}, account.num_left_out
+        )
         for epoch, account in epochs.items()
     }
 

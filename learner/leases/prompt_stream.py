@@ -1,17 +1,21 @@
 """The order in which prompts are leased: endless epochs over the data, each another permutation.
 
-Prompts that were added to the end of the data join at the first epoch that has not begun.
+Prompts that were added to the end of the data join at the first epoch that has not begun. Where tasks have shares
+(`task.curriculum`), the stream leaves out turns of their prompts.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+DRAWS = 1
+"""The last number of the seeds of `draws`, which keeps them apart from those of the permutations."""
 
 
 class Turn(NamedTuple):
@@ -42,39 +46,59 @@ class StreamState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """Turns given back and not served again yet, oldest first."""
     growths: tuple[Growth, ...] = ()
     """Additions to the data, in the order of their epochs."""
+    shares: dict[str, float] = {}
+    """Shares of the tasks; see `PromptStream.weigh`."""
+
+
+def draws(seed: int, epoch: int, num_prompts: int) -> NDArray[np.float64]:
+    """Return a number in [0, 1) for each prompt of an epoch: its turn is left out where it is not below its task's share."""
+    return np.random.default_rng([seed, epoch, DRAWS]).random(num_prompts)
 
 
 class PromptStream:
     """Endless epochs over the prompts, each another permutation; prompts given back come first.
 
-    The order depends on the seed, the position and the sizes of the epochs, so a resumed run goes on where it stopped.
+    The order depends on the seed, the position, the sizes of the epochs, and the shares of tasks in force at each step, so a
+    resumed run goes on where it stopped.
     """
 
-    def __init__(self, num_prompts: int, seed: int, position: int = 0, growths: Iterable[Growth] = ()) -> None:
+    def __init__(
+        self, num_prompts: int, seed: int, position: int = 0, growths: Iterable[Growth] = (), tasks: Sequence[str] = ()
+    ) -> None:
+        """`tasks` are the tasks of all prompts, those to be added by `grow` included; empty where nothing has shares."""
         assert num_prompts > 0
         assert position >= 0
         self._sizes = [Growth(0, num_prompts), *growths]
         self._seed = seed
         self._position = position
         self._returned: deque[Turn] = deque()
+        self._left_out: Counter[int] = Counter()
+        """Turns left out since `take_left_out`, by epoch."""
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(tasks))}
+        self._tasks = tuple(numbers)
+        self._task_of = np.fromiter((numbers[name] for name in tasks), np.int64, len(tasks))
+        self._shares: dict[str, float] = {}
         self._epoch = -1
+        """The epoch of `_order` and `_is_kept`; -1 for none."""
         self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._is_kept: NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
 
     @classmethod
-    def from_state(cls, state: StreamState) -> PromptStream:
+    def from_state(cls, state: StreamState, tasks: Sequence[str] = ()) -> PromptStream:
         """Continue a stream."""
-        stream = cls(state.num_prompts, state.seed, state.position, state.growths)
+        stream = cls(state.num_prompts, state.seed, state.position, state.growths, tasks)
         stream._returned.extend(state.returned)
+        stream.weigh(state.shares)
         return stream
 
     @property
     def position(self) -> int:
-        """Prompts served from the epochs since the start; those served again after `give_back` do not count."""
+        """Turns of the epochs that are over since the start, served or left out; a turn that is served again does not count."""
         return self._position
 
     @property
     def share_served(self) -> float:
-        """Share of the current epoch that was served, 0 to 1."""
+        """Share of the current epoch that is over, 0 to 1."""
         epoch, index = self._place(self._position)
         return index / self.size_of(epoch)
 
@@ -87,6 +111,11 @@ class PromptStream:
     def num_prompts(self) -> int:
         """Number of prompts of the epochs to come."""
         return self._sizes[-1].num_prompts
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """The shares of tasks in force; empty where every prompt is served."""
+        return self._shares
 
     def size_of(self, epoch: int) -> int:
         """Return the number of prompts of an epoch."""
@@ -101,24 +130,37 @@ class PromptStream:
         self._epoch = -1
         return first
 
+    def weigh(self, shares: Mapping[str, float]) -> None:
+        """From here on serve only these shares of the tasks' prompts, 0 to 1; another part of them in each epoch.
+
+        A task that has no share is served whole. The largest share is 1, so that each epoch serves something. Raises
+        `ValueError` for a task that no prompt has.
+        """
+        absent = [name for name in shares if name not in self._tasks]
+        if absent:
+            raise ValueError(f"it has a share of the task {absent[0]!r}, which no prompt has")
+        assert not shares or max(shares.values()) == 1, "an epoch could serve nothing"
+        self._shares = dict(shares)
+        self._epoch = -1
+
     def peek(self) -> Turn:
         """Return the prompt to lease next, and leave it in its place."""
-        if self._returned:
-            return self._returned[0]
-        epoch, index = self._place(self._position)
-        if epoch != self._epoch:
-            self._order = self._order_of(epoch)
-            self._epoch = epoch
-        return Turn(int(self._order[index]), epoch)
+        return self._returned[0] if self._returned else self._turn_at(self._next_kept())
 
     def next(self) -> Turn:
         """Return the prompt to lease next, and move on."""
-        turn = self.peek()
         if self._returned:
-            self._returned.popleft()
-        else:
-            self._position += 1
+            return self._returned.popleft()
+        position = self._next_kept()
+        turn = self._turn_at(position)
+        self._pass_to(position)
+        self._position = position + 1
         return turn
+
+    def take_left_out(self) -> Counter[int]:
+        """Return the number of turns left out since the last call, by epoch."""
+        left_out, self._left_out = self._left_out, Counter()
+        return left_out
 
     def give_back(self, prompt_id: int, epoch: int) -> None:
         """Serve this prompt again before any new one, in the order in which prompts were given back."""
@@ -127,7 +169,7 @@ class PromptStream:
     def bring_forward(self, turn: Turn) -> bool:
         """Serve this turn next, as a log with a gap asks; return False when the turn is over, or no turn of its epoch.
 
-        Turns that were served in the gap are given back.
+        Turns that were served in the gap are given back, and the shares in force decide which were.
         """
         if turn not in self._returned:
             places = np.flatnonzero(self._order_of(turn.epoch) == turn.prompt_id)
@@ -136,11 +178,8 @@ class PromptStream:
             position = self._begin_of(turn.epoch) + int(places[0])
             if position < self._position:
                 return False
-            waiting = list(self._returned)
-            self._returned.clear()
-            overtaken = [self.next() for _ in range(position - self._position)]
-            self.next()
-            self._returned.extend([*waiting, *overtaken])
+            self._returned.extend(self._pass_to(position))
+            self._position = position + 1
         else:
             self._returned.remove(turn)
         self._returned.appendleft(turn)
@@ -149,7 +188,50 @@ class PromptStream:
     def state(self) -> StreamState:
         """Return what `from_state` needs to serve the same prompts as this stream would."""
         first, *growths = self._sizes
-        return StreamState(first.num_prompts, self._seed, self._position, tuple(self._returned), tuple(growths))
+        returned = tuple(self._returned)
+        return StreamState(first.num_prompts, self._seed, self._position, returned, tuple(growths), dict(self._shares))
+
+    def _next_kept(self) -> int:
+        """Return the position of the next turn that the shares keep."""
+        position = self._position
+        while True:
+            ahead = self._is_kept_from(position)
+            # `argmax` stops at the first True.
+            offset = int(ahead.argmax())
+            if ahead[offset]:
+                return position + offset
+            position += len(ahead)
+
+    def _pass_to(self, end: int) -> list[Turn]:
+        """Move to a position, and return the turns before it that the shares keep; the others count as left out."""
+        kept: list[Turn] = []
+        while self._position < end:
+            is_kept = self._is_kept_from(self._position)[: end - self._position]
+            epoch, index = self._place(self._position)
+            kept += [Turn(prompt_id, epoch) for prompt_id in self._order[index : index + len(is_kept)][is_kept].tolist()]
+            if num_left_out := int(np.count_nonzero(~is_kept)):
+                self._left_out[epoch] += num_left_out
+            self._position += len(is_kept)
+        return kept
+
+    def _is_kept_from(self, position: int) -> NDArray[np.bool_]:
+        """Return for each turn of an epoch, from a position on to the epoch's end, whether the shares keep it."""
+        epoch, index = self._place(position)
+        if epoch != self._epoch:
+            self._order = self._order_of(epoch)
+            self._is_kept = self._keep(epoch, self._order)
+            self._epoch = epoch
+        return self._is_kept[index:]
+
+    def _keep(self, epoch: int, order: NDArray[np.int64]) -> NDArray[np.bool_]:
+        if not self._shares:
+            return np.ones(len(order), np.bool_)
+        shares = np.array([self._shares.get(name, 1.0) for name in self._tasks])
+        return draws(self._seed, epoch, len(order))[order] < shares[self._task_of[order]]
+
+    def _turn_at(self, position: int) -> Turn:
+        epoch, index = self._place(position)
+        return Turn(int(self._order[index]), epoch)
 
     def _order_of(self, epoch: int) -> NDArray[np.int64]:
         return np.random.default_rng([self._seed, epoch]).permutation(self.size_of(epoch))

@@ -10,17 +10,19 @@ Behind a gap in the log, events are applied as far as they can be:
 - A lease whose grant was lost is unknown: its other events are skipped, and its prompt is leased again.
 - A lease whose prompt was granted again ended in the gap.
 - A group that was lost is generated again: its lease counts as being generated until its actor turns out not to have it.
+- A turn that the shares known before the gap leave out is left out; the lease of one that other shares, lost in the gap, had
+  kept is unknown.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, assert_never
 
 import msgspec
 
 from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import ServiceError
-from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, Started, Trained, Tuned
+from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, Started, Trained, Tuned, Weighed
 from offbeat.learner.leases.groups import Group, make_group
 from offbeat.learner.leases.journal import apply_event
 from offbeat.learner.leases.ledger import Ledger, LedgerState
@@ -93,12 +95,16 @@ def recover(
     """Rebuild the state from a checkpoint (None: from the run's beginning) and the log's `records` and gaps after it.
 
     `read` returns the record at a position, or None when the log no longer has it. Raises `RecoveryError` when log and
-    checkpoint contradict each other, and `SettingError` when there are fewer prompts than there were.
+    checkpoint contradict each other, and `SettingError` when there are fewer prompts than there were, or none of a task that
+    had a share.
     """
+    tasks = [prompt.task for prompt in prompts]
+    names = frozenset(tasks)
     if state is None:
-        stream, ledger, newest_version, tuned = PromptStream(len(prompts), seed), Ledger(), 0, {}
+        stream, ledger, newest_version, tuned = PromptStream(len(prompts), seed, tasks=tasks), Ledger(), 0, {}
     else:
-        stream = PromptStream.from_state(state.stream)
+        _require_tasks(state.stream.shares, names)
+        stream = PromptStream.from_state(state.stream, tasks)
         _require_prompts(stream.num_prompts, len(prompts))
         ledger, newest_version, tuned = Ledger.from_state(state.ledger), state.newest_version, dict(state.tuned)
         _refill(ledger, state, read, prompts)
@@ -117,6 +123,9 @@ def recover(
                 newest_version = max(newest_version, version + num_steps)
             case Tuned(settings=settings) as event:
                 tuned |= dict.fromkeys(settings, event)
+            case Weighed(shares=shares):
+                _require_tasks(shares, names)
+                stream.weigh(shares)
             case Granted() | Accepted() | Dropped() | Expired() as event:
                 if isinstance(event, Granted):
                     _follow_size(event, stream, len(prompts))
@@ -152,6 +161,18 @@ def _require_prompts(num_before: int, num_prompts: int) -> None:
             True,
             f"the run was made with {num_before} prompts, and task.train_data now has {num_prompts}",
             "Resume with the same data and prompt settings, or start a new run.",
+        )
+
+
+def _require_tasks(shares: Mapping[str, float], tasks: frozenset[str]) -> None:
+    """Raise `SettingError` when a task that has a share is not there any more."""
+    absent = sorted(shares.keys() - tasks)
+    if absent:
+        raise SettingError(
+            "run.resume",
+            True,
+            f"task.curriculum gave a share to the task {absent[0]!r}, of which task.train_data has no prompt now",
+            "Resume with task.task_field as it was, or start a new run.",
         )
 
 
@@ -204,8 +225,8 @@ def _apply(record: Record, ledger: Ledger, stream: PromptStream, prompts: Sequen
     except (KeyError, AssertionError, ValueError) as error:
         raise RecoveryError(
             f"the rollout log does not continue the checkpoint: record {record.position} ({type(event).__name__}): {error}. If "
-            "task.train_data or run.seed was changed, change it back; to go on without the log's later groups, move the folder "
-            "`log` out of run.dir"
+            "task.train_data, task.task_field or run.seed was changed, change it back; to go on without the log's later "
+            "groups, move the folder `log` out of run.dir"
         ) from error
 
 

@@ -1,5 +1,6 @@
 """A dispatcher with hand-made messages and a clock that the test moves, for all tests of learner/dispatch."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -204,9 +205,10 @@ class Desk:
         is_published: bool = True,
         log: RolloutLog | None = None,
         contract: Contract = CONTRACT,
+        tasks: Sequence[str] = (),
     ) -> None:
-        """`settings` are those of `config` to change, as `section.key=value`."""
-        recovered = recovered or make_recovered(num_prompts)
+        """`settings` are those of `config` to change, as `section.key=value`; `tasks` are those of the prompts, in turn."""
+        recovered = recovered or make_recovered(num_prompts, tasks=tasks)
         self.now = 1000.0
         self.rows: list[Row] = []
         self.evaluated: list[dict[int, list[float]]] = []
@@ -228,7 +230,7 @@ class Desk:
         self.parts = make_parts(
             contract,
             LiveSettings(with_settings(config, *settings), recovered.tuned),
-            Prompts(make_prompts(num_prompts, "train"), make_prompts(num_eval_prompts, "held-out")),
+            Prompts(make_prompts(num_prompts, "train", tasks), make_prompts(num_eval_prompts, "held-out")),
             lambda token_ids: " ".join(map(str, token_ids)),
             self.journal,
             self.versions,
@@ -354,9 +356,10 @@ def with_settings(config: Config, *settings: str) -> Config:
     return replace_settings(config, dict(setting.split("=", 1) for setting in settings))
 
 
-def make_recovered(num_prompts: int = NUM_PROMPTS, newest_version: int = 0) -> Recovered:
+def make_recovered(num_prompts: int = NUM_PROMPTS, newest_version: int = 0, tasks: Sequence[str] = ()) -> Recovered:
     """Return the state of a run that has not begun; `newest_version` was made by a learner that died."""
-    return Recovered(PromptStream(num_prompts, seed=0), Ledger(), newest_version, "", 0, {})
+    names = [prompt.task for prompt in make_prompts(num_prompts, "train", tasks)]
+    return Recovered(PromptStream(num_prompts, seed=0, tasks=names), Ledger(), newest_version, "", 0, {})
 
 
 def make_hello(actor: str = "a", incarnation: int = 1, **fields: Any) -> Hello:
@@ -365,8 +368,13 @@ def make_hello(actor: str = "a", incarnation: int = 1, **fields: Any) -> Hello:
     return Hello(actor=actor, incarnation=incarnation, **given)
 
 
-def make_prompts(number: int, text: str) -> list[Prompt]:
-    return [Prompt(index, f"{text} {index}", np.array([index], np.int32), f'{{"row": {index}}}') for index in range(number)]
+def make_prompts(number: int, text: str, tasks: Sequence[str] = ()) -> list[Prompt]:
+    """Return prompts, each of the next of the tasks in turn."""
+    names = itertools.cycle(tasks or [""])
+    return [
+        Prompt(index, f"{text} {index}", np.array([index], np.int32), f'{{"row": {index}}}', task=next(names))
+        for index in range(number)
+    ]
 
 
 def prompts_in_order() -> Iterator[int]:

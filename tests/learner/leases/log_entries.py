@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from offbeat.learner.leases import rollout_log
-from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
+from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned, Weighed
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.log_records import Position, Record
 from offbeat.learner.leases.rollout_log import RolloutLog
@@ -73,6 +73,7 @@ OTHER_EVENTS = st.one_of(
         selected_after=IDS,
     ),
     st.builds(Tuned, at=FLOATS, settings=st.dictionaries(NAMES, NAMES), who=NAMES, reason=NAMES, policy_version=IDS),
+    st.builds(Weighed, at=FLOATS, shares=st.dictionaries(NAMES, FLOATS), policy_version=IDS),
 )
 ENTRIES = st.one_of(accepted_entries(), OTHER_EVENTS.map(Entry))
 

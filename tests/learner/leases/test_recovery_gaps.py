@@ -1,14 +1,14 @@
 """A log with a damaged record is used as far as the ledger can apply it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Trained
+from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Trained, Weighed
 from offbeat.learner.leases.log_reading import Gap
 from offbeat.learner.leases.log_records import Position, Record
 from offbeat.learner.leases.prompt_stream import PromptStream, Turn
@@ -105,15 +105,16 @@ def test_version_of_a_lost_batch_is_known_from_the_grants_behind_it() -> None:
     assert recover(None, records, lambda position: None, PROMPTS, seed=0).newest_version == 7
 
 
+TASKS: tuple[str, ...] = ("easy", "middle", "hard")
 GAP = Gap(Position(1, 100), Position(1, 200))
 
 
 class History:
     """Draws events that can follow each other, as a learner would log them."""
 
-    def __init__(self, choose: Callable[[int], int]) -> None:
+    def __init__(self, choose: Callable[[int], int], tasks: Sequence[str] = ()) -> None:
         self.choose = choose
-        self.stream = PromptStream(NUM_PROMPTS, seed=0)
+        self.stream = PromptStream(NUM_PROMPTS, seed=0, tasks=tasks)
         self.open: dict[int, tuple[Turn, bool]] = {}
         self.num_leases = 0
 
@@ -186,6 +187,38 @@ def test_no_prompt_is_lost_wherever_the_log_is_damaged(data: st.DataObject, num_
     found = sorted([*dropped, *((lease.prompt_id, lease.epoch) for lease in leases), *waiting])
     in_order = PromptStream.from_state(replace(stream.state(), position=0, returned=()))
     assert found == sorted(tuple(in_order.next()) for _ in range(stream.position))
+
+
+@given(st.data(), st.integers(5, 40))
+@settings(max_examples=40)
+def test_each_turn_is_accounted_for_once_wherever_a_log_with_shares_is_damaged(data: st.DataObject, num_events: int) -> None:
+    """Also where shares are lost: a turn that is over is open, to be served again, dropped, or left out."""
+    prompts = make_prompts(NUM_PROMPTS, "train", TASKS)
+    history = History(lambda most: data.draw(st.integers(0, most)), [prompt.task for prompt in prompts])
+    weighs_at = data.draw(st.sets(st.integers(0, num_events - 1), max_size=4))
+    events: list[LeaseEvent] = []
+    for index in range(num_events):
+        if index in weighs_at:
+            shares = dict(zip(TASKS, data.draw(st.permutations([1.0, 0.5, 0.0])), strict=True))
+            history.stream.weigh(shares)
+            events.append(Weighed(at=0.0, shares=shares, policy_version=0))
+        events.append(history.next_event())
+    arrays = (memoryview(bytes(4)), memoryview(bytes(4)))
+    records: list[Record | Gap] = [
+        Record(Position(1, 32 + index), event, arrays if isinstance(event, Accepted) else ())
+        for index, event in enumerate(events)
+    ]
+    begin = data.draw(st.integers(0, num_events - 1))
+    records[begin : data.draw(st.integers(begin + 1, num_events))] = [GAP]
+    recovered = recover(None, records, lambda position: None, prompts, seed=0)
+    ledger, stream = recovered.ledger, recovered.stream
+    assert ledger.counts().adds_up
+    accounts = ledger.epochs.items()
+    dropped = [(prompt_id, epoch) for epoch, account in accounts for ids in account.dropped.values() for prompt_id in ids]
+    leases = [*ledger.generating(), *(ledger.find(group.lease_id) for group in ledger.ready_groups())]
+    found = [*dropped, *((lease.prompt_id, lease.epoch) for lease in leases), *map(tuple, stream.state().returned)]
+    assert len(set(found)) == len(found)
+    assert len(found) + sum(account.num_left_out for _, account in accounts) == stream.position
 
 
 def test_log_that_a_learner_goes_on_with_keeps_its_gap_and_all_around_it(tmp_path: Path) -> None:

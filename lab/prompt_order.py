@@ -1,0 +1,80 @@
+"""The audit of the order of prompts: which turn was due is worked out again from the seed and the shares of tasks."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from offbeat.learner.leases.events import Granted, LeaseEvent, Weighed
+from offbeat.learner.leases.prompt_stream import Turn, draws
+
+
+class OrderFindings(NamedTuple):
+    """The result of `PromptOrder.compare`."""
+
+    violations: list[str]
+    num_left_out: Counter[int]
+    """Turns that the shares of tasks left out, by epoch."""
+
+
+class PromptOrder:
+    """Reads the events of one run in order, and compares the first leases of turns with the order they should have."""
+
+    def __init__(self) -> None:
+        self._turns: dict[Turn, Mapping[str, float]] = {}
+        """The shares in force at the first lease of each turn, in the order of these leases."""
+        self._shares: Mapping[str, float] = {}
+        self._tasks: dict[int, str] = {}
+        """The task of each prompt that was leased, where tasks are told apart."""
+
+    def take(self, event: LeaseEvent) -> None:
+        """Add the next event."""
+        match event:
+            case Weighed():
+                self._shares = event.shares
+            case Granted():
+                self._turns.setdefault(Turn(event.prompt_id, event.epoch), self._shares)
+                if event.task:
+                    self._tasks[event.prompt_id] = event.task
+
+    def compare(self, seed: int, sizes: Sequence[int], lost: Collection[Turn]) -> OrderFindings:
+        """Compare with the order of epochs of these sizes; the leases of `lost` turns were destroyed on purpose."""
+        num_left_out: Counter[int] = Counter()
+        due = _order(seed, sizes)
+        for turn, shares in self._turns.items():
+            for expected, draw in due:
+                if expected == turn:
+                    if draw >= shares.get(self._tasks.get(turn.prompt_id, ""), 1.0):
+                        text = f"prompt {turn.prompt_id} of epoch {turn.epoch} was leased, but its task's share leaves it out"
+                        return OrderFindings([text], num_left_out)
+                    break
+                if expected in lost:
+                    continue
+                if not self._may_leave_out(expected, draw, shares):
+                    return OrderFindings([_out_of_turn(turn, expected)], num_left_out)
+                num_left_out[expected.epoch] += 1
+            else:
+                return OrderFindings([_out_of_turn(turn, Turn(-1, len(sizes)))], num_left_out)
+        return OrderFindings([], num_left_out)
+
+    def _may_leave_out(self, turn: Turn, draw: float, shares: Mapping[str, float]) -> bool:
+        """Return whether the shares leave a turn out. A prompt that was never leased may be of any task."""
+        task = self._tasks.get(turn.prompt_id)
+        share = min(shares.values(), default=1.0) if task is None else shares.get(task, 1.0)
+        return draw >= share
+
+
+def _out_of_turn(turn: Turn, due: Turn) -> str:
+    return (
+        f"prompt {turn.prompt_id} of epoch {turn.epoch} was leased when it was the turn of prompt {due.prompt_id} of "
+        f"epoch {due.epoch}"
+    )
+
+
+def _order(seed: int, sizes: Sequence[int]) -> Iterable[tuple[Turn, float]]:
+    """Yield each turn with the number that is compared with its task's share."""
+    for epoch, size in enumerate(sizes):
+        chosen = draws(seed, epoch, size)
+        for prompt_id in np.random.default_rng([seed, epoch]).permutation(size).tolist():
+            yield Turn(prompt_id, epoch), float(chosen[prompt_id])
