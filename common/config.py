@@ -75,6 +75,9 @@ class TaskSection(Section, frozen=True):
     task_field: str = ""
     """Name of the field that holds the name of a row's task, in data of several tasks. Steps then have the mean reward of each,
     `reward_by_task/NAME`. Empty: tasks are not told apart."""
+    curriculum: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
+    """Your own curriculum as `module:function`: after each batch it sees the results of each task (`task.task_field`) so far,
+    and returns a weight for each: docs/data.md. Empty: every prompt is leased in each pass over the data."""
     image_field: str = ""
     """Name of the field that holds the images of a row's prompt: a path, or a list of paths, relative to the data's folder. The
     prompt has `<image>` in place of each image: docs/images.md. Empty: prompts are text alone."""

@@ -29,9 +29,11 @@ class Generator(NamedTuple):
 
     name: str
     options: dict[str, Any]
-    """Without `size` and `seed`."""
+    """Without `size`, `seed` and `task`."""
     size: int
     seed: int
+    task: str
+    """Name of the task of its rows."""
 
 
 def is_generated(source: str) -> bool:
@@ -67,11 +69,12 @@ def parse(source: str, split: str, setting: str) -> list[Generator]:
             raise SettingError(setting, source, f"{part.strip()!r} is no generator", cure)
         options = dict(_option(pair) for pair in (match["options"] or "").split("&") if pair)
         size, seed = options.pop("size", DEFAULT_SIZE), options.pop("seed", 0)
+        task = str(options.pop("task", match["name"]))
         if type(size) is not int or type(seed) is not int or not 1 <= size <= LARGEST_SIZE:
             cure = f"Give a size of 1 to {LARGEST_SIZE}."
             raise SettingError(setting, source, f"size={size!r}, seed={seed!r}: whole numbers are needed", cure)
         # Another seed for each split: held-out rows are not those that are trained on.
-        generators.append(Generator(match["name"], options, size, zlib.crc32(f"{seed} {split}".encode())))
+        generators.append(Generator(match["name"], options, size, zlib.crc32(f"{seed} {split}".encode()), task))
     return generators
 
 
@@ -116,7 +119,7 @@ def _row(generator: Generator, index: int, entry: dict[str, Any]) -> dict[str, A
         "seed": generator.seed,
         "index": index,
     }
-    return {"prompt": entry["question"], "answer": str(entry["answer"]), "task": generator.name, "generated": made}
+    return {"prompt": entry["question"], "answer": str(entry["answer"]), "task": generator.task, "generated": made}
 
 
 @functools.lru_cache(maxsize=64)

@@ -54,7 +54,12 @@ RULES = (
         ),
         "Prompts and weights are made of the rows with it.",
     ),
-    Rule("recorded", _of("task", "task_field"), "It only splits numbers that are shown."),
+    Rule(
+        "recorded",
+        _of("task", "task_field"),
+        "It splits numbers that are shown. With `task.curriculum` the tasks that have shares must be there.",
+    ),
+    Rule("recorded", _of("task", "curriculum"), "The log has the shares that it gave; it decides on those to come."),
     Rule("recorded", _of("task", "eval_data eval_split"), "No training depends on it."),
     Rule("recorded", ("task.eval_data: prompts",), "No training depends on them; evaluations before and after differ."),
     Rule("refused", _of("task", "environment reward reward_weights"), "Kept groups were made with the other function."),
@@ -62,6 +67,7 @@ RULES = (
         "recorded",
         (
             "task.train_data: source files",
+            "task.curriculum: source files",
             "task.environment: source files",
             "task.reward: source files",
             "reward.length_penalty: source files",

@@ -220,6 +220,9 @@ def _check_task(config: Config) -> None:
             "there is no evaluation",
             "Set evaluation.interval and task.eval_data, or remove it.",
         )
+    if task.curriculum and not task.task_field:
+        problem = "no field tells the tasks apart"
+        raise SettingError("task.curriculum", task.curriculum, problem, "Set task.task_field, or remove it.")
     for key in ("system_prompt", "system_prompt_field", "template_arguments", "template_arguments_field"):
         if getattr(task, key) and not task.chat_template:
             raise SettingError(

@@ -4,7 +4,7 @@ import threading
 from collections import deque
 
 from offbeat.common.rows import EventRow, Recorder, Row, StepRow
-from offbeat.common.step_metrics import TASK_REWARDS
+from offbeat.common.step_metrics import TASK_REWARDS, TASK_SHARES
 from offbeat.learner.diagnostics.health import Health, update_troubles
 from offbeat.learner.dispatch.reports import report
 from offbeat.protocols.messages import Vitals
@@ -55,10 +55,16 @@ class HealthWatch:
             lag_max=step.number("lag/max"),
             bound=step.number("staleness/bound"),
             step_s=sum(seconds) / len(seconds) if seconds else None,
-            reward_by_task={
-                name.removeprefix(TASK_REWARDS): reward
-                for name in step.metrics
-                if name.startswith(TASK_REWARDS) and (reward := step.number(name)) is not None
-            },
+            reward_by_task=_by_task(step, TASK_REWARDS),
+            share_by_task=_by_task(step, TASK_SHARES),
             health=health,
         )
+
+
+def _by_task(step: StepRow, prefix: str) -> dict[str, float]:
+    """Return the step's metric of each task, by the task's name."""
+    return {
+        name.removeprefix(prefix): number
+        for name in step.metrics
+        if name.startswith(prefix) and (number := step.number(name)) is not None
+    }

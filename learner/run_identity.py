@@ -71,6 +71,7 @@ def make_identity(config: Config, hashes: ModelHashes, train: PromptHashes, eval
         TRAIN_PROMPTS: _digest(train),
         "task.eval_data: prompts": _digest(evaluation) if len(evaluation) else None,
         "task.train_data: source files": _hash_sources(task.train_data),
+        "task.curriculum: source files": _hash_sources(task.curriculum),
         "task.environment: source files": _hash_sources(task.environment),
         "task.reward: source files": _hash_sources(task.reward),
         "reward.length_penalty: source files": _hash_sources(reward.length_penalty),

@@ -16,6 +16,7 @@ from offbeat.common.rows import EventRow, FinalRow, LedgerSums, Recorder
 from offbeat.common.run_folder import MODEL
 from offbeat.common.shutdown import StopRequest
 from offbeat.learner.actor_link import ActorLink
+from offbeat.learner.curriculum import Curriculum
 from offbeat.learner.diagnostics.own_evaluation import EvaluationNumbers
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.failures import RunFailedError
@@ -224,6 +225,7 @@ class Learner:
         record: Recorder,
         started: float,
         evaluation_numbers: EvaluationNumbers | None = None,
+        curriculum: Curriculum | None = None,
     ) -> None:
         """`started` is when the learner's process began to load (monotonic): the run's wall time counts from there."""
         self._loop = loop
@@ -233,6 +235,7 @@ class Learner:
         self._record = record
         self._started = started
         self._evaluation_numbers = evaluation_numbers
+        self._curriculum = curriculum
 
     def run(self, stop: StopRequest) -> RunOutcome:
         """Run to the end; raises what ended the run early, after writing the final row."""
@@ -251,6 +254,8 @@ class Learner:
         """Tell every actor and close every part, whatever state the run is in."""
         # First, so that all finish or give up an update under way: actors that leave it look like failures.
         self._publisher.close()
+        if self._curriculum is not None:
+            self._curriculum.close()
         counts = self.link.pause() if outcome == "paused" else self.link.close(f"{outcome} {detail}".strip())
         # Evaluations end in the link's thread, and their rows come before the final one.
         if self._evaluation_numbers is not None:

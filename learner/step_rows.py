@@ -8,6 +8,8 @@ from offbeat.common.config import actors_wanted
 from offbeat.common.learning_sections import TrainSection
 from offbeat.common.rows import EventRow, MetricValue, Recorder, StepRow
 from offbeat.common.settings import SettingError
+from offbeat.common.step_metrics import TASK_SHARES
+from offbeat.learner.curriculum import Curriculum
 from offbeat.learner.diagnostics.sample_rows import SampleRows
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.fleet_meter import FleetUse
@@ -22,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 class StepRows:
-    """Records the steps of each batch and samples of them, then moves the settings that the automatic policies decide on.
+    """Records the steps of each batch and samples of them, then moves what the automatic policies decide on.
 
-    These are `staleness.max_staleness` by `AutoBound`, and `scale.actors` by `Demand`.
+    These are `staleness.max_staleness` by `AutoBound`, `scale.actors` by `Demand`, and the shares of tasks by `Curriculum`.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class StepRows:
         dispatcher: Dispatcher,
         auto_bound: AutoBound,
         demand: Demand,
+        curriculum: Curriculum,
         samples: SampleRows,
         record: Recorder,
     ) -> None:
@@ -40,6 +43,7 @@ class StepRows:
         self._dispatcher = dispatcher
         self._auto_bound = auto_bound
         self._demand = demand
+        self._curriculum = curriculum
         self._samples = samples
         self._record = record
 
@@ -59,6 +63,7 @@ class StepRows:
         train = self._train
         staleness = StalenessPolicy(self._dispatcher.settings().staleness, train)
         ready, in_flight = self._dispatcher.buffer_sizes()
+        shares = {f"{TASK_SHARES}{task}": share for task, share in self._curriculum.shares().items()}
         rows: list[StepRow] = []
         for index, step in enumerate(steps):
             start = index % train.steps_per_batch * train.groups_per_step
@@ -73,6 +78,7 @@ class StepRows:
                 "actors/number": fleet.num_actors,
                 "actors/spare": fleet.spare,
                 "actors/hours": self._demand.actor_hours,
+                **shares,
             }
             rows.append(StepRow(policy_version=first_version + index + 1, metrics=metrics))
             self._record(rows[-1])
@@ -81,6 +87,7 @@ class StepRows:
         for row in rows:
             self._move_bound(row)
         self._scale(scaling)
+        self._curriculum.observe(first_version + len(steps))
         if first_version == 0:
             _log_first_ratio(rows[0])
 

@@ -5,6 +5,7 @@ import logging
 import random
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -33,6 +34,7 @@ from offbeat.common.shutdown import StopRequest
 from offbeat.common.user_sources import hash_sources
 from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.calibration_watch import CalibrationWatch
+from offbeat.learner.curriculum import Curriculum
 from offbeat.learner.diagnostics.calibration import Calibration, learner_numerics, load_calibration
 from offbeat.learner.diagnostics.own_evaluation import EvaluationNumbers, OwnEvaluation, load_evaluation
 from offbeat.learner.diagnostics.sample_rows import Decode, SampleRows
@@ -45,9 +47,11 @@ from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.dispatch.parts import Prompts, make_parts
 from offbeat.learner.dispatch.versions import Versions
 from offbeat.learner.health_watch import HealthWatch
+from offbeat.learner.hub_address import tell_address
 from offbeat.learner.leases.auto_bound import AutoBound
 from offbeat.learner.leases.demand import Demand
 from offbeat.learner.leases.journal import LeaseJournal
+from offbeat.learner.leases.own_curriculum import OwnCurriculum
 from offbeat.learner.leases.prompts import MUCH_LEFT_OUT, Prompt, load_held_out, load_prompts
 from offbeat.learner.leases.recovery import Recovered
 from offbeat.learner.leases.rollout_log import RolloutLog
@@ -85,7 +89,6 @@ from offbeat.learner.training.trainer import Trainer
 from offbeat.learner.weights.canary import CANARY_TOKENS, Canary, canary_token_ids
 from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.transport import LearnerGpu, Transport
-from offbeat.protocols.address_file import address_file, reachable
 from offbeat.protocols.addresses import host_of
 from offbeat.protocols.channels import Hub
 from offbeat.protocols.door import FILES_PER_PEER
@@ -162,23 +165,6 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
             return learner.run(stop)
 
 
-def tell_address(setting: str, bound: str) -> str:
-    """Return the address at which actors reach the hub, after writing it into the file that `hub.address` may name."""
-    file = address_file(setting)
-    if file is None:
-        return setting
-    address = reachable(bound)
-    try:
-        replace(file, f"{address}\n".encode())
-    except OSError as error:
-        problem = f"the file cannot be written ({error.strerror})"
-        raise SettingError(
-            "hub.address", setting, problem, "Name a file in a folder that exists and all machines see."
-        ) from error
-    logger.info("actors find the hub at %s, as %s says", address, file)
-    return address
-
-
 def prepare_folder(config: Config, identity: RunIdentity, prompt_hashes: PromptHashes) -> list[Change]:
     """Write config and identity to the run's folder, which is locked; return what differs from the run that is resumed.
 
@@ -233,6 +219,8 @@ def open_learner(
     listeners = _make_listeners(hub, publisher, canary, watch, health, demand)
     numbers = _make_evaluation_numbers(inputs, record)
     dispatcher = _make_dispatcher(contract, run, inputs, listeners, trainer.policy_version, record, numbers and numbers.finish)
+    curriculum = _begin_curriculum(inputs, dispatcher, trainer.policy_version, record)
+    samples = SampleRows(config.train.num_steps, inputs.decode, record)
     loop = TrainingLoop(
         config,
         trainer=trainer,
@@ -240,22 +228,20 @@ def open_learner(
         publisher=publisher,
         canary=canary,
         checkpoints=_make_checkpoints(config, inputs.identity, run, trainer, dispatcher, record),
-        step_rows=StepRows(
-            config.train, dispatcher, run.auto_bound, demand, SampleRows(config.train.num_steps, inputs.decode, record), record
-        ),
+        step_rows=StepRows(config.train, dispatcher, run.auto_bound, demand, curriculum, samples, record),
         wake_hub=hub.wake,
     )
-    # An actor that is cut off may be back before it counts as dead.
-    link = ActorLink(dispatcher, HubThread(hub, dispatcher), config.hub.dead_after_s + config.hub.heartbeat_s)
     logger.info("run %s in %s; hub at %s", run.run_id, folder, hub.address)
     return Learner(
         loop,
-        link=link,
+        # An actor that is cut off may be back before it counts as dead.
+        link=ActorLink(dispatcher, HubThread(hub, dispatcher), config.hub.dead_after_s + config.hub.heartbeat_s),
         publisher=publisher,
         log=run.log,
         record=record,
         started=started,
         evaluation_numbers=numbers,
+        curriculum=curriculum,
     )
 
 
@@ -278,6 +264,7 @@ class _Inputs(NamedTuple):
     decode_plain: Decode
     """Without special tokens."""
     own_evaluation: OwnEvaluation | None
+    own_curriculum: OwnCurriculum | None
     hashes: ModelHashes
     vocabulary_size: int
     calibration: Calibration | None
@@ -313,6 +300,7 @@ def _load_inputs(config: Config) -> _Inputs:
         decode=tokenizer.decode,
         decode_plain=partial(tokenizer.decode, skip_special_tokens=True),
         own_evaluation=load_evaluation(config.evaluation.function) if config.evaluation.function else None,
+        own_curriculum=OwnCurriculum(task.curriculum) if task.curriculum else None,
         hashes=hashes,
         vocabulary_size=AutoConfig.from_pretrained(model).get_text_config().vocab_size,
         calibration=calibration,
@@ -429,6 +417,13 @@ def _make_dispatcher(
 def _make_evaluation_numbers(inputs: _Inputs, record: Recorder) -> EvaluationNumbers | None:
     function = inputs.own_evaluation
     return function and EvaluationNumbers(function, inputs.prompts.evaluation, inputs.decode_plain, record)
+
+
+def _begin_curriculum(inputs: _Inputs, dispatcher: Dispatcher, policy_version: int, record: Recorder) -> Curriculum:
+    num_prompts = Counter(prompt.task for prompt in inputs.prompts.train if prompt.task)
+    curriculum = Curriculum(inputs.own_curriculum, num_prompts, dispatcher, record)
+    curriculum.begin(policy_version)
+    return curriculum
 
 
 def _make_checkpoints(

@@ -103,6 +103,8 @@ def _vitals(report: StatusReport, vitals: Vitals) -> str:
     parts = [f"reward {vitals.reward:.3f}"]
     if vitals.reward_by_task:
         parts.append(f"by task: {', '.join(f'{task} {reward:.3f}' for task, reward in vitals.reward_by_task.items())}")
+    if vitals.share_by_task:
+        parts.append(f"leased: {', '.join(f'{share:.0%} of {task}' for task, share in vitals.share_by_task.items())}")
     if vitals.lag_mean is not None and vitals.lag_max is not None and vitals.bound is not None:
         parts.append(f"lag {vitals.lag_mean:.1f}, largest {vitals.lag_max:.0f}, bound {vitals.bound:.0f}")
     if vitals.step_s is not None:

@@ -6,6 +6,7 @@ must not see torch afterwards.
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -85,6 +86,16 @@ def first_held_out(config: Config) -> tuple[str, dict[str, Any]] | None:
     for name, source in eval_sets(task).items():
         return _first_prompt(eval_setting(name), source, task.eval_split, task.prompt_field)
     return None
+
+
+def count_tasks(config: Config) -> Counter[str]:
+    """Return the number of training rows of each task; none where the data is not on this machine."""
+    task = config.task
+    if not is_local_data(task.train_data):
+        return Counter()
+    rows = read_rows(task.train_data, task.train_split, "task.train_data")
+    # Other checks tell rows without a task.
+    return Counter(name for row in rows if isinstance(name := row.fields.get(task.task_field), str))
 
 
 def _first_prompt(setting: str, source: str, split: str, prompt_field: str) -> tuple[str, dict[str, Any]] | None:

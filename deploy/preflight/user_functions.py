@@ -19,8 +19,10 @@ from offbeat.common.corrections import own_functions
 from offbeat.common.eval_sets import eval_sets
 from offbeat.common.settings import SettingError
 from offbeat.deploy.preflight.findings import Finding, mistake
-from offbeat.deploy.preflight.inputs import first_held_out, first_prompt
+from offbeat.deploy.preflight.inputs import count_tasks, first_held_out, first_prompt
 from offbeat.learner.diagnostics.own_evaluation import EvaluatedCompletion, load_evaluation
+from offbeat.learner.leases.own_curriculum import OwnCurriculum
+from offbeat.learner.leases.task_results import task_results
 from offbeat.learner.objectives.own_functions import load_advantage, load_correction, load_loss
 from offbeat.learner.objectives.reward_shaping import load_length_penalty
 
@@ -34,17 +36,25 @@ STAND_IN = "This text stands for a completion. The answer is 42."
 def has_learner_functions(config: Config) -> bool:
     """Return whether the settings name functions that the learner calls."""
     loss, callback = config.loss, config.metrics.callback
-    functions = (config.reward.length_penalty, loss.function, config.advantage.function, config.evaluation.function, callback)
+    functions = (
+        config.task.curriculum,
+        config.reward.length_penalty,
+        loss.function,
+        config.advantage.function,
+        config.evaluation.function,
+        callback,
+    )
     return any(functions) or bool(own_functions(loss.correction))
 
 
 def check_learner_functions(config: Config) -> Iterator[Finding]:
-    """Find functions of the learner that cannot be imported, take other parameters, or fail on two completions.
+    """Find functions of the learner that cannot be imported, take other parameters, or fail on stand-ins.
 
     The callback is not called: it may tell somebody.
     """
     reward, loss, advantage = config.reward, config.loss, config.advantage
     checks: tuple[tuple[bool, Callable[[], object]], ...] = (
+        (bool(config.task.curriculum), lambda: _call_curriculum(config)),
         (bool(reward.length_penalty), lambda: load_length_penalty(reward.length_penalty)),
         (bool(loss.function), lambda: _call_loss(loss.function)),
         *((True, partial(_call_correction, path)) for path in own_functions(loss.correction)),
@@ -135,6 +145,13 @@ def _stand_ins() -> "tuple[torch.Tensor, torch.Tensor]":
     import torch
 
     return torch.tensor([[True, True], [True, False]]), torch.tensor([[1.0, 1.0], [-1.0, 0.0]])
+
+
+def _call_curriculum(config: Config) -> None:
+    """Call the function as the learner does before the first batch."""
+    function = OwnCurriculum(config.task.curriculum)
+    if num_prompts := count_tasks(config):
+        function(task_results(num_prompts, {}, {}), 0)
 
 
 def _call_evaluation(config: Config) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from offbeat.common.rows import CanaryRow, CommitRow, EvalRow, StepRow
-from offbeat.common.step_metrics import TASK_REWARDS
+from offbeat.common.step_metrics import TASK_REWARDS, TASK_SHARES
 from offbeat.lab.history import Interval, RunHistory, rate_over_time, sum_seconds
 from offbeat.lab.report.figures import (
     ACTOR_COLORS,
@@ -116,6 +116,20 @@ def reward_by_task(history: RunHistory) -> list[Plot]:
     layout = step_layout("optimizer step", traces[0]["x"], "reward")
     lead = "Running mean of the reward of each task (task.task_field)."
     return [Plot("Reward by task", lead, traces, layout, missing=_NO_REWARD)]
+
+
+def share_by_task(history: RunHistory) -> list[Plot]:
+    """Return the share of each task's prompts that was leased, by step, where the run had a curriculum."""
+    names = sorted({name for row in history.steps for name in row.metrics if name.startswith(TASK_SHARES)})
+    if not names:
+        return []
+    traces: list[Trace] = []
+    for name, color in zip(names, itertools.cycle(ACTOR_COLORS), strict=False):
+        steps, shares = series(history.steps, name)
+        traces.append(line_trace(steps, shares, name.removeprefix(TASK_SHARES), color) | {"mode": "lines"})
+    layout = step_layout("optimizer step", traces[0]["x"], "share", y={"range": [0, 1.02]})
+    lead = "Share of each task's prompts that is leased in a pass over the data, as task.curriculum weighs them."
+    return [Plot("Curriculum", lead, traces, layout, missing=_NO_REWARD)]
 
 
 def gradient_norm(history: RunHistory, max_grad_norm: float | None) -> Plot:

@@ -268,6 +268,7 @@ def _learning(figures: Figures, history: RunHistory, config: RunSettings) -> str
         run_plots.reward_by_step(history),
         run_plots.reward_by_time(history),
         *run_plots.reward_by_task(history),
+        *run_plots.share_by_task(history),
         run_plots.gradient_norm(history, config.number("train", "max_grad_norm")),
         run_plots.groups_without_signal(history),
     )

@@ -135,7 +135,7 @@ def _task(row: DataRow, field: str, tasks: set[str]) -> str:
     name = row.fields.get(field)
     if not isinstance(name, str) or not re.match(PART_NAME, name):
         problem = f"in {row.place} it is {name!r}" if field in row.fields else f"{row.place} has no such field"
-        cure = "Choose a field that holds names: letters, digits, '_', '.' and '-', at most 64."
+        cure = "Choose a field that holds names: a letter or '_', then letters, digits, '_', '.' and '-', at most 64."
         raise SettingError("task.task_field", field, problem, cure)
     tasks.add(name)
     if len(tasks) > MAX_PARTS:

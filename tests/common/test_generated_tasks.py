@@ -29,6 +29,9 @@ def test_rows_of_a_mixture_are_a_function_of_source_and_split() -> None:
     assert rows(SOURCE.replace("size=3", "size=3&seed=1"))[:3] != first[:3]
     # The larger pass begins with the rows of the smaller one, so a run may be given more.
     assert [row["prompt"] for row in rows(SOURCE.replace("size=3", "size=5"))[:3]] == [row["prompt"] for row in first[:3]]
+    easy = rows(SOURCE.replace("size=3", "size=3&task=easy"))
+    assert [row["task"] for row in easy] == ["easy"] * 3 + ["basic_arithmetic"] * 2
+    assert [row["generated"] for row in easy] == [row["generated"] for row in first], "a name changes no row's making"
     assert is_local_data(SOURCE)
     assert not is_function("reasoning-gym:chain_sum")
 

@@ -37,6 +37,7 @@ def test_operator_is_told_the_newest_step_and_the_mean_duration_of_the_last_ones
         metrics = {
             "reward/mean": version / 10,
             "reward_by_task/sums": version / 5,
+            "curriculum/sums": version / 20,
             "lag/mean": 1.5,
             "lag/max": 3,
             "staleness/bound": 4,
@@ -44,4 +45,6 @@ def test_operator_is_told_the_newest_step_and_the_mean_duration_of_the_last_ones
         }
         watch.record(StepRow(policy_version=version, metrics=metrics))
     # The last ten of thirteen steps took 4 to 13 seconds.
-    assert watch.vitals() == Vitals(reward=1.3, lag_mean=1.5, lag_max=3, bound=4, step_s=8.5, reward_by_task={"sums": 2.6})
+    assert watch.vitals() == Vitals(
+        reward=1.3, lag_mean=1.5, lag_max=3, bound=4, step_s=8.5, reward_by_task={"sums": 2.6}, share_by_task={"sums": 0.65}
+    )

@@ -74,7 +74,9 @@ def test_every_setting_and_content_has_exactly_one_rule(config: Config, tmp_path
         loss=LossSection(noise_floor=str(tmp_path / "floor"), function="json:dump", correction="json:dump"),
         advantage=replace(config.advantage, function="json:load"),
         evaluation=replace(config.evaluation, function="json:load"),
-        task=replace(config.task, train_data="json:dumps", reward="json:dumps", environment="json:dumps"),
+        task=replace(
+            config.task, train_data="json:dumps", reward="json:dumps", environment="json:dumps", curriculum="json:dumps"
+        ),
         reward=replace(config.reward, length_penalty="json:loads"),
     )
     identity = make_identity(full, HASHES, numbers(1), numbers(2))
@@ -283,6 +285,7 @@ def test_changed_module_that_a_reward_imports_is_recorded_by_its_name(
     "setting",
     [
         "task.train_data",
+        "task.curriculum",
         "task.reward",
         "reward.length_penalty",
         "loss.function",

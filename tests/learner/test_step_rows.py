@@ -8,6 +8,7 @@ from offbeat.common.config import Config, ModelSection, ScaleSection, StalenessS
 from offbeat.common.learning_sections import TrainSection
 from offbeat.common.rows import StepRow, row_fields
 from offbeat.common.settings import SettingError
+from offbeat.learner.curriculum import Curriculum
 from offbeat.learner.diagnostics.sample_rows import SampleRows
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.fleet_meter import FleetUse
@@ -82,6 +83,19 @@ class FakeDemand:
         return self.decision
 
 
+class FakeCurriculum:
+    """A curriculum whose shares change with each batch that it sees."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def shares(self) -> dict[str, float]:
+        return {"sums": 1.0, "sorting": len(self.seen) / 4}
+
+    def observe(self, policy_version: int) -> None:
+        self.seen.append(policy_version)
+
+
 class NoSamples:
     def record(self, groups: list[Group], policy_version: int) -> None:
         pass
@@ -91,13 +105,14 @@ class Bench:
     def __init__(self, max_staleness: int = 1, **train: int) -> None:
         section = TrainSection(**train)  # pyright: ignore[reportArgumentType]
         self.dispatcher, self.bound = FakeDispatcher(section, max_staleness), FakeBound()
-        self.demand = FakeDemand()
+        self.demand, self.curriculum = FakeDemand(), FakeCurriculum()
         self.rows: list[dict[str, Any]] = []
         self.step_rows = StepRows(
             section,
             cast(Dispatcher, self.dispatcher),
             cast(AutoBound, self.bound),
             cast(Demand, self.demand),
+            cast(Curriculum, self.curriculum),
             cast(SampleRows, NoSamples()),
             lambda row: self.rows.append(row_fields(row)),
         )
@@ -183,3 +198,11 @@ def test_decision_on_actors_becomes_the_setting_and_advice_an_event() -> None:
     bench.record([{}, {}], [1] * 2, 3)
     assert len([change for change in bench.dispatcher.changes if "scale.actors" in change[0]]) == 1
     assert (bench.rows[-1]["event"], bench.rows[-1]["detail"]) == ("scale_advice", "widen")
+
+
+def test_steps_have_the_shares_of_tasks_and_the_curriculum_sees_each_batch_once() -> None:
+    bench = Bench(groups_per_step=1, steps_per_batch=2)
+    bench.record([{}, {}], [1] * 2, 1)
+    bench.record([{}, {}], [3] * 2, 3)
+    assert [(row["curriculum/sums"], row["curriculum/sorting"]) for row in bench.rows] == [(1, 0), (1, 0), (1, 0.25), (1, 0.25)]
+    assert bench.curriculum.seen == [3, 5]

@@ -14,8 +14,11 @@ from offbeat.common.rows import FinalRow, Row
 from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import StopRequest
 from offbeat.learner import wiring
+from offbeat.learner.hub_address import tell_address
+from offbeat.learner.leases.events import Weighed
+from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.run_identity import RunIdentity, read_identity
-from offbeat.learner.wiring import _load_inputs, _transport, open_learner, prepare_folder, tell_address
+from offbeat.learner.wiring import _load_inputs, _transport, open_learner, prepare_folder
 from offbeat.protocols.address_file import find_address
 from offbeat.protocols.channels import Hub
 
@@ -96,14 +99,19 @@ def test_refused_resume_leaves_config_and_identity_as_they_were(tmp_path: Path) 
 
 
 @pytest.mark.engine
-def test_learner_is_made_of_its_parts_and_ends_in_order_when_it_is_stopped_at_once(tmp_path: Path, tiny_model: Path) -> None:
+def test_learner_is_made_of_its_parts_and_ends_in_order_when_it_is_stopped_at_once(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wired_levels.py").write_text('def weigh(results, policy_version): return {"low": policy_version, "high": 2}')
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"{number}+1="}) + "\n" for number in range(40)))
+    lines = (json.dumps({"prompt": f"{number}+1=", "task": "low" if number < 20 else "high"}) for number in range(40))
+    data.write_text("\n".join(lines))
     config = structs.replace(
         config_with(run_dir=str(tmp_path / "run")),
         hub=HubSection(address="tcp://127.0.0.1:5555"),
         model=ModelSection(path=str(tiny_model), max_length=32),
-        task=TaskSection(train_data=str(data), reward="exact_match"),
+        task=TaskSection(train_data=str(data), reward="exact_match", task_field="task", curriculum="wired_levels:weigh"),
     )
     rows: list[Row] = []
 
@@ -121,3 +129,6 @@ def test_learner_is_made_of_its_parts_and_ends_in_order_when_it_is_stopped_at_on
         assert learner.run(stop) == "stopped"
     (final,) = [row for row in rows if isinstance(row, FinalRow)]
     assert (final.outcome, final.policy_version, final.ledger.leased) == ("stopped", 0, 0)
+    first, *_ = (record.event for record in read_log(tmp_path / "run" / "log"))
+    assert isinstance(first, Weighed)
+    assert first.shares == {"low": 0.0, "high": 1.0}

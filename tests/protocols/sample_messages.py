@@ -107,7 +107,14 @@ STATUS = StatusReport(
     rejected={"actor-0: too many frames": 1},
     changed_settings=(CHANGE,),
     vitals=Vitals(
-        reward=0.5, lag_mean=1.5, lag_max=3.0, bound=4.0, step_s=2.5, reward_by_task={"sums": 0.5}, health=("no signal",)
+        reward=0.5,
+        lag_mean=1.5,
+        lag_max=3.0,
+        bound=4.0,
+        step_s=2.5,
+        reward_by_task={"sums": 0.5},
+        share_by_task={"sums": 0.5},
+        health=("no signal",),
     ),
     actors_wanted=8,
 )

@@ -65,8 +65,9 @@ def test_report_shows_reward_lag_bound_time_left_and_health() -> None:
     assert "reward 0.412   lag 1.2, largest 3, bound 4   2.0 s a step, 0:03:06 left" in text
     assert "! All cut [red]. Raise it." in text, "it is text, not markup"
     assert "no step yet" in shown(REPORT)
-    vitals = msgspec.structs.replace(vitals, reward_by_task={"sums": 0.5, "letters": 0.25})
-    assert "by task: sums 0.500, letters 0.250" in shown(msgspec.structs.replace(REPORT, vitals=vitals))
+    vitals = msgspec.structs.replace(vitals, reward_by_task={"sums": 0.5, "letters": 0.25}, share_by_task={"sums": 0.125})
+    text = shown(msgspec.structs.replace(REPORT, vitals=vitals))
+    assert "by task: sums 0.500, letters 0.250   leased: 12% of sums" in text
 
 
 def test_narrow_terminal_drops_columns_and_no_words() -> None:

@@ -351,6 +351,20 @@ def wrong(completions): return {"share": completions[0].row["absent"]}
     assert text.startswith("evaluation.function = \"my_numbers:wrong\": it raised KeyError: 'absent'")
 
 
+def test_curriculum_is_called_on_the_tasks_of_the_data_without_results(overrides: list[str]) -> None:
+    Path("my_levels.py").write_text("""
+def right(results, policy_version): return {"sums": results["sums"].num_prompts, "sorting": results["sorting"].num_groups}
+def wrong(results, policy_version): return {"sums": 1, "sort": 1}
+""")
+    names = ("sums", "sums", "sorting")
+    Path("tasks.jsonl").write_text("".join(f'{{"prompt": "1+2>", "answer": "3", "task": "{name}"}}\n' for name in names))
+    overrides = [*overrides, "task.train_data=tasks.jsonl", "task.task_field=task"]
+    look(load(None, [*overrides, "task.curriculum=my_levels:right"]), "learner")
+    (text,) = refused([*overrides, "task.curriculum=my_levels:wrong"], "learner")
+    assert text.startswith("task.curriculum = \"my_levels:wrong\": it returned a weight for 'sort'")
+    assert "did you mean 'sorting'?" in text
+
+
 ROWS = """
 import random
 

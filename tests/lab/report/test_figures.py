@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from offbeat.common.rows import StepRow
 from offbeat.lab.history import fold_rows
 from offbeat.lab.report.figures import MAX_POINTS, bucket, log_layout, running_mean, series, step_layout
-from offbeat.lab.report.run_plots import reward_by_task
+from offbeat.lab.report.run_plots import reward_by_task, share_by_task
 
 
 @given(st.integers(0, 5 * MAX_POINTS))
@@ -58,3 +58,14 @@ def test_each_task_has_a_line_where_the_run_tells_tasks_apart() -> None:
         ("sums", [1, 2], [0.25, 0.75]),
     ]
     assert reward_by_task(fold_rows([StepRow(policy_version=1, metrics={"reward/mean": 0.5}, time=1.0)])) == []
+
+
+def test_each_task_has_a_line_of_its_share_where_the_run_had_a_curriculum() -> None:
+    metrics = ({"curriculum/easy": 1.0, "curriculum/hard": 0.0}, {"curriculum/easy": 0.5, "curriculum/hard": 1.0})
+    rows = [StepRow(policy_version=version, metrics=of_step, time=1.0) for version, of_step in enumerate(metrics, start=1)]
+    (plot,) = share_by_task(fold_rows(rows))
+    assert [(trace["name"], trace["x"], trace["y"]) for trace in plot.traces] == [
+        ("easy", [1, 2], [1.0, 0.5]),
+        ("hard", [1, 2], [0.0, 1.0]),
+    ]
+    assert share_by_task(fold_rows([StepRow(policy_version=1, metrics={"reward_by_task/easy": 0.5}, time=1.0)])) == []
