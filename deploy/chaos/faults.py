@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol, assert_never
 from offbeat.common import processes
 from offbeat.common.run_folder import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, LOG, read_owner
 from offbeat.common.shutdown import USER_ERROR_STATUS
-from offbeat.deploy.chaos.doubt import doubt_learner
+from offbeat.deploy.chaos.changes import doubt_learner, scale_up_and_down
 from offbeat.deploy.chaos.judge import Judge
 from offbeat.deploy.chaos.network import Network
 from offbeat.deploy.chaos.schedule import Fault, Target
@@ -224,8 +224,8 @@ def commit(fault: Fault, scene: Scene) -> Committed:
             return _fill_disk(scene, fault, generator)
         case "fill disk in checkpoint":
             return _fill_disk_in_checkpoint(scene, fault)
-        case "doubt learner":
-            return Committed(doubt_learner(scene.run, pause, fault.duration_s))
+        case "doubt learner" | "scale":
+            return _change_settings(scene, fault)
         case "jump clock":
             return _jump_clock(scene, fault, generator)
         case "second learner":
@@ -296,6 +296,11 @@ def damage_checkpoint(root: Path, generator: random.Random) -> Committed:
     content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
     file.write_bytes(content)
     return Committed(f"flipped a bit in {file.name} of {folder.name}")
+
+
+def _change_settings(scene: Scene, fault: Fault) -> Committed:
+    change = doubt_learner if fault.kind == "doubt learner" else scale_up_and_down
+    return Committed(change(scene.run, scene.victims.pause, fault.duration_s))
 
 
 def _kill_in_checkpoint(scene: Scene) -> Committed:

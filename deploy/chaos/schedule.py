@@ -9,6 +9,7 @@ Kind = Literal[
     "kill actor",
     "kill actor's child",
     "preempt actor",
+    "scale",
     "stop learner",
     "stop actor",
     "cut connection",
@@ -50,6 +51,8 @@ _TARGETS: dict[Kind, tuple[Target, ...]] = {
 _DURATIONS_S: dict[Kind, tuple[float, float]] = {
     # Shorter than the four comparisons, after waits of 2, 4 and 8 s, that end a run.
     "doubt learner": (2.0, 6.0),
+    # An actor needs about as long to start.
+    "scale": (3.0, 10.0),
     "packet loss": (3.0, 8.0),
     "fill disk": (3.0, 8.0),
     "fill disk in checkpoint": (1.0, 2.0),

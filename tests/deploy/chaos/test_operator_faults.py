@@ -1,4 +1,4 @@
-"""Chaos makes every engine differ from the learner for a while: the run goes on, or would end by itself."""
+"""Chaos changes settings as an operator does: the run goes on, or ends where every engine differs from the learner for long."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -9,7 +9,7 @@ import pytest
 
 from offbeat.common.config import Config
 from offbeat.common.settings import resolved_toml
-from offbeat.deploy.chaos.doubt import IMPOSSIBLE
+from offbeat.deploy.chaos.changes import IMPOSSIBLE
 from offbeat.deploy.chaos.faults import Attempt, Scene, commit
 from offbeat.deploy.chaos.schedule import Fault
 from offbeat.deploy.live import link as questions
@@ -22,6 +22,7 @@ from tests.deploy.services import free_port
 from tests.learner.dispatch.dispatch_desk import Actor, Desk
 
 DOUBT = Fault("doubt learner", "learner", at_step=1, delay_s=0.0, duration_s=0.2, seed=1)
+SCALE = Fault("scale", "learner", at_step=1, delay_s=0.0, duration_s=0.2, seed=1)
 
 
 class Pauses:
@@ -62,11 +63,27 @@ def test_tolerance_is_impossible_for_a_while_and_then_as_before(tmp_path: Path) 
     ]
 
 
-def test_learner_that_does_not_answer_is_not_doubted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_run_wants_an_actor_more_for_a_while(tmp_path: Path) -> None:
+    desk, pauses = OperatorDesk(tmp_path / "keys", LiveSettingsReport(policy_version=3)), Pauses()
+    try:
+        scene = make_scene(tmp_path / "run", desk.address, desk.hub_section, pauses)
+        wanted = Config().launch.num_actors
+        assert commit(SCALE, scene).detail == f"{wanted + 1} actors instead of {wanted} for 0.2 s"
+    finally:
+        desk.close()
+    assert pauses.seconds == [0.2]
+    assert [asked.settings for asked in desk.asked if isinstance(asked, LiveSettingsRequest)] == [
+        {"scale.actors": str(wanted + 1)},
+        {"scale.actors": str(wanted)},
+    ]
+
+
+@pytest.mark.parametrize("fault", [DOUBT, SCALE], ids=lambda fault: fault.kind)
+def test_learner_that_does_not_answer_is_left_as_it_is(fault: Fault, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(questions, "ANSWER_S", 0.1)
     pauses = Pauses()
     scene = make_scene(tmp_path / "run", f"tcp://127.0.0.1:{free_port()}", Config().hub, pauses)
-    assert commit(DOUBT, scene).detail is None
+    assert commit(fault, scene).detail is None
     assert pauses.seconds == []
 
 
