@@ -55,10 +55,11 @@ class AdvantageSection(Section, frozen=True):
     function: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
     """Your own advantages, as `module:function`, in place of baseline and standard deviation. It takes a step's rewards, an
     array `[groups, group_size]`, and returns such an array (docs/own_code.md). Empty: no such function."""
-    baseline: Literal["group", "leave_one_out", "critic", "zero"] | None = None
+    baseline: Literal["group", "leave_one_out", "length_weighted", "critic", "zero"] | None = None
     """Number subtracted from a reward. group: the mean of its group. leave_one_out: the mean of the other completions in its
-    group. critic: a learned value, with generalized advantage estimation (GAE). zero: nothing. none: the objective's default,
-    critic for ppo and group for the others."""
+    group. length_weighted: the mean of its group, in which a completion counts by its number of tokens. critic: a learned
+    value, with generalized advantage estimation (GAE). zero: nothing. none: the objective's default, critic for ppo and group
+    for the others."""
     turns: Literal["sum", "to_go"] = "sum"
     """Use of the rewards that an environment gives to turns (`chat.reward`). sum: an episode has one advantage, of the sum of
     its rewards. to_go: each turn has its own, of the rewards given after it was asked for, above those of the group's other
@@ -157,7 +158,10 @@ class LossSection(Section, frozen=True):
     normalize_correction: bool = False
     """Divide the weights of `loss.correction` by their mean over the optimizer step, before its masks, so that they average 1
     (self-normalized importance sampling). Only with the decoupled anchor."""
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] | None = None
+    aggregation: (
+        Literal["token-mean", "prompt-mean-token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+        | None
+    ) = None
     """Average that turns token losses into one number. none: the objective's default."""
     aggregation_length: PositiveInt | None = None
     """Constant by which seq-mean-token-sum-norm divides, in tokens. none: `rollout.max_new_tokens`."""

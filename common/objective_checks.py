@@ -180,7 +180,8 @@ def _check_bounds(text: str, choice: CorrectionChoice) -> None:
 
 def _check_advantage(config: Config) -> None:
     advantage, kl = config.advantage, config.kl
-    if config.rollout.group_size == 1 and advantage.baseline in ("group", "leave_one_out"):
+    of_group = ("group", "leave_one_out", "length_weighted")
+    if config.rollout.group_size == 1 and advantage.baseline in of_group:
         raise SettingError(
             "rollout.group_size",
             1,
@@ -195,7 +196,7 @@ def _check_advantage(config: Config) -> None:
             'advantage.baseline = "critic" takes its advantages from the critic, so the function would not be called',
             'Remove it, or set advantage.baseline="group".',
         )
-    if advantage.divide_by_std and advantage.baseline not in ("group", "leave_one_out"):
+    if advantage.divide_by_std and advantage.baseline not in of_group:
         raise SettingError(
             "advantage.divide_by_std",
             True,
@@ -224,6 +225,12 @@ def _check_turns(config: Config) -> None:
     others_units = "subtracts the rewards of earlier turns from the episode's, which would be in other units"
     clashes = (
         ("advantage.baseline", advantage.baseline, advantage.baseline == "critic", "compares turns, without a critic"),
+        (
+            "advantage.baseline",
+            advantage.baseline,
+            advantage.baseline == "length_weighted",
+            "compares turns, and not whole completions by their length",
+        ),
         ("advantage.function", advantage.function, bool(advantage.function), "would not call it: it knows no turns"),
         (
             "advantage.divide_by_std",

@@ -9,9 +9,11 @@ from offbeat.common.config import Config
 from offbeat.common.corrections import complete_corrections
 from offbeat.common.learning_sections import AdvantageSection, LossSection, RewardSection
 
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+Aggregation = Literal[
+    "token-mean", "prompt-mean-token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+]
 """The mean that token losses are put into."""
-Baseline = Literal["group", "leave_one_out", "critic", "zero"]
+Baseline = Literal["group", "leave_one_out", "length_weighted", "critic", "zero"]
 """The quantity subtracted from a reward."""
 
 

@@ -7,11 +7,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+GroupBaseline = Literal["mean", "leave_one_out", "length_weighted", "none"]
+"""The number subtracted from the rewards of a group."""
+
 
 def group_advantages(
     rewards: Tensor,
     *,
-    baseline: Literal["mean", "leave_one_out", "none"] = "mean",
+    baseline: GroupBaseline = "mean",
+    lengths: Tensor | None = None,
     divide_by_std: bool,
     epsilon: float = 1e-6,
     unbiased: bool = True,
@@ -24,20 +28,27 @@ def group_advantages(
       the division Dr. GRPO, https://arxiv.org/abs/2503.20783);
     - `leave_one_out`: the mean over the others, `j != i` (RLOO, https://arxiv.org/abs/2402.14740), which makes the
       numerator `n / (n - 1)` times the former for a group of n;
+    - `length_weighted`: `sum_j L_j R_j / sum_j L_j` with the `lengths` L, in tokens and of the shape of `rewards` (OPO,
+      https://arxiv.org/abs/2505.23585): the baseline of least variance where the squared gradient of a completion's
+      log-likelihood is proportional to its length;
     - `none`: 0.
 
     The papers do not define their standard deviation and have no epsilon. Most implementations divide the squares by n - 1
     (`unbiased`), others by n; their epsilons lie between 1e-6 and 1e-4.
 
-    The advantages of a group of equal rewards, or of one completion, are exactly 0 under `mean` and `leave_one_out`; under
-    `none` they are the rewards, undivided.
+    The advantages of a group of equal rewards, or of one completion, are exactly 0, undivided rewards under `none`.
     """
     group_size = rewards.shape[-1]
     # The mean of equal numbers is not always that number: divided by epsilon, the rounding error would be amplified.
     all_equal = rewards.amax(dim=-1, keepdim=True) == rewards.amin(dim=-1, keepdim=True)
     advantages = rewards
     if baseline != "none":
-        advantages = (rewards - rewards.mean(dim=-1, keepdim=True)).masked_fill(all_equal, 0.0)
+        subtracted = rewards.mean(dim=-1, keepdim=True)
+        if baseline == "length_weighted":
+            assert lengths is not None, "a mean weighed by lengths needs them"
+            weights = lengths.to(rewards)
+            subtracted = (weights * rewards).sum(dim=-1, keepdim=True) / weights.sum(dim=-1, keepdim=True).clamp(min=1)
+        advantages = (rewards - subtracted).masked_fill(all_equal, 0.0)
     if group_size == 1:
         return advantages
     if baseline == "leave_one_out":
@@ -49,12 +60,13 @@ def group_advantages(
 
 
 @torch.no_grad()
-def turn_advantages(returns: Sequence[Tensor], *, baseline: Literal["mean", "leave_one_out", "none"]) -> list[Tensor]:
+def turn_advantages(returns: Sequence[Tensor], *, baseline: GroupBaseline) -> list[Tensor]:
     """`A_it = G_it - b_it`: the return-to-go of turn t of episode i, above that of the group's episodes at the same turn.
 
     `returns`: for each episode of one group `[num_turns]`, `G_it = sum_{k >= t} r_ik`, undiscounted; episodes may differ in
     their turns. Returns advantages of these shapes. `b_it` is the `mean` over the group of `G_jt`, where an episode that has
-    ended before turn t stands with its last turn; `leave_one_out` and `none` are as in `group_advantages`.
+    ended before turn t stands with its last turn; `leave_one_out` and `none` are as in `group_advantages`, and
+    `length_weighted` is not for turns.
 
     This is the return-based advantage of GTPO (https://arxiv.org/abs/2511.14846) and the step advantage of GiGPO
     (https://arxiv.org/abs/2505.10978) with `F_norm = 1`, without their discount. GiGPO compares turns with equal states, GTPO

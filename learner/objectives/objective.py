@@ -293,9 +293,15 @@ class Objective:
             clipped_ratio = ClippedRatio(log_ratio, self.band.low, self.band.high)
         return Evaluation(token_losses, clipped, clipped_ratio, correction)
 
-    def denominator(self, *, num_rows: int, num_tokens: int) -> float:
+    def denominator(self, *, num_groups: int, num_rows: int, num_tokens: int) -> float:
         """Return the divisor of an optimizer step's summed loss: see `aggregation.denominator`."""
-        return denominator(self.aggregation, num_rows=num_rows, num_tokens=num_tokens, length=self.aggregation_length)
+        return denominator(
+            self.aggregation,
+            num_groups=num_groups,
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+            length=self.aggregation_length,
+        )
 
     def _token_losses(
         self, logprobs: PolicyLogprobs, completion_mask: Tensor, advantages: Tensor, m2po_cutoff: float

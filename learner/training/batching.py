@@ -29,7 +29,7 @@ class Row(NamedTuple):
     """Advantage within its group, or that of each of its tokens `[num_tokens]`; without a critic and without the KL in the
     reward."""
     weight: float
-    """Weight of its group in the loss."""
+    """Weight in the loss: that of its group, for some aggregations divided by the group's tokens."""
     policy_lag: int
     """Lag of its group, in optimizer steps."""
     images: tuple[ImageFile, ...] = ()
@@ -71,13 +71,19 @@ def make_rows(
     advantages: Sequence[Sequence[float | NDArray[np.float64]]],
     *,
     policy_version: int,
+    weigh_by_tokens: bool = False,
 ) -> list[Row]:
-    """Return all completions of `groups`, in order; `rewards`: `[num_groups, group_size]`, `advantages` likewise."""
+    """Return all completions of `groups`, in order; `rewards`: `[num_groups, group_size]`, `advantages` likewise.
+
+    With `weigh_by_tokens` the weight of a group is divided by its sampled tokens: see `objectives.aggregation`.
+    """
     rows: list[Row] = []
     for index, (group, of_group, scored) in enumerate(zip(groups, rewards.tolist(), advantages, strict=True)):
-        lag = group.policy_lag(policy_version)
+        lag, weight = group.policy_lag(policy_version), group.weight
+        if weigh_by_tokens:
+            weight /= max(1, sum(len(rollout.token_ids) for rollout in group.rollouts))
         rows += [
-            Row(index, group.prompt_token_ids, rollout, reward, advantage, group.weight, lag, group.images)
+            Row(index, group.prompt_token_ids, rollout, reward, advantage, weight, lag, group.images)
             for rollout, reward, advantage in zip(group.rollouts, of_group, scored, strict=True)
         ]
     return rows

@@ -12,6 +12,7 @@ from offbeat.common.learning_sections import AdvantageSection
 from offbeat.common.objectives import Baseline, resolve_baseline, resolve_divide_by_std
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.objectives.advantages import (
+    GroupBaseline,
     discounted_returns,
     generalized_advantages,
     group_advantages,
@@ -27,9 +28,10 @@ from offbeat.learner.policy.packing import unpack
 from offbeat.learner.policy.process_group import gather_tensors
 from offbeat.learner.training.batching import MicroBatch
 
-_GROUP_BASELINES: dict[Baseline, Literal["mean", "leave_one_out", "none"]] = {
+_GROUP_BASELINES: dict[Baseline, GroupBaseline] = {
     "group": "mean",
     "leave_one_out": "leave_one_out",
+    "length_weighted": "length_weighted",
     "critic": "none",
     "zero": "none",
 }
@@ -113,13 +115,19 @@ def run_network(network: nn.Module, micro_batch: MicroBatch, *, temperature: flo
     )
 
 
-def completion_advantages(rewards: NDArray[np.float64], rule: AdvantageRule) -> NDArray[np.float64]:
-    """Return one advantage per completion, `[num_groups, group_size]` as `rewards`; a critic's advantages ignore it."""
+def completion_advantages(
+    rewards: NDArray[np.float64], rule: AdvantageRule, lengths: NDArray[np.int64] | None = None
+) -> NDArray[np.float64]:
+    """Return one advantage per completion, `[num_groups, group_size]` as `rewards`; a critic's advantages ignore it.
+
+    `lengths`: tokens of each completion, in this shape, which the baseline `length_weighted` needs.
+    """
     if rule.function is not None:
         return rule.function(rewards)
     return group_advantages(
         torch.from_numpy(rewards),
         baseline=_GROUP_BASELINES[rule.baseline],
+        lengths=None if lengths is None else torch.from_numpy(lengths),
         divide_by_std=rule.divide_by_std,
         epsilon=rule.std_epsilon,
         unbiased=rule.std_unbiased,
@@ -134,7 +142,8 @@ def row_advantages(
     `rewards`: the shaped ones, `[num_groups, group_size]`. What shaping adds to the task's rewards belongs to every turn.
     """
     if rule.turns == "sum":
-        return completion_advantages(rewards, rule).tolist()
+        lengths = np.array([[len(rollout.token_ids) for rollout in group.rollouts] for group in groups])
+        return completion_advantages(rewards, rule, lengths).tolist()
     baseline = _GROUP_BASELINES[rule.baseline]
     of_groups: list[list[float | NDArray[np.float64]]] = []
     for group, of_group in zip(groups, rewards.tolist(), strict=True):

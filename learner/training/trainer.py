@@ -275,7 +275,9 @@ class Trainer:
             running=running,
         )
         advantages = row_advantages(groups, shaped.rewards, self._advantage)
-        return make_rows(groups, shaped.rewards, advantages, policy_version=policy_version), shaped.running
+        is_prompt_mean = self._objective.aggregation == "prompt-mean-token-mean"
+        rows = make_rows(groups, shaped.rewards, advantages, policy_version=policy_version, weigh_by_tokens=is_prompt_mean)
+        return rows, shaped.running
 
     def _prepare(self, rows: Sequence[Row]) -> list[PreparedMicroBatch]:
         """Return this rank's micro-batches of one optimizer step."""
@@ -337,7 +339,7 @@ class Trainer:
     def _compute_gradient(self, step: TrainingStep) -> tuple[Metrics, TermSums]:
         """Accumulate the gradient of a step's loss; return the step's metrics and the mean of each `TermSums` per token."""
         num_tokens = step.num_tokens
-        denominator = self._objective.denominator(num_rows=len(step.rows), num_tokens=num_tokens)
+        denominator = self._objective.denominator(num_groups=len(step.groups), num_rows=len(step.rows), num_tokens=num_tokens)
         table, sums = self._accumulate_gradients(step.micro_batches, denominator)
         means = TermSums(*(sums / max(1, num_tokens)))
         table = gather_rows(table, num_alike=self._num_alike)

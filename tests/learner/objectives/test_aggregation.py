@@ -16,14 +16,20 @@ VALUES = torch.tensor([[2.0, math.nan, math.inf, 0.0], [1.0, math.nan, 3.0, 5.0]
 
 
 def mean(values, mask, weights, mode: Aggregation, *, length: int = 10):
+    """Return the loss of a step; the first two rows are completions of one prompt, all others of prompts of their own."""
+    if mode == "prompt-mean-token-mean":
+        lengths = mask.sum(dim=-1)
+        lengths[:2] = lengths[:2].sum()
+        weights = weights / lengths.clamp(min=1)
     total = aggregate(values, mask, weights, mode=mode)
-    return total / denominator(mode, num_rows=len(mask), num_tokens=int(mask.sum()), length=length)
+    return total / denominator(mode, num_groups=len(mask) - 1, num_rows=len(mask), num_tokens=int(mask.sum()), length=length)
 
 
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
         ("token-mean", (2 + 1 + 3 + 5) / 4),
+        ("prompt-mean-token-mean", ((2 + 9) / 4 + 0) / 2),
         ("seq-mean-token-mean", (2 + 9 / 3 + 0) / 3),
         ("seq-mean-token-sum", (2 + 9 + 0) / 3),
         ("seq-mean-token-sum-norm", (2 + 9 + 0) / (3 * 10)),
@@ -37,6 +43,7 @@ def test_each_mode_is_the_mean_its_name_says(mode, expected):
     ("mode", "per_token"),
     [
         ("token-mean", [1 / 4, 1 / 4]),
+        ("prompt-mean-token-mean", [1 / 8, 1 / 8]),
         ("seq-mean-token-mean", [1 / 3, 1 / 9]),
         ("seq-mean-token-sum", [1 / 3, 1 / 3]),
         ("seq-mean-token-sum-norm", [1 / 30, 1 / 30]),
@@ -73,7 +80,7 @@ def test_splitting_into_micro_batches_changes_neither_loss_nor_gradient(mode):
     mask = torch.arange(6) < lengths[:, None]
     advantages = torch.randn(9, 1, generator=generator, dtype=torch.float64).expand(9, 6)
     weights = torch.rand(9, generator=generator, dtype=torch.float64)
-    divisor = denominator(mode, num_rows=9, num_tokens=int(mask.sum()), length=6)
+    divisor = denominator(mode, num_groups=4, num_rows=9, num_tokens=int(mask.sum()), length=6)
 
     def gradient(micro_batches: list[slice]) -> tuple[float, torch.Tensor]:
         policy = start.clone().requires_grad_()
@@ -115,5 +122,7 @@ def test_a_batch_without_loss_tokens_has_a_loss_of_zero(mode):
 
 
 def test_the_denominator_of_the_norm_does_not_depend_on_tokens_or_padding():
-    counts = {denominator("seq-mean-token-sum-norm", num_rows=3, num_tokens=count, length=10) for count in (1, 7, 30)}
+    counts = {
+        denominator("seq-mean-token-sum-norm", num_groups=2, num_rows=3, num_tokens=count, length=10) for count in (1, 7, 30)
+    }
     assert counts == {30.0}

@@ -309,7 +309,7 @@ def test_extreme_ratios_leave_loss_and_gradient_finite_in_float32(objective, log
     assert torch.isfinite(gradient.square()).all()
 
 
-@pytest.mark.parametrize("name", ["gspo", "gspo_token", "ppo_clip"])
+@pytest.mark.parametrize("name", ["gspo", "gspo_token", "ppo_clip", "ce_gppo"])
 def test_beyond_the_bound_a_ratio_stands_and_counts_as_clipped(name):
     losses, clipped, gradient = run(OBJECTIVES[name], one_token(LOG_RATIO_BOUND + 0.5, -2.0))
     assert losses.item() == pytest.approx(2 * math.exp(LOG_RATIO_BOUND))
@@ -330,7 +330,7 @@ def test_at_ratio_one_the_gradient_of_the_mean_is_minus_the_advantage_over_rows_
     policy = batch.policy_logprobs.clone().requires_grad_()
     losses = OBJECTIVES[name](policy, *batch[1:]).losses
     total = aggregate(losses, batch.completion_mask, torch.ones(num_rows), mode="seq-mean-token-mean")
-    mean = total / denominator("seq-mean-token-mean", num_rows=num_rows, num_tokens=0, length=0)
+    mean = total / denominator("seq-mean-token-mean", num_groups=1, num_rows=num_rows, num_tokens=0, length=0)
     (gradient,) = torch.autograd.grad(mean, policy)
     lengths = batch.completion_mask.sum(dim=-1, keepdim=True)
     expected = torch.where(batch.completion_mask, -batch.advantages / (num_rows * lengths), 0.0)

@@ -243,6 +243,8 @@ def test_cap_of_the_settings_bounds_the_weight() -> None:
 
 def test_denominator_counts_the_constant_length_of_the_settings() -> None:
     open_length, own_length = make_objective("objective=dr_grpo"), make_objective("objective=dr_grpo", "aggregation_length=7")
-    assert open_length.denominator(num_rows=3, num_tokens=50) == 300.0
-    assert own_length.denominator(num_rows=3, num_tokens=50) == 21.0
-    assert make_objective("objective=dapo").denominator(num_rows=3, num_tokens=50) == 50.0
+    assert open_length.denominator(num_groups=2, num_rows=3, num_tokens=50) == 300.0
+    assert own_length.denominator(num_groups=2, num_rows=3, num_tokens=50) == 21.0
+    assert make_objective("objective=dapo").denominator(num_groups=2, num_rows=3, num_tokens=50) == 50.0
+    of_prompts = make_objective("aggregation=prompt-mean-token-mean")
+    assert of_prompts.denominator(num_groups=2, num_rows=3, num_tokens=50) == 2.0

@@ -31,6 +31,6 @@ def test_gradient_equals_that_of_the_peer(name: str) -> None:
     logprobs = PolicyLogprobs(policy, behavior, proximal if record["anchor"] == "proximal" else None)
     losses = objective.evaluate(logprobs, mask, advantages).losses
     total = aggregate(losses, mask, torch.ones(len(mask), dtype=torch.float64), mode=objective.aggregation)
-    mean = total / objective.denominator(num_rows=len(mask), num_tokens=int(mask.sum()))
+    mean = total / objective.denominator(num_groups=1, num_rows=len(mask), num_tokens=int(mask.sum()))
     (gradient,) = torch.autograd.grad(mean, policy)
     torch.testing.assert_close(gradient, torch.tensor(record["gradient"], dtype=torch.float64), rtol=0, atol=1e-8)

@@ -61,6 +61,17 @@ def test_baseline_is_taken_from_the_rewards_of_the_group(baseline: Any, divide_b
     np.testing.assert_allclose(completion_advantages(np.array([[1.0, 3.0, 5.0]]), settings), [expected], atol=1e-5)
 
 
+def test_baseline_weighed_by_lengths_is_that_of_the_sampled_tokens() -> None:
+    """Rewards 1, 3 and 5 of 6, 1 and 1 tokens: the baseline is (6 + 3 + 5) / 8 = 1.75."""
+    ids, logprobs = np.arange(1, 7, dtype=np.int32), np.full(6, -1.5, dtype=np.float32)
+    rollouts = tuple(Rollout(ids[:n], logprobs[:n], 0.0, "stop", (Segment(0, 0),)) for n in (6, 1, 1))
+    group = Group(0, 0, ids[:1], rollouts, "actor", 0.0)
+    found = row_advantages([group], np.array([[1.0, 3.0, 5.0]]), rule(baseline="length_weighted", divide_by_std=False))
+    assert found == [[-0.75, 1.25, 3.25]]
+    equal = row_advantages([group], np.array([[0.1, 0.1, 0.1]]), rule(baseline="length_weighted", divide_by_std=True))
+    assert equal == [[0.0, 0.0, 0.0]]
+
+
 def test_baseline_left_open_is_the_objectives_own() -> None:
     section = AdvantageSection()
     of_group, of_critic = (resolve_advantage(section, objective=name) for name in ("gspo", "ppo"))

@@ -95,6 +95,26 @@ def test_completion_with_an_impossible_behavior_logprob_is_left_out_and_its_leas
     assert not torch.equal(gradient_without, gradient)
 
 
+def test_prompts_weigh_alike_however_long_their_completions_are_and_into_whatever_micro_batches_they_fall(
+    tiny_model: Path,
+) -> None:
+    groups = make_groups(3)
+    short = [
+        rollout._replace(token_ids=rollout.token_ids[:1], behavior_logprobs=rollout.behavior_logprobs[:1])
+        for rollout in groups[0].rollouts
+    ]
+    groups[0] = groups[0]._replace(rollouts=tuple(short))
+    with running(
+        make_config(tiny_model, loss={"objective": "grpo", "aggregation": "token-mean"}, groups_per_step=1)
+    ) as trainer:
+        alone = [trainer.gradient([group]) for group in groups]
+    for_prompts = {"objective": "grpo", "aggregation": "prompt-mean-token-mean"}
+    with running(make_config(tiny_model, loss=for_prompts, micro_batch_tokens=20)) as trainer:
+        metrics, gradient = trainer.gradient(groups)
+    torch.testing.assert_close(gradient, torch.stack([found for _, found in alone]).mean(dim=0), rtol=1e-4, atol=1e-6)
+    assert metrics["loss/policy"] == pytest.approx(np.mean([of_group["loss/policy"] for of_group, _ in alone]))
+
+
 @pytest.mark.parametrize("micro_batch_tokens", [20, 10_000])
 def test_m2po_drops_over_the_whole_step_and_keeps_the_ratio_to_the_engine(
     tiny_model: Path, policy: Any, micro_batch_tokens: int
