@@ -33,7 +33,7 @@ def prepared_folder(recipe: Recipe) -> Path:
     """Return the folder of a recipe, whether it exists or not: below `XDG_CACHE_HOME`, else `~/.cache`."""
     digest = hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "offbeat" / f"{recipe.task.name}-{digest}"
+    return Path(cache) / "offbeat" / f"{recipe.name}-{digest}"
 
 
 def quickstart_folder() -> Path:
@@ -48,7 +48,7 @@ def ensure(folder: Path, recipe: Recipe) -> bool:
     """
     if folder.exists():
         return False
-    logger.info("making the model and data of {%s}, once, in about ten seconds: %s", recipe.task.name, folder)
+    logger.info("making the model and data of {%s}, once, in about ten seconds: %s", recipe.name, folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     try:
@@ -79,12 +79,12 @@ def expand(config: Config) -> Config:
         if _names(config, recipe):
             folder = prepared_folder(recipe)
             ensure(folder, recipe)
-            config = _replace(config, f"{{{recipe.task.name}}}", str(folder))
+            config = _replace(config, f"{{{recipe.name}}}", str(folder))
     return config
 
 
 def _names(config: Config, recipe: Recipe) -> bool:
-    return _replace(config, f"{{{recipe.task.name}}}", "") != config
+    return _replace(config, f"{{{recipe.name}}}", "") != config
 
 
 def _replace(config: Config, placeholder: str, folder: str) -> Config:
@@ -105,7 +105,7 @@ def main() -> None:
         folder = prepared_folder(recipe)
         started = time.monotonic()
         made = ensure(folder, recipe)
-        print(f"{{{recipe.task.name}}} {'made' if made else 'found'} in {time.monotonic() - started:.1f} s: {folder}")
+        print(f"{{{recipe.name}}} {'made' if made else 'found'} in {time.monotonic() - started:.1f} s: {folder}")
 
 
 if __name__ == "__main__":

@@ -51,6 +51,13 @@ class Recipe(NamedTuple):
     """Largest number of rows in train.jsonl."""
     num_eval: int = 256
     """Number of rows in eval.jsonl."""
+    moe: bool = False
+    """The model is a mixture of experts."""
+
+    @property
+    def name(self) -> str:
+        """The placeholder without braces."""
+        return f"{self.task.name}_moe" if self.moe else self.task.name
 
     def make(self, folder: Path) -> None:
         """Write model/, train.jsonl and eval.jsonl."""
@@ -66,4 +73,5 @@ class Recipe(NamedTuple):
             alphabet=self.task.alphabet,
             chat_template=self.task.chat_template,
             seed=self.seed,
+            moe=self.moe,
         )

@@ -15,8 +15,9 @@ def warm_start(
     alphabet: Sequence[str],
     chat_template: str | None,
     seed: int,
+    moe: bool = False,
 ) -> None:
-    """Train a random tiny model whose tokens are the texts of `alphabet`, and save it.
+    """Train a random tiny model whose tokens are the texts of `alphabet`, with `moe` a mixture of experts, and save it.
 
     Args:
         folder: The model's.
@@ -31,7 +32,7 @@ def warm_start(
     from offbeat.deploy.quickstart.tiny_models import EOS, make_tiny_model
 
     transformers_logging.disable_progress_bar()
-    make_tiny_model(folder, alphabet=alphabet, chat_template=chat_template, seed=seed)
+    make_tiny_model(folder, alphabet=alphabet, chat_template=chat_template, moe=moe, seed=seed)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
