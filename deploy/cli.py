@@ -43,6 +43,7 @@ COMMANDS = (
     "calibrate",
     "drift",
     "sweep",
+    "study",
     "set",
     "scale",
     "reconcile",

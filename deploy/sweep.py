@@ -119,7 +119,7 @@ def run_sweep(
 
     Raises `SettingError` when the folder holds another sweep, or another `offbeat sweep` runs in it.
     """
-    with _alone_in(folder):
+    with alone_in(folder):
         prepare(plan, cells, folder)
         status = _run_cells(cells, stop, say=say, after_each=write_report, program=program)
         logger.info("report: %s", write_report())
@@ -129,10 +129,10 @@ def run_sweep(
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Lock the folder against other sweeps; raise `SettingError` when one is running there."""
+def alone_in(folder: Path, *, name: str = ".lock") -> Iterator[None]:
+    """Lock the folder by a file of this name; raise `SettingError` when another sweep or study has done so."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
+    with (folder / name).open("w") as file:
         _lock(file, folder)
         yield
 
@@ -285,7 +285,8 @@ def _lock(file: IO[str], folder: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise SettingError("--out", str(folder), "another sweep is running there", "Wait for its end, or stop it.") from error
+        problem = "another sweep or study is running there"
+        raise SettingError("--out", str(folder), problem, "Wait for its end, or stop it.") from error
 
 
 def _can_resume(cell: Cell) -> bool:

@@ -309,7 +309,7 @@ def test_folder_may_be_named_in_another_way(sweep: Sweep, monkeypatch: pytest.Mo
 
 def test_two_sweeps_do_not_work_in_one_folder(sweep: Sweep) -> None:
     def run_another() -> None:
-        with pytest.raises(SettingError, match="another sweep is running there"):
+        with pytest.raises(SettingError, match="another sweep or study is running there"):
             sweep.run("0")
 
     sweep.on_report = run_another

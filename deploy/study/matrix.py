@@ -1,0 +1,146 @@
+"""Runs the cells of the study in parallel processes, each cell once, and adds a row to the file as soon as one is done."""
+
+import atexit
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from functools import cache
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from offbeat.common.config import Config
+from offbeat.common.environment import prepare_environment
+from offbeat.common.setting_checks import check
+from offbeat.common.settings import load
+from offbeat.common.shutdown import StopRequest, die_with_parent
+from offbeat.deploy.sweep import alone_in
+from offbeat.lab.study.cells import BASELINE, Cell, StudyRow, append_row, methods
+from offbeat.lab.study.probe_rows import ProbeRow
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Seconds between two looks at whether to stop."""
+RUNS_PER_PROCESS = 20
+"""A process ends after as many runs, because DeepSpeed's modules are never freed."""
+
+
+def make_config(base: Path, cell: Cell, settings: Sequence[str], model_path: str) -> Config:
+    """Return the settings of a cell's run: those of the file `base` with `settings`. Raise `SettingError` for invalid ones."""
+    config = load(base, [*settings, f"run.seed={cell.seed}"])
+    config = replace(config, model=replace(config.model, path=model_path))
+    check(config)
+    return config
+
+
+def run_cell(base: Path, cell: Cell, settings: tuple[str, ...]) -> StudyRow:
+    """Run a cell in this process, on one thread."""
+    import torch
+
+    from offbeat.deploy.study.tasks import TASKS
+    from offbeat.lab.study.exact_run import run_exactly
+
+    torch.set_num_threads(1)
+    started = time.process_time()
+    config = make_config(base, cell, settings, TASKS[cell.task].model_path)
+    prompts, held_out = _prompts(cell.task)
+    result = run_exactly(config, prompts, held_out, lag=cell.lag, noise=cell.noise)
+    return StudyRow(
+        *cell,
+        settings=settings,
+        outcome=result.outcome,
+        num_steps=result.num_steps,
+        final_reward=round(result.final_reward, 4),
+        cpu_s=round(time.process_time() - started, 1),
+        points=result.points,
+    )
+
+
+def probe_lag(base: Path, task: str, lag: int, seed: int, chosen: Mapping[str, tuple[str, ...]]) -> list[ProbeRow]:
+    """Measure the gradients of every method at one staleness in this process, on one thread; see `lab.study.probe`."""
+    import torch
+
+    from offbeat.deploy.study.tasks import TASKS
+    from offbeat.lab.study.probe import probe
+
+    torch.set_num_threads(1)
+    configs = {
+        method: make_config(
+            base, Cell(task, method, lag, 0.0, seed), (*TASKS[task].settings, *settings), TASKS[task].model_path
+        )
+        for method, settings in {BASELINE: methods()[BASELINE], **chosen}.items()
+    }
+    prompts, _ = _prompts(task)
+    return probe(task, configs[BASELINE], {method: configs[method] for method in chosen}, prompts, lag=lag)
+
+
+def run_cells(
+    base: Path,
+    todo: Sequence[Cell],
+    settings: Mapping[Cell, tuple[str, ...]],
+    file: Path,
+    stop: StopRequest,
+    *,
+    num_jobs: int,
+    say: Callable[[str], None],
+) -> None:
+    """Run cells, `num_jobs` at a time, in their order; add each row to `file` when its run is done.
+
+    Waits for: the end of runs, looking every `LOOK_S` at `stop`. When asked to stop it finishes the runs under way.
+
+    Raises the error of a run that failed, and `SettingError` when another process writes to the file.
+    """
+    began = time.monotonic()
+    waiting, running, num_done = iter(todo), set[Future[StudyRow]](), 0
+    with alone_in(file.parent, name=f".{file.name}.lock"), _processes(num_jobs) as processes:
+        while True:
+            while not stop and len(running) < num_jobs and (cell := next(waiting, None)) is not None:
+                running.add(processes.submit(run_cell, base, cell, settings[cell]))
+            if not running:
+                return
+            done, running = wait(running, timeout=LOOK_S, return_when=FIRST_COMPLETED)
+            for future in done:
+                row = future.result()
+                append_row(file, row)
+                num_done += 1
+                left_s = (time.monotonic() - began) / num_done * (len(todo) - num_done)
+                say(
+                    f"{num_done}/{len(todo)} {row.cell}: {row.outcome} after {row.num_steps} steps, "
+                    f"reward {row.final_reward:.3f}, {row.cpu_s:.0f} s; about {left_s / 3600:.1f} h left"
+                )
+
+
+@contextlib.contextmanager
+def _processes(num_jobs: int) -> Iterator[ProcessPoolExecutor]:
+    # Spawned: a forked process would have torch's threads in an unknown state.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(
+        num_jobs, context, initializer=_begin_process, initargs=(os.getpid(),), max_tasks_per_child=RUNS_PER_PROCESS
+    )
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin_process(parent_pid: int) -> None:
+    die_with_parent(parent_pid)
+    # Ctrl-C is for the parent, which lets the runs under way end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Libraries print a page when the interpreter frees them.
+    atexit.register(os._exit, 0)
+    prepare_environment()
+    logging.basicConfig(level=logging.WARNING)
+
+
+@cache
+def _prompts(task: str):
+    from offbeat.deploy.study.tasks import TASKS
+
+    return TASKS[task].prompts()

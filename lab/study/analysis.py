@@ -1,0 +1,167 @@
+"""The statistics of the study: every method at every lag, against the default in pairs of one seed, and signs of collapse."""
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from offbeat.lab.study.cells import BASELINE, Point, StudyRow
+from offbeat.lab.sweep.estimates import Comparison, Estimate, compare_pairs, estimate, holm
+
+TARGET = 0.9
+"""Held-out reward whose first evaluation is the time that a run took."""
+CONFIDENCE = 0.95
+FALL = 0.2
+"""Loss of held-out reward between a run's best evaluation and its end that counts as collapse."""
+EARLY = 1 / 3
+"""Share of a run's steps in which signs of a later collapse are looked for."""
+
+
+class Condition(NamedTuple):
+    """What the runs of a table have in common, but for the method."""
+
+    task: str
+    noise: float
+    lag: int
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """The runs of one method under one condition."""
+
+    method: str
+    num_seeds: int
+    reward: Estimate
+    """Held-out reward of the last weights."""
+    area: float
+    """Mean of the held-out reward over the run's steps, mean over seeds: 1 for a run that was always right."""
+    steps_to_target: float | None
+    """Median over seeds of the steps to `TARGET`; None where half of the runs or more never reached it."""
+    num_stopped: int
+    """Runs that diverged or were stopped as hopeless."""
+    against_baseline: Comparison | None
+    """Final reward minus the baseline's of the same seed; None for the baseline, and where it has no run of any such seed."""
+    adjusted_p: float | None
+    """Its p-value after Holm's correction for all methods of the condition; None with fewer than two seeds."""
+
+
+class Sign(NamedTuple):
+    """How well a number that is known before a collapse tells the runs that collapse from those that do not."""
+
+    name: str
+    num_collapsed: int
+    num_others: int
+    share: float | None
+    """Chance that it is worse in a run that collapses than in one of the same condition that does not, ties as half: 0.5 tells
+    nothing, 1 all. None without such a pair."""
+
+
+def conditions(rows: Sequence[StudyRow]) -> list[Condition]:
+    """Return the conditions of the rows, ordered by task, noise and lag."""
+    return sorted({Condition(row.task, row.noise, row.lag) for row in rows})
+
+
+def compare_methods(rows: Sequence[StudyRow], condition: Condition) -> list[MethodResult]:
+    """Return the result of each method under a condition, in the order in which they appear."""
+    by_method: dict[str, list[StudyRow]] = {}
+    for row in rows:
+        if Condition(row.task, row.noise, row.lag) == condition:
+            by_method.setdefault(row.method, []).append(row)
+    rewards = {method: {row.seed: row.final_reward for row in of_method} for method, of_method in by_method.items()}
+    compared = {
+        method: compare_pairs(rewards[BASELINE], of_method, CONFIDENCE)
+        for method, of_method in rewards.items()
+        if BASELINE in rewards and method != BASELINE
+    }
+    tested = {method: one.p_value for method, one in compared.items() if one is not None and one.p_value is not None}
+    adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
+    return [_result(method, of_method, compared.get(method), adjusted.get(method)) for method, of_method in by_method.items()]
+
+
+def area(row: StudyRow) -> float:
+    """Return the mean of the held-out reward over the steps planned, straight between evaluations.
+
+    A run that was stopped keeps its final reward to the end.
+    """
+    num_planned = planned_steps(row)
+    known = [(point.step, point.held_out) for point in row.points]
+    if known[-1][0] < num_planned:
+        known += [(row.num_steps, row.final_reward)] if row.num_steps > known[-1][0] else []
+        known.append((num_planned, row.final_reward))
+    pieces = itertools.pairwise(known)
+    return sum((end - start) * (first + second) / 2 for (start, first), (end, second) in pieces) / num_planned
+
+
+def planned_steps(row: StudyRow) -> int:
+    """Return `train.num_steps` of the run."""
+    return next(int(one.partition("=")[2]) for one in row.settings if one.startswith("train.num_steps="))
+
+
+def steps_to(row: StudyRow, target: float = TARGET) -> int | None:
+    """Return the step of the first evaluation at the target or above; None where none was."""
+    return next((point.step for point in row.points if point.held_out >= target), None)
+
+
+def has_collapsed(row: StudyRow) -> bool:
+    """Return True for a run whose final reward is `FALL` or more below its best evaluation."""
+    return max(point.held_out for point in row.points) - row.final_reward >= FALL
+
+
+def signs_of_collapse(rows: Sequence[StudyRow]) -> list[Sign]:
+    """Return how well ESS, gradient norm and others foretell a collapse.
+
+    Each is taken over the first `EARLY` of a run's steps; runs whose best evaluation is within them are left out, because
+    their fall may have begun. Runs are compared with those of the same condition only: a larger lag has a smaller ESS.
+    """
+    of_runs: dict[str, Callable[[Point], float | None]] = {
+        "smallest sequence ESS": lambda point: _negative(point.ess_sequence),
+        "smallest token ESS": lambda point: _negative(point.ess_token),
+        "largest gradient norm": lambda point: point.grad_norm,
+        "largest KL of mu from pi": lambda point: point.kl,
+        "smallest entropy": lambda point: _negative(point.entropy),
+        "largest clip fraction": lambda point: point.clip_fraction,
+    }
+    return [_sign(name, rows, badness) for name, badness in of_runs.items()]
+
+
+def _result(method: str, rows: Sequence[StudyRow], compared: Comparison | None, adjusted_p: float | None) -> MethodResult:
+    reward = estimate([row.final_reward for row in rows], CONFIDENCE)
+    assert reward is not None, "a method has a row"
+    reached = sorted(float("inf") if (steps := steps_to(row)) is None else steps for row in rows)
+    median = statistics.median_high(reached)
+    return MethodResult(
+        method=method,
+        num_seeds=len(rows),
+        reward=reward,
+        area=statistics.fmean(map(area, rows)),
+        steps_to_target=None if median == float("inf") else median,
+        num_stopped=sum(row.outcome != "finished" for row in rows),
+        against_baseline=compared,
+        adjusted_p=adjusted_p,
+    )
+
+
+def _sign(name: str, rows: Sequence[StudyRow], badness: Callable[[Point], float | None]) -> Sign:
+    found: dict[Condition, tuple[list[float], list[float]]] = {}
+    for row in rows:
+        end = EARLY * planned_steps(row)
+        best = max(row.points, key=lambda point: point.held_out)
+        early = [value for point in row.points if point.step <= end and (value := badness(point)) is not None]
+        if best.step > end and early:
+            collapsed, others = found.setdefault(Condition(row.task, row.noise, row.lag), ([], []))
+            (collapsed if has_collapsed(row) else others).append(max(early))
+    num_pairs = sum(len(collapsed) * len(others) for collapsed, others in found.values())
+    worse = sum(
+        (bad > good) + 0.5 * (bad == good) for collapsed, others in found.values() for bad in collapsed for good in others
+    )
+    return Sign(
+        name,
+        sum(len(collapsed) for collapsed, _ in found.values()),
+        sum(len(others) for _, others in found.values()),
+        worse / num_pairs if num_pairs else None,
+    )
+
+
+def _negative(value: float | None) -> float | None:
+    return None if value is None else -value

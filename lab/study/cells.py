@@ -1,0 +1,172 @@
+"""The cells of the study and the rows of their runs: which there are, and the files that hold them."""
+
+import itertools
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from offbeat.common.objectives import DEFAULTS
+from offbeat.common.settings import SettingError
+
+ROWS_FILE = "rows.jsonl"
+BASELINE = "gspo"
+"""The method that all others are compared with: offbeat's default."""
+LAGS = (0, 1, 4, 16, 64)
+NOISES = (0.0, 0.01, 0.05, 0.2)
+"""Standard deviations of the noise on logits, in nats: none, about bfloat16's on the quick start, and two coarser engines."""
+NUM_SEEDS = 5
+
+CORRECTED: Mapping[str, tuple[str, ...]] = {
+    "reinforce + token_tis": ("loss.objective=reinforce", "loss.correction=token_tis"),
+    "reinforce + sequence_tis": ("loss.objective=reinforce", "loss.correction=sequence_tis"),
+    "reinforce + icepop": ("loss.objective=reinforce", "loss.correction=icepop"),
+    "reinforce + sequence_mask": ("loss.objective=reinforce", "loss.correction=sequence_mask"),
+}
+"""Methods besides the objectives: policy gradients without a ratio of their own, under a weight or a mask of `pi / mu`."""
+
+
+class Cell(NamedTuple):
+    """One run of the study."""
+
+    task: str
+    method: str
+    """A key of `methods()`."""
+    lag: int
+    """Optimizer steps between the weights that sample and those that train; fewer at the beginning of the run."""
+    noise: float
+    """Noise of the sampler's logits: a value such as those in `NOISES`."""
+    seed: int
+
+    def __str__(self) -> str:
+        noise = f", noise {self.noise:g}" if self.noise else ""
+        return f"{self.task}: {self.method}, lag {self.lag}{noise}, seed {self.seed}"
+
+
+class Point(msgspec.Struct, frozen=True, array_like=True):
+    """What was measured at one evaluation, and over the steps since the one before."""
+
+    step: int
+    """Optimizer steps taken."""
+    held_out: float
+    """Mean reward of the current weights on held-out prompts, sampled at temperature 1 without noise."""
+    reward: float | None = None
+    """Mean reward of the completions trained on; None at the first evaluation, before any step, like the numbers below."""
+    ess_sequence: float | None = None
+    """Smallest `ess/sequence` of a step."""
+    ess_token: float | None = None
+    """Smallest `ess/token` of a step."""
+    clip_fraction: float | None = None
+    """Mean of `clip/fraction`."""
+    grad_norm: float | None = None
+    """Largest `loss/grad_norm` of a step."""
+    kl: float | None = None
+    """Mean of `kl/behavior_policy_k3`, in nats per token."""
+    entropy: float | None = None
+    """Mean of `entropy/mean`, in nats per token."""
+    length: float | None = None
+    """Mean length of the completions trained on, in tokens."""
+
+
+Row = TypeVar("Row", bound=msgspec.Struct)
+Outcome = Literal["finished", "hopeless", "diverged"]
+"""`hopeless`: stopped by the rule of `exact_run`; `diverged`: the gradient was not finite."""
+
+
+class StudyRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The result of one run: a line of `rows.jsonl`."""
+
+    task: str
+    method: str
+    lag: int
+    noise: float
+    seed: int
+    settings: tuple[str, ...]
+    """Settings of the run besides those of the quick start, as `section.key=value`."""
+    outcome: Outcome
+    num_steps: int
+    """Optimizer steps taken."""
+    final_reward: float
+    """Mean reward of the last weights on all held-out prompts, sampled at temperature 1 without noise."""
+    cpu_s: float
+    """Processor time of the run, in seconds."""
+    points: tuple[Point, ...]
+
+    @property
+    def cell(self) -> Cell:
+        """The cell that the run belongs to."""
+        return Cell(self.task, self.method, self.lag, self.noise, self.seed)
+
+
+def methods() -> dict[str, tuple[str, ...]]:
+    """Return the settings of every method: each objective that there is with its own values, then `CORRECTED`."""
+    return {name: (f"loss.objective={name}",) for name in DEFAULTS} | dict(CORRECTED)
+
+
+def make_cells(
+    tasks: Sequence[str], chosen: Sequence[str], lags: Sequence[int], noises: Sequence[float], num_seeds: int
+) -> list[Cell]:
+    """Return every combination, all of one seed before the next: an unfinished study compares like with like."""
+    return [
+        Cell(task, method, lag, noise, seed)
+        for seed, task, noise, lag, method in itertools.product(range(num_seeds), tasks, noises, lags, chosen)
+    ]
+
+
+def read_rows(folder: Path) -> list[StudyRow]:
+    """Return the rows of all files `rows*.jsonl` in the folder, the last one of a cell that has several."""
+    files = sorted(folder.glob(f"{Path(ROWS_FILE).stem}*.jsonl"))
+    rows = {row.cell: row for file in files for row in read_lines(file, StudyRow)}
+    return list(rows.values())
+
+
+def read_lines(file: Path, row_type: type[Row]) -> list[Row]:
+    """Return the rows of a file, none where it is missing.
+
+    A last line that a dead process left incomplete is passed over. Raises `SettingError` for a line that is no such row.
+    """
+    if not file.exists():
+        return []
+    rows: list[Row] = []
+    *lines, _ = file.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(msgspec.json.decode(line, type=row_type))
+        except msgspec.DecodeError as error:
+            problem = f"line {number} is no row of this study: {error}"
+            raise SettingError("FOLDER", str(file), problem, "Name another folder, or remove the file.") from error
+    return rows
+
+
+def append_row(file: Path, row: msgspec.Struct) -> None:
+    """Add a row to the file: whole, and on the disk when this returns."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab+") as stream:
+        _remove_torn_line(stream)
+        stream.write(msgspec.json.encode(row) + b"\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def left_to_do(cells: Iterable[Cell], rows: Iterable[StudyRow], settings: Mapping[Cell, tuple[str, ...]]) -> list[Cell]:
+    """Return the cells without a row; raise `SettingError` for a row that was made with other settings."""
+    done: set[Cell] = set()
+    for row in rows:
+        if row.cell in settings and row.settings != settings[row.cell]:
+            there, here = (set(one) for one in (row.settings, settings[row.cell]))
+            problem = (
+                f"{row.cell} was run with {', '.join(sorted(there - here)) or 'less'}, not {', '.join(sorted(here - there))}"
+            )
+            raise SettingError("FOLDER", row.cell.task, problem, "Name another folder.")
+        done.add(row.cell)
+    return [cell for cell in cells if cell not in done]
+
+
+def _remove_torn_line(stream: IO[bytes]) -> None:
+    """Cut off what follows the last newline."""
+    stream.seek(0)
+    content = stream.read()
+    stream.truncate(content.rfind(b"\n") + 1)
+    stream.seek(0, os.SEEK_END)

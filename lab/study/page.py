@@ -1,0 +1,190 @@
+"""The page about the study: the blocks of `docs/study.md` between its marks, and the pictures beside it, from the rows."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from offbeat.common.settings import SettingError
+from offbeat.lab.study.analysis import (
+    CONFIDENCE,
+    EARLY,
+    FALL,
+    TARGET,
+    Condition,
+    MethodResult,
+    compare_methods,
+    conditions,
+    signs_of_collapse,
+)
+from offbeat.lab.study.cells import BASELINE, StudyRow
+from offbeat.lab.study.plots import heat_map
+from offbeat.lab.study.probe_rows import ProbeRow
+
+BEGIN, END = "<!-- results: written by `offbeat study --page` -->", "<!-- end of results -->"
+SIGNIFICANT = 0.05
+"""Adjusted p-value below which a difference is marked."""
+
+
+def write_page(rows: Sequence[StudyRow], probes: Sequence[ProbeRow], page: Path) -> list[Path]:
+    """Put the results into the page between its marks, and the pictures into the folder of its name; return what was written.
+
+    Raises `SettingError` where the page lacks the marks, or there are no rows.
+    """
+    if not rows:
+        raise SettingError("FOLDER", "", "it holds no rows", "Run the study first, or name the folder of another.")
+    text = page.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SettingError("--page", str(page), "it has no marks between which results belong", f"Add {BEGIN} and {END}.")
+    folder = page.with_suffix("")
+    folder.mkdir(exist_ok=True)
+    pictures = {folder / _picture_name(task, noise): _picture(rows, task, noise) for task, noise in _tables(rows)}
+    for file, svg in pictures.items():
+        file.write_text(svg, encoding="utf-8")
+    results = "\n\n".join([_overview(rows), *_sections(rows, folder), _signs(rows), *_probe_sections(probes)])
+    page.write_text(f"{before}{BEGIN}\n\n{results}\n\n{END}{after}", encoding="utf-8")
+    return [page, *pictures]
+
+
+def _tables(rows: Sequence[StudyRow]) -> list[tuple[str, float]]:
+    return sorted({(row.task, row.noise) for row in rows})
+
+
+def _overview(rows: Sequence[StudyRow]) -> str:
+    lines = []
+    for task in sorted({row.task for row in rows}):
+        own = [row for row in rows if row.task == task]
+        lines.append(
+            (
+                f"`{task}`",
+                f"{len(own)}",
+                f"{len({row.method for row in own})}",
+                ", ".join(f"{lag}" for lag in sorted({row.lag for row in own})),
+                ", ".join(f"{noise:g}" for noise in sorted({row.noise for row in own})),
+                f"{len({row.seed for row in own})}",
+                f"{sum(row.outcome != 'finished' for row in own)}",
+                f"{statistics.median(row.cpu_s for row in own):.0f}",
+                f"{sum(row.cpu_s for row in own) / 3600:.2f}",
+            )
+        )
+    heads = ("task", "runs", "methods", "lags", "noise", "seeds", "stopped", "median CPU s", "CPU hours")
+    return _markdown(heads, lines)
+
+
+def _sections(rows: Sequence[StudyRow], folder: Path) -> list[str]:
+    parts: list[str] = []
+    for task, noise in _tables(rows):
+        title = f"### `{task}`" + (f", noise {noise:g}" if noise else "")
+        picture = f"![final reward by method and lag]({folder.name}/{_picture_name(task, noise)})"
+        parts += [title, picture]
+        for condition in conditions(rows):
+            if (condition.task, condition.noise) == (task, noise):
+                parts += [f"Lag {condition.lag}:", _method_table(compare_methods(rows, condition))]
+    return parts
+
+
+def _method_table(results: Sequence[MethodResult]) -> str:
+    heads = (
+        "method",
+        "seeds",
+        "final reward",
+        f"± {CONFIDENCE:.0%}",
+        f"minus {BASELINE}",
+        "p (Holm)",
+        "area",
+        f"steps to {TARGET:g}",
+        "stopped",
+    )
+    ordered = sorted(results, key=lambda result: -result.reward.mean)
+    return _markdown(heads, [_method_line(result) for result in ordered])
+
+
+def _method_line(result: MethodResult) -> tuple[str, ...]:
+    reward, compared = result.reward, result.against_baseline
+    difference = "–" if compared is None else f"{compared.difference:+.3f}"
+    if compared is not None and compared.low is not None:
+        difference += f" ({compared.low:+.3f} to {compared.high:+.3f})"
+    if result.adjusted_p is not None and result.adjusted_p < SIGNIFICANT:
+        difference = f"**{difference}**"
+    return (
+        f"`{result.method}`",
+        f"{result.num_seeds}",
+        f"{reward.mean:.3f}",
+        "–" if reward.high is None else f"{reward.high - reward.mean:.3f}",
+        difference,
+        "–" if result.adjusted_p is None else f"{result.adjusted_p:.2g}",
+        f"{result.area:.3f}",
+        "–" if result.steps_to_target is None else f"{result.steps_to_target:g}",
+        f"{result.num_stopped}",
+    )
+
+
+def _signs(rows: Sequence[StudyRow]) -> str:
+    signs = signs_of_collapse(rows)
+    lines = [
+        (
+            sign.name,
+            f"{sign.num_collapsed}",
+            f"{sign.num_others}",
+            "–" if sign.share is None else f"{sign.share:.2f}",
+        )
+        for sign in signs
+    ]
+    text = (
+        f"### Signs of a collapse\n\nA run has collapsed that ends {FALL:g} or more below its best evaluation. Each number is "
+        f"taken from the first {EARLY:.0%} of the steps, and runs whose\nbest evaluation is within them are left out. The "
+        "share is the chance that the number is worse in a run that collapses than in one under the\nsame condition "
+        "that does not."
+    )
+    return f"{text}\n\n" + _markdown(("number", "collapsed", "others", "share"), lines)
+
+
+def _probe_sections(probes: Sequence[ProbeRow]) -> list[str]:
+    """Return a table for each task: how a method's gradient on stale completions differs from its own on fresh ones."""
+    parts: list[str] = []
+    for task in sorted({row.task for row in probes}):
+        own = [row for row in probes if row.task == task]
+        lags = sorted({row.lag for row in own})
+        apart = [("total variation", lambda row: row.total_variation), ("chi-squared", lambda row: row.chi_squared)]
+        lines = [
+            (name, *(f"{statistics.fmean(value(row) for row in own if row.lag == lag):.2g}" for lag in lags))
+            for name, value in apart
+        ]
+        for method in dict.fromkeys(row.method for row in own):
+            of_method = [[row for row in own if (row.method, row.lag) == (method, lag)] for lag in lags]
+            lines.append((f"`{method}`", *map(_bias_and_variance, of_method)))
+        parts += [
+            f"### Bias and variance of gradients: `{task}`",
+            "At the end of a run of the default at each lag: the cosine of a method's expected gradient on stale completions "
+            "with its own on fresh ones, and in brackets the variance of the stale one over its squared norm. Above them, how "
+            "far the two policies are apart.",
+            _markdown(("method", *(f"lag {lag}" for lag in lags)), lines),
+        ]
+    return parts
+
+
+def _bias_and_variance(rows: Sequence[ProbeRow]) -> str:
+    cosines = [row.cosine for row in rows if row.cosine is not None]
+    variances = [row.variance for row in rows if row.variance is not None]
+    if not cosines or not variances:
+        return "–"
+    return f"{statistics.fmean(cosines):.2f} ({statistics.fmean(variances):.2g})"
+
+
+def _picture_name(task: str, noise: float) -> str:
+    return f"{task}-noise-{noise:g}.svg" if noise else f"{task}.svg"
+
+
+def _picture(rows: Sequence[StudyRow], task: str, noise: float) -> str:
+    own = [row for row in rows if (row.task, row.noise) == (task, noise)]
+    lags = sorted({row.lag for row in own})
+    results = {
+        (result.method, lag): result.reward.mean for lag in lags for result in compare_methods(own, Condition(task, noise, lag))
+    }
+    title = f"{task}: final held-out reward" + (f", noise {noise:g}" if noise else "")
+    return heat_map(title, list(dict.fromkeys(row.method for row in own)), lags, results)
+
+
+def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join([f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *(f"| {' | '.join(line)} |" for line in lines)])
