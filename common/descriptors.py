@@ -26,6 +26,11 @@ def raise_limit() -> int:
     return wanted
 
 
+def lacks_descriptors(error: OSError) -> bool:
+    """Return whether the error is that all descriptors of this process, or of its machine, are taken."""
+    return error.errno in _NONE_LEFT
+
+
 def patiently(open_it: Callable[[], T]) -> T:
     """Return the result of `open_it`, which is called again for `PATIENCE_S` while no descriptor is free.
 
@@ -36,6 +41,6 @@ def patiently(open_it: Callable[[], T]) -> T:
         try:
             return open_it()
         except OSError as error:
-            if error.errno not in _NONE_LEFT or time.monotonic() >= deadline:
+            if not lacks_descriptors(error) or time.monotonic() >= deadline:
                 raise
         time.sleep(0.005)

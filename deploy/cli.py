@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from offbeat.common.descriptors import lacks_descriptors, raise_limit
 from offbeat.common.environment import prepare_environment
 from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import (
@@ -99,6 +100,7 @@ def run() -> None:
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is not None:
         die_with_parent(int(parent))
+    raise_limit()
     try:
         make_app()()
     except SettingError as error:
@@ -107,6 +109,10 @@ def run() -> None:
         _fail((str(error),), USER_ERROR_STATUS)
     except ServiceError as error:
         _fail((str(error),), GAVE_UP_STATUS)
+    except OSError as error:
+        if not lacks_descriptors(error):
+            raise
+        _fail((f"{error}: raise the limit on open files (ulimit -n)",), GAVE_UP_STATUS)
 
 
 def _fail(texts: tuple[str, ...], status: int) -> None:

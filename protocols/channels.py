@@ -5,7 +5,10 @@ be replayed. Without keys a hub binds to loopback only.
 """
 
 import contextlib
+import errno
 import logging
+import os
+import resource
 import socket
 import time
 from collections import Counter
@@ -56,10 +59,15 @@ BIND_RETRY_S = 0.2
 """Seconds between two tries to bind a port that is taken."""
 RETRY_S = 1.0
 """Seconds before a link that was turned away tries again."""
+DESCRIPTORS_PER_SOCKET = 24
+"""Descriptors that must be free before a hub or a link is opened: more than either takes."""
 MAX_DROPS_AT_ONCE = 1000
 """Messages that one `receive` drops: a flood must not keep its caller from other work."""
 
+# Plain numbers: arithmetic with the enum takes as long as the call.
+_NOBLOCK = int(zmq.NOBLOCK)
 _NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_DESCRIPTOR = int(zmq.SRCFD)
 
 
 class Received(NamedTuple):
@@ -88,6 +96,7 @@ class Hub:
         A port that is taken is tried again for `patience_s` seconds.
         """
         assert (key is None) == (allowed is None), "keys without an allow-list, or the reverse"
+        _require_descriptors()
         self._guard = FloodGuard()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -163,7 +172,7 @@ class Hub:
         """
         for _ in range(MAX_DROPS_AT_ONCE):
             try:
-                first_frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+                first_frame = self._socket.recv(_NOBLOCK, copy=False)
             except zmq.Again:
                 return None
             frames = self._receive_rest(first_frame)
@@ -175,7 +184,7 @@ class Hub:
                 name = _printable(peer) if sender.role is None else sender.name
                 self._guard.count_dropped(name, "not listened to after a flood of bad messages")
             else:
-                self._door.know(first_frame.get(zmq.SRCFD))
+                self._door.know(first_frame.get(_DESCRIPTOR))
                 return Received(peer, self._decode(peer, source, frames), sender)
         return None
 
@@ -235,7 +244,7 @@ class Hub:
         frames: list[zmq.Frame] = []
         more = first_frame.more
         while more:
-            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            frame = self._socket.recv(_NOBLOCK, copy=False)
             more = frame.more
             if len(frames) <= MAX_FRAMES:
                 frames.append(frame)
@@ -263,7 +272,7 @@ class Hub:
             # Equivalent to `send_multipart` at half its cost, which is enum arithmetic for each frame.
             for frame in frames[:-1]:
                 self._socket.send(frame, _NOBLOCK_MORE)
-            self._socket.send(frames[-1], zmq.NOBLOCK)
+            self._socket.send(frames[-1], _NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
@@ -296,6 +305,7 @@ class Link:
         `address` may name a file, as `hub.address` may; without it the link waits for `follow`.
         """
         assert (key is None) == (learner_key is None), "a key without the learner's, or the reverse"
+        _require_descriptors()
         self._setting = address
         self._address: str | None = None
         """The address that the socket connects to; None while there is none."""
@@ -441,3 +451,22 @@ class Link:
 
 def _printable(peer: bytes) -> str:
     return plain(peer.decode(errors="backslashreplace"), 64)
+
+
+def _require_descriptors() -> None:
+    """Raise `ChannelError` unless descriptors are left for a socket: ZeroMQ aborts the process that has too few."""
+    taken: list[int] = []
+    try:
+        for _ in range(DESCRIPTORS_PER_SOCKET):
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise ChannelError(
+            f"too few file descriptors are left for a socket: this process may have {limit} files open. Raise the limit on "
+            "open files (ulimit -n)."
+        ) from error
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)

@@ -25,7 +25,6 @@ from rich.table import Table
 from offbeat.actor.environments.functions import load_environment
 from offbeat.common import processes
 from offbeat.common.config import Config
-from offbeat.common.descriptors import raise_limit
 from offbeat.common.masking import write_private
 from offbeat.common.metrics import ROWS_FILE, read_rows
 from offbeat.common.rows import EventRow
@@ -130,7 +129,6 @@ def run_chaos(
     mark = f"{os.getpid()}-{time.time_ns()}"
     rounds: list[RoundReport] = []
     semaphores = _semaphores()
-    raise_limit()
     deadline = time.monotonic() + 60 * minutes
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="offbeat-chaos-", ignore_cleanup_errors=True)))

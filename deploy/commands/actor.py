@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 import typer
 
 from offbeat.actor.joining import Meeting, joined
-from offbeat.common.descriptors import raise_limit
 from offbeat.common.environment import fast_imports, prepare_environment
 from offbeat.common.logs import configure_logs, doing
 from offbeat.common.settings import SettingError, refuse_masked
@@ -46,7 +45,6 @@ def command(
                 configure_logs(config.actor.name)
             if preflight:
                 look(config, "actor" if meeting is None else "join")
-        raise_limit()
         # Imported last: the engine takes seconds, reads the prepared environment, and a mistake in the config shows before.
         with stop.at_once(LEAVES), doing(logger, "importing the engine"), fast_imports():
             prepare_environment()

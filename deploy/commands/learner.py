@@ -8,7 +8,6 @@ from pathlib import Path
 import typer
 
 from offbeat.common.config import Config
-from offbeat.common.descriptors import raise_limit
 from offbeat.common.environment import fast_imports, launcher_rank, prepare_environment
 from offbeat.common.logs import configure_logs, doing
 from offbeat.common.run_folder import locked
@@ -47,7 +46,6 @@ def import_service(_: str) -> None:
 def _run(config: Config, *, is_first_rank: bool) -> None:
     """Run the learner in its folder, and write the report unless a launcher does."""
     stop = StopRequest().install()
-    raise_limit()
     folder = Path(config.run.dir)
     is_launched = LAUNCHED_VARIABLE in os.environ
     # Imported last: torch takes seconds, reads the prepared environment, and a mistake in the config is reported before.
