@@ -1,7 +1,6 @@
 """Answers of actors to their leases: groups and failures, checked, booked and acknowledged."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from offbeat.common.config import Config, max_episode_tokens
 from offbeat.common.rows import EventRow, Recorder
@@ -30,25 +29,24 @@ _CURES = {
 """Advice by the reason for which leases fail."""
 
 
-class GroupCheck(NamedTuple):
+class GroupCheck:
     """The limits that every group of the run must keep to."""
 
-    config: Config
-    vocabulary_size: int
-    versions: Versions
-
-    def flaw(self, done: GroupDone, arrays: Sequence[Frame], *, is_evaluation: bool) -> str | None:
-        """Return the reason why a group cannot be used; None for a good one."""
-        config = self.config
-        limits = Limits(
-            group_size=config.evaluation.group_size if is_evaluation else config.rollout.group_size,
+    def __init__(self, config: Config, vocabulary_size: int, versions: Versions) -> None:
+        self._versions = versions
+        self._training = Limits(
+            group_size=config.rollout.group_size,
             max_new_tokens=config.rollout.max_new_tokens,
             max_length=config.model.max_length if config.task.environment else 0,
             max_episode_tokens=max_episode_tokens(config),
-            vocabulary_size=self.vocabulary_size,
-            newest_version=self.versions.newest,
+            vocabulary_size=vocabulary_size,
         )
-        return flaw(done.completions, arrays, limits)
+        self._evaluation = self._training._replace(group_size=config.evaluation.group_size)
+
+    def flaw(self, done: GroupDone, arrays: Sequence[Frame], *, is_evaluation: bool) -> str | None:
+        """Return the reason why a group cannot be used; None for a good one."""
+        limits = self._evaluation if is_evaluation else self._training
+        return flaw(done.completions, arrays, limits, self._versions.newest)
 
 
 class Answers:

@@ -404,7 +404,7 @@ class Dispatcher:
             return
         match message:
             case Credit():
-                member.capacity = message.capacity
+                self._desk.set_capacity(member, message.capacity)
             case GroupDone():
                 self._answers.take_group(member, message, arrays)
             case LeaseFailed():

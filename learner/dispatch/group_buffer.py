@@ -165,6 +165,7 @@ class GroupBuffer:
             )
 
     def _record_end(self, group: Group, outcome: str, reason: str, policy_version: int, taken_at: float) -> None:
+        has_environment = group.has_environment
         self._record(
             GroupRow(
                 lease_id=group.lease_id,
@@ -180,8 +181,8 @@ class GroupBuffer:
                 num_segments=max(len(rollout.segments) for rollout in group.rollouts),
                 ready_at=group.ready_at,
                 taken_at=taken_at,
-                num_turns=[rollout.num_turns for rollout in group.rollouts] if group.has_environment else None,
-                environment_s=[rollout.environment_s for rollout in group.rollouts] if group.has_environment else None,
+                num_turns=[rollout.num_turns for rollout in group.rollouts] if has_environment else None,
+                environment_s=[rollout.environment_s for rollout in group.rollouts] if has_environment else None,
             )
         )
         alarm = self._bias.take(ended_group(group, outcome=outcome, reason=reason, taken_at=taken_at))

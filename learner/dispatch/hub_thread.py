@@ -11,8 +11,8 @@ from offbeat.protocols.wire import UnknownMessageError, WireError
 
 TICK_S = 0.05
 """Longest time between two ticks of the dispatcher."""
-MESSAGES_PER_TICK = 1000
-"""Most messages between two ticks: a flood of them must not delay leases and heartbeats."""
+RECEIVE_S = 0.01
+"""Longest time of receiving between two ticks: acknowledgements and leases wait for the tick, however many messages do."""
 
 
 class HubThread:
@@ -57,7 +57,8 @@ class HubThread:
             self._dispatcher.fail(error)
 
     def _receive(self) -> None:
-        for _ in range(MESSAGES_PER_TICK):
+        end = self._clock() + RECEIVE_S
+        while (now := self._clock()) < end:
             received = self._hub.receive()
             if received is None:
                 return
@@ -68,7 +69,7 @@ class HubThread:
                 case WireError() as error:
                     self._dispatcher.refuse(received.peer, error, received.sender)
                 case packet:
-                    self._dispatcher.handle(received.peer, *packet, now=self._clock(), sender=received.sender)
+                    self._dispatcher.handle(received.peer, *packet, now=now, sender=received.sender)
 
     def _send(self) -> None:
         for outgoing in self._dispatcher.take_outgoing():

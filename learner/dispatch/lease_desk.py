@@ -5,6 +5,7 @@ grant -> [actor generates] -> release (answered)
                            -> abort (too stale to be trained on: `Dropped`)
 """
 
+import math
 from collections.abc import Sequence
 
 from offbeat.common.config import RolloutSection
@@ -46,6 +47,11 @@ class LeaseDesk:
         """True until a full log has room again. Meanwhile nothing is granted, acknowledged, or taken back for being late."""
         self.deadlines: dict[int, float] = {}
         """Times at which the leases that members hold expire, by lease."""
+        self._first_expiry = -math.inf
+        """A time before which no lease expires."""
+        self._may_have_room: dict[Member, None] = {}
+        """All members with room for a lease, and perhaps others. With many actors, a look at each of them at every tick would
+        take longer than everything else."""
         self._waiting_for_rewards: set[int] = set()
         """Leases that got more time because their rewards cannot be had."""
         self._timeout_s = rollout.lease_timeout_s
@@ -69,9 +75,21 @@ class LeaseDesk:
 
     def is_held_back(self, roster: Roster, policy_version: int) -> bool:
         """Return whether, after `grant`, staleness alone keeps a lease from a member that has room."""
-        if self.is_log_full or not any(member.free > 0 and member.takes_leases for member in roster):
+        if self.is_log_full or not self._scheduler.is_held_back(policy_version):
             return False
-        return self._scheduler.is_held_back(policy_version)
+        return bool(self.with_room(roster))
+
+    def with_room(self, roster: Roster) -> list[Member]:
+        """Return the members that take leases and have room for one."""
+        self._may_have_room = {
+            member: None for member in self._may_have_room if member.free > 0 and roster.find(member.peer) is member
+        }
+        return [member for member in self._may_have_room if member.takes_leases]
+
+    def set_capacity(self, member: Member, capacity: int) -> None:
+        """Note the number of leases that a member takes at once."""
+        member.capacity = capacity
+        self._may_have_room[member] = None
 
     def lease_training(self, member: Member, policy_version: int, min_version: int, now: float) -> None:
         """Lease the next prompt of the stream to a member, or raise `LogFullError` and change nothing."""
@@ -107,6 +125,7 @@ class LeaseDesk:
     def release(self, member: Member, lease_id: int) -> None:
         """Note that a member no longer owes a lease."""
         member.lease_ids.discard(lease_id)
+        self._may_have_room[member] = None
         self.deadlines.pop(lease_id, None)
         self._waiting_for_rewards.discard(lease_id)
 
@@ -139,13 +158,15 @@ class LeaseDesk:
 
     def expire_late(self, roster: Roster, now: float) -> None:
         """Give back the leases whose deadline is over."""
-        if self.is_log_full:
+        if self.is_log_full or now <= self._first_expiry:
             return
         late = {lease_id for lease_id, deadline in self.deadlines.items() if deadline < now}
         for member in roster if late else ():
             for lease_id in sorted(member.lease_ids & late):
                 self.cancel(member, [lease_id])
                 self.give_back(member, lease_id, f"no group within {self._timeout_s:g} s")
+        # No deadline is ever moved forward, and those of leases to come are later.
+        self._first_expiry = min(self.deadlines.values(), default=now + self._timeout_s)
 
     def abort(self, roster: Roster, policy_version: int) -> None:
         """Cancel the leases whose groups could not be trained on any more; only a new version or bound brings such."""
@@ -251,7 +272,7 @@ class _Grants:
 
     def lease_evaluation(self, round_: Round) -> bool:
         """Lease a held-out prompt, or return False when no member takes it."""
-        self._evaluation_turns = self._evaluation_turns or LeaseTurns(self._roster)
+        self._evaluation_turns = self._evaluation_turns or LeaseTurns(self._desk.with_room(self._roster))
         member = self._evaluation_turns.take(round_.policy_version)
         if member is not None:
             self._desk.lease_evaluation(member, round_, self._now)
@@ -261,7 +282,7 @@ class _Grants:
         """Lease a training prompt, or return False when no member takes it."""
         if self._desk.is_log_full:
             return False
-        self._training_turns = self._training_turns or LeaseTurns(self._roster)
+        self._training_turns = self._training_turns or LeaseTurns(self._desk.with_room(self._roster))
         member = self._training_turns.take(min_policy_version)
         if member is not None:
             self._desk.lease_training(member, self._policy_version, min_policy_version, self._now)

@@ -69,7 +69,7 @@ class Mismatch(NamedTuple):
     """Other actors whose log-probs are wrong too, and the same as this one's."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Member:
     """One actor between its hello and its end."""
 
@@ -167,6 +167,8 @@ class Roster:
         self._send_queue = send_queue
         self._record = record
         self._by_peer: dict[bytes, Member] = {}
+        self._all_heard_at = -math.inf
+        """A time after which every member was heard."""
         self._barred: dict[tuple[str, int], str] = {}
         """The reason why a process may not come back, by its name and incarnation, oldest first."""
 
@@ -280,6 +282,9 @@ class Roster:
 
     def silent(self, now: float) -> list[tuple[Member, float]]:
         """Return the members that are taken for dead, each with the seconds since it was heard."""
+        if now - self._all_heard_at <= self._hub.dead_after_s:
+            return []
+        self._all_heard_at = min((member.last_heard for member in self), default=now)
         silences = ((member, now - member.last_heard) for member in self)
         return [(member, silent_s) for member, silent_s in silences if silent_s > self._hub.dead_after_s]
 

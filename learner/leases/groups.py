@@ -134,8 +134,6 @@ class Limits(NamedTuple):
     group_size: int
     max_new_tokens: int
     vocabulary_size: int
-    newest_version: int
-    """The newest policy version that any learner process of this run has made."""
     max_length: int
     """Most tokens after the prompt in a sequence of an episode; 0 in a run without an environment, where no completion has
     turns."""
@@ -190,37 +188,56 @@ def unpack(completions: Sequence[CompletionMeta], arrays: Sequence[Frame]) -> tu
     return tuple(rollouts)
 
 
-def flaw(completions: Sequence[CompletionMeta], arrays: Sequence[Frame], limits: Limits) -> str | None:
-    """Return why this group cannot be trained on; None for a good one. `protocols.wire` has checked that the lengths agree."""
+def flaw(completions: Sequence[CompletionMeta], arrays: Sequence[Frame], limits: Limits, newest_version: int) -> str | None:
+    """Return why this group cannot be trained on; None for a good one. `protocols.wire` has checked that the lengths agree.
+
+    `newest_version` is the newest policy version that any learner process of this run has made.
+    """
     if len(completions) != limits.group_size:
         return f"{len(completions)} completions for a group of {limits.group_size}"
     for index, completion in enumerate(completions):
-        longest = max((turn.num_sampled for turn in completion.turns), default=completion.num_tokens)
-        if longest > limits.max_new_tokens:
-            return f"completion {index} has {longest} tokens, more than {limits.max_new_tokens}"
-        if completion.turns:
-            length = max(path_lengths(completion.turns))
-            if length > limits.max_length:
-                return f"completion {index} has {length} tokens with its context, more than {limits.max_length}"
-            num_tokens = completion.num_tokens + sum(turn.num_context for turn in completion.turns)
-            if num_tokens > limits.max_episode_tokens:
-                return f"completion {index} has {num_tokens} tokens in its sequences, more than {limits.max_episode_tokens}"
-        # Not `>`: a NaN must not pass.
-        if not abs(completion.reward) <= LARGEST_REWARD:
-            return f"completion {index} has reward {completion.reward:g}, not within {LARGEST_REWARD:g} of 0"
-        if not all(abs(turn.reward) <= LARGEST_REWARD for turn in completion.turns):
-            return f"completion {index} has a turn whose reward is not within {LARGEST_REWARD:g} of 0"
-        if not all(abs(part) <= LARGEST_REWARD for part in completion.reward_parts.values()):
-            return f"completion {index} has reward parts {completion.reward_parts}, not within {LARGEST_REWARD:g} of 0"
+        flaw = _length_flaw(completion, limits) or _reward_flaw(completion)
+        if flaw is not None:
+            return f"completion {index} has {flaw}"
         for segment in completion.segments:
-            if segment.policy_version > limits.newest_version:
+            if segment.policy_version > newest_version:
                 return f"completion {index} claims policy version {segment.policy_version}, not made yet"
     # All completions at once: on short ones numpy's cost is by call, not by token.
-    ids, values = token_ids(arrays[0]), logprobs(arrays[1])
-    context = token_ids(arrays[2]) if has_context(completions) else _NO_CONTEXT
-    # Unsigned, a negative id is a huge one.
-    if max(ids.view(np.uint32).max(), context.view(np.uint32).max(initial=0)) >= limits.vocabulary_size:
+    values = logprobs(arrays[1])
+    if not all(_is_in_vocabulary(array, limits) for array in (arrays[0], *arrays[2:])):
         return "it has token ids outside the vocabulary"
     if not (values.min() >= SMALLEST_LOGPROB and values.max() <= LARGEST_LOGPROB):
         return "it has impossible log-probs"
     return None
+
+
+def _length_flaw(completion: CompletionMeta, limits: Limits) -> str | None:
+    turns, most = completion.turns, limits.max_new_tokens
+    longest = max(turn.num_sampled for turn in turns) if turns else completion.num_tokens
+    if longest > most:
+        return f"{longest} tokens, more than {most}"
+    if not turns:
+        return None
+    length = max(path_lengths(turns))
+    if length > limits.max_length:
+        return f"{length} tokens with its context, more than {limits.max_length}"
+    num_tokens = completion.num_tokens + sum(turn.num_context for turn in turns)
+    if num_tokens > limits.max_episode_tokens:
+        return f"{num_tokens} tokens in its sequences, more than {limits.max_episode_tokens}"
+    return None
+
+
+def _reward_flaw(completion: CompletionMeta) -> str | None:
+    # Not `>`: a NaN must not pass.
+    if not abs(completion.reward) <= LARGEST_REWARD:
+        return f"reward {completion.reward:g}, not within {LARGEST_REWARD:g} of 0"
+    if completion.turns and not all(abs(turn.reward) <= LARGEST_REWARD for turn in completion.turns):
+        return f"a turn whose reward is not within {LARGEST_REWARD:g} of 0"
+    if completion.reward_parts and not all(abs(part) <= LARGEST_REWARD for part in completion.reward_parts.values()):
+        return f"reward parts {completion.reward_parts}, not within {LARGEST_REWARD:g} of 0"
+    return None
+
+
+def _is_in_vocabulary(array: Frame, limits: Limits) -> bool:
+    # Unsigned, a negative id is a huge one.
+    return bool(token_ids(array).view(np.uint32).max(initial=0) < limits.vocabulary_size)

@@ -276,6 +276,11 @@ class Desk:
         self.dispatcher.tick(self.now)
         counts = self.dispatcher.counts()
         assert counts.adds_up, counts
+        desk, roster = self.parts.desk, self.parts.roster
+        assert {member.name for member in desk.with_room(roster)} == {
+            member.name for member in roster if member.takes_leases and member.free > 0
+        }
+        assert desk.is_log_full or min(desk.deadlines.values(), default=self.now) >= self.now, "a lease is late"
 
     def take(self, peer: bytes, kind: type) -> list[LearnerMessage]:
         self.unread += self.dispatcher.take_outgoing()

@@ -1,16 +1,18 @@
 """The hub's thread over real sockets, with a dispatcher that gives one answer to everything."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, cast
 
 import pytest
 
 from offbeat.learner.dispatch.dispatcher import Dispatcher
-from offbeat.learner.dispatch.hub_thread import HubThread
+from offbeat.learner.dispatch.hub_thread import RECEIVE_S, HubThread
 from offbeat.learner.dispatch.send_queue import Outgoing
 from offbeat.protocols import flood_guard
-from offbeat.protocols.channels import Hub, Link
+from offbeat.protocols.channels import Hub, Link, Received
 from offbeat.protocols.messages import Ack, Goodbye, LearnerMessage, Refused
+from offbeat.protocols.wire import FromActor
 from tests.protocols.sockets import ANY_PORT, LIMIT, PATIENCE_S, eventually
 
 ACCEPTED = Ack(lease_id=1, outcome="accepted")
@@ -20,6 +22,7 @@ REJECTIONS = [
     Ack(lease_id=1, outcome="duplicate"),
     Refused(reason="x"),
 ]
+SECONDS_PER_MESSAGE = RECEIVE_S / 4
 MUTED = "actor-0: not listened to after a flood of bad messages"
 
 
@@ -28,6 +31,8 @@ class FakeDispatcher:
 
     def __init__(self, answers: list[LearnerMessage]) -> None:
         self.num_handled = 0
+        self.handled_at_ticks: list[int] = []
+        """Messages handled until each tick."""
         self._answers = answers
         self._outgoing: list[Outgoing] = []
 
@@ -40,10 +45,35 @@ class FakeDispatcher:
         return outgoing
 
     def tick(self, now: float) -> None:
-        pass
+        self.handled_at_ticks.append(self.num_handled)
 
     def fail(self, error: BaseException) -> None:
         raise error
+
+
+class BusyHub:
+    """A hub at which a message always waits, each of which takes `SECONDS_PER_MESSAGE`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.num_sent = 0
+
+    def wait(self, timeout_s: float) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
+    def receive(self) -> Received:
+        self.now += SECONDS_PER_MESSAGE
+        return Received(b"actor-0", FromActor(Goodbye(reason="x"), ()))
+
+    def send(self, peer: bytes, message: LearnerMessage, *arrays: object) -> bool:
+        self.num_sent += 1
+        return True
+
+    def note_accepted(self, peer: bytes) -> None:
+        pass
 
 
 @pytest.fixture
@@ -88,3 +118,14 @@ def test_accepted_group_makes_good_for_rejected_messages(hub: Hub) -> None:
             assert link.receive(PATIENCE_S) is not None
         thread.close()
     assert not hub.num_dropped
+
+
+def test_answers_do_not_wait_for_the_end_of_a_flood() -> None:
+    busy, dispatcher = BusyHub(), FakeDispatcher([ACCEPTED])
+    thread = HubThread(cast(Hub, busy), cast(Dispatcher, dispatcher), lambda: busy.now)
+    thread.start()
+    eventually(lambda: len(dispatcher.handled_at_ticks) > 3)
+    thread.close()
+    num_handled = [after - before for before, after in pairwise([0, *dispatcher.handled_at_ticks])]
+    assert set(num_handled) <= {4, 5}
+    assert busy.num_sent == dispatcher.num_handled

@@ -19,6 +19,7 @@ from tests.learner.dispatch.dispatch_desk import (
     GROUP_SIZE,
     LEASE_TIMEOUT_S,
     MAX_NEW_TOKENS,
+    TICK_S,
     Actor,
     Desk,
     prompts_in_order,
@@ -142,6 +143,20 @@ def test_expired_lease_goes_to_another_actor_and_the_late_answer_is_a_duplicate(
     counts = desk.dispatcher.counts()
     assert (counts.leased, counts.trained, counts.expired, counts.in_flight) == (2, 1, 1, 0)
     assert len(desk.events("lease_expired")) == 1
+
+
+def test_each_lease_expires_in_its_own_time() -> None:
+    desk = Desk("staleness.max_staleness=9")
+    actors = []
+    for index in range(4):
+        actors.append(Actor(desk, f"a{index}").join(capacity=1))
+        desk.tick(LEASE_TIMEOUT_S / 5, *actors)
+    desk.tick(LEASE_TIMEOUT_S / 5 + TICK_S, *actors)
+    for num_expired in range(4):
+        assert len(desk.events("lease_expired")) == num_expired
+        desk.tick(TICK_S, *actors)
+        assert len(desk.events("lease_expired")) == num_expired + 1
+        desk.tick(LEASE_TIMEOUT_S / 5 - TICK_S, *actors)
 
 
 def test_buffered_group_does_not_expire() -> None:

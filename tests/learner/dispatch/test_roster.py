@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from offbeat.common.rows import ActorRow, CommitRow
 from offbeat.learner.dispatch.roster import MAX_ACTOR_ROWS_PER_S, MAX_BARRED, LeaseTurns, Member, Mismatch
-from offbeat.protocols.keys import Sender
+from offbeat.protocols.keys import NO_KEYS, Sender
 from offbeat.protocols.messages import (
     ActorStats,
     Credit,
@@ -21,6 +21,7 @@ from offbeat.protocols.messages import (
 )
 from tests.learner.dispatch.dispatch_desk import (
     CONTRACT,
+    DEAD_AFTER_S,
     Actor,
     Desk,
     make_hello,
@@ -288,3 +289,23 @@ def test_actor_beyond_the_limit_on_open_files_is_refused_by_name_with_the_cure()
     (refused,) = late.heard(Refused)
     assert "too few files for more than 1 actors: raise the limit of its machine (ulimit -Hn)" in refused.reason
     assert [row.actor for row in desk.events("actor_refused")] == ["late"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5).map(lambda quarters: quarters * DEAD_AFTER_S / 4)), max_size=30))
+def test_silent_members_are_those_not_heard_for_too_long(heard: list[tuple[int, float]]) -> None:
+    """Each step lets time pass and hears a member, or a new one in the place of one that was silent."""
+    desk = Desk()
+    roster, last_heard = desk.parts.roster, dict[bytes, float]()
+    for index, seconds in heard:
+        desk.now += seconds
+        silent = {member.peer: silent_s for member, silent_s in roster.silent(desk.now)}
+        assert silent == {peer: desk.now - at for peer, at in last_heard.items() if desk.now - at > DEAD_AFTER_S}
+        for peer in silent:
+            member = roster.find(peer)
+            assert member is not None
+            roster.remove(member)
+            del last_heard[peer]
+        peer = b"%d" % index
+        if roster.hear(peer, desk.now) is None:
+            roster.add(peer, make_hello(), NO_KEYS, desk.now)
+        last_heard[peer] = desk.now

@@ -14,7 +14,8 @@ from offbeat.learner.leases.groups import LARGEST_LOGPROB, SMALLEST_LOGPROB, Gro
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.protocols.completions import CompletionMeta, Segment, Turn
 
-LIMITS = Limits(group_size=2, max_new_tokens=4, vocabulary_size=50, newest_version=3, max_length=0, max_episode_tokens=100)
+LIMITS = Limits(group_size=2, max_new_tokens=4, vocabulary_size=50, max_length=0, max_episode_tokens=100)
+NEWEST_VERSION = 3
 
 
 def frames(ids: list[int], logprobs: list[float]) -> list[memoryview]:
@@ -30,7 +31,7 @@ def flaw_of(
 ) -> str | None:
     num_tokens = sum(completion.num_tokens for completion in completions)
     arrays = frames(ids or [1] * num_tokens, logprobs or [-1.0] * num_tokens)
-    return flaw(completions, arrays, LIMITS._replace(**limits))
+    return flaw(completions, arrays, LIMITS._replace(**limits), NEWEST_VERSION)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
@@ -61,8 +62,8 @@ def test_turns_are_bounded_one_by_one_and_all_together() -> None:
     completion = with_turns((0, 4), (2, 4))
     arrays = [*frames([1] * 8, [-1.0] * 8), frames([1, 49], [])[0]]
     limits = LIMITS._replace(group_size=1, max_length=10)
-    assert flaw([completion], arrays, limits) is None
-    assert "8 tokens" not in str(flaw([completion], arrays, limits))
+    assert flaw([completion], arrays, limits, NEWEST_VERSION) is None
+    assert "8 tokens" not in str(flaw([completion], arrays, limits, NEWEST_VERSION))
     for change, why in (
         ({"max_length": 9}, "10 tokens with its context, more than 9"),
         ({"max_length": 0}, "10 tokens with its context, more than 0"),
@@ -70,7 +71,7 @@ def test_turns_are_bounded_one_by_one_and_all_together() -> None:
         ({"max_new_tokens": 3}, "completion 0 has 4 tokens, more than 3"),
         ({"vocabulary_size": 49}, "outside the vocabulary"),
     ):
-        assert why in str(flaw([completion], arrays, limits._replace(**change)))
+        assert why in str(flaw([completion], arrays, limits._replace(**change), NEWEST_VERSION))
 
 
 def test_each_sequence_is_bounded_and_all_together() -> None:
@@ -78,10 +79,12 @@ def test_each_sequence_is_bounded_and_all_together() -> None:
     completion = with_turns((1, 4), (0, 2, 1), (2, 2, 2), (2, 1, 0))
     arrays = [*frames([1] * 9, [-1.0] * 9), frames([2] * 5, [])[0]]
     limits = LIMITS._replace(group_size=1, max_length=9, max_episode_tokens=14)
-    assert flaw([completion], arrays, limits) is None
-    assert "9 tokens with its context, more than 8" in str(flaw([completion], arrays, limits._replace(max_length=8)))
+    assert flaw([completion], arrays, limits, NEWEST_VERSION) is None
+    assert "9 tokens with its context, more than 8" in str(
+        flaw([completion], arrays, limits._replace(max_length=8), NEWEST_VERSION)
+    )
     few = limits._replace(max_episode_tokens=13)
-    assert "14 tokens in its sequences, more than 13" in str(flaw([completion], arrays, few))
+    assert "14 tokens in its sequences, more than 13" in str(flaw([completion], arrays, few, NEWEST_VERSION))
 
 
 def test_group_has_weight_and_task_of_its_prompt() -> None:
