@@ -22,6 +22,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -182,17 +183,18 @@ class BiasReport(msgspec.Struct, frozen=True):
 
 def ended_group(group: Group, *, outcome: str, reason: str, taken_at: float) -> EndedLease:
     """Return the record of a lease with a group; `taken_at` in seconds since the epoch."""
+    has_environment = group.has_environment
     return EndedLease(
         group.lease_id,
         outcome,
         reason,
-        float(np.mean([len(rollout.token_ids) for rollout in group.rollouts])),
+        fmean([len(rollout.token_ids) for rollout in group.rollouts]),
         group.generate_s,
-        float(np.mean([rollout.reward for rollout in group.rollouts])),
+        fmean([rollout.reward for rollout in group.rollouts]),
         group.ready_at,
         taken_at,
-        float(np.mean([rollout.num_turns for rollout in group.rollouts])) if group.has_environment else math.nan,
-        float(np.mean([rollout.environment_s for rollout in group.rollouts])) if group.has_environment else math.nan,
+        fmean([rollout.num_turns for rollout in group.rollouts]) if has_environment else math.nan,
+        fmean([rollout.environment_s for rollout in group.rollouts]) if has_environment else math.nan,
     )
 
 
@@ -285,11 +287,13 @@ def num_batches_passed(trained: Sequence[EndedLease]) -> NDArray[np.int64]:
     youngest = np.full(len(selected_at), -1)
     np.maximum.at(youngest, batch_of, lease_ids)
     first_ready_for = np.searchsorted(selected_at, [lease.ready_at for lease in trained])
-    passed = [
-        np.count_nonzero(youngest[first:last] > lease_id)
-        for first, last, lease_id in zip(first_ready_for, batch_of, lease_ids, strict=True)
-    ]
-    return np.array(passed, dtype=np.int64)
+    # All others were ready for no earlier batch, or every earlier batch had older leases only.
+    may_be_passed = (first_ready_for < batch_of) & (np.maximum.accumulate(youngest)[batch_of - 1] > lease_ids)
+    passed = np.zeros(len(trained), dtype=np.int64)
+    for index in np.flatnonzero(may_be_passed):
+        earlier = youngest[first_ready_for[index] : batch_of[index]]
+        passed[index] = np.count_nonzero(earlier > lease_ids[index])
+    return passed
 
 
 def _comparison(

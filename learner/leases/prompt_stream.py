@@ -80,6 +80,8 @@ class PromptStream:
         self._shares: dict[str, float] = {}
         self._epoch = -1
         """The epoch of `_order` and `_is_kept`; -1 for none."""
+        self._begin = 0
+        """Position of the first turn of `_order`."""
         self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._is_kept: NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
 
@@ -127,7 +129,7 @@ class PromptStream:
         first = epoch + (index > 0)
         self._sizes = [*(size for size in self._sizes if size.epoch < first), Growth(first, num_prompts)]
         # `peek` may have looked into the epoch that is larger now.
-        self._epoch = -1
+        self._forget_epoch()
         return first
 
     def weigh(self, shares: Mapping[str, float]) -> None:
@@ -141,7 +143,7 @@ class PromptStream:
             raise ValueError(f"it has a share of the task {absent[0]!r}, which no prompt has")
         assert not shares or max(shares.values()) == 1, "an epoch could serve nothing"
         self._shares = dict(shares)
-        self._epoch = -1
+        self._forget_epoch()
 
     def peek(self) -> Turn:
         """Return the prompt to lease next, and leave it in its place."""
@@ -220,8 +222,11 @@ class PromptStream:
         if epoch != self._epoch:
             self._order = self._order_of(epoch)
             self._is_kept = self._keep(epoch, self._order)
-            self._epoch = epoch
+            self._epoch, self._begin = epoch, position - index
         return self._is_kept[index:]
+
+    def _forget_epoch(self) -> None:
+        self._epoch, self._order = -1, self._order[:0]
 
     def _keep(self, epoch: int, order: NDArray[np.int64]) -> NDArray[np.bool_]:
         if not self._shares:
@@ -243,6 +248,9 @@ class PromptStream:
 
     def _place(self, position: int) -> tuple[int, int]:
         """Return the epoch of a position, and the index within it."""
+        # Asked several times for each lease, nearly always about the epoch at hand.
+        if self._begin <= position < self._begin + len(self._order):
+            return self._epoch, position - self._begin
         size = next(size for size in reversed(self._sizes) if self._begin_of(size.epoch) <= position)
         num_epochs, index = divmod(position - self._begin_of(size.epoch), size.num_prompts)
         return size.epoch + num_epochs, index

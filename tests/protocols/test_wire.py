@@ -289,3 +289,12 @@ def test_bytes_of_a_chunk_are_sent_as_they_are() -> None:
 )
 def test_renamed_class_keeps_its_tag_on_the_wire(message: ActorMessage | LearnerMessage, tag: str) -> None:
     assert msgspec.msgpack.decode(encode(message)[1])["type"] == tag
+
+
+def test_group_takes_little_more_than_the_bytes_of_its_numbers() -> None:
+    completions = tuple(CompletionMeta(2048, "stop", 0.25, (Segment(10**6, 0),)) for _ in range(8))
+    num_tokens = 8 * 2048
+    done = GroupDone(lease_id=10**9, completions=completions, generate_s=12.5)
+    frames = encode(done, np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.float32))
+    # 4 for the token, 4 for its log-prob.
+    assert sum(map(len, frames)) / num_tokens < 8.2
