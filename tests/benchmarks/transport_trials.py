@@ -13,6 +13,7 @@ import numpy as np
 import zmq
 
 from offbeat.common.config import LogSection
+from offbeat.common.rows import Recorder
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.hub_thread import HubThread
 from offbeat.learner.leases.rollout_log import RolloutLog
@@ -205,7 +206,7 @@ def open_hub(keys: Keys | None) -> Hub:
     return Hub(LOOPBACK, max_message_bytes=MAX_MESSAGE_BYTES, key=keys.learner, allowed=AllowList(keys.allowed))
 
 
-def open_dispatcher(num_steps: int, log: RolloutLog | None) -> Dispatcher:
+def open_dispatcher(num_steps: int, log: RolloutLog | None, record: Recorder = lambda row: None) -> Dispatcher:
     """Return a dispatcher whose actors have all the weights they need."""
     dispatcher = make_dispatcher(
         group_size=GROUP_SIZE,
@@ -215,7 +216,7 @@ def open_dispatcher(num_steps: int, log: RolloutLog | None) -> Dispatcher:
         max_staleness=num_steps,
         layout=(),
         log=log,
-        record=lambda row: None,
+        record=record,
         on_join=lambda peer: None,
         on_weights=lambda actor, message: None,
     )
