@@ -15,7 +15,6 @@ from offbeat.deploy.clusters.container import (
     ACTOR_KEYS,
     ALLOWED,
     CONFIG,
-    FLEET,
     KEYS,
     PAGE_PORT,
     RUNS,
@@ -25,11 +24,11 @@ from offbeat.deploy.clusters.container import (
     container_settings,
     fleet_keys,
     learner_command,
-    leave_s,
     run_folder,
 )
 from offbeat.deploy.clusters.moving_learner import NOTICE_S
 from offbeat.deploy.clusters.yaml_files import Document, write_yaml
+from offbeat.deploy.pools.fleet import FLEET, notice_s
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +77,7 @@ def compose_document(config: Config, settings: Sequence[str], image: str, user: 
     for number in range(launch.num_actors):
         name = f"{FLEET}-{number}"
         gpus = launch.actor_gpus[number] if launch.actor_gpus else ()
-        services[name] = _service(image, user, actor_command(settings, name), leave_s(config), gpus)
+        services[name] = _service(image, user, actor_command(settings, name), notice_s(config), gpus)
         services[name]["volumes"] += [f"./keys/{file}:{KEYS}/{file}:ro" for file in ACTOR_KEYS]
     return {"name": "offbeat", "services": services}
 

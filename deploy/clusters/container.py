@@ -1,6 +1,5 @@
 """The inside of a container that runs a service: its paths and ports, and the command that it starts with."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
@@ -9,6 +8,7 @@ from offbeat.common.hub_keys import LEARNER, OPERATOR
 from offbeat.common.settings import SettingError
 from offbeat.deploy.clusters.moving_learner import moving_settings
 from offbeat.deploy.launch.keygen import ALLOWED_KEYS, make_keys
+from offbeat.deploy.pools.fleet import FLEET
 
 WORK = "/work"
 """The folder that the services are started in."""
@@ -26,13 +26,8 @@ COLLECTIVE_PORT = 5702
 PAGE_PORT = 9400
 """Port of the learner's page, and of each service's numbers and probes."""
 
-MARGIN_S = 15
-"""Seconds that an actor has beyond those in which it leaves."""
-
 USER = 1000
 """User and group of the image's processes."""
-FLEET = "actors"
-"""Stem of the key file that the actors share; their names begin with it."""
 LEARNER_KEYS = (f"{LEARNER}.key", f"{LEARNER}.pub", f"{OPERATOR}.key")
 """Key files of the learner's container. The operator's is for commands that are run in it."""
 ACTOR_KEYS = (f"{FLEET}.key", f"{LEARNER}.pub")
@@ -73,12 +68,6 @@ def actor_command(settings: Sequence[str], name: str) -> list[str]:
     return ["offbeat", "actor", CONFIG, *settings, f"hub.key={KEYS}/{FLEET}.key", f"actor.name={name}"]
 
 
-def leave_s(config: Config) -> int:
-    """Return the seconds after which an actor that was asked to leave may be killed."""
-    working_s = config.actor.leave_within_s if config.actor.leave == "finish" else 0
-    return math.ceil(working_s + config.hub.dead_after_s) + MARGIN_S
-
-
 def fleet_keys(folder: Path) -> dict[str, str]:
     """Return the texts of the key files in `folder` by name, made there unless it has some.
 
@@ -89,6 +78,6 @@ def fleet_keys(folder: Path) -> dict[str, str]:
     names = (*LEARNER_KEYS, *ACTOR_KEYS, ALLOWED_KEYS)
     for name in names:
         if not (folder / name).exists():
-            cure = f"Make it: offbeat keygen {folder} '{FLEET}-*'; or name a new folder, which gets all keys."
-            raise SettingError("--keys", str(folder), f"there is no {name} in it", cure)
+            cure = f"Make it: offbeat keygen {folder} '{FLEET}-*'; or remove the folder, and it gets all keys."
+            raise SettingError("--out", str(folder), f"there is no {name} in it", cure)
     return {name: (folder / name).read_text() for name in names}

@@ -27,7 +27,6 @@ from offbeat.deploy.clusters.container import (
     ACTOR_KEYS,
     COLLECTIVE_PORT,
     CONFIG,
-    FLEET,
     HUB_PORT,
     LEARNER_KEYS,
     PAGE_PORT,
@@ -51,6 +50,7 @@ from offbeat.deploy.clusters.kubernetes_pods import (
 )
 from offbeat.deploy.clusters.yaml_files import Document, write_yaml
 from offbeat.deploy.launch.keygen import ALLOWED_KEYS
+from offbeat.deploy.pools.fleet import FLEET
 
 logger = logging.getLogger(__name__)
 
@@ -81,17 +81,17 @@ class Cluster(NamedTuple):
     """Run `offbeat reconcile` beside the learner."""
 
 
-def write_manifests(path: Path, overrides: Sequence[str], out: Path, keys: Path, cluster: Cluster) -> str:
+def write_manifests(path: Path, overrides: Sequence[str], out: Path, cluster: Cluster) -> str:
     """Write the manifests of the run in the TOML file `path` to `out`; return what the user does next.
 
-    Raises `SettingError` for keys that are incomplete, and for settings that contradict each other in a cluster.
+    Raises `SettingError` for keys in `out` that are incomplete, and for settings that contradict each other in a cluster.
     """
     settings = [*overrides, *container_settings(load(path, overrides), LEARNER)]
     # In the order of a container's arguments: the cluster's settings win.
     in_cluster = load(path, [*settings, f"hub.key={LEARNER}.key"])
     for warning in check(in_cluster):
         logger.warning(warning)
-    texts = fleet_keys(keys)
+    texts = fleet_keys(out / "keys")
     documents = {
         "config.yaml": _config_maps(path, texts),
         "keys.yaml": _secrets(texts),

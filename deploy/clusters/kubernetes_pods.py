@@ -10,18 +10,17 @@ from offbeat.common.settings import SettingError
 from offbeat.deploy.clusters.container import (
     ALLOWED,
     CONFIG,
-    FLEET,
     KEYS,
     PAGE_PORT,
     RUNS,
     USER,
     actor_command,
     learner_command,
-    leave_s,
     run_folder,
 )
 from offbeat.deploy.clusters.moving_learner import NOTICE_S
 from offbeat.deploy.clusters.yaml_files import Document
+from offbeat.deploy.pools.fleet import FLEET, notice_s
 
 GPU = "nvidia.com/gpu"
 LABELS = {
@@ -88,7 +87,7 @@ def learner_pod(config: Config, image: str, settings: Sequence[str], options: Po
     spec["restartPolicy"] = "OnFailure"
     if reconciles:
         spec["serviceAccountName"] = RECONCILER
-    return _template(LEARNER, _with_extra("--learner-pod", spec, options))
+    return _template(LEARNER, _with_extra("--learner", spec, options))
 
 
 def actor_pod(config: Config, image: str, settings: Sequence[str], options: PodOptions) -> Document:
@@ -96,10 +95,10 @@ def actor_pod(config: Config, image: str, settings: Sequence[str], options: PodO
     actor = _container("actor", image, actor_command(settings, "$(POD_NAME)"), _SHARED_MOUNTS, options)
     actor["env"] = [{"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]
     actor |= _watched()
-    spec = _spec([actor], [], ACTOR_SECRET, leave_s(config), options)
+    spec = _spec([actor], [], ACTOR_SECRET, notice_s(config), options)
     hosts = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
     spec["topologySpreadConstraints"] = [{**hosts, "labelSelector": {"matchLabels": LABELS[FLEET]}}]
-    return _template(FLEET, _with_extra("--actor-pod", spec, options))
+    return _template(FLEET, _with_extra("--actor", spec, options))
 
 
 def _reconciler(config: Config, image: str, mounts: Sequence[Document]) -> Document:

@@ -16,14 +16,13 @@ from offbeat.common.settings import SettingError
 from offbeat.deploy.clusters.moving_learner import NOTICE_S, moving_settings
 from offbeat.deploy.launch.keygen import ALLOWED_KEYS, make_keys
 from offbeat.deploy.launch.starts import PROGRAM
-from offbeat.deploy.pools.slurm import ACTORS_SCRIPT, FLEET, leave_s
+from offbeat.deploy.pools.fleet import FLEET, notice_s
+from offbeat.deploy.pools.slurm import ACTORS_SCRIPT
 from offbeat.protocols.addresses import is_loopback
 
 LEARNER_SCRIPT = "learner.sbatch"
 KEYS = "keys"
 JOB_LOGS = "logs"
-MARGIN_S = 15
-"""Seconds that an actor has before its time limit beyond those that it may take to leave."""
 
 
 class Places(NamedTuple):
@@ -94,20 +93,20 @@ def actors_script(config: Config, places: Places, settings: Iterable[str], num_a
 #   end one:      scancel --batch --signal=TERM JOB_TASK    (without --signal it is killed after KillWait, done or not)
 # They may start before the learner, and be preempted: a requeued actor joins again.
 #SBATCH --array=0-{num_actors - 1}
-{_directives(places, f"actors-{places.run.name}", "actor-%A-%a.log", leave_s(config) + MARGIN_S, options)}
+{_directives(places, f"actors-{places.run.name}", "actor-%A-%a.log", notice_s(config), options)}
 # exec: signals of Slurm reach the actor, not a shell that waits for it.
 exec {_program(1)} actor {_words([places.config, *settings])} "actor.name={FLEET}-$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID"
 """
 
 
-def _directives(places: Places, name: str, log: str, notice_s: int, options: Iterable[str]) -> str:
+def _directives(places: Places, name: str, log: str, before_end_s: int, options: Iterable[str]) -> str:
     own = [
         f"--job-name={_word(name)}",
         f"--chdir={_word(Path.cwd())}",
         f"--output={_word(places.out / JOB_LOGS / log)}",
         "--open-mode=append",
         "--requeue",
-        f"--signal=B:TERM@{notice_s}",
+        f"--signal=B:TERM@{before_end_s}",
         "--nodes=1",
         "--ntasks=1",
     ]

@@ -37,15 +37,14 @@ def write_yaml(path: Path, comment: str, documents: Sequence[Document]) -> None:
     write_private(path, yaml_text(comment, documents))
 
 
-def read_mapping(option: str, path: Path | None) -> Document:
-    """Return the mapping in a file of YAML, an empty one without a file; raise `SettingError` for anything else."""
-    if path is None:
-        return {}
+def read_mapping(option: str, path: Path) -> Document:
+    """Return the mapping in a file of YAML; raise `SettingError` for anything else."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         problem = f"the file cannot be read ({error.strerror})"
-        raise SettingError(option, str(path), problem, "Give the path of a YAML file.") from error
+        cure = f"Give the path of a YAML file, or a quantity: {option} memory=32Gi."
+        raise SettingError(option, str(path), problem, cure) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingError(option, str(path), f"the file is not valid YAML: {error}", "Correct that line.") from error
     if not isinstance(content, dict):

@@ -13,7 +13,7 @@ from offbeat.deploy.clusters.compose import write_compose
 from offbeat.deploy.clusters.kubernetes import Cluster, write_manifests
 from offbeat.deploy.clusters.kubernetes_pods import PodOptions
 from offbeat.deploy.clusters.slurm import write_scripts
-from offbeat.deploy.clusters.yaml_files import read_mapping
+from offbeat.deploy.clusters.yaml_files import Document, read_mapping
 from offbeat.deploy.commands.arguments import QUICKSTART, Arguments, read_config, split_arguments
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -21,7 +21,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files; earlier ones are replaced, keys are kept.")]
 
 Image = Annotated[str, typer.Option(metavar="NAME", help="Image of containers with offbeat, your code and data.")]
-Resources = list[str] | None
+PodWords = list[str] | None
+WORDS_OF_POD = "RESOURCE=QUANTITY|FILE"
 
 
 @app.callback()
@@ -59,43 +60,45 @@ def kubernetes(
     out: Out,
     image: Image,
     arguments: Arguments = None,
-    keys: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder of the keys, made if need be. [default: DIR/keys]")
-    ] = None,
     namespace: Annotated[str, typer.Option(help="Namespace of the run, one for each.")] = "offbeat",
     learner: Annotated[
-        Resources, typer.Option(metavar="RESOURCE=QUANTITY", help="Resource of the learner, such as nvidia.com/gpu=1.")
+        PodWords,
+        typer.Option(
+            metavar=WORDS_OF_POD,
+            help="Resource of the learner, such as nvidia.com/gpu=1, or a YAML file with fields of its pod: tolerations, ...",
+        ),
     ] = None,
-    actor: Annotated[
-        Resources, typer.Option(metavar="RESOURCE=QUANTITY", help="Resource of each actor, such as memory=32Gi.")
-    ] = None,
-    learner_pod: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="YAML file with fields of the learner's pod: nodeSelector, tolerations.")
-    ] = None,
-    actor_pod: Annotated[Path | None, typer.Option(metavar="FILE", help="The same for the actors' pods.")] = None,
+    actor: Annotated[PodWords, typer.Option(metavar=WORDS_OF_POD, help="The same for each actor: memory=32Gi.")] = None,
     secret: Annotated[str, typer.Option(help="Secret whose entries become environment variables, such as HF_TOKEN.")] = "",
     storage: Annotated[str, typer.Option(help="Size of the learner's volume.")] = "100Gi",
     storage_class: Annotated[str, typer.Option(help="Storage class of the volume. [default: the cluster's]")] = "",
     monitoring: Annotated[str, typer.Option(metavar="NAMESPACE", help="Namespace whose pods may read the run's numbers.")] = "",
-    keda: Annotated[str, typer.Option(metavar="URL", help="Prometheus that KEDA asks how many actors the run wants.")] = "",
-    reconcile: Annotated[bool, typer.Option("--reconcile", help="Let offbeat start and end actors as the run wants.")] = False,
+    scaled_by: Annotated[
+        str,
+        typer.Option(
+            metavar="reconcile|keda:URL",
+            help="Start and end actors as the run wants: by offbeat, or by KEDA, which asks the Prometheus at URL.",
+        ),
+    ] = "",
 ) -> None:
     """Write the manifests of a run on Kubernetes: learner, actors, keys, probes, and rules of the network."""
-    if keda and reconcile:
-        raise SettingError("--reconcile", "", "--keda changes the number of actors already", "Leave out one of the two.")
+    scaler, _, prometheus = scaled_by.partition(":")
+    if (scaler, bool(prometheus)) not in (("", False), ("reconcile", False), ("keda", True)):
+        cure = "Write --scaled-by reconcile, or --scaled-by keda:URL with the address of Prometheus."
+        raise SettingError("--scaled-by", scaled_by, "nothing of this kind scales actors", cure)
     path, overrides = _named_file(arguments)
     cluster = Cluster(
         image=image,
         namespace=namespace,
-        learner=PodOptions(_quantities("--learner", learner), read_mapping("--learner-pod", learner_pod), secret),
-        actor=PodOptions(_quantities("--actor", actor), read_mapping("--actor-pod", actor_pod), secret),
+        learner=_pod_options("--learner", learner, secret),
+        actor=_pod_options("--actor", actor, secret),
         storage=storage,
         storage_class=storage_class,
         monitoring=monitoring,
-        prometheus=keda,
-        reconciles=reconcile,
+        prometheus=prometheus,
+        reconciles=scaler == "reconcile",
     )
-    typer.echo(write_manifests(path, overrides, out, keys or out / "keys", cluster))
+    typer.echo(write_manifests(path, overrides, out, cluster))
 
 
 @app.command()
@@ -111,12 +114,19 @@ def _named_file(arguments: list[str] | None) -> tuple[Path, list[str]]:
     return path or QUICKSTART, overrides
 
 
-def _quantities(option: str, texts: Resources) -> dict[str, str]:
-    """Return the quantities of `RESOURCE=QUANTITY`; raise `SettingError` for another form."""
+def _pod_options(option: str, words: PodWords, secret: str) -> PodOptions:
+    """Return the choices about a pod by words that are `RESOURCE=QUANTITY` or name a YAML file of fields.
+
+    Raises `SettingError` for another form.
+    """
     quantities: dict[str, str] = {}
-    for text in texts or []:
-        resource, _, quantity = text.partition("=")
+    fields: Document = {}
+    for word in words or []:
+        resource, is_quantity, quantity = word.partition("=")
+        if not is_quantity:
+            fields |= read_mapping(option, Path(word))
+            continue
         if not re.fullmatch(r"[\w./-]+", resource) or not re.fullmatch(r"\d+(\.\d+)?(m|k|[MGTP]|[KMGTP]i)?", quantity):
-            raise SettingError(option, text, "this is not RESOURCE=QUANTITY", f"Write for example {option} memory=32Gi.")
+            raise SettingError(option, word, "this is not RESOURCE=QUANTITY", f"Write for example {option} memory=32Gi.")
         quantities[resource] = quantity
-    return quantities
+    return PodOptions(quantities, fields, secret)

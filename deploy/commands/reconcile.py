@@ -34,7 +34,7 @@ def command(
         str,
         typer.Option(
             metavar="KIND:PLACE",
-            help="slurm:DIR, with the folder that `offbeat deploy slurm` wrote; kubernetes, in a pod: the Deployment actors.",
+            help="slurm:DIR, with the folder that `offbeat deploy slurm` wrote; kubernetes, in a pod: the Deployment actor.",
         ),
     ],
     operator: Operator = "operator",

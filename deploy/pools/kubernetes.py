@@ -1,7 +1,7 @@
 """A pool on Kubernetes: the Deployment of a run's actors, whose number of replicas is changed by an account of the cluster.
 
-    running: GET deployments/actors/scale -> spec.replicas
-    start, release: PATCH deployments/actors/scale <- spec.replicas
+    running: GET deployments/actor/scale -> spec.replicas
+    start, release: PATCH deployments/actor/scale <- spec.replicas
 
 Kubernetes chooses the pods that leave: those that do not work yet, then the newest. The account needs no other right.
 """
@@ -17,10 +17,10 @@ import msgspec
 
 from offbeat.common.config import Config
 from offbeat.common.settings import SettingError
+from offbeat.deploy.pools.fleet import FLEET
 from offbeat.deploy.pools.pool import Instance, PoolError
 from offbeat.protocols.text import plain
 
-DEPLOYMENT = "actors"
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Folder with the token, the namespace and the certificate of the cluster, in pods that may use the cluster."""
 ANSWER_S = 10.0
@@ -41,7 +41,7 @@ class _Scale(msgspec.Struct, frozen=True):
 class KubernetesPool:
     """The replicas of one Deployment."""
 
-    def __init__(self, url: str, account: Path, deployment: str = DEPLOYMENT, verify: ssl.SSLContext | bool = True) -> None:
+    def __init__(self, url: str, account: Path, deployment: str = FLEET, verify: ssl.SSLContext | bool = True) -> None:
         """Use the API server at `url` with the token and in the namespace that `account` holds."""
         self._deployment = deployment
         self._account = account
@@ -88,13 +88,13 @@ class KubernetesPool:
 
 
 def open_kubernetes_pool(config: Config, place: str) -> KubernetesPool:
-    """Return the pool of the Deployment `place`, by default `actors`, in the namespace that this process runs in.
+    """Return the pool of the Deployment `place`, by default the fleet's, in the namespace that this process runs in.
 
     Raises `SettingError` outside of a cluster's pods.
     """
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host or not (ACCOUNT / "token").exists():
-        cure = "Write the manifests with `offbeat deploy kubernetes --reconcile`, which run it beside the learner."
+        cure = "Write the manifests with `offbeat deploy kubernetes --scaled-by reconcile`, which run it beside the learner."
         raise SettingError("--on", "kubernetes", "this process is in no pod with an account of the cluster", cure)
     verify = ssl.create_default_context(cafile=ACCOUNT / "ca.crt")
-    return KubernetesPool(f"https://{f'[{host}]' if ':' in host else host}:{port}", ACCOUNT, place or DEPLOYMENT, verify)
+    return KubernetesPool(f"https://{f'[{host}]' if ':' in host else host}:{port}", ACCOUNT, place or FLEET, verify)

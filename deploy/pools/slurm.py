@@ -4,7 +4,6 @@ Slurm's own queue is the pool's only memory: a pool that is opened again knows t
 """
 
 import logging
-import math
 import os
 import re
 import shlex
@@ -15,14 +14,13 @@ from typing import Literal
 
 from offbeat.common.config import Config
 from offbeat.common.settings import SettingError
+from offbeat.deploy.pools.fleet import FLEET, leave_s
 from offbeat.deploy.pools.pool import Instance, PoolError
 
 logger = logging.getLogger(__name__)
 
 ACTORS_SCRIPT = "actors.sbatch"
 """The batch script of the array, in the folder that `offbeat deploy slurm` wrote."""
-FLEET = "actor"
-"""Beginning of the actors' names, and stem of the key file that they share."""
 COMMAND_S = 60.0
 """Longest time that one of Slurm's commands may take, in seconds."""
 LEAVING = "offbeat: leaving"
@@ -85,11 +83,6 @@ def parse_queue(text: str) -> list[Instance]:
     return [Instance(f"{FLEET}-{job}-{task}", _state(state, comment)) for job, task, state, comment in rows]
 
 
-def leave_s(config: Config) -> int:
-    """Return the seconds that an actor may take to leave: it finishes its work, and waits for the learner's answer."""
-    return math.ceil(config.actor.leave_within_s + config.hub.dead_after_s)
-
-
 def notice_warning(slurm_config: str, needed_s: float) -> str | None:
     """Return a warning where `scontrol show config` tells of a shorter notice than an actor needs to leave; else None.
 
@@ -101,7 +94,7 @@ def notice_warning(slurm_config: str, needed_s: float) -> str | None:
     return (
         f"Slurm kills a preempted job {found[1]} s after SIGTERM (KillWait), and an actor may take {needed_s:g} s to leave "
         f"(actor.leave_within_s, then the learner's answer): what it has not handed over by then is generated again. Set "
-        f"actor.leave_within_s lower, or ask for a longer KillWait."
+        f"actor.leave_within_s or hub.dead_after_s lower, or ask for a longer KillWait."
     )
 
 

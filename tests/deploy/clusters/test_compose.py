@@ -47,12 +47,12 @@ def test_each_service_starts_with_a_config_that_fits_and_actors_have_names_of_th
     learner = load_config(["out/run.toml", *words["learner"][3:]])
     check(learner)
     assert learner.hub.address == "tcp://learner:5700"
-    for name in ("actors-0", "actors-1"):
+    for name in ("actor-0", "actor-1"):
         assert words[name][:3] == ["offbeat", "actor", "/etc/offbeat/run.toml"]
         actor = load_config(["out/run.toml", *words[name][3:]])
         check(actor)
         assert (actor.actor.name, actor.run.seed, actor.hub.address) == (name, 5, learner.hub.address)
-    assert set(services) == {"learner", "actors-0", "actors-1"}
+    assert set(services) == {"learner", "actor-0", "actor-1"}
 
 
 def test_mounts_exist_for_the_containers_user_and_actors_see_their_own_key_only(folder: Path) -> None:
@@ -62,8 +62,8 @@ def test_mounts_exist_for_the_containers_user_and_actors_see_their_own_key_only(
         assert user > 0 and service["read_only"] and service["cap_drop"] == ["ALL"]
         for volume in service["volumes"]:
             assert (folder / "out" / volume.split(":")[0]).stat().st_uid == user
-    keys = {volume.split(":")[1] for volume in services["actors-0"]["volumes"] if "/keys" in volume}
-    assert keys == {"/keys/actors.key", "/keys/learner.pub"}
+    keys = {volume.split(":")[1] for volume in services["actor-0"]["volumes"] if "/keys" in volume}
+    assert keys == {"/keys/actor.key", "/keys/learner.pub"}
     assert stat.S_IMODE((folder / "out/keys/learner.key").stat().st_mode) == 0o600
     assert (folder / "out/keys/learner.key").stat().st_uid == (os.getuid() or 1000)
 

@@ -36,10 +36,11 @@ num_steps = 7
 num_actors = 3
 """
 RELEASES = ("1.29", "1.33", "1.37")
-POD_NAME = "actors-7d9f-x2"
+POD_NAME = "actor-7d9f-x2"
+RECONCILED = ("--scaled-by", "reconcile")
 VARIANTS = {
     "plain": (),
-    "reconciled": ("--reconcile",),
+    "reconciled": RECONCILED,
     "monitored": ("--monitoring", "prometheus"),
     "resources": ("--learner", "nvidia.com/gpu=1", "--actor", "memory=32Gi", "--actor", "nvidia.com/gpu=1"),
     "storage": ("--storage-class", "fast", "--storage", "1Ti", "--secret", "tokens"),
@@ -73,7 +74,7 @@ def refusal(*options: str, toml: str = SETTINGS) -> SettingError:
 
 def pods(documents: dict[str, Document]) -> list[Document]:
     """Return the specs of the learner's pod and the actors'."""
-    return [documents[name]["spec"]["template"]["spec"] for name in ("Job/learner", "Deployment/actors")]
+    return [documents[name]["spec"]["template"]["spec"] for name in ("Job/learner", "Deployment/actor")]
 
 
 def started(container: Document, folder: Path) -> list[str]:
@@ -141,7 +142,7 @@ def test_validation_refuses_a_misspelled_field() -> None:
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl; the next test reads the same files without it")
 def test_kubectl_builds_the_kustomization() -> None:
-    documents = write("--reconcile", "--namespace", "my-run")
+    documents = write(*RECONCILED, "--namespace", "my-run")
     built = subprocess.run(["kubectl", "kustomize", "out"], capture_output=True, text=True, check=True, timeout=60).stdout
     names = {f"{document['kind']}/{document['metadata']['name']}" for document in yaml.safe_load_all(built)}
     assert names == set(documents)
@@ -149,7 +150,7 @@ def test_kubectl_builds_the_kustomization() -> None:
 
 
 def test_kustomization_lists_every_file_that_is_written() -> None:
-    write("--reconcile")
+    write(*RECONCILED)
     listed = yaml.safe_load(Path("out/kustomization.yaml").read_text())["resources"]
     assert {*listed, "kustomization.yaml"} == {path.name for path in Path("out").glob("*.yaml")}
     assert {stat.S_IMODE(path.stat().st_mode) for path in Path("out").glob("*.yaml")} == {0o600}
@@ -169,7 +170,7 @@ def test_services_start_with_one_config_and_the_ports_of_the_service(folder: Pat
 
 
 def test_every_container_starts_a_command_that_takes_its_arguments(folder: Path) -> None:
-    documents = write("--reconcile")
+    documents = write(*RECONCILED)
     (folder / "runs/run").mkdir(parents=True)
     (folder / "runs/run/config.toml").touch()
     group = get_command(make_app())
@@ -199,7 +200,7 @@ def test_keys_of_the_pods_open_the_hub_to_actors_by_their_pods_names(folder: Pat
     assert actor.learner_key.public == learner.key.owner.public
     # Commands that are run in the learner's container.
     assert keys_of_peer(hubs[0], "operator", "operator").key is not None
-    assert {path.name for path in (folder / "actor-pod/keys").iterdir()} == {"actors.key", "learner.pub"}
+    assert {path.name for path in (folder / "actor-pod/keys").iterdir()} == {"actor.key", "learner.pub"}
 
 
 def test_learner_begins_goes_on_and_pauses_in_the_same_folder_by_the_same_words(folder: Path) -> None:
@@ -218,7 +219,7 @@ def test_learner_of_several_gpus_starts_one_process_for_each(folder: Path) -> No
 
 
 def test_containers_have_no_rights_and_write_to_volumes_only() -> None:
-    learner, actor = pods(write("--reconcile", "--secret", "tokens"))
+    learner, actor = pods(write(*RECONCILED, "--secret", "tokens"))
     for pod in (learner, actor):
         assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] > 0
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -257,7 +258,7 @@ def test_actors_may_leave_as_long_as_their_settings_let_them(settings: tuple[str
 
 
 def test_only_the_reconciler_sees_an_account_and_that_may_only_scale_the_actors() -> None:
-    documents = write("--reconcile", "--namespace", "my-run")
+    documents = write(*RECONCILED, "--namespace", "my-run")
     learner, actor = pods(documents)
     mounts = {container["name"]: {mount["name"] for mount in container["volumeMounts"]} for container in learner["containers"]}
     assert "token" in mounts["reconciler"] and "token" not in mounts["learner"]
@@ -265,43 +266,46 @@ def test_only_the_reconciler_sees_an_account_and_that_may_only_scale_the_actors(
     account = {"kind": "ServiceAccount", "name": learner["serviceAccountName"], "namespace": "my-run"}
     assert documents["RoleBinding/reconciler"]["subjects"] == [account]
     (rule,) = documents["Role/reconciler"]["rules"]
-    assert (rule["resources"], rule["resourceNames"]) == (["deployments/scale"], ["actors"])
+    assert (rule["resources"], rule["resourceNames"]) == (["deployments/scale"], ["actor"])
 
 
 def test_nobody_but_actors_reaches_the_learner_and_only_collectives_reach_actors() -> None:
     with_pull = write("weights.backend=pull")
     (rule,) = with_pull["NetworkPolicy/learner"]["spec"]["ingress"]
-    labels = with_pull["Deployment/actors"]["spec"]["template"]["metadata"]["labels"]
+    labels = with_pull["Deployment/actor"]["spec"]["template"]["metadata"]["labels"]
     assert rule["from"] == [{"podSelector": {"matchLabels": labels}}]
     assert {port["port"] for port in rule["ports"]} == {5700, 5701}
-    assert with_pull["NetworkPolicy/actors"]["spec"]["ingress"] == []
+    assert with_pull["NetworkPolicy/actor"]["spec"]["ingress"] == []
     by_gloo = write("weights.backend=gloo", "--monitoring", "prometheus")
-    members, monitors = by_gloo["NetworkPolicy/actors"]["spec"]["ingress"]
+    members, monitors = by_gloo["NetworkPolicy/actor"]["spec"]["ingress"]
     assert len(members["from"]) == 2 and "ports" not in members
     assert monitors["from"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "prometheus"}}}]
 
 
 def test_policies_services_and_budgets_select_the_pods_they_are_for() -> None:
     documents = write()
-    labels = {name: documents[name]["spec"]["template"]["metadata"]["labels"] for name in ("Job/learner", "Deployment/actors")}
-    assert labels["Job/learner"] != labels["Deployment/actors"]
+    labels = {name: documents[name]["spec"]["template"]["metadata"]["labels"] for name in ("Job/learner", "Deployment/actor")}
+    assert labels["Job/learner"] != labels["Deployment/actor"]
     assert documents["Service/learner"]["spec"]["selector"] == labels["Job/learner"]
     assert documents["PodDisruptionBudget/learner"]["spec"]["selector"] == {"matchLabels": labels["Job/learner"]}
-    assert documents["Deployment/actors"]["spec"]["selector"] == {"matchLabels": labels["Deployment/actors"]}
-    for name, of in (("learner", "Job/learner"), ("actors", "Deployment/actors")):
+    assert documents["Deployment/actor"]["spec"]["selector"] == {"matchLabels": labels["Deployment/actor"]}
+    for name, of in (("learner", "Job/learner"), ("actor", "Deployment/actor")):
         assert documents[f"NetworkPolicy/{name}"]["spec"]["podSelector"] == {"matchLabels": labels[of]}
 
 
 def test_pods_fields_are_passed_through_but_do_not_replace_ours() -> None:
     fields = {"nodeSelector": {"pool": "spot"}, "tolerations": [{"key": "spot", "operator": "Exists"}]}
-    Path("actor-pod.yaml").write_text(yaml.safe_dump(fields))
-    documents = write("--actor-pod", "actor-pod.yaml")
+    for name, value in fields.items():
+        Path(f"{name}.yaml").write_text(yaml.safe_dump({name: value}))
+    words = ("cpu=2", "nodeSelector.yaml", "memory=32Gi", "tolerations.yaml")
+    documents = write(*(argument for word in words for argument in ("--actor", word)))
     learner, actor = pods(documents)
+    assert actor["containers"][0]["resources"]["limits"] == {"cpu": "2", "memory": "32Gi"}
     assert {name: actor[name] for name in fields} == fields
     assert not fields.keys() & learner.keys()
-    kubernetes_validate.validate(documents["Deployment/actors"], RELEASES[-1], strict=True)
+    kubernetes_validate.validate(documents["Deployment/actor"], RELEASES[-1], strict=True)
     Path("learner-pod.yaml").write_text("volumes: []\n")
-    assert "volumes" in str(refusal("--learner-pod", "learner-pod.yaml"))
+    assert "volumes" in str(refusal("--learner", "learner-pod.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -312,39 +316,46 @@ def test_pods_fields_are_passed_through_but_do_not_replace_ours() -> None:
 def test_file_that_is_no_mapping_is_refused(text: str | None, problem: str) -> None:
     if text is not None:
         Path("pod.yaml").write_text(text)
-    assert problem in str(refusal("--actor-pod", "pod.yaml"))
+    error = str(refusal("--actor", "pod.yaml"))
+    assert problem in error
+    assert ("--actor memory=32Gi" in error) == (text is None)
 
 
-@pytest.mark.parametrize("quantity", ["memory", "memory=much", "=3", "cpu=1=2"])
+@pytest.mark.parametrize("quantity", ["memory=much", "=3", "cpu=1=2"])
 def test_quantity_of_another_form_is_refused_with_an_example(quantity: str) -> None:
     assert "--actor memory=32Gi" in str(refusal("--actor", quantity))
 
 
 def test_as_many_actors_are_there_as_the_run_wants_unless_something_else_scales_them() -> None:
-    assert write()["Deployment/actors"]["spec"]["replicas"] == 3
-    assert write("scale.actors=5")["Deployment/actors"]["spec"]["replicas"] == 5
-    for options in (("--reconcile",), ("--keda", "http://prometheus:9090")):
-        assert "replicas" not in write(*options)["Deployment/actors"]["spec"]
+    assert write()["Deployment/actor"]["spec"]["replicas"] == 3
+    assert write("scale.actors=5")["Deployment/actor"]["spec"]["replicas"] == 5
+    for options in (RECONCILED, ("--scaled-by", "keda:http://prometheus:9090")):
+        assert "replicas" not in write(*options)["Deployment/actor"]["spec"]
 
 
 def test_keda_copies_the_number_that_the_learner_wants() -> None:
-    documents = write("--keda", "http://prometheus:9090", "--namespace", "my-run")
-    spec = documents["ScaledObject/actors"]["spec"]
-    assert spec["scaleTargetRef"]["name"] == documents["Deployment/actors"]["metadata"]["name"]
+    documents = write("--scaled-by", "keda:http://prometheus:9090", "--namespace", "my-run")
+    spec = documents["ScaledObject/actor"]["spec"]
+    assert spec["scaleTargetRef"]["name"] == documents["Deployment/actor"]["metadata"]["name"]
     (trigger,) = spec["triggers"]
     # As many replicas as the number is large.
     assert (trigger["metricType"], trigger["metadata"]["threshold"]) == ("AverageValue", "1")
     assert spec["maxReplicaCount"] == Config().hub.max_actors
     assert 'offbeat_actors_wanted{namespace="my-run"}' in trigger["metadata"]["query"]
-    assert "--keda" in str(refusal("--keda", "http://prometheus:9090", "--reconcile"))
+
+
+@pytest.mark.parametrize("scaler", ["keda", "keda:", "reconcile:http://prometheus:9090", "hpa"])
+def test_scaler_of_another_form_is_refused_with_those_that_there_are(scaler: str) -> None:
+    assert "Write --scaled-by reconcile, or --scaled-by keda:URL" in str(refusal("--scaled-by", scaler))
 
 
 def test_keys_are_kept_when_the_files_are_written_again_and_a_folder_without_actors_is_refused() -> None:
     first = write()
     assert write()["Secret/actor-keys"] == first["Secret/actor-keys"]
-    Path("out/keys/actors.key").unlink()
-    assert "there is no actors.key" in str(refusal())
-    assert write("--keys", "other")["Secret/actor-keys"] != first["Secret/actor-keys"]
+    Path("out/keys/actor.key").unlink()
+    assert "there is no actor.key" in str(refusal())
+    shutil.rmtree("out/keys")
+    assert write()["Secret/actor-keys"] != first["Secret/actor-keys"]
 
 
 def test_long_texts_are_written_as_people_read_them() -> None:

@@ -126,6 +126,13 @@ def test_jobs_can_be_requeued_and_run_in_this_folder_with_the_options_of_the_use
     assert learner["--job-name"] != actors["--job-name"]
 
 
+def test_actors_have_the_time_that_they_take_to_leave_and_a_margin_before_their_time_limit(folder: Path) -> None:
+    write("[actor]\nleave_within_s = 90.5\n[hub]\ndead_after_s = 10\n")
+    assert directives(ACTORS_SCRIPT)["--signal"] == "B:TERM@116"
+    write('[actor]\nleave = "return"\n[hub]\ndead_after_s = 10\n')
+    assert directives(ACTORS_SCRIPT)["--signal"] == "B:TERM@25"
+
+
 def test_learner_of_several_processes_is_started_by_torchrun(folder: Path) -> None:
     write("[launch]\nlearner_processes = 4\n")
     text = Path("job/learner.sbatch").read_text()

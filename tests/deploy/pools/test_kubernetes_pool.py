@@ -17,7 +17,7 @@ from offbeat.common.settings import SettingError
 from offbeat.deploy.pools.kubernetes import KubernetesPool, open_kubernetes_pool
 from offbeat.deploy.pools.pool import Instance, PoolError
 
-PATH = "/apis/apps/v1/namespaces/my-run/deployments/actors/scale"
+PATH = "/apis/apps/v1/namespaces/my-run/deployments/actor/scale"
 
 
 class ApiServer:
@@ -113,7 +113,7 @@ def test_actors_are_started_and_released_by_the_number_of_replicas(api: ApiServe
     pool.release([instance.name for instance in pool.running()[2:]])
     assert (api.replicas, states(pool)) == (2, ["working"] * 2 + ["leaving"] * 2)
     api.pods = 2
-    pool.release(["actors-0", "actors-1"])
+    pool.release(["actor-0", "actor-1"])
     api.pods = 0
     assert (api.replicas, pool.running()) == (0, [])
     assert api.patches[0] == {"spec": {"replicas": 3}}
@@ -122,15 +122,15 @@ def test_actors_are_started_and_released_by_the_number_of_replicas(api: ApiServe
 def test_names_tell_the_replicas_apart(api: ApiServer, pool: KubernetesPool) -> None:
     api.replicas, api.pods = 3, 2
     assert pool.running() == [
-        Instance("actors-0", "working"),
-        Instance("actors-1", "working"),
-        Instance("actors-2", "starting"),
+        Instance("actor-0", "working"),
+        Instance("actor-1", "working"),
+        Instance("actor-2", "starting"),
     ]
 
 
 def test_number_never_falls_below_zero_when_somebody_else_has_scaled(api: ApiServer, pool: KubernetesPool) -> None:
     api.replicas = api.pods = 1
-    pool.release(["actors-0", "actors-1", "actors-2"])
+    pool.release(["actor-0", "actor-1", "actor-2"])
     assert api.replicas == 0
 
 
@@ -180,5 +180,5 @@ def test_pod_finds_its_cluster_and_trusts_only_its_certificate(
 
 def test_outside_of_a_cluster_the_cure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(SettingError, match="deploy kubernetes --reconcile"):
+    with pytest.raises(SettingError, match="deploy kubernetes --scaled-by reconcile"):
         open_kubernetes_pool(Config(), "")

@@ -2,12 +2,14 @@
 
 import re
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from offbeat.common.config import ActorSection, Config
 from offbeat.common.settings import SettingError
 from offbeat.deploy.pools.pool import Instance, PoolError
-from offbeat.deploy.pools.slurm import ACTORS_SCRIPT, SlurmPool, notice_warning, parse_queue
+from offbeat.deploy.pools.slurm import ACTORS_SCRIPT, SlurmPool, notice_warning, open_pool, parse_queue
 
 QUEUE = """\
 12 3 PENDING (null)
@@ -74,6 +76,20 @@ def test_command_that_fails_or_hangs_is_an_error_with_its_words(
     fake(tmp_path, "squeue", "exec sleep 60", monkeypatch)
     with pytest.raises(PoolError, match=r"squeue .* has not ended within 0\.2 s"):
         pool.running()
+
+
+@pytest.mark.parametrize(("leave", "is_short"), [("finish", True), ("return", False)])
+def test_only_actors_that_finish_their_work_need_more_notice_than_slurm_gives_by_default(
+    leave: Literal["finish", "return"],
+    is_short: bool,
+    pool: SlurmPool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fake(tmp_path, "scontrol", "echo 'KillWait                = 30 sec'", monkeypatch)
+    open_pool(Config(actor=ActorSection(leave=leave)), str(tmp_path))
+    assert ("35 s to leave" in caplog.text) == is_short
 
 
 def test_machine_without_slurm_is_told_so(pool: SlurmPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
