@@ -4,13 +4,15 @@ Both scripts run the user's own TOML file, and name what differs on a cluster as
 by an address file in the run's folder, so it may be started on any node, and on another one after a requeue.
 """
 
+import os
 import shlex
 import sys
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from offbeat.common.config import Config
+from offbeat.common.config import Config, actors_wanted
 from offbeat.common.masking import write_private
 from offbeat.common.settings import SettingError
 from offbeat.deploy.clusters.moving_learner import NOTICE_S, moving_settings
@@ -19,6 +21,7 @@ from offbeat.deploy.launch.starts import PROGRAM
 from offbeat.deploy.pools.fleet import FLEET, notice_s
 from offbeat.deploy.pools.slurm import ACTORS_SCRIPT
 from offbeat.protocols.addresses import is_loopback
+from offbeat.protocols.text import as_name
 
 LEARNER_SCRIPT = "learner.sbatch"
 KEYS = "keys"
@@ -44,7 +47,6 @@ def write_scripts(
     path: Path,
     overrides: Sequence[str],
     out: Path,
-    num_actors: int,
     learner_options: Sequence[str],
     actor_options: Sequence[str],
 ) -> str:
@@ -58,7 +60,7 @@ def write_scripts(
     fleet_key = f"hub.key={_fleet_key(config, places)}"
     # Private: settings may hold secrets.
     write_private(places.out / LEARNER_SCRIPT, learner_script(config, places, settings, learner_options))
-    actors = actors_script(config, places, [*settings, fleet_key], num_actors, actor_options)
+    actors = actors_script(config, places, [*settings, fleet_key], actor_options)
     write_private(places.out / ACTORS_SCRIPT, actors)
     return f"""\
 made {LEARNER_SCRIPT}, {ACTORS_SCRIPT} and the keys. To start the run:
@@ -77,13 +79,13 @@ def learner_script(config: Config, places: Places, settings: Iterable[str], opti
 #   pause:                   scancel --batch --signal=TERM JOB    (it writes a checkpoint; the actors wait)
 #   end, with a model:       scancel --batch --signal=INT JOB     (the actors leave)
 # A job that is requeued, or submitted again, goes on from the newest checkpoint and the rollout log.
-{_directives(places, f"learner-{places.run.name}", "learner-%j.log", NOTICE_S, options)}
+{_directives(places, "learner", "learner-%j.log", NOTICE_S, options)}
 # exec: signals of Slurm reach the learner, not a shell that waits for it.
 exec {_program(config.launch.learner_processes)} learner {_words([places.config, *settings, *moving_settings(config)])}
 """
 
 
-def actors_script(config: Config, places: Places, settings: Iterable[str], num_actors: int, options: Iterable[str]) -> str:
+def actors_script(config: Config, places: Places, settings: Iterable[str], options: Iterable[str]) -> str:
     """Return the text of `actors.sbatch`."""
     return f"""\
 #!/bin/bash
@@ -92,16 +94,18 @@ def actors_script(config: Config, places: Places, settings: Iterable[str], num_a
 #   start more:   sbatch --array=0-7 {_word(places.out / ACTORS_SCRIPT)}
 #   end one:      scancel --batch --signal=TERM JOB_TASK    (without --signal it is killed after KillWait, done or not)
 # They may start before the learner, and be preempted: a requeued actor joins again.
-#SBATCH --array=0-{num_actors - 1}
-{_directives(places, f"actors-{places.run.name}", "actor-%A-%a.log", notice_s(config), options)}
+#SBATCH --array=0-{actors_wanted(config) - 1}
+{_directives(places, "actors", "actor-%A-%a.log", notice_s(config), options)}
 # exec: signals of Slurm reach the actor, not a shell that waits for it.
 exec {_program(1)} actor {_words([places.config, *settings])} "actor.name={FLEET}-$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID"
 """
 
 
-def _directives(places: Places, name: str, log: str, before_end_s: int, options: Iterable[str]) -> str:
+def _directives(places: Places, kind: str, log: str, before_end_s: int, options: Iterable[str]) -> str:
+    # Jobs are recognized by their names, and another project may have a run of this name.
+    path = zlib.crc32(os.fsencode(places.run))
     own = [
-        f"--job-name={_word(name)}",
+        f"--job-name={as_name(f'{kind}-{places.run.name}-{path:08x}')}",
         f"--chdir={_word(Path.cwd())}",
         f"--output={_word(places.out / JOB_LOGS / log)}",
         "--open-mode=append",

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from offbeat.common.config import actors_wanted
 from offbeat.common.logs import configure_logs
 from offbeat.common.settings import SettingError, refuse_masked
 from offbeat.deploy.clusters.compose import write_compose
@@ -35,7 +34,6 @@ def command() -> None:
 def slurm(
     out: Out,
     arguments: Arguments = None,
-    actors: Annotated[int | None, typer.Option(min=1, help="Number of actors. [default: scale.actors]")] = None,
     learner_options: Annotated[
         list[str] | None,
         typer.Option("--learner", metavar="OPTIONS", help='Options of sbatch for the learner, such as "--gpus-per-node=1".'),
@@ -50,9 +48,7 @@ def slurm(
     refuse_masked(config)
     path, overrides = split_arguments(arguments)
     assert path is not None, "read_config refuses a command line without a file"
-    num_actors = actors or actors_wanted(config)
-    written = write_scripts(config, path, overrides, out, num_actors, learner_options or [], actor_options or [])
-    typer.echo(written)
+    typer.echo(write_scripts(config, path, overrides, out, learner_options or [], actor_options or []))
 
 
 @app.command()

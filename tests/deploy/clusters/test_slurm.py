@@ -31,7 +31,7 @@ def write(
     """Write the scripts of a run in the current folder to `job`. Return its config."""
     Path("run.toml").write_text(toml)
     config = load_config(["run.toml", *overrides])
-    write_scripts(config, Path("run.toml"), overrides, Path("job"), 3, learner, actor)
+    write_scripts(config, Path("run.toml"), overrides, Path("job"), learner, actor)
     return config
 
 
@@ -114,7 +114,8 @@ def test_address_and_keys_of_the_user_stay_and_the_fleet_key_is_looked_for_besid
 
 
 def test_jobs_can_be_requeued_and_run_in_this_folder_with_the_options_of_the_user(folder: Path) -> None:
-    write(learner=("--partition=gpu --gres=gpu:2", "--signal=B:TERM@900"), actor=("--partition=spot",))
+    options = {"learner": ("--partition=gpu --gres=gpu:2", "--signal=B:TERM@900"), "actor": ("--partition=spot",)}
+    write("[scale]\nactors = 3\n", **options)
     learner, actors = directives(LEARNER_SCRIPT), directives(ACTORS_SCRIPT)
     assert (learner["--partition"], learner["--gres"], learner["--signal"]) == ("gpu", "gpu:2", "B:TERM@900")
     assert (actors["--partition"], actors["--array"]) == ("spot", "0-2")
@@ -124,6 +125,17 @@ def test_jobs_can_be_requeued_and_run_in_this_folder_with_the_options_of_the_use
         assert Path(found["--output"]).parent.is_dir()
         assert "--export" not in found
     assert learner["--job-name"] != actors["--job-name"]
+
+
+def test_names_of_jobs_are_those_of_one_run_and_are_names_that_a_pool_reads(folder: Path) -> None:
+    names: list[str] = []
+    for run in ("a/my run", "a/my run", "b/my run"):
+        write("[train]\nnum_steps = 7\n", f"run.dir={run}")
+        names.append(directives(ACTORS_SCRIPT)["--job-name"])
+        assert names[-1] == directives(LEARNER_SCRIPT)["--job-name"].replace("learner-", "actors-")
+        assert f"#SBATCH --job-name={names[-1]}\n" in (Path("job") / ACTORS_SCRIPT).read_text()
+    assert names[0].startswith("actors-my-run-")
+    assert names[0] == names[1] != names[2]
 
 
 def test_actors_have_the_time_that_they_take_to_leave_and_a_margin_before_their_time_limit(folder: Path) -> None:
