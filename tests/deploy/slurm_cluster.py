@@ -20,7 +20,9 @@ from tests.deploy.services import free_port
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 NUM_NODES = 3
 START_S = 60.0
-COMMAND_S = 30.0
+COMMAND_S = 100.0
+"""More than MessageTimeout, in which Slurm's commands wait for its daemons."""
+# Where a node takes longer than MessageTimeout, by default 10 s, to answer, a job that starts is held back for two minutes.
 CONF = """\
 ClusterName=offbeat
 SlurmctldHost={host}(127.0.0.1)
@@ -51,6 +53,7 @@ JobCompType=jobcomp/none
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 KillWait={kill_wait_s}
+MessageTimeout=90
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=off OverSubscribe=NO
 PartitionName=spot Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=0
@@ -70,13 +73,9 @@ class Slurm:
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    def submit(self, script: Path) -> str:
-        """Submit a batch script; return the job's id."""
-        return self.run("sbatch", "--parsable", str(script)).strip()
-
-    def states(self, name: str) -> dict[str, str]:
-        """Return the state of each job of this name that is not over, by `JOB` or `JOB_TASK`."""
-        lines = self.run("squeue", "--noheader", "--array", f"--name={name}", "--format=%i %T").splitlines()
+    def states(self, *options: str) -> dict[str, str]:
+        """Return the state of each job that is not over, by `JOB` or `JOB_TASK`; options of squeue choose other jobs."""
+        lines = self.run("squeue", "--noheader", "--array", "--format=%i %T", *options).splitlines()
         return dict(line.split() for line in lines)
 
     def logs(self) -> str:
