@@ -20,7 +20,7 @@ from offbeat.actor.contact import ActorIdentity, LearnerContact, RefusedError
 from offbeat.actor.engine import Engine
 from offbeat.actor.engine_choice import make_engine
 from offbeat.actor.environments.episodes import Episodes
-from offbeat.actor.environments.workers import Workers, begin_message
+from offbeat.actor.environments.workers import start_workers
 from offbeat.actor.jobs import Jobs
 from offbeat.actor.judges.client import counts_of_judge, handed_to_processes
 from offbeat.actor.live.page import ActorPage, serving
@@ -87,7 +87,7 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
     images = ImageReader(model) if config.task.image_field else None
     # Before the engine, which takes long: a function that cannot be imported, or a wrong address, shows at once.
     judge = (
-        Workers(begin_message(config, model), config.environment.workers)
+        start_workers(config, model)
         if config.task.environment
         else RewardRunner(config.task.reward, limits_of(config), config.task.reward_weights)
     )

@@ -137,7 +137,7 @@ class EnvironmentSection(Section, frozen=True):
     failure that may pass is another matter: `task.reward_retry_s`."""
     tool_parser: str = ""
     """vLLM's name for the form in which the model writes tool calls (`hermes`, `qwen3_xml`, `llama3_json`, ...). Empty: turns
-    are text, and call no tools. For a parser each process imports vLLM: some 8 s at its start, and half a gigabyte."""
+    are text, and call no tools. On a machine with a GPU each process imports vLLM for it: some 8 s, and half a gigabyte."""
     sampling: Literal["refuse", "override"] = "refuse"
     """Treatment of requests to `chat.url` with fields that would change what is sampled: another temperature than
     `rollout.temperature`, penalties, a grammar, stop strings. refuse: the agent gets an error. override: such fields are

@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from offbeat.common.environment import prepare_environment
+from offbeat.common.own_process import ROOM_VARIABLE, has_threads, show_arguments
 from offbeat.common.shutdown import PARENT_VARIABLE, die_with_parent, end_process
-from offbeat.deploy.launch.becoming import has_threads, run_module, show_arguments
+from offbeat.deploy.launch.becoming import run_module
 from offbeat.deploy.launch.forks import GO
 from offbeat.deploy.launch.starts import PROGRAM
 
@@ -35,6 +36,8 @@ def main() -> None:
     die_with_parent(launcher)
     requests = socket.socket(fileno=int(sys.argv[1]))
     engine = sys.argv[2]
+    # The room stays where it is, and programs that are started need none.
+    os.environ.pop(ROOM_VARIABLE, None)
     # Modules are a million objects that stay: neither this process nor its forks need look at them.
     gc.disable()
     prepare_environment()

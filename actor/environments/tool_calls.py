@@ -40,7 +40,7 @@ class TurnParser:
     ) -> None:
         """`tools` are the environment's. Raise `SettingError` for a parser that vLLM does not have, or that needs other tokens.
 
-        With a parser this imports vLLM: some 8 s of CPU time, and half a gigabyte.
+        With a parser this imports vLLM, unless the process is a fork of one that has: some 8 s of CPU time, half a gigabyte.
         """
         self._tokenizer = tokenizer
         self._tools = tools

@@ -12,8 +12,9 @@ import os
 import signal
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import assert_never
+from typing import NoReturn, assert_never
 
 import msgspec
 
@@ -44,6 +45,10 @@ from offbeat.common.environment import prepare_environment
 from offbeat.common.models import load_tokenizer
 from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import die_with_parent
+
+NUM_THREADS = 512
+"""Calls of `asyncio.to_thread` that run at once: an agent that is not async takes one for its whole episode. Under asyncio's
+own bound, six on two cores, episodes would wait for each other until their time is up."""
 
 
 class Worker:
@@ -163,6 +168,7 @@ async def serve(end: socket.socket) -> None:
         await writer.drain()
         return
     writer.write(framed(Ready()))
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="agent"))
     worker = Worker(begin, function, chat_format, parser, writer)
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
@@ -176,9 +182,8 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(length)
 
 
-def main() -> None:
-    """Serve the actor with the process id in the second argument; the first is the pipe's file descriptor."""
-    descriptor, parent = map(int, sys.argv[1:])
+def run_worker(end: socket.socket, parent: int) -> NoReturn:
+    """Serve the actor at the other end until it closes the pipe or the process with the id `parent` dies."""
     die_with_parent(parent)
     guard_session()
     # The actor ends this process; Ctrl-C on a terminal reaches its whole group.
@@ -186,10 +191,16 @@ def main() -> None:
         signal.signal(number, lambda *_: None)
     prepare_environment()
     # What the user's function starts must not keep the pipe open.
-    os.set_inheritable(descriptor, False)
-    asyncio.run(serve(socket.socket(fileno=descriptor)))
+    end.set_inheritable(False)
+    asyncio.run(serve(end))
     # Tasks of the user's that ignore their cancellation must not keep the process.
     os._exit(0)
+
+
+def main() -> None:
+    """Serve the actor with the process id in the second argument; the first is the pipe's file descriptor."""
+    descriptor, parent = map(int, sys.argv[1:])
+    run_worker(socket.socket(fileno=descriptor), parent)
 
 
 if __name__ == "__main__":

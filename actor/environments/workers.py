@@ -1,23 +1,18 @@
 """The processes that run environments, as the actor holds them: started, given episodes, replaced when they die."""
 
 import logging
-import os
-import secrets
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from offbeat.actor.environments.messages import Begin, BrokenPipeToWorkerError, FromWorker, Pipe, Ready, ToWorker
-from offbeat.actor.reward_guard import MARK_VARIABLE
+from offbeat.actor.environments.worker_starts import WorkerStarts, choose_starts
 from offbeat.common.config import Config, max_episode_tokens
 from offbeat.common.shutdown import ServiceError
 
 logger = logging.getLogger(__name__)
 
-MODULE = "offbeat.actor.environments.worker"
 START_S = 120.0
 """Longest time in which a worker imports the tokenizer and the user's module."""
 LOOK_S = 0.01
@@ -25,9 +20,9 @@ MAX_STARTS = 5
 """Workers that may die one after the other without an episode that has ended."""
 
 
-def begin_message(config: Config, model: Path) -> Begin:
-    """Return the message that begins the workers of a run; `model` is the folder of its model."""
-    return Begin(
+def start_workers(config: Config, model: Path) -> "Workers":
+    """Return the workers of a run, ready to play; `model` is the folder of its model. Raise `ServiceError`."""
+    begin = Begin(
         function=config.task.environment,
         tokenizer=str(model),
         has_chat_template=config.task.chat_template,
@@ -39,22 +34,17 @@ def begin_message(config: Config, model: Path) -> Begin:
         tool_parser=config.environment.tool_parser,
         reasoning_parser=config.environment.reasoning_parser,
     )
+    starts = choose_starts(has_parser=bool(begin.tool_parser or begin.reasoning_parser))
+    return Workers(begin, config.environment.workers, starts)
 
 
 class WorkerProcess:
     """One process and its episodes."""
 
-    def __init__(self, begin: Begin, now: float) -> None:
+    def __init__(self, begin: Begin, starts: WorkerStarts, now: float) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", MODULE, str(theirs.fileno()), str(os.getpid())]
         with theirs:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                # A tool may leave daemons behind, which have left the session.
-                env={**os.environ, MARK_VARIABLE: secrets.token_hex(8)},
-            )
+            self._process = starts.start(theirs)
         self._pipe = Pipe(ours)
         self._pipe.send(begin)
         self.episodes: set[str] = set()
@@ -74,21 +64,26 @@ class WorkerProcess:
         """Kill the process; its guard kills what it has started."""
         self._pipe.close()
         self._process.kill()
-        self._process.wait()
 
 
 class Workers:
     """`actor.environment_workers` processes. A dead one is replaced, and its episodes are given back to the caller."""
 
-    def __init__(self, begin: Begin, num_workers: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start them and wait until they are ready. Raise `ServiceError` with the reason for which one cannot play."""
+    def __init__(
+        self, begin: Begin, num_workers: int, starts: WorkerStarts, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Start them and wait until they are ready. Raise `ServiceError` with the reason for which one cannot play.
+
+        `starts` is closed with the workers.
+        """
         self._begin = begin
+        self._starts = starts
         self._clock = clock
         self.num_restarts = 0
         """Processes that were replaced."""
         self._num_deaths = 0
         """Deaths since the last episode that ended."""
-        self._workers = [WorkerProcess(begin, clock()) for _ in range(num_workers)]
+        self._workers = [WorkerProcess(begin, starts, clock()) for _ in range(num_workers)]
         self._await_ready()
 
     def play(self, episode: str, message: ToWorker) -> None:
@@ -142,6 +137,7 @@ class Workers:
         """End all processes."""
         for worker in self._workers:
             worker.kill()
+        self._starts.close()
 
     def _try_to_send(self, worker: WorkerProcess, message: ToWorker) -> None:
         try:
@@ -161,7 +157,7 @@ class Workers:
                 f"{self._num_deaths} environment workers have died one after the other ({reason}): repair task.environment; "
                 "its output is above"
             )
-        self._workers[index] = WorkerProcess(self._begin, self._clock())
+        self._workers[index] = WorkerProcess(self._begin, self._starts, self._clock())
         return sorted(worker.episodes)
 
     def _note_ready(self, worker: WorkerProcess, ready: Ready) -> None:

@@ -24,6 +24,7 @@ from typing import IO
 from offbeat.common import processes
 from offbeat.common.config import Config
 from offbeat.common.environment import CPU_DEFAULTS, has_gpu
+from offbeat.common.own_process import ROOM, ROOM_VARIABLE
 from offbeat.common.shutdown import PARENT_VARIABLE
 from offbeat.deploy.launch.starts import FreshStarts, Process, ProcessStart, Starts
 
@@ -133,7 +134,7 @@ class WarmStarts:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         logger.info("importing what learner and actors need, once for all")
         # Before the first import: numpy's threads would be lost in a fork.
-        environment = {**CPU_DEFAULTS, **os.environ, PARENT_VARIABLE: str(os.getpid())}
+        environment = {**CPU_DEFAULTS, **os.environ, PARENT_VARIABLE: str(os.getpid()), ROOM_VARIABLE: ROOM}
         command = [sys.executable, "-m", WARM_MODULE, str(theirs.fileno()), self._engine, "-" * ROOM_BYTES]
         if self._output is not None:
             self._output.close()

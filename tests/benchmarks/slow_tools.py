@@ -123,6 +123,7 @@ def loop() -> Iterator[Loop]:
 
     from offbeat.actor.engine_choice import make_engine
     from offbeat.actor.environments.messages import Begin
+    from offbeat.actor.environments.worker_starts import NewInterpreters
     from offbeat.actor.environments.workers import Workers
     from offbeat.common.models import hash_model
     from offbeat.deploy.quickstart.tiny_models import make_tiny_model
@@ -144,7 +145,7 @@ def loop() -> Iterator[Loop]:
             max_length=MAX_LENGTH,
             max_episode_tokens=MAX_LENGTH,
         )
-        workers = Workers(begin, 1)
+        workers = Workers(begin, 1, NewInterpreters())
         try:
             yield Loop(engine, workers, AutoTokenizer.from_pretrained(folder).encode("1+1="))
         finally:

@@ -23,8 +23,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from offbeat.common.own_process import ROOM, ROOM_VARIABLE, has_threads, show_arguments
 from offbeat.common.shutdown import PARENT_VARIABLE, die_with_parent, end_process
-from offbeat.deploy.launch.becoming import has_threads, run_module, show_arguments
+from offbeat.deploy.launch.becoming import run_module
 from offbeat.deploy.launch.forks import WARM_MODULE
 from offbeat.deploy.launch.starts import PROGRAM
 
@@ -32,7 +33,7 @@ MODULES = (PROGRAM[2], WARM_MODULE)
 """The modules that a service may start as `python -m MODULE`, and that are forked instead."""
 LATE_VARIABLES = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *(PARENT_VARIABLE, "OFFBEAT_LOG_LEVEL", "PYTEST_CURRENT_TEST"),
+    *(PARENT_VARIABLE, ROOM_VARIABLE, "OFFBEAT_LOG_LEVEL", "PYTEST_CURRENT_TEST"),
 }
 """Environment variables that are only read after the imports. A service that differs in any other gets a real start."""
 MESSAGE_BYTES = 1 << 18
@@ -82,7 +83,7 @@ class WarmProcess:
             cwd=Path(__file__).parents[2],
             pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,
-            env=service_environment(),
+            env={**service_environment(), ROOM_VARIABLE: ROOM},
             process_group=0,
         )
         # The only end of the process's that is left: its death is seen here.

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from offbeat.actor.environments.messages import Begin, Cancel, Ended, Failed, FromWorker, Play, Sample, Sampled, Withdraw
+from offbeat.actor.environments.worker_starts import Forks
 from offbeat.actor.environments.workers import Workers
 from offbeat.common import processes
 from offbeat.common.shutdown import ServiceError
@@ -17,7 +18,9 @@ from tests.conftest import ALPHABET
 pytestmark = pytest.mark.slow
 
 FUNCTIONS = """
-import asyncio, os, subprocess, time
+import asyncio, os, subprocess, threading, time
+
+all_here = threading.Barrier(100)
 
 async def play(chat, row):
     kind = row["kind"]
@@ -28,7 +31,14 @@ async def play(chat, row):
     if kind == "daemon":
         subprocess.Popen(["sleep", "617"])
         subprocess.Popen(["sh", "-c", "setsid sleep 618 &"])
+        if not os.fork():
+            os.setsid()
+            open("daemon", "w").write(str(os.getpid()))
+            time.sleep(619)
         await asyncio.sleep(600)
+    if kind == "agent":
+        await asyncio.to_thread(all_here.wait, 10)
+        return 1.0
     if kind == "mistake":
         return row["answer"]
     if kind == "judge":
@@ -76,10 +86,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+class SharedForks(Forks):
+    """Forks for all tests, which close their workers."""
+
+    def close(self) -> None:
+        pass
+
+
 @pytest.fixture(scope="module")
-def one_process(tiny_model: Path) -> Iterator[Workers]:
-    """For tests that leave it alive; a start takes seconds."""
-    workers = Workers(begin(tiny_model), 1)
+def forks() -> Iterator[Forks]:
+    """The imports take seconds."""
+    forks = SharedForks(has_parser=False)
+    yield forks
+    Forks.close(forks)
+
+
+@pytest.fixture(scope="module")
+def one_process(tiny_model: Path, forks: Forks) -> Iterator[Workers]:
+    """For tests that leave it alive."""
+    workers = Workers(begin(tiny_model), 1, forks)
     yield workers
     workers.close()
 
@@ -98,8 +123,8 @@ def workers(one_process: Workers) -> Workers:
 
 
 @pytest.fixture
-def fragile(tiny_model: Path) -> Iterator[Workers]:
-    workers = Workers(begin(tiny_model), 1)
+def fragile(tiny_model: Path, forks: Forks) -> Iterator[Workers]:
+    workers = Workers(begin(tiny_model), 1, forks)
     yield workers
     workers.close()
 
@@ -136,7 +161,7 @@ def next_news(workers: Workers, claim: Callable[[], bool] = lambda: False) -> li
 
 
 def worker_pids() -> list[int]:
-    own = processes.children(os.getpid())
+    own = processes.descendants(os.getpid())
     return [pid for pid in own if any("environments.worker" in word for word in processes.arguments(pid))]
 
 
@@ -187,6 +212,15 @@ def test_many_episodes_wait_at_once_in_one_process(workers: Workers) -> None:
     while len(asked) < len(names):
         asked += next_news(workers)
     assert {one.episode for one in asked if isinstance(one, Sample)} == names
+
+
+def test_many_agents_that_are_not_async_play_at_once(workers: Workers) -> None:
+    for index in range(100):
+        play(workers, f"1/{index}/0", "agent")
+    ended: list[FromWorker | str] = []
+    while len(ended) < 100:
+        ended += next_news(workers)
+    assert all(isinstance(one, Ended) for one in ended)
 
 
 @pytest.mark.parametrize(
@@ -243,15 +277,15 @@ def test_crash_gives_back_every_episode_of_the_process_and_the_next_one_plays(fr
 def test_blocked_process_and_what_it_started_are_killed(fragile: Workers) -> None:
     play(fragile, "1/0/0", "daemon")
     pid = fragile._workers[0]._process.pid
-    next_news(fragile, lambda: len(sleepers()) == 2)
+    next_news(fragile, lambda: len(sleepers()) == 2 and Path("daemon").exists() and bool(Path("daemon").read_text()))
     play(fragile, "2/0/0", "block")
     assert list(fragile.kill_worker_of("2/0/0", "it blocks")) == ["1/0/0", "2/0/0"]
     assert not psutil.pid_exists(pid)
-    next_news(fragile, lambda: not sleepers())
+    next_news(fragile, lambda: not sleepers() and processes.has_ended(int(Path("daemon").read_text())))
 
 
 def sleepers() -> list[int]:
-    """Return the processes that the function `daemon` has started; one of them has left its session."""
+    """Return the programs that the function `daemon` has started; one of them has left its session, as its fork has."""
     return [pid for pid in processes._all() if processes.arguments(pid)[-1:] in (["617"], ["618"])]
 
 
@@ -267,8 +301,10 @@ def test_processes_that_all_die_end_the_actor_with_the_reason(fragile: Workers, 
     ("function", "why"),
     [("games:plain", "not async"), ("games:none", "has no 'none'"), ("nowhere:play", "no module 'nowhere'")],
 )
-def test_function_that_cannot_play_is_refused_before_anything_is_played(tiny_model: Path, function: str, why: str) -> None:
+def test_function_that_cannot_play_is_refused_before_anything_is_played(
+    tiny_model: Path, forks: Forks, function: str, why: str
+) -> None:
     before = worker_pids()
     with pytest.raises(ServiceError, match=why):
-        Workers(begin(tiny_model, function), 1)
+        Workers(begin(tiny_model, function), 1, forks)
     assert worker_pids() == before

@@ -1,0 +1,58 @@
+"""This process as the kernel shows it to others: threads, command line, environment.
+
+A forked process that goes on as another program shows what it was forked from. Both are bytes of its own memory, so it can
+write the truth there.
+"""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOM_VARIABLE = "OFFBEAT_ROOM"
+"""Environment variable of programs that fork others. It only makes room for a variable of theirs."""
+ROOM = "-" * 64
+"""Its value."""
+_ARGUMENTS, _ENVIRONMENT = 45, 47
+"""Places of their addresses in /proc/PID/stat behind the name: fields 48 and 50 of proc(5), the third is the first here."""
+
+
+def has_threads() -> bool:
+    """Return whether this process has a thread besides the main one, of Python or of a library."""
+    return len(list(Path("/proc/self/task").iterdir())) > 1
+
+
+def show_arguments(arguments: Sequence[str]) -> None:
+    """Write a command line where the kernel shows this process's own; what is too long is cut off."""
+    start, end = _addresses(_ARGUMENTS)
+    line = b"\0".join(map(os.fsencode, arguments))[: end - start - 1]
+    ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
+
+
+def has_room_for_variable() -> bool:
+    """Return whether `show_variable` can be called: it needs the room of `ROOM_VARIABLE`, once."""
+    return _room() in _shown_environment()
+
+
+def show_variable(name: str, value: str) -> None:
+    """Set an environment variable, also where the kernel shows this process's environment, which its forks inherit."""
+    room, line = _room(), f"{name}={value}".encode()
+    place = _shown_environment().index(room)
+    assert len(line) <= len(room)
+    os.environ.pop(ROOM_VARIABLE, None)
+    ctypes.memmove(_addresses(_ENVIRONMENT)[0] + place, line.ljust(len(room), b"\0"), len(room))
+    os.environ[name] = value
+
+
+def _room() -> bytes:
+    return f"{ROOM_VARIABLE}={ROOM}".encode()
+
+
+def _shown_environment() -> bytes:
+    return Path("/proc/self/environ").read_bytes()
+
+
+def _addresses(place: int) -> tuple[int, int]:
+    """Return the first address and the one behind the last."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return int(fields[place]), int(fields[place + 1])

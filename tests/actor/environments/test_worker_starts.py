@@ -1,0 +1,206 @@
+"""Workers are forks of a process with their imports, and end with it; where there can be none they are new interpreters."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from offbeat.actor.environments import forker, worker_starts
+from offbeat.actor.environments.messages import Begin
+from offbeat.actor.environments.worker_starts import Fork, Forks, NewInterpreter, NewInterpreters, choose_starts
+from offbeat.actor.environments.workers import Workers
+from offbeat.common import processes
+from offbeat.common.own_process import ROOM, ROOM_VARIABLE
+from offbeat.common.shutdown import ServiceError
+
+ACTOR = """
+import logging, os, signal, sys, types
+
+# It takes seconds to import.
+transformers = sys.modules["transformers"] = types.ModuleType("transformers")
+transformers.AutoTokenizer = types.SimpleNamespace(from_pretrained=lambda folder: None)
+
+from offbeat.actor.environments.messages import Begin, Play
+from offbeat.actor.environments.worker_starts import ForkOfActor, Forks
+from offbeat.actor.environments.workers import Workers
+
+logging.basicConfig()
+signal.signal(signal.SIGTERM, lambda *_: None)
+print("once", end=" ")
+starts = Forks(has_parser=False)
+begin = Begin(
+    function="games:play", tokenizer="", has_chat_template=False, template_arguments={}, max_length=20, max_episode_tokens=40
+)
+workers = Workers(begin, 2, starts)
+print(type(starts._forker) is ForkOfActor, flush=True)
+print(os.getpid(), starts._forker.pid, *[one._process.pid for one in workers._workers], flush=True)
+for line in sys.stdin:
+    for name in "ab":
+        play = Play(episode=name, row="{}", prompt="", num_prompt_tokens=1, max_new_tokens=1, seed=0, is_evaluation=False)
+        workers.play(name, play)
+    ended = []
+    while len(ended) < 2:
+        ended += workers.poll()
+    workers.end("a")
+    workers.end("b")
+    print([getattr(one, "reward", one) for one in ended], workers.num_restarts, flush=True)
+"""
+GAMES = """
+import logging, numpy, random, sys
+
+async def play(chat, row):
+    logging.getLogger("games").warning("a library speaks")
+    assert sys.stdin.read() == "", "the worker reads what the actor was told"
+    print(numpy.random.rand(), random.random(), flush=True)
+    return float(sys.modules["transformers"].__spec__ is None)
+"""
+
+
+@pytest.fixture
+def end() -> Iterator[socket.socket]:
+    """A worker's end of its pipe."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield theirs
+
+
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forker without imports, whose workers do nothing."""
+    code = (
+        "import time; from offbeat.actor.environments import forker; forker._import = lambda **_: None;"
+        "forker.run_worker = lambda end, parent: (forker.die_with_parent(parent), time.sleep(600)); forker.main()"
+    )
+    monkeypatch.setattr(forker, "COMMAND", (sys.executable, "-c", code))
+
+
+def test_forks_of_an_actor_with_one_thread_share_its_imports_and_die_with_it(tmp_path: Path) -> None:
+    (tmp_path / "games.py").write_text(GAMES)
+    variables = {ROOM_VARIABLE: ROOM, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": ""}
+    actor = subprocess.Popen(
+        [sys.executable, "-c", ACTOR], cwd=tmp_path, env={**os.environ, **variables}, process_group=0, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=(tmp_path / "errors").open("w"),
+    )  # fmt: skip
+    assert actor.stdin is not None
+    assert actor.stdout is not None
+    with actor, actor.stdin, actor.stdout:
+        assert actor.stdout.readline() == "once True\n"
+        pids = [int(pid) for pid in actor.stdout.readline().split()]
+        draws: set[str] = set()
+        for _ in range(2):
+            actor.stdin.write("play\n")
+            actor.stdin.flush()
+            draws |= {*actor.stdout.readline().split(), *actor.stdout.readline().split()}
+            # The reward says that they have the module that the actor made.
+            assert actor.stdout.readline() == "[1.0, 1.0] 0\n"
+            # Reaches every process but the workers, which lead sessions of their own, and ends none.
+            os.killpg(actor.pid, signal.SIGTERM)
+        assert len(draws) == 8, "they draw the same numbers"
+        assert (tmp_path / "errors").read_text() == "a library speaks\n" * 4, "a handler of the actor's has written it"
+        actor.kill()
+        until(lambda: all(processes.has_ended(pid) for pid in pids))
+    assert len(set(pids)) == 4
+
+
+def test_signals_of_the_group_end_neither_forker_nor_worker(light: None, end: socket.socket) -> None:
+    forks = Forks(has_parser=False)
+    worker = forks.start(end)
+    assert isinstance(worker, Fork)
+    assert isinstance(forks._forker, NewInterpreter)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(forks._forker.pid, number)
+    second = forks.start(end)
+    assert isinstance(second, Fork)
+    assert not processes.has_ended(worker.pid)
+    worker.kill()
+    assert processes.has_ended(worker.pid)
+    # A second time it may mean another process.
+    worker.kill()
+    forks.close()
+    until(lambda: processes.has_ended(second.pid))
+    forks.close()
+
+
+def test_dead_forker_is_replaced_by_new_interpreters(light: None, end: socket.socket, caplog: pytest.LogCaptureFixture) -> None:
+    forks = Forks(has_parser=False)
+    first = forks.start(end)
+    assert forks._forker is not None
+    forks._forker.kill()
+    until(lambda: processes.has_ended(first.pid))
+    second = forks.start(end)
+    assert isinstance(second, NewInterpreter)
+    assert "environment workers cannot be forked" in caplog.text
+    second.kill()
+    third = forks.start(end)
+    third.kill()
+    assert caplog.text.count("cannot be forked") == 1
+
+
+def test_process_whose_imports_start_threads_is_not_forked(
+    end: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    code = (
+        "import threading, time; from offbeat.actor.environments import forker;"
+        "forker._import = lambda **_: threading.Thread(target=time.sleep, args=(600,), daemon=True).start(); forker.main()"
+    )
+    monkeypatch.setattr(forker, "COMMAND", (sys.executable, "-c", code))
+    forks = Forks(has_parser=False)
+    worker = forks.start(end)
+    assert isinstance(worker, NewInterpreter)
+    assert "the imports have started threads" in caplog.text
+    worker.kill()
+
+
+def test_starts_are_closed_with_their_workers_also_where_none_could_start(tmp_path: Path) -> None:
+    class Dead:
+        pid = 0
+
+        def kill(self) -> None:
+            pass
+
+    class NoStarts:
+        is_closed = False
+
+        def start(self, end: socket.socket) -> Dead:
+            return Dead()
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    starts = NoStarts()
+    begin = Begin(
+        function="", tokenizer="", has_chat_template=False, template_arguments={}, max_length=20, max_episode_tokens=40
+    )
+    with pytest.raises(ServiceError, match="an environment worker cannot start"):
+        Workers(begin, 1, starts)
+    assert starts.is_closed
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("has_gpu", lambda: True), ("_can_watch_processes", lambda: False), ("OMP_NUM_THREADS", "4")]
+)
+def test_nothing_is_forked_where_a_fork_is_not_safe_or_not_known(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str | Callable[[], bool]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(worker_starts, "has_gpu", lambda: False)
+    monkeypatch.setattr(worker_starts, "Forks", lambda has_parser: "forks")
+    assert choose_starts(has_parser=False) == "forks"
+    if isinstance(value, str):
+        monkeypatch.setenv(name, value)
+    else:
+        monkeypatch.setattr(worker_starts, name, value)
+    assert isinstance(choose_starts(has_parser=False), NewInterpreters)
+
+
+def until(claim: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not claim():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
