@@ -316,9 +316,12 @@ def _advice(calibration: Calibration) -> str:
     )
     band, usual = calibration.recommended, DEFAULTS[calibration.objective].band
     if usual is not None and (band.low > usual.low or band.high > usual.high):
+        cure = 'loss.anchor="decoupled" and loss.correction="token_tis"'
+        if DEFAULTS[calibration.objective].has_behavior_weight:
+            cure = 'loss.anchor="proximal"'
         advice = (
             f"The engine's noise is large: it needs a band beyond the objective's {usual.low:g}, {usual.high:g}, and inside it "
             "the policy may move as far unseen. Better keep the noise out of the ratio, at the cost of one more forward pass a "
-            'batch, with loss.anchor="decoupled" and loss.correction="token_tis"; or sample without quantization. ' + advice
+            f"batch, with {cure}; or sample without quantization. {advice}"
         )
     return advice

@@ -55,6 +55,20 @@ def test_large_noise_of_a_quantized_engine_is_told_with_settings_that_keep_it_ou
     check(load(None, ["model.path=m", "task.train_data=d", *CURE]))
 
 
+def test_noise_is_kept_out_of_the_ratio_of_an_objective_that_weighs_by_the_engines_itself(tiny_model: Path) -> None:
+    calibration = calibrated(tiny_model, noise=0.5, objective="minirl")
+    assert calibration.recommended is not None and calibration.recommended.low > 0.5
+    text = printed(calibration)
+    assert 'with loss.anchor="proximal"; or' in text and "decoupled" not in text
+
+
+def test_bounds_of_a_divergence_are_not_judged_by_noise_that_is_known_as_ratios(tiny_model: Path) -> None:
+    calibration = calibrated(tiny_model, noise=0.05, objective="dppo_kl")
+    assert calibration.recommended is None and calibration.checks == []
+    text = printed(calibration)
+    assert "drops tokens by their probabilities" in text and "clip/fraction" in text and "clips no gradient" not in text
+
+
 @pytest.mark.parametrize(("noise", "objective"), [(0.05, "gspo"), (0.05, "dapo"), (0.5, "cispo"), (0.5, "sapo")])
 def test_noise_that_the_objective_bears_is_no_reason_to_change_it(noise: float, objective: str, tiny_model: Path) -> None:
     assert "noise is large" not in printed(calibrated(tiny_model, noise, objective=objective))

@@ -371,6 +371,8 @@ def test_another_objective_has_its_own_values_and_the_runs_correction(config: Co
     assert dapo.loss.correction == "token_tis(0, 3)"
     assert objective_config(config, "dr_grpo").advantage.divide_by_std is False
     assert objective_config(config, "sapo").loss.clip_low is None
+    weighed = objective_config(msgspec.structs.replace(config, loss=LossSection(objective="minirl", weight_cap=9.0)), "grpo")
+    assert weighed.loss.weight_cap is None
 
 
 def test_another_objective_takes_the_place_of_the_runs_own_loss(config: Config) -> None:

@@ -292,15 +292,6 @@ def test_clips_that_noise_alone_makes_are_a_line_across_all_clips_where_the_floo
     assert "stackgroup" not in noise
 
 
-def test_clip_band_is_dashed_at_the_logs_of_its_bounds(tmp_path: Path):
-    (tmp_path / "config.toml").write_text(CONFIG.replace("clip_high = 0.05", "clip_high = 0.25"))
-    layout = figure_titled(report_of(tmp_path, whole_run()), "Sequence log-ratio")["layout"]
-    lines = [(shape["y0"], shape["y1"]) for shape in layout["shapes"]]
-    assert lines == [pytest.approx((-0.0512933, -0.0512933)), pytest.approx((0.2231436, 0.2231436))]
-    names = [(text["text"], text["y"], text["yanchor"]) for text in layout["annotations"]]
-    assert names == [("1 − clip_low", lines[0][0], "top"), ("1 + clip_high", lines[1][0], "bottom")]
-
-
 def test_time_shares_of_each_service_add_up(tmp_path: Path):
     traces = figure_titled(report_of(tmp_path, whole_run()), "Where the time went")["data"]
     shares: dict[str, dict[str, float]] = {}
