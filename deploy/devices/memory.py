@@ -1,7 +1,8 @@
 """Memory that a run's processes take on a GPU, computed from the settings and the model's sizes.
 
-Weights, optimizer, gradients and buffers are arithmetic. Activations follow from what autograd keeps in a model of Llama's
-structure, which a test counts. What CUDA and the kernels take is an estimate. No run on a GPU has checked these sums yet.
+Weights, optimizer, gradients and buffers are arithmetic, which tests hold to what DeepSpeed allocates on two ranks. Activations
+follow from what autograd keeps in a model of Llama's structure; tests count that too, at the shapes of an 8B model. What CUDA
+and the kernels take is an estimate. No run on a GPU has checked these sums yet.
 """
 
 from typing import Any, NamedTuple
@@ -76,21 +77,34 @@ def learner_need(config: Config, sizes: ModelSizes) -> Need:
     if config.kl.loss_coef or config.kl.reward_coef:
         # The reference is whole on every rank.
         weights += sizes.num_parameters * dtype_bytes
-    optimizer = 0.0 if _is_offloaded(config) else owned * (12 if is_bfloat16 else 8)
-    gradients = 4 * (owned if stage >= 2 else num_trained)
-    # Temporaries of AdamW, and under ZeRO the flat gradient.
-    step = min(owned, LIVE_PARAMETERS) * (8 if stage else 4)
+    # Under ZeRO the optimizer has float32 weights of its own, also of a float32 model.
+    optimizer = 0.0 if _is_offloaded(config) else owned * (12 if stage else 8)
+    # The flat gradient; fused AdamW has no temporaries.
+    step = 4 * min(owned, LIVE_PARAMETERS) if stage >= 2 else 0
     activations = _activation_bytes(config, sizes)
     return Need(
         (
             Part("weights", weights),
             Part("optimizer", optimizer),
-            Part("gradients", gradients + (4 * _reduce_bucket(config) if stage else 0)),
+            Part("gradients", _gradient_bytes(config, stage, num_trained, owned)),
             # The two peaks come one after the other.
             Part("optimizer step", step, True) if step > activations else Part("activations", activations, True),
             Part("CUDA", CONTEXT_BYTES, True),
         )
     )
+
+
+def _gradient_bytes(config: Config, stage: int, num_trained: float, owned: float) -> float:
+    """Return the gradients at the end of a backward pass, and the buffer in which ranks add them up."""
+    if stage >= 2:
+        return 4 * (owned + _reduce_bucket(config))
+    if stage == 1 and config.model.dtype == "bfloat16":
+        # The sums, and those of the last micro-batch.
+        return (4 + 2) * num_trained
+    if stage == 1:
+        # All of them, and this rank's part of the averages.
+        return 4 * (num_trained + owned)
+    return 4 * (num_trained + (min(num_trained, REDUCE_BUCKET) if config.launch.learner_processes > 1 else 0))
 
 
 def engine_need(config: Config, sizes: ModelSizes) -> Need:

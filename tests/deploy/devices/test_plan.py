@@ -90,8 +90,8 @@ def test_actors_share_the_learners_gpu_only_where_there_is_no_other() -> None:
     plan = planned("launch.num_actors=2", gpus=1, gib=48)
     need = learner_need(load(None, BASE), SIZES["Qwen/Qwen3-0.6B"]).num_bytes
     assert plan.learner_bytes == int(need)
-    # (48 - 17.3 - 5% of 48) / 2 = 14.1 of 48, rounded down
-    assert [actor.share for actor in plan.actors] == [0.29, 0.29]
+    # (48 - 16.0 - 5% of 48) / 2 = 14.8 of 48, rounded down
+    assert [actor.share for actor in plan.actors] == [0.3, 0.3]
     assert [plan.sharers(index) for index in range(2)] == [(True, (1,)), (True, (0,))]
 
 
@@ -118,9 +118,9 @@ def test_share_that_the_user_sets_is_not_replaced_and_what_is_surely_too_much_is
     assert [actor.share for actor in plan.actors] == [None]
     assert plan.warnings == ()
     (warning,) = planned("actor.engine_options.gpu_memory_utilization=0.4", gpus=1, gib=24).warnings
-    assert "on GPU 0 the learner's 17.3 + 1 x 9.6 for actors = 26.9 GiB, and 24.0 GiB are free" in warning
+    assert "on GPU 0 the learner's 16.0 + 1 x 9.6 for actors = 25.6 GiB, and 24.0 GiB are free" in warning
     with pytest.raises(
-        SettingError, match=r"gpu_memory_utilization = 0.9.*the learner's 17.3 \+ 1 x 21.6 .* 24.0 GiB are free"
+        SettingError, match=r"gpu_memory_utilization = 0.9.*the learner's 16.0 \+ 1 x 21.6 .* 24.0 GiB are free"
     ):
         planned("actor.engine_options.gpu_memory_utilization=0.9", gpus=1, gib=24)
     with pytest.raises(
@@ -136,14 +136,14 @@ def test_share_that_the_user_sets_is_not_replaced_and_what_is_surely_too_much_is
             ["train.activation_checkpointing=false"],
             1,
             24,
-            r"a learner process needs weights 1.1 \+ optimizer 6.7 \+ gradients 4.1 \+ activations 32.5 \+ CUDA 1.0 = 45.4 GiB",
+            r"a learner process needs weights 1.1 \+ optimizer 6.7 \+ gradients 3.3 \+ activations 32.5 \+ CUDA 1.0 = 44.7 GiB",
             "Set train.activation_checkpointing=true. To start all the same",
         ),
         (
             ["launch.num_actors=2"],
             1,
             24,
-            r"2 on GPU 0 get 2.6 GiB each \(24.0 GiB free, less the learner's 17.3 and a reserve\), and each needs weights 1.1",
+            r"2 on GPU 0 get 3.4 GiB each \(24.0 GiB free, less the learner's 16.0 and a reserve\), and each needs weights 1.1",
             "Set launch.num_actors=1.",
         ),
         (["model.dtype=float32"], 2, 16, "17.4 GiB, and the GPU has 16.0", "Set train.micro_batch_tokens=4096. To start"),
@@ -196,7 +196,7 @@ def test_model_too_large_for_every_cure_gets_an_honest_one() -> None:
 def test_gpu_that_the_user_names_is_tried_when_only_estimates_exceed_it() -> None:
     many = "train.activation_checkpointing=false"
     (warning,) = planned(many, "launch.learner_gpus=[0]", gpus=2, gib=24).warnings
-    assert "45.4 GiB, and the GPU has 24.0 GiB free; the sum is partly an estimate" in warning
+    assert "44.7 GiB, and the GPU has 24.0 GiB free; the sum is partly an estimate" in warning
     with pytest.raises(SettingError, match="weights"):
         planned("launch.learner_gpus=[0]", gpus=2, gib=8)
 
@@ -251,15 +251,14 @@ def test_instances_of_a_gpu_take_one_process_each_and_no_nccl() -> None:
 
 def test_plan_is_told_gpu_by_gpu_with_the_sums() -> None:
     assert planned(gpus=1, gib=48).notes == (
-        "GPU 0 (H100, 48.0 of 48.0 GiB free): learner 17.3 GiB, actor-0 27.8 GiB (0.58)",
-        "each learner process, estimated: "
-        "weights 1.1 + optimizer 6.7 + gradients 4.1 + optimizer step 4.4 + CUDA 1.0 = 17.3 GiB",
+        "GPU 0 (H100, 48.0 of 48.0 GiB free): learner 16.0 GiB, actor-0 29.3 GiB (0.61)",
+        "each learner process, estimated: weights 1.1 + optimizer 6.7 + gradients 3.3 + activations 3.9 + CUDA 1.0 = 16.0 GiB",
         "each actor, on each of its GPUs, at least: weights 1.1 + KV cache 0.88 + engine 2.7 = 4.6 GiB",
         "actors start when the learner has taken its memory, those of one GPU one after the other",
         "weights travel by gloo: NCCL takes one process to a GPU",
     )
     assert planned(gpus=3).notes[:3] == (
-        "GPU 0 (H100, 80.0 of 80.0 GiB free): learner 17.3 GiB",
+        "GPU 0 (H100, 80.0 of 80.0 GiB free): learner 16.0 GiB",
         "GPU 1 (H100, 80.0 of 80.0 GiB free): actor-0",
         "GPU 2 (H100, 80.0 of 80.0 GiB free): nobody",
     )

@@ -15,10 +15,19 @@ from offbeat.common.environment import prepare_environment
 prepare_environment()
 
 from offbeat.common.weights import WeightBuffer  # noqa: E402
+from offbeat.learner.policy.zero import gathered_parameters  # noqa: E402
 from offbeat.learner.training.checkpoints import CheckpointFailedError  # noqa: E402
 from offbeat.learner.training.trainer import Trainer  # noqa: E402
-from tests.learner.training.trainer_cases import APART, SGD, make_config, make_groups  # noqa: E402
+from tests.learner.training.trainer_cases import (  # noqa: E402
+    APART,
+    GATHERED_NUMEL,
+    MEMORY_CASES,
+    SGD,
+    make_config,
+    make_groups,
+)
 from tests.learner.training.trainer_cases import RANK_CASES as CASES  # noqa: E402
+from tests.live_bytes import LiveBytes  # noqa: E402
 
 
 def train(model: Path, case: str, checkpoints: Path) -> dict[str, object]:
@@ -49,6 +58,28 @@ def train(model: Path, case: str, checkpoints: Path) -> dict[str, object]:
     }
 
 
+def count_memory(model: Path, case: str) -> dict[str, int]:
+    """Count what one rank of a case holds in its second optimizer step, and while whole weights pass through it."""
+    config = make_config(model, **MEMORY_CASES[case], learning_rate=1e-3)
+    with LiveBytes("cpu") as live:
+        trainer = Trainer(config)
+        # Its samples of gradients are larger than the tiny model.
+        trainer._direction.compare = lambda gradients: None
+        trainer.train_batch(make_groups(3, seed=1))
+        live.most = live.now
+        trainer.train_batch(make_groups(3, seed=2))
+        in_step, before = live.most, live.now
+        live.most = before
+        for _ in gathered_parameters(trainer._module.policy.named_parameters(), bucket_numel=GATHERED_NUMEL):
+            pass
+        gathered = live.most - before
+        if config.train.zero_stage == 0:
+            # They are those that were loaded, beside the counter.
+            in_step += sum(parameter.nbytes for parameter in trainer._module.parameters())
+        trainer.close()
+    return {"in_step": in_step, "gathered": gathered}
+
+
 def save_on_a_full_disk(trainer: Trainer, folder: Path) -> str:
     """Save a checkpoint while rank 1 may write no large file; return what this rank was told."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -69,8 +100,9 @@ def main(model: Path, result: Path) -> None:
     own.mkdir()
     os.chdir(own)
     outcome = {case: train(model, case, Path("run") if case in APART else result.parent / "run") for case in CASES}
+    memory = {case: count_memory(model, case) for case in MEMORY_CASES}
     if torch.distributed.get_rank() == 0:
-        torch.save(outcome, result)
+        torch.save(outcome | {"memory": memory}, result)
 
 
 if __name__ == "__main__":

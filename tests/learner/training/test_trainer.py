@@ -8,18 +8,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from offbeat.common.config import Config
+from offbeat.common.config import Config, LaunchSection
 from offbeat.common.learning_sections import KlSection, RewardSection
 from offbeat.common.settings import SettingError
 from offbeat.common.weights import WeightBuffer
+from offbeat.deploy.devices.memory import learner_need
+from offbeat.deploy.devices.model_sizes import model_sizes
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.training.checkpoints import find_damage
 from tests.late_copies import LateCopies
-from tests.learner.training.trainer_cases import APART, RANK_CASES, SGD, make_config, make_groups
+from tests.learner.training.trainer_cases import APART, GATHERED_NUMEL, MEMORY_CASES, RANK_CASES, SGD, make_config, make_groups
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -471,3 +474,26 @@ def test_two_ranks_save_one_model_and_one_checkpoint(two_ranks, case):
     model = AutoModelForCausalLM.from_pretrained(folder / f"model-{case}", dtype=torch.float32)
     weights = results[case]["weights"]
     assert all(torch.equal(weights[name], parameter) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("case", MEMORY_CASES)
+def test_a_ranks_memory_in_a_step_is_that_of_the_device_plan(tiny_model, two_ranks, case):
+    _, results = two_ranks
+    config = make_config(tiny_model, **MEMORY_CASES[case])
+    sizes = model_sizes(str(tiny_model))
+    assert sizes is not None
+    need = learner_need(msgspec.structs.replace(config, launch=LaunchSection(learner_processes=2)), sizes)
+    planned = sum(part.num_bytes for part in need.parts if part.name in ("weights", "optimizer", "gradients"))
+    if config.train.zero_stage >= 2:
+        # The plan has the larger one of optimizer step and activations, whose part for the head is too large for a tiny model.
+        planned += 4 * sizes.num_parameters / 2
+    assert 0.88 <= results["memory"][case]["in_step"] / planned <= 1.05
+
+
+def test_rank_that_takes_the_snapshot_gathers_one_bucket_of_weights_at_a_time(two_ranks):
+    _, results = two_ranks
+    for case, counted in results["memory"].items():
+        dtype_bytes = 2 if case.startswith("bfloat16") else 4
+        # A bucket, and the ranks' parts of it that arrive.
+        most = 2 * GATHERED_NUMEL * dtype_bytes if case.endswith("stage 3") else 0
+        assert most / 2 < counted["gathered"] <= most or counted["gathered"] == most == 0

@@ -115,3 +115,18 @@ RANK_CASES = {
         },
     ),
 }
+
+_SMALL_BUFFERS = {
+    "reduce_bucket_size": 100_000,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 1,
+    "stage3_prefetch_bucket_size": 1,
+}
+MEMORY_CASES: dict[str, dict[str, Any]] = {
+    f"{dtype}, stage {stage}": {"dtype": dtype, "zero_stage": stage, "deepspeed": {"zero_optimization": _SMALL_BUFFERS}}
+    for dtype, stage in (("bfloat16", 1), ("bfloat16", 2), ("bfloat16", 3), ("float32", 0), ("float32", 1))
+}
+"""Arguments of `make_config` for two ranks whose memory is counted, with buffers that are small beside the tiny model."""
+
+GATHERED_NUMEL = 40_000
+"""Numbers gathered at once there: more than any weight of the tiny model has, and an eighth of all."""
