@@ -138,7 +138,7 @@ def test_command_prints_what_it_stores_and_leaves_no_model(sampled: Sampled) -> 
         "device": "cpu",
         "quantization": "",
     }
-    assert sampled.output["recommended"] == [3e-4, 4e-4, True]
+    assert sampled.output["recommended"] == [3e-4, 4e-4, True, False]
     assert not (sampled.folder / "model").exists()
 
 

@@ -1,5 +1,6 @@
 """A calibration is read back unchanged, refused when malformed, and lists what has changed since."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,15 @@ def make_calibration(config: Config | None = None) -> Calibration:
 def test_calibration_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     calibration = make_calibration(Config(actor=ActorSection(engine_options={"quantization": "fp8"})))
     assert load_calibration(str(save_calibration(calibration, tmp_path))) == calibration
+
+
+def test_calibration_of_a_version_without_prefix_ratios_is_read(tmp_path: Path) -> None:
+    file = save_calibration(make_calibration(), tmp_path)
+    older = json.loads(file.read_text())
+    older["recommended"] = older["recommended"][:3]
+    older["checks"][0]["band"] = older["checks"][0]["band"][:3]
+    file.write_text(json.dumps(older))
+    assert load_calibration(str(file)) == make_calibration()
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{}", b'{"made_at": 3}', b'{"made_at": "\xc3"}'])
