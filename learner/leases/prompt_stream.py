@@ -195,7 +195,9 @@ class PromptStream:
 
     def _next_kept(self) -> int:
         """Return the position of the next turn that the shares keep."""
-        position = self._position
+        position, index = self._position, self._position - self._begin
+        if 0 <= index < len(self._order) and self._is_kept[index]:
+            return position
         while True:
             ahead = self._is_kept_from(position)
             # `argmax` stops at the first True.
