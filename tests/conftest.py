@@ -42,8 +42,8 @@ LEFT_OUT_KEY = "left_out"
 MARK_VARIABLE = "OFFBEAT_TESTS"
 """Environment variable of every process that a test starts, directly or indirectly."""
 SHARED_MEMORY = Path("/dev/shm")
-EXTRA_PACKAGES = ("mlflow", "trackio", "wandb")
-"""Packages of extras that `dev` does not bring: MLflow and trackio exclude the versions of others in constraints.txt."""
+EXTRA_PACKAGES = ("mlflow", "ray", "trackio", "wandb")
+"""Packages of extras that `dev` does not bring: MLflow and trackio exclude versions in constraints.txt, Ray is large."""
 LEAVE_S = 10.0
 """Longest time that processes may take to end after the last test."""
 

@@ -15,6 +15,7 @@ from offbeat.deploy.commands.arguments import Operator, read_config_of_run
 from offbeat.deploy.live.link import ask, open_link_to
 from offbeat.deploy.pools.kubernetes import open_kubernetes_pool
 from offbeat.deploy.pools.pool import Pool
+from offbeat.deploy.pools.ray_pool import open_ray_pool
 from offbeat.deploy.pools.reconcile import reconcile
 from offbeat.deploy.pools.slurm import open_pool
 from offbeat.lab.ended_run import read_end
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 OpenPool = Callable[[Config, str], Pool]
 """A function that opens a pool for a run's settings, with the PLACE of `--on KIND:PLACE`, which may be empty."""
-POOLS: dict[str, OpenPool] = {"slurm": open_pool, "kubernetes": open_kubernetes_pool}
+POOLS: dict[str, OpenPool] = {"slurm": open_pool, "kubernetes": open_kubernetes_pool, "ray": open_ray_pool}
 """The kinds of pools by the name that `--on` takes."""
 
 
@@ -34,7 +35,8 @@ def command(
         str,
         typer.Option(
             metavar="KIND:PLACE",
-            help="slurm:DIR, with the folder that `offbeat deploy slurm` wrote; kubernetes, in a pod: the Deployment actor.",
+            help="slurm:DIR, with the folder that `offbeat deploy slurm` wrote; kubernetes, in a pod: the Deployment actor; "
+            "ray, on a node of the cluster, or ray:ADDRESS.",
         ),
     ],
     operator: Operator = "operator",

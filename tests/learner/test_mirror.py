@@ -94,6 +94,7 @@ def test_run_goes_on_from_its_mirror_on_an_empty_disk(run: Run, tmp_path: Path) 
     run.write("log/00000001.log", b"closed")
     run.write("log/00000002.log", b"written to the last moment")
     run.write("model/config.json", b"{}")
+    run.write("mlflow_run_id.txt", b"its run in a tracker")
     run.save(4)
     run.save(8)
     with run.mirror():
@@ -103,7 +104,7 @@ def test_run_goes_on_from_its_mirror_on_an_empty_disk(run: Run, tmp_path: Path) 
     config = Config(run=RunSection(dir=str(elsewhere), resume="auto", mirror=run.url))
     assert settle_resume(config).run.resume is True
     names = {path.relative_to(elsewhere).as_posix() for path in elsewhere.rglob("*") if path.is_file()}
-    fetched = {*SMALL, "log/00000001.log", "log/00000002.log", *checkpoint(8)}
+    fetched = {*SMALL, "mlflow_run_id.txt", "log/00000001.log", "log/00000002.log", *checkpoint(8)}
     assert names == {*fetched, "learner.lock"}
     assert all((elsewhere / name).read_bytes() == (run.folder / name).read_bytes() for name in fetched)
     assert checkpoints.find_damage(elsewhere / "checkpoints/step-00000008") is None

@@ -5,12 +5,13 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from offbeat.common import row_process
 from offbeat.common.config import Config
-from offbeat.common.rows import EvalRow, EventRow, GroupRow, Row
+from offbeat.common.rows import EvalRow, EventRow, Row
 from offbeat.common.settings import load
 from offbeat.learner.trackers.tracking import settings_to_show, tracking
 from tests.learner.trackers.standins import write_trackio
@@ -43,26 +44,13 @@ def wait_for(claim: Callable[[], bool]) -> None:
 
 def test_tracker_gets_the_numbers_of_steps_and_evaluations_and_goes_on_where_the_run_does(config: Config) -> None:
     evaluation = EvalRow(time=1.0, policy_version=1, reward=0.75, length=None, num_completions=8, num_failed=0)
-    crowd = GroupRow(
-        time=1.0,
-        lease_id=1,
-        prompt_id=1,
-        actor="a",
-        outcome="trained",
-        reason="",
-        policy_version=1,
-        policy_lag=0,
-        lengths=[],
-        rewards=[],
-        generate_s=0.0,
-        num_segments=1,
-    )
     recorded: list[Row] = []
-    for rows in ([step(1), crowd, evaluation, final("stopped")], [step(2), final("finished")]):
+    for rows in ([step(1), evaluation, final("stopped")], [step(2), final("finished")]):
         with tracking(config, recorded.append) as add:
             for row in rows:
                 add(row)
     names = [note.get("name") for note in notes() if note["call"] == "init"]
+    assert [note["resume"] for note in notes() if note["call"] == "init"] == ["allow"] * 2
     assert [note["call"] for note in notes()] == ["init", "log", "log", "finish", "init", "log", "finish"]
     assert names == [Path("runs/a/trackio_run_id.txt").read_text()] * 2
     assert str(names[0]).startswith("a-")
@@ -103,6 +91,16 @@ def test_failing_tracker_costs_a_warning_and_an_event(
     assert [(row.event, row.detail) for row in recorded if isinstance(row, EventRow)] == [("tracker_failed", detail)]
     assert f"{detail}; training goes on" in caplog.text
     assert "ImportError" in Path("runs/a/logs/trackio.log").read_text()
+
+
+def test_rows_that_no_tracker_keeps_do_not_crowd_out_the_others(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[Row] = []
+    process = SimpleNamespace(add=handed.append, ask_to_end=lambda: None, close=lambda: 0)
+    monkeypatch.setattr("offbeat.learner.trackers.tracking.RowProcess", lambda *_, **__: process)
+    with tracking(config, lambda row: None) as add:
+        for row in (step(1), EventRow(time=1.0, event="resumed", detail=""), final("finished")):
+            add(row)
+    assert handed == [step(1), final("finished")]
 
 
 def test_settings_are_shown_without_secrets() -> None:
