@@ -114,6 +114,15 @@ def test_nothing_but_the_learners_trainer_changes_the_weights(tiny_model: Path, 
     assert len({buffer.flat.numpy().tobytes() for buffer in recorded.weights}) == NUM_STEPS, "every step moves them"
 
 
+def test_every_step_draws_anew(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps on one prompt, all under version 0."""
+    seen = Recorded(monkeypatch)
+    run_exactly(make_config(tiny_model), PROMPTS[:1], PROMPTS[:1], lag=2, noise=0.0)
+    groups = [group for batch in seen.batches[:3] for group in batch]
+    assert {(group.prompt_id, group.oldest_version) for group in groups} == {(0, 0)}
+    assert len({tuple(tuple(rollout.token_ids) for rollout in group.rollouts) for group in groups}) == len(groups) == 9
+
+
 def test_on_policy_ratios_are_one(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_policy = Recorded(monkeypatch)
     run(tiny_model, lag=0)
