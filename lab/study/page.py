@@ -158,7 +158,7 @@ def _probe_sections(probes: Sequence[ProbeRow]) -> list[str]:
             f"### Bias and variance of gradients: `{task}`",
             "At the end of a run of the default at each lag: the cosine of a method's expected gradient on stale completions "
             "with its own on fresh ones, and in brackets the variance of the stale one over its squared norm. Above them, how "
-            "far the two policies are apart.",
+            "far the two policies are apart. – where the batches are too few to tell.",
             _markdown(("method", *(f"lag {lag}" for lag in lags)), lines),
         ]
     return parts
@@ -167,9 +167,8 @@ def _probe_sections(probes: Sequence[ProbeRow]) -> list[str]:
 def _bias_and_variance(rows: Sequence[ProbeRow]) -> str:
     cosines = [row.cosine for row in rows if row.cosine is not None]
     variances = [row.variance for row in rows if row.variance is not None]
-    if not cosines or not variances:
-        return "–"
-    return f"{statistics.fmean(cosines):.2f} ({statistics.fmean(variances):.2g})"
+    cosine = f"{statistics.fmean(cosines):.2f}" if cosines else "–"
+    return f"{cosine} ({statistics.fmean(variances):.2g})" if variances else cosine
 
 
 def _picture_name(task: str, noise: float) -> str:

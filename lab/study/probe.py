@@ -67,17 +67,15 @@ def distances(weights: NDArray[np.float64]) -> tuple[float, float]:
 def compare_gradients(stale: Tensor, fresh: Tensor) -> tuple[float | None, float | None]:
     """Return the cosine of the two expected gradients, and the relative variance of the first; `[batches, parameters]` each.
 
-    The norm of a sample's mean holds a part of the variance, which is taken out of it. None where nothing is left: the mean is
-    not told from 0.
+    The norm of a sample's mean holds a part of the variance, which is taken out of it, so a cosine may by chance be above 1.
+    None for a cosine where the noise of either mean is larger than what it is a mean of,
+    and for a variance where nothing is left of the norm.
     """
-    (stale_mean, stale_norm, variance), (fresh_mean, fresh_norm, _) = map(_moments, (stale, fresh))
-    if stale_norm <= 0:
-        return None, None
-    if fresh_norm <= 0:
-        return None, variance / stale_norm
-    cosine = float(torch.dot(stale_mean, fresh_mean)) / (stale_norm * fresh_norm) ** 0.5
-    # The estimate of a cosine near 1 may be above it.
-    return min(1.0, max(-1.0, cosine)), variance / stale_norm
+    (stale_mean, stale_norm, stale_variance), (fresh_mean, fresh_norm, fresh_variance) = map(_moments, (stale, fresh))
+    relative = stale_variance / stale_norm if stale_norm > 0 else None
+    if stale_norm < stale_variance / len(stale) or fresh_norm < fresh_variance / len(fresh):
+        return None, relative
+    return float(torch.dot(stale_mean, fresh_mean)) / (stale_norm * fresh_norm) ** 0.5, relative
 
 
 def _moments(gradients: Tensor) -> tuple[Tensor, float, float]:

@@ -13,7 +13,7 @@ class ProbeRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lag: int
     seed: int
     cosine: float | None
-    """Cosine of the expected gradient on stale completions with that on fresh ones; None where either is not told from 0."""
+    """Cosine of the expected gradient on stale completions with that on fresh ones; None where the batches are too few."""
     variance: float | None
     """Variance of the gradient over the square of its expectation's norm; None where that is not told from 0."""
     total_variation: float

@@ -27,9 +27,6 @@ def test_cosine_and_variance_are_freed_from_the_noise_of_the_means() -> None:
     cosine, variance = compare_gradients(batches(expected), batches(turned))
     assert cosine == pytest.approx(0.6, abs=0.03)
     assert variance == pytest.approx(4.0, rel=0.05)
-    few, _ = compare_gradients(batches(expected)[:8], batches(expected)[:8])
-    # Without the correction it were about 1 / (1 + 4 / 8) = 0.67.
-    assert few == pytest.approx(1.0, abs=0.1)
 
 
 def test_a_mean_that_is_not_told_from_0_has_no_direction() -> None:
@@ -39,3 +36,13 @@ def test_a_mean_that_is_not_told_from_0_has_no_direction() -> None:
     cosine, variance = compare_gradients(known, opposite)
     assert cosine is None
     assert variance == pytest.approx(0.005, rel=0.01)
+
+
+def test_a_mean_whose_noise_is_larger_than_itself_has_no_direction() -> None:
+    """Two values 1 + a and 1 - a: the mean's noise is a^2, and 1 - a^2 is left of its squared norm."""
+    known = torch.tensor([[1.0, 0.0], [1.0, 0.1]])
+    assert compare_gradients(torch.tensor([[1.8, 0.0], [0.2, 0.0]]), known) == (None, pytest.approx(1.28 / 0.36))
+    cosine, variance = compare_gradients(torch.tensor([[1.6, 0.0], [0.4, 0.0]]), known)
+    assert variance == pytest.approx(0.72 / 0.64)
+    # (1, 0) . (1, 0.05) over the root of 0.64 times 1.
+    assert cosine == pytest.approx(1 / 0.8, rel=0.01)
