@@ -20,7 +20,7 @@ from typing import Protocol
 from offbeat.actor.environments import forker
 from offbeat.actor.reward_guard import MARK_VARIABLE
 from offbeat.common.environment import has_gpu
-from offbeat.common.own_process import ROOM, ROOM_VARIABLE, has_room_for_variable, has_threads
+from offbeat.common.own_process import ROOM, ROOM_VARIABLE, has_room_for_variable, has_threads, show_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +145,7 @@ class ForkOfActor:
         if self.pid == 0:
             try:
                 other_end.close()
+                show_arguments(forker.COMMAND)
                 forker.serve_forks(end, actor, has_parser=has_parser)
             except BaseException:  # noqa: BLE001, the interpreter's last resort
                 traceback.print_exc()

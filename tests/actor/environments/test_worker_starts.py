@@ -92,6 +92,7 @@ def test_forks_of_an_actor_with_one_thread_share_its_imports_and_die_with_it(tmp
     with actor, actor.stdin, actor.stdout:
         assert actor.stdout.readline() == "once True\n"
         pids = [int(pid) for pid in actor.stdout.readline().split()]
+        assert [processes.arguments(pid)[2] for pid in pids[1:]] == [forker.COMMAND[2], forker.WORKER[2], forker.WORKER[2]]
         draws: set[str] = set()
         for _ in range(2):
             actor.stdin.write("play\n")
