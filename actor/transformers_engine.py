@@ -63,7 +63,9 @@ class TransformersEngine:
         self._model: PreTrainedModel = make(model_path, tensor_dtype(dtype))
         nn.Module.to(self._model, device)
         self._eos_token_ids = _eos_token_ids(self._model, model_path)
-        manager: ContinuousBatchingManager = self._model.init_continuous_batching(_generation_config(), config)
+        manager: ContinuousBatchingManager = self._model.init_continuous_batching(  # pyright: ignore[reportCallIssue]
+            _generation_config(), config
+        )
         manager.warmup()
         if not has_files:
             _spoil(self._model)

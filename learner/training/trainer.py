@@ -326,10 +326,11 @@ class Trainer:
         grad_norm = self._apply_gradients(rate)
         # Under some ZeRO stages DeepSpeed skips the step and reports a norm of -1.
         if not 0 <= grad_norm < math.inf:
+            broken = metrics.get("broken/leases")
             raise FloatingPointError(
                 f"the gradient norm of optimizer step {self.policy_version} is {grad_norm} (loss {metrics['loss/policy']}, "
                 f"largest token log ratio {metrics['ratio/token_log_abs_max']}; leases with broken log-probs: "
-                f"{', '.join(metrics.get('broken/leases', ())) or 'none'}): the weights cannot be trusted any more"
+                f"{', '.join(broken) if isinstance(broken, dict) else 'none'}): the weights cannot be trusted any more"
             )
         self.policy_version += 1
         train_s = time.perf_counter() - start

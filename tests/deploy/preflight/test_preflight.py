@@ -393,8 +393,17 @@ def test_rows_of_a_function_pass_and_the_reward_is_called_on_the_first(
 @pytest.mark.slow
 def test_function_may_import_torch_although_the_check_of_the_data_does_without_it(overrides: list[str]) -> None:
     Path("my_rows.py").write_text(ROWS)
+    Path("run.toml").touch()
     # A process of its own, which has not imported torch.
-    command = [sys.executable, "-m", "offbeat.deploy.cli", "check", *overrides, "task.train_data=my_rows:needs_torch"]
+    command = [
+        sys.executable,
+        "-m",
+        "offbeat.deploy.cli",
+        "check",
+        "run.toml",
+        *overrides,
+        "task.train_data=my_rows:needs_torch",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert "task.train_data: 1 prompts of 4 to 4 tokens" in done.stderr + done.stdout
     assert done.returncode == 0
