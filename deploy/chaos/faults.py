@@ -33,6 +33,9 @@ NUM_STRANGERS = 1500
 CHECKPOINT_WAIT_S = 30.0
 """Seconds to wait until the learner writes a checkpoint."""
 CHECKPOINT_LOOK_S = 0.1
+CHILD_WAIT_S = 30.0
+"""Seconds to wait until an actor has a child."""
+CHILD_LOOK_S = 0.1
 LOCK_WAIT_S = 30.0
 """Seconds to wait until a starting learner has locked the run's folder."""
 NOTICE_S = 5.0
@@ -196,7 +199,7 @@ def commit(fault: Fault, scene: Scene) -> Committed:
         case "preempt actor":
             return _preempt(victims, fault)
         case "kill actor's child":
-            return _kill_child(victims.find(fault.target), fault.target, generator)
+            return _kill_child(victims, fault.target, generator)
         case "stop learner" | "stop actor":
             return _stop(victims, fault)
         case "cut connection":
@@ -318,10 +321,13 @@ def _await_checkpoint(scene: Scene) -> Path | None:
     return partial[0] if partial else None
 
 
-def _kill_child(parent: int, target: Target, generator: random.Random) -> Committed:
-    children = processes.descendants(parent)
-    if not children:
-        return Committed(None)
+def _kill_child(victims: Victims, target: Target, generator: random.Random) -> Committed:
+    deadline = time.monotonic() + CHILD_WAIT_S
+    # An actor that a fault before this one has killed may have just begun to start.
+    while not (children := processes.descendants(victims.find(target))):
+        if time.monotonic() > deadline:
+            return Committed(None)
+        victims.pause(CHILD_LOOK_S)
     child = generator.choice(children)
     name = "its resource tracker" if "resource_tracker" in " ".join(processes.arguments(child)) else "its worker"
     processes.kill(child)

@@ -5,12 +5,15 @@ The reward function runs in the actors' processes, the judge in that of chaos.
 
 import http.server
 import json
+import logging
 import os
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 URL_VARIABLE = "OFFBEAT_CHAOS_JUDGE"
 """Environment variable with the judge's address."""
@@ -58,6 +61,10 @@ class Judge(http.server.ThreadingHTTPServer):
             pause(seconds)
         finally:
             self.is_down = False
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Actors are killed while they wait for an answer."""
+        logger.debug("an actor hung up", exc_info=True)
 
     def close(self) -> None:
         """Stop serving."""

@@ -136,14 +136,12 @@ def test_learner_is_killed_while_its_checkpoint_is_half_written(scene: Scene) ->
     assert processes.has_ended(scene.victims.find("learner"))
 
 
-def test_child_of_an_actor_is_killed_and_the_actor_is_not(scene: Scene) -> None:
+def test_child_of_an_actor_is_awaited_and_killed_and_the_actor_is_not(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     actor = scene.victims.find("local actor")
-    deadline = time.monotonic() + 10
-    while not processes.children(actor) and time.monotonic() < deadline:
-        time.sleep(0.02)
     assert detail_of(commit(fault("kill actor's child", "local actor"), scene)).startswith("local actor: killed")
     assert not processes.has_ended(actor)
     assert processes.children(actor) == []
+    monkeypatch.setattr(faults, "CHILD_WAIT_S", 0.1)
     assert commit(fault("kill actor's child", "local actor"), scene).detail is None
 
 
