@@ -147,11 +147,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "warm" in getattr(item, "fixturenames", ()):
             item.add_marker("service")
-    # Services take their time, most of it on one core: with two workers (`-n 2`) the other one runs everything else.
+    # Services come first, with two workers (`-n 2`) in a chain on each; everything else fills the time that is left.
     items.sort(key=lambda item: item.get_closest_marker("service") is None)
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            group = "services" if item.get_closest_marker("service") else item.location[0]
+            # Chaos is a third of the services' time, and a chain of its own.
+            is_chaos = item.path.parent.name == "chaos"
+            services = "services of chaos" if is_chaos else "services"
+            group = services if item.get_closest_marker("service") else item.location[0]
             item.add_marker(pytest.mark.xdist_group(group))
     _leave_out(config, items, set(SLOW_MARKERS) if config.getoption("--fast") else set())
     if config.getoption("--gpu"):
@@ -162,6 +165,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _leave_out(config, items, {"gpu"})
     if not all(importlib.util.find_spec(package) for package in EXTRA_PACKAGES):
         _leave_out(config, items, {"extras"})
+
+
+def pytest_runtest_teardown() -> None:
+    """Undo the signal handlers of a command that a test has called in this process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item], markers: set[str]) -> None:
