@@ -10,7 +10,7 @@ import torch
 
 from offbeat.common.learning_sections import AdvantageSection, KlSection
 from offbeat.common.routing import Routing
-from offbeat.common.step_metrics import ROUTING_METRICS, STEP_METRICS, Metric, routing_metric, step_metric
+from offbeat.common.step_metrics import ROUTING_METRICS, STEP_METRICS, TASK_SHARES, Metric, routing_metric, step_metric
 from offbeat.learner.diagnostics.calibration import save_calibration
 from offbeat.learner.diagnostics.group_metrics import group_metrics
 from offbeat.learner.diagnostics.routing_history import RoutingHistory
@@ -56,6 +56,9 @@ def test_trainer_and_loop_write_the_tables_metrics_and_no_others(tiny_model: Pat
                 written |= names(map(step_metric, metrics))
     written |= names(map(step_metric, group_metrics([_episode_group()], policy_version=0)))
     loop = literals(ROOT / "learner/service.py") | literals(ROOT / "learner/step_rows.py")
+    # The begin of these names is imported.
+    assert "{TASK_SHARES}{task}" in (ROOT / "learner/step_rows.py").read_text()
+    loop.add(f"{TASK_SHARES}sums")
     assert written | names(map(step_metric, loop)) == {metric.name for metric in STEP_METRICS}
 
 
