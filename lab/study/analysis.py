@@ -19,7 +19,7 @@ EARLY = 1 / 3
 
 
 class Condition(NamedTuple):
-    """What the runs of a table have in common, but for the method."""
+    """The conditions under which the methods of a table are compared: all else differs by method and seed."""
 
     task: str
     noise: float
@@ -47,7 +47,7 @@ class MethodResult:
 
 
 class Sign(NamedTuple):
-    """How well a number that is known before a collapse tells the runs that collapse from those that do not."""
+    """The power of a number, known before a collapse, to tell the runs that collapse from those that do not."""
 
     name: str
     num_collapsed: int

@@ -46,7 +46,7 @@ class Cell(NamedTuple):
 
 
 class Point(msgspec.Struct, frozen=True, array_like=True):
-    """What was measured at one evaluation, and over the steps since the one before."""
+    """The measurements of one evaluation, and of the steps since the one before."""
 
     step: int
     """Optimizer steps taken."""

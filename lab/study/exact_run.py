@@ -55,7 +55,7 @@ class TaskPrompt(NamedTuple):
 
 
 class RunResult(NamedTuple):
-    """What a run ended with."""
+    """The end of a run: how it ended, after how many steps, with which reward, and the curve until there."""
 
     outcome: Outcome
     num_steps: int

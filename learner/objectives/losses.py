@@ -217,12 +217,12 @@ def ce_gppo(
     dual_clip: float | None,
     preserved: tuple[float, float],
 ) -> TokenLosses:
-    """As `ppo_clip`, but clipped tokens keep a part of their gradient: `l = -preserved sg[clip(r)] (r / sg[r]) A`.
+    """Return the losses of `ppo_clip` whose clipped tokens keep a part of their gradient.
 
-    CE-GPPO, https://arxiv.org/abs/2509.20712, with its beta_1 and beta_2 as the two parts `preserved`: of the tokens below the
-    band, whose A is negative, and of those above it, whose A is positive. Gradient there: `-preserved[0] (1 - clip_low) A` and
-    `-preserved[1] (1 + clip_high) A`; `-r A` elsewhere. With 0 for both it is that of `ppo_clip`. `dual_clip` is as there, and
-    takes the gradient.
+    There `l = -preserved sg[clip(r)] (r / sg[r]) A`. CE-GPPO, https://arxiv.org/abs/2509.20712, with its beta_1 and beta_2 as
+    the two parts `preserved`: of the tokens below the band, whose A is negative, and of those above it, whose A is positive.
+    Gradient there: `-preserved[0] (1 - clip_low) A` and `-preserved[1] (1 + clip_high) A`; `-r A` elsewhere. With 0 for both it
+    is that of `ppo_clip`. `dual_clip` is as there, and takes the gradient.
     """
     advantages = torch.where(completion_mask, advantages, 0.0)
     log_ratio = log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)

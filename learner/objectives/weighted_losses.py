@@ -99,10 +99,11 @@ def dppo_kl(
     clip_high: float,
     weight_cap: float,
 ) -> TokenLosses:
-    """As `dppo_tv`, by the binary divergence `D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))`.
+    """Return the losses of `dppo_tv` with its trust region measured by the binary divergence.
 
-    DPPO-Binary-KL, https://arxiv.org/abs/2602.04879: dropped are A > 0 with p > q and `D > clip_high`, and A < 0 with p < q and
-    `D > clip_low`. As in the authors' code 1e-8 is added to `1 - p` and `1 - q`.
+    `D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))`. DPPO-Binary-KL, https://arxiv.org/abs/2602.04879: dropped are A > 0
+    with p > q and `D > clip_high`, and A < 0 with p < q and `D > clip_low`. As in the authors' code 1e-8 is added to `1 - p`
+    and `1 - q`.
     """
     probability, of_anchor = _probabilities(policy_logprobs, anchor_logprobs, completion_mask)
     others, others_of_anchor = (1 - probability).clamp(min=0) + 1e-8, (1 - of_anchor).clamp(min=0) + 1e-8

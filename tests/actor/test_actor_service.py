@@ -39,6 +39,7 @@ def test_leaving_actor_finishes_what_it_began_and_gives_back_what_it_did_not(lea
         learner.lease(1)
         learner.lease(2, min_policy_version=9)
         learner.wait_until_held(1, 2)
+        eventually(lambda: actor.engine.num_unfinished > 0, learner)
         actor.terminate()
         assert learner.wait(Credit).capacity == 0
         assert learner.wait(LeaseFailed) == LeaseFailed(lease_id=2, reason="returned")
@@ -66,6 +67,7 @@ def test_leaving_actor_gives_back_what_it_cannot_finish_in_time(learner: Learner
         learner.lease(2)
         learner.lease(3, min_policy_version=9)
         learner.wait_until_held(1, 2, 3)
+        eventually(lambda: actor.engine.num_unfinished > 0, learner)
         actor.terminate()
         if leave == "finish":
             assert learner.wait(LeaseFailed).lease_id == 3
@@ -89,6 +91,7 @@ def test_actor_that_leaves_stays_alive_to_the_learner_until_it_says_goodbye(lear
         actor.engine.is_held = True
         learner.lease(1)
         learner.wait_until_held(1)
+        eventually(lambda: actor.engine.num_unfinished > 0, learner)
         actor.terminate()
         assert learner.wait(Credit).capacity == 0
         assert learner.wait_until_held(1).policy_version == 0
@@ -111,6 +114,7 @@ def test_leaving_actor_does_not_wait_for_a_learner_that_it_has_lost(learner: Lea
         actor.engine.is_held = True
         learner.lease(1)
         learner.wait_until_held(1)
+        eventually(lambda: actor.engine.num_unfinished > 0, learner)
         actor.terminate()
         assert learner.wait(Credit).capacity == 0
         learner.send(SayHello())

@@ -315,7 +315,7 @@ def test_policy_object_decides_what_is_leased() -> None:
 
 
 class FirstIsDropped(StalenessPolicy):
-    """Whatever its age."""
+    """Drops the group of lease 0, whatever its age."""
 
     def evict(self, ready: Sequence, policy_version: int) -> list:
         return [group for group in ready if group.lease_id == 0]

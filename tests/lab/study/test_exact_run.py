@@ -47,13 +47,13 @@ def make_config(model: Path, objective: str = "gspo", *, seed: int = 1) -> Confi
 
 
 class Recorded:
-    """What the trainer of a run was given, gave, and was."""
+    """Records the batches, metrics and weights of the trainer of a run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.batches: list[list[Group]] = []
         self.metrics: list[Metrics] = []
         self.weights: list[WeightBuffer] = []
-        """Of every version from 0."""
+        """The weights of every version from 0."""
         train_batch = Trainer.train_batch
 
         def recording(trainer: Trainer, groups: Sequence[Group]) -> list[Metrics]:

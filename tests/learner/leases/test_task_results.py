@@ -61,7 +61,7 @@ def test_results_show_the_shares_in_force() -> None:
 
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_restart_has_the_results_of_its_checkpoint_and_of_groups_dropped_since(tmp_path: Path, *, is_saved: bool) -> None:
-    """What was trained on since the checkpoint is trained on again, and counts then."""
+    """Groups trained on since the checkpoint are trained on again, and count then."""
     log = WillingLog(tmp_path / "log")
     desk = make_desk(log)
     actor = Actor(desk, "a").join(capacity=4)
