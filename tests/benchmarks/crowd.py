@@ -120,9 +120,11 @@ def serve(connection: Connection) -> None:
                     policy_version += 1
                     dispatcher.finish_batch(groups, policy_version)
                     hub.wake()
-            connection.send(Served(time.process_time() - cpu_before, events))
+            served = Served(time.process_time() - cpu_before, events)
             hub_thread.close()
             log.close()
+        # After the last answer this process is killed: the folder of the log is gone by then.
+        connection.send(served)
 
 
 # The actors' process
