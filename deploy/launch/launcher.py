@@ -163,7 +163,7 @@ class Launcher:
 
     def __init__(self, config: Config, stop: StopRequest, starts: Starts, plan: Plan | None = None) -> None:
         """`plan` places the processes on GPUs; None: they compute on the CPU."""
-        self._config = _with_free_port(config)
+        self._config, self._reserved = _with_free_port(config)
         self._devices = DeviceTurns(plan, Path(config.run.dir) / PROGRAM_LOGS)
         if self._devices.needs_gloo and config.weights.backend == "auto":
             self._config = replace(self._config, weights=replace(config.weights, backend="gloo"))
@@ -207,6 +207,7 @@ class Launcher:
                 service.kill()
                 self._devices.forget(service.name)
             self._starts.close()
+            self._reserved.close()
             if not is_refused:
                 end_run(self._folder, "train", self._stop)
         return INTERRUPTED_STATUS if self._stop and status != PAUSED_STATUS else status
@@ -379,25 +380,41 @@ class Launcher:
             time.sleep(LOOK_S)
 
 
-def _with_free_port(config: Config) -> Config:
-    """Replace port 0 in `hub.address` by a free port, which the actors then know."""
+def _with_free_port(config: Config) -> tuple[Config, contextlib.ExitStack]:
+    """Replace port 0 in `hub.address` by a free port, which the actors then know; it is reserved until the stack is closed."""
     host, _, port = config.hub.address.rpartition(":")
+    reserved = contextlib.ExitStack()
     if port != "0":
-        return config
-    address = f"{host}:{free_port(host.removeprefix('tcp://'))}"
-    return replace(config, hub=replace(config.hub, address=address))
+        return config, reserved
+    own = reserved.enter_context(reserve_port(host.removeprefix("tcp://")))
+    return replace(config, hub=replace(config.hub, address=f"{host}:{own.getsockname()[1]}")), reserved
+
+
+def reserve_port(host: str) -> socket.socket:
+    """Return a socket that keeps a free port from other runs of this machine, which start seconds before they use theirs.
+
+    The learner can bind the port beside it, and again after a restart. Binding port 0 would give a port from the range of
+    source ports: an actor that reconnects could be given that port, connect to itself, and keep the port from the learner.
+    Raises `SettingError` when `host` has no free port.
+    """
+    for port in random.sample(PORTS, len(PORTS)):
+        reserved = socket.socket()
+        try:
+            # Without SO_REUSEADDR: fails where anybody has the port, listening or not.
+            reserved.bind((host, port))
+        except OSError:
+            reserved.close()
+            continue
+        # Whoever sets it too, as ZeroMQ does, may have the port beside this socket, because it never listens.
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return reserved
+    raise SettingError("hub.address", f"{host}:0", "no port is free at this address", "Name an address of this machine.")
 
 
 def free_port(host: str) -> int:
-    """Return a free port that stays free while the learner restarts; raise `SettingError` when `host` has none.
-
-    Binding port 0 would give a port from the range of source ports: an actor that reconnects could be given that port, connect
-    to itself, and keep the port from the learner.
-    """
-    for port in random.sample(PORTS, len(PORTS)):
-        with contextlib.suppress(OSError), socket.create_server((host, port)):
-            return port
-    raise SettingError("hub.address", f"{host}:0", "no port is free at this address", "Name an address of this machine.")
+    """Return a port that is free now, as `reserve_port`, without keeping it."""
+    with reserve_port(host) as reserved:
+        return reserved.getsockname()[1]
 
 
 def _describe(status: int) -> str:

@@ -1,6 +1,7 @@
 """The launcher restarts services, ends the run, and leaves nothing behind; stand-ins replace the services."""
 
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zmq
 
 from offbeat.common.config import Config, HubSection, LaunchSection, LogSection, RunSection
 from offbeat.common.metrics import MetricsWriter
@@ -275,6 +277,34 @@ def test_port_of_the_hub_is_none_that_a_reconnecting_actor_could_be_given(servic
     settings = (services.folder / "run" / "launch.toml").read_text()
     port = int(settings.split('address = "tcp://127.0.0.1:')[1].split('"')[0])
     assert 1024 < port < lowest
+
+
+def test_reserved_port_is_given_to_no_other_run_and_the_learner_may_bind_it_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with launcher.reserve_port("127.0.0.1") as reserved:
+        port = reserved.getsockname()[1]
+        monkeypatch.setattr(launcher, "PORTS", [port])
+        for _ in range(2):
+            with pytest.raises(SettingError, match="no port is free"):
+                launcher.free_port("127.0.0.1")
+            with zmq.Context() as context, context.socket(zmq.ROUTER) as learner:
+                learner.linger = 0
+                learner.bind(f"tcp://127.0.0.1:{port}")
+                with socket.create_connection(("127.0.0.1", port), timeout=10):
+                    pass
+    assert launcher.free_port("127.0.0.1") == port
+
+
+def test_port_of_the_hub_is_the_runs_own_as_long_as_it_lasts(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    services.end()
+    first = services.launcher()
+    port = int(first._config.hub.address.rpartition(":")[2])
+    monkeypatch.setattr(launcher, "PORTS", [port])
+    with pytest.raises(SettingError, match="no port is free"):
+        services.launcher()
+    assert first.run() == 0
+    assert launcher.free_port("127.0.0.1") == port
 
 
 def test_log_that_grows_past_its_bound_moves_aside_while_its_actor_writes_on(services: Services, monkeypatch) -> None:
