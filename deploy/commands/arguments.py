@@ -3,8 +3,9 @@
 import importlib.metadata
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple, TypeVar
 
 import typer
 from msgspec.structs import replace
@@ -25,7 +26,35 @@ Arguments = Annotated[
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
 Preflight = Annotated[bool, typer.Option(help="Look at files, ports and functions before anything heavy starts.")]
+ShardText = Annotated[
+    str, typer.Option("--shard", metavar="I/N", help="Do the I-th of N parts only, counted from 0: for job arrays.")
+]
 Operator = Annotated[str, typer.Option(help="Name of the operator whose key to use, if the run has keys.")]
+
+Item = TypeVar("Item")
+
+
+class Shard(NamedTuple):
+    """A part of a list of runs."""
+
+    place: int
+    """Counted from 0."""
+    number: int
+    """Number of parts."""
+
+    def of(self, items: Sequence[Item]) -> Sequence[Item]:
+        """Return every `number`-th item, from the one at `place` on."""
+        return items[self.place :: self.number]
+
+
+def read_shard(text: str) -> Shard:
+    """Return the shard `3/16`; the whole for an empty text. Raise `SettingError` for any other."""
+    if not text:
+        return Shard(0, 1)
+    index, _, number = text.partition("/")
+    if not (index.isdecimal() and number.isdecimal() and int(index) < int(number)):
+        raise SettingError("--shard", text, "it is not I/N with I from 0 to N - 1", "Write for example --shard 3/16.")
+    return Shard(int(index), int(number))
 
 
 def say_start(command: str) -> None:

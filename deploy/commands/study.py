@@ -12,7 +12,7 @@ from offbeat.common.environment import prepare_environment
 from offbeat.common.logs import configure_logs
 from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import StopRequest
-from offbeat.deploy.commands.arguments import QUICKSTART, split_list, split_numbers
+from offbeat.deploy.commands.arguments import QUICKSTART, ShardText, read_shard, split_list, split_numbers
 from offbeat.lab.study.cells import (
     LAGS,
     NUM_SEEDS,
@@ -39,9 +39,7 @@ def command(
     noise: Annotated[str, typer.Option(metavar="X,X,...", help="Noise on the sampler's logits, in nats.")] = "0",
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each combination.")] = NUM_SEEDS,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each on one core.")] = 1,
-    shard: Annotated[
-        str, typer.Option(metavar="I/N", help="Do the I-th of N parts only, counted from 0: for job arrays.")
-    ] = "",
+    shard: ShardText = "",
     plan: Annotated[
         bool, typer.Option(help="Run nothing; print the runs left and, by the rows there, their CPU hours.")
     ] = False,
@@ -72,9 +70,9 @@ def command(
         _probe(folder, of_tasks, of_methods, of_lags, seeds)
         return
     cells = make_cells(of_tasks, of_methods, of_lags, _noises(noise), seeds)
-    index, num_shards = _shard(shard)
-    file = folder / (ROWS_FILE if num_shards == 1 else f"rows-{index}-of-{num_shards}.jsonl")
-    _run(cells[index::num_shards], folder, file, num_jobs=0 if plan else jobs)
+    part = read_shard(shard)
+    file = folder / (ROWS_FILE if part.number == 1 else f"rows-{part.place}-of-{part.number}.jsonl")
+    _run(part.of(cells), folder, file, num_jobs=0 if plan else jobs)
 
 
 def _run(cells: Sequence[Cell], folder: Path, file: Path, *, num_jobs: int) -> None:
@@ -132,16 +130,6 @@ def _noises(text: str) -> list[float]:
     if not noises or not all(0 <= noise < 10 for noise in noises):
         raise SettingError("--noise", text, "noise is at least 0 and below 10 nats", "Write for example --noise 0,0.05.")
     return noises
-
-
-def _shard(text: str) -> tuple[int, int]:
-    """Return index and number of `3/16`; one shard for an empty text."""
-    if not text:
-        return 0, 1
-    index, _, number = text.partition("/")
-    if not (index.isdecimal() and number.isdecimal() and int(index) < int(number)):
-        raise SettingError("--shard", text, "it is not I/N with I from 0 to N - 1", "Write for example --shard 3/16.")
-    return int(index), int(number)
 
 
 def _plan_text(todo: Sequence[Cell], rows: Sequence[StudyRow]) -> str:

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -19,14 +19,13 @@ from offbeat.common.environment import prepare_environment
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import load
 from offbeat.common.shutdown import StopRequest, die_with_parent
-from offbeat.deploy.sweep import alone_in
+from offbeat.deploy.folder_lock import alone_in
+from offbeat.deploy.jobs import run_jobs
 from offbeat.lab.study.cells import BASELINE, Cell, StudyRow, append_row, methods
 from offbeat.lab.study.probe_rows import ProbeRow
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-"""Seconds between two looks at whether to stop."""
 RUNS_PER_PROCESS = 20
 """A process ends after as many runs, because DeepSpeed's modules are never freed."""
 
@@ -92,28 +91,19 @@ def run_cells(
 ) -> None:
     """Run cells, `num_jobs` at a time, in their order; add each row to `file` when its run is done.
 
-    Waits for: the end of runs, looking every `LOOK_S` at `stop`. When asked to stop it finishes the runs under way.
+    Waits for: the ends of runs. When asked to stop it finishes those under way.
 
     Raises the error of a run that failed, and `SettingError` when another process writes to the file.
     """
-    began = time.monotonic()
-    waiting, running, num_done = iter(todo), set[Future[StudyRow]](), 0
     with alone_in(file.parent, name=f".{file.name}.lock"), _processes(num_jobs) as processes:
-        while True:
-            while not stop and len(running) < num_jobs and (cell := next(waiting, None)) is not None:
-                running.add(processes.submit(run_cell, base, cell, settings[cell]))
-            if not running:
-                return
-            done, running = wait(running, timeout=LOOK_S, return_when=FIRST_COMPLETED)
-            for future in done:
-                row = future.result()
-                append_row(file, row)
-                num_done += 1
-                left_s = (time.monotonic() - began) / num_done * (len(todo) - num_done)
-                say(
-                    f"{num_done}/{len(todo)} {row.cell}: {row.outcome} after {row.num_steps} steps, "
-                    f"reward {row.final_reward:.3f}, {row.cpu_s:.0f} s; about {left_s / 3600:.1f} h left"
-                )
+        jobs = run_jobs(todo, lambda cell: processes.submit(run_cell, base, cell, settings[cell]), stop, num_at_once=num_jobs)
+        for done in jobs:
+            row = done.result
+            append_row(file, row)
+            say(
+                f"{done.number}/{len(todo)} {row.cell}: {row.outcome} after {row.num_steps} steps, "
+                f"reward {row.final_reward:.3f}, {row.cpu_s:.0f} s{done.left}"
+            )
 
 
 @contextlib.contextmanager

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from offbeat.lab.study.cells import BASELINE, Point, StudyRow
-from offbeat.lab.sweep.estimates import Comparison, Estimate, compare_pairs, estimate, holm
+from offbeat.lab.sweep.estimates import Estimate, estimate
+from offbeat.lab.sweep.pairs import CONFIDENCE, AgainstBaseline, compare_with_baseline
 
 TARGET = 0.9
 """Held-out reward whose first evaluation is the time that a run took."""
-CONFIDENCE = 0.95
 FALL = 0.2
 """Loss of held-out reward between a run's best evaluation and its end that counts as collapse."""
 EARLY = 1 / 3
@@ -40,10 +40,8 @@ class MethodResult:
     """Median over seeds of the steps to `TARGET`; None where half of the runs or more never reached it."""
     num_stopped: int
     """Runs that diverged or were stopped as hopeless."""
-    against_baseline: Comparison | None
+    against_baseline: AgainstBaseline | None
     """Final reward minus the baseline's of the same seed; None for the baseline, and where it has no run of any such seed."""
-    adjusted_p: float | None
-    """Its p-value after Holm's correction for all methods of the condition; None with fewer than two seeds."""
 
 
 class Sign(NamedTuple):
@@ -69,14 +67,8 @@ def compare_methods(rows: Sequence[StudyRow], condition: Condition) -> list[Meth
         if Condition(row.task, row.noise, row.lag) == condition:
             by_method.setdefault(row.method, []).append(row)
     rewards = {method: {row.seed: row.final_reward for row in of_method} for method, of_method in by_method.items()}
-    compared = {
-        method: compare_pairs(rewards[BASELINE], of_method, CONFIDENCE)
-        for method, of_method in rewards.items()
-        if BASELINE in rewards and method != BASELINE
-    }
-    tested = {method: one.p_value for method, one in compared.items() if one is not None and one.p_value is not None}
-    adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
-    return [_result(method, of_method, compared.get(method), adjusted.get(method)) for method, of_method in by_method.items()]
+    compared = compare_with_baseline(rewards, BASELINE)
+    return [_result(method, of_method, compared.get(method)) for method, of_method in by_method.items()]
 
 
 def area(row: StudyRow) -> float:
@@ -125,7 +117,7 @@ def signs_of_collapse(rows: Sequence[StudyRow]) -> list[Sign]:
     return [_sign(name, rows, badness) for name, badness in of_runs.items()]
 
 
-def _result(method: str, rows: Sequence[StudyRow], compared: Comparison | None, adjusted_p: float | None) -> MethodResult:
+def _result(method: str, rows: Sequence[StudyRow], compared: AgainstBaseline | None) -> MethodResult:
     reward = estimate([row.final_reward for row in rows], CONFIDENCE)
     assert reward is not None, "a method has a row"
     reached = sorted(float("inf") if (steps := steps_to(row)) is None else steps for row in rows)
@@ -138,7 +130,6 @@ def _result(method: str, rows: Sequence[StudyRow], compared: Comparison | None, 
         steps_to_target=None if median == float("inf") else median,
         num_stopped=sum(row.outcome != "finished" for row in rows),
         against_baseline=compared,
-        adjusted_p=adjusted_p,
     )
 
 

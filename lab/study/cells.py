@@ -72,7 +72,7 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
 
 Row = TypeVar("Row", bound=msgspec.Struct)
 Outcome = Literal["finished", "hopeless", "diverged"]
-"""`hopeless`: stopped by the rule of `exact_run`; `diverged`: the gradient was not finite."""
+"""`hopeless`: stopped by the rule of `lab.sweep.hopeless`; `diverged`: the gradient was not finite."""
 
 
 class StudyRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -21,6 +21,8 @@ from offbeat.common.config import Config
 from offbeat.common.weights import WeightBuffer
 from offbeat.lab.study.cells import Outcome, Point
 from offbeat.lab.study.sampler import ExactSampler, Sampled
+from offbeat.lab.sweep.estimates import Curve
+from offbeat.lab.sweep.hopeless import why_hopeless
 from offbeat.learner.diagnostics.group_metrics import Metrics
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.training.trainer import Trainer
@@ -34,11 +36,6 @@ NUM_EVALUATED = 128
 """Held-out prompts of an evaluation; the last one takes all of them."""
 NUM_FINAL_EACH = 4
 """Completions of each held-out prompt in the last evaluation."""
-HOPELESS_AFTER = 40
-"""Steps, beside the lag, from which on a run may be stopped as hopeless."""
-HOPELESS_WINDOW = 4
-"""Evaluations in a row whose mean reward is below the one before the first step, less `HOPELESS_MARGIN`."""
-HOPELESS_MARGIN = 0.05
 MAX_ROUNDS = 4
 """Batches that are sampled for one step at most, where groups with equal rewards are dropped."""
 
@@ -73,14 +70,6 @@ def run_exactly(
     assert config.train.steps_per_batch * config.train.epochs_per_batch == 1, "a batch of several steps has several lags"
     with closing(Trainer(config)) as trainer:
         return ExactRun(config, trainer, prompts, held_out, lag=lag, noise=noise).run()
-
-
-def is_hopeless(points: Sequence[Point], *, lag: int) -> bool:
-    """Return True when the last evaluations are worse than the model was before the first step."""
-    if len(points) <= HOPELESS_WINDOW or points[-1].step < HOPELESS_AFTER + lag:
-        return False
-    recent = statistics.fmean(point.held_out for point in points[-HOPELESS_WINDOW:])
-    return recent < points[0].held_out - HOPELESS_MARGIN
 
 
 class ExactRun:
@@ -126,7 +115,7 @@ class ExactRun:
                     continue
                 points.append(_point(step + 1, self._evaluate(NUM_EVALUATED, num_each=1), since))
                 since = []
-                if is_hopeless(points, lag=self._lag):
+                if why_hopeless(_evaluations(points), lag=self._lag):
                     outcome = "hopeless"
                     break
             final = self._evaluate(len(self._held_out), num_each=NUM_FINAL_EACH)
@@ -191,6 +180,10 @@ class ExactRun:
         )
         texts = self._exact.texts(sampled)
         return statistics.fmean(prompts[index // num_each].reward(text) for index, text in enumerate(texts))
+
+
+def _evaluations(points: Sequence[Point]) -> Curve:
+    return Curve([point.step for point in points], [point.held_out for point in points])
 
 
 def _generator(seed: int, draw: int) -> torch.Generator:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from offbeat.common.settings import SettingError
 from offbeat.lab.study.analysis import (
-    CONFIDENCE,
     EARLY,
     FALL,
     TARGET,
@@ -19,10 +18,9 @@ from offbeat.lab.study.analysis import (
 from offbeat.lab.study.cells import BASELINE, StudyRow
 from offbeat.lab.study.plots import heat_map
 from offbeat.lab.study.probe_rows import ProbeRow
+from offbeat.lab.sweep.pairs import CONFIDENCE
 
 BEGIN, END = "<!-- results: written by `offbeat study --page` -->", "<!-- end of results -->"
-SIGNIFICANT = 0.05
-"""Adjusted p-value below which a difference is marked."""
 
 
 def write_page(rows: Sequence[StudyRow], probes: Sequence[ProbeRow], page: Path) -> list[Path]:
@@ -101,11 +99,11 @@ def _method_table(results: Sequence[MethodResult]) -> str:
 
 
 def _method_line(result: MethodResult) -> tuple[str, ...]:
-    reward, compared = result.reward, result.against_baseline
-    difference = "–" if compared is None else f"{compared.difference:+.3f}"
-    if compared is not None and compared.low is not None:
-        difference += f" ({compared.low:+.3f} to {compared.high:+.3f})"
-    if result.adjusted_p is not None and result.adjusted_p < SIGNIFICANT:
+    reward, against = result.reward, result.against_baseline
+    difference = "–" if against is None else f"{against.compared.difference:+.3f}"
+    if against is not None and against.compared.low is not None:
+        difference += f" ({against.compared.low:+.3f} to {against.compared.high:+.3f})"
+    if against is not None and against.is_significant:
         difference = f"**{difference}**"
     return (
         f"`{result.method}`",
@@ -113,7 +111,7 @@ def _method_line(result: MethodResult) -> tuple[str, ...]:
         f"{reward.mean:.3f}",
         "–" if reward.high is None else f"{reward.high - reward.mean:.3f}",
         difference,
-        "–" if result.adjusted_p is None else f"{result.adjusted_p:.2g}",
+        "–" if against is None or against.adjusted_p is None else f"{against.adjusted_p:.2g}",
         f"{result.area:.3f}",
         "–" if result.steps_to_target is None else f"{result.steps_to_target:g}",
         f"{result.num_stopped}",

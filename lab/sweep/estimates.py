@@ -1,14 +1,14 @@
 """The statistics of a sweep: means over seeds with their uncertainty, comparisons of two values, curves over seeds.
 
 The runs of one value are independent and differ in their seeds only. Intervals are Student's, at `CONFIDENCE`. Two values are
-compared by Welch's t-test (1947, Biometrika 34), which does not assume that they spread alike, or in pairs of one seed.
-Distributions are Scipy's.
+compared by Welch's t-test (1947, Biometrika 34), which does not assume that they spread alike; `lab.sweep.pairs` compares them
+in pairs of one seed. Distributions are Scipy's.
 """
 
 import bisect
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -108,42 +108,8 @@ def compare(first: Sequence[float], second: Sequence[float], confidence: float =
         return Comparison(difference, difference, difference, float(difference == 0), num_seeds)
     degrees = _welch_degrees(squared_errors[0] / sum(squared_errors), num_seeds)
     half = _critical_t(confidence, degrees) * error
-    p_value = 2 * float(_distributions().t.sf(abs(difference) / error, degrees))
+    p_value = 2 * float(distributions().t.sf(abs(difference) / error, degrees))
     return Comparison(difference, difference - half, difference + half, p_value, num_seeds)
-
-
-def compare_pairs(first: Mapping[int, float], second: Mapping[int, float], confidence: float = CONFIDENCE) -> Comparison | None:
-    """Return the mean of `second` minus that of `first` over the seeds that both have, with Student's paired interval.
-
-    Runs of one seed share prompts and random numbers, which the difference is free of. None where no seed is in both. Where the
-    differences do not spread, the interval has no width.
-    """
-    seeds = sorted(first.keys() & second.keys())
-    differences = [second[seed] - first[seed] for seed in seeds]
-    told = estimate(differences, confidence)
-    if told is None:
-        return None
-    num_seeds = (len(seeds), len(seeds))
-    if told.std is None:
-        return Comparison(told.mean, None, None, None, num_seeds)
-    if told.std == 0:
-        return Comparison(told.mean, told.mean, told.mean, float(told.mean == 0), num_seeds)
-    t = abs(told.mean) / (told.std / math.sqrt(len(seeds)))
-    p_value = 2 * float(_distributions().t.sf(t, len(seeds) - 1))
-    return Comparison(told.mean, told.low, told.high, p_value, num_seeds)
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values adjusted for as many tests at once: Holm 1979, Scandinavian Journal of Statistics 6.
-
-    The i-th smallest of m is multiplied by `m - i + 1`, is at least the one before it, and at most 1.
-    """
-    adjusted = [0.0] * len(p_values)
-    largest = 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = largest
-    return adjusted
 
 
 def compare_ratio(first: Sequence[float], second: Sequence[float], confidence: float = CONFIDENCE) -> Comparison | None:
@@ -178,7 +144,7 @@ def seeds_needed(
         critical = _critical_t(confidence, degrees)
         shift = abs(difference) / math.sqrt(sum(variances) / num_seeds)
         # One tail only: the other detects a difference of the wrong sign.
-        return bool(_distributions().nct.sf(critical, degrees, shift) >= power)
+        return bool(distributions().nct.sf(critical, degrees, shift) >= power)
 
     numbers = range(2, MAX_SEEDS + 1)
     index = bisect.bisect_left(numbers, True, key=is_enough)
@@ -222,10 +188,10 @@ def _welch_degrees(share: float, num_seeds: tuple[int, int]) -> float:
 
 def _critical_t(confidence: float, degrees: float) -> float:
     """Return the t that Student's distribution exceeds, in either direction, with a chance of `1 - confidence`."""
-    return float(_distributions().t.ppf((1 + confidence) / 2, degrees))
+    return float(distributions().t.ppf((1 + confidence) / 2, degrees))
 
 
-def _distributions() -> ModuleType:
+def distributions() -> ModuleType:
     """Import Scipy's distributions: a second of CPU time, which a command's `--help` need not spend."""
     from scipy import stats
 

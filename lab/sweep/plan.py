@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -12,6 +12,7 @@ import msgspec
 from offbeat.common.metrics import ROWS_FILE, read_rows
 from offbeat.common.settings import SettingError, full_name
 from offbeat.lab.history import RunHistory, fold_rows
+from offbeat.lab.sweep.hopeless import read_hopeless
 
 PLAN_FILE = "plan.json"
 CONFIG_FILE = "run.toml"
@@ -22,14 +23,18 @@ _NOT_SWEPT = {
     "run.dir": "Use --out: each run gets a folder in it.",
     "run.resume": "What broke off is resumed by itself.",
 }
-State = Literal["new", "broken off", "finished"]
+State = Literal["new", "broken off", "finished", "hopeless"]
+"""`hopeless`: stopped by the rule of `lab.sweep.hopeless`."""
+ENDED: tuple[State, ...] = ("finished", "hopeless")
+"""States of runs for which nothing is left to do."""
+Values = tuple[str, ...]
+"""Values of the varied settings, in the plan's order, as the user wrote them."""
 
 
 class Planned(NamedTuple):
     """One run of a plan."""
 
-    values: tuple[str, ...]
-    """Values of the varied settings, in the plan's order, as the user wrote them."""
+    values: Values
     seed: int
     name: str
     """Folder of the run below the sweep's: `max_staleness=4/seed=1`."""
@@ -49,7 +54,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [_short(setting) for setting in self.settings]
 
     @property
-    def combinations(self) -> list[tuple[str, ...]]:
+    def combinations(self) -> list[Values]:
         """Every combination of values, the last setting's changing fastest."""
         return list(itertools.product(*self.settings.values()))
 
@@ -122,11 +127,42 @@ def read_run(folder: Path) -> RunHistory:
     return fold_rows(read_rows(rows_file)) if rows_file.exists() else RunHistory()
 
 
-def state_of(history: RunHistory) -> State:
-    """Return the state of a run with this history."""
+def state_of(folder: Path, history: RunHistory) -> State:
+    """Return the state of the run in a folder, with this history."""
     if history.final is not None and history.final.outcome == "finished":
         return "finished"
+    if read_hopeless(folder) is not None:
+        return "hopeless"
     return "broken off" if history.num_rows else "new"
+
+
+def has_ended(folder: Path, history: RunHistory) -> bool:
+    """Return whether nothing is left to do for the run in a folder, with this history."""
+    return state_of(folder, history) in ENDED
+
+
+def read_baseline(plan: Plan, texts: Sequence[str]) -> dict[str, str]:
+    """Return the settings of `KEY=VALUE` texts; raise `SettingError` for one that the plan does not vary, or not so."""
+    chosen: dict[str, str] = {}
+    for text in texts:
+        key, _, value = (part.strip() for part in text.partition("="))
+        setting = full_name(key)
+        known = plan.settings.get(setting)
+        if known is None:
+            cure = f"Take one of {', '.join(plan.settings)}."
+            raise SettingError("--baseline", text, "the sweep does not vary this setting", cure)
+        if value not in known:
+            raise SettingError("--baseline", text, "the sweep has no such value", f"Take one of {', '.join(known)}.")
+        chosen[setting] = value
+    return chosen
+
+
+def find_baselines(plan: Plan, chosen: Mapping[str, str]) -> dict[Values, Values]:
+    """Return the baseline of each combination: the one with the chosen settings, and all others alike."""
+    return {
+        values: tuple(chosen.get(setting, value) for setting, value in zip(plan.settings, values, strict=True))
+        for values in plan.combinations
+    }
 
 
 def _short(setting: str) -> str:

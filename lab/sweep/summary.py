@@ -1,7 +1,6 @@
 """The summary of a sweep: its runs, values and comparisons, as they stand in `sweep.json`."""
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,18 +10,19 @@ from offbeat.lab.sweep.estimates import (
     Comparison,
     Curve,
     Estimate,
-    compare,
     compare_ratio,
     estimate,
     first_reach,
-    seeds_needed,
     trailing_mean,
 )
 from offbeat.lab.sweep.measures import NUM_FINAL_STEPS, RunCurves, RunMeasures, measure, numbers_of, reward_curves
-from offbeat.lab.sweep.plan import CONFIG_FILE, Plan, State, read_run, state_of
+from offbeat.lab.sweep.pairs import AgainstBaseline, compare_with_baseline
+from offbeat.lab.sweep.plan import CONFIG_FILE, ENDED, Plan, State, Values, find_baselines, read_run, state_of
 from offbeat.lab.sweep.recommendation import Recommendation, ValueResult, recommend
 
 STALENESS = "staleness.max_staleness"
+_OF_WHOLE_RUNS = ("train_s", "num_steps", "num_groups")
+"""Numbers of a run that one that was stopped early does not have."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Value:
-    """One value of the sweep, with estimates over its finished runs."""
+    """One value of the sweep, with estimates over its runs that have ended."""
 
     label: str
     settings: dict[str, str]
     num_planned: int
     num_finished: int
+    """Runs that have ended: finished, or stopped as hopeless."""
+    num_hopeless: int
     estimates: dict[str, Estimate]
     """Estimates of the runs' `numbers_of`, by name, without names that no run has."""
     seconds_to_margin: Estimate | None
@@ -76,18 +78,17 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """The comparison of two values."""
+class Difference:
+    """The difference of one value from its baseline, in pairs of one seed."""
 
-    first: str
-    second: str
-    final_reward: Comparison
-    """The second minus the first."""
-    held_out_reward: Comparison | None
+    label: str
+    baseline: str
+    """Label of the value that it is compared with."""
+    final_reward: AgainstBaseline | None
+    """None without a seed of both, as below."""
+    held_out_reward: AgainstBaseline | None
     train_s: Comparison | None
-    """Ratio of the second to the first, by geometric means."""
-    seeds_needed: int | None
-    """Seeds of each that detect a difference of the margin in final reward; None with fewer than two seeds, or for too many."""
+    """Ratio to the baseline's, by geometric means over the finished runs of each."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ class Summary:
     """Loss of final reward that does not matter to the user."""
     recommendation: Recommendation
     values: list[Value]
-    pairs: list[Pair]
+    differences: list[Difference]
+    """The differences from the baselines. P-values are corrected for all values of one baseline."""
     runs: list[Run]
 
 
@@ -114,28 +116,32 @@ class Gathered:
 
     summary: Summary
     curves: dict[str, list[RunCurves]]
-    """Curves of the finished runs of each value, by label."""
+    """Curves of the runs of each value that have ended, by label."""
     config: Config
     """The settings of the first run."""
 
 
-def gather(folder: Path, plan: Plan, margin: float) -> Gathered:
-    """Read all runs and summarize them. Unfinished runs are listed, and count in no estimate."""
+def gather(folder: Path, plan: Plan, margin: float, chosen: Mapping[str, str]) -> Gathered:
+    """Read all runs and summarize them. Runs that have not ended are listed, and count in no estimate.
+
+    `chosen` has the settings that make a value a baseline (`find_baselines`); empty: the reference is the only one.
+    """
     labels = [_label(plan, values) for values in plan.combinations]
     configs = [load(folder / cell.name / CONFIG_FILE) for cell in plan.cells]
     by_values = dict(zip((cell.values for cell in plan.cells), configs, strict=True))
-    reference = labels[_reference(plan, [by_values[values] for values in plan.combinations])]
+    first = plan.combinations[_reference(plan, [by_values[values] for values in plan.combinations])]
+    reference = _label(plan, first)
     runs: list[Run] = []
     curves: dict[str, list[RunCurves]] = {label: [] for label in labels}
     curves_of: dict[str, RunCurves] = {}
     for cell, config in zip(plan.cells, configs, strict=True):
         history = read_run(folder / cell.name)
-        label, state, never = _label(plan, cell.values), state_of(history), Reach(None, None)
+        label, state, never = _label(plan, cell.values), state_of(folder / cell.name, history), Reach(None, None)
         curves_of[cell.name] = reward_curves(history, config.train)
-        if state == "finished":
+        if state in ENDED:
             curves[label].append(curves_of[cell.name])
         runs.append(Run(cell.name, label, cell.seed, state, measure(history, config.train), never, never))
-    goal = estimate(_numbers(_finished(runs, reference), lambda run: run.measures.final_reward))
+    goal = estimate(_numbers(_ended(runs, reference), lambda run: run.measures.final_reward))
     if goal is not None:
         runs = [
             replace(
@@ -145,7 +151,7 @@ def gather(folder: Path, plan: Plan, margin: float) -> Gathered:
             )
             for run in runs
         ]
-    results = {label: _result(label, _finished(runs, label)) for label in labels}
+    results = {label: _result(label, _ended(runs, label)) for label in labels}
     summary = Summary(
         settings=plan.settings,
         seeds=plan.seeds,
@@ -154,14 +160,10 @@ def gather(folder: Path, plan: Plan, margin: float) -> Gathered:
         margin=margin,
         recommendation=recommend(list(results.values()), reference, margin),
         values=[
-            _value(plan, values, _finished(runs, label), results[label], results[reference])
+            _value(plan, values, _ended(runs, label), results[label], results[reference])
             for values, label in zip(plan.combinations, labels, strict=True)
         ],
-        pairs=[
-            pair
-            for first, second in itertools.combinations(labels, 2)
-            if (pair := _pair(first, second, _finished(runs, first), _finished(runs, second), margin)) is not None
-        ],
+        differences=_differences(plan, find_baselines(plan, chosen or dict(zip(plan.settings, first, strict=True))), runs),
         runs=runs,
     )
     return Gathered(summary, curves, configs[0])
@@ -181,8 +183,8 @@ def _reference(plan: Plan, configs: Sequence[Config]) -> int:
     return min(range(len(configs)), key=lambda index: configs[index].staleness.max_staleness)
 
 
-def _finished(runs: Sequence[Run], label: str) -> list[Run]:
-    return [run for run in runs if run.label == label and run.state == "finished"]
+def _ended(runs: Sequence[Run], label: str) -> list[Run]:
+    return [run for run in runs if run.label == label and run.state in ENDED]
 
 
 def _numbers(runs: Sequence[Run], number_of: Callable[[Run], float | None]) -> list[float]:
@@ -203,7 +205,7 @@ def _result(label: str, runs: Sequence[Run]) -> ValueResult:
 
 
 def _value(plan: Plan, values: Sequence[str], runs: Sequence[Run], result: ValueResult, base: ValueResult) -> Value:
-    told = [numbers_of(run.measures) for run in runs]
+    told = [_numbers_of(run) for run in runs]
     names = dict.fromkeys(name for numbers in told for name in numbers)
     every = {name: estimate([numbers[name] for numbers in told if name in numbers]) for name in names}
     to_margin = _numbers(runs, lambda run: run.to_margin.seconds)
@@ -214,6 +216,7 @@ def _value(plan: Plan, values: Sequence[str], runs: Sequence[Run], result: Value
         settings=dict(zip(plan.settings, values, strict=True)),
         num_planned=len(plan.seeds),
         num_finished=len(runs),
+        num_hopeless=sum(run.state == "hopeless" for run in runs),
         estimates={name: number for name, number in every.items() if number is not None},
         seconds_to_margin=estimate(result.every_time_s),
         groups_to_margin=estimate(groups) if result.every_time_s else None,
@@ -224,20 +227,34 @@ def _value(plan: Plan, values: Sequence[str], runs: Sequence[Run], result: Value
     )
 
 
-def _pair(first: str, second: str, first_runs: Sequence[Run], second_runs: Sequence[Run], margin: float) -> Pair | None:
-    def of_both(number_of: Callable[[Run], float | None]) -> tuple[list[float], list[float]]:
-        return _numbers(first_runs, number_of), _numbers(second_runs, number_of)
+def _numbers_of(run: Run) -> dict[str, float]:
+    left_out = _OF_WHOLE_RUNS if run.state == "hopeless" else ()
+    return {name: number for name, number in numbers_of(run.measures).items() if name not in left_out}
 
-    rewards = of_both(lambda run: run.measures.final_reward)
-    final_reward = compare(*rewards)
-    if final_reward is None:
-        return None
-    spreads = [told.std for told in map(estimate, rewards) if told is not None and told.std is not None]
-    return Pair(
-        first,
-        second,
-        final_reward=final_reward,
-        held_out_reward=compare(*of_both(lambda run: run.measures.held_out_reward)),
-        train_s=compare_ratio(*of_both(lambda run: run.measures.train_s or None)),
-        seeds_needed=seeds_needed(spreads[0], spreads[1], margin) if len(spreads) == 2 else None,
-    )
+
+def _differences(plan: Plan, baselines: Mapping[Values, Values], runs: Sequence[Run]) -> list[Difference]:
+    """Return the difference of each value from its baseline, the values of one baseline together."""
+    found: list[Difference] = []
+    for baseline in dict.fromkeys(baselines.values()):
+        own = [_label(plan, values) for values in plan.combinations if baselines[values] == baseline]
+        label = _label(plan, baseline)
+        ended = {one: _ended(runs, one) for one in own}
+        rewards = compare_with_baseline(_by_seed(ended, lambda run: run.measures.final_reward), label)
+        held_out = compare_with_baseline(_by_seed(ended, lambda run: run.measures.held_out_reward), label)
+        seconds = {one: _numbers(ended[one], _whole_train_s) for one in own}
+        found += [
+            Difference(one, label, rewards.get(one), held_out.get(one), compare_ratio(seconds[label], seconds[one]))
+            for one in own
+            if one != label
+        ]
+    return found
+
+
+def _by_seed(ended: Mapping[str, Sequence[Run]], number_of: Callable[[Run], float | None]) -> dict[str, dict[int, float]]:
+    return {
+        label: {run.seed: number for run in runs if (number := number_of(run)) is not None} for label, runs in ended.items()
+    }
+
+
+def _whole_train_s(run: Run) -> float | None:
+    return run.measures.train_s or None if run.state == "finished" else None

@@ -2,11 +2,12 @@
 
 import html
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
+from offbeat.common import durable_files
 from offbeat.common.config import Config
 from offbeat.common.settings import resolved_toml
 from offbeat.lab.report.page import Figures, KeyFigure, duration, head, page_html, section, table_html, tiles, write_page
@@ -14,23 +15,27 @@ from offbeat.lab.report.run_report import REPORT_FILE
 from offbeat.lab.sweep import plots as sweep_plots
 from offbeat.lab.sweep.estimates import CONFIDENCE, Comparison, Estimate
 from offbeat.lab.sweep.measures import NUM_FINAL_STEPS
-from offbeat.lab.sweep.plan import Plan
+from offbeat.lab.sweep.pairs import CONFIDENCE as PAIRED_CONFIDENCE
+from offbeat.lab.sweep.pairs import SIGNIFICANT, AgainstBaseline
+from offbeat.lab.sweep.plan import ENDED, read_baseline, read_plan
 from offbeat.lab.sweep.recommendation import RULE
 from offbeat.lab.sweep.summary import Gathered, Run, Summary, Value, gather
 
 SUMMARY_FILE = "sweep.json"
 """The file of the sweep's `Summary`."""
 
-_STATE_TONES = {"finished": "good", "broken off": "bad", "new": "idle"}
+_STATE_TONES = {"finished": "good", "hopeless": "bad", "broken off": "bad", "new": "idle"}
 
 
-def write_sweep_report(folder: Path, plan: Plan, margin: float) -> Path:
+def write_sweep_report(folder: Path, margin: float, baseline: Sequence[str] = ()) -> Path:
     """Write `folder/report.html` and `folder/sweep.json` from the rows of its runs so far; return the page's path.
 
-    `margin` is the loss of final reward that does not matter, see `lab.sweep.recommendation`.
+    `margin` is the loss of final reward that does not matter, see `lab.sweep.recommendation`. `baseline` has settings
+    `KEY=VALUE` whose value the others are compared with, all other settings alike; empty: the reference is compared with all.
     """
-    gathered = gather(folder, plan, margin)
-    (folder / SUMMARY_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(gathered.summary)) + b"\n")
+    plan = read_plan(folder)
+    gathered = gather(folder, plan, margin, read_baseline(plan, baseline))
+    durable_files.replace(folder / SUMMARY_FILE, msgspec.json.format(msgspec.json.encode(gathered.summary)) + b"\n")
     return write_page(folder / REPORT_FILE, _page(folder.resolve().name, gathered))
 
 
@@ -45,7 +50,7 @@ def _page(name: str, gathered: Gathered) -> str:
             _speed(figures, summary),
             _staleness(figures, summary),
             _bias(summary),
-            _pairs(summary),
+            _differences(summary),
             _runs(summary),
             _settings(gathered.config),
             _foot(),
@@ -60,12 +65,15 @@ def _foot() -> str:
 
 
 def _head(name: str, summary: Summary, config: Config) -> str:
-    num_finished = sum(run.state == "finished" for run in summary.runs)
-    is_complete = num_finished == len(summary.runs)
+    num_ended = sum(run.state in ENDED for run in summary.runs)
+    num_hopeless = sum(run.state == "hopeless" for run in summary.runs)
+    is_complete = num_ended == len(summary.runs)
     what = "complete" if is_complete else "incomplete"
-    detail = f"{num_finished} of {len(summary.runs)} runs are finished; only these count."
+    detail = f"{num_ended} of {len(summary.runs)} runs are finished; only these count."
     if is_complete:
-        detail = f"{num_finished} runs, one after another or side by side; each has a report of its own."
+        detail = f"{num_ended} runs, one after another or side by side; each has a report of its own."
+    if num_hopeless:
+        detail += f" {num_hopeless} of them were stopped as hopeless, and count with the reward that they had then."
     facts = {
         "Varied": "; ".join(f"{setting} = {', '.join(values)}" for setting, values in summary.settings.items()),
         "Seeds": f"{len(summary.seeds)} ({', '.join(map(str, summary.seeds))})",
@@ -138,7 +146,7 @@ def _learning(figures: Figures, gathered: Gathered) -> str:
         sweep_plots.seconds_to_margin(summary),
     )
     columns: dict[str, Callable[[Value], str]] = {
-        "Runs": lambda value: f"{value.num_finished} of {value.num_planned}",
+        "Runs": _num_runs,
         "Final reward": _shown("final_reward", ".3f"),
         "Held-out reward": _shown("held_out_reward", ".3f"),
         "Wall-clock, s": _shown("train_s", ",.1f"),
@@ -195,7 +203,7 @@ def _bias(summary: Summary) -> str:
     alarms = [
         f"{html.escape(run.name)}: {html.escape(alarm)}"
         for run in summary.runs
-        if run.state == "finished"
+        if run.state in ENDED
         for alarm in run.measures.bias_alarms
     ]
     columns = {
@@ -216,46 +224,52 @@ def _bias(summary: Summary) -> str:
     return section("Bias", "Is anything kept from training, or made to wait, for what it is?", content)
 
 
-def _pairs(summary: Summary) -> str:
-    lead = "Every two values by Welch's t-test: the second less the first, its interval, and whether that leaves out 0."
-    if not summary.pairs:
+def _differences(summary: Summary) -> str:
+    lead = "Every value less its baseline, over the seeds that both have, and whether the corrected test tells them apart."
+    if not any(one.final_reward for one in summary.differences):
         return section(
             "Comparisons", lead, '<div class="card"><div class="missing">There are no two values to compare.</div></div>'
         )
     rows = [
         (
-            html.escape(f"{pair.first} and {pair.second}"),
-            _verdict(pair.final_reward),
-            _difference(pair.final_reward),
-            "–" if pair.final_reward.p_value is None else f"{pair.final_reward.p_value:.3f}",
-            "–" if pair.held_out_reward is None else _difference(pair.held_out_reward),
-            _ratio(pair.train_s),
-            "–" if pair.seeds_needed is None else f"{pair.seeds_needed:,}",
+            html.escape(one.label),
+            html.escape(one.baseline),
+            _verdict(one.final_reward),
+            *_difference(one.final_reward),
+            *_difference(one.held_out_reward),
+            _ratio(one.train_s),
         )
-        for pair in summary.pairs
+        for one in summary.differences
     ]
-    columns = ("Values", "Final reward", "Difference", "p", "Held-out", "Wall-clock, ratio", f"Seeds for {summary.margin:g}")
+    columns = ("Value", "Baseline", "Final reward", "Difference", "p (Holm)", "Held-out", "p (Holm)", "Wall-clock, ratio")
     caption = (
-        f"Intervals are at {CONFIDENCE:.0%}. “Seeds for {summary.margin:g}”: of each value, to tell a true difference of that "
-        "size with a chance of 80%, if seeds spread as they do here."
+        f"Mean difference in pairs of one seed, with Student's interval at {PAIRED_CONFIDENCE:.0%}. P-values are corrected by "
+        f"Holm's method for all values of one baseline; told apart means p < {SIGNIFICANT:g}. Ratios of wall-clock are of "
+        f"finished runs, with Welch's interval at {CONFIDENCE:.0%}. --baseline KEY=VALUE chooses what is compared with what."
     )
-    table = table_html(columns, rows, num_text_columns=2)
+    table = table_html(columns, rows, num_text_columns=3)
     content = f'<div class="card">{table}<figcaption>{html.escape(caption)}</figcaption></div>'
     return section("Comparisons", lead, content)
 
 
-def _verdict(comparison: Comparison) -> str:
-    if comparison.p_value is None:
+def _verdict(against: AgainstBaseline | None) -> str:
+    if against is None:
+        return '<span class="mark idle">no pair</span>'
+    if against.adjusted_p is None:
         return '<span class="mark idle">one seed</span>'
-    if not comparison.is_told_apart:
+    if not against.is_significant:
         return '<span class="mark calm">not told apart</span>'
-    return '<span class="mark good">higher</span>' if comparison.difference > 0 else '<span class="mark bad">lower</span>'
+    return '<span class="mark good">higher</span>' if against.compared.difference > 0 else '<span class="mark bad">lower</span>'
 
 
-def _difference(comparison: Comparison) -> str:
-    if comparison.low is None or comparison.high is None:
-        return f"{comparison.difference:+.3f}"
-    return f"{comparison.difference:+.3f} ({comparison.low:+.3f} to {comparison.high:+.3f})"
+def _difference(against: AgainstBaseline | None) -> tuple[str, str]:
+    """Return the difference with its interval, and its corrected p-value."""
+    if against is None:
+        return "–", "–"
+    told = against.compared
+    if told.low is None or told.high is None or against.adjusted_p is None:
+        return f"{told.difference:+.3f}", "–"
+    return f"{told.difference:+.3f} ({told.low:+.3f} to {told.high:+.3f})", f"{against.adjusted_p:.3f}"
 
 
 def _ratio(ratio: Comparison | None) -> str:
@@ -324,6 +338,11 @@ def _estimate(number: Estimate | None, form: str) -> str:
     if number is None:
         return "–"
     return f"{number.mean:{form}}" if number.std is None else f"{number.mean:{form}} ± {number.std:{form}}"
+
+
+def _num_runs(value: Value) -> str:
+    hopeless = f", {value.num_hopeless} hopeless" if value.num_hopeless else ""
+    return f"{value.num_finished} of {value.num_planned}{hopeless}"
 
 
 def _reach(seconds: Estimate | None, num_seeds: int, value: Value) -> str:

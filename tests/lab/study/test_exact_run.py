@@ -13,9 +13,9 @@ from offbeat.common.learning_sections import LossSection, TrainSection
 from offbeat.common.objectives import complete
 from offbeat.common.weights import WeightBuffer
 from offbeat.lab.study import exact_run, probe
-from offbeat.lab.study.cells import Point
-from offbeat.lab.study.exact_run import RunResult, TaskPrompt, is_hopeless, run_exactly
+from offbeat.lab.study.exact_run import RunResult, TaskPrompt, run_exactly
 from offbeat.lab.study.sampler import ExactSampler
+from offbeat.lab.sweep import hopeless
 from offbeat.learner.diagnostics.group_metrics import Metrics
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.training.trainer import Trainer
@@ -168,24 +168,21 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tiny_model: Path, monkeypatc
     assert len(result.points) == 1
 
 
+def test_a_hopeless_run_ends_with_the_reward_that_it_has(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_run, "EVALUATION_INTERVAL", 1)
+    monkeypatch.setattr(hopeless, "WINDOW", 1)
+    monkeypatch.setattr(hopeless, "AFTER", 2)
+    monkeypatch.setattr(hopeless, "MARGIN", -2.0)
+    result = run(tiny_model, lag=1)
+    assert (result.outcome, result.num_steps, len(result.points)) == ("hopeless", 3, 4)
+    assert 0 < result.final_reward < 1
+
+
 def test_evaluations_have_no_noise(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact_run, "EVALUATION_INTERVAL", 2)
     exact, noisy = run(tiny_model), run(tiny_model, noise=2.0)
     assert noisy.points[0] == exact.points[0]
     assert (noisy.points[1].kl or 0.0) > 10 * (exact.points[1].kl or 1.0)
-
-
-def test_a_run_below_its_start_is_hopeless_once_its_lag_is_over() -> None:
-    def points(*held_out: float) -> list[Point]:
-        return [Point(exact_run.EVALUATION_INTERVAL * index, reward) for index, reward in enumerate(held_out)]
-
-    fallen = points(0.2, *[0.5] * 4, *[0.1] * 4)
-    assert fallen[-1].step == exact_run.HOPELESS_AFTER
-    assert is_hopeless(fallen, lag=0)
-    assert not is_hopeless(fallen, lag=1)
-    assert not is_hopeless(points(0.2, *[0.5] * 4, *[0.16] * 4), lag=0), "within the margin"
-    assert not is_hopeless(points(0.2, *[0.5] * 4, 0.7, 0.1, 0.1, 0.1), lag=0), "the mean of the last ones counts"
-    assert not is_hopeless(points(0.2, 0.0, 0.0, 0.0), lag=0)
 
 
 def test_probe_finds_no_bias_where_nothing_is_stale(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

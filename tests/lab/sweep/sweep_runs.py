@@ -25,15 +25,17 @@ with (home / "starts").open("a") as file:
 number = sum(line.split()[0] == name for line in (home / "starts").read_text().splitlines())
 
 
-def write(*kinds, outcome="finished"):
+def row(kind, **fields):
     with (run / "metrics.jsonl").open("a") as file:
-        for kind in kinds:
-            row = {"kind": kind, "time": time.time(), "policy_version": 1}
-            if kind == "step":
-                row |= {"reward/mean": 0.5, "lag/counts": {"0": 2}, "time/step_s": 1.0}
-            else:
-                row |= {"wall_s": 1.0, "ledger": LEDGER, "outcome": outcome, "detail": ""}
-            print(json.dumps(row), file=file)
+        print(json.dumps({"kind": kind, "time": time.time(), **fields}, separators=(",", ":")), file=file)
+
+
+def write(*kinds, outcome="finished"):
+    for kind in kinds:
+        if kind == "step":
+            row(kind, policy_version=1, **{"reward/mean": 0.5, "lag/counts": {"0": 2}, "time/step_s": 1.0})
+        else:
+            row(kind, policy_version=1, wall_s=1.0, ledger=LEDGER, outcome=outcome, detail="")
 
 
 scripts = [home / f"{name}.{number}", home / name, home / "any"]

@@ -11,11 +11,9 @@ from offbeat.lab.sweep.estimates import (
     Curve,
     average_curves,
     compare,
-    compare_pairs,
     compare_ratio,
     estimate,
     first_reach,
-    holm,
     seeds_needed,
     trailing_mean,
 )
@@ -171,29 +169,3 @@ def test_told_apart_is_a_p_value_below_a_tenth(first: list[float], second: list[
     assert comparison.p_value is not None
     if abs(comparison.p_value - 0.1) > 1e-9:
         assert comparison.is_told_apart == (comparison.p_value < 0.1)
-
-
-def test_pairs_of_one_seed_are_compared_by_their_differences() -> None:
-    first, second = {0: 0.1, 1: 0.5, 2: 0.9, 7: 0.0}, {2: 1.0, 1: 0.7, 0: 0.2, 8: 1.0}
-    comparison = compare_pairs(first, second)
-    theirs = stats.ttest_rel([0.2, 0.7, 1.0], [0.1, 0.5, 0.9])
-    assert comparison is not None
-    assert (comparison.difference, comparison.num_seeds) == (pytest.approx(0.4 / 3), (3, 3))
-    assert comparison.p_value == pytest.approx(theirs.pvalue)  # pyright: ignore[reportAttributeAccessIssue]
-    interval = theirs.confidence_interval(0.9)  # pyright: ignore[reportAttributeAccessIssue]
-    assert (comparison.low, comparison.high) == (pytest.approx(interval.low), pytest.approx(interval.high))
-    one = compare_pairs({0: 0.25}, {0: 0.5})
-    assert one is not None
-    assert (one.difference, one.low, one.p_value) == (0.25, None, None)
-    assert compare_pairs({0: 0.1}, {1: 0.2}) is None
-    same, other = compare_pairs({0: 0.0, 1: 0.5}, {0: 0.0, 1: 0.5}), compare_pairs({0: 0.0, 1: 0.5}, {0: 0.25, 1: 0.75})
-    assert same is not None
-    assert other is not None
-    assert (same.p_value, other.p_value, other.low) == (1.0, 0.0, 0.25)
-
-
-def test_holm_multiplies_the_smallest_most_and_keeps_their_order() -> None:
-    assert holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])
-    assert holm([0.02, 0.3, 0.9]) == pytest.approx([0.06, 0.6, 0.9])
-    assert holm([0.6, 0.7]) == [1.0, 1.0]
-    assert holm([]) == []

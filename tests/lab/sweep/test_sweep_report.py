@@ -4,14 +4,16 @@ import html.parser
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offbeat.common.learning_sections import TrainSection
-from offbeat.deploy.sweep import make_cells, prepare
+from offbeat.deploy.sweep.cells import make_cells, prepare
 from offbeat.lab.history import RunHistory, fold_rows
+from offbeat.lab.sweep.hopeless import Hopeless, mark_hopeless
 from offbeat.lab.sweep.measures import measure, reward_curves
 from offbeat.lab.sweep.plan import Plan, make_plan
 from offbeat.lab.sweep.sweep_report import write_sweep_report
@@ -43,20 +45,19 @@ def sweep_in(folder: Path, *varied: str, seeds: int) -> Plan:
     return plan
 
 
-def whole_sweep(folder: Path) -> Plan:
+def whole_sweep(folder: Path) -> None:
     """Write a sweep of bounds 0, 4 and 8 with three seeds: 4 is as good in half the time, 8 is worse."""
-    plan = sweep_in(folder, "max_staleness=0,4,8", seeds=3)
+    sweep_in(folder, "max_staleness=0,4,8", seeds=3)
     for seed in range(3):
         for bound, step_s, loss in ((0, 2.0, 0.0), (4, 1.0, 0.0), (8, 1.0, 0.3)):
             rewards = [reward - loss + 0.001 * seed for reward in LEARNED]
             rows = rows_of_run(rewards, lag=bound, step_s=step_s + 0.01 * seed)
             write_rows(folder / f"max_staleness={bound}" / f"seed={seed}", rows)
-    return plan
 
 
-def report_of(folder: Path, plan: Plan, margin: float = 0.02) -> tuple[str, dict[str, Any]]:
+def report_of(folder: Path, margin: float = 0.02, baseline: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
     """Write the report; return the page and the JSON."""
-    page = write_sweep_report(folder, plan, margin).read_text()
+    page = write_sweep_report(folder, margin, baseline).read_text()
     return page, json.loads((folder / "sweep.json").read_text())
 
 
@@ -140,7 +141,8 @@ def test_run_without_rows_has_no_numbers() -> None:
 
 
 def test_values_are_means_over_seeds_with_their_spread(tmp_path: Path) -> None:
-    page, told = report_of(tmp_path, whole_sweep(tmp_path))
+    whole_sweep(tmp_path)
+    page, told = report_of(tmp_path)
     rewards = [value["estimates"]["final_reward"] for value in told["values"]]
     assert [reward["mean"] for reward in rewards] == pytest.approx([0.901, 0.901, 0.601])
     assert [reward["std"] for reward in rewards] == pytest.approx([0.001] * 3)
@@ -154,7 +156,8 @@ def test_values_are_means_over_seeds_with_their_spread(tmp_path: Path) -> None:
 
 
 def test_time_to_the_references_reward_is_a_ratio(tmp_path: Path) -> None:
-    _, told = report_of(tmp_path, whole_sweep(tmp_path))
+    whole_sweep(tmp_path)
+    _, told = report_of(tmp_path)
     assert told["reference_reward"] == pytest.approx(0.901)
     # Ten steps are first at 0.9 - 0.02 with the twelfth: the mean of steps 2 to 11 is 0.86.
     synchronous, four, eight = told["values"]
@@ -168,7 +171,8 @@ def test_time_to_the_references_reward_is_a_ratio(tmp_path: Path) -> None:
 
 
 def test_recommendation_stands_on_the_page_with_its_rule(tmp_path: Path) -> None:
-    page, told = report_of(tmp_path, whole_sweep(tmp_path))
+    whole_sweep(tmp_path)
+    page, told = report_of(tmp_path)
     assert told["recommendation"]["label"] == "4"
     text = text_of(page)
     assert "4: it comes soonest within 0.02 of the final reward of 0, in 0.50 of its time" in text
@@ -177,18 +181,76 @@ def test_recommendation_stands_on_the_page_with_its_rule(tmp_path: Path) -> None
     assert "Of the values whose final reward is not told to be below the reference's" in text
 
 
-def test_every_pair_is_compared(tmp_path: Path) -> None:
-    page, told = report_of(tmp_path, whole_sweep(tmp_path))
-    assert [(pair["first"], pair["second"]) for pair in told["pairs"]] == [("0", "4"), ("0", "8"), ("4", "8")]
-    assert [line[:2] for line in cells_of(page, "Comparisons")[1:]] == [
-        ["0 and 4", "not told apart"],
-        ["0 and 8", "lower"],
-        ["4 and 8", "lower"],
+def test_every_value_is_compared_with_the_reference_in_pairs_of_one_seed(tmp_path: Path) -> None:
+    whole_sweep(tmp_path)
+    page, told = report_of(tmp_path)
+    assert [(one["label"], one["baseline"]) for one in told["differences"]] == [("4", "0"), ("8", "0")]
+    # Seeds differ by 0.001 in the same way under every value, so the differences hardly spread: 0 and -0.3 in every pair.
+    assert [line[:4] for line in cells_of(page, "Comparisons")[1:]] == [
+        ["4", "0", "not told apart", "+0.000 (+0.000 to +0.000)"],
+        ["8", "0", "lower", "-0.300 (-0.300 to -0.300)"],
     ]
 
 
+def matrix_sweep(folder: Path) -> None:
+    """Write a sweep of two objectives and two bounds with three seeds; `grpo` is worse at the larger bound."""
+    sweep_in(folder, "objective=gspo,grpo", "max_staleness=0,4", seeds=3)
+    final = {
+        ("gspo", 0): (0.9, 0.8, 0.7),
+        ("gspo", 4): (0.8, 0.8, 0.6),
+        ("grpo", 0): (0.9, 0.8, 0.8),
+        ("grpo", 4): (0.4, 0.4, 0.1),
+    }
+    for (objective, bound), rewards in final.items():
+        for seed, reward in enumerate(rewards):
+            write_rows(
+                folder / f"objective={objective}" / f"max_staleness={bound}" / f"seed={seed}", rows_of_run([reward] * 12)
+            )
+
+
+def test_a_baseline_is_chosen_for_each_of_the_other_settings(tmp_path: Path) -> None:
+    matrix_sweep(tmp_path)
+    page, told = report_of(tmp_path, baseline=["objective=gspo"])
+    assert [(one["label"], one["baseline"]) for one in told["differences"]] == [
+        ("objective=grpo, max_staleness=0", "objective=gspo, max_staleness=0"),
+        ("objective=grpo, max_staleness=4", "objective=gspo, max_staleness=4"),
+    ]
+    same, worse = (one["final_reward"] for one in told["differences"])
+    # -0.4, -0.4, -0.5: mean -0.4333, standard error 0.0333, t(2) = 13, p = 0.005865: the only test of its baseline.
+    assert worse["compared"]["difference"] == pytest.approx(-0.43333, abs=1e-5)
+    assert worse["adjusted_p"] == pytest.approx(0.005865, abs=1e-6)
+    assert same["adjusted_p"] == pytest.approx(0.42265, abs=1e-5)
+    assert [line[2] for line in cells_of(page, "Comparisons")[1:]] == ["not told apart", "lower"]
+    # Against the reference alone there are three tests.
+    _, told = report_of(tmp_path)
+    assert {one["baseline"] for one in told["differences"]} == {"objective=gspo, max_staleness=0"}
+    assert len(told["differences"]) == 3
+
+
+def test_hopeless_run_counts_with_the_reward_that_it_had_but_not_with_its_time(tmp_path: Path) -> None:
+    sweep_in(tmp_path, "max_staleness=0,4", seeds=2)
+    for seed in range(2):
+        write_rows(tmp_path / "max_staleness=0" / f"seed={seed}", rows_of_run(LEARNED))
+    whole, stopped = (tmp_path / "max_staleness=4" / f"seed={seed}" for seed in range(2))
+    write_rows(whole, rows_of_run(LEARNED))
+    write_rows(stopped, rows_of_run([0.1] * 5)[:-1])
+    mark_hopeless(stopped, Hopeless(40, 0.1, 0.3))
+    page, told = report_of(tmp_path)
+    value = told["values"][1]
+    assert (value["num_finished"], value["num_hopeless"]) == (2, 1)
+    assert value["estimates"]["final_reward"]["mean"] == pytest.approx((0.9 + 0.1) / 2)
+    assert value["estimates"]["train_s"]["num_seeds"] == 1
+    assert (value["num_to_margin"], value["seconds_to_margin"]) == (1, None), "it never came there"
+    assert told["differences"][0]["final_reward"]["compared"]["difference"] == pytest.approx(-0.4)
+    assert told["differences"][0]["train_s"]["num_seeds"] == [2, 1]
+    assert [line[1] for line in cells_of(page, "Learning")[1:]] == ["2 of 2", "2 of 2, 1 hopeless"]
+    assert cells_of(page, "Runs")[-1][:2] == ["max_staleness=4/seed=1", "hopeless"]
+    assert "1 of them were stopped as hopeless" in text_of(page)
+
+
 def test_curves_have_a_band_for_each_value_and_end_with_the_shortest_run(tmp_path: Path) -> None:
-    page, _ = report_of(tmp_path, whole_sweep(tmp_path))
+    whole_sweep(tmp_path)
+    page, _ = report_of(tmp_path)
     traces = figure_titled(page, "Reward by wall-clock")["data"]
     means = {trace["name"]: trace for trace in traces if trace["name"]}
     assert list(means) == [f"max_staleness = {bound}" for bound in (0, 4, 8)]
@@ -200,7 +262,8 @@ def test_curves_have_a_band_for_each_value_and_end_with_the_shortest_run(tmp_pat
 
 
 def test_throughput_and_lag_are_plotted_by_value(tmp_path: Path) -> None:
-    page, _ = report_of(tmp_path, whole_sweep(tmp_path))
+    whole_sweep(tmp_path)
+    page, _ = report_of(tmp_path)
     runs, means = figure_titled(page, "Throughput")["data"]
     assert Counter(runs["x"]) == {"0": 3, "4": 3, "8": 3}
     assert means["y"] == pytest.approx([100 / 2.01, 100 / 1.01, 100 / 1.01], rel=1e-3)
@@ -209,14 +272,14 @@ def test_throughput_and_lag_are_plotted_by_value(tmp_path: Path) -> None:
 
 
 def test_runs_that_are_not_finished_are_listed_and_count_for_nothing(tmp_path: Path) -> None:
-    plan = sweep_in(tmp_path, "max_staleness=0,4", seeds=2)
+    sweep_in(tmp_path, "max_staleness=0,4", seeds=2)
     for seed in range(2):
         write_rows(tmp_path / "max_staleness=0" / f"seed={seed}", rows_of_run(LEARNED))
     write_rows(tmp_path / "max_staleness=4" / "seed=0", rows_of_run([5.0] * 5)[:-1])
-    page, told = report_of(tmp_path, plan)
+    page, told = report_of(tmp_path)
     assert [run["state"] for run in told["runs"]] == ["finished", "broken off", "finished", "new"]
     assert [value["num_finished"] for value in told["values"]] == [2, 0]
-    assert told["pairs"] == []
+    assert [difference["final_reward"] for difference in told["differences"]] == [None]
     assert "2 of 4 runs are finished; only these count." in text_of(page)
     assert [line[:2] for line in cells_of(page, "Runs")[1:]] == [
         ["max_staleness=0/seed=0", "finished"],
@@ -227,37 +290,39 @@ def test_runs_that_are_not_finished_are_listed_and_count_for_nothing(tmp_path: P
 
 
 def test_sweep_without_runs_says_so_and_carries_no_plotly(tmp_path: Path) -> None:
-    page, told = report_of(tmp_path, sweep_in(tmp_path, "max_staleness=0,4", seeds=1))
+    sweep_in(tmp_path, "max_staleness=0,4", seeds=1)
+    page, told = report_of(tmp_path)
     assert "Nothing can be said yet: 0, the reference, has no finished run." in text_of(page)
     assert told["recommendation"]["label"] is None
     assert len(page) < 60_000
 
 
 def test_one_seed_has_numbers_and_no_spread(tmp_path: Path) -> None:
-    plan = sweep_in(tmp_path, "max_staleness=0,4", seeds=1)
+    sweep_in(tmp_path, "max_staleness=0,4", seeds=1)
     for bound in (0, 4):
         write_rows(tmp_path / f"max_staleness={bound}" / "seed=0", rows_of_run(LEARNED))
-    page, told = report_of(tmp_path, plan)
+    page, told = report_of(tmp_path)
     assert "one seed says nothing about the spread" in text_of(page)
     assert [line[2] for line in cells_of(page, "Learning")[1:]] == ["0.900", "0.900"]
-    assert cells_of(page, "Comparisons")[1][1] == "one seed"
-    assert told["pairs"][0]["final_reward"]["low"] is None
+    assert cells_of(page, "Comparisons")[1][2] == "one seed"
+    assert told["differences"][0]["final_reward"]["compared"]["low"] is None
     assert not any(trace.get("fill") for trace in figure_titled(page, "Reward by rollouts")["data"])
 
 
 def test_reference_is_the_smallest_bound_wherever_it_stands(tmp_path: Path) -> None:
-    plan = sweep_in(tmp_path, "learning_rate=1e-3,1e-4", "max_staleness=8,2", seeds=1)
-    _, told = report_of(tmp_path, plan)
+    sweep_in(tmp_path, "learning_rate=1e-3,1e-4", "max_staleness=8,2", seeds=1)
+    _, told = report_of(tmp_path)
     assert told["reference"] == "learning_rate=1e-3, max_staleness=2"
 
 
 def test_reference_of_other_settings_is_their_first_value(tmp_path: Path) -> None:
-    _, told = report_of(tmp_path, sweep_in(tmp_path, "learning_rate=1e-3,1e-4", seeds=1))
+    sweep_in(tmp_path, "learning_rate=1e-3,1e-4", seeds=1)
+    _, told = report_of(tmp_path)
     assert told["reference"] == "1e-3"
 
 
 def test_bias_alarm_of_a_run_stands_on_the_page(tmp_path: Path) -> None:
-    plan = sweep_in(tmp_path, "max_staleness=0", seeds=1)
+    sweep_in(tmp_path, "max_staleness=0", seeds=1)
     rows = rows_of_run(LEARNED * 10)
     groups = [row for row in rows if row["kind"] == "group"]
     long = [
@@ -265,7 +330,7 @@ def test_bias_alarm_of_a_run_stands_on_the_page(tmp_path: Path) -> None:
         for group in groups
     ]
     write_rows(tmp_path / "max_staleness=0" / "seed=0", [*rows, *long])
-    page, told = report_of(tmp_path, plan)
+    page, told = report_of(tmp_path)
     (alarm,) = told["runs"][0]["measures"]["bias_alarms"]
     assert "were dropped, and differ from the others" in alarm
     assert "Bias alarms: 1" in text_of(page)
@@ -273,7 +338,8 @@ def test_bias_alarm_of_a_run_stands_on_the_page(tmp_path: Path) -> None:
 
 
 def test_page_needs_no_network_and_links_only_to_the_runs(tmp_path: Path) -> None:
-    page, _ = report_of(tmp_path, whole_sweep(tmp_path))
+    whole_sweep(tmp_path)
+    page, _ = report_of(tmp_path)
 
     class References(html.parser.HTMLParser):
         found: list[str] = []  # noqa: RUF012
@@ -294,7 +360,7 @@ def test_values_are_not_markup(tmp_path: Path) -> None:
     plan = sweep_in(tmp_path, f"task.system_prompt='{attack}',b", "chat_template=true", seeds=1)
     for cell in plan.cells:
         write_rows(tmp_path / cell.name, rows_of_run(LEARNED))
-    page, _ = report_of(tmp_path, plan)
+    page, _ = report_of(tmp_path)
     assert "<script>alert" not in page
     assert page.count("</script>") == page.count("<script")
 
@@ -302,7 +368,8 @@ def test_values_are_not_markup(tmp_path: Path) -> None:
 def test_plotly_accepts_every_figure(tmp_path: Path) -> None:
     import plotly.graph_objects
 
-    page, _ = report_of(tmp_path, whole_sweep(tmp_path))
+    whole_sweep(tmp_path)
+    page, _ = report_of(tmp_path)
     figures = figures_in(page)
     assert len(figures) == 8
     for figure in figures:

@@ -1,0 +1,168 @@
+"""The runs of a sweep, which differ in a few settings and in their seeds, each in a folder of its own below the sweep's.
+
+    FOLDER/plan.json
+    FOLDER/max_staleness=4/seed=1/run.toml, train.log, and what the run writes
+
+Values and seeds may be added to a sweep; existing runs are never changed.
+"""
+
+import logging
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from offbeat.common import durable_files
+from offbeat.common.config import Config
+from offbeat.common.masking import write_private
+from offbeat.common.run_folder import decide_resume
+from offbeat.common.setting_checks import check
+from offbeat.common.settings import SettingError, load, resolved_toml
+from offbeat.deploy.folder_lock import alone_in
+from offbeat.lab.sweep.plan import CONFIG_FILE, PLAN_FILE, Plan, has_ended, read_plan, read_run
+from offbeat.protocols.address_file import address_file
+from offbeat.protocols.addresses import is_loopback
+
+logger = logging.getLogger(__name__)
+
+PREPARE_S = 300.0
+"""Longest wait for other shards, which write the same plan."""
+_MAX_DIFFERENCES = 5
+"""Number of differences between two sweeps that an error shows."""
+
+
+class Cell(NamedTuple):
+    """One run of a sweep, with its folder and its settings."""
+
+    name: str
+    folder: Path
+    config: Config
+
+    @property
+    def has_ended(self) -> bool:
+        """The run is finished, or was stopped as hopeless: there is nothing left to do."""
+        return has_ended(self.folder, read_run(self.folder))
+
+
+def make_cells(plan: Plan, config_file: Path, overrides: Sequence[str], folder: Path) -> list[Cell]:
+    """Return the runs of a plan with their settings checked; raise `SettingError` that names the run with an invalid one."""
+    cells: list[Cell] = []
+    warnings: dict[str, None] = {}
+    for planned in plan.cells:
+        swept = [f"{setting}={value}" for setting, value in zip(plan.settings, planned.values, strict=True)]
+        try:
+            config = load(config_file, [*overrides, *swept])
+            config = _as_cell(config, planned.seed, folder / planned.name)
+            warnings |= dict.fromkeys(check(config))
+        except SettingError as error:
+            raise _of_cell(planned.name, error) from error
+        cells.append(Cell(planned.name, folder / planned.name, config))
+    for warning in warnings:
+        logger.warning(warning)
+    return cells
+
+
+def check_cells(cells: Sequence[Cell], check_one: Callable[[Config], object]) -> None:
+    """Apply a check to one seed of each value; a `SettingError` that it raises then names the run.
+
+    Other seeds share all that is checked, and each run looks again when it starts.
+    """
+    # Only the folder's name tells the values: `max_staleness=4/seed=1`.
+    one_of_each = {cell.folder.parent: cell for cell in reversed(cells)}
+    for cell in reversed(one_of_each.values()):
+        # Files that a run has already written are no error: a sweep continues it.
+        config = decide_resume(replace(cell.config, run=replace(cell.config.run, resume="auto")))
+        try:
+            check_one(config)
+        except SettingError as error:
+            raise _of_cell(cell.name, error) from error
+
+
+def prepare(plan: Plan, cells: Sequence[Cell], folder: Path) -> None:
+    """Write the plan and the runs' settings into the sweep's folder.
+
+    Waits for: other shards that do the same. Raises `SettingError` when the folder holds another sweep: one with runs that this
+    plan lacks or has with other settings.
+    """
+    with alone_in(folder, wait_s=PREPARE_S):
+        if (folder / PLAN_FILE).exists():
+            _check_same(read_plan(folder), plan, cells, folder)
+        for cell in cells:
+            _write_config(cell)
+        # Written last: every run that a plan file names has its settings.
+        durable_files.replace(folder / PLAN_FILE, msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
+
+
+def _as_cell(config: Config, seed: int, folder: Path) -> Config:
+    address = config.hub.address
+    if is_loopback(address):
+        # A free port for each run: jobs of a cluster may share a machine.
+        address = f"{address.rpartition(':')[0]}:0"
+    elif (file := address_file(address)) is not None:
+        address = f"file:{folder / file.name}"
+    mirror = config.run.mirror and f"{config.run.mirror.rstrip('/')}/{folder.name}"
+    return replace(
+        config,
+        run=replace(config.run, dir=str(folder), seed=seed, resume=False, mirror=mirror),
+        hub=replace(config.hub, address=address),
+    )
+
+
+def _of_cell(name: str, error: SettingError) -> SettingError:
+    return SettingError("run of the sweep", name, str(error).removesuffix("."), "Nothing was started.")
+
+
+def _check_same(old: Plan, new: Plan, cells: Sequence[Cell], folder: Path) -> None:
+    missing = {cell.name for cell in old.cells} - {cell.name for cell in new.cells}
+    differences: dict[str, None] = {}
+    if missing:
+        differences = dict.fromkeys(_plan_differences(old, new))
+    for cell in cells:
+        file = cell.folder / CONFIG_FILE
+        if cell.name in {planned.name for planned in old.cells} and file.exists():
+            there, here = (tomllib.loads(resolved_toml(config)) for config in (load(file), cell.config))
+            differences |= dict.fromkeys(_config_differences(there, here))
+    if differences:
+        shown = [*differences][:_MAX_DIFFERENCES]
+        more = f"; and {len(differences) - len(shown)} more" if len(differences) > len(shown) else ""
+        raise SettingError(
+            "--out",
+            str(folder),
+            f"it holds another sweep: {'; '.join(shown)}{more}",
+            "Give the same settings (values and seeds may be added), or another folder.",
+        )
+
+
+def _plan_differences(old: Plan, new: Plan) -> Iterator[str]:
+    for setting in {**old.settings, **new.settings}:
+        there, here = (plan.settings.get(setting) for plan in (old, new))
+        if there is None or here is None or not set(there) <= set(here):
+            yield f"{setting} is {_listed(there)} there and {_listed(here)} here"
+    if not set(old.seeds) <= set(new.seeds):
+        yield f"run.seed is {_listed(map(str, old.seeds))} there and {_listed(map(str, new.seeds))} here"
+    if list(old.settings) != list(new.settings):
+        yield f"the settings are varied in the order {_listed(old.settings)} there and {_listed(new.settings)} here"
+
+
+def _listed(values: Iterable[str] | None) -> str:
+    return "not varied" if values is None else ", ".join(values)
+
+
+def _config_differences(there: Mapping[str, Mapping], here: Mapping[str, Mapping]) -> Iterator[str]:
+    for section in {**there, **here}:
+        old, new = there.get(section, {}), here.get(section, {})
+        for key in {**old, **new}:
+            # The same folder may be written in another way.
+            if old.get(key) != new.get(key) and (section, key) != ("run", "dir"):
+                yield f"{section}.{key} is {old.get(key)!r} there and {new.get(key)!r} here"
+
+
+def _write_config(cell: Cell) -> None:
+    cell.folder.mkdir(parents=True, exist_ok=True)
+    # Replaced whole: the run of another shard may be reading it.
+    partial = cell.folder / f"{CONFIG_FILE}.partial"
+    write_private(partial, resolved_toml(cell.config, with_secrets=True))
+    partial.rename(cell.folder / CONFIG_FILE)
