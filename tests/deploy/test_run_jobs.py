@@ -1,6 +1,7 @@
 """Claims about `deploy.jobs`: every job runs once, in order, no more at a time than asked for, and a stop loses none."""
 
-from concurrent.futures import Future
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -42,6 +43,21 @@ def test_a_stop_submits_no_more_and_yields_those_under_way() -> None:
 
     assert sorted(one.job for one in run_jobs(range(9), submit, stop, num_at_once=3)) == [0, 1, 2]
     assert len(under_way) == 3
+
+
+def test_no_more_jobs_are_under_way_than_asked_for() -> None:
+    most: list[int] = []
+    with ThreadPoolExecutor(9) as threads:
+        submitted: list[Future[None]] = []
+
+        def submit(job: int) -> Future[None]:
+            submitted.append(threads.submit(time.sleep, 0.05))
+            most.append(sum(not future.done() for future in submitted))
+            return submitted[-1]
+
+        done = list(run_jobs(range(6), submit, StopRequest(), num_at_once=2))
+    assert len(done) == 6
+    assert max(most) <= 2
 
 
 def test_the_error_of_a_job_is_raised() -> None:
