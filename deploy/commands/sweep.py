@@ -61,6 +61,11 @@ def command(
             raise SettingError("--out", "", "--report needs the folder of a sweep", "Name it: --out FOLDER.")
         typer.echo(write_sweep_report(out, difference, baseline or ()))
         return
+    if shard and out is None:
+        raise SettingError("--shard", shard, "all parts need the same folder", "Name it: --out FOLDER.")
+    if as_job and (shard or jobs > 1):
+        problem = "each task of the array is a shard with one run"
+        raise SettingError("--slurm", shard or jobs, problem, "Leave out --shard and --jobs, or write the array yourself.")
     path, overrides = split_arguments(arguments)
     path = path or QUICKSTART
     plan = make_plan(varied or [], num_seeds=seeds, first_seed=load(path, overrides).run.seed)

@@ -1,20 +1,27 @@
 """Claims about `deploy.sweep.running`: a sweep makes, resumes, restarts, stops and refuses runs; a stand-in makes them."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from offbeat.common.settings import SettingError, load
 from offbeat.common.shutdown import StopRequest
+from offbeat.deploy.cli import make_app
+from offbeat.deploy.commands import sweep as sweep_command
 from offbeat.deploy.folder_lock import FolderBusyError, alone_in
 from offbeat.deploy.sweep import running
+from offbeat.deploy.sweep.cells import Cell
 from offbeat.deploy.sweep.job_array import render_job_array
 from offbeat.deploy.sweep.places import Place
 from offbeat.deploy.sweep.running import render_commands, run_sweep
@@ -313,3 +320,45 @@ def test_command_prints_the_quick_starts_runs_and_reports_what_is_there(sweep: S
     assert load(sweep.folder / "max_staleness=4" / "seed=0" / "run.toml").train.num_steps == 5
     assert "when they are: offbeat sweep --report --out sweep" in printed.stderr
     assert offbeat("--report").stdout == "sweep/report.html\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--shard", "0/2"], "all parts need the same folder"),
+        (["--shard", "2/2", "--out", "sweep"], "it is not I/N with I from 0 to N - 1"),
+        (["--slurm", "--shard", "0/2", "--out", "sweep"], "each task of the array is a shard"),
+        (["--slurm", "--jobs", "2"], "each task of the array is a shard"),
+        (["--jobs", "1000"], "each run needs a core of its own"),
+        (["--baseline", "objective=gspo"], "the sweep does not vary this setting"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(SettingError, match=said):
+        CliRunner().invoke(make_app(), ["sweep", "--set", "max_staleness=0,4", *arguments], catch_exceptions=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_array_of_the_command_repeats_what_the_sweep_is(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(sweep.home)
+    arguments = ["run.toml", "train.num_steps=5", "--set", "max_staleness=0,4", "--set", "objective=gspo,grpo", "--seeds", "1"]
+    arguments += ["--out", "sweep", "--baseline", "objective=gspo", "--difference", "0.05", "--stop-hopeless"]
+    script = CliRunner().invoke(make_app(), ["sweep", *arguments, "--slurm"], catch_exceptions=False).output
+    command = next(line for line in script.splitlines() if line.startswith("exec "))
+    told = shlex.split(command)
+    assert told[:3] == ["exec", "offbeat", "sweep"]
+    assert told[-2:] == ["--shard", "$SLURM_ARRAY_TASK_ID/4"]
+    monkeypatch.setattr(sweep_command, "run_sweep", lambda cells, folder, stop, **options: made.append((cells, options)) or 0)
+    monkeypatch.setattr(sweep_command, "look", lambda config, command: None)
+    made: list[tuple[Sequence[Cell], dict[str, Any]]] = []
+    again = [*told[3:-1], "2/4"]
+    assert CliRunner().invoke(make_app(), ["sweep", *again], catch_exceptions=False).exit_code == 0
+    ((cells, options),) = made
+    assert [cell.name for cell in cells] == ["max_staleness=4/objective=gspo/seed=0"]
+    assert cells[0].config.train.num_steps == 5
+    assert options["stops_hopeless"]
+    assert options["write_report"].args == (Path("sweep"), 0.05, ["objective=gspo"])
