@@ -141,8 +141,8 @@ def _stopping(stop: StopRequest) -> Iterator[None]:
     """Ask the runs under way to stop when an error leaves the context."""
     try:
         yield
-    except BaseException as error:
-        stop.ask(f"the sweep failed with {type(error).__name__}")
+    except BaseException:
+        stop.ask("the sweep has failed")
         raise
 
 
