@@ -61,11 +61,7 @@ def command(
             raise SettingError("--out", "", "--report needs the folder of a sweep", "Name it: --out FOLDER.")
         typer.echo(write_sweep_report(out, difference, baseline or ()))
         return
-    if shard and out is None:
-        raise SettingError("--shard", shard, "all parts need the same folder", "Name it: --out FOLDER.")
-    if as_job and (shard or jobs > 1):
-        problem = "each task of the array is a shard with one run"
-        raise SettingError("--slurm", shard or jobs, problem, "Leave out --shard and --jobs, or write the array yourself.")
+    _check_parts(shard, jobs, out, as_job=as_job)
     path, overrides = split_arguments(arguments)
     path = path or QUICKSTART
     plan = make_plan(varied or [], num_seeds=seeds, first_seed=load(path, overrides).run.seed)
@@ -90,6 +86,15 @@ def command(
         stops_hopeless=stop_hopeless,
     )
     raise typer.Exit(status)
+
+
+def _check_parts(shard: str, jobs: int, out: Path | None, *, as_job: bool) -> None:
+    """Raise `SettingError` for parts of a sweep that would not be of one sweep, or of an array that has its own."""
+    if shard and out is None:
+        raise SettingError("--shard", shard, "all parts need the same folder", "Name it: --out FOLDER.")
+    if as_job and (shard or jobs > 1):
+        problem = "each task of the array is a shard with one run"
+        raise SettingError("--slurm", shard or jobs, problem, "Leave out --shard and --jobs, or write the array yourself.")
 
 
 def _command(
