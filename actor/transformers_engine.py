@@ -26,6 +26,7 @@ from offbeat.actor.reserved_options import RESERVED
 from offbeat.common.images import ImagePatches
 from offbeat.common.models import has_weight_files
 from offbeat.common.nccl_group import gpu_uuid
+from offbeat.common.processors import processor_name
 from offbeat.common.routing import record_routing
 from offbeat.common.weights import tensor_dtype
 from offbeat.protocols.completions import Segment
@@ -81,6 +82,7 @@ class TransformersEngine:
             hashes=hashes,
             gpu=gpu_uuid(0) if device.type == "cuda" else None,
             has_weight_files=has_files,
+            processor=processor_name(device.type),
         )
         self._policy_version: int | None = None
         self._segments: dict[str, list[Segment]] = {}

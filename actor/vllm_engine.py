@@ -31,6 +31,7 @@ from offbeat.actor.vllm_worker import WeightLoading
 from offbeat.common.images import ImagePatches, ImageReader
 from offbeat.common.models import has_weight_files
 from offbeat.common.nccl_group import gpu_uuid
+from offbeat.common.processors import processor_name
 from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import ServiceError
 from offbeat.common.user_functions import one_line
@@ -319,6 +320,7 @@ def _describe(config: VllmConfig, dtype: str, hashes: ModelHashes, *, takes_imag
         quantization=quantization_of(config),
         takes_images=takes_images,
         has_weight_files=has_weight_files,
+        processor=processor_name(current_platform.device_type),
     )
 
 

@@ -3,6 +3,7 @@
 scored completions  ->  noise floor, half of the groups against the other half  ->  calibration.json, and a table
 """
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,11 +35,18 @@ from offbeat.learner.diagnostics.bound_noise import (
     recommend_m2_threshold,
 )
 from offbeat.learner.diagnostics.calibration import BandCheck, Calibration, engine_numerics, learner_numerics, save_calibration
+from offbeat.learner.diagnostics.noise_by_sign import (
+    LEAST_GROUPS,
+    MODEL_ERROR,
+    SAMPLING_ERRORS,
+    NoiseBySign,
+    fit_by_sign,
+    group_error,
+)
 from offbeat.learner.diagnostics.noise_floor import (
     NOISE_CLIP_SHARE,
     ClipBand,
     Differences,
-    NoiseFloor,
     describe,
     fit,
     recommend_band,
@@ -47,16 +55,24 @@ from offbeat.learner.objectives.correction_rules import resolve_corrections
 from offbeat.learner.objectives.objective import resolve_objective
 from offbeat.protocols.engine_info import EngineInfo
 
+HALF_WIDTH = 1.96
+"""Half-width of a 95% interval, in standard errors."""
+WIDE = 0.05
+"""Half-width of the interval of a clip fraction above which more groups are advised."""
+
 if TYPE_CHECKING:
     import torch
 
     from offbeat.learner.leases.groups import Group as PromptGroup
 
 
+Halves = tuple[Differences, Differences]
+
+
 class ScoredHalves(NamedTuple):
     """The groups of a run, scored by the learner that is calibrated."""
 
-    halves: tuple[Differences, Differences]
+    halves: Halves
     """The groups in two halves: every other group, and the groups between them."""
     num_groups: int
     device: "torch.device"
@@ -65,7 +81,9 @@ class ScoredHalves(NamedTuple):
 def fit_calibration(config: Config, engine: EngineInfo, measured: ScoredHalves) -> Calibration:
     """Fit the noise between `engine` and the learner that `config` makes, and check bands against it."""
     every = Differences.join(measured.halves)
-    floor = fit(every)
+    counted = counted_halves(config.loss, measured.halves)
+    of_run, noise = Differences.join(counted), fit_by_sign(every)
+    floor = noise.every
     loss = replace(config.loss, anchor="behavior")
     band = resolve_objective(loss, max_new_tokens=config.rollout.max_new_tokens).engine_band
     own = DEFAULTS[loss.objective].recomputed_band or DEFAULTS[loss.objective].band
@@ -74,9 +92,9 @@ def fit_calibration(config: Config, engine: EngineInfo, measured: ScoredHalves) 
     if band is not None and own is not None:
         own_band = band._replace(low=own.low, high=own.high)
         recommended = recommend_band(floor, every.lengths, own_band)
-        models = cross_fit(*measured.halves)
+        models = cross_fit(*counted)
         checks = [
-            check_band(name, of_name, models, measured.num_groups)
+            check_band(name, of_name, models)
             for name, of_name in (("own", own_band), ("configured", band), ("above noise", recommended))
         ]
         if config.loss.anchor != "behavior":
@@ -92,12 +110,26 @@ def fit_calibration(config: Config, engine: EngineInfo, measured: ScoredHalves) 
         summaries=describe(every, floor),
         checks=checks,
         recommended=recommended,
+        positive=noise.positive,
+        negative=noise.negative,
+        sign_shares=(float(of_run.positive.mean()), float(of_run.negative.mean())),
         bounds=check_bounds(config.loss, measured.halves),
         length_quantiles=tuple(np.quantile(every.lengths, np.linspace(0, 1, 101), method="nearest").tolist()),
     )
 
 
-def check_bounds(loss: LossSection, halves: tuple[Differences, Differences]) -> tuple[BoundCheck, ...]:
+def counted_halves(loss: LossSection, halves: Halves) -> Halves:
+    """Return the groups that a step counts: without those of equal rewards where `loss.zero_variance` drops them.
+
+    Where fewer than two groups of a half are left, no step could be measured, and all are returned.
+    """
+    if loss.zero_variance != "drop":
+        return halves
+    first, second = (half.with_signal() for half in halves)
+    return (first, second) if min(len(np.unique(half.groups)) for half in (first, second)) >= 2 else halves
+
+
+def check_bounds(loss: LossSection, halves: Halves) -> tuple[BoundCheck, ...]:
     """Compare what each half predicts for the other with what is measured: for each correction, and for M2PO's threshold."""
     every, models = Differences.join(halves), cross_fit(*halves)
     floor = fit(every)
@@ -119,7 +151,7 @@ def check_bounds(loss: LossSection, halves: tuple[Differences, Differences]) -> 
             BoundCheck(
                 setting="loss.m2_threshold",
                 value=f"{loss.m2_threshold:g}",
-                predicted=float(np.mean([expected_dropped(of_half, loss.m2_threshold) for of_half, _ in models])),
+                predicted=float(np.mean([expected_dropped(of_half.every, loss.m2_threshold) for of_half, _ in models])),
                 measured=measured_dropped(every, loss.m2_threshold),
                 recommended=f"{recommend_m2_threshold(floor, LossSection().m2_threshold):g}",
             )
@@ -127,28 +159,28 @@ def check_bounds(loss: LossSection, halves: tuple[Differences, Differences]) -> 
     return tuple(checks)
 
 
-def cross_fit(first: Differences, second: Differences) -> tuple[tuple[NoiseFloor, Differences], ...]:
-    """Return the noise floor fitted to each half, paired with the other half."""
-    return ((fit(first), second), (fit(second), first))
+def cross_fit(first: Differences, second: Differences) -> tuple[tuple[NoiseBySign, Differences], ...]:
+    """Return the noise floors fitted to each half, paired with the other half."""
+    return ((fit_by_sign(first), second), (fit_by_sign(second), first))
 
 
-def check_band(name: str, band: ClipBand, models: Sequence[tuple[NoiseFloor, Differences]], num_groups: int) -> BandCheck:
+def check_band(name: str, band: ClipBand, models: Sequence[tuple[NoiseBySign, Differences]]) -> BandCheck:
     """Compare the clipping that each model predicts for the completions beside it with the measured clipping.
 
-    All `num_groups` groups are whole and of one size. The completions of a group share their prompt and with it much
-    of the noise, so the error of the measurement is taken over groups, not over completions.
+    The completions of a group share their prompt and with it much of the noise, so the error of the measurement is taken
+    over groups, not over completions.
     """
     every = Differences.join([other for _, other in models])
-    expected = [floor.expected_clip(band, other.lengths, other.positive, other.negative) for floor, other in models]
-    beyond = [floor.beyond(band, other.lengths) for floor, other in models]
-    of_groups = every.clipped(band).reshape(num_groups, -1).mean(axis=1)
+    expected = [noise.expected_clip(band, other.lengths, other.positive, other.negative) for noise, other in models]
+    beyond = [noise.every.beyond(band, other.lengths) for noise, other in models]
+    clipped = every.clipped(band)
     measured_below, measured_above = every.beyond(band)
     return BandCheck(
         name=name,
         band=band,
         predicted=float(np.concatenate(expected).mean()),
-        measured=float(of_groups.mean()),
-        measured_error=float(of_groups.std(ddof=1) / np.sqrt(num_groups)),
+        measured=float(clipped.mean()),
+        measured_error=group_error(clipped, every),
         predicted_below=float(np.concatenate([below for below, _ in beyond]).mean()),
         measured_below=float(measured_below.mean()),
         predicted_above=float(np.concatenate([above for _, above in beyond]).mean()),
@@ -228,7 +260,7 @@ def render_calibration(calibration: Calibration) -> RenderableType:
     )
     parts: list[RenderableType] = [head, _summary_table(calibration), ""]
     if calibration.checks:
-        parts += [_band_table(calibration), ""]
+        parts += [_band_table(calibration), *doubts(calibration), ""]
     if calibration.bounds:
         parts += [_bounds_table(calibration), ""]
     return Group(*parts, _advice(calibration), "")
@@ -263,7 +295,7 @@ def _summary_table(calibration: Calibration) -> FittedTable:
 
 
 def _band_table(calibration: Calibration) -> FittedTable:
-    table = _table("Clipped by noise alone: either half of the groups predicts the other")
+    table = _table("Clipped by noise alone: either half of the groups predicts the other; ± at 95%")
     for name in ("band", "low, high", "clipped", "measured", "below, above", "measured"):
         table.add_column(name, justify="left" if name == "band" else "right")
     for check in calibration.checks:
@@ -271,11 +303,35 @@ def _band_table(calibration: Calibration) -> FittedTable:
             check.name,
             f"{check.band.low:g}, {check.band.high:g}",
             f"{check.predicted:.1%}",
-            f"{check.measured:.1%} ± {check.measured_error:.1%}",
+            f"{check.measured:.1%} ± {HALF_WIDTH * check.measured_error:.1%}",
             f"{check.predicted_below:.1%}, {check.predicted_above:.1%}",
             f"{check.measured_below:.1%}, {check.measured_above:.1%}",
         )
     return FittedTable(table)
+
+
+def doubts(calibration: Calibration) -> list[str]:
+    """Return a sentence for each reason not to trust the predicted clip fractions."""
+    found: list[str] = []
+    floors = (calibration.positive, calibration.negative)
+    for name, floor, share in zip(("A > 0", "A < 0"), floors, calibration.sign_shares, strict=True):
+        # Where nearly all completions are of one sign, they are all.
+        if floor == calibration.floor and share < 1 - NOISE_CLIP_SHARE:
+            found.append(
+                f"Fewer than {LEAST_GROUPS} groups have completions with {name}: their noise is taken to be that of all "
+                "completions. Sample more groups (--groups)."
+            )
+    for check in calibration.checks:
+        if abs(check.predicted - check.measured) > SAMPLING_ERRORS * check.measured_error + MODEL_ERROR:
+            found.append(
+                f"Do not trust the prediction for the band {check.name}: it misses what was measured by "
+                f"{abs(check.predicted - check.measured):.1%}, more than sampling explains."
+            )
+    half_width = HALF_WIDTH * max(check.measured_error for check in calibration.checks)
+    if half_width > WIDE:
+        needed = math.ceil(calibration.num_groups * (half_width / WIDE) ** 2)
+        found.append(f"The clip fraction is known to ± {half_width:.1%} only; --groups {needed} would tell it to ± {WIDE:.0%}.")
+    return found
 
 
 def _bounds_table(calibration: Calibration) -> FittedTable:

@@ -1,9 +1,9 @@
-"""Warnings about a run's noise: it reaches the objective's bounds, or may not be what was calibrated."""
+"""Warnings about a run's noise: it reaches the objective's bounds, or is not what was calibrated."""
 
 import logging
 
 from offbeat.common.learning_sections import LossSection
-from offbeat.common.rows import EngineRow, EventRow, Recorder
+from offbeat.common.rows import EngineRow, EventRow, Recorder, StepRow
 from offbeat.learner.diagnostics.calibration import (
     Calibration,
     EngineNumerics,
@@ -11,6 +11,7 @@ from offbeat.learner.diagnostics.calibration import (
     changes,
     engine_numerics,
 )
+from offbeat.learner.diagnostics.noise_by_sign import allowed_difference
 from offbeat.learner.diagnostics.noise_warnings import noise_warnings
 from offbeat.learner.objectives.objective import resolve_objective
 from offbeat.protocols.messages import Hello
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class CalibrationWatch:
-    """Warns when noise reaches the objective's bounds, and when learner or engine differ from those of `loss.noise_floor`."""
+    """Warns when noise reaches the objective's bounds, and when learner, engine or clipping differ from `loss.noise_floor`."""
 
     def __init__(self, calibration: Calibration | None, record: Recorder) -> None:
         self._calibration = calibration
@@ -43,6 +44,24 @@ class CalibrationWatch:
         self._record(EngineRow(actor=hello.actor, engine=hello.engine))
         if self._calibration is not None:
             self._tell(hello.actor, self._calibration.engine, engine_numerics(hello.engine))
+
+    def check_first_step(self, step: StepRow) -> None:
+        """Compare the clip fraction of the run's first step, where nothing is stale, with the predicted one."""
+        predicted, clipped, count = (step.number(f"by_lag/0/{name}") for name in ("clip_noise", "clip_fraction", "count"))
+        calibration = self._calibration
+        if calibration is None or predicted is None or clipped is None or not count:
+            return
+        calibrated = calibration.num_independent
+        of_step = count * calibrated / calibration.floor.num_completions
+        if abs(clipped - predicted) <= (allowed := allowed_difference(predicted, calibrated=calibrated, measured=of_step)):
+            return
+        detail = (
+            f"loss.noise_floor predicts that noise clips {predicted:.1%} of the first step, where nothing is stale, and "
+            f"{clipped:.1%} were clipped; sampling explains a difference of {allowed:.1%}. clip/noise and clip/drift are off "
+            "by as much: engine, learner or prompts are not what it was measured on. Run `offbeat calibrate` again."
+        )
+        logger.warning(detail)
+        self._record(EventRow(event="clip_mispredicted", detail=detail, policy_version=step.policy_version))
 
     def _tell(
         self, actor: str | None, measured: LearnerNumerics | EngineNumerics, now: LearnerNumerics | EngineNumerics

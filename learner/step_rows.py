@@ -9,6 +9,7 @@ from offbeat.common.learning_sections import TrainSection
 from offbeat.common.rows import EventRow, MetricValue, Recorder, StepRow
 from offbeat.common.settings import SettingError
 from offbeat.common.step_metrics import TASK_SHARES
+from offbeat.learner.calibration_watch import CalibrationWatch
 from offbeat.learner.curriculum import Curriculum
 from offbeat.learner.diagnostics.sample_rows import SampleRows
 from offbeat.learner.dispatch.dispatcher import Dispatcher
@@ -37,6 +38,7 @@ class StepRows:
         demand: Demand,
         curriculum: Curriculum,
         samples: SampleRows,
+        calibration_watch: CalibrationWatch,
         record: Recorder,
     ) -> None:
         self._train = train
@@ -45,6 +47,7 @@ class StepRows:
         self._demand = demand
         self._curriculum = curriculum
         self._samples = samples
+        self._calibration_watch = calibration_watch
         self._record = record
 
     def record(
@@ -90,6 +93,7 @@ class StepRows:
         self._curriculum.observe(first_version + len(steps))
         if first_version == 0:
             _log_first_ratio(rows[0])
+            self._calibration_watch.check_first_step(rows[0])
 
     def _tell_broken(self, step: StepRow) -> None:
         leases = step.metrics.get("broken/leases")

@@ -228,7 +228,7 @@ def open_learner(
         publisher=publisher,
         canary=canary,
         checkpoints=_make_checkpoints(config, inputs.identity, run, trainer, dispatcher, record),
-        step_rows=StepRows(config.train, dispatcher, run.auto_bound, demand, curriculum, samples, record),
+        step_rows=StepRows(config.train, dispatcher, run.auto_bound, demand, curriculum, samples, watch, record),
         wake_hub=hub.wake,
     )
     logger.info("run %s in %s; hub at %s", run.run_id, folder, hub.address)

@@ -36,3 +36,5 @@ class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """True for an engine that samples from prompts with images. Since minor version 7."""
     has_weight_files: bool = True
     """False for an engine whose model folder has no weights: it first samples under the learner's. Since minor version 8."""
+    processor: Label = ""
+    """Model of the processor that computes, with the instruction sets that choose its kernels. Since minor version 10."""

@@ -33,7 +33,7 @@ from offbeat.protocols.run_kit import MAX_PARTS
 
 PROTOCOL_MAJOR = 2
 """Peers of another major version are refused with a reason."""
-PROTOCOL_MINOR = 9
+PROTOCOL_MINOR = 10
 """Peers of another minor version are accepted; see the module's docstring."""
 MAX_BASES = 16
 """Largest number of differences that lead from one version of the weights to a newer one."""

@@ -63,6 +63,7 @@ _EVENT_TONES = {
     "metrics_rows_lost": "bad",
     "lease_expired": "warn",
     "calibration_mismatch": "warn",
+    "clip_mispredicted": "warn",
     "completions_left_out": "bad",
     "noise_reaches_bounds": "warn",
     "actor_left": "warn",

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from offbeat.common.corrections import CORRECTIONS, CorrectionChoice
+from offbeat.learner.diagnostics.noise_by_sign import NoiseBySign
 from offbeat.learner.diagnostics.noise_floor import (
     NOISE_CLIP_SHARE,
     Differences,
@@ -65,17 +66,20 @@ class _Bounded(NamedTuple):
     """The quantity's upper bound, inf for none."""
 
 
-def expected_touched(floor: NoiseFloor, rule: AnyCorrection, others: Differences) -> Floats:
+def expected_touched(noise: NoiseBySign, rule: AnyCorrection, others: Differences) -> Floats:
     """Return the share of each completion's tokens that noise is expected to mask or to truncate, `[completions]`.
 
-    Takes only the lengths and the advantages of `others`. The user's own correction is called with sampled noise.
+    Takes only the lengths and the advantages of `others`. `opsm` masks where A < 0, with the noise of that sign; the others
+    act at any sign, with that of all. The user's own correction is called with sampled noise.
     """
+    is_opsm = isinstance(rule, CorrectionRule) and rule.name == "opsm"
+    floor = noise.negative if is_opsm else noise.every
     if not isinstance(rule, CorrectionRule):
         return measured_touched(sample_noise(floor, others, np.random.default_rng(0)), rule)
     bounded = _bounded(floor, rule, others.lengths)
     below = bounded.below(bounded.low) if bounded.low > -math.inf else np.zeros(len(others.lengths))
     above = 1 - bounded.below(bounded.high) if bounded.high < math.inf else np.zeros(len(others.lengths))
-    return (below + above) * (others.negative if rule.name == "opsm" else 1.0)
+    return (below + above) * (others.negative if is_opsm else 1.0)
 
 
 def measured_touched(differences: Differences, rule: AnyCorrection) -> Floats:
@@ -172,7 +176,8 @@ def _sampled_divergences(
     copies = max(1, _SAMPLED_TOKENS // int(lengths.sum()))
     lengths_sampled = np.tile(lengths, min(copies, _MOST_COPIES))
     none = np.zeros(lengths_sampled.sum())
-    noise = sample_noise(floor, Differences(lengths_sampled, none, none), np.random.default_rng(0))
+    groups = np.arange(len(lengths_sampled))
+    noise = sample_noise(floor, Differences(lengths_sampled, none, none, groups), np.random.default_rng(0))
     bounded = noise.log_ratios.clip(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     estimates = np.square(noise.log_ratios) / 2 if name == "k2_mask" else np.expm1(bounded) - bounded
     means = np.sort(noise.means(estimates))

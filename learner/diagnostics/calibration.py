@@ -10,8 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from offbeat.common.config import Config
+from offbeat.common.processors import processor_name
 from offbeat.common.settings import SettingError
 from offbeat.learner.diagnostics.bound_noise import BoundCheck
+from offbeat.learner.diagnostics.noise_by_sign import NoiseBySign, independent_completions
 from offbeat.learner.diagnostics.noise_floor import NoiseFloor, NoiseSummary
 from offbeat.learner.objectives.bands import ClipBand
 from offbeat.protocols.engine_info import EngineInfo, ModelHashes
@@ -33,6 +35,8 @@ class LearnerNumerics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transformers: str
     engine_options: dict[str, Any]
     """`actor.engine_options`, such as quantization, the cache's precision, parallelism."""
+    processor: str = ""
+    """`common.processors.processor_name`: it chooses the kernels. Empty in a file of an older version."""
 
 
 class EngineNumerics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,6 +48,8 @@ class EngineNumerics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: str
     quantization: str = ""
     """The engine's own numbers of fewer bits than `dtype`; empty for none."""
+    processor: str = ""
+    """`common.processors.processor_name`; empty in a file, and for an actor, of an older version."""
 
 
 class BandCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,6 +93,12 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Recommended band for `objective` and `anchor`; None for an objective that does not clip."""
     bounds: tuple[BoundCheck, ...] = ()
     """Checks of each correction and of M2PO's threshold; empty in a file of an older version."""
+    positive: NoiseFloor | None = None
+    """Fitted to the completions with an advantage above 0; None in a file of an older version."""
+    negative: NoiseFloor | None = None
+    """Fitted to the completions with an advantage below 0; None in a file of an older version."""
+    sign_shares: tuple[float, float] = (0.5, 0.5)
+    """Mean share of a completion's tokens with an advantage above 0, and below 0, of the groups that a step counts."""
     length_quantiles: tuple[int, ...] = ()
     """Evenly spaced quantiles of the completions' lengths, in tokens; empty in a file of an older version."""
 
@@ -95,6 +107,24 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         """Lengths that stand for those of the calibrated completions."""
         mean = max(1, round(self.floor.num_tokens / self.floor.num_completions))
         return np.array(self.length_quantiles or (mean,), dtype=np.int64)
+
+    @property
+    def noise(self) -> NoiseBySign:
+        """The noise by the sign of the advantage; in a file of an older version the same for both."""
+        return NoiseBySign(self.floor, self.positive or self.floor, self.negative or self.floor)
+
+    @property
+    def num_independent(self) -> float:
+        """Number of independent completions that would tell a clipped share as exactly as the calibrated groups do."""
+        if not self.checks:
+            return self.num_groups
+        # The first band, the objective's own, is the narrowest, and its share the best known.
+        return independent_completions(
+            self.checks[0].measured,
+            self.checks[0].measured_error,
+            num_groups=self.num_groups,
+            num_completions=self.floor.num_completions,
+        )
 
 
 def learner_numerics(config: Config, hashes: ModelHashes, device: torch.device) -> LearnerNumerics:
@@ -109,17 +139,23 @@ def learner_numerics(config: Config, hashes: ModelHashes, device: torch.device) 
         torch=str(torch.__version__),
         transformers=importlib.metadata.version("transformers"),
         engine_options=config.actor.engine_options,
+        processor=processor_name(device.type),
     )
 
 
 def engine_numerics(engine: EngineInfo) -> EngineNumerics:
     """Return the numerics of an actor's engine."""
-    return EngineNumerics(engine.name, engine.version, engine.dtype, engine.device, engine.quantization)
+    return EngineNumerics(
+        engine.name, engine.version, engine.dtype, engine.device, engine.quantization, processor=engine.processor
+    )
 
 
 def changes(measured: LearnerNumerics | EngineNumerics, now: LearnerNumerics | EngineNumerics) -> list[str]:
     """Return a sentence for each property that has changed since the floor was measured."""
     before, after = msgspec.structs.asdict(measured), msgspec.structs.asdict(now)
+    if not (measured.processor and now.processor):
+        # Not known of an older version.
+        del before["processor"]
     return [
         f"{name} was {_shown(before[name])}, and is {_shown(after[name])}" for name in before if before[name] != after[name]
     ]

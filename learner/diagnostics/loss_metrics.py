@@ -9,7 +9,7 @@ from torch import Tensor
 
 from offbeat.common.objectives import Aggregation
 from offbeat.learner.diagnostics.lag_buckets import LAG_BUCKETS
-from offbeat.learner.diagnostics.noise_floor import NoiseFloor
+from offbeat.learner.diagnostics.noise_by_sign import NoiseBySign
 from offbeat.learner.diagnostics.row_statistics import Column
 from offbeat.learner.objectives.bands import ClipBand
 from offbeat.learner.objectives.losses import LOG_RATIO_BOUND
@@ -39,7 +39,7 @@ _BY_LAG = (
 class EngineNoise(NamedTuple):
     """The measured noise of the engine's log-probs, and the band that clips it."""
 
-    floor: NoiseFloor
+    by_sign: NoiseBySign
     band: ClipBand | None
     """`Objective.engine_band`; None where the objective clips no ratio to engine log-probs."""
 
@@ -179,12 +179,13 @@ def _corrections(rows: NDArray[np.float64]) -> dict[str, float]:
 
 
 def _noise_and_drift(rows: NDArray[np.float64], noise: EngineNoise, metrics: dict[str, float]) -> dict[str, float]:
-    divided = {"kl/noise": noise.floor.k3, "kl/drift": metrics["kl/behavior_policy_k3"] - noise.floor.k3}
+    k3 = noise.by_sign.every.k3
+    divided = {"kl/noise": k3, "kl/drift": metrics["kl/behavior_policy_k3"] - k3}
     if noise.band is None:
         return divided
     lengths = rows[:, Column.NUM_TOKENS].clip(min=1)
     positive, negative = rows[:, Column.NUM_POSITIVE] / lengths, rows[:, Column.NUM_NEGATIVE] / lengths
-    expected = float(noise.floor.expected_clip(noise.band, lengths, positive, negative).mean())
+    expected = float(noise.by_sign.expected_clip(noise.band, lengths, positive, negative).mean())
     return divided | {"clip/noise": expected, "clip/drift": metrics["clip/fraction"] - expected}
 
 

@@ -43,11 +43,15 @@ class Differences(NamedTuple):
     """`policy - behavior` of every token, completions concatenated, `[sum(lengths)]`."""
     advantages: Floats
     """Advantage of every token in the objective, `[sum(lengths)]`."""
+    groups: NDArray[np.int64]
+    """Number of each completion's group, `[completions]`. Completions of a group share their prompt, and much of the noise."""
 
     @classmethod
     def join(cls, parts: Sequence["Differences"]) -> "Differences":
-        """Concatenate parts."""
-        return cls(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+        """Concatenate parts that have no group in common."""
+        offsets = np.cumsum([0, *(part.groups.max(initial=-1) + 1 for part in parts)])
+        moved = [part._replace(groups=part.groups + offset) for part, offset in zip(parts, offsets, strict=False)]
+        return cls(*(np.concatenate(arrays) for arrays in zip(*moved, strict=True)))
 
     @property
     def log_sequence_ratios(self) -> Floats:
@@ -67,7 +71,14 @@ class Differences(NamedTuple):
     def take(self, chosen: NDArray[np.bool_]) -> "Differences":
         """Return the completions that are True in `chosen`, `[completions]`."""
         tokens = np.repeat(chosen, self.lengths)
-        return Differences(self.lengths[chosen], self.log_ratios[tokens], self.advantages[tokens])
+        return Differences(self.lengths[chosen], self.log_ratios[tokens], self.advantages[tokens], self.groups[chosen])
+
+    def with_signal(self) -> "Differences":
+        """Return the groups whose advantages are not all 0, which equal rewards make them."""
+        numbers, places = np.unique(self.groups, return_inverse=True)
+        has_signal = np.zeros(len(numbers), dtype=np.bool_)
+        has_signal[places[self.positive + self.negative > 0]] = True
+        return self.take(has_signal[places])
 
     def clipped(self, band: "ClipBand") -> Floats:
         """Return the share of each completion's tokens whose gradient the band takes, by the sign of their advantage."""
@@ -89,6 +100,11 @@ class Differences(NamedTuple):
             sums = np.concatenate([[0.0], np.cumsum(ratios)])
             ratios = (sums[1:] - sums[before]) / np.sqrt(np.arange(1, len(ratios) + 1) - before)
         return ratios < band.log_low, ratios > band.log_high
+
+    def group_means(self, of_completions: Floats) -> Floats:
+        """Return the mean of each group's completions, `[groups]`, by rising number of the group."""
+        _, places, sizes = np.unique(self.groups, return_inverse=True, return_counts=True)
+        return np.bincount(places, weights=of_completions) / sizes
 
     def means(self, of_tokens: NDArray[np.generic]) -> Floats:
         """Return the mean of each completion's tokens, `[completions]`; `of_tokens`: `[sum(lengths)]`."""
@@ -162,15 +178,6 @@ class NoiseFloor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             return self.prefixes_below(band.log_low, lengths), 1 - self.prefixes_below(band.log_high, lengths)
         below, above = self.tokens_below(band.log_low), 1 - self.tokens_below(band.log_high)
         return np.full(len(lengths), below), np.full(len(lengths), above)
-
-    def expected_clip(self, band: ClipBand, lengths: NDArray[np.int64], positive: Floats, negative: Floats) -> Floats:
-        """Return the share of each completion's tokens that noise alone is expected to clip, `[completions]`.
-
-        `positive` and `negative` are the shares of its tokens with an advantage above and below 0. Tokens below the band are
-        clipped where A < 0, tokens above it where A > 0, and at a prefix ratio where A < 0, too.
-        """
-        below, above = self.beyond(band, lengths)
-        return negative * below + (positive + negative * band.is_prefix_ratio) * above
 
 
 class NoiseSummary(NamedTuple):
@@ -262,7 +269,7 @@ def sample_noise(floor: NoiseFloor, others: Differences, random: np.random.Gener
     Tokens are drawn independently from the distribution of d, and then shifted so that their mean is a drawn `log s`.
     """
     lengths = others.lengths
-    drawn = Differences(lengths, floor.token_quantile(random.random(lengths.sum())), others.advantages)
+    drawn = others._replace(log_ratios=floor.token_quantile(random.random(lengths.sum())))
     means = floor.mean + floor.spread(lengths) * np.interp(random.random(len(lengths)), PROBABILITIES, floor.sequence_quantiles)
     shifted = drawn.log_ratios + np.repeat(means - drawn.log_sequence_ratios, lengths)
     return drawn._replace(log_ratios=shifted)

@@ -24,21 +24,21 @@ WARNED_SHARE = 2 * NOISE_CLIP_SHARE
 def noise_warnings(loss: LossSection, objective: Objective, calibration: Calibration) -> list[str]:
     """Return a warning for each bound of `objective` that the calibrated noise reaches, with the share and the cure.
 
-    `loss` are the settings that the objective was resolved from. Half of the advantages are taken to be below 0, and the
-    completions to be as long as the calibrated ones.
+    `loss` are the settings that the objective was resolved from. The completions are taken to be as long as the calibrated
+    ones, and the signs of their advantages to be as frequent; for corrections half are taken to be below 0.
     """
     lengths = np.tile(calibration.lengths, 2)
     advantages = np.repeat([-1.0, 1.0], lengths.sum() // 2)
-    expected = Differences(lengths, np.zeros(len(advantages)), advantages)
+    expected = Differences(lengths, np.zeros(len(advantages)), advantages, np.arange(len(lengths)))
     warnings: list[str] = []
     if objective.engine_band is not None:
-        warnings += _of_band(loss, objective.engine_band, "clips", calibration, expected)
+        warnings += _of_band(loss, objective.engine_band, "clips", calibration)
     if loss.objective == "dppo_tv" and isinstance(objective.token_loss, Dppo) and objective.anchor == "behavior":
         # A probability moves by at most the distance of its ratio from 1: a band of ratios would clip at least as much.
         band = ClipBand(objective.token_loss.threshold_low, objective.token_loss.threshold_high, is_sequence_ratio=False)
-        warnings += _of_band(loss, band, "drops up to", calibration, expected)
+        warnings += _of_band(loss, band, "drops up to", calibration)
     for choice, rule in zip(parse_corrections(loss.correction), objective.corrections, strict=True):
-        share = float(expected_touched(calibration.floor, rule, expected).mean())
+        share = float(expected_touched(calibration.noise, rule, expected).mean())
         if share > WARNED_SHARE:
             recommended = recommend_bounds(calibration.floor, rule, lengths)
             cure = "" if recommended is None else f" {write_corrections((recommended,))} would do so on at most 1% a side."
@@ -53,9 +53,10 @@ def noise_warnings(loss: LossSection, objective: Objective, calibration: Calibra
     return warnings
 
 
-def _of_band(loss: LossSection, band: ClipBand, does: str, calibration: Calibration, expected: Differences) -> list[str]:
-    floor, lengths = calibration.floor, expected.lengths
-    share = float(floor.expected_clip(band, lengths, expected.positive, expected.negative).mean())
+def _of_band(loss: LossSection, band: ClipBand, does: str, calibration: Calibration) -> list[str]:
+    floor, lengths = calibration.floor, calibration.lengths
+    positive, negative = (np.full(len(lengths), share) for share in calibration.sign_shares)
+    share = float(calibration.noise.expected_clip(band, lengths, positive, negative).mean())
     if share <= WARNED_SHARE:
         return []
     own = DEFAULTS[loss.objective].recomputed_band or DEFAULTS[loss.objective].band

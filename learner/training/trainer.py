@@ -133,7 +133,7 @@ class Trainer:
         self._adaptive = AdaptiveState(kl_coefficient=kl.loss_coef or kl.reward_coef)
         self._direction = GradientDirection()
         path = config.loss.noise_floor
-        self._noise_floor = load_calibration(path).floor if path else None
+        self._noise = load_calibration(path).noise if path else None
 
     def train_batch(self, groups: Sequence[Group]) -> list[Metrics]:
         """Take `train.steps_per_batch` optimizer steps, each on the next `train.groups_per_step` of `groups`.
@@ -218,16 +218,16 @@ class Trainer:
         Completions are in any order, the same on every rank.
         """
         tokens: list[Tensor] = []
-        lengths: list[Tensor] = []
+        completions: list[Tensor] = []
         rows, _ = self._make_rows(groups, self.policy_version, self._adaptive.rewards)
         for micro_batch, _, advantages, _ in self._prepare(rows):
             logprobs = self._run(self._module, micro_batch).logprobs
             log_ratios = logprobs.double() - micro_batch.behavior_logprobs.double()
             tokens.append(torch.stack([log_ratios, advantages.double()], dim=-1)[micro_batch.completion_mask])
-            lengths.append(micro_batch.completion_mask.sum(dim=-1))
+            completions.append(torch.stack([micro_batch.completion_mask.sum(dim=-1), micro_batch.groups], dim=-1))
         log_ratios, advantages = gather_rows(torch.cat(tokens), num_alike=self._num_alike).unbind(dim=-1)
-        all_lengths = gather_rows(torch.cat(lengths), num_alike=self._num_alike)
-        return Differences(all_lengths.numpy(), log_ratios.numpy(), advantages.numpy())
+        lengths, numbers = gather_rows(torch.cat(completions), num_alike=self._num_alike).unbind(dim=-1)
+        return Differences(lengths.numpy(), log_ratios.numpy(), advantages.numpy(), numbers.numpy())
 
     def save_checkpoint(self, folder: Path, extra: bytes) -> None:
         """Write everything that continues this run, and rank 0's `extra`. `CheckpointFailedError` leaves no rank behind."""
@@ -351,7 +351,7 @@ class Trainer:
             table,
             aggregation=self._objective.aggregation,
             denominator=denominator,
-            noise=None if self._noise_floor is None else EngineNoise(self._noise_floor, self._objective.engine_band),
+            noise=None if self._noise is None else EngineNoise(self._noise, self._objective.engine_band),
         )
         if self.policy_version > 0:
             del metrics["ratio/first"]

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from offbeat.common.config import Config
 from offbeat.common.learning_sections import LossSection
+from offbeat.common.processors import processor_name
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load
 from offbeat.deploy.calibrate import calibrate, collection_config
@@ -111,7 +112,8 @@ def direct_differences(config: Config, source: Path) -> Differences:
             differences.append(policy_logprobs.double().numpy() - rollout.behavior_logprobs)
             lengths.append(len(rollout.token_ids))
             advantages.append(np.full(len(rollout.token_ids), rollout.reward - mean))
-    return Differences(np.array(lengths), np.concatenate(differences), np.concatenate(advantages))
+    groups = np.arange(len(lengths)) // GROUP_SIZE
+    return Differences(np.array(lengths), np.concatenate(differences), np.concatenate(advantages), groups)
 
 
 def test_identical_numerics_have_a_floor_of_about_zero(sampled: Sampled) -> None:
@@ -137,6 +139,7 @@ def test_command_prints_what_it_stores_and_leaves_no_model(sampled: Sampled) -> 
         "dtype": "float32",
         "device": "cpu",
         "quantization": "",
+        "processor": processor_name("cpu"),
     }
     assert sampled.output["recommended"] == [3e-4, 4e-4, True, False]
     assert not (sampled.folder / "model").exists()
@@ -165,7 +168,7 @@ def test_floor_of_a_learner_in_bfloat16_is_what_direct_scoring_finds_and_foretel
     models = cross_fit(direct.take(is_even), direct.take(~is_even))
     for width in (1e-4, 2e-4, 6e-4, 1e-3):
         for is_sequence_ratio in (True, False):
-            of_band = check_band("", ClipBand(width, width, is_sequence_ratio), models, NUM_GROUPS)
+            of_band = check_band("", ClipBand(width, width, is_sequence_ratio), models)
             assert of_band.predicted == pytest.approx(of_band.measured, abs=0.05)
     assert above_noise.measured < 0.03
     assert calibration.recommended == above_noise.band
@@ -179,10 +182,10 @@ def test_floor_of_a_learner_in_bfloat16_is_what_direct_scoring_finds_and_foretel
 def test_band_is_foretold_of_groups_that_the_model_has_not_seen_and_its_error_is_that_of_whole_groups() -> None:
     # 400 groups of two completions in each half. Those of the first have A > 0 and no noise; those of the second A < 0, and
     # each group its own noise: below the band in three of four, above it in the fourth.
-    lengths = np.full(800, 2)
-    still = Differences(lengths, np.zeros(1600), np.ones(1600))
-    noisy = Differences(lengths, np.tile(np.repeat([-0.2, -0.2, -0.2, 0.2], 4), 100), -np.ones(1600))
-    checked = check_band("", ClipBand(0.1, 0.1, True), cross_fit(still, noisy), 800)
+    lengths, groups = np.full(800, 2), np.arange(800) // 2
+    still = Differences(lengths, np.zeros(1600), np.ones(1600), groups)
+    noisy = Differences(lengths, np.tile(np.repeat([-0.2, -0.2, -0.2, 0.2], 4), 100), -np.ones(1600), groups)
+    checked = check_band("", ClipBand(0.1, 0.1, True), cross_fit(still, noisy))
     assert (checked.measured_below, checked.measured_above) == (3 / 8, 1 / 8)
     assert checked.predicted_below == pytest.approx(3 / 8, abs=0.01)
     assert checked.predicted_above == pytest.approx(1 / 8, abs=0.01)
@@ -195,7 +198,7 @@ def test_band_is_foretold_of_groups_that_the_model_has_not_seen_and_its_error_is
 def test_reach_of_bounds_is_foretold_of_the_other_half_and_measured_on_both() -> None:
     # Two completions in each half; log s of the second half is -0.2 where A < 0, that of the first is 0.
     lengths, signs = np.full(2, 2), np.array([-1.0, -1.0, 1.0, 1.0])
-    still, noisy = Differences(lengths, np.zeros(4), signs), Differences(lengths, np.full(4, -0.2), signs)
+    still, noisy = (Differences(lengths, np.full(4, log_ratio), signs, np.arange(2)) for log_ratio in (0.0, -0.2))
     opsm, truncation = check_bounds(LossSection(correction="opsm(0.1) + token_tis(0.9, 2)"), (still, noisy))
     assert (opsm.setting, opsm.value, opsm.measured) == ("loss.correction", "opsm(0.1)", 1 / 4)
     # The still half expects nothing of the noisy one; the noisy one expects the negative half of the still one.

@@ -4,11 +4,13 @@ from typing import Any, cast
 
 import msgspec
 
-from offbeat.common.rows import row_fields
+from offbeat.common.rows import StepRow, row_fields
 from offbeat.learner.calibration_watch import CalibrationWatch
-from offbeat.learner.diagnostics.calibration import Calibration, EngineNumerics, LearnerNumerics
+from offbeat.learner.diagnostics.calibration import BandCheck, Calibration, EngineNumerics, LearnerNumerics
+from offbeat.learner.objectives.bands import ClipBand
 from offbeat.protocols.engine_info import EngineInfo, ModelHashes
 from offbeat.protocols.messages import Hello
+from tests.learner.diagnostics.test_calibration import make_calibration
 
 LEARNER = LearnerNumerics(
     model=ModelHashes("c", "t", ""),
@@ -75,3 +77,43 @@ def test_run_without_a_calibration_records_engines_and_warns_of_nothing() -> Non
     plain.joined(hello("cpu"))
     plain.check_learner(LEARNER)
     assert [row["kind"] for row in rows] == ["engine"]
+
+
+def first_step(predicted: float, clipped: float) -> StepRow:
+    numbers = {"clip_noise": predicted, "clip_fraction": clipped, "count": 256}
+    return StepRow(policy_version=1, metrics={f"by_lag/0/{name}": value for name, value in numbers.items()})
+
+
+def events_of(calibration: Calibration, step: StepRow) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    CalibrationWatch(calibration, lambda row: rows.append(row_fields(row))).check_first_step(step)
+    return rows
+
+
+def test_first_step_that_clips_more_or_less_than_sampling_explains_is_told_with_both_shares() -> None:
+    band = ClipBand(3e-4, 4e-4, is_sequence_ratio=True)
+    checks = [BandCheck("own", band, 0.3, 0.3, 0.0229, 0.4, 0.4, 0.4, 0.4)]
+    whole = make_calibration()
+    floor = msgspec.structs.replace(whole.floor, num_completions=1024)
+    calibration = msgspec.structs.replace(whole, floor=floor, num_groups=128, checks=checks)
+    # 0.3 * 0.7 / 0.0229^2 = 400 of the 1,024 completions are independent, and 100 of a step's 256: the error of a difference is
+    # sqrt(0.21 (1/400 + 1/100)) = 0.0512, so 2.58 * 0.0512 + 0.01 = 0.142 are allowed.
+    assert round(calibration.num_independent) == 400
+    assert events_of(calibration, first_step(0.3, 0.3 + 0.141)) == events_of(calibration, first_step(0.3, 0.3 - 0.141)) == []
+    for clipped in (0.3 + 0.144, 0.3 - 0.144):
+        (event,) = events_of(calibration, first_step(0.3, clipped))
+        assert (event["event"], event["policy_version"]) == ("clip_mispredicted", 1)
+        for part in (
+            "30.0% of the first step",
+            f"{clipped:.1%} were clipped",
+            "difference of 14.",
+            "`offbeat calibrate` again",
+        ):
+            assert part in event["detail"]
+
+
+def test_first_step_without_a_band_or_a_calibration_is_not_judged() -> None:
+    assert events_of(make_calibration(), StepRow(policy_version=1, metrics={"by_lag/0/count": 256})) == []
+    plain, rows = watch(is_calibrated=False)
+    plain.check_first_step(first_step(0.3, 0.9))
+    assert rows == []

@@ -8,6 +8,7 @@ from offbeat.common.config import Config, ModelSection, ScaleSection, StalenessS
 from offbeat.common.learning_sections import TrainSection
 from offbeat.common.rows import StepRow, row_fields
 from offbeat.common.settings import SettingError
+from offbeat.learner.calibration_watch import CalibrationWatch
 from offbeat.learner.curriculum import Curriculum
 from offbeat.learner.diagnostics.sample_rows import SampleRows
 from offbeat.learner.dispatch.dispatcher import Dispatcher
@@ -101,11 +102,20 @@ class NoSamples:
         pass
 
 
+class FakeCalibrationWatch:
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def check_first_step(self, step: StepRow) -> None:
+        self.seen.append(step.policy_version)
+
+
 class Bench:
     def __init__(self, max_staleness: int = 1, **train: int) -> None:
         section = TrainSection(**train)  # pyright: ignore[reportArgumentType]
         self.dispatcher, self.bound = FakeDispatcher(section, max_staleness), FakeBound()
         self.demand, self.curriculum = FakeDemand(), FakeCurriculum()
+        self.calibration_watch = FakeCalibrationWatch()
         self.rows: list[dict[str, Any]] = []
         self.step_rows = StepRows(
             section,
@@ -114,6 +124,7 @@ class Bench:
             cast(Demand, self.demand),
             cast(Curriculum, self.curriculum),
             cast(SampleRows, NoSamples()),
+            cast(CalibrationWatch, self.calibration_watch),
             lambda row: self.rows.append(row_fields(row)),
         )
 
@@ -156,11 +167,14 @@ def test_refused_move_of_the_bound_does_not_end_the_run(refusal: Exception) -> N
     assert len(bench.rows) == 2
 
 
-def test_ratio_of_the_runs_first_step_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_ratio_of_the_runs_first_step_is_logged_and_compared_with_the_noise_floor_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     bench = Bench(groups_per_step=1)
     with caplog.at_level("INFO", logger="offbeat.learner.step_rows"):
         bench.record([FIRST], [0], 0)
         bench.record([FIRST], [1], 1)
+    assert bench.calibration_watch.seen == [1]
     (message,) = caplog.messages
     assert message.startswith("FIRST RATIO of the run, where nothing is stale (lag up to 0): mean |s - 1| = 1.00e-03, 25.0% of")
 

@@ -10,6 +10,7 @@ import torch
 
 from offbeat.common.config import ActorSection, Config, ModelSection, RolloutSection
 from offbeat.common.learning_sections import LoraSection, TrainSection
+from offbeat.common.processors import processor_name
 from offbeat.common.settings import SettingError
 from offbeat.learner.diagnostics.calibration import (
     BandCheck,
@@ -21,6 +22,7 @@ from offbeat.learner.diagnostics.calibration import (
     load_calibration,
     save_calibration,
 )
+from offbeat.learner.diagnostics.noise_by_sign import NoiseBySign
 from offbeat.learner.diagnostics.noise_floor import describe, fit
 from offbeat.learner.objectives.bands import ClipBand
 from offbeat.protocols.engine_info import EngineInfo, ModelHashes
@@ -44,6 +46,8 @@ def make_calibration(config: Config | None = None) -> Calibration:
         summaries=describe(differences, floor),
         checks=[BandCheck("own", band, 0.1, 0.11, 0.01, 0.2, 0.21, 0.05, 0.06)],
         recommended=band,
+        positive=fit(sample(50, seed=1)),
+        negative=fit(sample(50, seed=2)),
     )
 
 
@@ -59,6 +63,22 @@ def test_calibration_of_a_version_without_prefix_ratios_is_read(tmp_path: Path) 
     older["checks"][0]["band"] = older["checks"][0]["band"][:3]
     file.write_text(json.dumps(older))
     assert load_calibration(str(file)) == make_calibration()
+
+
+def test_calibration_of_a_version_without_signs_has_one_noise_for_both(tmp_path: Path) -> None:
+    calibration = make_calibration()
+    noise = calibration.noise
+    assert (noise.every, noise.positive, noise.negative) == (calibration.floor, calibration.positive, calibration.negative)
+    assert noise.positive != noise.every != noise.negative
+    file = save_calibration(calibration, tmp_path)
+    older = json.loads(file.read_text())
+    for name in ("positive", "negative", "sign_shares"):
+        del older[name]
+    del older["learner"]["processor"], older["engine"]["processor"]
+    file.write_text(json.dumps(older))
+    found = load_calibration(str(file))
+    assert found.noise == NoiseBySign(found.floor, found.floor, found.floor)
+    assert found.sign_shares == (0.5, 0.5)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{}", b'{"made_at": 3}', b'{"made_at": "\xc3"}'])
@@ -82,6 +102,7 @@ def test_file_that_is_no_calibration_is_a_mistake_of_the_user_with_a_cure(tmp_pa
 )
 def test_setting_that_changes_the_learners_numerics_is_named(config: dict[str, Any], said: str) -> None:
     measured = make_calibration().learner
+    assert measured.processor == processor_name("cpu") != ""
     assert changes(measured, learner_numerics(Config(), HASHES, torch.device("cpu"))) == []
     assert changes(measured, learner_numerics(Config(**config), HASHES, torch.device("cpu"))) == [said]
 
@@ -93,5 +114,10 @@ def test_another_model_or_engine_is_named() -> None:
         "model was c0/t0/x0, and is c1/t0/x0",
         f"torch was {torch.__version__}, and is 0.1",
     ]
+    processor = msgspec.structs.replace(learner, processor="Xeon (avx2 amx_bf16)")
+    assert changes(processor, msgspec.structs.replace(learner, processor="EPYC (avx2)")) == [
+        "processor was Xeon (avx2 amx_bf16), and is EPYC (avx2)"
+    ]
+    assert changes(processor, msgspec.structs.replace(learner, processor="")) == []
     info = EngineInfo("vllm", "1.1", "float32", "cuda", 64, HASHES)
     assert changes(ENGINE, engine_numerics(info)) == ["version was 1.0, and is 1.1", "device was cpu, and is cuda"]

@@ -21,7 +21,7 @@ from offbeat.learner.objectives.bands import ClipBand, ClippedRatio, Correction
 from offbeat.learner.objectives.corrections import token_tis
 from offbeat.learner.objectives.losses import gspo, ppo_clip
 from offbeat.learner.objectives.objective import Evaluation, PolicyLogprobs
-from tests.learner.diagnostics.test_noise_floor import normal_floor
+from tests.learner.diagnostics.test_noise_floor import alike, normal_floor
 
 CLIP = {"clip_low": 0.1, "clip_high": 0.2}
 PER_TOKEN = (
@@ -467,7 +467,7 @@ def test_noise_is_taken_out_of_clips_and_divergence_by_length_and_sign_of_advant
     )
     table = statistics_of(inputs)
     band = ClipBand(0.1, 0.2, is_sequence_ratio=True)
-    metrics = loss_metrics(table, aggregation="token-mean", denominator=1.0, noise=EngineNoise(floor, band))
+    metrics = loss_metrics(table, aggregation="token-mean", denominator=1.0, noise=EngineNoise(alike(floor), band))
     above, below = norm.sf(math.log(1.2), scale=0.1), norm.cdf(math.log(0.9), scale=math.sqrt(0.00875))
     assert metrics["clip/noise"] == pytest.approx((above + below) / 4, abs=1e-3)
     assert metrics["clip/drift"] == pytest.approx(1 / 4 - (above + below) / 4, abs=1e-3)
@@ -475,6 +475,6 @@ def test_noise_is_taken_out_of_clips_and_divergence_by_length_and_sign_of_advant
     assert metrics["by_lag/0/clip_drift"] == pytest.approx(1 - above, abs=1e-3)
     assert metrics["by_lag/3-4/clip_noise"] == pytest.approx(below / 3, abs=1e-3)
     assert metrics["kl/drift"] == pytest.approx((math.exp(0.3) - 1.3 + 2 * (math.exp(-0.1) - 0.9)) / 4 - 0.005)
-    without_band = loss_metrics(table, aggregation="token-mean", denominator=1.0, noise=EngineNoise(floor, None))
+    without_band = loss_metrics(table, aggregation="token-mean", denominator=1.0, noise=EngineNoise(alike(floor), None))
     assert without_band["kl/noise"] == 0.005
     assert "clip/noise" not in without_band

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm
 
+from offbeat.learner.diagnostics.noise_by_sign import NoiseBySign
 from offbeat.learner.diagnostics.noise_floor import (
     NOISE_CLIP_SHARE,
     PROBABILITIES,
@@ -41,7 +42,8 @@ def sample(
         normal = random.standard_t(degrees, total) * math.sqrt((degrees - 2) / degrees)
     shifts = math.sqrt(between) * random.standard_normal(num_completions)
     signs = np.repeat(random.choice([-1.0, 1.0], num_completions), num_tokens)
-    return Differences(num_tokens, -kl + math.sqrt(2 * kl) * normal + np.repeat(shifts, num_tokens), signs)
+    d = -kl + math.sqrt(2 * kl) * normal + np.repeat(shifts, num_tokens)
+    return Differences(num_tokens, d, signs, np.arange(num_completions))
 
 
 def normal_floor(kl: float) -> NoiseFloor:
@@ -60,8 +62,13 @@ def normal_floor(kl: float) -> NoiseFloor:
     )
 
 
+def alike(floor: NoiseFloor) -> NoiseBySign:
+    """Return noise that does not depend on the sign of the advantage."""
+    return NoiseBySign(floor, floor, floor)
+
+
 def expected_clip(floor: NoiseFloor, band: ClipBand, differences: Differences) -> float:
-    shares = floor.expected_clip(band, differences.lengths, differences.positive, differences.negative)
+    shares = alike(floor).expected_clip(band, differences.lengths, differences.positive, differences.negative)
     return float(shares.mean())
 
 
@@ -87,12 +94,12 @@ def test_normal_noise_leaves_the_papers_band_as_often_as_the_normal_distribution
     assert found_below[0] == pytest.approx(below, abs=0.007)
     assert found_above[0] == pytest.approx(above, abs=0.007)
     half = np.array([0.5])
-    assert normal_floor(kl).expected_clip(GSPO, lengths, half, half)[0] == pytest.approx((below + above) / 2, abs=0.007)
+    assert alike(normal_floor(kl)).expected_clip(GSPO, lengths, half, half)[0] == pytest.approx((below + above) / 2, abs=0.007)
 
 
 def test_only_the_side_that_the_advantage_pushes_to_is_clipped() -> None:
     floor, lengths = normal_floor(6.4e-4), np.array([1000, 1000, 1000])
-    clipped = floor.expected_clip(GSPO, lengths, positive=np.array([1.0, 0, 0]), negative=np.array([0, 1.0, 0]))
+    clipped = alike(floor).expected_clip(GSPO, lengths, positive=np.array([1.0, 0, 0]), negative=np.array([0, 1.0, 0]))
     assert clipped == pytest.approx([0.18, 0.62, 0.0], abs=0.007)
 
 
@@ -112,7 +119,7 @@ def test_prefix_ratio_is_the_sum_so_far_over_the_root_of_its_length_and_lost_abo
     band = ClipBand(0.1, 0.1, is_sequence_ratio=False, is_prefix_ratio=True)
     # Sums over roots: 0.2, 0.071, -0.058 and -0.2, 0.071; log(0.9) = -0.105, log(1.1) = 0.095.
     ratios = np.array([0.2, -0.1, -0.2, -0.2, 0.3])
-    differences = Differences(np.array([3, 2]), ratios, np.array([1.0, 1.0, 1.0, 1.0, 1.0]))
+    differences = Differences(np.array([3, 2]), ratios, np.array([1.0, 1.0, 1.0, 1.0, 1.0]), np.arange(2))
     for sign, clipped in ((1.0, [1 / 3, 0.0]), (-1.0, [1 / 3, 0.5]), (0.0, [0.0, 0.0])):
         found = differences._replace(advantages=np.full(5, sign)).clipped(band)
         assert found == pytest.approx(clipped)
@@ -135,7 +142,7 @@ def test_among_completions_of_one_length_the_variance_within_them_says_what_a_lo
 
 
 def test_mean_estimates_and_clipped_shares_of_two_completions_worked_by_hand() -> None:
-    differences = Differences(np.array([2, 1]), np.array([0.1, -0.3, 0.2]), np.array([-1.0, 1.0, 1.0]))
+    differences = Differences(np.array([2, 1]), np.array([0.1, -0.3, 0.2]), np.array([-1.0, 1.0, 1.0]), np.arange(2))
     assert differences.log_sequence_ratios == pytest.approx([-0.1, 0.2])
     assert differences.positive == pytest.approx([0.5, 1])
     assert differences.negative == pytest.approx([0.5, 0])
@@ -191,7 +198,7 @@ def test_recommended_band_leans_to_the_side_that_noise_leans_to_and_has_two_digi
 
 def test_without_noise_the_objectives_own_band_is_recommended() -> None:
     lengths = np.array([5, 7])
-    still = Differences(lengths, np.zeros(12), np.ones(12))
+    still = Differences(lengths, np.zeros(12), np.ones(12), np.arange(2))
     floor = fit(still)
     assert (floor.mean, floor.variance, floor.token_variance, floor.k3) == (0, 0, 0, 0)
     assert recommend_band(floor, lengths, GSPO) == GSPO
@@ -222,7 +229,7 @@ def test_completions_are_summed_up_by_length_and_by_sign_of_advantage() -> None:
 
 def test_numbers_that_are_not_finite_are_refused() -> None:
     with pytest.raises(ValueError, match="not finite"):
-        fit(Differences(np.array([2]), np.array([0.1, -math.inf]), np.ones(2)))
+        fit(Differences(np.array([2]), np.array([0.1, -math.inf]), np.ones(2), np.zeros(1, dtype=np.int64)))
 
 
 def test_floor_is_read_back_as_it_was_written_and_a_damaged_one_is_not() -> None:
@@ -243,7 +250,8 @@ def test_a_wider_band_never_clips_more(one: float, other: float, length: int, is
     narrow, wide = sorted((one, other))
     lengths, shares = np.array([length]), np.array([0.5])
     clipped = [
-        FLOOR.expected_clip(ClipBand(width, width, is_sequence_ratio), lengths, shares, shares)[0] for width in (narrow, wide)
+        alike(FLOOR).expected_clip(ClipBand(width, width, is_sequence_ratio), lengths, shares, shares)[0]
+        for width in (narrow, wide)
     ]
     assert 0 <= clipped[1] <= clipped[0] <= 1
 
@@ -252,7 +260,7 @@ def test_a_wider_band_never_clips_more(one: float, other: float, length: int, is
 def test_any_completions_can_be_fitted_and_recommended_for(log_ratios: list[list[float]]) -> None:
     lengths = np.array([len(row) for row in log_ratios])
     flat = np.concatenate([np.array(row) for row in log_ratios])
-    floor = fit(Differences(lengths, flat, np.ones_like(flat)))
+    floor = fit(Differences(lengths, flat, np.ones_like(flat), np.arange(len(lengths))))
     assert floor.variance >= 0
     assert floor.token_variance >= 0
     assert floor.k3 >= 0

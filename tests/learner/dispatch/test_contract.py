@@ -54,6 +54,7 @@ WELCOME: dict[str, Hello] = {
     "engine.version": make_hello(engine=engine(version="2")),
     "engine.device": make_hello(engine=engine(device="cuda")),
     "engine.gpu": make_hello(engine=engine(gpu="GPU-1")),
+    "engine.processor": make_hello(engine=engine(processor="EPYC")),
     "engine.takes_images": make_hello(engine=engine(takes_images=True)),
     # Compared with other actors' too, where the learner has no files.
     "sources": make_hello(sources={"rewards.py": "s0"}),

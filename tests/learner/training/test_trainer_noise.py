@@ -26,7 +26,7 @@ def test_comparison_is_the_plain_forward_pass_less_the_engines_logprobs(tiny_mod
     with running(make_config(tiny_model, micro_batch_tokens=20)) as trainer:
         differences = trainer.compare(groups)
     expected = []
-    for group in groups:
+    for number, group in enumerate(groups):
         rewards = np.array([rollout.reward for rollout in group.rollouts])
         for index, rollout in enumerate(group.rollouts):
             with torch.no_grad():
@@ -35,9 +35,10 @@ def test_comparison_is_the_plain_forward_pass_less_the_engines_logprobs(tiny_mod
                 torch.arange(len(rollout.token_ids)), torch.from_numpy(rollout.token_ids.astype(np.int64))
             ].numpy()
             sign = np.sign(rollout.reward - rewards.mean())
-            expected.append((len(logprobs), float((logprobs - rollout.behavior_logprobs).mean()), sign))
+            expected.append((len(logprobs), float((logprobs - rollout.behavior_logprobs).mean()), sign, number))
     shares = differences.positive - differences.negative
-    found = zip(differences.lengths.tolist(), differences.log_sequence_ratios.tolist(), shares.tolist(), strict=True)
+    columns = (differences.lengths, differences.log_sequence_ratios, shares, differences.groups)
+    found = zip(*(column.tolist() for column in columns), strict=True)
     assert np.array(sorted(found)) == pytest.approx(np.array(sorted(expected)), abs=1e-6)
 
 
@@ -52,14 +53,15 @@ def test_comparison_leaves_the_running_reward_moments_alone(tiny_model: Path) ->
 
 def test_step_says_what_of_its_clip_fraction_and_divergence_is_noise(tiny_model: Path, tmp_path: Path) -> None:
     file = str(save_calibration(make_calibration(), tmp_path))
-    floor = load_calibration(file).floor
+    calibration = load_calibration(file)
+    floor = calibration.floor
     # Narrow for the given floor, and wide for the log-probs, which are the trainer's own: the floor alone expects clips.
     band = {"clip_low": 1e-3, "clip_high": 2e-3}
     with running(make_config(tiny_model, loss={**band, "noise_floor": file})) as trainer:
         groups = with_own_logprobs(trainer, make_groups(3))
         differences = trainer.compare(groups)
         (metrics,) = trainer.train_batch(groups)
-    expected = floor.expected_clip(
+    expected = calibration.noise.expected_clip(
         ClipBand(1e-3, 2e-3, is_sequence_ratio=True), differences.lengths, differences.positive, differences.negative
     ).mean()
     assert expected > 0.2
