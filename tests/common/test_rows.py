@@ -24,7 +24,7 @@ RECORDED = b"""\
 {"kind":"event","time":1795315909.3756888,"event":"run_started","detail":"offbeat 0.1.0, torch 2.13.0+cpu"}
 {"kind":"engine","time":1795315916.37,"actor":"actor-0","engine":{"name":"vllm","version":"0.32.0","dtype":"float32",\
 "device":"cpu","max_model_len":32,"hashes":{"config":"bbb9","tokenizer":"69f4","chat_template":"e3b0"},"gpu":null,\
-"quantization":"","takes_images":false,"has_weight_files":true}}
+"quantization":"","takes_images":false,"has_weight_files":true,"processor":"AMD EPYC (avx2)"}}
 {"kind":"event","time":1795315916.37,"event":"actor_joined","detail":"vllm 0.32.0 float32 on cpu","actor":"actor-0"}
 {"kind":"event","time":8.5,"event":"lease_expired","detail":"actor_lost","actor":"actor-0","lease_id":3,"after_s":2.5}
 {"kind":"event","time":8.5,"event":"bad_message","detail":"no frames","peer":"10.0.0.1"}
