@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import logging
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from offbeat.common import processes
 from offbeat.common.environment import BROKEN_VARIABLE, prepare_environment
+from offbeat.common.repeated_messages import CollapsingHandler
 from tests.gpu_report import describe_machine, outcomes_of, require_gpu, table
 
 # Before any test module imports transformers or vLLM.
@@ -168,9 +170,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_teardown() -> None:
-    """Undo the signal handlers of a command that a test has called in this process."""
+    """Undo the signal handlers and the log of a command that a test has called in this process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if isinstance(handler, CollapsingHandler)]:
+        root.removeHandler(handler)
+        handler.close()
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item], markers: set[str]) -> None:
