@@ -8,7 +8,15 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from offbeat.common.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from offbeat.common.section import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+    Section,
+)
 
 CorrectionName = Literal[
     "token_tis",
@@ -230,6 +238,9 @@ class TrainSection(Section, frozen=True):
     """Learning rate after the warm-up: constant, or a linear or cosine decay to 0 at `train.num_steps`."""
     warmup_steps: NonNegativeInt = 0
     """Number of optimizer steps over which the learning rate rises linearly from 0. 0: no warm-up."""
+    on_policy_ess: PositiveFraction | None = None
+    """Effective sample size of steps that lag 0, as `ess/sequence_truncated` shows it: 1 where engine and learner agree. The
+    learning rate of a step with a smaller one is scaled by the square root of their ratio (VCPO). none: it is not scaled."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of AdamW."""
     adam_betas: tuple[Fraction, Fraction] = (0.9, 0.95)

@@ -136,7 +136,7 @@ RULES = (
     Rule("recorded", _of("train", "learning_rate"), "`offbeat set` may change it during the run, too."),
     Rule(
         "recorded",
-        _of("train", "lr_schedule warmup_steps max_grad_norm"),
+        _of("train", "lr_schedule warmup_steps on_policy_ess max_grad_norm"),
         "It says how far each further step goes.",
     ),
     Rule(

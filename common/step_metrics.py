@@ -146,7 +146,7 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("loss/value", "", "Mean value loss per token.", "the run has a critic"),
     Metric("loss/grad_cosine", "", "Cosine between this step's gradient and the last one's.", "not a process's first step"),
     Metric("loss/grad_norm", "", "Norm of the gradient before it is clipped."),
-    Metric("loss/learning_rate", "", "Learning rate of the step."),
+    Metric("loss/learning_rate", "", "Learning rate of the step, scaled where train.on_policy_ess is set."),
     Metric(
         "compute/flops",
         "FLOP",

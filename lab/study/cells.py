@@ -24,8 +24,15 @@ CORRECTED: Mapping[str, tuple[str, ...]] = {
     "reinforce + sequence_tis": ("loss.objective=reinforce", "loss.correction=sequence_tis"),
     "reinforce + icepop": ("loss.objective=reinforce", "loss.correction=icepop"),
     "reinforce + sequence_mask": ("loss.objective=reinforce", "loss.correction=sequence_mask"),
+    "reinforce + sequence_tis + ess rate": (
+        "loss.objective=reinforce",
+        "loss.correction=sequence_tis(0, 8)",
+        "train.on_policy_ess=1",
+    ),
+    "gspo + ess rate": ("loss.objective=gspo", "train.on_policy_ess=1"),
 }
-"""Methods besides the objectives: policy gradients without a ratio of their own, under a weight or a mask of `pi / mu`."""
+"""Methods besides the objectives: policy gradients without a ratio of their own, under a weight or a mask of `pi / mu`, and
+learning rates that go with the effective sample size."""
 
 
 class Cell(NamedTuple):

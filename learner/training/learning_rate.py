@@ -1,4 +1,4 @@
-"""The learning rate schedule."""
+"""The learning rate of a step: its schedule, and its scale by the effective sample size."""
 
 import math
 from typing import Literal
@@ -25,3 +25,13 @@ def learning_rate(
     if schedule == "linear":
         return peak * max(0.0, 1 - progress)
     return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def ess_scale(ess: float, *, on_policy_ess: float) -> float:
+    """`min(1, sqrt(ess / on_policy_ess))`: the factor of the learning rate of a step with this effective sample size.
+
+    Both are shares of the step's completions, of sequence weights pi / mu up to 8: VCPO,
+    https://arxiv.org/abs/2602.17616. The variance of a weighted mean is inverse to its effective sample size, and a learning
+    rate goes with the square root of the batch. The bound of 1 is ours: above it the share is larger by chance.
+    """
+    return min(1.0, math.sqrt(ess / on_policy_ess))

@@ -51,7 +51,7 @@ from offbeat.learner.policy.sequence_parallel import join_sequence_group
 from offbeat.learner.policy.zero import deepspeed_config, discard_gradients, full_gradients, full_shape, make_engine
 from offbeat.learner.training.batching import MicroBatch, Row, assign_rows, collate, make_rows
 from offbeat.learner.training.checkpoints import put_in_place
-from offbeat.learner.training.learning_rate import learning_rate
+from offbeat.learner.training.learning_rate import ess_scale, learning_rate
 from offbeat.learner.training.micro_batch_loss import TermSums, compute_loss
 from offbeat.learner.training.preparation import (
     FrozenOutputs,
@@ -319,7 +319,7 @@ class Trainer:
         aged = step._replace(micro_batches=[add_lag(prepared, num_steps_before) for prepared in step.micro_batches])
         metrics, means = self._compute_gradient(aged)
         self._adapt_kl_coefficient(means, num_rows=len(step.rows))
-        rate = self._compute_learning_rate()
+        rate = self._compute_learning_rate(float(metrics["ess/sequence_truncated"]))
         cosine = self._direction.compare(full_gradients(self._module.named_parameters(), zero_stage=self._zero_stage))
         if cosine is not None:
             metrics["loss/grad_cosine"] = cosine
@@ -465,14 +465,17 @@ class Trainer:
         self._engine.step()
         return float(norm if norm is not None else self._engine.get_global_grad_norm())
 
-    def _compute_learning_rate(self) -> float:
-        return learning_rate(
+    def _compute_learning_rate(self, ess: float) -> float:
+        """Return the learning rate of the next step, whose completions have this effective sample size."""
+        train = self._train
+        scheduled = learning_rate(
             self.policy_version,
-            peak=self._train.learning_rate,
-            schedule=self._train.lr_schedule,
-            warmup_steps=self._train.warmup_steps,
-            num_steps=self._train.num_steps,
+            peak=train.learning_rate,
+            schedule=train.lr_schedule,
+            warmup_steps=train.warmup_steps,
+            num_steps=train.num_steps,
         )
+        return scheduled if train.on_policy_ess is None else scheduled * ess_scale(ess, on_policy_ess=train.on_policy_ess)
 
     def _describe_checkpoint(self) -> CheckpointMeta:
         return CheckpointMeta(

@@ -1,6 +1,6 @@
 import pytest
 
-from offbeat.learner.training.learning_rate import learning_rate
+from offbeat.learner.training.learning_rate import ess_scale, learning_rate
 
 
 def rates(schedule, *, warmup_steps=0, num_steps=4):
@@ -34,3 +34,9 @@ def test_decay_starts_where_the_warm_up_ends():
 def test_steps_beyond_the_end_have_no_learning_rate():
     for schedule in ("linear", "cosine"):
         assert learning_rate(9, peak=1.0, schedule=schedule, warmup_steps=0, num_steps=4) == pytest.approx(0.0)
+
+
+def test_scale_is_the_root_of_the_share_of_the_on_policy_samples_and_never_above_one():
+    assert ess_scale(0.25, on_policy_ess=1.0) == 0.5
+    assert ess_scale(0.11, on_policy_ess=0.44) == pytest.approx(0.5)
+    assert ess_scale(0.6, on_policy_ess=0.55) == 1.0

@@ -198,6 +198,23 @@ def test_trainer_goes_on_with_changed_settings_as_one_that_began_with_them(tiny_
     assert tuned["clip/fraction"] == begun["clip/fraction"] > 0
 
 
+def test_learning_rate_is_scaled_by_the_effective_sample_size_of_its_own_step(tiny_model):
+    groups = make_groups(3)
+    with running(make_config(tiny_model, deepspeed=SGD, on_policy_ess=0.9)) as trainer:
+        (on_policy,) = trainer.train_batch(with_own_logprobs(trainer, groups))
+    with running(make_config(tiny_model, deepspeed=SGD, on_policy_ess=0.9)) as trainer:
+        (stale,) = trainer.train_batch(groups)
+        weights = weights_of(trainer)
+    assert on_policy["ess/sequence_truncated"] > 0.99
+    assert on_policy["loss/learning_rate"] == 0.1
+    scaled = 0.1 * (stale["ess/sequence_truncated"] / 0.9) ** 0.5
+    assert scaled < 0.1
+    assert stale["loss/learning_rate"] == pytest.approx(scaled)
+    with running(make_config(tiny_model, deepspeed=SGD, learning_rate=scaled)) as trainer:
+        trainer.train_batch(groups)
+        torch.testing.assert_close(weights_of(trainer), weights, rtol=0, atol=1e-7)
+
+
 def test_gradients_are_scaled_down_to_the_maximal_norm(tiny_model, policy):
     with running(make_config(tiny_model, deepspeed=SGD, max_grad_norm=0.01, learning_rate=1.0)) as trainer:
         (metrics,) = trainer.train_batch(make_groups(3))

@@ -84,6 +84,7 @@ EXTRAS: dict[str, Any] = {
     "loss": {"objective": "m2po", "m2_threshold": 1e-3, "clip_low": None, "clip_high": None},
     "advantage": AdvantageSection(whiten=True, clip=1.5),
     "kl": KlSection(loss_coef=0.1, reward_coef=0.01),
+    "on_policy_ess": 1.0,
 }
 """Arguments of `make_config` that make ranks exchange tensors before the loss."""
 
