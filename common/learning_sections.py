@@ -120,10 +120,11 @@ class LossSection(Section, frozen=True):
     function: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
     """Your own token loss, as `module:function` (docs/own_code.md), in place of the objective's, which still decides the
     defaults of other settings. It takes no clip settings and no temperatures. Empty: the objective's own loss."""
-    anchor: Literal["behavior", "proximal", "decoupled"] = "behavior"
+    anchor: Literal["behavior", "interpolated", "proximal", "decoupled"] = "behavior"
     """Denominator of the importance ratio. behavior: the log-probs that the engine sampled with. proximal: the learner's own
     log-probs, recomputed before the update. decoupled: the proximal ones, with `loss.correction` for what separates them from
-    the behavior ones."""
+    the behavior ones. interpolated: the same, with proximal log-probs that are guessed from the behavior and the current ones
+    by each token's lag, without another forward pass (A-3PO)."""
     clip_low: PositiveFloat | None = None
     """Distance below 1 at which the importance ratio is clipped, at `1 - clip_low`. For dppo_tv and dppo_kl the largest
     divergence of a token that its negative advantage pushes down. none: the objective's default. For gspo it
@@ -160,9 +161,9 @@ class LossSection(Section, frozen=True):
     largest of the step until then, and clips nothing."""
     correction: Annotated[str, Meta(pattern=rf"^(?:none|{_CORRECTION}(?: ?\+ ?{_CORRECTION})*)$")] = "none"
     """Weights and masks applied to the loss for the mismatch that the importance ratio does not cover: `pi_old / mu` with the
-    decoupled anchor, `pi / mu` otherwise. none, a built-in one, with its bounds if they are not its own, as in
-    `token_tis(0.5, 2)` (docs/objectives.md), your own as `module:function` (docs/own_code.md), or several with ` + ` between
-    them, whose weights are multiplied."""
+    decoupled and the interpolated anchor, `pi / mu` otherwise. none, a built-in one, with its bounds if they are not its own,
+    as in `token_tis(0.5, 2)` (docs/objectives.md), your own as `module:function` (docs/own_code.md), or several with ` + `
+    between them, whose weights are multiplied."""
     normalize_correction: bool = False
     """Divide the weights of `loss.correction` by their mean over the optimizer step, before its masks, so that they average 1
     (self-normalized importance sampling). Only with the decoupled anchor."""
@@ -265,7 +266,7 @@ class TrainSection(Section, frozen=True):
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the decoder layers with torch.compile. That takes a GPU, bfloat16, `train.zero_stage` below 3,
     `train.sequence_parallel_size = 1` and a model without experts. auto: compile where that is so and `loss.anchor` is
-    behavior; another anchor expects equal weights to give equal log-probs with and without gradients."""
+    behavior or interpolated; the others expect equal weights to give equal log-probs with and without gradients."""
     deepspeed: dict[str, Any] = msgspec.field(default_factory=dict)
     """DeepSpeed options beside those derived from the settings above."""
     checkpoint_interval: NonNegativeInt = 0

@@ -3,11 +3,15 @@
 from offbeat.common.config import Config
 from offbeat.common.corrections import CORRECTIONS, WEIGHING, CorrectionChoice, built_in, own_functions, parse_corrections
 from offbeat.common.learning_sections import TrainSection
-from offbeat.common.objectives import DEFAULTS, resolve_clip
+from offbeat.common.objectives import DEFAULTS, RECOMPUTED, resolve_clip
 from offbeat.common.settings import SettingError
 
 NOISY_CLIP = 2e-3
 """Clip band below which the noise of engine log-probs alone clips many completions."""
+
+
+_CORRECTED = ("decoupled", "interpolated")
+"""Values of `loss.anchor` that leave `pi_old / mu` to `loss.correction`."""
 
 
 def check_objective(config: Config) -> None:
@@ -30,7 +34,7 @@ def objective_warnings(config: Config) -> list[str]:
     band = resolve_clip(loss)
     is_narrow = band is not None and DEFAULTS[loss.objective].is_sequence_ratio and min(band) < NOISY_CLIP
     # A user with a measured noise floor sees in the metrics how much of it the band clips.
-    if is_narrow and loss.anchor == "behavior" and not loss.noise_floor:
+    if is_narrow and loss.anchor not in RECOMPUTED and not loss.noise_floor:
         warnings.append(
             f"loss.clip_low = {loss.clip_low}, loss.clip_high = {loss.clip_high}: against engine log-probs so narrow a band "
             "clips many completions for numerical noise alone; `offbeat calibrate` says how many."
@@ -52,9 +56,9 @@ def objective_warnings(config: Config) -> list[str]:
             f'loss.correction = "{loss.correction}" with loss.anchor = "behavior": pi / mu is in the objective\'s ratio '
             "already and counts twice where it is not clipped or masked."
         )
-    if loss.anchor == "decoupled" and choices and not weighs and not own_functions(loss.correction):
+    if loss.anchor in _CORRECTED and choices and not weighs and not own_functions(loss.correction):
         warnings.append(
-            f'loss.correction = "{loss.correction}" with loss.anchor = "decoupled": what it keeps has the weight 1, so '
+            f'loss.correction = "{loss.correction}" with loss.anchor = "{loss.anchor}": what it keeps has the weight 1, so '
             'pi_old / mu of it is not corrected. Add a weight, as in "token_tis + ...", or set loss.anchor="behavior", which '
             "has it in the objective's ratio."
         )
@@ -63,10 +67,10 @@ def objective_warnings(config: Config) -> list[str]:
 
 def _check_ratio(config: Config) -> None:
     loss = config.loss
-    if loss.anchor == "proximal" and loss.objective == "reinforce":
+    if loss.anchor in ("proximal", "interpolated") and loss.objective == "reinforce":
         raise SettingError(
             "loss.anchor",
-            "proximal",
+            loss.anchor,
             'loss.objective = "reinforce" has no importance ratio, so nothing would be anchored',
             'Set loss.anchor="behavior".',
         )
@@ -78,10 +82,10 @@ def _check_ratio(config: Config) -> None:
             'Set loss.anchor="behavior".',
         )
     has_behavior_weight = DEFAULTS[loss.objective].has_behavior_weight and not loss.function
-    if loss.anchor == "decoupled" and has_behavior_weight:
+    if loss.anchor in _CORRECTED and has_behavior_weight:
         raise SettingError(
             "loss.anchor",
-            "decoupled",
+            loss.anchor,
             f'loss.objective = "{loss.objective}" has pi / mu as its weight already, which contains pi_old / mu',
             'Set loss.anchor="proximal", or "behavior", and remove loss.correction.',
         )
@@ -94,11 +98,11 @@ def _check_ratio(config: Config) -> None:
             'Set loss.anchor="behavior", or train.steps_per_batch=2 (or train.epochs_per_batch=2) or more, or '
             'loss.anchor="decoupled" with a correction.',
         )
-    if loss.anchor == "decoupled" and loss.correction == "none":
+    if loss.anchor in _CORRECTED and loss.correction == "none":
         raise SettingError(
             "loss.anchor",
-            "decoupled",
-            'without a correction for pi_old / mu it is loss.anchor = "proximal"',
+            loss.anchor,
+            "pi_old / mu is left out of the loss without a correction for it",
             'Set loss.correction, for example to "token_tis".',
         )
     if loss.anchor == "proximal" and loss.correction != "none":

@@ -26,6 +26,10 @@ class Bounds(NamedTuple):
     """Distance above 1."""
 
 
+RECOMPUTED = ("proximal", "decoupled")
+"""Values of `loss.anchor` for which the learner computes log-probs once more before the update."""
+
+
 class Defaults(NamedTuple):
     """The settings that one objective's paper gives it."""
 
@@ -138,7 +142,7 @@ def resolve_clip(loss: LossSection) -> Bounds | None:
         return None
     defaults = DEFAULTS[loss.objective]
     own = defaults.band
-    if defaults.recomputed_band is not None and loss.anchor != "behavior":
+    if defaults.recomputed_band is not None and loss.anchor in RECOMPUTED:
         own = defaults.recomputed_band
     if own is None:
         return None

@@ -20,7 +20,7 @@ from offbeat.common.corrections import fill_bounds, parse_corrections, write_cor
 from offbeat.common.learning_sections import LossSection
 from offbeat.common.metrics import ROWS_FILE, read_rows
 from offbeat.common.models import hash_model, resolve_model
-from offbeat.common.objectives import DEFAULTS
+from offbeat.common.objectives import DEFAULTS, RECOMPUTED
 from offbeat.common.rows import EngineRow
 from offbeat.common.run_folder import CONFIG_FILE, LOG
 from offbeat.common.settings import SettingError, load
@@ -97,7 +97,7 @@ def fit_calibration(config: Config, engine: EngineInfo, measured: ScoredHalves) 
             check_band(name, of_name, models)
             for name, of_name in (("own", own_band), ("configured", band), ("above noise", recommended))
         ]
-        if config.loss.anchor != "behavior":
+        if config.loss.anchor in RECOMPUTED:
             recommended = own_band
     return Calibration(
         made_at=time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -360,7 +360,7 @@ def _advice(calibration: Calibration) -> str:
             f'loss.objective = "{calibration.objective}" clips no gradient: there is no band to set. With the noise floor the '
             "run tells drift from noise in its divergence:"
         )
-    if calibration.anchor != "behavior":
+    if calibration.anchor in RECOMPUTED:
         return (
             f'With loss.anchor = "{calibration.anchor}" the ratio is to log-probs that the learner computes itself: at the '
             "first step of a batch it is 1 whatever the engine's noise, so the objective's own band stays right. The bands "

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.common.config import Config
+from offbeat.common.objectives import RECOMPUTED
 from offbeat.common.run_folder import CHECKPOINTS, LOG, read_run_config
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, replace_settings
@@ -273,7 +274,7 @@ def _gradients(
             f"Under ZeRO, as in every bfloat16 run, norms and cosines are of at most {MAX_FULL_GRADIENTS} matrices, spread "
             "evenly over the model."
         )
-    if config.loss.anchor != "behavior":
+    if config.loss.anchor in RECOMPUTED:
         notes.append(
             f'loss.anchor = "{config.loss.anchor}": these are first steps on a batch, where the ratio to recomputed log-probs '
             "is 1 and nothing is clipped; staleness shows in the correction alone."

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from offbeat.common.learning_sections import LossSection
-from offbeat.common.objectives import DEFAULTS, Aggregation, resolve_aggregation, resolve_clip, resolve_weight_cap
+from offbeat.common.objectives import DEFAULTS, RECOMPUTED, Aggregation, resolve_aggregation, resolve_clip, resolve_weight_cap
 from offbeat.learner.objectives import losses, weighted_losses
 from offbeat.learner.objectives.aggregation import denominator
 from offbeat.learner.objectives.bands import ClipBand, ClippedRatio, Correction
@@ -25,7 +25,7 @@ class PolicyLogprobs(NamedTuple):
     behavior: Tensor
     """Under mu."""
     proximal: Tensor | None
-    """Under pi_old; None with the anchor `behavior`."""
+    """Under pi_old, recomputed or interpolated; None with the anchor `behavior`."""
 
     @property
     def anchor(self) -> Tensor:
@@ -243,7 +243,7 @@ class Objective:
     """A run's objective. Its settings are those of `[loss]`, with the objective's own values where they are left open."""
 
     token_loss: TokenLoss
-    anchor: Literal["behavior", "proximal", "decoupled"]
+    anchor: Literal["behavior", "interpolated", "proximal", "decoupled"]
     """The policy in the denominator of the importance ratio."""
     corrections: tuple[AnyCorrection, ...]
     normalize_correction: bool
@@ -257,7 +257,7 @@ class Objective:
     @property
     def needs_proximal(self) -> bool:
         """The policy's log-probs before the update enter the loss."""
-        return self.anchor != "behavior"
+        return self.anchor in RECOMPUTED
 
     @property
     def band(self) -> ClipBand | None:
@@ -268,7 +268,7 @@ class Objective:
     def engine_band(self) -> ClipBand | None:
         """The band beyond which tokens lose their gradient for the noise of engine log-probs.
 
-        None where the ratio's denominator is recomputed, and where the clip takes no gradient.
+        None where the ratio's denominator is not mu, and where the clip takes no gradient.
         """
         if isinstance(self.token_loss, _TakesGradient) and self.anchor == "behavior":
             return self.token_loss.band

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from offbeat.common.config import Config
+from offbeat.common.objectives import RECOMPUTED
 from offbeat.common.setting_checks import compile_obstacle
 from offbeat.common.settings import SettingError
 
@@ -35,7 +36,7 @@ def compiles_layers(config: Config, model: PretrainedConfig, device: torch.devic
     if obstacle is None and "num_experts_per_tok" in model.get_text_config().to_dict():
         obstacle = "the experts that tokens are sent to are only known when the layer runs"
     _require_possible(config, obstacle)
-    if config.train.compile == "auto" and obstacle is None and config.loss.anchor != "behavior":
+    if config.train.compile == "auto" and obstacle is None and config.loss.anchor in RECOMPUTED:
         obstacle = f"passes with and without gradients would round differently, and loss.anchor is {config.loss.anchor!r}"
     if config.train.compile == "auto" and obstacle is not None and device.type == "cuda":
         logger.info("decoder layers are not compiled: %s", obstacle)

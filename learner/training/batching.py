@@ -32,6 +32,8 @@ class Row(NamedTuple):
     """Weight in the loss: that of its group, for some aggregations divided by the group's tokens."""
     policy_lag: int
     """Lag of its group, in optimizer steps."""
+    policy_version: int
+    """Version of the policy that is trained on it."""
     images: tuple[ImageFile, ...] = ()
     """The images of its prompt."""
 
@@ -55,6 +57,8 @@ class MicroBatch(NamedTuple):
     """`[rows]` float32."""
     policy_lags: Tensor
     """`[rows]` int64."""
+    token_lags: Tensor
+    """`[rows, tokens]` int64: optimizer steps since each token was sampled."""
     turn_buckets: Tensor
     """`[rows, tokens]` int64: `learner.diagnostics.turn_metrics.turn_buckets`."""
     groups: Tensor
@@ -83,7 +87,7 @@ def make_rows(
         if weigh_by_tokens:
             weight /= max(1, sum(len(rollout.token_ids) for rollout in group.rollouts))
         rows += [
-            Row(index, group.prompt_token_ids, rollout, reward, advantage, weight, lag, group.images)
+            Row(index, group.prompt_token_ids, rollout, reward, advantage, weight, lag, policy_version, group.images)
             for rollout, reward, advantage in zip(group.rollouts, of_group, scored, strict=True)
         ]
     return rows
@@ -181,11 +185,15 @@ def collate(rows: Sequence[Row], images: ImagePacker | None = None) -> MicroBatc
     completion_mask = np.zeros(shape, dtype=np.bool_)
     behavior_logprobs = np.zeros(shape, dtype=np.float32)
     advantages = np.zeros(shape, dtype=np.float32)
+    token_lags = np.zeros(shape, dtype=np.int64)
     of_turns = np.zeros(shape, dtype=np.int64)
     for index, row in enumerate(rows):
         completion_mask[index, : packed.lengths[index]] = True
         behavior_logprobs[index, : packed.lengths[index]] = row.rollout.behavior_logprobs
         advantages[index, : packed.lengths[index]] = row.advantage
+        for segment in row.rollout.segments:
+            lag = max(0, row.policy_version - segment.policy_version)
+            token_lags[index, segment.first_token : packed.lengths[index]] = lag
         # All tokens of a single turn are in the first bucket.
         if row.rollout.num_turns > 1:
             of_turns[index, : packed.lengths[index]] = turn_buckets(row.rollout)
@@ -197,6 +205,7 @@ def collate(rows: Sequence[Row], images: ImagePacker | None = None) -> MicroBatc
         torch.from_numpy(advantages),
         torch.tensor([row.weight for row in rows], dtype=torch.float32),
         torch.tensor([row.policy_lag for row in rows], dtype=torch.int64),
+        torch.from_numpy(token_lags),
         torch.from_numpy(of_turns),
         torch.tensor([row.group for row in rows], dtype=torch.int64),
     )

@@ -8,6 +8,7 @@ from offbeat.common.learning_sections import CriticSection, KlSection
 from offbeat.learner.diagnostics.broken_rows import Broken, find_broken
 from offbeat.learner.diagnostics.row_statistics import Column, row_statistics
 from offbeat.learner.objectives.aggregation import aggregate
+from offbeat.learner.objectives.interpolation import interpolated_logprobs
 from offbeat.learner.objectives.kl import kl_estimate, unbiased_kl
 from offbeat.learner.objectives.losses import value_loss
 from offbeat.learner.objectives.objective import Objective, PolicyLogprobs, StepConstants
@@ -51,7 +52,10 @@ def compute_loss(
     optimizer step.
     """
     micro_batch, frozen = prepared.micro_batch, prepared.frozen
-    logprobs = PolicyLogprobs(outputs.logprobs, micro_batch.behavior_logprobs, frozen.proximal_logprobs)
+    proximal = frozen.proximal_logprobs
+    if objective.anchor == "interpolated":
+        proximal = interpolated_logprobs(outputs.logprobs, micro_batch.behavior_logprobs, micro_batch.token_lags)
+    logprobs = PolicyLogprobs(outputs.logprobs, micro_batch.behavior_logprobs, proximal)
     broken = find_broken(logprobs, micro_batch.completion_mask)
     mask = micro_batch.completion_mask & (broken == Broken.NOT_AT_ALL)[:, None]
     evaluation = objective.evaluate(logprobs, mask, prepared.advantages, constants)

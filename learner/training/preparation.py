@@ -211,4 +211,5 @@ def scale_advantages(batch: list[PreparedMicroBatch], rule: AdvantageRule, *, nu
 def add_lag(prepared: PreparedMicroBatch, num_steps: int) -> PreparedMicroBatch:
     """Return the micro-batch as it is after `num_steps` more optimizer steps: its completions lag by that many more."""
     micro_batch = prepared.micro_batch
-    return prepared._replace(micro_batch=micro_batch._replace(policy_lags=micro_batch.policy_lags + num_steps))
+    aged = micro_batch._replace(policy_lags=micro_batch.policy_lags + num_steps, token_lags=micro_batch.token_lags + num_steps)
+    return prepared._replace(micro_batch=aged)

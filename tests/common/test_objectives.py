@@ -160,6 +160,13 @@ REFUSALS = [
     Refusal(["loss.anchor=proximal"], ['loss.anchor = "proximal"', "always 1", "steps_per_batch=2"]),
     Refusal(["loss.anchor=proximal", "loss.objective=reinforce", "train.steps_per_batch=2"], ["no importance ratio"]),
     Refusal(["loss.anchor=decoupled"], ['loss.anchor = "decoupled"', "token_tis"]),
+    Refusal(["loss.anchor=interpolated"], ['loss.anchor = "interpolated"', "token_tis"]),
+    Refusal(["loss.anchor=interpolated", "loss.objective=reinforce"], ["no importance ratio", 'loss.anchor="behavior"']),
+    Refusal(["loss.anchor=interpolated", "loss.objective=m2po"], ["second moment", 'loss.anchor="behavior"']),
+    Refusal(
+        ["loss.anchor=interpolated", "loss.correction=token_tis", "loss.normalize_correction=true"],
+        ["their mean is not known in advance"],
+    ),
     Refusal(["loss.anchor=proximal", "loss.correction=icepop", "train.steps_per_batch=2"], ['loss.anchor="decoupled"']),
     Refusal(["loss.objective=sapo", "loss.clip_low=0.1"], ["loss.clip_low = 0.1", "does not clip"]),
     Refusal(["loss.objective=reinforce", "loss.clip_high=0.1"], ["loss.clip_high = 0.1", "does not clip"]),

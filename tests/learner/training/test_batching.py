@@ -16,7 +16,7 @@ def make_row(num_prompt_tokens: int, num_completion_tokens: int, *, group: int =
     completion = np.arange(101, 101 + num_completion_tokens, dtype=np.int32)
     logprobs = -np.arange(1, 1 + num_completion_tokens, dtype=np.float32)
     rollout = Rollout(completion, logprobs, 0.0, "stop", (Segment(0, 0),))
-    return Row(group, prompt, rollout, reward=2 * advantage, advantage=advantage, weight=0.5, policy_lag=3)
+    return Row(group, prompt, rollout, reward=2 * advantage, advantage=advantage, weight=0.5, policy_lag=3, policy_version=9)
 
 
 def num_inputs(micro_batch: list[Row]) -> int:
@@ -32,6 +32,13 @@ def test_completions_are_packed_behind_their_prompt_and_padded_for_the_loss() ->
     assert batch.rewards.tolist() == [1.0, -2.0, 2.0]
     assert batch.weights.tolist() == [0.5] * 3
     assert batch.policy_lags.tolist() == [3, 3, 3]
+    assert batch.token_lags.tolist() == [[9, 9, 9], [9, 0, 0], [9, 9, 0]]
+
+
+def test_each_token_lags_behind_the_policy_that_trains_on_it_and_one_from_its_future_does_not() -> None:
+    row = make_row(2, 5)
+    segments = (Segment(2, 0), Segment(4, 1), Segment(11, 4))
+    assert collate([row._replace(rollout=row.rollout._replace(segments=segments))]).token_lags.tolist() == [[7, 5, 5, 5, 0]]
 
 
 def test_context_of_an_environment_is_read_and_not_trained_on() -> None:

@@ -148,3 +148,43 @@ def test_ratio_at_the_bound_keeps_its_gradient_and_a_small_one_is_not_broken() -
     for log_ratio, reason in ((LOG_RATIO_BOUND, 0), (LOG_RATIO_BOUND + 0.1, Broken.RATIO), (-50.0, 0)):
         logprobs = PolicyLogprobs(torch.tensor([[log_ratio - 30, math.nan]]), torch.tensor([[-30.0, math.nan]]), None)
         assert find_broken(logprobs, mask).tolist() == [reason]
+
+
+def interpolated(token_lags: torch.Tensor, *, anchor: str, correction: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the total of `grpo` and its gradient."""
+    logprobs = LOGPROBS.clone().requires_grad_()
+    loss = compute_loss(
+        PreparedMicroBatch(micro_batch()._replace(token_lags=token_lags), FrozenOutputs(), ADVANTAGES, None),
+        Outputs(logprobs, None, None),
+        resolve_objective(
+            LossSection(objective="grpo", aggregation="token-mean", anchor=anchor, correction=correction),  # pyright: ignore[reportArgumentType]
+            max_new_tokens=9,
+        ),
+        kl=KlSection(),
+        kl_coefficient=0.0,
+        critic=CriticSection(),
+        constants=NO_CONSTANTS,
+    )
+    loss.total.backward()
+    assert logprobs.grad is not None
+    return loss.total.detach(), logprobs.grad
+
+
+def test_interpolated_anchor_is_a_share_of_the_way_from_mu_and_a_constant() -> None:
+    """`pi_old = mu (pi/mu)^((L-1)/L)`: the ratio is `(pi/mu)^(1/L)`, the weight the rest, and nothing flows through it."""
+    lags = torch.tensor([[2, 4, 5], [8, 3, 0]])
+    total, gradient = interpolated(lags, anchor="interpolated", correction="token_tis(0, 1.3)")
+    moved = torch.where(MASK, LOGPROBS - BEHAVIOR, 0.0)
+    ratio, weight = (moved / lags.clamp(min=1)).exp(), (moved - moved / lags.clamp(min=1)).exp().clamp(max=1.3)
+    surrogate = torch.minimum(ratio * ADVANTAGES, ratio.clamp(0.8, 1.2) * ADVANTAGES)
+    assert total.item() == pytest.approx(-(weight * surrogate).where(MASK, 0.0).sum().item(), rel=1e-6)
+    clipped = ((ADVANTAGES > 0) & (ratio > 1.2)) | ((ADVANTAGES < 0) & (ratio < 0.8))
+    assert 0 < clipped.sum() < MASK.sum()
+    expected = torch.where(MASK & ~clipped, -weight * ratio * ADVANTAGES, 0.0)
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_interpolated_anchor_is_mu_for_tokens_that_lag_a_step_or_none() -> None:
+    for lags in (torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64)):
+        of_behavior = interpolated(lags, anchor="behavior", correction="none")
+        torch.testing.assert_close(interpolated(lags, anchor="interpolated", correction="token_tis"), of_behavior)

@@ -31,7 +31,7 @@ def micro_batch() -> MicroBatch:
     def row(length: int, reward: float, advantage: float) -> Row:
         ids = np.ones(length, dtype=np.int32)
         rollout = Rollout(ids, np.full(length, -1.5, dtype=np.float32), reward, "stop", (Segment(0, 0),))
-        return Row(0, ids[:1], rollout, reward, advantage, 1.0, 0)
+        return Row(0, ids[:1], rollout, reward, advantage, 1.0, 0, 0)
 
     return collate([row(3, 4.0, 1.0), row(2, -2.0, -1.0)])
 

@@ -103,7 +103,9 @@ _PERSISTING_NOTHING = {**SGD, "zero_optimization": {"stage3_param_persistence_th
 RANK_CASES = {
     "stage-0": RankCase({}, {"zero_stage": 0}),
     "stage-1": RankCase(EXTRAS, {"zero_stage": 1}),
-    "stage-2": RankCase({}, {"zero_stage": 2}),
+    "stage-2": RankCase(
+        {"loss": {"objective": "grpo", "anchor": "interpolated", "correction": "token_tis"}}, {"zero_stage": 2}
+    ),
     "stage-3": RankCase(EXTRAS, {"zero_stage": 3}),
     "shared packs": RankCase(EXTRAS, {"sequence_parallel_size": 2}),
     "shared packs, stage 3": RankCase(
