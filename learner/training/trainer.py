@@ -319,7 +319,7 @@ class Trainer:
         aged = step._replace(micro_batches=[add_lag(prepared, num_steps_before) for prepared in step.micro_batches])
         metrics, means = self._compute_gradient(aged)
         self._adapt_kl_coefficient(means, num_rows=len(step.rows))
-        rate = self._compute_learning_rate(float(metrics["ess/sequence_truncated"]))
+        rate = self._compute_learning_rate(metrics)
         cosine = self._direction.compare(full_gradients(self._module.named_parameters(), zero_stage=self._zero_stage))
         if cosine is not None:
             metrics["loss/grad_cosine"] = cosine
@@ -465,8 +465,8 @@ class Trainer:
         self._engine.step()
         return float(norm if norm is not None else self._engine.get_global_grad_norm())
 
-    def _compute_learning_rate(self, ess: float) -> float:
-        """Return the learning rate of the next step, whose completions have this effective sample size."""
+    def _compute_learning_rate(self, metrics: Metrics) -> float:
+        """Return the learning rate of the step that has these metrics."""
         train = self._train
         scheduled = learning_rate(
             self.policy_version,
@@ -475,7 +475,11 @@ class Trainer:
             warmup_steps=train.warmup_steps,
             num_steps=train.num_steps,
         )
-        return scheduled if train.on_policy_ess is None else scheduled * ess_scale(ess, on_policy_ess=train.on_policy_ess)
+        if train.on_policy_ess is None:
+            return scheduled
+        ess = metrics["ess/sequence_truncated"]
+        assert isinstance(ess, float), "only counts by name are tables"
+        return scheduled * ess_scale(ess, on_policy_ess=train.on_policy_ess)
 
     def _describe_checkpoint(self) -> CheckpointMeta:
         return CheckpointMeta(
