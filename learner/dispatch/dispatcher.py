@@ -388,7 +388,9 @@ class Dispatcher:
             self._desk.claim(member, now)
             self._listeners.joined(peer, hello)
             self._roster.report_joined(member)
-        self._roster.welcome(member)
+        elif member.is_repeated(hello, now):
+            return
+        self._roster.welcome(member, hello, now)
         self._send_credit_limit(member)
         # Leases may have been lost with the last connection.
         self._desk.reconcile(member, hello.lease_ids, member.newest_lease_id)

@@ -56,6 +56,8 @@ TROUBLE_REPORTED_AFTER_S = 5.0
 """Seconds for which rewards must be failing at an actor before that is an event: a busy judge is nothing unusual."""
 MAX_ACTOR_ROWS_PER_S = 50
 """Rows about all actors together: 1,000 actors, however idle, wrote 0.2 MB each second with a row at each heartbeat."""
+REPEATED_HELLO_S = 0.5
+"""Seconds after a welcome in which the same hello again was under way already: an actor that waits says it every second."""
 MAX_BARRED = 1000
 """Replaced and dismissed actor processes that are remembered, to refuse them when they come back."""
 
@@ -76,8 +78,13 @@ class Member:
     peer: bytes
     """Its address at the hub."""
     hello: Hello
+    """Its first hello."""
     last_heard: float
     """Time of its last message, on the dispatcher's clock."""
+    welcomed_at: float = -math.inf
+    """Time of the last welcome, on the same clock."""
+    welcomed_with: tuple[int, ...] = ()
+    """The leases that its hello before that welcome listed."""
     key_name: str = "*"
     """The name (or pattern) that its key is listed under."""
     capacity: int = 0
@@ -109,6 +116,10 @@ class Member:
     def name(self) -> str:
         """The actor's name."""
         return self.hello.actor
+
+    def is_repeated(self, hello: Hello, now: float) -> bool:
+        """Return whether a hello was sent before the welcome for the same one arrived."""
+        return now - self.welcomed_at < REPEATED_HELLO_S and hello.lease_ids == self.welcomed_with
 
     @property
     def is_quarantined(self) -> bool:
@@ -250,8 +261,9 @@ class Roster:
         detail = f"{engine.name} {engine.version} {engine.dtype} on {engine.device}{unlike}"
         report(self._record, EventRow(event="actor_joined", detail=detail, actor=member.name))
 
-    def welcome(self, member: Member) -> None:
-        """Send a member the contract of the run."""
+    def welcome(self, member: Member, hello: Hello, now: float) -> None:
+        """Send a member the contract of the run, in answer to its hello."""
+        member.welcomed_at, member.welcomed_with = now, hello.lease_ids
         contract = self._contract
         welcome = Welcome(
             run_id=contract.run_id,

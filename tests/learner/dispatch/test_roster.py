@@ -54,6 +54,29 @@ def test_second_hello_is_welcomed_and_changes_nothing() -> None:
     assert actor.leases() == []
 
 
+def test_hellos_that_queued_while_the_learner_loaded_are_welcomed_once_and_take_back_no_lease() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a")
+    for _ in range(3):
+        actor.hello()
+    assert len(actor.heard(Welcome)) == 1
+    actor.credit(2)
+    actor.commit(0)
+    held = actor.leases()
+    actor.hello()
+    assert len(held) == 2
+    assert desk.dispatcher.counts().expired == 0, "it was said before the leases arrived"
+
+
+def test_hello_of_an_actor_that_did_not_get_its_welcome_is_answered_again() -> None:
+    desk = Desk()
+    actor = Actor(desk, "a")
+    actor.hello()
+    desk.tick(1.0)
+    actor.hello()
+    assert len(actor.heard(Welcome)) == 2
+
+
 def test_actor_that_does_not_keep_to_the_contract_is_refused_with_the_reason_and_counted() -> None:
     desk = Desk()
     actor = Actor(desk, "a")
@@ -97,6 +120,7 @@ def test_more_actors_than_the_run_takes_are_refused_and_those_in_it_stay() -> No
     second = Actor(desk, "b")
     second.hello()
     assert "hub.max_actors = 1" in second.heard(Refused)[0].reason
+    desk.tick(1.0)
     first.hello()
     assert len(first.heard(Welcome)) == 2
     assert [name for _, name, *_ in desk.dispatcher.members()] == ["a"]
