@@ -120,11 +120,12 @@ class LossSection(Section, frozen=True):
     function: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
     """Your own token loss, as `module:function` (docs/own_code.md), in place of the objective's, which still decides the
     defaults of other settings. It takes no clip settings and no temperatures. Empty: the objective's own loss."""
-    anchor: Literal["behavior", "interpolated", "proximal", "decoupled"] = "behavior"
+    anchor: Literal["behavior", "group", "interpolated", "proximal", "decoupled"] = "behavior"
     """Denominator of the importance ratio. behavior: the log-probs that the engine sampled with. proximal: the learner's own
     log-probs, recomputed before the update. decoupled: the proximal ones, with `loss.correction` for what separates them from
     the behavior ones. interpolated: the same, with proximal log-probs that are guessed from the behavior and the current ones
-    by each token's lag, without another forward pass (A-3PO)."""
+    by each token's lag, without another forward pass (A-3PO). group: the likelihood, per token, that the completions of the
+    group had when they were sampled, their mean weighed by itself (GEPO); for gspo, gspo_token and luspo."""
     clip_low: PositiveFloat | None = None
     """Distance below 1 at which the importance ratio is clipped, at `1 - clip_low`. For dppo_tv and dppo_kl the largest
     divergence of a token that its negative advantage pushes down. none: the objective's default. For gspo it

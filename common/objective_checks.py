@@ -34,7 +34,7 @@ def objective_warnings(config: Config) -> list[str]:
     band = resolve_clip(loss)
     is_narrow = band is not None and DEFAULTS[loss.objective].is_sequence_ratio and min(band) < NOISY_CLIP
     # A user with a measured noise floor sees in the metrics how much of it the band clips.
-    if is_narrow and loss.anchor not in RECOMPUTED and not loss.noise_floor:
+    if is_narrow and loss.anchor not in (*RECOMPUTED, "group") and not loss.noise_floor:
         warnings.append(
             f"loss.clip_low = {loss.clip_low}, loss.clip_high = {loss.clip_high}: against engine log-probs so narrow a band "
             "clips many completions for numerical noise alone; `offbeat calibrate` says how many."
@@ -74,6 +74,8 @@ def _check_ratio(config: Config) -> None:
             'loss.objective = "reinforce" has no importance ratio, so nothing would be anchored',
             'Set loss.anchor="behavior".',
         )
+    if loss.anchor == "group":
+        _check_group_ratio(config)
     if loss.anchor != "behavior" and loss.objective == "m2po":
         raise SettingError(
             "loss.anchor",
@@ -111,6 +113,24 @@ def _check_ratio(config: Config) -> None:
             loss.correction,
             "a proximal anchor with a correction is decoupled",
             'Set loss.anchor="decoupled".',
+        )
+
+
+def _check_group_ratio(config: Config) -> None:
+    loss = config.loss
+    if not DEFAULTS[loss.objective].is_sequence_ratio or loss.function:
+        raise SettingError(
+            "loss.anchor",
+            "group",
+            "a group has one likelihood, which only a ratio of whole completions can be taken to",
+            'Set loss.objective="gspo" without loss.function, or loss.anchor="behavior".',
+        )
+    if loss.correction != "none":
+        raise SettingError(
+            "loss.correction",
+            loss.correction,
+            "the ratio to the group's likelihood corrects for staleness already, and so would the correction",
+            'Remove it, or set loss.anchor="behavior".',
         )
 
 

@@ -30,6 +30,10 @@ RECOMPUTED = ("proximal", "decoupled")
 """Values of `loss.anchor` for which the learner computes log-probs once more before the update."""
 
 
+_GROUP_BAND = Bounds(0.2, 0.2)
+"""Clip band against the group's likelihood, from which a completion's own differs on-policy too: that of GEPO's code."""
+
+
 class Defaults(NamedTuple):
     """The settings that one objective's paper gives it."""
 
@@ -144,6 +148,8 @@ def resolve_clip(loss: LossSection) -> Bounds | None:
     own = defaults.band
     if defaults.recomputed_band is not None and loss.anchor in RECOMPUTED:
         own = defaults.recomputed_band
+    if own is not None and loss.anchor == "group":
+        own = _GROUP_BAND
     if own is None:
         return None
     return Bounds(own.low if loss.clip_low is None else loss.clip_low, own.high if loss.clip_high is None else loss.clip_high)

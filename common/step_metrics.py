@@ -29,7 +29,7 @@ class Metric(NamedTuple):
 
 
 _CLIPPING = "the objective has a clip band"
-_PROXIMAL = 'loss.anchor is not "behavior"'
+_PROXIMAL = 'loss.anchor is "interpolated", "proximal" or "decoupled"'
 _CORRECTED = 'loss.correction is not "none"'
 _FLOOR = "loss.noise_floor is set"
 _IN_EPISODES = "task.environment is set"

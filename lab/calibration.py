@@ -355,6 +355,11 @@ def _advice(calibration: Calibration) -> str:
             f'loss.objective = "{calibration.objective}" drops tokens by their probabilities, of which the noise floor '
             "knows only the ratios. clip/fraction of a run's first steps, where nothing lags, shows what noise drops:"
         )
+    if calibration.anchor == "group":
+        return (
+            'With loss.anchor = "group" the ratio is to the mean likelihood of the group, and is not 1 without staleness '
+            "either: most of what the band clips is the spread of a group. With the noise floor the run tells drift from noise:"
+        )
     if calibration.recommended is None:
         return (
             f'loss.objective = "{calibration.objective}" clips no gradient: there is no band to set. With the noise floor the '

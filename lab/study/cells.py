@@ -30,10 +30,11 @@ CORRECTED: Mapping[str, tuple[str, ...]] = {
         "train.on_policy_ess=1",
     ),
     "gspo + ess rate": ("loss.objective=gspo", "train.on_policy_ess=1"),
+    "gspo + group anchor": ("loss.objective=gspo", "loss.anchor=group"),
     "grpo + interpolated": ("loss.objective=grpo", "loss.anchor=interpolated", "loss.correction=token_tis"),
 }
 """Methods besides the objectives: policy gradients without a ratio of their own, under a weight or a mask of `pi / mu`,
-learning rates that go with the effective sample size, and a guessed anchor."""
+learning rates that go with the effective sample size, and other anchors."""
 
 
 class Cell(NamedTuple):

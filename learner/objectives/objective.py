@@ -25,11 +25,15 @@ class PolicyLogprobs(NamedTuple):
     behavior: Tensor
     """Under mu."""
     proximal: Tensor | None
-    """Under pi_old, recomputed or interpolated; None with the anchor `behavior`."""
+    """Under pi_old, recomputed or interpolated; None with the anchors `behavior` and `group`."""
+    group: Tensor | None = None
+    """`group_likelihood.group_logprob` for every token; None but with the anchor `group`."""
 
     @property
     def anchor(self) -> Tensor:
         """The denominator of the importance ratio."""
+        if self.group is not None:
+            return self.group
         return self.behavior if self.proximal is None else self.proximal
 
     @property
@@ -243,7 +247,7 @@ class Objective:
     """A run's objective. Its settings are those of `[loss]`, with the objective's own values where they are left open."""
 
     token_loss: TokenLoss
-    anchor: Literal["behavior", "interpolated", "proximal", "decoupled"]
+    anchor: Literal["behavior", "group", "interpolated", "proximal", "decoupled"]
     """The policy in the denominator of the importance ratio."""
     corrections: tuple[AnyCorrection, ...]
     normalize_correction: bool

@@ -12,6 +12,7 @@ from torch import Tensor
 from offbeat.common.images import ImageFile
 from offbeat.learner.diagnostics.turn_metrics import turn_buckets
 from offbeat.learner.leases.groups import Group, Rollout
+from offbeat.learner.objectives.group_likelihood import group_logprob
 from offbeat.learner.policy.images import ImagePacker
 from offbeat.learner.policy.packing import Pack, TokenIds, Turns, num_inputs, pack
 
@@ -36,6 +37,8 @@ class Row(NamedTuple):
     """Version of the policy that is trained on it."""
     images: tuple[ImageFile, ...] = ()
     """The images of its prompt."""
+    group_logprob: float = 0.0
+    """`objectives.group_likelihood.group_logprob` of its group."""
 
 
 class MicroBatch(NamedTuple):
@@ -63,6 +66,8 @@ class MicroBatch(NamedTuple):
     """`[rows, tokens]` int64: `learner.diagnostics.turn_metrics.turn_buckets`."""
     groups: Tensor
     """`[rows]` int64: index of each row's group in the step."""
+    group_logprobs: Tensor
+    """`[rows]` float32: `objectives.group_likelihood.group_logprob` of each row's group."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on `device`."""
@@ -86,8 +91,9 @@ def make_rows(
         lag, weight = group.policy_lag(policy_version), group.weight
         if weigh_by_tokens:
             weight /= max(1, sum(len(rollout.token_ids) for rollout in group.rollouts))
+        likely = group_logprob([rollout.behavior_logprobs for rollout in group.rollouts])
         rows += [
-            Row(index, group.prompt_token_ids, rollout, reward, advantage, weight, lag, policy_version, group.images)
+            Row(index, group.prompt_token_ids, rollout, reward, advantage, weight, lag, policy_version, group.images, likely)
             for rollout, reward, advantage in zip(group.rollouts, of_group, scored, strict=True)
         ]
     return rows
@@ -208,4 +214,5 @@ def collate(rows: Sequence[Row], images: ImagePacker | None = None) -> MicroBatc
         torch.from_numpy(token_lags),
         torch.from_numpy(of_turns),
         torch.tensor([row.group for row in rows], dtype=torch.int64),
+        torch.tensor([row.group_logprob for row in rows], dtype=torch.float32),
     )

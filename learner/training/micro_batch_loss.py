@@ -55,7 +55,10 @@ def compute_loss(
     proximal = frozen.proximal_logprobs
     if objective.anchor == "interpolated":
         proximal = interpolated_logprobs(outputs.logprobs, micro_batch.behavior_logprobs, micro_batch.token_lags)
-    logprobs = PolicyLogprobs(outputs.logprobs, micro_batch.behavior_logprobs, proximal)
+    group: Tensor | None = None
+    if objective.anchor == "group":
+        group = micro_batch.group_logprobs[:, None].expand_as(outputs.logprobs)
+    logprobs = PolicyLogprobs(outputs.logprobs, micro_batch.behavior_logprobs, proximal, group)
     broken = find_broken(logprobs, micro_batch.completion_mask)
     mask = micro_batch.completion_mask & (broken == Broken.NOT_AT_ALL)[:, None]
     evaluation = objective.evaluate(logprobs, mask, prepared.advantages, constants)

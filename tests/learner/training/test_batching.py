@@ -35,6 +35,17 @@ def test_completions_are_packed_behind_their_prompt_and_padded_for_the_loss() ->
     assert batch.token_lags.tolist() == [[9, 9, 9], [9, 0, 0], [9, 9, 0]]
 
 
+def test_rows_of_a_group_have_its_likelihood_in_whatever_micro_batch_they_are() -> None:
+    def rollout(*logprobs: float) -> Rollout:
+        return Rollout(np.ones(len(logprobs), np.int32), np.array(logprobs, np.float32), 0.0, "stop", (Segment(0, 0),))
+
+    sampled = [(rollout(-1.0, -1.0), rollout(-1.0)), (rollout(-2.0), rollout(-2.0))]
+    groups = [Group(index, 0, np.ones(1, np.int32), rollouts, "actor", 0.0) for index, rollouts in enumerate(sampled)]
+    rows = make_rows(groups, np.zeros((2, 2)), [[0.0] * 2] * 2, policy_version=0)
+    for piece in (rows, rows[1:3]):
+        assert collate(piece).group_logprobs.tolist() == [-1.0 if row.group == 0 else -2.0 for row in piece]
+
+
 def test_each_token_lags_behind_the_policy_that_trains_on_it_and_one_from_its_future_does_not() -> None:
     row = make_row(2, 5)
     segments = (Segment(2, 0), Segment(4, 1), Segment(11, 4))

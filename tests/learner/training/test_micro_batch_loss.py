@@ -184,6 +184,23 @@ def test_interpolated_anchor_is_a_share_of_the_way_from_mu_and_a_constant() -> N
     torch.testing.assert_close(gradient, expected)
 
 
+def test_group_anchor_is_the_denominator_of_every_completion_of_the_group() -> None:
+    logprobs = LOGPROBS.clone().requires_grad_()
+    of_group, advantages = torch.tensor([-0.7, -0.9]), ADVANTAGES[:, :1].expand(2, 3)
+    loss = compute_loss(
+        PreparedMicroBatch(micro_batch()._replace(group_logprobs=of_group), FrozenOutputs(), advantages, None),
+        Outputs(logprobs, None, None),
+        resolve_objective(LossSection(anchor="group", clip_low=0.9, clip_high=9.0), max_new_tokens=9),
+        kl=KlSection(),
+        kl_coefficient=0.0,
+        critic=CriticSection(),
+        constants=NO_CONSTANTS,
+    )
+    means = torch.where(MASK, LOGPROBS, 0.0).sum(dim=1) / MASK.sum(dim=1)
+    expected = -(means - of_group).exp() * ADVANTAGES[:, 0] * micro_batch().weights
+    assert loss.total.item() == pytest.approx(expected.sum().item(), rel=1e-6)
+
+
 def test_interpolated_anchor_is_mu_for_tokens_that_lag_a_step_or_none() -> None:
     for lags in (torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64)):
         of_behavior = interpolated(lags, anchor="behavior", correction="none")

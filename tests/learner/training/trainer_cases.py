@@ -101,7 +101,7 @@ class RankCase(NamedTuple):
 _PERSISTING_NOTHING = {**SGD, "zero_optimization": {"stage3_param_persistence_threshold": 0}}
 
 RANK_CASES = {
-    "stage-0": RankCase({}, {"zero_stage": 0}),
+    "stage-0": RankCase({"loss": {"anchor": "group"}}, {"zero_stage": 0}),
     "stage-1": RankCase(EXTRAS, {"zero_stage": 1}),
     "stage-2": RankCase(
         {"loss": {"objective": "grpo", "anchor": "interpolated", "correction": "token_tis"}}, {"zero_stage": 2}
