@@ -4,6 +4,7 @@ from offbeat.common.config import Config
 from offbeat.common.corrections import CORRECTIONS, WEIGHING, CorrectionChoice, built_in, own_functions, parse_corrections
 from offbeat.common.learning_sections import TrainSection
 from offbeat.common.objectives import DEFAULTS, RECOMPUTED, resolve_clip
+from offbeat.common.sequence_parallel import SETTING
 from offbeat.common.settings import SettingError
 
 NOISY_CLIP = 2e-3
@@ -82,6 +83,20 @@ def _check_ratio(config: Config) -> None:
             loss.anchor,
             'loss.objective = "m2po" bounds the second moment of pi / mu, and its ratio is pi / mu',
             'Set loss.anchor="behavior".',
+        )
+    if loss.routing_replay == "recomputed" and loss.anchor not in RECOMPUTED:
+        raise SettingError(
+            "loss.routing_replay",
+            "recomputed",
+            f'loss.anchor = "{loss.anchor}" recomputes nothing before the update, so there is no routing to replay',
+            'Set loss.anchor="proximal" or "decoupled", or loss.routing_replay="off".',
+        )
+    if loss.routing_replay != "off" and config.train.sequence_parallel_size > 1:
+        raise SettingError(
+            "loss.routing_replay",
+            loss.routing_replay,
+            f"with {SETTING} = {config.train.sequence_parallel_size} each process runs a part of the tokens only",
+            f'Set {SETTING}=1, or loss.routing_replay="off".',
         )
     has_behavior_weight = DEFAULTS[loss.objective].has_behavior_weight and not loss.function
     if loss.anchor in _CORRECTED and has_behavior_weight:

@@ -56,7 +56,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
     """
     record = RoutingRecord()
     with ExitStack() as stack:
-        for router, logits_index in _routers(model).items():
+        for router, logits_index in routers(model).items():
 
             def note(module: nn.Module, inputs: Any, output: Any, logits_index: int = logits_index) -> None:
                 choice = _choice(output, logits_index)
@@ -67,8 +67,8 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
         yield record
 
 
-def _routers(model: nn.Module) -> dict[nn.Module, int]:
-    """Return the routers in `model`, each with the index of the logits in its output."""
+def routers(model: nn.Module) -> dict[nn.Module, int]:
+    """Return the routers in `model` in the order of their layers, each with the index of the logits in its output."""
     routers: dict[nn.Module, int] = {}
     # A model for several modalities declares nothing itself, the models in it do.
     for owner in (module for module in model.modules() if isinstance(module, PreTrainedModel)):

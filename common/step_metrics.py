@@ -144,6 +144,12 @@ STEP_METRICS: tuple[Metric, ...] = (
         "entropy/mean", "nats", "Mean entropy of the policy's distribution over the next token, over all completion tokens."
     ),
     Metric("loss/value", "", "Mean value loss per token.", "the run has a critic"),
+    Metric(
+        "loss/replay_changed_slots",
+        "share",
+        "Experts that the replayed routing has and the routers would not have chosen.",
+        'loss.routing_replay is not "off"',
+    ),
     Metric("loss/grad_cosine", "", "Cosine between this step's gradient and the last one's.", "not a process's first step"),
     Metric("loss/grad_norm", "", "Norm of the gradient before it is clipped."),
     Metric("loss/learning_rate", "", "Learning rate of the step, scaled where train.on_policy_ess is set."),

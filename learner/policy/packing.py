@@ -70,6 +70,8 @@ class Pack(NamedTuple):
     """Spans that inputs attend within, in order and without gaps; together they cover all inputs."""
     lengths: tuple[int, ...]
     """Number of tokens of each completion."""
+    experts: Tensor | None = None
+    """Experts that routers are to choose for each input, `[num_inputs, layers, top_k]` int64; None: let them choose."""
     images: Optional["PackedImages"] = None
     """Images of the prompts; None in a run without `task.image_field`. With images there are positions in three dimensions,
     `[3, num_inputs]`."""
@@ -86,6 +88,7 @@ class Pack(NamedTuple):
             position_ids=self.position_ids.to(device),
             predictors=self.predictors.to(device),
             targets=self.targets.to(device),
+            experts=None if self.experts is None else self.experts.to(device),
             images=None if self.images is None else self.images.to(device),
         )
 

@@ -46,6 +46,7 @@ from offbeat.learner.policy.lora import base_shapes, merged_parameters, without_
 from offbeat.learner.policy.packing import pack
 from offbeat.learner.policy.peak import peak_flops
 from offbeat.learner.policy.process_group import gather_rows, gather_tensors, join_process_group
+from offbeat.learner.policy.routing_replay import make_replay
 from offbeat.learner.policy.saving import gather_policy, write_policy
 from offbeat.learner.policy.sequence_parallel import join_sequence_group
 from offbeat.learner.policy.zero import deepspeed_config, discard_gradients, full_gradients, full_shape, make_engine
@@ -125,6 +126,7 @@ class Trainer:
         use_newest_flash_attention(self._module.policy, self.device)
         if compiles_layers(config, self._module.policy.config, self.device):
             compile_layers(self._module.policy)
+        self._replay = make_replay(self._module, config.loss.routing_replay)
         kl = config.kl
         self._reference: CompletionLogprobs | None = None
         # An adapted policy needs no second model: without its adapter it is the initial policy.
@@ -207,6 +209,7 @@ class Trainer:
     def score(self, token_ids: Sequence[int]) -> Scored:
         """Score at least two given tokens."""
         packed = pack([(token_ids[:1], [token_ids[1:]])]).to(self.device)
+        self._replay.tell(None)
         with torch.no_grad(), self._module.whole_packs(), record_routing(self._module.policy) as record:
             logprobs, _, _ = self._module(*packed.inputs, 1.0)
         return Scored(logprobs.cpu().numpy(), record.routing())
@@ -287,28 +290,33 @@ class Trainer:
         kl_coefficient = self._adaptive.kl_coefficient if kl.reward_coef else 0.0
         prepared: list[PreparedMicroBatch] = []
         for micro_batch in [collate(of_micro_batch, self._images).to(self.device) for of_micro_batch in assigned[share]]:
-            frozen = self._run_frozen(micro_batch)
+            frozen, experts = self._run_frozen(micro_batch)
+            replayed = micro_batch._replace(pack=micro_batch.pack._replace(experts=experts))
             prepared.append(
-                prepare_micro_batch(micro_batch, frozen, self._advantage, estimator=kl.estimator, kl_coefficient=kl_coefficient)
+                prepare_micro_batch(replayed, frozen, self._advantage, estimator=kl.estimator, kl_coefficient=kl_coefficient)
             )
         return scale_advantages(prepared, self._advantage, num_alike=self._num_alike)
 
     @torch.no_grad()
-    def _run_frozen(self, micro_batch: MicroBatch) -> FrozenOutputs:
-        """Run the networks that stay fixed during the update, as far as the run needs them."""
+    def _run_frozen(self, micro_batch: MicroBatch) -> tuple[FrozenOutputs, Tensor | None]:
+        """Run the networks that stay fixed during the update, as far as the run needs them; return experts to replay, too."""
         frozen = FrozenOutputs()
+        experts: Tensor | None = None
         needs_proximal = self._objective.needs_proximal
         if needs_proximal or self._module.value_head is not None:
-            outputs = self._run(self._module, micro_batch)
+            with self._replay.note() as noted:
+                outputs = self._run(self._module, micro_batch)
+            experts = noted()
             frozen = frozen._replace(proximal_logprobs=outputs.logprobs if needs_proximal else None, values=outputs.values)
         if self._config.kl.loss_coef or self._config.kl.reward_coef:
             has_model = self._reference is not None
             with contextlib.nullcontext() if has_model else without_adapter(self._module.policy):
                 outputs = self._run(self._reference or self._module, micro_batch)
             frozen = frozen._replace(reference_logprobs=outputs.logprobs)
-        return frozen
+        return frozen, experts
 
     def _run(self, network: nn.Module, micro_batch: MicroBatch) -> Outputs:
+        self._replay.tell(micro_batch.pack.experts)
         return run_network(network, micro_batch, temperature=self._config.rollout.temperature)
 
     # A step
@@ -355,7 +363,7 @@ class Trainer:
         )
         if self.policy_version > 0:
             del metrics["ratio/first"]
-        return metrics | self._term_metrics(means), means
+        return metrics | self._term_metrics(means) | self._replay.take_metrics(num_alike=self._num_alike), means
 
     def _compute_utilization(self, micro_batches: Sequence[PreparedMicroBatch], train_s: float) -> Metrics:
         """Return the operations of a step that took `train_s`, of all ranks, and their share of what the devices can do."""

@@ -160,6 +160,16 @@ REFUSALS = [
     Refusal(["loss.anchor=proximal"], ['loss.anchor = "proximal"', "always 1", "steps_per_batch=2"]),
     Refusal(["loss.anchor=proximal", "loss.objective=reinforce", "train.steps_per_batch=2"], ["no importance ratio"]),
     Refusal(["loss.anchor=decoupled"], ['loss.anchor = "decoupled"', "token_tis"]),
+    Refusal(["loss.routing_replay=recomputed"], ['loss.anchor = "behavior" recomputes nothing', 'loss.routing_replay="off"']),
+    Refusal(
+        [
+            "loss.routing_replay=recomputed",
+            "loss.anchor=decoupled",
+            "loss.correction=token_tis",
+            "train.sequence_parallel_size=2",
+        ],
+        ["a part of the tokens only", "train.sequence_parallel_size=1"],
+    ),
     Refusal(["loss.anchor=group", "loss.objective=grpo"], ['loss.anchor = "group"', 'loss.objective="gspo"']),
     Refusal(["loss.anchor=group", "loss.function=my:loss"], ['loss.anchor = "group"', "without loss.function"]),
     Refusal(["loss.anchor=group", "loss.correction=sequence_tis"], ["corrects for staleness", 'loss.anchor="behavior"']),

@@ -41,14 +41,16 @@ def literals(path: Path) -> set[str]:
     return {text for text in texts if re.fullmatch(rf"(?:{'|'.join(AREAS)})/\w+(?:/\w+)?", text)}
 
 
-def test_trainer_and_loop_write_the_tables_metrics_and_no_others(tiny_model: Path, tmp_path: Path) -> None:
+def test_trainer_and_loop_write_the_tables_metrics_and_no_others(
+    tiny_model: Path, tiny_moe_model: Path, tmp_path: Path
+) -> None:
     floor = str(save_calibration(make_calibration(), tmp_path))
-    extras = {"anchor": "decoupled", "correction": "token_tis", "entropy_coef": 0.01}
+    extras = {"anchor": "decoupled", "correction": "token_tis", "entropy_coef": 0.01, "routing_replay": "recomputed"}
     kl, critic = KlSection(loss_coef=0.1, reward_coef=0.01), AdvantageSection(baseline="critic")
     written: set[str] = set()
     for config in (
         make_config(tiny_model, loss={"noise_floor": floor}),
-        make_config(tiny_model, loss=extras, kl=kl, advantage=critic),
+        make_config(tiny_moe_model, loss=extras, kl=kl, advantage=critic),
     ):
         with running(config) as trainer:
             for _ in range(2):

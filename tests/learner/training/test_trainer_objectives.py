@@ -293,3 +293,23 @@ def test_routing_of_a_mixture_of_experts_comes_with_the_score(tiny_moe_model: Pa
         assert routing is not None
         assert routing.experts.shape[0] == 4
         assert routing.num_experts == 4
+
+
+def test_replayed_routing_is_that_from_before_the_update(tiny_moe_model: Path) -> None:
+    """At the first step of a batch nothing has moved, so replay changes nothing; later steps choose as at the first."""
+
+    def train(replay: str) -> tuple[list[dict], np.ndarray]:
+        loss = {"anchor": "decoupled", "correction": "token_tis", "routing_replay": replay}
+        with running(make_config(tiny_moe_model, loss=loss, steps_per_batch=2)) as trainer:
+            metrics = trainer.train_batch(make_groups(6))
+            return metrics, np.array(trainer.score(range(4, 12)).logprobs)
+
+    (first, second), replayed = train("recomputed")
+    (first_alone, second_alone), alone = train("off")
+    assert first["loss/replay_changed_slots"] == 0
+    assert second["loss/replay_changed_slots"] > 0
+    assert first["loss/grad_norm"] == pytest.approx(first_alone["loss/grad_norm"], rel=1e-4)
+    assert second["loss/grad_norm"] != pytest.approx(second_alone["loss/grad_norm"], rel=1e-4)
+    assert "loss/replay_changed_slots" not in first_alone
+    # A score has other tokens than the batch, for which nothing is told.
+    assert not np.allclose(replayed, alone)
