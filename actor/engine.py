@@ -31,6 +31,9 @@ class Completion(NamedTuple):
     """The context of all turns, concatenated."""
     environment_s: float = 0.0
     """Seconds in which the episode's function had the word."""
+    experts: NDArray[np.integer] | None = None
+    """`[num_prompt_tokens + num_tokens - 1, layers, top_k]`, the experts that the prompt and all sampled tokens but the last
+    went to, in the layers that have experts. None unless the engine was made to record them."""
 
 
 class Score(NamedTuple):

@@ -25,13 +25,15 @@ def make_engine(
     seed: int,
     options: Mapping[str, Any],
     images: ImageReader | None = None,
+    records_experts: bool = False,
 ) -> Engine:
     """Return the engine of this `actor.engine` setting, with the model loaded; `auto` takes vLLM where it is installed.
 
-    `images` reads the images of prompts; only vLLM takes some.
+    `images` reads the images of prompts; only vLLM takes some. With `records_experts` completions come with theirs.
     """
     chosen: Any = engine_class(name)
-    arguments = {"dtype": dtype, "max_model_len": max_model_len, "hashes": hashes, "seed": seed, "options": options}
+    arguments: dict[str, Any] = {"dtype": dtype, "max_model_len": max_model_len, "hashes": hashes, "seed": seed}
+    arguments |= {"options": options, "records_experts": records_experts}
     if images is None:
         return chosen(model_path, **arguments)
     if chosen.__name__ != "VllmEngine":

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from offbeat.actor.engine import Engine
@@ -12,7 +13,8 @@ from offbeat.actor.play import Play, Played
 from offbeat.actor.rewards import UnavailableRewards
 from offbeat.common.images import ImageError, ImagePatches, ImageReader
 from offbeat.common.user_functions import one_line
-from offbeat.protocols.completions import CompletionMeta
+from offbeat.protocols.completions import CompletionMeta, ExpertsMeta
+from offbeat.protocols.experts import encode_experts
 from offbeat.protocols.messages import GroupDone, Lease, LeaseFailed
 from offbeat.protocols.wire import Array, Frame, has_context
 
@@ -166,8 +168,18 @@ def as_group(played: Played) -> tuple[GroupDone, tuple[Array, ...]]:
         generate_s=played.generate_s,
         reward_s=played.reward_s,
     )
-    token_ids = np.concatenate([completion.token_ids for completion in completions])
-    logprobs = np.concatenate([completion.behavior_logprobs for completion in completions])
-    if not has_context(message.completions):
-        return message, (token_ids, logprobs)
-    return message, (token_ids, logprobs, np.concatenate([completion.context_ids for completion in completions]))
+    arrays: list[Array] = [
+        np.concatenate([completion.token_ids for completion in completions]),
+        np.concatenate([completion.behavior_logprobs for completion in completions]),
+    ]
+    if has_context(message.completions):
+        return message, (*arrays, np.concatenate([completion.context_ids for completion in completions]))
+    recorded = [completion.experts for completion in completions if completion.experts is not None]
+    if len(recorded) < len(completions):
+        return message, tuple(arrays)
+    num_prompt_tokens = len(recorded[0]) - len(completions[0].token_ids) + 1
+    # The prompt's are the same in all completions but for rounding, and the learner computes it once.
+    content = encode_experts(np.concatenate([recorded[0], *(experts[num_prompt_tokens:] for experts in recorded[1:])]))
+    _, num_layers, top_k = recorded[0].shape
+    experts = ExpertsMeta(num_prompt_tokens, num_layers, top_k, len(content))
+    return msgspec.structs.replace(message, experts=experts), (*arrays, content)

@@ -110,6 +110,7 @@ def _run_actor(config: Config, stop: StopRequest) -> str:
                 seed=zlib.crc32(f"{config.run.seed}/{name}".encode()),
                 options=config.actor.engine_options,
                 images=images,
+                records_experts=config.loss.routing_replay == "sampled",
             )
         tell_ready()
         info = engine.info

@@ -1,6 +1,8 @@
 """The actor's engine on transformers' continuous batching: slower than vLLM, and nothing more to install."""
 
+import contextlib
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -18,6 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs, ContinuousBatchingIOs
 from transformers.generation.continuous_batching.requests import GenerationOutput
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -37,6 +41,42 @@ GREEDY_TEMPERATURE = 1e-6
 """Replaces temperature 0: an engine either samples all its completions or none."""
 
 
+class ExpertRecord:
+    """The experts that unfinished completions of a model went to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._recorded: dict[str, list[tuple[int, NDArray[np.uint8]]]] = defaultdict(list)
+        """For each request its stretches of tokens, each with the index of the first one; a later one replaces an earlier."""
+
+    @contextlib.contextmanager
+    def recording(self, batch: ContinuousBatchingIOs | ContinuousBatchingAsyncIOs) -> Iterator[None]:
+        """Record the batch that the model runs meanwhile."""
+        assert isinstance(batch, ContinuousBatchingIOs), "asynchronous batching is off"
+        with record_routing(self._model) as record:
+            yield
+        routing = record.routing()
+        assert routing is not None, "the learner has refused a model whose routers do not return their choice"
+        experts = routing.experts.numpy().astype(np.uint8)
+        start = 0
+        for request in batch.requests_in_batch:
+            end = start + request.query_length
+            state = request.state
+            self._recorded[state.request_id].append((state.position_offset - request.query_length, experts[start:end]))
+            start = end
+
+    def take(self, request_id: str) -> NDArray[np.uint8] | None:
+        """Return the experts of a request's inputs, `[tokens, layers, top_k]`, and forget them; None where it had none."""
+        stretches = self._recorded.pop(request_id, [])
+        if not stretches:
+            return None
+        num_tokens = max(first + len(experts) for first, experts in stretches)
+        whole = np.zeros((num_tokens, *stretches[0][1].shape[1:]), dtype=np.uint8)
+        for first, experts in stretches:
+            whole[first : first + len(experts)] = experts
+        return whole
+
+
 class TransformersEngine:
     """An `actor.engine.Engine` on transformers. Its manager's thread is never started; `step` does the work of that loop."""
 
@@ -49,8 +89,11 @@ class TransformersEngine:
         hashes: ModelHashes,
         seed: int,
         options: Mapping[str, Any],
+        records_experts: bool = False,
     ) -> None:
         """Load the model; its weights count as version -1. `options` are of `ContinuousBatchingConfig`.
+
+        With `records_experts` completions come with their experts, and no CUDA graphs are used.
 
         From a folder without weights the model is made of its config, and first samples after `load_weights`.
 
@@ -58,6 +101,9 @@ class TransformersEngine:
         """
         transformers.utils.logging.disable_progress_bar()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if records_experts:
+            # A graph that is replayed runs none of the hooks that record.
+            options = {**options, "use_cuda_graph": False}
         config = _batching_config(device, max_model_len=max_model_len, seed=seed, options=options)
         has_files = has_weight_files(model_path)
         make = _load_model if has_files else _make_model
@@ -87,6 +133,7 @@ class TransformersEngine:
         self._policy_version: int | None = None
         self._segments: dict[str, list[Segment]] = {}
         """Segments of every unfinished completion, by request id."""
+        self._experts: ExpertRecord | None = ExpertRecord(self._model) if records_experts else None
         self._num_ended_tokens = 0
         self._num_loads = 0
 
@@ -147,7 +194,8 @@ class TransformersEngine:
         if not batches.prepare_next_batch():
             return []
         batch = batches.inputs_and_outputs.get_model_kwargs(use_padding=batches.model_runner.pad_inputs)
-        batches.model_runner.compute_batch(self._model, dict(batch))
+        with self._experts.recording(batches.inputs_and_outputs) if self._experts else contextlib.nullcontext():
+            batches.model_runner.compute_batch(self._model, dict(batch))
         batches.inputs_and_outputs.retrieve_device_outputs()
         batches.update_batch()
         finished = []
@@ -158,6 +206,8 @@ class TransformersEngine:
     def abort(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._segments.pop(request_id, None)
+            if self._experts is not None:
+                self._experts.take(request_id)
             self._batches.scheduler.set_request_cancellation(request_id)
         for state in self._batches.scheduler.clear_cancelled_requests():
             self._num_ended_tokens += _num_tokens(state)
@@ -201,6 +251,7 @@ class TransformersEngine:
             behavior_logprobs=np.array(output.logprobs, np.float32),
             finish_reason="stop" if output.generated_tokens[-1] in self._eos_token_ids else "length",
             segments=tuple(self._segments.pop(output.request_id)),
+            experts=None if self._experts is None else self._experts.take(output.request_id),
         )
 
     @torch.no_grad()

@@ -77,8 +77,11 @@ class VllmEngine:
         seed: int,
         options: Mapping[str, Any],
         images: ImageReader | None = None,
+        records_experts: bool = False,
     ) -> None:
         """Load the model; its weights count as version -1. `options` are further `vllm.EngineArgs`.
+
+        With `records_experts` completions come with their experts: on GPUs only.
 
         From a folder without weights the model is made of its config, and first samples after `load_weights`.
 
@@ -97,6 +100,11 @@ class VllmEngine:
         _import_model_class(model_path)
         own = {} if images is None else vllm_images.engine_options(images)
         own |= {"dtype": dtype, "max_model_len": max_model_len, "seed": seed}
+        if records_experts:
+            own |= {"enable_return_routed_experts": True}
+            if current_platform.is_cpu():
+                problem = "vLLM records the experts of a mixture on GPUs only"
+                raise SettingError("loss.routing_replay", "sampled", problem, 'Set actor.engine="transformers".')
         has_files = has_weight_files(model_path)
         if not has_files:
             own |= {"load_format": LOAD_FORMAT}
@@ -278,6 +286,7 @@ class VllmEngine:
             behavior_logprobs=np.array(sampled.logprobs.logprobs, np.float32),
             finish_reason=sampled.finish_reason,
             segments=tuple(Segment(int(span.version), span.start) for span in sampled.weight_versions),
+            experts=_routed_experts(sampled.routed_experts, num_tokens=len(output.prompt_token_ids or ()) + len(token_ids) - 1),
         )
 
     def _num_running_tokens(self) -> int:

@@ -135,10 +135,10 @@ class LossSection(Section, frozen=True):
     """Distance above 1 at which the importance ratio is clipped, at `1 + clip_high`. For dppo_tv and dppo_kl the largest
     divergence of a token that its positive advantage pushes up. none: the objective's default. For gspo it
     is 0.05 against behavior log-probs and 4e-4 against recomputed ones."""
-    routing_replay: Literal["off", "recomputed"] = "off"
-    """Experts that a mixture's routers choose while the policy is trained. off: their own. recomputed: those that they chose
-    when the log-probs of `loss.anchor` were recomputed before the update, with the weights of the current logits (R2). For the
-    anchors proximal and decoupled."""
+    routing_replay: Literal["off", "recomputed", "sampled"] = "off"
+    """Experts that a mixture's routers choose while the policy is trained, with the weights of the current logits. off: their
+    own. recomputed: those that they chose when the log-probs of `loss.anchor` (proximal or decoupled) were recomputed before
+    the update (R2). sampled: those that the engine chose, which actors send (R3); it takes transformers, or vLLM on a GPU."""
     noise_floor: str = ""
     """Path of the calibration file that `offbeat calibrate` wrote; every learner process reads it. Clip fractions and
     divergences are then split into the share of the engine's numerical noise and the share of staleness. Empty: they are not

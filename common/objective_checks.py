@@ -24,6 +24,7 @@ def check_objective(config: Config) -> None:
     _check_reward(config)
     _check_kl(config)
     _check_lora(config)
+    _check_routing_replay(config)
 
 
 def objective_warnings(config: Config) -> list[str]:
@@ -83,20 +84,6 @@ def _check_ratio(config: Config) -> None:
             loss.anchor,
             'loss.objective = "m2po" bounds the second moment of pi / mu, and its ratio is pi / mu',
             'Set loss.anchor="behavior".',
-        )
-    if loss.routing_replay == "recomputed" and loss.anchor not in RECOMPUTED:
-        raise SettingError(
-            "loss.routing_replay",
-            "recomputed",
-            f'loss.anchor = "{loss.anchor}" recomputes nothing before the update, so there is no routing to replay',
-            'Set loss.anchor="proximal" or "decoupled", or loss.routing_replay="off".',
-        )
-    if loss.routing_replay != "off" and config.train.sequence_parallel_size > 1:
-        raise SettingError(
-            "loss.routing_replay",
-            loss.routing_replay,
-            f"with {SETTING} = {config.train.sequence_parallel_size} each process runs a part of the tokens only",
-            f'Set {SETTING}=1, or loss.routing_replay="off".',
         )
     has_behavior_weight = DEFAULTS[loss.objective].has_behavior_weight and not loss.function
     if loss.anchor in _CORRECTED and has_behavior_weight:
@@ -323,4 +310,32 @@ def _check_lora(config: Config) -> None:
     if lora.rank and config.train.zero_stage == 3:
         raise SettingError(
             "train.zero_stage", 3, "the adapter is merged into whole weights, which stage 3 has not", "Set it to 2 or less."
+        )
+
+
+def _check_routing_replay(config: Config) -> None:
+    loss, task = config.loss, config.task
+    if loss.routing_replay == "off":
+        return
+    if loss.routing_replay == "recomputed" and loss.anchor not in RECOMPUTED:
+        raise SettingError(
+            "loss.routing_replay",
+            "recomputed",
+            f'loss.anchor = "{loss.anchor}" recomputes nothing before the update, so there is no routing to replay',
+            'Set loss.anchor="proximal" or "decoupled", or loss.routing_replay="off".',
+        )
+    if config.train.sequence_parallel_size > 1:
+        raise SettingError(
+            "loss.routing_replay",
+            loss.routing_replay,
+            f"with {SETTING} = {config.train.sequence_parallel_size} each process runs a part of the tokens only",
+            f'Set {SETTING}=1, or loss.routing_replay="off".',
+        )
+    in_the_way = "task.environment" if task.environment else "task.image_field" if task.image_field else ""
+    if loss.routing_replay == "sampled" and in_the_way:
+        raise SettingError(
+            "loss.routing_replay",
+            "sampled",
+            f"with {in_the_way} the engine's experts are not recorded: they are those of prompts of text and their completions",
+            'Set loss.routing_replay="recomputed" or "off".',
         )

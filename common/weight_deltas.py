@@ -11,14 +11,11 @@ their high bytes, the low bytes of all differences, ...
 Additions commute, so the differences between several versions may be applied in any order.
 """
 
-from functools import cache
-from types import ModuleType
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.common.weights import tensor_dtype
+from offbeat.protocols.compression import CompressionError, compress, decompress
 from offbeat.protocols.messages import TensorSpec
 from offbeat.protocols.wire import Frame
 
@@ -50,7 +47,7 @@ def encode_delta(old: NDArray[np.uint8], new: NDArray[np.uint8], size: int) -> N
     gaps = (np.diff(indices, prepend=-1) - 1).astype("<u2")
     differences = after[indices] - before[indices]
     zigzag = (differences << 1) ^ -(differences >> (8 * size - 1))
-    compressed = _codec().compress(_planes(gaps) + _planes(zigzag), asbytes=True)
+    compressed = compress(_planes(gaps) + _planes(zigzag))
     header = np.array([len(indices), len(compressed)], dtype="<u8").tobytes()
     # A bytearray: torch takes no memory that cannot be written.
     return np.frombuffer(bytearray(header + compressed + bytes(-len(compressed) % 8)), dtype=np.uint8)
@@ -86,22 +83,7 @@ def _from_planes(planes: NDArray[np.uint8], size: int) -> NDArray[np.integer]:
 
 
 def _decompress(delta: Frame, num_compressed: int, num_bytes: int) -> NDArray[np.uint8]:
-    compressed = memoryview(delta)[HEADER_BYTES : HEADER_BYTES + num_compressed]
     try:
-        content = _codec().decompress(compressed, decompressed_size=num_bytes, asbytes=True)
-    # The codec's errors.
-    except (_pyarrow().ArrowException, OSError) as error:
+        return decompress(memoryview(delta)[HEADER_BYTES : HEADER_BYTES + num_compressed], num_bytes)
+    except CompressionError as error:
         raise DeltaError(f"a difference cannot be decompressed: {error}") from error
-    return np.frombuffer(content, dtype=np.uint8)
-
-
-@cache
-def _codec() -> Any:
-    return _pyarrow().Codec("zstd", compression_level=1)
-
-
-def _pyarrow() -> ModuleType:
-    # Imported late: its import starts a thread, and the process that services are forked from can have none.
-    import pyarrow
-
-    return pyarrow

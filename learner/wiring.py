@@ -38,7 +38,7 @@ from offbeat.learner.curriculum import Curriculum
 from offbeat.learner.diagnostics.calibration import Calibration, learner_numerics, load_calibration
 from offbeat.learner.diagnostics.own_evaluation import EvaluationNumbers, OwnEvaluation, load_evaluation
 from offbeat.learner.diagnostics.sample_rows import Decode, SampleRows
-from offbeat.learner.dispatch.contract import Contract
+from offbeat.learner.dispatch.contract import Contract, expert_limits
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.evaluation_leases import FinishEvaluation
 from offbeat.learner.dispatch.hub_thread import HubThread
@@ -203,9 +203,9 @@ def open_learner(
     trainer = RankedTrainer(Trainer(config))
     canary_ids = _canary_token_ids(config, inputs.prompts.train)
     # Before a checkpoint replaces the weights of the files: each actor scores these too, which measures its engine's noise.
-    file_logprobs = trainer.score(canary_ids.tolist()).logprobs
+    scored = trainer.score(canary_ids.tolist())
     run = _resume(config, folder, trainer, inputs.prompts.train, record)
-    canary = _make_canary(run.settings, canary_ids, file_logprobs, record)
+    canary = _make_canary(run.settings, canary_ids, scored.logprobs, record)
     publisher = WeightPublisher(
         layout=trainer.layout(),
         transport=_transport(config, trainer.device, host),
@@ -214,7 +214,9 @@ def open_learner(
         record=record,
     )
     watch = _watch_calibration(config, inputs, trainer.device, record)
-    contract = _make_contract(config, inputs, run.run_id, trainer.layout(), canary)._replace(max_peers=_max_peers(config, hub))
+    contract = _make_contract(config, inputs, run.run_id, trainer.layout(), canary)._replace(
+        max_peers=_max_peers(config, hub), experts=expert_limits(config, scored.routing)
+    )
     demand = Demand(last_actor_hours(folder) if config.run.resume else 0.0)
     listeners = _make_listeners(hub, publisher, canary, watch, health, demand)
     numbers = _make_evaluation_numbers(inputs, record)

@@ -43,6 +43,25 @@ def path_lengths(turns: Sequence[Turn]) -> list[int]:
     return lengths
 
 
+class ExpertsMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
+    """The experts that a mixture sent a group's tokens to, without their bytes (`protocols.experts`).
+
+    They are those of the prompt's tokens, then of each completion's tokens but its last, which is not an input.
+    """
+
+    num_prompt_tokens: Positive
+    num_layers: Positive
+    """Layers that have experts."""
+    top_k: Positive
+    """Experts that a token goes to in a layer."""
+    num_bytes: Positive
+
+    def shape(self, completions: "Sequence[CompletionMeta]") -> tuple[int, int, int]:
+        """Return the tokens, layers and slots of a group's experts."""
+        num_inputs = sum(completion.num_tokens - 1 for completion in completions)
+        return self.num_prompt_tokens + num_inputs, self.num_layers, self.top_k
+
+
 class CompletionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One completion without its arrays."""
 

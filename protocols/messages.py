@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from offbeat.protocols.completions import CompletionMeta
+from offbeat.protocols.completions import CompletionMeta, ExpertsMeta
 from offbeat.protocols.engine_info import EngineInfo
 from offbeat.protocols.fields import (
     Checksum,
@@ -33,7 +33,7 @@ from offbeat.protocols.run_kit import MAX_PARTS
 
 PROTOCOL_MAJOR = 2
 """Peers of another major version are refused with a reason."""
-PROTOCOL_MINOR = 10
+PROTOCOL_MINOR = 11
 """Peers of another minor version are accepted; see the module's docstring."""
 MAX_BASES = 16
 """Largest number of differences that lead from one version of the weights to a newer one."""
@@ -131,7 +131,8 @@ class Credit(Message, frozen=True):
 class GroupDone(Message, frozen=True):
     """One finished group; its frames hold token ids and behavior log-probs of all sampled tokens, completions concatenated.
 
-    A third frame, only where a completion has turns, holds the token ids of all their context.
+    A third frame, only where a completion has turns, holds the token ids of all their context; the last frame, only with
+    `experts`, holds these.
     """
 
     lease_id: Natural
@@ -140,6 +141,8 @@ class GroupDone(Message, frozen=True):
     """Seconds from the submission of the group to the end of its last completion, without rewards."""
     reward_s: Seconds = 0.0
     """Seconds from then on until all rewards were known; 0 with an environment. Since minor version 8."""
+    experts: ExpertsMeta | None = None
+    """The experts of a mixture, where the run replays them; not with turns. Since minor version 11."""
 
 
 class LeaseFailed(Message, frozen=True):

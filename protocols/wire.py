@@ -17,7 +17,7 @@ import msgspec.inspect as types
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.protocols.completions import CompletionMeta
+from offbeat.protocols.completions import CompletionMeta, ExpertsMeta
 from offbeat.protocols.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -132,7 +132,7 @@ def decode_from_actor(frames: Sequence[Frame]) -> FromActor:
     message = _from_actor(minor, body)
     _check_arrays(message, arrays)
     if isinstance(message, GroupDone):
-        _check_group(message.completions, arrays)
+        _check_group(message, arrays)
     if isinstance(message, CanaryRouted):
         _check_routing(message, arrays[0])
     return FromActor(message, arrays)
@@ -255,7 +255,7 @@ def has_context(completions: Sequence[CompletionMeta]) -> bool:
 
 def _num_arrays(message: ActorMessage | LearnerMessage) -> int:
     if isinstance(message, GroupDone):
-        return 3 if has_context(message.completions) else 2
+        return 2 + has_context(message.completions) + (message.experts is not None)
     if isinstance(message, Lease):
         return 2 if message.images else 1
     return ARRAY_FRAMES.get(type(message), 0)
@@ -267,11 +267,16 @@ def _check_arrays(message: ActorMessage | LearnerMessage, arrays: Sequence[Frame
         raise WireError(f"{type(message).__name__} has {expected} array frames, got {len(arrays)}")
     for index, array in enumerate(arrays):
         is_bytes = isinstance(message, Chunk | RunPart) or (isinstance(message, Lease) and index == 1)
+        is_bytes |= isinstance(message, GroupDone) and message.experts is not None and index == expected - 1
         if len(array) % ITEM_BYTES and not is_bytes:
             raise WireError(f"array frame {index} has {len(array)} bytes, not a multiple of {ITEM_BYTES}")
 
 
-def _check_group(completions: Sequence[CompletionMeta], arrays: Sequence[Frame]) -> None:
+def _check_group(message: GroupDone, arrays: Sequence[Frame]) -> None:
+    completions = message.completions
+    if message.experts is not None:
+        *arrays, content = arrays
+        _check_experts(message.experts, completions, content)
     num_tokens = num_context = 0
     for index, completion in enumerate(completions):
         num_tokens += completion.num_tokens
@@ -285,6 +290,13 @@ def _check_group(completions: Sequence[CompletionMeta], arrays: Sequence[Frame])
     for array, content, number in zip(arrays, ("token ids", "log-probs", "context tokens"), numbers, strict=False):
         if len(array) != number * ITEM_BYTES:
             raise WireError(f"{number} tokens announced, but the {content} have {len(array)} bytes")
+
+
+def _check_experts(experts: ExpertsMeta, completions: Sequence[CompletionMeta], content: Frame) -> None:
+    if len(content) != experts.num_bytes:
+        raise WireError(f"{experts.num_bytes} bytes of experts announced, but they have {len(content)}")
+    if has_context(completions):
+        raise WireError("a group with turns has experts")
 
 
 def _check_turns(index: int, completion: CompletionMeta) -> None:

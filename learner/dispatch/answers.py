@@ -13,7 +13,7 @@ from offbeat.learner.dispatch.reports import RepeatedEvents, report
 from offbeat.learner.dispatch.roster import Member
 from offbeat.learner.dispatch.send_queue import SendQueue
 from offbeat.learner.dispatch.versions import Versions
-from offbeat.learner.leases.groups import Limits, flaw
+from offbeat.learner.leases.groups import ExpertLimits, Limits, expert_flaw, flaw
 from offbeat.learner.leases.rollout_log import LogFullError
 from offbeat.protocols.messages import Ack, GroupDone, LeaseFailed
 from offbeat.protocols.wire import Frame
@@ -32,8 +32,10 @@ _CURES = {
 class GroupCheck:
     """The limits that every group of the run must keep to."""
 
-    def __init__(self, config: Config, vocabulary_size: int, versions: Versions) -> None:
+    def __init__(self, config: Config, vocabulary_size: int, experts: ExpertLimits | None, versions: Versions) -> None:
+        """`experts`: those that training groups must come with; None for none."""
         self._versions = versions
+        self._experts = experts
         self._training = Limits(
             group_size=config.rollout.group_size,
             max_new_tokens=config.rollout.max_new_tokens,
@@ -47,6 +49,12 @@ class GroupCheck:
         """Return the reason why a group cannot be used; None for a good one."""
         limits = self._evaluation if is_evaluation else self._training
         return flaw(done.completions, arrays, limits, self._versions.newest)
+
+    def expert_flaw(self, done: GroupDone, arrays: Sequence[Frame], *, num_prompt_tokens: int) -> str | None:
+        """Return the reason why the experts of a training group cannot be replayed; None for good ones."""
+        if self._experts is None:
+            return None
+        return expert_flaw(done, arrays[-1], self._experts, num_prompt_tokens=num_prompt_tokens)
 
 
 class Answers:
@@ -85,6 +93,8 @@ class Answers:
         is_evaluation = self._evaluations.holds(lease_id)
         account = self._evaluations if is_evaluation else self._buffer
         flaw = self._check.flaw(done, arrays, is_evaluation=is_evaluation)
+        if flaw is None and not is_evaluation:
+            flaw = self._check.expert_flaw(done, arrays, num_prompt_tokens=self._buffer.num_prompt_tokens(lease_id))
         try:
             if flaw is None:
                 account.accept(member.name, done, arrays)

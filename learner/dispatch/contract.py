@@ -1,13 +1,21 @@
 """The conditions under which an actor may work for a run."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from offbeat.common.config import Config
+from offbeat.common.settings import SettingError
 from offbeat.learner.dispatch.handout import Kit
+from offbeat.learner.leases.groups import ExpertLimits
 from offbeat.protocols.engine_info import ModelHashes
+from offbeat.protocols.experts import MAX_EXPERTS
 from offbeat.protocols.messages import Hello, TensorSpec
+
+if TYPE_CHECKING:
+    # It imports torch, which the hub's thread does without.
+    from offbeat.common.routing import Routing
 
 
 class Contract(NamedTuple):
@@ -34,12 +42,29 @@ class Contract(NamedTuple):
     max_message_bytes: int
     max_peers: int | None = None
     """Connections that the limit on open files leaves room for; None: it was not looked at."""
+    experts: ExpertLimits | None = None
+    """The routers of a run that replays the engine's routing; None in other runs."""
     has_images: bool = False
     """True where prompts have images (`task.image_field`)."""
     sources: Mapping[str, str] = {}
     """`common.user_sources.hash_sources` of the function that judges completions; empty where the learner does not have it."""
     kit: Kit = Kit()
     """The run for actors that bring neither settings nor model."""
+
+
+def expert_limits(config: Config, routing: "Routing | None") -> ExpertLimits | None:
+    """Return the limits of groups' experts, by a routing of the run's model; None where the engine's are not replayed.
+
+    Raises `SettingError` for a model with more experts than bytes can name.
+    """
+    if config.loss.routing_replay != "sampled":
+        return None
+    assert routing is not None, "the trainer refuses a model whose routers do not return their choice"
+    if routing.num_experts > MAX_EXPERTS:
+        problem = f"experts are sent as bytes, and {config.model.path} has {routing.num_experts} in a layer"
+        raise SettingError("loss.routing_replay", "sampled", problem, 'Set it to "recomputed" or "off".')
+    _, num_layers, top_k = routing.experts.shape
+    return ExpertLimits(num_layers, top_k, routing.num_experts)
 
 
 def objection(contract: Contract, hello: Hello) -> str | None:

@@ -59,6 +59,10 @@ class GroupBuffer:
         """The batch that was selected and is not finished."""
         self._bias = BiasMonitor()
 
+    def num_prompt_tokens(self, lease_id: int) -> int:
+        """Return the length of a training lease's prompt."""
+        return len(self._prompts[self._journal.ledger.find(lease_id).prompt_id].token_ids)
+
     def accept(self, actor: str, done: GroupDone, arrays: Sequence[Frame]) -> None:
         """Take the group of a training lease into the log and the buffer, or raise `LogFullError` and change nothing."""
         prompt = self._prompts[self._journal.ledger.find(done.lease_id).prompt_id]
@@ -71,6 +75,7 @@ class GroupBuffer:
             reward_s=done.reward_s,
             policy_version=self._versions.current,
             prompt_hash=prompt.content_hash,
+            experts=done.experts,
         )
         group = make_group(accepted, arrays, prompt)
         self._journal.commit(accepted, arrays, group)

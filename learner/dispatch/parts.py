@@ -88,7 +88,7 @@ def make_parts(
     buffer = GroupBuffer(
         prompts.train, journal, scheduler, versions, failures, record, wake, drop_zero_variance=drop_zero_variance
     )
-    check = GroupCheck(config, contract.vocabulary_size, versions)
+    check = GroupCheck(config, contract.vocabulary_size, contract.experts, versions)
     answers = Answers(check, desk, buffer, evaluations, failures, roster.rejections, send_queue, record)
     quarantine = Quarantine(roster, desk, buffer, failures, settings, record)
     watchdog = Watchdog(settings, roster, desk, journal, versions, evaluations, failures, record)

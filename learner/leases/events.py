@@ -2,7 +2,7 @@
 
 import msgspec
 
-from offbeat.protocols.completions import CompletionMeta
+from offbeat.protocols.completions import CompletionMeta, ExpertsMeta
 
 
 class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):
@@ -53,6 +53,8 @@ class Accepted(Event, frozen=True):
     """`Prompt.content_hash` of the prompt that the group was taken for; None in logs of older programs."""
     reward_s: float = 0.0
     """Seconds from the last completion's end until all rewards were known; 0 in logs of older programs."""
+    experts: ExpertsMeta | None = None
+    """As in `GroupDone`; None in logs of older programs."""
 
 
 class Dropped(Event, frozen=True):

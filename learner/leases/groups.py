@@ -11,7 +11,9 @@ from offbeat.common.images import ImageFile
 from offbeat.learner.leases.events import Accepted
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.protocols.completions import CompletionMeta, Segment, Turn, path_lengths
+from offbeat.protocols.experts import ExpertsError, decode_experts
 from offbeat.protocols.fields import LARGEST_REWARD
+from offbeat.protocols.messages import GroupDone
 from offbeat.protocols.wire import Frame, has_context, logprobs, token_ids
 
 LagOf = Literal["oldest_token", "token_mean", "last_segment"]
@@ -74,6 +76,26 @@ class Rollout(NamedTuple):
             context_start, start = context_end, end
 
 
+class EngineExperts(NamedTuple):
+    """The experts that the engine sent a group's tokens to, compressed."""
+
+    content: NDArray[np.uint8]
+    shape: tuple[int, int, int]
+    """Tokens, as `ExpertsMeta` orders them, layers and slots."""
+
+    def load(self) -> NDArray[np.uint8]:
+        """Return them, `[tokens, layers, top_k]`."""
+        return decode_experts(self.content.data, self.shape)
+
+
+class ExpertLimits(NamedTuple):
+    """The routers of the run's model."""
+
+    num_layers: int
+    top_k: int
+    num_experts: int
+
+
 class Group(NamedTuple):
     """All completions of one lease."""
 
@@ -91,6 +113,8 @@ class Group(NamedTuple):
     """Time at which the group was accepted, in seconds since the epoch."""
     images: tuple[ImageFile, ...] = ()
     """The images of the prompt."""
+    experts: EngineExperts | None = None
+    """None unless the run replays the engine's routing."""
 
     @property
     def has_environment(self) -> bool:
@@ -151,6 +175,7 @@ def _sum_versions(rollout: Rollout) -> int:
 
 def make_group(accepted: Accepted, arrays: Sequence[Frame], prompt: Prompt) -> Group:
     """Return the group of an `Accepted` event, live or read from the log; `prompt` is its lease's."""
+    experts = accepted.experts
     return Group(
         lease_id=accepted.lease_id,
         prompt_id=prompt.prompt_id,
@@ -162,6 +187,9 @@ def make_group(accepted: Accepted, arrays: Sequence[Frame], prompt: Prompt) -> G
         generate_s=accepted.generate_s,
         ready_at=accepted.at,
         images=prompt.images,
+        experts=None
+        if experts is None
+        else EngineExperts(np.frombuffer(arrays[-1], np.uint8), experts.shape(accepted.completions)),
     )
 
 
@@ -204,11 +232,28 @@ def flaw(completions: Sequence[CompletionMeta], arrays: Sequence[Frame], limits:
                 return f"completion {index} claims policy version {segment.policy_version}, not made yet"
     # All completions at once: on short ones numpy's cost is by call, not by token.
     values = logprobs(arrays[1])
-    if not all(_is_in_vocabulary(array, limits) for array in (arrays[0], *arrays[2:])):
+    of_ids = (arrays[0], arrays[2]) if has_context(completions) else (arrays[0],)
+    if not all(_is_in_vocabulary(array, limits) for array in of_ids):
         return "it has token ids outside the vocabulary"
     if not (values.min() >= SMALLEST_LOGPROB and values.max() <= LARGEST_LOGPROB):
         return "it has impossible log-probs"
     return None
+
+
+def expert_flaw(done: GroupDone, content: Frame, limits: ExpertLimits, *, num_prompt_tokens: int) -> str | None:
+    """Return why a group's experts, in its last frame, cannot be replayed; None for good ones."""
+    experts = done.experts
+    if experts is None:
+        return 'no experts, and loss.routing_replay = "sampled" replays those of the engine'
+    theirs = experts.num_prompt_tokens, experts.num_layers, experts.top_k
+    ours = num_prompt_tokens, limits.num_layers, limits.top_k
+    if theirs != ours:
+        return f"experts of {theirs} prompt tokens, layers and slots, not {ours}"
+    try:
+        found = decode_experts(content, experts.shape(done.completions))
+    except ExpertsError as error:
+        return f"broken experts: {error}"
+    return "experts that the model does not have" if found.max() >= limits.num_experts else None
 
 
 def _length_flaw(completion: CompletionMeta, limits: Limits) -> str | None:

@@ -1,7 +1,8 @@
 """The records of the rollout log, in memory: their bytes, encoded and decoded.
 
     segment header   magic and format | where the history before this segment ended | checksum
-    record           checksum | length of body | length of arrays | body: the event, msgpack | zeros up to 8 bytes | arrays
+    record           checksum | length of body | length of arrays | body: the event, msgpack | zeros up to 8 bytes | arrays,
+                     zeros up to 8 bytes, which count as arrays
 
 A record is whole when it lies within the file and its checksum is right. Everything read is untrusted: nothing is taken for a
 length before it is known to lie within the file.
@@ -27,7 +28,8 @@ Buffer = bytes | bytearray | memoryview
 MAGIC = b"offbeat" + bytes([1])
 """The last byte is the format's version."""
 ALIGNMENT = 8
-"""Arrays begin at multiples of this: numpy and torch are slow on unaligned data."""
+"""Records and their arrays begin at multiples of this: numpy and torch are slow on unaligned data, and behind damage whole
+records are looked for there. Older programs wrote no zeros behind arrays."""
 
 _SEGMENT = struct.Struct("<8sQQQ")
 _RECORD = struct.Struct("<QII")
@@ -104,7 +106,9 @@ def encode_record(event: LeaseEvent, *arrays: Buffer | NDArray[Any]) -> list[Buf
     body = _encoder.encode(event)
     views = [memoryview(array.data if isinstance(array, np.ndarray) else array).cast("B") for array in arrays]
     assert [len(view) for view in views] == _array_lengths(event), f"{type(event).__name__} with arrays of another size"
-    checked = _LENGTHS.pack(len(body), sum(map(len, views))) + body + bytes(-len(body) % ALIGNMENT)
+    num_array_bytes = sum(map(len, views))
+    views.append(memoryview(bytes(-num_array_bytes % ALIGNMENT)))
+    checked = _LENGTHS.pack(len(body), num_array_bytes + len(views[-1])) + body + bytes(-len(body) % ALIGNMENT)
     checksum = xxhash.xxh3_64(checked)
     for view in views:
         checksum.update(view)
@@ -158,8 +162,9 @@ def decode_record(raw: RawRecord, number: int, path: Path) -> Record:
     try:
         event = _decoder.decode(raw.body)
         lengths = _array_lengths(event)
-        if sum(lengths) != len(raw.arrays):
-            raise msgspec.ValidationError(f"{len(raw.arrays)} bytes of arrays, expected {sum(lengths)}")
+        num_bytes = sum(lengths)
+        if len(raw.arrays) not in (num_bytes, num_bytes + -num_bytes % ALIGNMENT):
+            raise msgspec.ValidationError(f"{len(raw.arrays)} bytes of arrays, expected {num_bytes}")
     # msgspec reports text that is not UTF-8 as UnicodeDecodeError, which is none of its own errors.
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise LogDamagedError(
@@ -179,4 +184,6 @@ def _array_lengths(event: LeaseEvent) -> list[int]:
     lengths = [ITEM_BYTES * sum(completion.num_tokens for completion in event.completions)] * 2
     if has_context(event.completions):
         lengths.append(ITEM_BYTES * sum(turn.num_context for completion in event.completions for turn in completion.turns))
+    if event.experts is not None:
+        lengths.append(event.experts.num_bytes)
     return lengths

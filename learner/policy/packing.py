@@ -71,7 +71,7 @@ class Pack(NamedTuple):
     lengths: tuple[int, ...]
     """Number of tokens of each completion."""
     experts: Tensor | None = None
-    """Experts that routers are to choose for each input, `[num_inputs, layers, top_k]` int64; None: let them choose."""
+    """Experts that routers are to choose for each input, `[num_inputs, layers, top_k]` integers; None: let them choose."""
     images: Optional["PackedImages"] = None
     """Images of the prompts; None in a run without `task.image_field`. With images there are positions in three dimensions,
     `[3, num_inputs]`."""

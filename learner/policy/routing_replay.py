@@ -36,11 +36,11 @@ class RoutingReplay:
     def tell(self, experts: Tensor | None) -> None:
         """Choose these experts in every pass from now on; None: let the routers choose.
 
-        `experts` `[tokens, layers, top_k]`, integers on the policy's device: for each input of the pass, in each layer with a
+        `experts` `[tokens, layers, top_k]`, integers: for each input of the pass, in each layer with a
         router, distinct experts in any order. A backward pass may run routers again, so what was told has to stay until it has
         ended.
         """
-        self._experts = experts
+        self._experts = None if experts is None else experts.long()
 
     def forget(self) -> None:
         """Let the routers choose, and count from 0."""
@@ -109,15 +109,15 @@ class _GivenExperts(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        experts = self._experts
-        if func not in (torch.topk, Tensor.topk) or result[1].shape != experts.shape:
+        if func not in (torch.topk, Tensor.topk) or result[1].shape != self._experts.shape:
             return result
+        experts = self._experts.to(result[1].device)
         self.num_changed = (experts[..., :, None] != result[1][..., None, :]).all(dim=-1).sum()
         return _Chosen(args[0].gather(-1, experts), experts)
 
 
 @torch.no_grad()
-def make_replay(module: CompletionLogprobs, setting: Literal["off", "recomputed"]) -> RoutingReplay:
+def make_replay(module: CompletionLogprobs, setting: Literal["off", "recomputed", "sampled"]) -> RoutingReplay:
     """Return the replay of a policy as `loss.routing_replay` says, tried on a few tokens.
 
     Raises `SettingError` for a policy whose routers cannot be told.
@@ -133,7 +133,7 @@ def make_replay(module: CompletionLogprobs, setting: Literal["off", "recomputed"
         own = record.routing()
         if own is not None:
             told = (own.experts + 1) % own.num_experts
-            replay.tell(told.to(device))
+            replay.tell(told)
             with contextlib.suppress(RuntimeError):
                 module(*packed.inputs, 1.0)
             replay.forget()

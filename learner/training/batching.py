@@ -1,7 +1,7 @@
 """Batching: assigns the completions of an optimizer step to ranks and micro-batches."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offbeat.common.images import ImageFile
 from offbeat.learner.diagnostics.turn_metrics import turn_buckets
-from offbeat.learner.leases.groups import Group, Rollout
+from offbeat.learner.leases.groups import EngineExperts, Group, Rollout
 from offbeat.learner.objectives.group_likelihood import group_logprob
 from offbeat.learner.policy.images import ImagePacker
 from offbeat.learner.policy.packing import Pack, TokenIds, Turns, num_inputs, pack
@@ -39,6 +39,10 @@ class Row(NamedTuple):
     """The images of its prompt."""
     group_logprob: float = 0.0
     """`objectives.group_likelihood.group_logprob` of its group."""
+    experts: EngineExperts | None = None
+    """The engine's experts of its group; None unless they are replayed."""
+    first_expert: int = 0
+    """Index in them of the completion's first token."""
 
 
 class MicroBatch(NamedTuple):
@@ -92,10 +96,11 @@ def make_rows(
         if weigh_by_tokens:
             weight /= max(1, sum(len(rollout.token_ids) for rollout in group.rollouts))
         likely = group_logprob([rollout.behavior_logprobs for rollout in group.rollouts])
-        rows += [
-            Row(index, group.prompt_token_ids, rollout, reward, advantage, weight, lag, policy_version, group.images, likely)
-            for rollout, reward, advantage in zip(group.rollouts, of_group, scored, strict=True)
-        ]
+        first_expert = len(group.prompt_token_ids)
+        for rollout, reward, advantage in zip(group.rollouts, of_group, scored, strict=True):
+            of_group_alone = (weight, lag, policy_version, group.images, likely, group.experts)
+            rows.append(Row(index, group.prompt_token_ids, rollout, reward, advantage, *of_group_alone, first_expert))
+            first_expert += len(rollout.token_ids) - 1
     return rows
 
 
@@ -174,6 +179,18 @@ def _tokens(rollout: Rollout) -> TokenIds | Turns:
     return Turns(rollout.token_ids, rollout.context_ids, turns)
 
 
+def _experts(groups: Iterable[Sequence[Row]]) -> Tensor | None:
+    """Return the engine's experts of each input of a pack, uint8 `[num_inputs, layers, top_k]`; None where rows have none."""
+    parts: list[NDArray[np.uint8]] = []
+    for rows in groups:
+        if rows[0].experts is None:
+            return None
+        of_group = rows[0].experts.load()
+        parts.append(of_group[: len(rows[0].prompt_token_ids)])
+        parts += [of_group[row.first_expert : row.first_expert + len(row.rollout.token_ids) - 1] for row in rows]
+    return torch.from_numpy(np.concatenate(parts)) if parts else None
+
+
 def collate(rows: Sequence[Row], images: ImagePacker | None = None) -> MicroBatch:
     """Return the tensors of one micro-batch whose rows of a group are neighbors; without rows it adds nothing to the loss.
 
@@ -185,6 +202,7 @@ def collate(rows: Sequence[Row], images: ImagePacker | None = None) -> MicroBatc
     packed = pack(
         [(of_group[0].prompt_token_ids, [_tokens(row.rollout) for row in of_group]) for of_group in by_group.values()]
     )
+    packed = packed._replace(experts=_experts(by_group.values()))
     if images is not None:
         packed = images.add(packed, [of_group[0].images for of_group in by_group.values()])
     shape = (len(rows), max([1, *packed.lengths]))

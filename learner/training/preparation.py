@@ -75,6 +75,8 @@ class FrozenOutputs(NamedTuple):
     """Log-probs under the reference of the KL."""
     values: Tensor | None = None
     """The critic's values before the update."""
+    experts: Tensor | None = None
+    """The experts that the policy's routers chose before the update, `[num_inputs, layers, top_k]`, where they are replayed."""
 
 
 class PreparedMicroBatch(NamedTuple):
@@ -167,10 +169,12 @@ def reward_kl(micro_batch: MicroBatch, reference_logprobs: Tensor, *, estimator:
 def prepare_micro_batch(
     micro_batch: MicroBatch, frozen: FrozenOutputs, rule: AdvantageRule, *, estimator: KlEstimator, kl_coefficient: float
 ) -> PreparedMicroBatch:
-    """Give every token its advantage, before whitening and clipping.
+    """Give every token its advantage, before whitening and clipping, and every input the experts to replay.
 
     `kl_coefficient`: of the KL in the reward, which is spread over the tokens (`rewards_by_token`); 0 for none.
     """
+    if frozen.experts is not None:
+        micro_batch = micro_batch._replace(pack=micro_batch.pack._replace(experts=frozen.experts))
     mask = micro_batch.completion_mask
     penalty = torch.zeros_like(micro_batch.behavior_logprobs)
     if kl_coefficient:

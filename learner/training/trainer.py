@@ -290,30 +290,27 @@ class Trainer:
         kl_coefficient = self._adaptive.kl_coefficient if kl.reward_coef else 0.0
         prepared: list[PreparedMicroBatch] = []
         for micro_batch in [collate(of_micro_batch, self._images).to(self.device) for of_micro_batch in assigned[share]]:
-            frozen, experts = self._run_frozen(micro_batch)
-            replayed = micro_batch._replace(pack=micro_batch.pack._replace(experts=experts))
+            frozen = self._run_frozen(micro_batch)
             prepared.append(
-                prepare_micro_batch(replayed, frozen, self._advantage, estimator=kl.estimator, kl_coefficient=kl_coefficient)
+                prepare_micro_batch(micro_batch, frozen, self._advantage, estimator=kl.estimator, kl_coefficient=kl_coefficient)
             )
         return scale_advantages(prepared, self._advantage, num_alike=self._num_alike)
 
     @torch.no_grad()
-    def _run_frozen(self, micro_batch: MicroBatch) -> tuple[FrozenOutputs, Tensor | None]:
-        """Run the networks that stay fixed during the update, as far as the run needs them; return experts to replay, too."""
+    def _run_frozen(self, micro_batch: MicroBatch) -> FrozenOutputs:
+        """Run the networks that stay fixed during the update, as far as the run needs them."""
         frozen = FrozenOutputs()
-        experts: Tensor | None = None
         needs_proximal = self._objective.needs_proximal
         if needs_proximal or self._module.value_head is not None:
             with self._replay.note() as noted:
                 outputs = self._run(self._module, micro_batch)
-            experts = noted()
-            frozen = frozen._replace(proximal_logprobs=outputs.logprobs if needs_proximal else None, values=outputs.values)
+            frozen = FrozenOutputs(outputs.logprobs if needs_proximal else None, values=outputs.values, experts=noted())
         if self._config.kl.loss_coef or self._config.kl.reward_coef:
             has_model = self._reference is not None
             with contextlib.nullcontext() if has_model else without_adapter(self._module.policy):
                 outputs = self._run(self._reference or self._module, micro_batch)
             frozen = frozen._replace(reference_logprobs=outputs.logprobs)
-        return frozen, experts
+        return frozen
 
     def _run(self, network: nn.Module, micro_batch: MicroBatch) -> Outputs:
         self._replay.tell(micro_batch.pack.experts)

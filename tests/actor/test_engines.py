@@ -32,7 +32,7 @@ EOS = 2
 PROMPTS = [[5, 6, 7], [9, 8, 30, 31, 12], [20], [11, 12, 13, 14, 15, 16, 17, 18]]
 
 
-def start(kind: str, folder: Path) -> Engine:
+def start(kind: str, folder: Path, *, records_experts: bool = False) -> Engine:
     if kind == "vllm" and importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     return make_engine(
@@ -43,6 +43,7 @@ def start(kind: str, folder: Path) -> Engine:
         hashes=ModelHashes("", "", ""),
         seed=3,
         options={},
+        records_experts=records_experts,
     )
 
 
@@ -356,6 +357,52 @@ def test_experts_that_the_engine_tells_are_those_of_the_learners_pass(tiny_moe_m
     # The weights do not all route alike.
     assert routing_metrics(*told)["overlap"] < 1.0
     engine.close()
+
+
+def routed(reference: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
+    """Return the experts that a forward pass sends these tokens to, `[tokens, layers, top_k]`, rising."""
+    with torch.inference_mode(), record_routing(reference) as record:
+        reference(torch.tensor([[*tokens]]))
+    routing = record.routing()
+    assert routing is not None
+    return routing.experts.sort().values
+
+
+def test_completions_come_with_the_experts_that_sampled_them(tiny_moe_model):
+    """Of each version's tokens those of its weights; a restart under new weights replaces what was recorded before."""
+    references = [load_reference(tiny_moe_model, seed) for seed in (11, 12)]
+    engine = start("transformers", tiny_moe_model, records_experts=True)
+    for recompute_kv in (True, False):
+        load(engine, references[0], 0)
+        for index in range(8):
+            engine.submit([str(index)], PROMPTS[index % 4], Sampling(40))
+        finished = step(engine, 10)
+        engine.abort(["7"])
+        load(engine, references[1], 1, recompute_kv=recompute_kv)
+        finished |= finish(engine)
+        assert len({len(completion.segments) for completion in finished.values()}) == 2, "both kinds are there"
+        for name, completion in finished.items():
+            prompt, ids = PROMPTS[int(name) % 4], completion.token_ids.tolist()
+            assert completion.experts is not None
+            recorded = torch.from_numpy(np.sort(completion.experts.astype(np.int64), axis=-1))
+            assert len(recorded) == len(prompt) + len(ids) - 1
+            if len(completion.segments) == 1:
+                assert torch.equal(recorded, routed(references[0], [*prompt, *ids[:-1]]))
+            elif recompute_kv:
+                assert torch.equal(recorded, routed(references[1], [*prompt, *ids[:-1]]))
+            else:
+                # The token that an update comes before is run under the new weights.
+                before = len(prompt) + completion.segments[1].first_token - 1
+                assert torch.equal(recorded[:before], routed(references[0], [*prompt, *ids[:-1]])[:before])
+                assert not torch.equal(recorded[before:], routed(references[0], [*prompt, *ids[:-1]])[before:])
+    assert finished["0"].experts is not None
+    engine.close()
+
+
+def test_engines_that_cannot_record_experts_are_refused(tiny_moe_model):
+    pytest.importorskip("vllm")
+    with pytest.raises(SettingError, match=r'loss\.routing_replay = "sampled".* on GPUs only.*actor\.engine="transformers"'):
+        start("vllm", tiny_moe_model, records_experts=True)
 
 
 def test_vllms_record_is_cut_to_the_canary_and_to_the_layers_that_have_experts():

@@ -1,10 +1,16 @@
 """Leases become groups, against a real hub with a fake engine; each answer is kept until it is acknowledged."""
 
+import numpy as np
 import pytest
 
+from offbeat.actor.engine import Completion
+from offbeat.actor.jobs import as_group
 from offbeat.actor.judges.client import handed_to_processes
+from offbeat.actor.play import Played
+from offbeat.actor.reward_values import Reward
 from offbeat.common.config import Config, JudgeSection
 from offbeat.protocols.completions import Segment
+from offbeat.protocols.experts import decode_experts
 from offbeat.protocols.messages import Ack, ActorHeartbeat, Cancel, Credit, GroupDone, Hello, LeaseFailed, SayHello
 from offbeat.protocols.wire import logprobs, token_ids
 from tests.actor.actor_harness import CANARY, Learner, actor_of, eventually
@@ -205,3 +211,23 @@ def test_cancelled_leases_are_aborted_wherever_they_are(learner: Learner) -> Non
         learner.lease(5)
         assert learner.wait(GroupDone).lease_id == 5
         assert learner.hears_no(GroupDone)
+
+
+def test_a_group_has_the_experts_of_its_prompt_once() -> None:
+    def completion(num_tokens: int, first: int) -> Completion:
+        experts = np.arange(first, first + 2 + num_tokens - 1)[:, None, None] + np.array([[[0, 100], [50, 150]]])
+        ids, logprobs = np.ones(num_tokens, np.int32), np.zeros(num_tokens, np.float32)
+        return Completion("1/0", ids, logprobs, "stop", (Segment(0, 0),), experts=experts)
+
+    played = Played(1, (completion(3, 0), completion(1, 20), completion(2, 40)), (Reward(0.0),) * 3, 0.0)
+    done, arrays = as_group(played)
+    assert done.experts is not None
+    assert done.experts.num_prompt_tokens == 2
+    experts = decode_experts(arrays[2].data, done.experts.shape(done.completions))
+    # Two tokens of the prompt, then those of the first and of the third completion but their last.
+    assert experts[:, 0, 0].tolist() == [0, 1, 2, 3, 42]
+    assert experts[0].tolist() == [[0, 100], [50, 150]]
+    without = played.completions[0]._replace(experts=None)
+    done, arrays = as_group(played._replace(completions=(*played.completions[1:], without)))
+    assert done.experts is None
+    assert len(arrays) == 2

@@ -160,6 +160,10 @@ REFUSALS = [
     Refusal(["loss.anchor=proximal"], ['loss.anchor = "proximal"', "always 1", "steps_per_batch=2"]),
     Refusal(["loss.anchor=proximal", "loss.objective=reinforce", "train.steps_per_batch=2"], ["no importance ratio"]),
     Refusal(["loss.anchor=decoupled"], ['loss.anchor = "decoupled"', "token_tis"]),
+    Refusal(
+        ["loss.routing_replay=sampled", "task.environment=mine:play"],
+        ["with task.environment", 'loss.routing_replay="recomputed"'],
+    ),
     Refusal(["loss.routing_replay=recomputed"], ['loss.anchor = "behavior" recomputes nothing', 'loss.routing_replay="off"']),
     Refusal(
         [

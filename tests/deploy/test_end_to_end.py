@@ -201,6 +201,32 @@ def test_two_learner_ranks_train_a_mixture_of_experts_with_a_critic(
     assert_loads_in_transformers(tmp_path / "run" / "model")
 
 
+def test_two_learner_ranks_replay_the_experts_that_the_engine_chose(
+    services: Services, tmp_path: Path, tiny_moe_model: Path
+) -> None:
+    config = write_config(
+        tmp_path,
+        tiny_moe_model,
+        staleness={"max_staleness": 2},
+        # Small micro-batches: groups are split.
+        train={"num_steps": 5, "groups_per_step": 4, "learning_rate": 1e-2, "micro_batch_tokens": 48},
+        launch={"num_actors": 2, "learner_processes": 2},
+        loss={"routing_replay": "sampled"},
+        actor={"engine": "transformers", "engine_options": {}},
+    )
+    train = services.start("train", config)
+    assert services.wait(train, "train") == 0, services.output("train")
+    assert_books_balance(services, leased=20, trained=20)
+    steps = services.rows("run", "step")
+    # On-policy, float32 on both sides: the routers would have chosen the same, but for a tie.
+    assert steps[0]["loss/replay_changed_slots"] < 0.01
+    assert steps[0]["ratio/first"] < 1e-4
+    # Later steps train on what older weights have routed.
+    assert max(row["loss/replay_changed_slots"] for row in steps) > 0.01
+    checks = audit(tmp_path / "run", load(tmp_path / "run" / "config.toml"))
+    assert [check.violations for check in checks] == [[]] * len(checks)
+
+
 def assert_books_balance(services: Services, *, leased: int, trained: int) -> None:
     ledger = services.rows("run", "final")[-1]["ledger"]
     assert ledger == {"leased": leased, "trained": trained, "dropped": {}, "expired": 0, "in_flight": 0}

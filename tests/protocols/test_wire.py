@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from offbeat.protocols.completions import CompletionMeta, Segment, Turn
+from offbeat.protocols.completions import CompletionMeta, ExpertsMeta, Segment, Turn
 from offbeat.protocols.messages import (
     ActorMessage,
     CanaryRouted,
@@ -86,6 +86,9 @@ def groups(draw: st.DrawFn) -> tuple[GroupDone, *tuple[np.ndarray, ...]]:
     ids = random.integers(-(2**31), 2**31, sum(lengths), dtype=np.int32)
     values = random.normal(size=sum(lengths)).astype(np.float32)
     done = GroupDone(lease_id=draw(st.integers(0, 2**63 - 1)), completions=completions, generate_s=0.5)
+    if not has_context(completions) and draw(st.booleans()):
+        content = random.integers(0, 256, draw(st.integers(1, 30)), dtype=np.uint8)
+        return msgspec.structs.replace(done, experts=ExpertsMeta(3, 2, 2, len(content))), ids, values, content
     if not has_context(completions):
         return done, ids, values
     num_context = sum(turn.num_context for completion in completions for turn in completion.turns)
@@ -126,12 +129,26 @@ def test_arrays_of_other_width_order_and_stride_are_sent_as_little_endian_four_b
 @settings(deadline=None)
 @given(groups())
 def test_group_survives_the_wire(group: tuple[GroupDone, *tuple[np.ndarray, ...]]) -> None:
-    done, ids, values, *context = group
-    decoded, arrays = decode_from_actor(as_sent(encode(done, ids, values, *context)))
+    done, ids, values, *further = group
+    decoded, arrays = decode_from_actor(as_sent(encode(done, ids, values, *further)))
     assert decoded == done
-    assert [token_ids(array).tolist() for array in arrays[2:]] == [array.tolist() for array in context]
+    assert [bytes(array) for array in arrays[2:]] == [array.tobytes() for array in further]
     np.testing.assert_array_equal(token_ids(arrays[0]), ids, strict=True)
     np.testing.assert_array_equal(logprobs(arrays[1]), values, strict=True)
+
+
+def test_experts_of_another_length_and_beside_turns_are_refused() -> None:
+    completion = CompletionMeta(2, "stop", 0.0, (Segment(0, 0),))
+    ids, values, content = np.zeros(2, np.int32), np.zeros(2, np.float32), np.zeros(5, np.uint8)
+    done = GroupDone(lease_id=1, completions=(completion,), generate_s=0.0, experts=ExpertsMeta(3, 2, 2, 6))
+    with pytest.raises(WireError, match="6 bytes of experts announced, but they have 5"):
+        decode_from_actor(as_sent(encode(done, ids, values, content)))
+    with pytest.raises(WireError, match="3 array frames, got 2"):
+        decode_from_actor(as_sent([*encode(done, ids, values, content)][:-1]))
+    turned = msgspec.structs.replace(completion, turns=(Turn(1, 2),))
+    done = msgspec.structs.replace(done, completions=(turned,), experts=ExpertsMeta(3, 2, 2, 5))
+    with pytest.raises(WireError, match="a group with turns has experts"):
+        decode_from_actor(as_sent(encode(done, ids, values, np.zeros(1, np.int32), content)))
 
 
 def test_every_message_type_is_among_the_round_trips() -> None:

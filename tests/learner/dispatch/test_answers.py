@@ -3,17 +3,21 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from offbeat.learner.dispatch.failures import RunFailedError
-from offbeat.protocols.messages import (
-    Ack,
-    LeaseFailed,
-)
+from offbeat.learner.leases.groups import ExpertLimits
+from offbeat.protocols.completions import CompletionMeta, ExpertsMeta, Segment
+from offbeat.protocols.experts import encode_experts
+from offbeat.protocols.messages import Ack, GroupDone, LeaseFailed
 from tests.learner.dispatch.dispatch_desk import (
+    CONTRACT,
+    NUM_PROMPTS,
     VOCABULARY_SIZE,
     Actor,
     Desk,
+    make_prompts,
     prompts_in_order,
 )
 
@@ -28,6 +32,28 @@ def test_group_sent_twice_is_acknowledged_twice_and_trained_once() -> None:
     assert actor.answer(lease.lease_id).outcome == "duplicate"
     assert desk.batch() is None
     assert desk.dispatcher.counts().trained == 1
+
+
+def test_a_run_that_replays_the_engines_routing_takes_no_group_without_it() -> None:
+    desk = Desk("train.groups_per_step=1", contract=CONTRACT._replace(experts=ExpertLimits(1, 2, 4)))
+    actor = Actor(desk, "a").join(capacity=2)
+    first, second = actor.leases()
+    ack = actor.answer(first.lease_id)
+    assert (ack.outcome, ack.detail) == (
+        "rejected",
+        'no experts, and loss.routing_replay = "sampled" replays those of the engine',
+    )
+    prompt = make_prompts(NUM_PROMPTS, "train", ())[second.prompt_id]
+    completion = CompletionMeta(2, "stop", 0.0, (Segment(0, 0),))
+    content = encode_experts(np.zeros((len(prompt.token_ids) + 2, 1, 2), np.uint8))
+    experts = ExpertsMeta(len(prompt.token_ids), 1, 2, len(content))
+    done = GroupDone(lease_id=second.lease_id, completions=(completion, completion), generate_s=0.1, experts=experts)
+    actor.say(done, np.ones(4, np.int32), np.full(4, -1, np.float32), content)
+    (ack,) = actor.heard(Ack)
+    assert ack.outcome == "accepted", ack.detail
+    (group,) = desk.train()
+    assert group.experts is not None
+    assert group.experts.load().shape == (len(prompt.token_ids) + 2, 1, 2)
 
 
 @pytest.mark.parametrize("lease_id", [-1, 1, 10**9])

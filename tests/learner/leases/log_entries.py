@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, L
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.log_records import Position, Record
 from offbeat.learner.leases.rollout_log import RolloutLog
-from offbeat.protocols.completions import CompletionMeta, Segment
+from offbeat.protocols.completions import CompletionMeta, ExpertsMeta, Segment, Turn
 
 HUGE = 1 << 40
 
@@ -47,12 +48,28 @@ def accepted_entries(draw: st.DrawFn) -> Entry:
         CompletionMeta(length, draw(st.sampled_from(["stop", "length"])), draw(FLOATS), (Segment(draw(IDS), 0),))
         for length in lengths
     )
-    event = Accepted(
-        at=draw(FLOATS), lease_id=draw(IDS), actor=draw(NAMES), completions=completions, generate_s=0.5, policy_version=3
-    )
     generator = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     token_ids = generator.integers(-(1 << 31), 1 << 31, sum(lengths), np.int32)
-    return Entry(event, (token_ids, generator.normal(size=sum(lengths)).astype(np.float32)))
+    arrays: list[np.ndarray] = [token_ids, generator.normal(size=sum(lengths)).astype(np.float32)]
+    experts = None
+    match draw(st.sampled_from(["alone", "turns", "experts"])):
+        case "turns":
+            num_context = draw(st.integers(0, 9))
+            completions = (msgspec.structs.replace(completions[0], turns=(Turn(num_context, lengths[0]),)), *completions[1:])
+            arrays.append(generator.integers(0, 1 << 31, num_context, np.int32))
+        case "experts":
+            arrays.append(generator.integers(0, 256, draw(st.integers(1, 30)), np.uint8))
+            experts = ExpertsMeta(1, 2, 2, len(arrays[-1]))
+    event = Accepted(
+        at=draw(FLOATS),
+        lease_id=draw(IDS),
+        actor=draw(NAMES),
+        completions=completions,
+        generate_s=0.5,
+        policy_version=3,
+        experts=experts,
+    )
+    return Entry(event, tuple(arrays))
 
 
 IDS = st.integers(0, (1 << 63) - 1)

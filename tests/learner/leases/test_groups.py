@@ -1,18 +1,33 @@
 """Groups are views of their frames, and groups that cannot be trained on are refused with a reason."""
 
 import math
+import re
 from itertools import starmap
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.learner.leases.events import Accepted
-from offbeat.learner.leases.groups import LARGEST_LOGPROB, SMALLEST_LOGPROB, Group, Limits, Rollout, flaw, make_group, unpack
+from offbeat.learner.leases.groups import (
+    LARGEST_LOGPROB,
+    SMALLEST_LOGPROB,
+    ExpertLimits,
+    Group,
+    Limits,
+    Rollout,
+    expert_flaw,
+    flaw,
+    make_group,
+    unpack,
+)
 from offbeat.learner.leases.prompts import Prompt
-from offbeat.protocols.completions import CompletionMeta, Segment, Turn
+from offbeat.protocols.completions import CompletionMeta, ExpertsMeta, Segment, Turn
+from offbeat.protocols.experts import encode_experts
+from offbeat.protocols.messages import GroupDone
 
 LIMITS = Limits(group_size=2, max_new_tokens=4, vocabulary_size=50, max_length=0, max_episode_tokens=100)
 NEWEST_VERSION = 3
@@ -155,3 +170,50 @@ def test_group_of_several_versions_is_as_old_as_its_oldest_token() -> None:
     assert group.policy_lag(9) == 5
     # Made by a learner that died, under weights that its successor has not made yet.
     assert group.policy_lag(2) == 0
+
+
+ROUTERS = ExpertLimits(num_layers=2, top_k=2, num_experts=4)
+EXPERTS = np.array([[[token % 4, 3], [0, 1 + token % 2]] for token in range(5)], np.uint8)
+"""Of a prompt of two tokens and completions of two and three."""
+
+
+def group_with(experts: np.ndarray | None, *, num_prompt_tokens: int = 2) -> tuple[GroupDone, list[memoryview]]:
+    arrays = frames([1] * 5, [-1.0] * 5)
+    done = GroupDone(lease_id=1, completions=(meta(2), meta(3)), generate_s=0.0)
+    if experts is None:
+        return done, arrays
+    content = encode_experts(experts)
+    _, num_layers, top_k = experts.shape
+    described = ExpertsMeta(num_prompt_tokens, num_layers, top_k, len(content))
+    return msgspec.structs.replace(done, experts=described), [*arrays, content.data]
+
+
+def test_a_group_has_the_experts_of_its_last_frame() -> None:
+    done, arrays = group_with(EXPERTS)
+    assert expert_flaw(done, arrays[-1], ROUTERS, num_prompt_tokens=2) is None
+    assert flaw(done.completions, arrays, LIMITS, NEWEST_VERSION) is None, "they are not token ids"
+    prompt = Prompt(0, "56", np.array([5, 6], np.int32), "{}")
+    accepted = Accepted(
+        at=0.0, lease_id=1, actor="a", completions=done.completions, generate_s=0.0, policy_version=0, experts=done.experts
+    )
+    group = make_group(accepted, arrays, prompt)
+    assert group.experts is not None
+    assert group.experts.load().tolist() == np.sort(EXPERTS, axis=-1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("experts", "prompt", "why"),
+    [
+        (None, 2, 'no experts, and loss.routing_replay = "sampled"'),
+        (EXPERTS, 3, r"experts of \(3, 2, 2\) prompt tokens, layers and slots, not \(2, 2, 2\)"),
+        (EXPERTS[:, :1], 2, r"\(2, 1, 2\)"),
+        (EXPERTS[..., :1], 2, r"\(2, 2, 1\)"),
+        (EXPERTS[:4], 2, "broken experts: .* are not the experts of 5 tokens"),
+        (EXPERTS + 1, 2, "experts that the model does not have"),
+    ],
+)
+def test_experts_that_cannot_be_replayed_are_a_flaw(experts: np.ndarray | None, prompt: int, why: str) -> None:
+    done, arrays = group_with(experts, num_prompt_tokens=prompt)
+    found = expert_flaw(done, arrays[-1], ROUTERS, num_prompt_tokens=2)
+    assert found is not None
+    assert re.search(why, found), found

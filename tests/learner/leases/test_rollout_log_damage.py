@@ -13,7 +13,7 @@ from offbeat.learner.leases import log_records
 from offbeat.learner.leases.events import Accepted, LeaseEvent
 from offbeat.learner.leases.log_reading import Gap, read_history, read_log, read_record
 from offbeat.learner.leases.log_records import HEADER_BYTES, LogDamagedError, LogFormatError, Position, encode_record
-from offbeat.protocols.completions import CompletionMeta, Segment
+from offbeat.protocols.completions import CompletionMeta, Segment, Turn
 from tests.fuzz.rollout_log_claims import check_segment
 from tests.learner.leases.log_entries import (
     ENTRIES,
@@ -166,6 +166,19 @@ def test_damage_inside_a_segment_costs_one_record_and_is_told(tmp_path: Path) ->
     assert gaps(tmp_path) == [f"00000001.log: bytes {positions[4].offset} to {positions[5].offset} are damaged"]
     assert gaps(tmp_path, positions[5]) == []
     assert gaps(tmp_path, positions[4]) == gaps(tmp_path)
+
+
+@pytest.mark.parametrize("num_context", [1, 2])
+def test_damage_to_an_odd_number_of_numbers_hides_no_records(tmp_path: Path, num_context: int) -> None:
+    """Whole records are looked for at multiples of eight bytes, and a token takes four."""
+    completion = CompletionMeta(2, "stop", 0.0, (Segment(0, 0),), turns=(Turn(num_context, 2),))
+    event = Accepted(at=0.0, lease_id=1, actor="a", completions=(completion,), generate_s=0.0, policy_version=0)
+    arrays = np.zeros(2, np.int32), np.zeros(2, np.float32), np.zeros(num_context, np.int32)
+    log = open_log(tmp_path)
+    _, damaged, *_ = append_all(log, [dropped(0), Entry(event, arrays), dropped(2), dropped(3)])
+    log.close()
+    flip(segments(tmp_path)[0], damaged.offset + 20)
+    assert lease_ids(tmp_path) == [0, 2, 3]
 
 
 @given(st.lists(ENTRIES, min_size=3, max_size=6), st.data())

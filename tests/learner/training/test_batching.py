@@ -4,10 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.common.learning_sections import AdvantageSection
-from offbeat.learner.leases.groups import Group, Rollout
+from offbeat.learner.leases.groups import EngineExperts, Group, Rollout
 from offbeat.learner.training.batching import Row, assign_rows, collate, make_rows
 from offbeat.learner.training.preparation import completion_advantages, resolve_advantage
 from offbeat.protocols.completions import Segment, Turn
+from offbeat.protocols.experts import encode_experts
 
 
 def make_row(num_prompt_tokens: int, num_completion_tokens: int, *, group: int = 0, advantage: float = 1.0) -> Row:
@@ -44,6 +45,26 @@ def test_rows_of_a_group_have_its_likelihood_in_whatever_micro_batch_they_are() 
     rows = make_rows(groups, np.zeros((2, 2)), [[0.0] * 2] * 2, policy_version=0)
     for piece in (rows, rows[1:3]):
         assert collate(piece).group_logprobs.tolist() == [-1.0 if row.group == 0 else -2.0 for row in piece]
+
+
+def test_each_input_of_a_pack_has_its_own_experts_in_whatever_micro_batch_it_is() -> None:
+    """The experts are the token's id, which inputs and experts then share."""
+    prompt, first, second = np.array([1, 2]), np.array([11, 12, 13]), np.array([21, 22])
+    inputs = np.concatenate([prompt, first[:-1], second[:-1]])
+    experts = np.stack([inputs, inputs + 100], axis=-1)[:, :, None]
+    rollouts = tuple(
+        Rollout(ids.astype(np.int32), np.zeros(len(ids), np.float32), 0.0, "stop", (Segment(0, 0),)) for ids in (first, second)
+    )
+    engine_experts = EngineExperts(encode_experts(experts), (5, 2, 1))
+    groups = [Group(index, 0, prompt.astype(np.int32), rollouts, "actor", 0.0, experts=engine_experts) for index in range(2)]
+    rows = make_rows(groups, np.zeros((2, 2)), [[0.0] * 2] * 2, policy_version=0)
+    for piece in (rows, rows[1:3], rows[1:2], rows[3:]):
+        pack = collate(piece).pack
+        assert pack.experts is not None
+        assert pack.experts[:, 0, 0].tolist() == pack.token_ids.tolist()
+        assert pack.experts[:, 1, 0].tolist() == (pack.token_ids + 100).tolist()
+    assert collate([make_row(2, 3)]).pack.experts is None
+    assert collate([]).pack.experts is None
 
 
 def test_each_token_lags_behind_the_policy_that_trains_on_it_and_one_from_its_future_does_not() -> None:
