@@ -16,6 +16,7 @@ from offbeat.deploy.commands.arguments import QUICKSTART, ShardText, read_shard,
 from offbeat.lab.study.cells import (
     LAGS,
     NUM_SEEDS,
+    OF_MIXTURES,
     ROWS_FILE,
     Cell,
     StudyRow,
@@ -69,7 +70,8 @@ def command(
     if probe:
         _probe(folder, of_tasks, of_methods, of_lags, seeds)
         return
-    cells = make_cells(of_tasks, of_methods, of_lags, _noises(noise), seeds)
+    every = make_cells(of_tasks, of_methods, of_lags, _noises(noise), seeds)
+    cells = [cell for cell in every if TASKS[cell.task].recipe.moe or cell.method not in OF_MIXTURES]
     part = read_shard(shard)
     file = folder / (ROWS_FILE if part.number == 1 else f"rows-{part.place}-of-{part.number}.jsonl")
     _run(part.of(cells), folder, file, num_jobs=0 if plan else jobs)
@@ -104,7 +106,8 @@ def _probe(folder: Path, tasks: Sequence[str], chosen: Sequence[str], lags: Sequ
     file = folder / PROBE_FILE
     done = {(row.task, row.lag, row.seed, row.method) for row in read_lines(file, ProbeRow)}
     for seed, task, lag in itertools.product(range(num_seeds), tasks, lags):
-        left = {method: methods()[method] for method in chosen if (task, lag, seed, method) not in done}
+        fitting = [method for method in chosen if TASKS[task].recipe.moe or method not in OF_MIXTURES]
+        left = {method: methods()[method] for method in fitting if (task, lag, seed, method) not in done}
         if not left:
             continue
         TASKS[task].make()

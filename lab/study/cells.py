@@ -31,10 +31,14 @@ CORRECTED: Mapping[str, tuple[str, ...]] = {
     ),
     "gspo + ess rate": ("loss.objective=gspo", "train.on_policy_ess=1"),
     "gspo + group anchor": ("loss.objective=gspo", "loss.anchor=group"),
+    "gspo + engine routing": ("loss.objective=gspo", "loss.routing_replay=sampled"),
+    "grpo + engine routing": ("loss.objective=grpo", "loss.routing_replay=sampled"),
     "grpo + interpolated": ("loss.objective=grpo", "loss.anchor=interpolated", "loss.correction=token_tis"),
 }
 """Methods besides the objectives: policy gradients without a ratio of their own, under a weight or a mask of `pi / mu`,
-learning rates that go with the effective sample size, and other anchors."""
+learning rates that go with the effective sample size, other anchors, and the sampler's routing."""
+OF_MIXTURES = ("gspo + engine routing", "grpo + engine routing")
+"""Methods that only tasks with a mixture of experts can have."""
 
 
 class Cell(NamedTuple):

@@ -24,9 +24,10 @@ from offbeat.lab.study.sampler import ExactSampler, Sampled
 from offbeat.lab.sweep.estimates import Curve
 from offbeat.lab.sweep.hopeless import why_hopeless
 from offbeat.learner.diagnostics.group_metrics import Metrics
-from offbeat.learner.leases.groups import Group, Rollout
+from offbeat.learner.leases.groups import EngineExperts, Group, Rollout
 from offbeat.learner.training.trainer import Trainer
 from offbeat.protocols.completions import Segment
+from offbeat.protocols.experts import encode_experts
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +166,12 @@ class ExactRun:
             own = slice(place * rollout.group_size, (place + 1) * rollout.group_size)
             prompt = self._prompts[index]
             rollouts = [_rollout(one, prompt.reward(text), version) for one, text in zip(sampled[own], texts[own], strict=True)]
-            groups.append(Group(first_lease + place, index, prompt.token_ids, tuple(rollouts), "exact", _NO_SECONDS))
+            group = Group(first_lease + place, index, prompt.token_ids, tuple(rollouts), "exact", _NO_SECONDS)
+            if self._config.loss.routing_replay == "sampled":
+                experts = self._sampler.experts(prompt.token_ids, sampled[own])
+                num_tokens, num_layers, top_k = experts.shape
+                group = group._replace(experts=EngineExperts(encode_experts(experts), (num_tokens, num_layers, top_k)))
+            groups.append(group)
         return groups
 
     def _evaluate(self, num_prompts: int, *, num_each: int) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from offbeat.common.routing import record_routing
 from offbeat.common.weights import WeightBuffer
 
 _COMPACT_SHARE = 0.5
@@ -84,6 +85,26 @@ class ExactSampler:
                 break
             batch.advance()
         return batch.completions()
+
+    @torch.inference_mode()
+    def experts(self, prompt: NDArray[np.int32], completions: Sequence[Sampled]) -> NDArray[np.int64]:
+        """Return the experts of a group's tokens as `protocols.completions.ExpertsMeta` orders them, `[tokens, layers, top_k]`.
+
+        They are of one more pass over the completions, whose sums may round differently than those that sampled them.
+        """
+        lengths = [len(prompt) + len(one.token_ids) - 1 for one in completions]
+        token_ids = torch.zeros(len(completions), max(lengths), dtype=torch.int64)
+        mask = torch.zeros_like(token_ids)
+        for index, (one, length) in enumerate(zip(completions, lengths, strict=True)):
+            token_ids[index, :length] = torch.from_numpy(np.concatenate([prompt, one.token_ids[:-1]]).astype(np.int64))
+            mask[index, :length] = 1
+        with record_routing(self._model) as record:
+            self._model(input_ids=token_ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
+        routing = record.routing()
+        assert routing is not None, "a dense model has no experts"
+        of_rows = routing.experts.numpy().reshape(*token_ids.shape, *routing.experts.shape[1:])
+        first = of_rows[0, : len(prompt)]
+        return np.concatenate([first, *(row[len(prompt) : length] for row, length in zip(of_rows, lengths, strict=True))])
 
 
 class _Batch:

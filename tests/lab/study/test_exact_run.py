@@ -130,6 +130,16 @@ def test_on_policy_ratios_are_one(tiny_model: Path, monkeypatch: pytest.MonkeyPa
     assert [metrics["ess/sequence"] for metrics in on_policy.metrics] == pytest.approx([1.0] * NUM_STEPS, abs=1e-6)
 
 
+def test_the_samplers_routing_is_replayed_where_it_is_asked_for(tiny_moe_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(monkeypatch)
+    config = make_config(tiny_moe_model)
+    config = msgspec.structs.replace(config, loss=msgspec.structs.replace(config.loss, routing_replay="sampled"))
+    run_exactly(config, PROMPTS, PROMPTS[:2], lag=2, noise=0.0)
+    changed = [metrics["loss/replay_changed_slots"] for metrics in recorded.metrics]
+    assert changed[0] == 0, "on-policy the routers choose the same"
+    assert max(float(share) for share in changed[1:] if isinstance(share, float)) > 0
+
+
 def test_same_seed_same_result_and_same_random_numbers_for_other_methods(
     tiny_model: Path, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from offbeat.common.routing import record_routing
 from offbeat.common.weights import WeightBuffer, layout_of
 from offbeat.lab.study.sampler import ExactSampler, Sampled
 
@@ -100,3 +101,22 @@ def test_weights_without_a_distribution_are_no_crash(tiny_model: Path) -> None:
 def test_texts_leave_out_special_tokens(tiny_model: Path) -> None:
     completion = Sampled(np.array([4, 5, 2], dtype=np.int32), np.zeros(3, dtype=np.float32), True)
     assert ExactSampler(str(tiny_model)).texts([completion]) == ["01"]
+
+
+def test_experts_are_those_of_a_pass_over_each_completion(tiny_moe_model: Path) -> None:
+    sampler = ExactSampler(str(tiny_moe_model))
+    model = AutoModelForCausalLM.from_pretrained(tiny_moe_model).eval()
+    prompt = np.array([4, 5, 6], np.int32)
+    completions = [
+        Sampled(np.arange(7, 7 + length, dtype=np.int32), np.zeros(length, np.float32), is_ended=True) for length in (1, 4, 2)
+    ]
+    alone = []
+    for one in completions:
+        with torch.inference_mode(), record_routing(model) as record:
+            model(torch.from_numpy(np.concatenate([prompt, one.token_ids[:-1]])).long()[None])
+        routing = record.routing()
+        assert routing is not None
+        alone.append(routing.experts.sort().values)
+    expected = torch.cat([alone[0][:3], *(experts[3:] for experts in alone)])
+    found = torch.from_numpy(sampler.experts(prompt, completions)).sort().values
+    assert torch.equal(found, expected)
