@@ -30,13 +30,16 @@ CORRECTED: Mapping[str, tuple[str, ...]] = {
         "train.on_policy_ess=1",
     ),
     "gspo + ess rate": ("loss.objective=gspo", "train.on_policy_ess=1"),
+    "gspo + paper's band": ("loss.objective=gspo", "loss.clip_low=3e-4", "loss.clip_high=4e-4"),
+    "gspo + band 0.005": ("loss.objective=gspo", "loss.clip_low=0.005", "loss.clip_high=0.005"),
+    "gspo + band 0.015": ("loss.objective=gspo", "loss.clip_low=0.015", "loss.clip_high=0.015"),
     "gspo + group anchor": ("loss.objective=gspo", "loss.anchor=group"),
     "gspo + engine routing": ("loss.objective=gspo", "loss.routing_replay=sampled"),
     "grpo + engine routing": ("loss.objective=grpo", "loss.routing_replay=sampled"),
     "grpo + interpolated": ("loss.objective=grpo", "loss.anchor=interpolated", "loss.correction=token_tis"),
 }
 """Methods besides the objectives: policy gradients without a ratio of their own, under a weight or a mask of `pi / mu`,
-learning rates that go with the effective sample size, other anchors, and the sampler's routing."""
+learning rates that go with the effective sample size, other bands and anchors, and the sampler's routing."""
 OF_MIXTURES = ("gspo + engine routing", "grpo + engine routing")
 """Methods that only tasks with a mixture of experts can have."""
 
