@@ -130,7 +130,8 @@ class LossSection(Section, frozen=True):
     """Distance below 1 at which the importance ratio is clipped, at `1 - clip_low`. For dppo_tv and dppo_kl the largest
     divergence of a token that its negative advantage pushes down. none: the objective's default. For gspo it
     is 0.05 against behavior log-probs, because the paper's 3e-4 would clip about 40% of all completions for numerical noise
-    alone, and 3e-4 against recomputed log-probs."""
+    alone, and 3e-4 against recomputed log-probs. 0.05 suits completions of a few tokens: for longer ones take about 0.3 divided
+    by their number (docs/study.md)."""
     clip_high: PositiveFloat | None = None
     """Distance above 1 at which the importance ratio is clipped, at `1 + clip_high`. For dppo_tv and dppo_kl the largest
     divergence of a token that its positive advantage pushes up. none: the objective's default. For gspo it
