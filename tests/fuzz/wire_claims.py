@@ -71,7 +71,10 @@ def check_frames(data: bytes) -> FromActor | FromLearner | None:
         num_tokens = sum(completion.num_tokens for completion in packet.message.completions)
         assert len(token_ids(packet.arrays[0])) == len(logprobs(packet.arrays[1])) == num_tokens
         turns = [turn for completion in packet.message.completions for turn in completion.turns]
-        assert [len(token_ids(array)) for array in packet.arrays[2:]] == [sum(turn.num_context for turn in turns)] * bool(turns)
+        experts = packet.message.experts
+        of_context = [4 * sum(turn.num_context for turn in turns)] * bool(turns)
+        assert [len(array) for array in packet.arrays[2:]] == (of_context if experts is None else [experts.num_bytes])
+        assert experts is None or not turns
         for completion in packet.message.completions:
             starts = [segment.first_token for segment in completion.segments]
             assert starts[0] == 0 and starts == sorted(set(starts)) and starts[-1] < completion.num_tokens

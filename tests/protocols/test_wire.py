@@ -215,7 +215,12 @@ def assert_wire_error_or_sound(frames: list[bytes]) -> None:
             for index, turn in enumerate(completion.turns):
                 assert turn.back <= index + 1 and (turn.back or turn.num_context)
         num_context = sum(turn.num_context for completion in message.completions for turn in completion.turns)
-        assert [len(token_ids(array)) for array in arrays[2:]] == [num_context] * has_context(message.completions)
+        further = [len(array) for array in arrays[2:]]
+        if message.experts is not None:
+            assert further == [message.experts.num_bytes]
+            assert not has_context(message.completions)
+        else:
+            assert further == [4 * num_context] * has_context(message.completions)
 
 
 @given(groups(), st.data())
