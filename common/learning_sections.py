@@ -128,14 +128,14 @@ class LossSection(Section, frozen=True):
     group had when they were sampled, their mean weighed by itself (GEPO); for gspo, gspo_token and luspo."""
     clip_low: PositiveFloat | None = None
     """Distance below 1 at which the importance ratio is clipped, at `1 - clip_low`. For dppo_tv and dppo_kl the largest
-    divergence of a token that its negative advantage pushes down. none: the objective's default. For gspo it
-    is 0.05 against behavior log-probs, because the paper's 3e-4 would clip about 40% of all completions for numerical noise
-    alone, and 3e-4 against recomputed log-probs. 0.05 suits completions of a few tokens: for longer ones take about 0.3 divided
-    by their number (docs/study.md)."""
+    divergence of a token that its negative advantage pushes down. none: the objective's default. For gspo it is 3e-4 against
+    recomputed log-probs, and against behavior log-probs 0.75 divided by `rollout.max_new_tokens`: at most 0.05, and at least
+    0.002, below which numerical noise alone clips many completions. Where yours are usually much shorter than 40% of
+    `rollout.max_new_tokens`, take about 0.3 divided by their number of tokens (docs/study.md)."""
     clip_high: PositiveFloat | None = None
     """Distance above 1 at which the importance ratio is clipped, at `1 + clip_high`. For dppo_tv and dppo_kl the largest
-    divergence of a token that its positive advantage pushes up. none: the objective's default. For gspo it
-    is 0.05 against behavior log-probs and 4e-4 against recomputed ones."""
+    divergence of a token that its positive advantage pushes up. none: the objective's default. For gspo it is 4e-4 against
+    recomputed log-probs, and that of `clip_low` against behavior log-probs."""
     routing_replay: Literal["off", "recomputed", "sampled"] = "off"
     """Experts that a mixture's routers choose while the policy is trained, with the weights of the current logits. off: their
     own. recomputed: those that they chose when the log-probs of `loss.anchor` (proximal or decoupled) were recomputed before

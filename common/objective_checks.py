@@ -3,13 +3,9 @@
 from offbeat.common.config import Config
 from offbeat.common.corrections import CORRECTIONS, WEIGHING, CorrectionChoice, built_in, own_functions, parse_corrections
 from offbeat.common.learning_sections import TrainSection
-from offbeat.common.objectives import DEFAULTS, RECOMPUTED, resolve_clip
+from offbeat.common.objectives import DEFAULTS, NOISY_CLIP, RECOMPUTED, resolve_clip
 from offbeat.common.sequence_parallel import SETTING
 from offbeat.common.settings import SettingError
-
-NOISY_CLIP = 2e-3
-"""Clip band below which the noise of engine log-probs alone clips many completions."""
-
 
 _CORRECTED = ("decoupled", "interpolated")
 """Values of `loss.anchor` that leave `pi_old / mu` to `loss.correction`."""
@@ -33,7 +29,7 @@ def objective_warnings(config: Config) -> list[str]:
     warnings: list[str] = []
     choices = parse_corrections(loss.correction)
     weighs = any(choice.name in WEIGHING for choice in choices)
-    band = resolve_clip(loss)
+    band = resolve_clip(loss, config.rollout.max_new_tokens)
     is_narrow = band is not None and DEFAULTS[loss.objective].is_sequence_ratio and min(band) < NOISY_CLIP
     # A user with a measured noise floor sees in the metrics how much of it the band clips.
     if is_narrow and loss.anchor not in (*RECOMPUTED, "group") and not loss.noise_floor:

@@ -45,9 +45,8 @@ class Defaults(NamedTuple):
     shares_advantage: bool = False
     """All tokens of a completion get its mean advantage, so they must not differ in theirs."""
     band: Bounds | None = None
-    """Clip band; None for an objective that does not clip."""
-    recomputed_band: Bounds | None = None
-    """Clip band against recomputed log-probs; None where `band` serves for both."""
+    """Clip band; None for an objective that does not clip. With `is_sequence_ratio` that against recomputed log-probs: the one
+    against the engine's is `engine_band`."""
     dual_clip: bool = False
     """`loss.dual_clip` applies."""
     weight_cap: float | None = None
@@ -63,8 +62,14 @@ class Defaults(NamedTuple):
     """Share of `rollout.max_new_tokens` that overlong shaping punishes."""
 
 
-_ENGINE_BAND = Bounds(0.05, 0.05)
-"""Far above the numerical noise between engine and learner."""
+NOISY_CLIP = 2e-3
+"""Clip band of a sequence ratio below which the noise of engine log-probs alone clips many completions."""
+_WIDEST_ENGINE_BAND = 0.05
+"""Best on completions of six tokens, far above the numerical noise between engine and learner (docs/study.md)."""
+_COMPLETION_DRIFT = 0.3
+"""Change of a completion's log-prob, in nats, at which the study finds it best to clip."""
+_USUAL_SHARE = 0.4
+"""Usual length of a completion, as a share of `rollout.max_new_tokens`."""
 _GSPO_BAND = Bounds(3e-4, 4e-4)
 """GSPO's paper, section 5.1."""
 
@@ -82,13 +87,10 @@ DEFAULTS: dict[str, Defaults] = {
         "seq-mean-token-mean",
         is_sequence_ratio=True,
         shares_advantage=True,
-        band=_ENGINE_BAND,
-        recomputed_band=_GSPO_BAND,
+        band=_GSPO_BAND,
         dual_clip=True,
     ),
-    "gspo_token": Defaults(
-        "seq-mean-token-mean", is_sequence_ratio=True, band=_ENGINE_BAND, recomputed_band=_GSPO_BAND, dual_clip=True
-    ),
+    "gspo_token": Defaults("seq-mean-token-mean", is_sequence_ratio=True, band=_GSPO_BAND, dual_clip=True),
     "grpo": Defaults("seq-mean-token-mean", band=Bounds(0.2, 0.2), dual_clip=True),
     "dr_grpo": Defaults("seq-mean-token-sum-norm", band=Bounds(0.2, 0.2), dual_clip=True, divide_by_std=False),
     "dapo": Defaults("token-mean", band=Bounds(0.2, 0.28), dual_clip=True, zero_variance="drop", overlong_share=0.2),
@@ -97,8 +99,7 @@ DEFAULTS: dict[str, Defaults] = {
         "seq-mean-token-sum",
         is_sequence_ratio=True,
         shares_advantage=True,
-        band=_ENGINE_BAND,
-        recomputed_band=Bounds(2e-3, 2.5e-3),
+        band=Bounds(2e-3, 2.5e-3),
         dual_clip=True,
     ),
     "gmpo": Defaults("seq-mean-token-mean", shares_advantage=True, band=Bounds(-math.expm1(-0.4), math.expm1(0.4))),
@@ -140,18 +141,27 @@ def complete(config: Config) -> Config:
     )
 
 
-def resolve_clip(loss: LossSection) -> Bounds | None:
+def engine_band(usual_length: float) -> Bounds:
+    """Return the clip band of a sequence ratio to engine log-probs, for completions of usually this many tokens.
+
+    The ratio is a mean over tokens, so the band narrows as completions grow, down to what the engine's noise allows.
+    """
+    width = round(min(_WIDEST_ENGINE_BAND, max(NOISY_CLIP, _COMPLETION_DRIFT / usual_length)), 4)
+    return Bounds(width, width)
+
+
+def resolve_clip(loss: LossSection, max_new_tokens: int) -> Bounds | None:
     """Return `loss.clip_low` and `clip_high`; None for an objective that does not clip, and for the user's own."""
     if loss.function:
         return None
     defaults = DEFAULTS[loss.objective]
     own = defaults.band
-    if defaults.recomputed_band is not None and loss.anchor in RECOMPUTED:
-        own = defaults.recomputed_band
-    if own is not None and loss.anchor == "group":
-        own = _GROUP_BAND
     if own is None:
         return None
+    if loss.anchor == "group":
+        own = _GROUP_BAND
+    elif defaults.is_sequence_ratio and loss.anchor not in RECOMPUTED:
+        own = engine_band(_USUAL_SHARE * max_new_tokens)
     return Bounds(own.low if loss.clip_low is None else loss.clip_low, own.high if loss.clip_high is None else loss.clip_high)
 
 
@@ -188,7 +198,7 @@ def resolve_overlong_buffer(reward: RewardSection, objective: str, max_new_token
 
 
 def _complete_loss(loss: LossSection, max_new_tokens: int) -> LossSection:
-    clip, aggregation = resolve_clip(loss), resolve_aggregation(loss)
+    clip, aggregation = resolve_clip(loss, max_new_tokens), resolve_aggregation(loss)
     # A setting that does not apply to the objective stays as the user wrote it: `check_objective` refuses it.
     completed = msgspec.structs.replace(
         loss,

@@ -20,7 +20,7 @@ from offbeat.common.corrections import fill_bounds, parse_corrections, write_cor
 from offbeat.common.learning_sections import LossSection
 from offbeat.common.metrics import ROWS_FILE, read_rows
 from offbeat.common.models import hash_model, resolve_model
-from offbeat.common.objectives import DEFAULTS, RECOMPUTED
+from offbeat.common.objectives import DEFAULTS, RECOMPUTED, engine_band
 from offbeat.common.rows import EngineRow
 from offbeat.common.run_folder import CONFIG_FILE, LOG
 from offbeat.common.settings import SettingError, load
@@ -86,7 +86,7 @@ def fit_calibration(config: Config, engine: EngineInfo, measured: ScoredHalves) 
     floor = noise.every
     loss = replace(config.loss, anchor="behavior")
     band = resolve_objective(loss, max_new_tokens=config.rollout.max_new_tokens).engine_band
-    own = DEFAULTS[loss.objective].recomputed_band or DEFAULTS[loss.objective].band
+    own = DEFAULTS[loss.objective].band
     checks: list[BandCheck] = []
     recommended: ClipBand | None = None
     if band is not None and own is not None:
@@ -376,13 +376,15 @@ def _advice(calibration: Calibration) -> str:
         "to be for the staleness you want, clip/drift of a run tells:"
     )
     band, usual = calibration.recommended, DEFAULTS[calibration.objective].band
+    if DEFAULTS[calibration.objective].is_sequence_ratio:
+        usual = engine_band(usual_length=1)
     if usual is not None and (band.low > usual.low or band.high > usual.high):
         cure = 'loss.anchor="decoupled" and loss.correction="token_tis"'
         if DEFAULTS[calibration.objective].has_behavior_weight:
             cure = 'loss.anchor="proximal"'
         advice = (
-            f"The engine's noise is large: it needs a band beyond the objective's {usual.low:g}, {usual.high:g}, and inside it "
-            "the policy may move as far unseen. Better keep the noise out of the ratio, at the cost of one more forward pass a "
-            f"batch, with {cure}; or sample without quantization. {advice}"
+            f"The engine's noise is large: it needs a band beyond {usual.low:g}, {usual.high:g}, the widest default, and "
+            "inside it the policy may move as far unseen. Better keep the noise out of the ratio, at the cost of one more "
+            f"forward pass a batch, with {cure}; or sample without quantization. {advice}"
         )
     return advice

@@ -59,7 +59,7 @@ def _of_band(loss: LossSection, band: ClipBand, does: str, calibration: Calibrat
     share = float(calibration.noise.expected_clip(band, lengths, positive, negative).mean())
     if share <= WARNED_SHARE:
         return []
-    own = DEFAULTS[loss.objective].recomputed_band or DEFAULTS[loss.objective].band
+    own = DEFAULTS[loss.objective].band
     assert own is not None, "an objective that clips has a band of its own"
     needed = recommend_band(floor, lengths, band._replace(low=own.low, high=own.high))
     setting = f"loss.clip_low = {band.low:g}, loss.clip_high = {band.high:g}"

@@ -346,7 +346,7 @@ class Objective:
 def resolve_objective(loss: LossSection, *, max_new_tokens: int) -> Objective:
     """Return the objective of these settings; those left open take the objective's own values (`common.objectives`)."""
     return Objective(
-        token_loss=_resolve_token_loss(loss),
+        token_loss=_resolve_token_loss(loss, max_new_tokens),
         anchor=loss.anchor,
         corrections=resolve_corrections(loss.correction),
         normalize_correction=loss.normalize_correction,
@@ -367,40 +367,40 @@ def _own_losses(
     return TokenLosses(token_losses, torch.zeros_like(completion_mask), None)
 
 
-def _resolve_token_loss(loss: LossSection) -> TokenLoss:
+def _resolve_token_loss(loss: LossSection, max_new_tokens: int) -> TokenLoss:
     if loss.function:
         return Own(load_loss(loss.function))
     match loss.objective:
         case "gspo" | "luspo":
-            return ClippedSurrogate(losses.gspo, _resolve_band(loss), loss.dual_clip)
+            return ClippedSurrogate(losses.gspo, _resolve_band(loss, max_new_tokens), loss.dual_clip)
         case "gspo_token":
-            return ClippedSurrogate(losses.gspo_token, _resolve_band(loss), loss.dual_clip)
+            return ClippedSurrogate(losses.gspo_token, _resolve_band(loss, max_new_tokens), loss.dual_clip)
         case "grpo" | "dr_grpo" | "dapo" | "ppo":
-            return ClippedSurrogate(losses.ppo_clip, _resolve_band(loss), loss.dual_clip)
+            return ClippedSurrogate(losses.ppo_clip, _resolve_band(loss, max_new_tokens), loss.dual_clip)
         case "gmpo":
-            return Banded(losses.gmpo, _resolve_band(loss))
+            return Banded(losses.gmpo, _resolve_band(loss, max_new_tokens))
         case "ctpo":
-            return Banded(losses.ctpo, _resolve_band(loss))
+            return Banded(losses.ctpo, _resolve_band(loss, max_new_tokens))
         case "ce_gppo":
-            return CeGppo(_resolve_band(loss), loss.dual_clip, loss.clipped_gradients)
+            return CeGppo(_resolve_band(loss, max_new_tokens), loss.dual_clip, loss.clipped_gradients)
         case "sapo":
             return Sapo(losses.sapo, loss.tau_positive, loss.tau_negative)
         case "sapo_sequence":
             return Sapo(losses.sapo_sequence, loss.tau_positive, loss.tau_negative)
         case "cispo":
-            return Cispo(_resolve_band(loss))
+            return Cispo(_resolve_band(loss, max_new_tokens))
         case "minirl":
-            return MiniRl(_resolve_band(loss), _resolve_cap(loss))
+            return MiniRl(_resolve_band(loss, max_new_tokens), _resolve_cap(loss))
         case "aspo":
-            return Aspo(_resolve_band(loss), _resolve_cap(loss))
+            return Aspo(_resolve_band(loss, max_new_tokens), _resolve_cap(loss))
         case "topr":
             return Topr()
         case "vespo":
             return Vespo(loss.vespo_positive, loss.vespo_negative)
         case "dppo_tv":
-            return Dppo(weighted_losses.dppo_tv, *_resolve_band(loss)[:2], _resolve_cap(loss))
+            return Dppo(weighted_losses.dppo_tv, *_resolve_band(loss, max_new_tokens)[:2], _resolve_cap(loss))
         case "dppo_kl":
-            return Dppo(weighted_losses.dppo_kl, *_resolve_band(loss)[:2], _resolve_cap(loss))
+            return Dppo(weighted_losses.dppo_kl, *_resolve_band(loss, max_new_tokens)[:2], _resolve_cap(loss))
         case "m2po":
             return M2po(loss.m2_threshold)
         case "reinforce":
@@ -409,8 +409,8 @@ def _resolve_token_loss(loss: LossSection) -> TokenLoss:
             assert_never(loss.objective)
 
 
-def _resolve_band(loss: LossSection) -> ClipBand:
-    bounds = resolve_clip(loss)
+def _resolve_band(loss: LossSection, max_new_tokens: int) -> ClipBand:
+    bounds = resolve_clip(loss, max_new_tokens)
     assert bounds is not None, f"common.objectives.DEFAULTS has no clip band for {loss.objective}"
     defaults = DEFAULTS[loss.objective]
     return ClipBand(bounds.low, bounds.high, defaults.is_sequence_ratio, defaults.is_prefix_ratio)

@@ -10,6 +10,7 @@ import pytest
 
 from offbeat.common.corrections import CORRECTIONS, fill_bounds, parse_corrections, write_corrections
 from offbeat.common.learning_sections import CorrectionName, LossSection
+from offbeat.common.objective_checks import objective_warnings
 from offbeat.common.objectives import DEFAULTS, complete
 from offbeat.common.setting_checks import check
 from offbeat.common.settings import SettingError, load, resolved_toml
@@ -73,15 +74,15 @@ def test_every_objective_passes_by_itself_and_completing_twice_changes_nothing(o
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([], (0.05, 0.05, "seq-mean-token-mean", "group", True, "count", 0)),
+        ([], (2e-3, 2e-3, "seq-mean-token-mean", "group", True, "count", 0)),
         (["loss.anchor=decoupled"], (3e-4, 4e-4, "seq-mean-token-mean", "group", True, "count", 0)),
-        (["loss.objective=gspo_token"], (0.05, 0.05, "seq-mean-token-mean", "group", True, "count", 0)),
+        (["loss.objective=gspo_token"], (2e-3, 2e-3, "seq-mean-token-mean", "group", True, "count", 0)),
         (["loss.objective=grpo"], (0.2, 0.2, "seq-mean-token-mean", "group", True, "count", 0)),
         (["loss.objective=dr_grpo"], (0.2, 0.2, "seq-mean-token-sum-norm", "group", False, "count", 0)),
         (["loss.objective=dapo"], (0.2, 0.28, "token-mean", "group", True, "drop", 200)),
         (["loss.objective=sapo"], (None, None, "seq-mean-token-mean", "group", True, "count", 0)),
         (["loss.objective=cispo"], (1.0, 4.0, "token-mean", "group", True, "count", 0)),
-        (["loss.objective=luspo"], (0.05, 0.05, "seq-mean-token-sum", "group", True, "count", 0)),
+        (["loss.objective=luspo"], (2e-3, 2e-3, "seq-mean-token-sum", "group", True, "count", 0)),
         (["loss.objective=luspo", "loss.anchor=proximal"], (2e-3, 2.5e-3, "seq-mean-token-sum", "group", True, "count", 0)),
         (
             ["loss.objective=ctpo"],
@@ -110,7 +111,7 @@ def test_every_objective_passes_by_itself_and_completing_twice_changes_nothing(o
         (["loss.objective=m2po"], (None, None, "token-mean", "group", True, "count", 0)),
         (["loss.objective=reinforce"], (None, None, "seq-mean-token-mean", "group", True, "count", 0)),
         (["loss.objective=ppo"], (0.2, 0.2, "token-mean", "critic", False, "count", 0)),
-        (["advantage.baseline=leave_one_out"], (0.05, 0.05, "seq-mean-token-mean", "leave_one_out", False, "count", 0)),
+        (["advantage.baseline=leave_one_out"], (2e-3, 2e-3, "seq-mean-token-mean", "leave_one_out", False, "count", 0)),
     ],
 )
 def test_what_is_left_open_is_the_papers(overrides: list[str], expected: tuple[object, ...]) -> None:
@@ -127,6 +128,29 @@ def test_what_is_set_wins() -> None:
     assert (config.loss.clip_low, config.loss.clip_high, config.loss.zero_variance) == (0.2, 0.3, "count")
     assert (config.reward.overlong_buffer, config.loss.aggregation) == (7, "seq-mean-token-mean")
     assert config.advantage.divide_by_std is False
+
+
+@pytest.mark.parametrize("objective", ["gspo", "gspo_token", "luspo"])
+def test_band_against_engine_logprobs_narrows_with_the_length_between_its_limits(objective: str) -> None:
+    def band(max_new_tokens: int, *overrides: str) -> tuple[float | None, float | None]:
+        config = load(None, [f"loss.objective={objective}", f"rollout.max_new_tokens={max_new_tokens}", *overrides])
+        return config.loss.clip_low, config.loss.clip_high
+
+    lengths = (1, 8, 15, 16, 100, 150, 375, 376, 32768)
+    widths = [0.05, 0.05, 0.05, 0.0469, 0.0075, 0.005, 0.002, 0.002, 0.002]
+    assert [band(length) for length in lengths] == [(width, width) for width in widths]
+    assert {band(length, "loss.anchor=interpolated", "loss.correction=token_tis") for length in (8, 100)} == {
+        (0.05, 0.05),
+        (0.0075, 0.0075),
+    }
+    assert band(8, "loss.anchor=proximal", "train.steps_per_batch=2") == DEFAULTS[objective].band
+    assert band(100, "loss.clip_low=0.3") == (0.3, 0.0075)
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 8, 100, 1024, 32768])
+def test_default_band_is_not_warned_of(max_new_tokens: int) -> None:
+    config = load(None, [*GOOD, f"rollout.max_new_tokens={max_new_tokens}"])
+    assert not [warning for warning in objective_warnings(config) if "numerical noise" in warning]
 
 
 def test_own_loss_has_no_clip_band_and_the_objectives_other_values() -> None:
@@ -334,6 +358,8 @@ def test_documentation_has_every_objective_and_correction_with_its_own_values() 
         elif defaults.band is None:
             assert clip == "does not clip"
         elif name != "gspo_token":
+            assert clip.startswith("by length") == defaults.is_sequence_ratio
+            clip = clip.removeprefix("by length; ")
             assert clip.startswith(f"{defaults.band.low:g}, {defaults.band.high:g}")
     for name, bounds in CORRECTIONS.items():
         shown = [float(bound) for bound in corrections[name][-1].split("–")]

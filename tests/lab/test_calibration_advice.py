@@ -54,7 +54,7 @@ def test_large_noise_of_a_quantized_engine_is_told_with_settings_that_keep_it_ou
     assert calibration.recommended is not None
     # 2.33 standard deviations of the mean of 20 tokens are 0.26.
     assert calibration.recommended.low > 0.1
-    assert "The engine's noise is large: it needs a band beyond the objective's 0.05, 0.05" in text
+    assert "The engine's noise is large: it needs a band beyond 0.05, 0.05, the widest default" in text
     assert all(setting.split("=")[1] in text for setting in CURE)
     check(load(None, ["model.path=m", "task.train_data=d", *CURE]))
 

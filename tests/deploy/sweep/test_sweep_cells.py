@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.common.config import Config
+from offbeat.common.objectives import engine_band
 from offbeat.common.run_folder import check_run_folder
 from offbeat.common.settings import SettingError, load
 from offbeat.deploy.sweep.cells import check_cells, make_cells, prepare
@@ -107,7 +108,8 @@ def test_settings_of_a_run_are_the_files_with_its_values_and_its_own_folder(swee
 def test_objectives_own_settings_are_those_of_the_value(sweep: Sweep) -> None:
     plan = make_plan(["objective=gspo,grpo"], num_seeds=1, first_seed=0)
     gspo, grpo = make_cells(plan, sweep.home / "run.toml", [], sweep.folder)
-    assert (gspo.config.loss.clip_low, grpo.config.loss.clip_low) == (0.05, 0.2)
+    of_length = engine_band(0.4 * gspo.config.rollout.max_new_tokens).low
+    assert (gspo.config.loss.clip_low, grpo.config.loss.clip_low) == (of_length, 0.2)
 
 
 @pytest.mark.parametrize(

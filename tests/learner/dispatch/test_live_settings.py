@@ -14,6 +14,7 @@ from offbeat.learner.leases.events import Tuned
 from offbeat.protocols.messages import SettingChange
 
 GIVEN = complete(Config(model=ModelSection(path="model"), task=TaskSection(train_data="data.jsonl")))
+DEFAULT_CLIP = str(GIVEN.loss.clip_low)
 
 
 def change(who: str = "me@host", **settings: str) -> Tuned:
@@ -44,14 +45,14 @@ def test_applied_change_is_in_force_and_says_what_was_before() -> None:
     event = change(staleness__max_staleness="8", loss__clip_low="0.25")
     assert live.apply(event) == (
         SettingChange("staleness.max_staleness", "4", "8", "me@host", 7.0, 3),
-        SettingChange("loss.clip_low", "0.05", "0.25", "me@host", 7.0, 3),
+        SettingChange("loss.clip_low", DEFAULT_CLIP, "0.25", "me@host", 7.0, 3),
     )
     assert (live.config.staleness.max_staleness, live.config.loss.clip_low) == (8, 0.25)
     assert [change.after for change in live.apply(change(staleness__max_staleness="16"))] == ["16"]
     # Against the config file now, not against what was before.
     assert [(change.setting, change.before, change.after) for change in live.in_force()] == [
         ("staleness.max_staleness", "4", "16"),
-        ("loss.clip_low", "0.05", "0.25"),
+        ("loss.clip_low", DEFAULT_CLIP, "0.25"),
     ]
 
 

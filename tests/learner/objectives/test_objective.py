@@ -7,7 +7,7 @@ import torch
 
 from offbeat.common.corrections import CORRECTIONS
 from offbeat.common.learning_sections import LossSection
-from offbeat.common.objectives import DEFAULTS
+from offbeat.common.objectives import DEFAULTS, resolve_clip
 from offbeat.common.settings import load
 from offbeat.learner.objectives import corrections, losses, weighted_losses
 from offbeat.learner.objectives.bands import ClipBand
@@ -182,7 +182,8 @@ def test_without_a_correction_there_are_no_weights() -> None:
 def test_clipped_ratio_is_the_one_to_the_anchor_that_the_objective_clips(name: str, proximal: torch.Tensor | None) -> None:
     # With a gradient, as in training: the ratio that is reported has none.
     logprobs = PolicyLogprobs(POLICY.clone().requires_grad_(), BEHAVIOR, proximal)
-    found = make_objective(f"objective={name}").evaluate(logprobs, MASK, ADVANTAGES).clipped_ratio
+    anchor = "behavior" if proximal is None else "proximal"
+    found = make_objective(f"objective={name}", f"anchor={anchor}").evaluate(logprobs, MASK, ADVANTAGES).clipped_ratio
     if DEFAULTS[name].band is None or DEFAULTS[name].bounds_divergence:
         assert found is None
         return
@@ -197,7 +198,7 @@ def test_clipped_ratio_is_the_one_to_the_anchor_that_the_objective_clips(name: s
         torch.testing.assert_close(found.log_ratio, expected)
     else:
         assert torch.equal(found.log_ratio, torch.where(MASK, log_ratio, 0.0))
-    own = DEFAULTS[name].band
+    own = resolve_clip(LossSection(objective=cast(Any, name), anchor=anchor), 100)
     assert own is not None
     assert (found.clip_low, found.clip_high) == (own.low, own.high)
 
@@ -220,7 +221,7 @@ def test_noise_of_the_engine_is_clipped_where_a_clip_takes_gradient_against_its_
     assert make_objective("clip_low=0.1", "clip_high=0.2").engine_band == ClipBand(0.1, 0.2, is_sequence_ratio=True)
     assert make_objective("objective=dapo").engine_band == ClipBand(0.2, 0.28, is_sequence_ratio=False)
     assert make_objective("objective=minirl").engine_band == ClipBand(0.2, 0.27, is_sequence_ratio=False)
-    assert make_objective("objective=luspo").engine_band == ClipBand(0.05, 0.05, is_sequence_ratio=True)
+    assert make_objective("objective=luspo").engine_band == ClipBand(0.0075, 0.0075, is_sequence_ratio=True)
     assert make_objective("objective=ctpo", "clip_low=0.1", "clip_high=0.3").engine_band == ClipBand(
         0.1, 0.3, is_sequence_ratio=False, is_prefix_ratio=True
     )
