@@ -21,6 +21,8 @@ from offbeat.lab.study.probe_rows import ProbeRow
 from offbeat.lab.sweep.pairs import CONFIDENCE
 
 BEGIN, END = "<!-- results: written by `offbeat study --page` -->", "<!-- end of results -->"
+_NO_SPREAD = 1e-6
+"""Width of an interval of differences that are equal but for rounding."""
 
 
 def write_page(rows: Sequence[StudyRow], probes: Sequence[ProbeRow], page: Path) -> list[Path]:
@@ -100,18 +102,22 @@ def _method_table(results: Sequence[MethodResult]) -> str:
 
 def _method_line(result: MethodResult) -> tuple[str, ...]:
     reward, against = result.reward, result.against_baseline
-    difference = "–" if against is None else f"{against.compared.difference:+.3f}"
-    if against is not None and against.compared.low is not None:
-        difference += f" ({against.compared.low:+.3f} to {against.compared.high:+.3f})"
-    if against is not None and against.is_significant:
-        difference = f"**{difference}**"
+    difference, p_value = "–", "–"
+    if against is not None:
+        low, high = against.compared.low, against.compared.high
+        difference = f"{against.compared.difference:+.3f}"
+        # Rewards are means of few answers: three runs may differ by the same number of them, which is no certainty.
+        if low is not None and high is not None and high - low > _NO_SPREAD:
+            difference += f" ({low:+.3f} to {high:+.3f})"
+            p_value = f"{against.adjusted_p:.2g}"
+            difference = f"**{difference}**" if against.is_significant else difference
     return (
         f"`{result.method}`",
         f"{result.num_seeds}",
         f"{reward.mean:.3f}",
         "–" if reward.high is None else f"{reward.high - reward.mean:.3f}",
         difference,
-        "–" if against is None or against.adjusted_p is None else f"{against.adjusted_p:.2g}",
+        p_value,
         f"{result.area:.3f}",
         "–" if result.steps_to_target is None else f"{result.steps_to_target:g}",
         f"{result.num_stopped}",

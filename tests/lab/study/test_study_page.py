@@ -35,6 +35,10 @@ def test_results_are_put_between_the_marks_alone(tmp_path: Path) -> None:
     assert "| `reversal` | 4 | 2 | 4 | 0 | 2 | 0 | 36 | 0.04 |" in text
     # Differences 0.3 and 0.30001 hardly spread: marked.
     assert "| `grpo` | 2 | 0.850 | 0.635 | **+0.300 (+0.300 to +0.300)** |" in text
+    # Those of 0.3 and 0.3 do not: without a test.
+    write_page([*ROWS[:3], make_row("grpo", 1, 0.9)], [], page)
+    assert "| `grpo` | 2 | 0.850 | 0.635 | +0.300 | – |" in page.read_text()
+    write_page(ROWS, [], page)
     assert text.index("| `grpo`") < text.index("| `gspo`"), "the best comes first"
     again = page.read_bytes()
     write_page(ROWS, [], page)
