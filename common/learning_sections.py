@@ -129,9 +129,10 @@ class LossSection(Section, frozen=True):
     clip_low: PositiveFloat | None = None
     """Distance below 1 at which the importance ratio is clipped, at `1 - clip_low`. For dppo_tv and dppo_kl the largest
     divergence of a token that its negative advantage pushes down. none: the objective's default. For gspo it is 3e-4 against
-    recomputed log-probs, and against behavior log-probs 0.75 divided by `rollout.max_new_tokens`: at most 0.05, and at least
-    0.002, below which numerical noise alone clips many completions. Where yours are usually much shorter than 40% of
-    `rollout.max_new_tokens`, take about 0.3 divided by their number of tokens (docs/study.md)."""
+    recomputed log-probs. Against behavior log-probs it is 0.05 up to 15 `rollout.max_new_tokens`, 0.75 divided by them up to
+    183, and then 0.055 divided by their square root, below which numerical noise alone clips many completions. Where yours are
+    usually much shorter than 40% of `rollout.max_new_tokens`, take about 0.3 divided by their number of tokens
+    (docs/study.md)."""
     clip_high: PositiveFloat | None = None
     """Distance above 1 at which the importance ratio is clipped, at `1 + clip_high`. For dppo_tv and dppo_kl the largest
     divergence of a token that its positive advantage pushes up. none: the objective's default. For gspo it is 4e-4 against

@@ -3,7 +3,7 @@
 from offbeat.common.config import Config
 from offbeat.common.corrections import CORRECTIONS, WEIGHING, CorrectionChoice, built_in, own_functions, parse_corrections
 from offbeat.common.learning_sections import TrainSection
-from offbeat.common.objectives import DEFAULTS, NOISY_CLIP, RECOMPUTED, resolve_clip
+from offbeat.common.objectives import DEFAULTS, RECOMPUTED, engine_noise, resolve_clip
 from offbeat.common.sequence_parallel import SETTING
 from offbeat.common.settings import SettingError
 
@@ -29,8 +29,10 @@ def objective_warnings(config: Config) -> list[str]:
     warnings: list[str] = []
     choices = parse_corrections(loss.correction)
     weighs = any(choice.name in WEIGHING for choice in choices)
-    band = resolve_clip(loss, config.rollout.max_new_tokens)
-    is_narrow = band is not None and DEFAULTS[loss.objective].is_sequence_ratio and min(band) < NOISY_CLIP
+    max_new_tokens = config.rollout.max_new_tokens
+    band = resolve_clip(loss, max_new_tokens)
+    # At half of it a usual engine's noise alone is beyond the band for a third of the completions.
+    is_narrow = band is not None and DEFAULTS[loss.objective].is_sequence_ratio and min(band) < engine_noise(max_new_tokens) / 2
     # A user with a measured noise floor sees in the metrics how much of it the band clips.
     if is_narrow and loss.anchor not in (*RECOMPUTED, "group") and not loss.noise_floor:
         warnings.append(

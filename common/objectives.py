@@ -62,12 +62,12 @@ class Defaults(NamedTuple):
     """Share of `rollout.max_new_tokens` that overlong shaping punishes."""
 
 
-NOISY_CLIP = 2e-3
-"""Clip band of a sequence ratio below which the noise of engine log-probs alone clips many completions."""
 _WIDEST_ENGINE_BAND = 0.05
 """Best on completions of six tokens, far above the numerical noise between engine and learner (docs/study.md)."""
 _COMPLETION_DRIFT = 0.3
 """Change of a completion's log-prob, in nats, at which the study finds it best to clip."""
+_TOKEN_NOISE = 0.035
+"""Standard deviation of a token's log-prob between engine and learner, in nats: that of a KL divergence of 6e-4."""
 _USUAL_SHARE = 0.4
 """Usual length of a completion, as a share of `rollout.max_new_tokens`."""
 _GSPO_BAND = Bounds(3e-4, 4e-4)
@@ -141,13 +141,19 @@ def complete(config: Config) -> Config:
     )
 
 
-def engine_band(usual_length: float) -> Bounds:
-    """Return the clip band of a sequence ratio to engine log-probs, for completions of usually this many tokens.
+def engine_band(max_new_tokens: int) -> Bounds:
+    """Return the default clip band of a sequence ratio to engine log-probs.
 
-    The ratio is a mean over tokens, so the band narrows as completions grow, down to what the engine's noise allows.
+    The ratio is a mean over tokens, so the band narrows as completions grow, but not below the engine's noise.
     """
-    width = round(min(_WIDEST_ENGINE_BAND, max(NOISY_CLIP, _COMPLETION_DRIFT / usual_length)), 4)
+    drift = _COMPLETION_DRIFT / (_USUAL_SHARE * max_new_tokens)
+    width = float(f"{min(_WIDEST_ENGINE_BAND, max(drift, engine_noise(max_new_tokens))):.2g}")
     return Bounds(width, width)
+
+
+def engine_noise(max_new_tokens: int) -> float:
+    """Return the standard deviation that a usual engine's noise gives the sequence ratio of a completion of usual length."""
+    return _TOKEN_NOISE / math.sqrt(_USUAL_SHARE * max_new_tokens)
 
 
 def resolve_clip(loss: LossSection, max_new_tokens: int) -> Bounds | None:
@@ -161,7 +167,7 @@ def resolve_clip(loss: LossSection, max_new_tokens: int) -> Bounds | None:
     if loss.anchor == "group":
         own = _GROUP_BAND
     elif defaults.is_sequence_ratio and loss.anchor not in RECOMPUTED:
-        own = engine_band(_USUAL_SHARE * max_new_tokens)
+        own = engine_band(max_new_tokens)
     return Bounds(own.low if loss.clip_low is None else loss.clip_low, own.high if loss.clip_high is None else loss.clip_high)
 
 

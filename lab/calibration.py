@@ -377,7 +377,7 @@ def _advice(calibration: Calibration) -> str:
     )
     band, usual = calibration.recommended, DEFAULTS[calibration.objective].band
     if DEFAULTS[calibration.objective].is_sequence_ratio:
-        usual = engine_band(usual_length=1)
+        usual = engine_band(max_new_tokens=1)
     if usual is not None and (band.low > usual.low or band.high > usual.high):
         cure = 'loss.anchor="decoupled" and loss.correction="token_tis"'
         if DEFAULTS[calibration.objective].has_behavior_weight:

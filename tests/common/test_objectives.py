@@ -74,15 +74,15 @@ def test_every_objective_passes_by_itself_and_completing_twice_changes_nothing(o
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([], (2e-3, 2e-3, "seq-mean-token-mean", "group", True, "count", 0)),
+        ([], (1.8e-3, 1.8e-3, "seq-mean-token-mean", "group", True, "count", 0)),
         (["loss.anchor=decoupled"], (3e-4, 4e-4, "seq-mean-token-mean", "group", True, "count", 0)),
-        (["loss.objective=gspo_token"], (2e-3, 2e-3, "seq-mean-token-mean", "group", True, "count", 0)),
+        (["loss.objective=gspo_token"], (1.8e-3, 1.8e-3, "seq-mean-token-mean", "group", True, "count", 0)),
         (["loss.objective=grpo"], (0.2, 0.2, "seq-mean-token-mean", "group", True, "count", 0)),
         (["loss.objective=dr_grpo"], (0.2, 0.2, "seq-mean-token-sum-norm", "group", False, "count", 0)),
         (["loss.objective=dapo"], (0.2, 0.28, "token-mean", "group", True, "drop", 200)),
         (["loss.objective=sapo"], (None, None, "seq-mean-token-mean", "group", True, "count", 0)),
         (["loss.objective=cispo"], (1.0, 4.0, "token-mean", "group", True, "count", 0)),
-        (["loss.objective=luspo"], (2e-3, 2e-3, "seq-mean-token-sum", "group", True, "count", 0)),
+        (["loss.objective=luspo"], (1.8e-3, 1.8e-3, "seq-mean-token-sum", "group", True, "count", 0)),
         (["loss.objective=luspo", "loss.anchor=proximal"], (2e-3, 2.5e-3, "seq-mean-token-sum", "group", True, "count", 0)),
         (
             ["loss.objective=ctpo"],
@@ -111,7 +111,7 @@ def test_every_objective_passes_by_itself_and_completing_twice_changes_nothing(o
         (["loss.objective=m2po"], (None, None, "token-mean", "group", True, "count", 0)),
         (["loss.objective=reinforce"], (None, None, "seq-mean-token-mean", "group", True, "count", 0)),
         (["loss.objective=ppo"], (0.2, 0.2, "token-mean", "critic", False, "count", 0)),
-        (["advantage.baseline=leave_one_out"], (2e-3, 2e-3, "seq-mean-token-mean", "leave_one_out", False, "count", 0)),
+        (["advantage.baseline=leave_one_out"], (1.8e-3, 1.8e-3, "seq-mean-token-mean", "leave_one_out", False, "count", 0)),
     ],
 )
 def test_what_is_left_open_is_the_papers(overrides: list[str], expected: tuple[object, ...]) -> None:
@@ -136,8 +136,9 @@ def test_band_against_engine_logprobs_narrows_with_the_length_between_its_limits
         config = load(None, [f"loss.objective={objective}", f"rollout.max_new_tokens={max_new_tokens}", *overrides])
         return config.loss.clip_low, config.loss.clip_high
 
-    lengths = (1, 8, 15, 16, 100, 150, 375, 376, 32768)
-    widths = [0.05, 0.05, 0.05, 0.0469, 0.0075, 0.005, 0.002, 0.002, 0.002]
+    # 0.3 / (0.4 N) up to 183 tokens, 0.035 / sqrt(0.4 N) beyond.
+    lengths = (1, 8, 15, 16, 100, 152, 183, 185, 1024, 32768)
+    widths = [0.05, 0.05, 0.05, 0.047, 0.0075, 0.0049, 0.0041, 0.0041, 0.0017, 0.00031]
     assert [band(length) for length in lengths] == [(width, width) for width in widths]
     assert {band(length, "loss.anchor=interpolated", "loss.correction=token_tis") for length in (8, 100)} == {
         (0.05, 0.05),

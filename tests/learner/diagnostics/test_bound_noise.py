@@ -148,7 +148,7 @@ def test_sampled_noise_has_the_tokens_and_the_means_of_the_model() -> None:
 )
 def test_bound_inside_the_noise_is_told_with_its_reach_and_bounds_above_it(loss: dict[str, object], parts: list[str]) -> None:
     section = LossSection(**loss)  # pyright: ignore[reportArgumentType], each case is a section's settings
-    (warning,) = noise_warnings(section, resolve_objective(section, max_new_tokens=400), make_calibration())
+    (warning,) = noise_warnings(section, resolve_objective(section, max_new_tokens=8), make_calibration())
     for part in parts:
         assert part in warning
 
@@ -167,4 +167,4 @@ def test_bound_inside_the_noise_is_told_with_its_reach_and_bounds_above_it(loss:
 )
 def test_bound_above_the_noise_is_not_told(loss: dict[str, object]) -> None:
     section = LossSection(**loss)  # pyright: ignore[reportArgumentType], each case is a section's settings
-    assert noise_warnings(section, resolve_objective(section, max_new_tokens=400), make_calibration()) == []
+    assert noise_warnings(section, resolve_objective(section, max_new_tokens=8), make_calibration()) == []
