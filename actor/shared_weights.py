@@ -16,7 +16,7 @@ class SharedWeights:
         """Allocate the memory. Raise `OSError` if there is not enough."""
         self.layout = layout
         self._bytes = SharedBytes(buffer_bytes(layout))
-        self._buffer = WeightBuffer(layout, self._bytes.flat)
+        self._buffer = WeightBuffer(layout, memory=self._bytes)
 
     @property
     def path(self) -> str:

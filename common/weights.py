@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from offbeat.common.shared_bytes import SharedBytes
 from offbeat.protocols.messages import TensorSpec
 
 ALIGNMENT = 64
@@ -74,9 +75,14 @@ def _block_sums(part: torch.Tensor) -> NDArray[np.uint64]:
 class WeightBuffer:
     """One contiguous host allocation with a view per parameter; allocated once, reused by every update."""
 
-    def __init__(self, layout: tuple[TensorSpec, ...], flat: torch.Tensor | None = None) -> None:
-        """Use `flat` (uint8, `buffer_bytes(layout)` long) if given, else new memory."""
+    def __init__(
+        self, layout: tuple[TensorSpec, ...], flat: torch.Tensor | None = None, *, memory: SharedBytes | None = None
+    ) -> None:
+        """Use `memory` or `flat` (uint8, `buffer_bytes(layout)` long) if given, else new memory of this process."""
         self.layout = layout
+        self.memory = memory
+        """The memory of `flat`, if other processes may map it."""
+        flat = flat if memory is None else memory.flat
         # Zeros, not empty: the pages are touched now, not during the first transfer.
         self.flat = torch.zeros(buffer_bytes(layout), dtype=torch.uint8) if flat is None else flat
         """`[num_bytes]` uint8: the bytes that are sent."""

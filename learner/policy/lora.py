@@ -97,7 +97,7 @@ def _is_meant(name: str, target: str) -> bool:
 
 def base_shapes(policy: PreTrainedModel) -> list[tuple[str, tuple[int, ...]]]:
     """Return names and whole shapes of the weights that `merged_parameters` yields; no collective."""
-    return [(_base_name(name), full_shape(parameter)) for name, parameter in _base_parameters(policy)]
+    return [(base_name(name), full_shape(parameter)) for name, parameter in base_parameters(policy)]
 
 
 def merged_parameters(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -110,21 +110,25 @@ def merged_parameters(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     Works for a policy without an adapter too, even partitioned by ZeRO-3; a policy with an adapter must be whole. A tensor is
     valid until the next one is yielded. All ranks must exhaust the iterator.
     """
-    for name, weight in gathered_parameters(_base_parameters(policy)):
-        layer, adapted, own_name = name.rpartition(_BASE)
-        if adapted and own_name == "weight":
-            yield _base_name(name), _merged(policy.get_submodule(layer), weight)
-        else:
-            yield _base_name(name), weight
+    for name, weight in gathered_parameters(base_parameters(policy)):
+        yield base_name(name), merged_weight(policy, name, weight)
 
 
-def _base_parameters(policy: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
+def merged_weight(policy: PreTrainedModel, name: str, weight: Tensor) -> Tensor:
+    """Return a whole weight of `base_parameters` with the adapter's part of it."""
+    layer, adapted, own_name = name.rpartition(_BASE)
+    return _merged(policy.get_submodule(layer), weight) if adapted and own_name == "weight" else weight
+
+
+def base_parameters(policy: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the policy's parameters without those of the adapter, tied ones once."""
     for name, parameter in policy.named_parameters():
         if not name.endswith((_LOW, _HIGH)):
             yield name, parameter
 
 
-def _base_name(name: str) -> str:
+def base_name(name: str) -> str:
+    """Return the name that a parameter of `base_parameters` has in a model without an adapter."""
     return name.replace(_BASE, ".")
 
 

@@ -157,16 +157,17 @@ def gathered_parameters(
 
     A tensor is valid until the next one is yielded. All ranks must exhaust the iterator.
     """
-    for bucket in _buckets(named_parameters, bucket_numel):
+    for bucket in buckets(named_parameters, bucket_numel):
         parameters = [parameter for _, parameter in bucket]
         with _gathered(parameters), torch.no_grad():
             for name, parameter in bucket:
                 yield name, parameter.detach()
 
 
-def _buckets(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], bucket_numel: int
+def buckets(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], bucket_numel: int = GATHER_BUCKET_NUMEL
 ) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Yield parameters in lists of at most `bucket_numel` numbers in all; a larger one is alone in its list."""
     bucket: list[tuple[str, nn.Parameter]] = []
     numel = 0
     for name, parameter in named_parameters:

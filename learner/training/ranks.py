@@ -14,7 +14,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from offbeat.common.weights import WeightBuffer
+from offbeat.common.pinned_memory import pin
+from offbeat.common.shared_bytes import find_bytes
+from offbeat.common.weights import WeightBuffer, buffer_bytes
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.training.checkpoints import CheckpointFailedError
 from offbeat.protocols.messages import TensorSpec
@@ -49,7 +51,10 @@ class Tune(RankCommand):
 
 
 class Snapshot(RankCommand):
-    """`snapshot`; only rank 0 has a buffer."""
+    """`snapshot`, into the memory that `find_bytes` finds with these; empty where rank 0 does not share its buffer."""
+
+    path: str = ""
+    mark: str = ""
 
 
 class ScoreTokens(RankCommand, tag="Score"):
@@ -103,6 +108,8 @@ class RankedTrainer:
     def __init__(self, trainer: "Trainer") -> None:
         self._trainer = trainer
         # gloo whatever the trainer's backend: commands are host bytes, and must not queue behind GPU work.
+        self._buffers: dict[str, WeightBuffer | None] = {}
+        """Rank 0's buffers by their marks, None where this rank cannot map one; on ranks above 0."""
         several = trainer.world_size > 1
         self._group: dist.ProcessGroup | None = None
         if several:
@@ -114,6 +121,11 @@ class RankedTrainer:
     def policy_version(self) -> int:
         """Optimizer steps that the weights have taken."""
         return self._trainer.policy_version
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._trainer.world_size
 
     @property
     def device(self) -> torch.device:
@@ -140,7 +152,8 @@ class RankedTrainer:
 
     def snapshot(self, buffer: WeightBuffer) -> None:
         """`Trainer.snapshot`."""
-        self._tell(Snapshot())
+        memory = buffer.memory
+        self._tell(Snapshot() if memory is None else Snapshot(memory.path, memory.mark))
         self._trainer.snapshot(buffer)
 
     def score(self, token_ids: list[int]) -> "Scored":
@@ -179,8 +192,8 @@ class RankedTrainer:
                     self._trainer.train_batch(groups)
                 case Tune(clip_low=clip_low, clip_high=clip_high, learning_rate=learning_rate):
                     self._trainer.tune(clip_low=clip_low, clip_high=clip_high, learning_rate=learning_rate)
-                case Snapshot():
-                    self._trainer.snapshot(None)
+                case Snapshot(path=path, mark=mark):
+                    self._trainer.snapshot(self._find_buffer(path, mark))
                 case ScoreTokens(token_ids=token_ids):
                     self._trainer.score(token_ids)
                 case SaveCheckpoint(folder=folder, extra=extra):
@@ -199,6 +212,15 @@ class RankedTrainer:
                     pass
                 case unknown:
                     assert_never(unknown)
+
+    def _find_buffer(self, path: str, mark: str) -> WeightBuffer | None:
+        if mark not in self._buffers:
+            layout, device = self._trainer.layout(), self._trainer.device
+            flat = find_bytes(path, mark, buffer_bytes(layout))
+            if flat is not None and device.index is not None:
+                pin(flat.untyped_storage(), device.index)
+            self._buffers[mark] = None if flat is None else WeightBuffer(layout, flat)
+        return self._buffers[mark]
 
     def _tell(self, command: AnyRankCommand) -> None:
         if self._group is None:

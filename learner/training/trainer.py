@@ -42,13 +42,14 @@ from offbeat.learner.policy.flops import FlopCounter
 from offbeat.learner.policy.images import ImagePacker
 from offbeat.learner.policy.loading import check_policy, load_policy, load_reference
 from offbeat.learner.policy.logprobs import CompletionLogprobs
-from offbeat.learner.policy.lora import base_shapes, merged_parameters, without_adapter
+from offbeat.learner.policy.lora import base_shapes, without_adapter
 from offbeat.learner.policy.packing import pack
 from offbeat.learner.policy.peak import peak_flops
 from offbeat.learner.policy.process_group import gather_rows, gather_tensors, join_process_group
 from offbeat.learner.policy.routing_replay import make_replay
 from offbeat.learner.policy.saving import gather_policy, write_policy
 from offbeat.learner.policy.sequence_parallel import join_sequence_group
+from offbeat.learner.policy.snapshots import write_snapshot
 from offbeat.learner.policy.zero import deepspeed_config, discard_gradients, full_gradients, full_shape, make_engine
 from offbeat.learner.training.batching import MicroBatch, Row, assign_rows, collate, make_rows
 from offbeat.learner.training.checkpoints import put_in_place
@@ -197,14 +198,8 @@ class Trainer:
         return make_layout(base_shapes(self._module.policy), tensor_dtype(self._config.model.dtype))
 
     def snapshot(self, buffer: WeightBuffer | None) -> None:
-        """Copy the current weights into rank 0's buffer; the other ranks pass None."""
-        views = dict(buffer.views()) if buffer is not None else {}
-        for name, weight in merged_parameters(self._module.policy):
-            if buffer is not None:
-                # Into pinned memory, in the order of the device's work: the host gathers the next weights meanwhile.
-                views[name].copy_(weight, non_blocking=True)
-        if buffer is not None and self.device.type != "cpu":
-            torch.accelerator.current_stream(self.device).synchronize()
+        """Copy the current weights into rank 0's buffer, as `write_snapshot` does; ranks that do not share it pass None."""
+        write_snapshot(self._module.policy, buffer, self.device)
 
     def score(self, token_ids: Sequence[int]) -> Scored:
         """Score at least two given tokens."""

@@ -14,7 +14,9 @@ from offbeat.common.environment import prepare_environment
 
 prepare_environment()
 
-from offbeat.common.weights import WeightBuffer  # noqa: E402
+from offbeat.common.shared_bytes import SharedBytes, find_bytes  # noqa: E402
+from offbeat.common.weights import WeightBuffer, buffer_bytes  # noqa: E402
+from offbeat.learner.policy.lora import merged_parameters  # noqa: E402
 from offbeat.learner.policy.zero import gathered_parameters  # noqa: E402
 from offbeat.learner.training.checkpoints import CheckpointFailedError  # noqa: E402
 from offbeat.learner.training.trainer import Trainer  # noqa: E402
@@ -45,12 +47,14 @@ def train(model: Path, case: str, checkpoints: Path) -> dict[str, object]:
     second = trainer.train_batch(make_groups(3, seed=2))
     buffer = WeightBuffer(trainer.layout()) if trainer.rank == 0 else None
     trainer.snapshot(buffer)
+    flats = snapshots(trainer)
     score = trainer.score([5, 6, 7, 8]).logprobs
     trainer.save_model(checkpoints / f"model-{case}")
     trainer.close()
     weights = dict(buffer.views()) if buffer is not None else {}
     return {
         "weights": weights,
+        "snapshots": flats,
         "metrics": [*first, *second],
         "extra": extra,
         "failure": failure,
@@ -58,7 +62,34 @@ def train(model: Path, case: str, checkpoints: Path) -> dict[str, object]:
     }
 
 
-def count_memory(model: Path, case: str) -> dict[str, int]:
+def snapshots(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Snapshot the weights in several ways; on rank 0 return the bytes.
+
+    `gathered`: rank 0 copies whole weights. `sent`: rank 1 has no buffer. `shared`: it has the same one as rank 0. `first`,
+    `second`: each rank has a buffer of its own, so that it is seen what each of them writes.
+    """
+    layout, is_first = trainer.layout(), trainer.rank == 0
+    gathered, sent, own = (WeightBuffer(layout) for _ in range(3))
+    for (_, view), (_, weight) in zip(gathered.views(), merged_parameters(trainer._module.policy), strict=True):
+        view.copy_(weight)
+    trainer.snapshot(sent if is_first else None)
+    mapped: list[WeightBuffer] = []
+    for _ in range(2):
+        memory = SharedBytes(buffer_bytes(layout)) if is_first else None
+        where = [(memory.path, memory.mark) if memory is not None else None]
+        torch.distributed.broadcast_object_list(where)
+        assert where[0] is not None
+        flat = find_bytes(*where[0], buffer_bytes(layout))
+        assert flat is not None
+        mapped.append(WeightBuffer(layout, flat))
+    shared, of_second = mapped
+    trainer.snapshot(shared)
+    trainer.snapshot(own if is_first else of_second)
+    named = {"gathered": gathered, "sent": sent, "shared": shared, "first": own, "second": of_second}
+    return {name: buffer.flat.clone() for name, buffer in named.items()} if is_first else {}
+
+
+def count_memory(model: Path, case: str) -> dict[str, object]:
     """Count what one rank of a case holds in its second optimizer step, and while whole weights pass through it."""
     config = make_config(model, **MEMORY_CASES[case], learning_rate=1e-3)
     with LiveBytes("cpu") as live:
@@ -73,11 +104,12 @@ def count_memory(model: Path, case: str) -> dict[str, int]:
         for _ in gathered_parameters(trainer._module.policy.named_parameters(), bucket_numel=GATHERED_NUMEL):
             pass
         gathered = live.most - before
+        flats = snapshots(trainer)
         if config.train.zero_stage == 0:
             # They are those that were loaded, beside the counter.
             in_step += sum(parameter.nbytes for parameter in trainer._module.parameters())
         trainer.close()
-    return {"in_step": in_step, "gathered": gathered}
+    return {"in_step": in_step, "gathered": gathered, "snapshots": flats}
 
 
 def save_on_a_full_disk(trainer: Trainer, folder: Path) -> str:

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import FileStore
 
-from offbeat.common.weights import WeightBuffer
+from offbeat.common.shared_bytes import SharedBytes
+from offbeat.common.weights import WeightBuffer, buffer_bytes, make_layout
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.training import ranks
 from offbeat.learner.training.ranks import (
@@ -32,6 +33,7 @@ from offbeat.learner.training.ranks import (
     Tune,
 )
 from offbeat.protocols.completions import Segment, Turn
+from offbeat.protocols.messages import TensorSpec
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +98,7 @@ def test_groups_survive_the_way_to_the_other_ranks(shapes: list[list[int]]) -> N
     [
         Idle(),
         Snapshot(),
+        Snapshot("/proc/7/fd/8", "/memfd:offbeat-weights-é (deleted)"),
         Tune(None, 0.25, 1e-4),
         ScoreTokens([1, 2, 3]),
         SaveCheckpoint("/a folder/é", b"\x00\xff"),
@@ -107,6 +110,17 @@ def test_groups_survive_the_way_to_the_other_ranks(shapes: list[list[int]]) -> N
 )
 def test_command_survives_the_way_to_the_other_ranks(command: Any) -> None:
     assert through_bytes(command) == command
+
+
+LAYOUT = make_layout([("w", (16,))], torch.float32)
+
+
+class OutOfReach(SharedBytes):
+    """Memory whose path leads to another one for the other rank, as on another machine."""
+
+    @property
+    def mark(self) -> str:
+        return "/memfd:offbeat-weights-of-another-machine (deleted)"
 
 
 class FakeTrainer:
@@ -126,11 +140,11 @@ class FakeTrainer:
     def tune(self, *, clip_low: float | None, clip_high: float | None, learning_rate: float) -> None:
         self.calls.append(("tune", (clip_low, clip_high, learning_rate)))
 
-    def layout(self) -> tuple[()]:
-        return ()
+    def layout(self) -> tuple[TensorSpec, ...]:
+        return LAYOUT
 
     def snapshot(self, buffer: WeightBuffer | None) -> None:
-        self.calls.append(("snapshot", buffer is not None))
+        self.calls.append(("snapshot", None if buffer is None else (int(buffer.flat[0]), buffer.flat.data_ptr())))
 
     def score(self, token_ids: list[int]) -> SimpleNamespace:
         self.calls.append(("score", token_ids))
@@ -156,7 +170,11 @@ def command_all(trainer: RankedTrainer) -> None:
     assert trainer.load_checkpoint(Path("c")) == b"kept"
     assert trainer.train_batch([make_group([3, 4]), make_group([1])]) == [{"loss/policy": 0.5}]
     trainer.tune(clip_low=None, clip_high=0.25, learning_rate=1e-4)
-    trainer.snapshot(WeightBuffer(()))
+    trainer.snapshot(WeightBuffer(LAYOUT))
+    memories = [SharedBytes(buffer_bytes(LAYOUT)) for _ in range(2)]
+    for value, memory in enumerate([memories[0], memories[1], memories[0], OutOfReach(buffer_bytes(LAYOUT))], start=1):
+        memory.flat.fill_(value)
+        trainer.snapshot(WeightBuffer(LAYOUT, memory=memory))
     assert len(trainer.score([1, 2, 3]).logprobs) == 2
     trainer.save_checkpoint(Path("c"), b"\x00\xff")
     trainer.save_model(Path("m"))
@@ -213,13 +231,21 @@ def receive(connection: Connection) -> Any:
 def test_other_rank_makes_every_call_of_rank_0(tmp_path: Path) -> None:
     first, second = run_both(tmp_path / "store")
     assert [name for name, _ in first] == [name for name, _ in second]
-    of_first, of_second = dict(first), dict(second)
+    of_first, of_second = (dict(call for call in calls if call[0] != "snapshot") for calls in (first, second))
     assert_same_groups(of_second.pop("train_batch"), of_first.pop("train_batch"))
-    # Only rank 0 has a buffer.
-    assert (of_first.pop("snapshot"), of_second.pop("snapshot")) == (True, False)
     assert of_second == of_first
     assert of_second["save_checkpoint"] == (Path("c"), b"\x00\xff")
     assert of_second["tune"] == (None, 0.25, 1e-4)
+
+
+def test_other_rank_has_the_buffer_of_rank_0_where_it_can_map_it(tmp_path: Path) -> None:
+    buffers = [[buffer for name, buffer in calls if name == "snapshot"] for calls in run_both(tmp_path / "store")]
+    assert [value for value, _ in buffers[0]] == [0, 1, 2, 3, 4]
+    private, *shared, lost = buffers[1]
+    assert (private, lost) == (None, None)
+    assert [value for value, _ in shared] == [1, 2, 3]
+    addresses = [address for _, address in shared]
+    assert addresses[0] == addresses[2] != addresses[1], "mapped once"
 
 
 def test_death_of_rank_0_ends_the_other_rank_with_an_error(tmp_path: Path) -> None:

@@ -465,6 +465,20 @@ def test_two_ranks_take_the_steps_of_one(tiny_model, two_ranks, case):
             assert metrics[name] == pytest.approx(expected_step[name], rel=1e-3, abs=1e-6), name
 
 
+@pytest.mark.parametrize("case", [*RANK_CASES, *MEMORY_CASES])
+def test_snapshot_is_the_same_whoever_writes_it_and_ranks_share_the_work(two_ranks, case):
+    _, results = two_ranks
+    flats = (results[case] if case in RANK_CASES else results["memory"][case])["snapshots"]
+    whole = flats["gathered"]
+    assert torch.equal(flats["sent"], whole)
+    assert torch.equal(flats["shared"], whole)
+    parts = flats["first"], flats["second"]
+    assert torch.equal(parts[0] | parts[1], whole)
+    assert not ((parts[0] > 0) & (parts[1] > 0)).any()
+    for part in parts:
+        assert 0.35 <= part.count_nonzero() / whole.count_nonzero() <= 0.65
+
+
 @pytest.mark.parametrize("case", RANK_CASES)
 def test_disk_that_is_full_for_one_rank_costs_a_checkpoint_on_all_and_training_goes_on(two_ranks, case):
     _, results = two_ranks
