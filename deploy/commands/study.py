@@ -34,7 +34,7 @@ def command(
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="The folder of the rows; a study that is there is continued.")
     ],
-    tasks: Annotated[str, typer.Option(metavar="NAME,...", help="Tasks; else all.")] = "",
+    tasks: Annotated[str, typer.Option(metavar="NAME,...", help="Tasks; else reversal, reversal_moe, progression.")] = "",
     chosen: Annotated[str, typer.Option("--methods", metavar="NAME,...", help="Methods; else all.")] = "",
     lags: Annotated[str, typer.Option(metavar="N,N,...", help="Lags in optimizer steps.")] = ",".join(map(str, LAGS)),
     noise: Annotated[str, typer.Option(metavar="X,X,...", help="Noise on the sampler's logits, in nats.")] = "0",
@@ -62,10 +62,10 @@ def command(
         return
     prepare_environment()
     # Imports torch.
-    from offbeat.deploy.study.tasks import TASKS
+    from offbeat.deploy.study.tasks import MAIN_TASKS, TASKS
 
-    of_tasks = _known("--tasks", tasks, list(TASKS))
-    of_methods = _known("--methods", chosen, list(methods()))
+    of_tasks = _known("--tasks", tasks, list(TASKS)) or list(MAIN_TASKS)
+    of_methods = _known("--methods", chosen, list(methods())) or list(methods())
     of_lags = split_numbers("--lags", lags, at_least=0)
     if probe:
         _probe(folder, of_tasks, of_methods, of_lags, seeds)
@@ -117,12 +117,12 @@ def _probe(folder: Path, tasks: Sequence[str], chosen: Sequence[str], lags: Sequ
 
 
 def _known(option: str, text: str, known: Sequence[str]) -> list[str]:
-    """Return the names in a list, all known ones for an empty list."""
+    """Return the names in a list; raise `SettingError` for one that is not known."""
     names = split_list(text)
     for name in names:
         if name not in known:
             raise SettingError(option, name, "there is none of this name", f"Take from {', '.join(known)}.")
-    return names or list(known)
+    return names
 
 
 def _noises(text: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""The tasks of the study, which differ in kind: short completions, long ones, and a mixture of experts."""
+"""The tasks of the study, which differ in kind: short completions, long ones, a mixture of experts, sizes of a step."""
 
 import json
 from functools import partial
@@ -62,8 +62,17 @@ TASKS = {
             f"rollout.max_new_tokens={LENGTH}",
         ),
     ),
+    # As many completions as `reversal`, in steps of another size.
+    **{
+        f"reversal_batch{size}": StudyTask(
+            Recipe(Reversal()), (f"train.groups_per_step={size}", f"train.num_steps={1600 // size}")
+        )
+        for size in (8, 32, 64)
+    },
 }
 """The tasks by name."""
+MAIN_TASKS = ("reversal", "reversal_moe", "progression")
+"""Tasks of a study that names none."""
 
 
 def _reward(row: dict, completion: str) -> float:

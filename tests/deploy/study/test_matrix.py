@@ -15,7 +15,7 @@ from offbeat.deploy.cli import make_app
 from offbeat.deploy.commands.arguments import QUICKSTART
 from offbeat.deploy.study import matrix
 from offbeat.deploy.study.matrix import make_config, run_cells
-from offbeat.deploy.study.tasks import TASKS
+from offbeat.deploy.study.tasks import MAIN_TASKS, TASKS
 from offbeat.lab.study.cells import OF_MIXTURES, Cell, Point, StudyRow, make_cells, methods, read_rows
 
 
@@ -81,7 +81,7 @@ def test_shards_do_every_run_once_in_files_of_their_own(fake_runs: FakeRuns, tmp
 
 def test_a_plan_runs_nothing(fake_runs: FakeRuns, tmp_path: Path) -> None:
     # Every method, five lags, five seeds, three tasks; those of mixtures on the one task that has one.
-    expected = 5 * 5 * (len(methods()) * len(TASKS) - len(OF_MIXTURES) * (len(TASKS) - 1))
+    expected = 5 * 5 * (len(methods()) * len(MAIN_TASKS) - len(OF_MIXTURES) * (len(MAIN_TASKS) - 1))
     assert f"{expected} runs are to be done\n" in study(str(tmp_path), "--plan")
     assert fake_runs.cells == []
     assert list(tmp_path.iterdir()) == []
