@@ -4,11 +4,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from offbeat.common.images import ImagePatches
 from offbeat.common.settings import SettingError
+from offbeat.common.weights import WeightBuffer
 from offbeat.protocols.completions import Segment, Turn
 from offbeat.protocols.engine_info import EngineInfo
 from offbeat.protocols.messages import Sampling
@@ -118,10 +118,10 @@ class Engine(Protocol):
         """Forget these completions; they are not returned."""
         ...
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv: bool) -> None:
+    def load_weights(self, weights: WeightBuffer, policy_version: int, *, recompute_kv: bool) -> None:
         """Swap in new weights between two steps; running completions go on under them.
 
-        `weights` are all parameters under their Hugging Face names, as host tensors that stay valid during the call.
+        `weights` holds all parameters under their Hugging Face names, and does not change during the call.
         """
         ...
 

@@ -32,7 +32,7 @@ from offbeat.common.models import has_weight_files
 from offbeat.common.nccl_group import gpu_uuid
 from offbeat.common.processors import processor_name
 from offbeat.common.routing import record_routing
-from offbeat.common.weights import tensor_dtype
+from offbeat.common.weights import WeightBuffer, tensor_dtype
 from offbeat.protocols.completions import Segment
 from offbeat.protocols.engine_info import EngineInfo, ModelHashes
 from offbeat.protocols.messages import Sampling
@@ -213,8 +213,8 @@ class TransformersEngine:
             self._num_ended_tokens += _num_tokens(state)
             self._batches.offloading_manager.free_request_cpu_cache(state)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv: bool) -> None:
-        self._copy_weights(dict(weights))
+    def load_weights(self, weights: WeightBuffer, policy_version: int, *, recompute_kv: bool) -> None:
+        self._copy_weights(dict(weights.views()))
         self._policy_version = policy_version
         self._num_loads += 1
         for state in self._states():

@@ -25,7 +25,6 @@ from vllm.v1.engine.core_client import InprocClient
 from offbeat.actor import vllm_images
 from offbeat.actor.engine import CacheUse, Completion, Score, check_options, check_prompt_length
 from offbeat.actor.reserved_options import RESERVED
-from offbeat.actor.shared_weights import SharedWeights
 from offbeat.actor.vllm_no_weights import LOAD_FORMAT
 from offbeat.actor.vllm_worker import WeightLoading
 from offbeat.common.images import ImagePatches, ImageReader
@@ -35,7 +34,7 @@ from offbeat.common.processors import processor_name
 from offbeat.common.settings import SettingError
 from offbeat.common.shutdown import ServiceError
 from offbeat.common.user_functions import one_line
-from offbeat.common.weights import layout_of
+from offbeat.common.weights import WeightBuffer
 from offbeat.protocols.completions import Segment
 from offbeat.protocols.engine_info import EngineInfo, ModelHashes
 from offbeat.protocols.messages import Sampling
@@ -122,9 +121,6 @@ class VllmEngine:
         self._info = _describe(config, dtype, hashes, takes_images=images is not None, has_weight_files=has_files)
         if not has_files:
             self._engine.collective_rpc(WeightLoading.spoil_weights.__name__)
-        self._num_workers = config.parallel_config.world_size
-        self._shared_weights: SharedWeights | None = None
-        """Weights of the last update for worker processes; None before it, and without worker processes."""
         self._sampling_params: dict[Sampling, SamplingParams] = {}
         self._finished: list[Completion] = []
         """Completions that finished outside of `step`."""
@@ -194,12 +190,11 @@ class VllmEngine:
         self._num_ended_tokens += num_running_tokens - self._num_running_tokens()
         self._finished = [completion for completion in self._finished if completion.request_id not in ids]
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv: bool) -> None:
+    def load_weights(self, weights: WeightBuffer, policy_version: int, *, recompute_kv: bool) -> None:
         self._finish_steps_in_flight()
-        if self._num_workers == 1:
-            self._engine.collective_rpc(WeightLoading.load_host_weights.__name__, args=(weights,))
-        else:
-            self._share_weights(dict(weights))
+        # Worker processes map the memory: other arguments would be pickled and copied through pipes.
+        arguments = (weights.memory.address, weights.layout)
+        self._engine.collective_rpc(WeightLoading.load_shared_weights.__name__, args=arguments)
         self._policy_version = policy_version
         self._engine.set_weight_version(str(policy_version))
         self._num_loads += 1
@@ -231,8 +226,6 @@ class VllmEngine:
     def close(self) -> None:
         with _no_collections():
             self._engine.engine_core.shutdown()
-        if self._shared_weights is not None:
-            self._shared_weights.close()
 
     def _finish_steps_in_flight(self) -> None:
         """Read the tokens of all steps that have begun; they belong to the weights that the steps began with."""
@@ -243,14 +236,6 @@ class VllmEngine:
         while self._core.batch_queue:
             self._finished += [self._completion(output) for output in self._step_engine()]
         self._core.resume_scheduler()
-
-    def _share_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load weights in worker processes through shared memory; arguments would be pickled and copied through pipes."""
-        if self._shared_weights is None:
-            self._shared_weights = SharedWeights(layout_of(weights))
-        self._shared_weights.write(weights.values())
-        arguments = (self._shared_weights.path, self._shared_weights.layout)
-        self._engine.collective_rpc(WeightLoading.load_shared_weights.__name__, args=arguments)
 
     def _prompt(
         self, token_ids: Sequence[int], images: Sequence[ImagePatches] = (), cached_at: int | None = None

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,10 +17,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.platforms import current_platform
 
-from offbeat.actor.shared_weights import map_weights
 from offbeat.actor.vllm_no_weights import spoil
 from offbeat.actor.weight_replay import NotReplayableError, Packer, WeightReplay, learn
 from offbeat.common.pinned_memory import pin
+from offbeat.common.shared_bytes import Address, map_bytes
+from offbeat.common.weights import buffer_bytes, named_views
 from offbeat.protocols.messages import TensorSpec
 
 if TYPE_CHECKING:
@@ -42,13 +42,12 @@ class WeightLoading:
     _replay: WeightReplay | None = None
     """Copies that repeat vLLM's generic reload; None before the first load, and for a model that it does more for than copy."""
     _is_replay_tried: bool = False
+    _mapped: tuple[Address, torch.Tensor] | None = None
+    """The buffer that was loaded last."""
 
-    def load_host_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace the model's parameters by `weights`, views of one host buffer that stay valid during the call."""
-        named = dict(weights)
-        if current_platform.is_cuda():
-            # The buffer is the same at the next update.
-            pin(next(iter(named.values())).untyped_storage(), torch.cuda.current_device())
+    def load_shared_weights(self, address: Address, layout: tuple[TensorSpec, ...]) -> None:
+        """Replace the model's parameters by the weights of a `WeightBuffer`, which does not change during the call."""
+        named = self._map(address, layout)
         if self._replay is not None:
             try:
                 self._replay.load(named)
@@ -63,13 +62,18 @@ class WeightLoading:
         else:
             self._learn(named)
 
-    def load_shared_weights(self, path: str, layout: tuple[TensorSpec, ...]) -> None:
-        """Replace the model's parameters by the weights of a `SharedWeights`."""
-        self._reload(dict(map_weights(path, layout).views()))
-
     def spoil_weights(self) -> None:
         """Make every weight NaN, before the first update of a model whose folder has no weights."""
         spoil(self.model_runner.get_model())
+
+    def _map(self, address: Address, layout: tuple[TensorSpec, ...]) -> dict[str, torch.Tensor]:
+        """Return views into a `WeightBuffer` by name, mapped and pinned once: it is the same at the next update."""
+        if self._mapped is None or self._mapped[0] != address:
+            flat = map_bytes(address, buffer_bytes(layout))
+            if current_platform.is_cuda():
+                pin(flat.untyped_storage(), torch.cuda.current_device())
+            self._mapped = address, flat
+        return dict(named_views(self._mapped[1], layout))
 
     def _learn(self, weights: dict[str, torch.Tensor]) -> None:
         """Load the weights, and learn to load the next ones as copies."""

@@ -237,7 +237,7 @@ class WeightReceiver:
         rendezvous = Rendezvous(store, epoch=update.epoch, policy_version=update.policy_version)
         rendezvous.set_ready(update.rank)
         rendezvous.wait_go(update.timeout_s, is_superseded)
-        self._group.broadcast(self.buffer.flat, lambda: self._beat(update))
+        self._group.broadcast(self.buffer, lambda: self._beat(update))
 
     def _connect(self, update: WeightUpdate) -> TCPStore:
         address = (update.store_host, update.store_port)

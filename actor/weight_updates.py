@@ -99,7 +99,7 @@ class WeightUpdates:
         assert self._receiver is not None
         started = self._clock()
         with self._staying_in_touch():
-            self._engine.load_weights(self._receiver.buffer.views(), policy_version, recompute_kv=self._recompute_kv)
+            self._engine.load_weights(self._receiver.buffer, policy_version, recompute_kv=self._recompute_kv)
         stall_s = self._clock() - started
         self._receiver.release()
         self._send(WeightsCommitted(policy_version=policy_version, stall_s=stall_s))

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple, Protocol, cast
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from offbeat.common.weights import WeightBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +59,8 @@ class WeightGroup(Protocol):
         """Do what a member can do before the others are there. Raise `CollectiveError` if that failed."""
         ...
 
-    def broadcast(self, flat: torch.Tensor, beat: Callable[[], None]) -> None:
-        """Copy the learner's buffer `[num_bytes]` (uint8, host) into every member's, bucket by bucket.
+    def broadcast(self, buffer: WeightBuffer, beat: Callable[[], None]) -> None:
+        """Copy the learner's buffer into every member's, bucket by bucket.
 
         Calls `beat` after each bucket. Raises `CollectiveError` past the deadline of a bucket, and when a member is lost.
         """
@@ -139,15 +140,15 @@ class GlooGroup:
     def prepare(self) -> None:
         """Do nothing: a gloo group needs all of its members."""
 
-    def broadcast(self, flat: torch.Tensor, beat: Callable[[], None]) -> None:
-        """Copy the learner's buffer `[num_bytes]` (uint8, host) into every member's, bucket by bucket."""
+    def broadcast(self, buffer: WeightBuffer, beat: Callable[[], None]) -> None:
+        """Copy the learner's buffer into every member's, bucket by bucket."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         if self._group is None:
             with _as_collective_error(f"the process group of epoch {self.epoch} was not made"):
                 self._group = _gloo_group(self._store, self._seat)
-        buckets = flat.split(self._seat.bucket_bytes)
+        buckets = buffer.flat.split(self._seat.bucket_bytes)
         for index, bucket in enumerate(buckets):
             beat()
             with _as_collective_error(f"bucket {index + 1} of {len(buckets)}"):

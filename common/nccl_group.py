@@ -7,7 +7,7 @@ process, so that a transport that hangs could not be turned off for the next try
 by SIGKILL at the deadline. The price is a CUDA context (about 0.5 GB of the GPU, beside NCCL's own buffers), seconds at each
 change of the members, and a GPU that is shared by time slices during a transfer.
 
-The bytes go through two buckets of shared memory, which this process fills at the learner and empties at an actor.
+Weights lie in memory that the process maps: it reads them there at the learner, and writes them there at an actor.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from offbeat.common.collectives import CLOSE_S, CollectiveError, CollectiveLateError, Seat
-from offbeat.common.nccl_process import NUM_SLOTS, Answer, Place, Request, Slot, serve
-from offbeat.common.shared_bytes import SharedBytes
+from offbeat.common.nccl_process import Answer, Place, Request, Transfer, serve
+from offbeat.common.weights import WeightBuffer
 from offbeat.protocols.messages import NcclTransport
 
 logger = logging.getLogger(__name__)
@@ -43,9 +43,8 @@ class NcclGroup:
         self._has_joined = False
         self._is_up = False
         try:
-            self._slots = SharedBytes(NUM_SLOTS * seat.bucket_bytes)
             self._connection, theirs = context.Pipe()
-            place = Place((store.host, store.port), seat, self._slots.path, gpu_index, avoided)
+            place = Place((store.host, store.port), seat, gpu_index, avoided)
             self._process = context.Process(target=serve, args=(theirs, place), name="weights-nccl", daemon=True)
             self._process.start()
         except OSError as error:
@@ -58,28 +57,19 @@ class NcclGroup:
             self._await("NCCL's process did not start")
             self._is_up = True
 
-    def broadcast(self, flat: torch.Tensor, beat: Callable[[], None]) -> None:
-        """Copy the learner's buffer `[num_bytes]` (uint8, host) into every member's, bucket by bucket."""
+    def broadcast(self, buffer: WeightBuffer, beat: Callable[[], None]) -> None:
+        """Copy the learner's buffer into every member's, bucket by bucket."""
         self.prepare()
         if not self._has_joined:
             beat()
             self._ask("join")
             self._await(f"the NCCL communicator of epoch {self.epoch} was not made")
             self._has_joined = True
-        buckets = flat.split(self._seat.bucket_bytes)
-        slots = self._slots.flat.split(self._seat.bucket_bytes)
-        for index in range(len(buckets) + NUM_SLOTS):
-            if 0 <= (done := index - NUM_SLOTS) < len(buckets):
-                self._await(f"bucket {done + 1} of {len(buckets)}")
-                beat()
-                if self._seat.rank:
-                    buckets[done].copy_(slots[done % NUM_SLOTS][: len(buckets[done])])
-            if index < len(buckets):
-                slot = Slot(index % NUM_SLOTS, len(buckets[index]))
-                if not self._seat.rank:
-                    slots[slot.number][: slot.num_bytes].copy_(buckets[index])
-                self._ask(slot)
-        self._ask("finish")
+        num_buckets = -(-len(buffer.flat) // self._seat.bucket_bytes)
+        self._ask(Transfer(buffer.memory.address, len(buffer.flat)))
+        for number in range(1, num_buckets + 1):
+            self._await(f"bucket {number} of {num_buckets}")
+            beat()
         self._await(f"the end of the transfer of epoch {self.epoch}")
 
     def close(self) -> None:
@@ -89,7 +79,6 @@ class NcclGroup:
         if self._process.is_alive():
             logger.warning("NCCL's process of epoch %d did not die within %g s; it is left behind", self.epoch, CLOSE_S)
         self._connection.close()
-        self._slots.close()
 
     def _ask(self, request: Request) -> None:
         # A process that has ended left the reason among its answers.

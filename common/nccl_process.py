@@ -1,9 +1,9 @@
 """The process that holds one NCCL communicator: it answers one request after the other until it is killed.
 
-    parent (`common.nccl_group`): start it -> "join" -> a slot, a slot, ... -> "finish" -> kill it
-    this process:                           up  ->    done  ->  done, done, ...  ->  done
+    parent (`common.nccl_group`): start it -> "join" -> the memory of a transfer  -> kill it
+    this process:                           up  ->    done  ->  a bucket, a bucket, ..., done
 
-Buckets lie in slots of shared memory. Rank 0 sends what is in the slot; the other ranks find the bytes there when it is done.
+The weights are in memory that parent and process share. Rank 0 sends what is there; at the other ranks it is there at the end.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ import torch.distributed as dist
 
 from offbeat.common.collectives import Seat, connect_store, group_store
 from offbeat.common.pinned_memory import pin
-from offbeat.common.shared_bytes import map_bytes
+from offbeat.common.shared_bytes import Address, map_bytes
 from offbeat.protocols.messages import NcclTransport
 
-NUM_SLOTS = 2
-"""Buckets that may be under way: one is copied by the parent while another is on the wire."""
+NUM_BUCKETS = 2
+"""Buckets of device memory: one is copied from or to the host while another is on the wire."""
 MAX_ERROR_CHARS = 500
 
 T = TypeVar("T")
@@ -44,18 +44,18 @@ ENVIRONMENT = {
 """Environment variables that torch reads when the group is made."""
 
 
-class Slot(NamedTuple):
-    """The request to broadcast one bucket."""
+class Transfer(NamedTuple):
+    """The request to broadcast memory: answered after each bucket, and once more when every member has all of them."""
 
-    number: int
+    address: Address
     num_bytes: int
 
 
-Request = Slot | Literal["join", "finish"]
+Request = Transfer | Literal["join"]
 
 
 class Answer(NamedTuple):
-    """The end of a request."""
+    """The end of a request, or of a part of one."""
 
     error: str | None = None
     is_late: bool = False
@@ -68,8 +68,6 @@ class Place(NamedTuple):
     store: tuple[str, int]
     """Host and port of the learner's rendezvous store."""
     seat: Seat
-    slots: str
-    """Path of the shared memory of `NUM_SLOTS` buckets."""
     gpu_index: int
     """Index of the GPU among those that this process sees."""
     avoided: tuple[NcclTransport, ...]
@@ -83,20 +81,26 @@ def serve(connection: Connection, place: Place) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(environment_of(place.avoided))
     with contextlib.suppress(EOFError, OSError):
-        member = _answer(connection, place.seat.timeout_s, partial(Member, place))
+        member = _answer(connection, place.seat.timeout_s, lambda _: Member(place))
         while True:
             _answer(connection, place.seat.timeout_s, partial(member.do, connection.recv()))
 
 
-def _answer(connection: Connection, timeout_s: float, work: Callable[[], T]) -> T:
-    """Do the work and tell the parent its end; end the process if it failed."""
+def _answer(connection: Connection, timeout_s: float, work: Callable[[Callable[[], None]], T]) -> T:
+    """Do the work and tell the parent its end, and that of each part when the work says so; end the process if it failed."""
     began = time.monotonic()
+
+    def tell() -> None:
+        nonlocal began
+        connection.send(Answer())
+        began = time.monotonic()
+
     try:
-        result = work()
+        result = work(tell)
     except Exception as error:
         connection.send(Answer(describe(error), is_late=time.monotonic() - began >= timeout_s))
         raise SystemExit(1) from error
-    connection.send(Answer())
+    tell()
     return result
 
 
@@ -113,27 +117,24 @@ def describe(error: Exception) -> str:
 
 
 class Member:
-    """One rank of an NCCL group, with a bucket of device memory for each slot."""
+    """One rank of an NCCL group, with device memory for `NUM_BUCKETS` buckets."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        seat = place.seat
         self._device = take_device(place.gpu_index)
-        slots = map_bytes(place.slots, NUM_SLOTS * seat.bucket_bytes)
-        pin(slots.untyped_storage(), place.gpu_index)
-        self._host = slots.split(seat.bucket_bytes)
-        self._buckets = [torch.empty(seat.bucket_bytes, dtype=torch.uint8, device=self._device) for _ in self._host]
+        num_bytes = place.seat.bucket_bytes
+        self._buckets = [torch.empty(num_bytes, dtype=torch.uint8, device=self._device) for _ in range(NUM_BUCKETS)]
+        self._memories: dict[Address, torch.Tensor] = {}
+        """The parent's memories, mapped and pinned once."""
         self._group: Any = None
 
-    def do(self, request: Request) -> None:
-        """Do what the parent asks for; return when it is over on the device too."""
+    def do(self, request: Request, tell: Callable[[], None]) -> None:
+        """Do what the parent asks for, and `tell` after each bucket; return when it is over on the device too."""
         match request:
             case "join":
                 self._join()
-            case "finish":
-                self._finish()
-            case Slot():
-                self._broadcast(request)
+            case Transfer():
+                self._transfer(request, tell)
 
     def _join(self) -> None:
         """Meet the others. torch makes the communicator with the first collective, and that call has no time limit."""
@@ -142,26 +143,45 @@ class Member:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=seat.timeout_s)
         self._group = dist.ProcessGroupNCCL(store, seat.rank, seat.world_size, options)
-        self._wait(self._group.broadcast, self._buckets[0][:1], _root(dist.BroadcastOptions()))
+        self._end(self._group.broadcast([self._buckets[0][:1]], _root(dist.BroadcastOptions())))
 
-    def _broadcast(self, slot: Slot) -> None:
-        host, bucket = self._host[slot.number][: slot.num_bytes], self._buckets[slot.number][: slot.num_bytes]
-        if self._place.seat.rank == 0:
-            bucket.copy_(host)
-        self._wait(self._group.broadcast, bucket, _root(dist.BroadcastOptions()))
-        if self._place.seat.rank:
-            host.copy_(bucket)
+    def _transfer(self, transfer: Transfer, tell: Callable[[], None]) -> None:
+        """Broadcast the memory. While a bucket is on the wire, rank 0 copies the next one, and the others the one before."""
+        parts = self._memory(transfer).split(self._place.seat.bucket_bytes)
+        buckets = [self._buckets[index % NUM_BUCKETS][: len(part)] for index, part in enumerate(parts)]
+        is_root = self._place.seat.rank == 0
+        if is_root:
+            buckets[0].copy_(parts[0], non_blocking=True)
+        for index, bucket in enumerate(buckets):
+            # On the device it begins after the copies before, which are on the current stream.
+            work = self._group.broadcast([bucket], _root(dist.BroadcastOptions()))
+            if is_root and index + 1 < len(parts):
+                buckets[index + 1].copy_(parts[index + 1], non_blocking=True)
+            if not is_root and index:
+                parts[index - 1].copy_(buckets[index - 1], non_blocking=True)
+            self._end(work)
+            tell()
+        if not is_root:
+            parts[-1].copy_(buckets[-1])
+        self._finish()
+
+    def _memory(self, transfer: Transfer) -> torch.Tensor:
+        if transfer.address not in self._memories:
+            memory = map_bytes(transfer.address, transfer.num_bytes)
+            pin(memory.untyped_storage(), self._place.gpu_index)
+            self._memories[transfer.address] = memory
+        return self._memories[transfer.address]
 
     def _finish(self) -> None:
         """Return at rank 0 when every member has all buckets.
 
         The root's part of a broadcast is over earlier than theirs, and giving up the communicator then would cut the last one.
         """
-        self._wait(self._group.reduce, self._buckets[0][:1], _root(dist.ReduceOptions()))
+        self._end(self._group.reduce([self._buckets[0][:1]], _root(dist.ReduceOptions())))
 
-    def _wait(self, collective: Callable[..., Any], tensor: torch.Tensor, options: Any) -> None:
+    def _end(self, work: Any) -> None:
         # Without the time limit NCCL's `wait` returns at once: it only makes the device's stream wait.
-        collective([tensor], options).wait(timedelta(seconds=self._place.seat.timeout_s))
+        work.wait(timedelta(seconds=self._place.seat.timeout_s))
 
 
 def _root(options: Any) -> Any:

@@ -1,50 +1,53 @@
 """Bytes in memory that several processes share. Linux frees them with the last process that uses them."""
 
+import errno
 import os
 import secrets
+import weakref
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 
+class Address(NamedTuple):
+    """The way to memory for other processes of its machine and user."""
+
+    path: str
+    mark: str
+    """A text that only this memory has: numbers of processes and files come again, here and on other machines."""
+
+
 class SharedBytes:
-    """A buffer that other processes of this user map by its path."""
+    """A buffer that other processes of this user map by its address."""
 
-    def __init__(self, num_bytes: int) -> None:
-        """Allocate the memory. Raise `OSError` if there is not enough."""
+    def __init__(self, num_bytes: int, *, is_reserved: bool = True) -> None:
+        """Allocate the memory. Raise `OSError` if there is not enough.
+
+        Without `is_reserved` nothing is written now, and a write beyond free memory may end the process.
+        """
         # Not in /dev/shm, which is small in containers.
-        self._file = os.memfd_create(f"offbeat-weights-{secrets.token_hex(8)}")
-        # Unlike `truncate` this reserves the pages; without them a write beyond free memory would kill the process.
-        os.posix_fallocate(self._file, 0, num_bytes)
-        self.flat = map_bytes(self.path, num_bytes)
-        """`[num_bytes]` uint8."""
-
-    @property
-    def path(self) -> str:
-        """Path of the memory, for `map_bytes` in another process of this user."""
-        return f"/proc/{os.getpid()}/fd/{self._file}"
-
-    @property
-    def mark(self) -> str:
-        """A text that only this memory has, for `find_bytes`."""
-        return str(Path(self.path).readlink())
+        self._file = os.memfd_create(f"offbeat-{secrets.token_hex(8)}")
+        self._end = weakref.finalize(self, os.close, self._file)
+        if is_reserved:
+            # An empty range is refused.
+            os.posix_fallocate(self._file, 0, max(1, num_bytes))
+        path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self.address = Address(path, str(Path(path).readlink()))
+        self.flat = _map(path, num_bytes)
+        """`[num_bytes]` uint8, zeros."""
 
     def close(self) -> None:
-        """Release the memory."""
-        os.close(self._file)
+        """Take the address away; who has mapped the memory keeps it."""
+        self._end()
 
 
-def map_bytes(path: str, num_bytes: int) -> torch.Tensor:
-    """Map the memory at `path`, uint8 `[num_bytes]`, without a copy."""
+def map_bytes(address: Address, num_bytes: int) -> torch.Tensor:
+    """Map the memory at this address, uint8 `[num_bytes]`, without a copy; raise `OSError` where it cannot be reached."""
+    if str(Path(address.path).readlink()) != address.mark:
+        raise FileNotFoundError(errno.ENOENT, "the memory is not of this machine, or its process is gone", address.path)
+    return _map(address.path, num_bytes)
+
+
+def _map(path: str, num_bytes: int) -> torch.Tensor:
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
-
-
-def find_bytes(path: str, mark: str, num_bytes: int) -> torch.Tensor | None:
-    """Map memory that may be out of reach; None where `path` does not lead to it, as on another machine or in a container."""
-    try:
-        if str(Path(path).readlink()) != mark:
-            return None
-        return map_bytes(path, num_bytes)
-    # torch.from_file's for a file that cannot be opened.
-    except (OSError, RuntimeError):
-        return None

@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -37,11 +37,6 @@ def make_layout(named_shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: torc
     return tuple(TensorSpec(parameter, tuple(shape), name) for parameter, shape in named_shapes)
 
 
-def layout_of(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorSpec, ...]:
-    """Return the layout of a buffer that holds these tensors, each in its dtype."""
-    return tuple(spec for name, tensor in tensors.items() for spec in make_layout([(name, tensor.shape)], tensor.dtype))
-
-
 def buffer_bytes(layout: tuple[TensorSpec, ...]) -> int:
     """Return the size of the buffer that holds these tensors."""
     return sum(_aligned_bytes(spec) for spec in layout)
@@ -73,27 +68,28 @@ def _block_sums(part: torch.Tensor) -> NDArray[np.uint64]:
 
 
 class WeightBuffer:
-    """One contiguous host allocation with a view per parameter; allocated once, reused by every update."""
+    """One contiguous host allocation with a view per parameter, which other processes of the machine may map; reused by every
+    update."""
 
-    def __init__(
-        self, layout: tuple[TensorSpec, ...], flat: torch.Tensor | None = None, *, memory: SharedBytes | None = None
-    ) -> None:
-        """Use `memory` or `flat` (uint8, `buffer_bytes(layout)` long) if given, else new memory of this process."""
+    def __init__(self, layout: tuple[TensorSpec, ...], *, is_reserved: bool = True) -> None:
+        """Allocate the memory, of zeros: now, or with `is_reserved=False` page by page when it is written."""
         self.layout = layout
-        self.memory = memory
-        """The memory of `flat`, if other processes may map it."""
-        flat = flat if memory is None else memory.flat
-        # Zeros, not empty: the pages are touched now, not during the first transfer.
-        self.flat = torch.zeros(buffer_bytes(layout), dtype=torch.uint8) if flat is None else flat
+        self.memory = SharedBytes(buffer_bytes(layout), is_reserved=is_reserved)
+        self.flat = self.memory.flat
         """`[num_bytes]` uint8: the bytes that are sent."""
 
     def views(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter's name and its view into the buffer."""
-        offset = 0
-        for spec in self.layout:
-            view = self.flat[offset : offset + _num_bytes(spec)]
-            yield spec.name, view.view(tensor_dtype(spec.dtype)).view(spec.shape)
-            offset += _aligned_bytes(spec)
+        return named_views(self.flat, self.layout)
+
+
+def named_views(flat: torch.Tensor, layout: tuple[TensorSpec, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter's name and its view into a buffer `[num_bytes]` (uint8) of this layout."""
+    offset = 0
+    for spec in layout:
+        view = flat[offset : offset + _num_bytes(spec)]
+        yield spec.name, view.view(tensor_dtype(spec.dtype)).view(spec.shape)
+        offset += _aligned_bytes(spec)
 
 
 def _num_bytes(spec: TensorSpec) -> int:

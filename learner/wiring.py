@@ -208,7 +208,7 @@ def open_learner(
     canary = _make_canary(run.settings, canary_ids, scored.logprobs, record)
     publisher = WeightPublisher(
         layout=trainer.layout(),
-        transport=_transport(config, trainer.device, host)._replace(is_shared=trainer.world_size > 1),
+        transport=_transport(config, trainer.device, host),
         open_hub=open_weight_hub,
         max_pull_lag=lambda: run.settings.staleness.bounds.max_staleness,
         record=record,

@@ -145,7 +145,7 @@ class ExactRun:
         return [*kept, *passed_over][:per_step]
 
     def _keep_version(self) -> None:
-        self._trainer.snapshot(self._weights(self._trainer.policy_version))
+        self._trainer.snapshot(dict(self._weights(self._trainer.policy_version).views()))
 
     def _weights(self, policy_version: int) -> WeightBuffer:
         return self._versions[policy_version % len(self._versions)]

@@ -9,31 +9,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from offbeat.common.weights import WeightBuffer
 from offbeat.learner.policy.lora import base_name, base_parameters, merged_parameters, merged_weight
 from offbeat.learner.policy.process_group import gather_tensors
 from offbeat.learner.policy.zero import buckets, is_partitioned
 
 
-def write_snapshot(policy: PreTrainedModel, buffer: WeightBuffer | None, device: torch.device) -> None:
-    """Copy the policy's weights into the buffer, adapters merged, and return when they are whole; a collective.
+def write_snapshot(policy: PreTrainedModel, views: dict[str, Tensor] | None, device: torch.device) -> None:
+    """Copy the policy's weights into `views` by name, adapters merged, and return when they are whole; a collective.
 
-    Rank 0 has a buffer. The other ranks of its machine should have the same memory: under ZeRO-3 each rank then writes its own
-    part of every weight, and otherwise a share of the weights. Ranks without a buffer, such as those of another machine, send
-    their parts of ZeRO-3 to one that has it. `device` is that of this rank.
+    Rank 0 has views. The other ranks of its machine should have views of the same memory: under ZeRO-3 each rank then writes
+    its own part of every weight, and otherwise a share of the weights. Ranks without views, such as those of another machine,
+    send their parts of ZeRO-3 to one that has them. `device` is that of this rank.
     """
-    has_buffer = gather_tensors(torch.tensor(buffer is not None)).tolist()
-    ranks = _Ranks(dist.get_rank(), [rank for rank, has in enumerate(has_buffer) if has], len(has_buffer))
-    views = dict(buffer.views()) if buffer is not None else {}
+    has_views = gather_tensors(torch.tensor(views is not None)).tolist()
+    ranks = _Ranks(dist.get_rank(), [rank for rank, has in enumerate(has_views) if has], len(has_views))
     named = list(base_parameters(policy))
     if all(_is_split_over_all(parameter, ranks.num) for _, parameter in named):
         _write_parts(named, views, ranks, device)
     elif any(is_partitioned(parameter) for _, parameter in named):
         # Partitioned in a way of its own, such as over groups of ranks, or lying on a disk.
         for name, weight in merged_parameters(policy):
-            if ranks.own == 0:
+            if ranks.own == 0 and views is not None:
                 views[name].copy_(weight, non_blocking=True)
-    elif buffer is not None:
+    elif views is not None:
         _write_share(policy, named, views, ranks)
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()
@@ -46,7 +44,7 @@ class _Ranks(NamedTuple):
     own: int
     """This process's."""
     writers: list[int]
-    """Those that have the buffer; rank 0 is the first."""
+    """Those that have views; rank 0 is the first."""
     num: int
 
     def writer_of(self, rank: int) -> int:
@@ -69,13 +67,13 @@ def _is_split_over_all(parameter: nn.Parameter, num_ranks: int) -> bool:
 
 
 def _write_parts(
-    named: Sequence[tuple[str, nn.Parameter]], views: dict[str, Tensor], ranks: _Ranks, device: torch.device
+    named: Sequence[tuple[str, nn.Parameter]], views: dict[str, Tensor] | None, ranks: _Ranks, device: torch.device
 ) -> None:
     """Write this rank's part of every weight, and those of the ranks that send theirs to it; or send them."""
     for bucket in buckets(named):
         parts = [cast(Tensor, cast(Any, parameter).ds_tensor).detach() for _, parameter in bucket]
         dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
-        if ranks.own not in ranks.writers:
+        if views is None:
             dist.send(torch.cat([part.to(device, dtype) for part in parts]), ranks.writer_of(ranks.own))
             continue
         targets = [views[base_name(name)].view(-1) for name, _ in bucket]

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from offbeat.common.pinned_memory import pin
-from offbeat.common.shared_bytes import find_bytes
-from offbeat.common.weights import WeightBuffer, buffer_bytes
+from offbeat.common.shared_bytes import Address, map_bytes
+from offbeat.common.weights import WeightBuffer, buffer_bytes, named_views
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.training.checkpoints import CheckpointFailedError
 from offbeat.protocols.messages import TensorSpec
@@ -51,10 +51,9 @@ class Tune(RankCommand):
 
 
 class Snapshot(RankCommand):
-    """`snapshot`, into the memory that `find_bytes` finds with these; empty where rank 0 does not share its buffer."""
+    """`snapshot`, into rank 0's memory where it can be reached."""
 
-    path: str = ""
-    mark: str = ""
+    address: Address
 
 
 class ScoreTokens(RankCommand, tag="Score"):
@@ -108,8 +107,8 @@ class RankedTrainer:
     def __init__(self, trainer: "Trainer") -> None:
         self._trainer = trainer
         # gloo whatever the trainer's backend: commands are host bytes, and must not queue behind GPU work.
-        self._buffers: dict[str, WeightBuffer | None] = {}
-        """Rank 0's buffers by their marks, None where this rank cannot map one; on ranks above 0."""
+        self._views: dict[Address, dict[str, torch.Tensor] | None] = {}
+        """Views into rank 0's buffers, None where one cannot be reached; on ranks above 0."""
         several = trainer.world_size > 1
         self._group: dist.ProcessGroup | None = None
         if several:
@@ -121,11 +120,6 @@ class RankedTrainer:
     def policy_version(self) -> int:
         """Optimizer steps that the weights have taken."""
         return self._trainer.policy_version
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._trainer.world_size
 
     @property
     def device(self) -> torch.device:
@@ -152,9 +146,8 @@ class RankedTrainer:
 
     def snapshot(self, buffer: WeightBuffer) -> None:
         """`Trainer.snapshot`."""
-        memory = buffer.memory
-        self._tell(Snapshot() if memory is None else Snapshot(memory.path, memory.mark))
-        self._trainer.snapshot(buffer)
+        self._tell(Snapshot(buffer.memory.address))
+        self._trainer.snapshot(dict(buffer.views()))
 
     def score(self, token_ids: list[int]) -> "Scored":
         """`Trainer.score`."""
@@ -192,8 +185,8 @@ class RankedTrainer:
                     self._trainer.train_batch(groups)
                 case Tune(clip_low=clip_low, clip_high=clip_high, learning_rate=learning_rate):
                     self._trainer.tune(clip_low=clip_low, clip_high=clip_high, learning_rate=learning_rate)
-                case Snapshot(path=path, mark=mark):
-                    self._trainer.snapshot(self._find_buffer(path, mark))
+                case Snapshot(address=address):
+                    self._trainer.snapshot(self._views_of(address))
                 case ScoreTokens(token_ids=token_ids):
                     self._trainer.score(token_ids)
                 case SaveCheckpoint(folder=folder, extra=extra):
@@ -213,14 +206,17 @@ class RankedTrainer:
                 case unknown:
                     assert_never(unknown)
 
-    def _find_buffer(self, path: str, mark: str) -> WeightBuffer | None:
-        if mark not in self._buffers:
+    def _views_of(self, address: Address) -> dict[str, torch.Tensor] | None:
+        if address not in self._views:
             layout, device = self._trainer.layout(), self._trainer.device
-            flat = find_bytes(path, mark, buffer_bytes(layout))
-            if flat is not None and device.index is not None:
-                pin(flat.untyped_storage(), device.index)
-            self._buffers[mark] = None if flat is None else WeightBuffer(layout, flat)
-        return self._buffers[mark]
+            self._views[address] = None
+            # Rank 0's memory is out of reach on another machine and in another container.
+            with contextlib.suppress(OSError, RuntimeError):
+                flat = map_bytes(address, buffer_bytes(layout))
+                if device.index is not None:
+                    pin(flat.untyped_storage(), device.index)
+                self._views[address] = dict(named_views(flat, layout))
+        return self._views[address]
 
     def _tell(self, command: AnyRankCommand) -> None:
         if self._group is None:

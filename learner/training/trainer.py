@@ -21,7 +21,7 @@ from offbeat.common.config import Config
 from offbeat.common.images import ImageReader
 from offbeat.common.models import resolve_model
 from offbeat.common.routing import Routing, record_routing
-from offbeat.common.weights import WeightBuffer, make_layout, tensor_dtype
+from offbeat.common.weights import make_layout, tensor_dtype
 from offbeat.learner.diagnostics.broken_rows import broken_metrics
 from offbeat.learner.diagnostics.calibration import load_calibration
 from offbeat.learner.diagnostics.gradient_direction import GradientDirection
@@ -197,9 +197,9 @@ class Trainer:
         """List the weights that `snapshot` copies: Hugging Face names, the model's order, tied weights once; no collective."""
         return make_layout(base_shapes(self._module.policy), tensor_dtype(self._config.model.dtype))
 
-    def snapshot(self, buffer: WeightBuffer | None) -> None:
-        """Copy the current weights into rank 0's buffer, as `write_snapshot` does; ranks that do not share it pass None."""
-        write_snapshot(self._module.policy, buffer, self.device)
+    def snapshot(self, views: dict[str, Tensor] | None) -> None:
+        """Copy the current weights into these views by name, as `write_snapshot` does."""
+        write_snapshot(self._module.policy, views, self.device)
 
     def score(self, token_ids: Sequence[int]) -> Scored:
         """Score at least two given tokens."""

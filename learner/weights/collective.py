@@ -145,7 +145,7 @@ class CollectiveUpdates:
             return Transfer(is_sent=False, absent=absent)
         group.prepare()
         rendezvous.set_go()
-        broadcast = partial(group.broadcast, edition.buffer.flat)
+        broadcast = partial(group.broadcast, edition.buffer)
         watched(broadcast, self._transport.timeout_s + STUCK_S, f"the broadcast of epoch {self._epoch}")
         self._is_retry = False
         self._sent_version = edition.policy_version

@@ -5,19 +5,13 @@ to actors that pull, or when a transfer hangs; there is never a third.
 """
 
 import contextlib
-import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from offbeat.common.pinned_memory import pin
-from offbeat.common.shared_bytes import SharedBytes
-from offbeat.common.weights import WeightBuffer, buffer_bytes, checksum
+from offbeat.common.weights import WeightBuffer, checksum
 from offbeat.protocols.messages import TensorSpec
-
-logger = logging.getLogger(__name__)
 
 PATIENCE_S = 1.0
 """Longest wait of training for a transfer to end; after it, training allocates a second buffer."""
@@ -50,17 +44,11 @@ class Edition:
 class Editions:
     """Lends the newest version to readers, and a free buffer to the one writer. Any thread may read."""
 
-    def __init__(self, layout: tuple[TensorSpec, ...], gpu_index: int | None = None, *, is_shared: bool = False) -> None:
-        """
-        Args:
-            gpu_index: The GPU that versions are copied from, which reaches pinned memory faster; None: the CPU.
-            is_shared: Other processes of this machine, the learner's other ranks, may map the buffers and write to them.
-        """
+    def __init__(self, layout: tuple[TensorSpec, ...], gpu_index: int | None = None) -> None:
+        """`gpu_index`: the GPU that versions are copied from, which reaches pinned memory faster; None: the CPU."""
         self.layout = layout
         self._gpu_index = gpu_index
-        self._is_shared = is_shared
-        self._memories: list[SharedBytes] = []
-        self._current = Edition(self._make_buffer(), None)
+        self._current = Edition(self._pinned(WeightBuffer(layout)), None)
         self._spare: WeightBuffer | None = None
         self._has_second = False
         self._is_writing = False
@@ -80,7 +68,7 @@ class Editions:
         with self._changed:
             if not self._changed.wait_for(self._is_a_buffer_free, PATIENCE_S) and not self._has_second:
                 # Its pages are touched by pinning or by the snapshot: filling it with zeros first would keep training waiting.
-                self._spare = self._make_buffer(is_touched=False)
+                self._spare = self._pinned(WeightBuffer(self.layout, is_reserved=False))
                 self._has_second = True
             self._changed.wait_for(self._is_a_buffer_free)
             buffer = self._current.buffer
@@ -125,36 +113,15 @@ class Editions:
             if self._has_second:
                 return
             self._has_second = True
-        spare = self._make_buffer()
+        spare = self._pinned(WeightBuffer(self.layout))
         with self._changed:
             self._spare = spare
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Stop sharing the buffers; who has mapped one keeps it."""
-        with self._changed:
-            self._is_shared = False
-            for memory in self._memories:
-                memory.close()
-            self._memories.clear()
-
-    def _make_buffer(self, *, is_touched: bool = True) -> WeightBuffer:
-        buffer = self._make_shared_buffer() if self._is_shared else None
-        if buffer is None:
-            flat = None if is_touched else torch.empty(buffer_bytes(self.layout), dtype=torch.uint8)
-            buffer = WeightBuffer(self.layout, flat)
+    def _pinned(self, buffer: WeightBuffer) -> WeightBuffer:
         if self._gpu_index is not None:
             pin(buffer.flat.untyped_storage(), self._gpu_index)
         return buffer
-
-    def _make_shared_buffer(self) -> WeightBuffer | None:
-        try:
-            memory = SharedBytes(buffer_bytes(self.layout))
-        except OSError as error:
-            logger.warning("the learner's ranks cannot share memory (%s): the weights of all pass through rank 0", error)
-            return None
-        self._memories.append(memory)
-        return WeightBuffer(self.layout, memory=memory)
 
     def _is_a_buffer_free(self) -> bool:
         return not self._current.num_readers or self._spare is not None

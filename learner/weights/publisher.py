@@ -75,8 +75,7 @@ class WeightPublisher:
         self._transport = transport
         self._max_pull_lag = max_pull_lag
         self._record = record
-        gpu_index = None if transport.gpu is None else transport.gpu.number
-        self._editions = Editions(layout, gpu_index, is_shared=transport.is_shared)
+        self._editions = Editions(layout, None if transport.gpu is None else transport.gpu.number)
         self._changed = threading.Condition()
         """Guards what several threads use. Never held while something outside is called: the caller may hold its own locks."""
         self._closing = threading.Event()
@@ -129,7 +128,6 @@ class WeightPublisher:
         self._server.close()
         if self._collective is not None and not (self._thread is not None and self._thread.is_alive()):
             self._collective.close()
-        self._editions.close()
         self._tell()
 
     # The hub's thread

@@ -31,7 +31,5 @@ class Transport(NamedTuple):
     """Actors that may pull at once."""
     delta: bool = False
     """Offer differences between versions to actors that pull."""
-    is_shared: bool = False
-    """The learner has several ranks, which write snapshots side by side."""
     gpu: LearnerGpu | None = None
     """None when the learner trains on a CPU; no backend is `nccl` then."""

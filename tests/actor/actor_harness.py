@@ -22,7 +22,7 @@ from offbeat.actor.single_turns import SingleTurns
 from offbeat.common.config import ActorSection, Config, HubSection, MetricsSection
 from offbeat.common.images import ImagePatches
 from offbeat.common.shutdown import StopRequest
-from offbeat.common.weights import make_layout
+from offbeat.common.weights import WeightBuffer, make_layout
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.completions import Segment
 from offbeat.protocols.engine_info import EngineInfo, ModelHashes
@@ -97,8 +97,8 @@ class FakeEngine:
         self.aborted += [request_id for request_id in request_ids if request_id in self.running]
         self.running = [request_id for request_id in self.running if request_id not in self.aborted]
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv: bool) -> None:
-        self.weights = {name: tensor.clone() for name, tensor in weights}
+    def load_weights(self, weights: WeightBuffer, policy_version: int, *, recompute_kv: bool) -> None:
+        self.weights = {name: tensor.clone() for name, tensor in weights.views()}
         self.policy_version = policy_version
 
     def score(self, token_ids: Sequence[int]) -> Score:

@@ -23,6 +23,7 @@ from offbeat.learner.policy.packing import pack
 from offbeat.protocols.completions import Segment
 from offbeat.protocols.engine_info import ModelHashes
 from offbeat.protocols.messages import Sampling
+from tests.weights import buffer_of
 
 pytestmark = pytest.mark.engine
 
@@ -79,7 +80,7 @@ def load_reference(folder: Path, seed: int | None) -> PreTrainedModel:
 
 def load(engine: Engine, reference: PreTrainedModel, policy_version: int, *, recompute_kv: bool = True) -> None:
     weights = [(name, parameter.data) for name, parameter in reference.named_parameters()]
-    engine.load_weights(weights, policy_version, recompute_kv=recompute_kv)
+    engine.load_weights(buffer_of(weights), policy_version, recompute_kv=recompute_kv)
 
 
 @torch.inference_mode()

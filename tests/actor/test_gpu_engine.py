@@ -18,6 +18,7 @@ from offbeat.actor.engine_choice import make_engine
 from offbeat.protocols.engine_info import ModelHashes
 from offbeat.protocols.messages import Sampling
 from tests.gpu_report import MEASURED
+from tests.weights import buffer_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -59,7 +60,7 @@ def moved(folder: Path, seed: int) -> PreTrainedModel:
 
 def load(engine: Engine, model: PreTrainedModel, policy_version: int) -> None:
     weights = [(name, parameter.data) for name, parameter in model.named_parameters()]
-    engine.load_weights(weights, policy_version, recompute_kv=True)
+    engine.load_weights(buffer_of(weights), policy_version, recompute_kv=True)
 
 
 def score(engine: Engine, model: PreTrainedModel, policy_version: int) -> NDArray[np.float32]:

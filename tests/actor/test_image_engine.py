@@ -20,6 +20,7 @@ from offbeat.learner.policy.packing import pack
 from offbeat.protocols.completions import Segment
 from offbeat.protocols.engine_info import ModelHashes
 from offbeat.protocols.messages import Sampling
+from tests.weights import buffer_of
 
 Image = pytest.importorskip("PIL.Image")
 pytestmark = pytest.mark.engine
@@ -80,7 +81,7 @@ def test_engine_and_learner_agree_on_every_token(model: str, request: pytest.Fix
                 if version:
                     parameter.data += 0.3 * parameter.data.std() * torch.randn(parameter.shape, generator=generator)
             weights = [(name, parameter.data) for name, parameter in module.policy.named_parameters()]
-            engine.load_weights(weights, version, recompute_kv=False)
+            engine.load_weights(buffer_of(weights), version, recompute_kv=False)
             engine.submit(names, prompt, Sampling(max_new_tokens=12), patches)
             engine.submit(["text"], [5, 6, 7], Sampling(max_new_tokens=4))
             *completions, text = sample(engine, [*names, "text"])
@@ -100,7 +101,7 @@ def test_engine_and_learner_agree_on_every_token(model: str, request: pytest.Fix
         for parameter in module.policy.get_submodule("model.visual").parameters():
             parameter.data *= 1.5
         weights = [(name, parameter.data) for name, parameter in module.policy.named_parameters()]
-        engine.load_weights(weights, 4, recompute_kv=True)
+        engine.load_weights(buffer_of(weights), 4, recompute_kv=True)
         changed = [completion for completion in sample_rest(engine) if completion.segments[-1].policy_version == 4]
         assert len(changed) + len(ended) == len(names) and changed
         for completion in changed:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
+
 SCRIPT = """
 import json, os, sys, time
 from offbeat.common.environment import prepare_environment
@@ -22,6 +24,7 @@ def main(folder):
     from offbeat.actor.engine_choice import make_engine
     from offbeat.protocols.engine_info import ModelHashes
     from offbeat.protocols.messages import Sampling
+    from tests.weights import buffer_of
     engine = make_engine(
         "vllm",
         folder,
@@ -40,7 +43,7 @@ def main(folder):
                 parameter += 0.05 * torch.randn(parameter.shape)
             logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         weights = ((name, parameter.data) for name, parameter in model.named_parameters())
-        engine.load_weights(weights, policy_version, recompute_kv=True)
+        engine.load_weights(buffer_of(weights), policy_version, recompute_kv=True)
         differences.append(float(abs(engine.score(ids[0].tolist()).logprobs - logprobs.numpy()).max()))
     engine.submit(["a"], [5, 6, 7], Sampling(5))
     finished = []
@@ -60,7 +63,7 @@ if __name__ == "__main__":
 def test_two_workers_sample_exactly_and_do_not_outlive_a_killed_actor(tiny_model, tmp_path):
     script = tmp_path / "actor_like.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     with subprocess.Popen(
         [sys.executable, str(script), str(tiny_model)], env=environment, stdout=subprocess.PIPE, text=True
     ) as process:

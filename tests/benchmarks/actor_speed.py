@@ -26,6 +26,7 @@ import numpy as np
 
 from offbeat.common.environment import has_gpu, prepare_environment
 from tests.benchmarks.measuring import NUM_ROUNDS, PATIENCE_S, print_table, processes, receive_from, spread
+from tests.weights import buffer_of
 
 GROUP_SIZE = 8
 INFLIGHT_GROUPS = 16
@@ -161,7 +162,7 @@ def run_actor(connection: Connection, folder: str, workload: Workload, address: 
         options={"max_num_seqs": INFLIGHT_GROUPS * GROUP_SIZE, "kv_cache_memory_bytes": 256 << 20},
     )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
-    engine.load_weights([(name, tensor.data) for name, tensor in model.named_parameters()], 0, recompute_kv=False)
+    engine.load_weights(buffer_of(model.named_parameters()), 0, recompute_kv=False)
     link = Link(address, identity=identity.peer(), max_message_bytes=config.hub.max_message_mb << 20)
     connection.send(os.getpid())
     outbox = Outbox(resend_after_s=config.hub.dead_after_s)

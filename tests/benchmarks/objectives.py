@@ -267,7 +267,7 @@ def evaluate(sampler: Sampler, task: Task, generator: torch.Generator) -> float:
 
 def _snapshot(trainer: "Trainer") -> Edition:
     weights = WeightBuffer(trainer.layout())
-    trainer.snapshot(weights)
+    trainer.snapshot(dict(weights.views()))
     return Edition(trainer.policy_version, weights)
 
 

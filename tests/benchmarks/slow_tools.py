@@ -22,6 +22,7 @@ import numpy as np
 
 from offbeat.common.environment import prepare_environment
 from tests.benchmarks.measuring import NUM_ROUNDS, print_table, spread
+from tests.weights import buffer_of
 
 QUICK_GROUPS = 16
 GROUP_SIZE = 8
@@ -136,7 +137,7 @@ def loop() -> Iterator[Loop]:
             "vllm", str(folder), dtype="float32", max_model_len=MAX_LENGTH, hashes=hash_model(folder), seed=1, options=options
         )
         model = AutoModelForCausalLM.from_pretrained(folder)
-        engine.load_weights([(name, one.detach()) for name, one in model.named_parameters()], 0, recompute_kv=True)
+        engine.load_weights(buffer_of(model.named_parameters()), 0, recompute_kv=True)
         begin = Begin(
             function="tests.benchmarks.slow_tools:play",
             tokenizer=str(folder),

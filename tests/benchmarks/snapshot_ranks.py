@@ -52,8 +52,8 @@ def measure(connection: Connection) -> None:
     from offbeat.common.config import Config, ModelSection, TaskSection
     from offbeat.common.learning_sections import TrainSection
     from offbeat.common.objectives import complete
-    from offbeat.common.shared_bytes import SharedBytes, find_bytes
-    from offbeat.common.weights import WeightBuffer, buffer_bytes
+    from offbeat.common.shared_bytes import map_bytes
+    from offbeat.common.weights import WeightBuffer, buffer_bytes, named_views
     from offbeat.learner.policy.lora import merged_parameters
     from offbeat.learner.training.trainer import Trainer
 
@@ -64,14 +64,14 @@ def measure(connection: Connection) -> None:
     model = ModelSection(path=f"{folder}/model", dtype="bfloat16")
     trainer = Trainer(complete(Config(model=model, task=TaskSection(train_data=""), train=train)))
     layout = trainer.layout()
-    memory = SharedBytes(buffer_bytes(layout)) if rank == 0 else None
-    where = [None if memory is None else (memory.path, memory.mark)]
+    own = WeightBuffer(layout)
+    # On the other rank it is of no use.
+    buffer = WeightBuffer(layout)
+    where = [buffer.memory.address]
     dist.broadcast_object_list(where)
-    assert where[0] is not None
-    flat = find_bytes(*where[0], buffer_bytes(layout))
-    assert flat is not None
-    shared, own = WeightBuffer(layout, flat), WeightBuffer(layout)
-    # As long as the snapshot before, which pages and connections made slow.
+    flat = map_bytes(where[0], buffer_bytes(layout))
+    shared = dict(named_views(flat, layout))
+    # The first snapshot makes pages and connections.
     times = Times([], [])
     for is_counted in [False] + [True] * num_rounds:
         dist.barrier()
@@ -86,7 +86,7 @@ def measure(connection: Connection) -> None:
             times.by_rank_0.append(halfway - started)
             times.by_parts.append(time.perf_counter() - halfway)
     if rank == 0:
-        assert torch.equal(own.flat, shared.flat), "the ways must not differ"
+        assert torch.equal(own.flat, flat), "the ways must not differ"
     connection.send(times)
 
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from offbeat.actor.engine import CacheUse, Completion, Score
 from offbeat.common.config import Config, HubSection, RolloutSection, StalenessSection, TaskSection
 from offbeat.common.images import ImagePatches
 from offbeat.common.learning_sections import TrainSection
 from offbeat.common.rows import Recorder
+from offbeat.common.weights import WeightBuffer
 from offbeat.learner.dispatch.contract import Contract
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.listeners import Listeners
@@ -100,7 +100,7 @@ class SleepEngine:
         for request_id in request_ids:
             self._running.pop(request_id, None)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv: bool) -> None:
+    def load_weights(self, weights: WeightBuffer, policy_version: int, *, recompute_kv: bool) -> None:
         self.policy_version = policy_version
         now = time.monotonic()
         for sleeping in self._running.values():

@@ -29,8 +29,8 @@ import torch
 
 from offbeat.common.environment import prepare_environment
 from offbeat.common.rows import ActorRow, CommitRow, StepRow, WeightsRow
-from offbeat.common.weights import WeightBuffer, layout_of, tensor_dtype
 from offbeat.common.weights import checksum as checksum_of
+from offbeat.common.weights import tensor_dtype
 from tests.benchmarks.measuring import (
     PATIENCE_S,
     OffbeatRun,
@@ -44,6 +44,7 @@ from tests.benchmarks.measuring import (
 )
 from tests.benchmarks.weight_members import death, join
 from tests.benchmarks.weight_transfer import NUM_BYTES, NUM_ROUNDS, transfer
+from tests.weights import buffer_of
 
 # The quick start
 
@@ -168,11 +169,9 @@ def measure_commits(connection: Connection, dtype: str) -> None:
         make_tiny_model(Path(folder), alphabet="0123456789abcdefghijklmnopqrstuvwxyz+-=>")
         engine = make_engine("vllm", folder, dtype=dtype, max_model_len=256, hashes=ModelHashes("", "", ""), seed=0, options={})
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=tensor_dtype(dtype))
-    buffer = WeightBuffer(layout_of(dict(model.named_parameters())))
-    for (_, view), parameter in zip(buffer.views(), model.parameters(), strict=True):
-        view.copy_(parameter.data)
+    buffer = buffer_of(model.named_parameters())
     worker = cast(Any, engine)._engine.model_executor.driver_worker.worker
-    engine.load_weights(buffer.views(), 0, recompute_kv=True)
+    engine.load_weights(buffer, 0, recompute_kv=True)
     replay = worker._replay
     assert replay is not None
     milliseconds: dict[str, list[float]] = {"vLLM's reload": [], "copies": []}
@@ -181,7 +180,7 @@ def measure_commits(connection: Connection, dtype: str) -> None:
             worker._replay = replay if way == "copies" else None
             started = time.process_time()
             for version in range(NUM_COMMITS):
-                engine.load_weights(buffer.views(), version, recompute_kv=True)
+                engine.load_weights(buffer, version, recompute_kv=True)
             values.append(1000 * (time.process_time() - started) / NUM_COMMITS)
     connection.send(milliseconds)
 

@@ -14,6 +14,7 @@ from offbeat.common import nccl_group
 from offbeat.common.collectives import CollectiveError, CollectiveLateError, Seat, group_store, serve_store
 from offbeat.common.nccl_group import NcclGroup
 from offbeat.common.nccl_process import ENVIRONMENT
+from offbeat.common.weights import WeightBuffer, make_layout
 from offbeat.protocols.messages import NcclTransport
 from tests.common import nccl_stand_in
 from tests.common.nccl_stand_in import Fate, context
@@ -23,7 +24,8 @@ pytestmark = pytest.mark.slow
 WORLD_SIZE = 3
 TIMEOUT_S = 1.0
 GRACE_S = 0.5
-NUM_BYTES = 1000
+LAYOUT = make_layout([("w", (250,))], torch.float32)
+"""Four buckets of 300 bytes."""
 EPOCH = 7
 
 
@@ -31,8 +33,8 @@ class Fleet:
     """One group for each rank, each with a thread that broadcasts."""
 
     def __init__(self, store: TCPStore, avoided: tuple[NcclTransport, ...], timeout_s: float) -> None:
-        self.buffers = [torch.zeros(NUM_BYTES, dtype=torch.uint8) for _ in range(WORLD_SIZE)]
-        self.buffers[0].random_(256)
+        self.buffers = [WeightBuffer(LAYOUT) for _ in range(WORLD_SIZE)]
+        self.buffers[0].flat.random_(256)
         self.groups = [
             NcclGroup(store, Seat(EPOCH, rank, WORLD_SIZE, 300, timeout_s), 0, avoided) for rank in range(WORLD_SIZE)
         ]
@@ -94,7 +96,7 @@ def test_every_member_has_all_bytes_although_the_learner_closes_first(fleet_of: 
     fleet.broadcast()
     assert fleet.errors == {}
     for buffer in fleet.buffers:
-        assert torch.equal(buffer, fleet.buffers[0])
+        assert torch.equal(buffer.flat, fleet.buffers[0].flat)
     # The construction, and four buckets.
     assert fleet.num_beats == [5] * WORLD_SIZE
 

@@ -30,7 +30,7 @@ def train(run: Path, config: Config, num_checkpoints: int = 1) -> list[dict[str,
         trainer.train_batch(make_groups(3, seed=version))
         trainer.save_checkpoint(checkpoints.checkpoint_folder(run / "checkpoints", version), b"")
         buffer = WeightBuffer(trainer.layout())
-        trainer.snapshot(buffer)
+        trainer.snapshot(dict(buffer.views()))
         weights.append(dict(buffer.views()))
     trainer.close()
     return weights

@@ -20,6 +20,7 @@ from offbeat.common.config import EnvironmentSection
 from offbeat.common.models import hash_model
 from offbeat.protocols.messages import Lease, Sampling
 from tests.trees import read_by_turns
+from tests.weights import buffer_of
 
 pytestmark = pytest.mark.engine
 
@@ -100,7 +101,7 @@ def test_stored_logprobs_are_those_of_the_stream_under_the_versions_of_its_segme
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     prompt = AutoTokenizer.from_pretrained(tiny_model).encode("1+1=")
     versions: dict[int, list[tuple[str, torch.Tensor]]] = {0: weights_of(model, 0)}
-    engine.load_weights(versions[0], 0, recompute_kv=True)
+    engine.load_weights(buffer_of(versions[0]), 0, recompute_kv=True)
     talk = Talk()
     episodes = Episodes(
         engine,
@@ -126,7 +127,7 @@ def test_stored_logprobs_are_those_of_the_stream_under_the_versions_of_its_segme
         num_steps += 1
         if num_steps % 7 == 0:
             versions[len(versions)] = weights_of(model, len(versions))
-            engine.load_weights(versions[len(versions) - 1], len(versions) - 1, recompute_kv=True)
+            engine.load_weights(buffer_of(versions[len(versions) - 1]), len(versions) - 1, recompute_kv=True)
     assert isinstance(played[0], Played)
     seen, kinds = set[int](), set[int]()
     for completion in played[0].completions:
@@ -163,12 +164,12 @@ def test_turns_start_on_the_cache_of_their_first_weights_and_new_prompts_on_none
             np.testing.assert_allclose(completions[0].behavior_logprobs, expected, atol=2e-5)
         return num_cached
 
-    engine.load_weights(weights_of(model, 0), 7, recompute_kv=False)
+    engine.load_weights(buffer_of(weights_of(model, 0)), 7, recompute_kv=False)
     first = engine.num_loads
     assert [cached(first, 70), cached(first)] == [0, 64], "the second turn starts on the first one's"
     # A learner that went back to an older checkpoint gives other weights the same version.
     for version in (8, 8):
-        engine.load_weights(weights_of(model, version), version, recompute_kv=False)
+        engine.load_weights(buffer_of(weights_of(model, version)), version, recompute_kv=False)
         assert [cached(None), cached(None), cached(first)] == [0, 64, 64]
-    engine.load_weights(weights_of(model, 9), 9, recompute_kv=True)
+    engine.load_weights(buffer_of(weights_of(model, 9)), 9, recompute_kv=True)
     assert cached(first) == 0, "recompute_kv keeps nothing of older weights"

@@ -66,7 +66,7 @@ class Recorded:
 
     def keep(self, trainer: Trainer) -> None:
         buffer = WeightBuffer(trainer.layout())
-        trainer.snapshot(buffer)
+        trainer.snapshot(dict(buffer.views()))
         self.weights.append(buffer)
 
 
@@ -107,7 +107,7 @@ def test_nothing_but_the_learners_trainer_changes_the_weights(tiny_model: Path, 
     trainer = Trainer(make_config(tiny_model))
     for batch, expected in zip(recorded.batches, recorded.weights, strict=True):
         buffer = WeightBuffer(trainer.layout())
-        trainer.snapshot(buffer)
+        trainer.snapshot(dict(buffer.views()))
         assert torch.equal(buffer.flat, expected.flat)
         trainer.train_batch(batch)
     trainer.close()

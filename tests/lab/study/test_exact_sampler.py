@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from offbeat.common.routing import record_routing
-from offbeat.common.weights import WeightBuffer, layout_of
 from offbeat.lab.study.sampler import ExactSampler, Sampled
+from tests.weights import buffer_of
 
 PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([5, 6, 7, 8, 9], [10, 11], [12])]
 
@@ -82,10 +82,7 @@ def test_noise_is_in_the_distribution_that_is_sampled_from(tiny_model: Path) -> 
 def test_load_replaces_every_weight(tiny_model: Path, ending_model: Path) -> None:
     sampler = ExactSampler(str(tiny_model))
     theirs = dict(AutoModelForCausalLM.from_pretrained(ending_model, dtype=torch.float32).named_parameters())
-    buffer = WeightBuffer(layout_of({name: parameter.detach() for name, parameter in theirs.items()}))
-    for name, view in buffer.views():
-        view.copy_(theirs[name].detach())
-    sampler.load(buffer)
+    sampler.load(buffer_of(theirs.items()))
     completions = sampler.sample(PROMPTS, num_each=4, max_new_tokens=24, generator=torch.Generator().manual_seed(3))
     assert [one.token_ids.tolist() for one in completions] == [one.token_ids.tolist() for one in sample(ending_model)]
 

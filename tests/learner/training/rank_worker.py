@@ -14,8 +14,8 @@ from offbeat.common.environment import prepare_environment
 
 prepare_environment()
 
-from offbeat.common.shared_bytes import SharedBytes, find_bytes  # noqa: E402
-from offbeat.common.weights import WeightBuffer, buffer_bytes  # noqa: E402
+from offbeat.common.shared_bytes import map_bytes  # noqa: E402
+from offbeat.common.weights import WeightBuffer, named_views  # noqa: E402
 from offbeat.learner.policy.lora import merged_parameters  # noqa: E402
 from offbeat.learner.policy.zero import gathered_parameters  # noqa: E402
 from offbeat.learner.training.checkpoints import CheckpointFailedError  # noqa: E402
@@ -46,7 +46,7 @@ def train(model: Path, case: str, checkpoints: Path) -> dict[str, object]:
     extra = trainer.load_checkpoint(checkpoints / case / "step-00000001")
     second = trainer.train_batch(make_groups(3, seed=2))
     buffer = WeightBuffer(trainer.layout()) if trainer.rank == 0 else None
-    trainer.snapshot(buffer)
+    trainer.snapshot(None if buffer is None else dict(buffer.views()))
     flats = snapshots(trainer)
     score = trainer.score([5, 6, 7, 8]).logprobs
     trainer.save_model(checkpoints / f"model-{case}")
@@ -72,21 +72,22 @@ def snapshots(trainer: Trainer) -> dict[str, torch.Tensor]:
     gathered, sent, own = (WeightBuffer(layout) for _ in range(3))
     for (_, view), (_, weight) in zip(gathered.views(), merged_parameters(trainer._module.policy), strict=True):
         view.copy_(weight)
-    trainer.snapshot(sent if is_first else None)
-    mapped: list[WeightBuffer] = []
-    for _ in range(2):
-        memory = SharedBytes(buffer_bytes(layout)) if is_first else None
-        where = [(memory.path, memory.mark) if memory is not None else None]
-        torch.distributed.broadcast_object_list(where)
-        assert where[0] is not None
-        flat = find_bytes(*where[0], buffer_bytes(layout))
-        assert flat is not None
-        mapped.append(WeightBuffer(layout, flat))
-    shared, of_second = mapped
-    trainer.snapshot(shared)
-    trainer.snapshot(own if is_first else of_second)
-    named = {"gathered": gathered, "sent": sent, "shared": shared, "first": own, "second": of_second}
-    return {name: buffer.flat.clone() for name, buffer in named.items()} if is_first else {}
+    trainer.snapshot(dict(sent.views()) if is_first else None)
+    shared, of_second = (share(WeightBuffer(layout)) for _ in range(2))
+    trainer.snapshot(dict(named_views(shared, layout)))
+    trainer.snapshot(dict(own.views()) if is_first else dict(named_views(of_second, layout)))
+    named = {"gathered": gathered.flat, "sent": sent.flat, "shared": shared, "first": own.flat, "second": of_second}
+    return {name: flat.clone() for name, flat in named.items()} if is_first else {}
+
+
+def share(buffer: WeightBuffer) -> torch.Tensor:
+    """Return the bytes of rank 0's buffer on every rank."""
+    where = [buffer.memory.address]
+    torch.distributed.broadcast_object_list(where)
+    flat = map_bytes(where[0], len(buffer.flat))
+    # Until here rank 0 keeps it.
+    torch.distributed.barrier()
+    return flat
 
 
 def count_memory(model: Path, case: str) -> dict[str, object]:

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import FileStore
 
-from offbeat.common.shared_bytes import SharedBytes
-from offbeat.common.weights import WeightBuffer, buffer_bytes, make_layout
+from offbeat.common.shared_bytes import Address
+from offbeat.common.weights import WeightBuffer, make_layout
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.training import ranks
 from offbeat.learner.training.ranks import (
@@ -97,8 +97,7 @@ def test_groups_survive_the_way_to_the_other_ranks(shapes: list[list[int]]) -> N
     "command",
     [
         Idle(),
-        Snapshot(),
-        Snapshot("/proc/7/fd/8", "/memfd:offbeat-weights-é (deleted)"),
+        Snapshot(Address("/proc/7/fd/8", "/memfd:offbeat-é (deleted)")),
         Tune(None, 0.25, 1e-4),
         ScoreTokens([1, 2, 3]),
         SaveCheckpoint("/a folder/é", b"\x00\xff"),
@@ -113,14 +112,6 @@ def test_command_survives_the_way_to_the_other_ranks(command: Any) -> None:
 
 
 LAYOUT = make_layout([("w", (16,))], torch.float32)
-
-
-class OutOfReach(SharedBytes):
-    """Memory whose path leads to another one for the other rank, as on another machine."""
-
-    @property
-    def mark(self) -> str:
-        return "/memfd:offbeat-weights-of-another-machine (deleted)"
 
 
 class FakeTrainer:
@@ -143,8 +134,9 @@ class FakeTrainer:
     def layout(self) -> tuple[TensorSpec, ...]:
         return LAYOUT
 
-    def snapshot(self, buffer: WeightBuffer | None) -> None:
-        self.calls.append(("snapshot", None if buffer is None else (int(buffer.flat[0]), buffer.flat.data_ptr())))
+    def snapshot(self, views: dict[str, torch.Tensor] | None) -> None:
+        first_byte_and_address = None if views is None else (int(views["w"].view(torch.uint8)[0]), views["w"].data_ptr())
+        self.calls.append(("snapshot", first_byte_and_address))
 
     def score(self, token_ids: list[int]) -> SimpleNamespace:
         self.calls.append(("score", token_ids))
@@ -170,11 +162,11 @@ def command_all(trainer: RankedTrainer) -> None:
     assert trainer.load_checkpoint(Path("c")) == b"kept"
     assert trainer.train_batch([make_group([3, 4]), make_group([1])]) == [{"loss/policy": 0.5}]
     trainer.tune(clip_low=None, clip_high=0.25, learning_rate=1e-4)
-    trainer.snapshot(WeightBuffer(LAYOUT))
-    memories = [SharedBytes(buffer_bytes(LAYOUT)) for _ in range(2)]
-    for value, memory in enumerate([memories[0], memories[1], memories[0], OutOfReach(buffer_bytes(LAYOUT))], start=1):
-        memory.flat.fill_(value)
-        trainer.snapshot(WeightBuffer(LAYOUT, memory=memory))
+    buffers = [WeightBuffer(LAYOUT) for _ in range(3)]
+    buffers[2].memory.address = Address(buffers[2].memory.address.path, "/memfd:offbeat-of-another-machine (deleted)")
+    for value, buffer in enumerate([buffers[0], buffers[1], buffers[0], buffers[2]], start=1):
+        buffer.flat.fill_(value)
+        trainer.snapshot(buffer)
     assert len(trainer.score([1, 2, 3]).logprobs) == 2
     trainer.save_checkpoint(Path("c"), b"\x00\xff")
     trainer.save_model(Path("m"))
@@ -240,9 +232,9 @@ def test_other_rank_makes_every_call_of_rank_0(tmp_path: Path) -> None:
 
 def test_other_rank_has_the_buffer_of_rank_0_where_it_can_map_it(tmp_path: Path) -> None:
     buffers = [[buffer for name, buffer in calls if name == "snapshot"] for calls in run_both(tmp_path / "store")]
-    assert [value for value, _ in buffers[0]] == [0, 1, 2, 3, 4]
-    private, *shared, lost = buffers[1]
-    assert (private, lost) == (None, None)
+    assert [value for value, _ in buffers[0]] == [1, 2, 3, 4]
+    *shared, lost = buffers[1]
+    assert lost is None
     assert [value for value, _ in shared] == [1, 2, 3]
     addresses = [address for _, address in shared]
     assert addresses[0] == addresses[2] != addresses[1], "mapped once"

@@ -47,7 +47,7 @@ def running(config: Config) -> Iterator:
 
 def weights_of(trainer) -> dict[str, torch.Tensor]:
     buffer = WeightBuffer(trainer.layout())
-    trainer.snapshot(buffer)
+    trainer.snapshot(dict(buffer.views()))
     return dict(buffer.views())
 
 

@@ -1,13 +1,11 @@
 """Buffers are written while an older version is read."""
 
-import errno
 import threading
 
 import pytest
 import torch
 
-from offbeat.common.shared_bytes import find_bytes
-from offbeat.common.weights import buffer_bytes, checksum, make_layout
+from offbeat.common.weights import checksum, make_layout
 from offbeat.learner.weights import editions as weight_editions
 from offbeat.learner.weights.editions import Edition, Editions
 
@@ -112,42 +110,6 @@ def test_there_is_never_a_third_buffer_training_waits_for_one_of_two(monkeypatch
     assert not writer.is_alive()
     assert int(lent.buffer.flat[0]) == 1
     assert len(buffers_of(editions, lent, in_collective)) == 2
-
-
-def test_shared_buffers_can_be_mapped_until_they_are_closed() -> None:
-    editions = Editions(LAYOUT, is_shared=True)
-    editions.provide_spare()
-    write(editions, 1)
-    lent = editions.take()
-    write(editions, 2)
-    newest = editions.take()
-    memories = [edition.buffer.memory for edition in (lent, newest)]
-    found: list[torch.Tensor] = []
-    for memory in memories:
-        assert memory is not None
-        flat = find_bytes(memory.path, memory.mark, buffer_bytes(LAYOUT))
-        assert flat is not None
-        found.append(flat)
-    assert [int(flat[-1]) for flat in found] == [1, 2]
-    found[0].fill_(7)
-    assert int(lent.buffer.flat[0]) == 7
-    path, mark = (memories[0].path, memories[0].mark) if memories[0] is not None else ("", "")
-    editions.close()
-    assert find_bytes(path, mark, buffer_bytes(LAYOUT)) is None
-    assert int(newest.buffer.flat[0]) == 2, "who has it keeps it"
-
-
-def test_machine_without_memory_to_share_has_buffers_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(num_bytes: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(weight_editions, "SharedBytes", refuse)
-    editions = Editions(LAYOUT, is_shared=True)
-    write(editions, 3)
-    assert editions.take().buffer.memory is None
-    assert "the learner's ranks cannot share memory" in caplog.text
 
 
 def test_nobody_takes_what_is_being_written() -> None:
