@@ -49,6 +49,8 @@ def checksum(flat: torch.Tensor) -> int:
     speed of memory, and is no protection against forgery. It runs mostly without the interpreter's lock, in a thread for
     every two cores, `CHECKSUM_THREADS` at most.
     """
+    if len(flat) <= CHECKSUM_PART_BYTES:
+        return zlib.crc32(_block_sums(flat).data)
     value = 0
     num_threads = max(1, min(CHECKSUM_THREADS, (os.cpu_count() or 1) // 2))
     with ThreadPoolExecutor(num_threads, thread_name_prefix="weight-checksum") as threads:

@@ -272,7 +272,7 @@ class Hub:
             # Equivalent to `send_multipart` at half its cost, which is enum arithmetic for each frame.
             for frame in frames[:-1]:
                 self._socket.send(frame, _NOBLOCK_MORE)
-            self._socket.send(frames[-1], _NOBLOCK)
+            self._socket.send(frames[-1], _NOBLOCK, copy=len(frames[-1]) <= COPY_THRESHOLD_BYTES)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
@@ -353,7 +353,7 @@ class Link:
         """Return the next message, or None at the timeout. Raise `WireError` for a message that cannot be decoded."""
         if not self._socket.poll(round(timeout_s * 1000), zmq.POLLIN):
             return None
-        return decode_from_learner(self._socket.recv_multipart(zmq.NOBLOCK))
+        return decode_from_learner([frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)])
 
     def refusal(self) -> str | None:
         """Return why the learner cannot be reached or turns this end away, and what to do; None where nobody answers.

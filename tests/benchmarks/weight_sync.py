@@ -2,17 +2,19 @@
 
     python -m tests.benchmarks.weight_sync run         # `offbeat train` on the quick start: stalls, waits, shares; 1 minute
     python -m tests.benchmarks.weight_sync transfer    # 256 MB to one and to two receivers; 20 seconds
+    python -m tests.benchmarks.weight_sync pull        # the same to receivers that pull; 20 seconds
     python -m tests.benchmarks.weight_sync checksum    # 256 MB, against memcpy
     python -m tests.benchmarks.weight_sync commit      # replayed commits against vLLM's reload, quick start's model; 1 minute
     python -m tests.benchmarks.weight_sync join        # optimizer steps a second, also while 4 newcomers pull; 1 minute
     python -m tests.benchmarks.weight_sync death       # a member is killed, or stopped, during a broadcast; 1 minute
 
-`transfer` measures from the moment the weights are ready until the last receiver has confirmed them:
+`transfer` and `pull` measure from the moment the weights are ready until the last receiver has confirmed them:
 
     memcpy      one thread of this process copies the bytes once for each receiver
     gloo        one `broadcast` of the whole buffer in an existing process group
     gloo 8 MB   broadcasts of the buffer in pieces of the publisher's size
     offbeat     WeightPublisher -> announcement -> checksum -> ready, go -> broadcast -> WeightReceiver -> checksum
+                with `pull`: WeightPublisher -> announcement -> chunks that WeightReceiver asks for -> checksum
 """
 
 import os
@@ -189,7 +191,15 @@ def main() -> None:
     """Run the parts named on the command line, or all of them."""
     prepare_environment()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    parts = {"run": run, "transfer": transfer, "checksum": checksum, "commit": commit, "join": join, "death": death}
+    parts = {
+        "run": run,
+        "transfer": lambda: transfer("gloo"),
+        "pull": lambda: transfer("pull"),
+        "checksum": checksum,
+        "commit": commit,
+        "join": join,
+        "death": death,
+    }
     for part in sys.argv[1:] or parts:
         parts[part]()
 

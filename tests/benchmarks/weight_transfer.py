@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -42,14 +42,16 @@ def open_link(address: str, rank: int) -> Link:
     return Link(address, identity=actor_name(rank - 1).encode(), max_message_bytes=2 * BUCKET_BYTES)
 
 
-def make_publisher(*, timeout_s: float = TIMEOUT_S, max_pulls: int = 2) -> WeightPublisher:
-    """Return a publisher of `LAYOUT` over gloo, with the default sizes."""
+def make_publisher(
+    backend: Literal["gloo", "pull"] = "gloo", *, timeout_s: float = TIMEOUT_S, max_pulls: int = 2
+) -> WeightPublisher:
+    """Return a publisher of `LAYOUT` with the default sizes."""
     return WeightPublisher(
         layout=LAYOUT,
         transport=Transport(
             host="127.0.0.1",
             listen_on="127.0.0.1",
-            backend="gloo",
+            backend=backend,
             port=0,
             timeout_s=timeout_s,
             bucket_bytes=BUCKET_BYTES,
@@ -126,8 +128,9 @@ def receive(connection: Connection, port: int) -> None:
 class Fleet:
     """A publisher, bare process groups, and connections to the receivers in place of the hub."""
 
-    def __init__(self, connections: list[Connection], store: TCPStore) -> None:
+    def __init__(self, connections: list[Connection], store: TCPStore, backend: Literal["gloo", "pull"]) -> None:
         self._connections = connections
+        self._backend = backend
         self._cpu_s = [0.0] * len(connections)
         self._versions: list[int | None] = [None] * len(connections)
         self._num_members = 0
@@ -143,7 +146,7 @@ class Fleet:
         self._groups = bare_groups(store, 0)
         for connection in connections:
             assert connection.recv() == "up"
-        self._publisher = make_publisher()
+        self._publisher = make_publisher(backend)
         self._publisher.start(self)
 
     def close(self) -> None:
@@ -216,17 +219,18 @@ class Fleet:
 
     def post(self, peer: bytes, message: LearnerMessage) -> None:
         """Send an announcement to a receiver."""
+        assert self._backend == "gloo" or isinstance(message, WeightPull), message
         index = int(peer.decode().rpartition("-")[2])
         self._connections[index].send(message)
 
 
-def transfer() -> None:
+def transfer(backend: Literal["gloo", "pull"]) -> None:
     """Measure all variants and print the table."""
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rows = []
     with processes(receive, max(NUM_RECEIVERS), store.port) as connections:
-        fleet = Fleet(connections, store)
+        fleet = Fleet(connections, store, backend)
         variants: dict[str, Callable[[int], None]] = {
             "memcpy": fleet.memcpy,
             "gloo": lambda num_receivers: fleet.gloo(num_receivers, NUM_BYTES),
