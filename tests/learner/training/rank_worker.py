@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from offbeat.common.environment import prepare_environment
+from offbeat.common.shutdown import end_process
 
 prepare_environment()
 
@@ -140,3 +141,5 @@ def main(model: Path, result: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), Path(sys.argv[2]))
+    # As the learner ends: freed with the interpreter, torch's threads may abort the process.
+    end_process(0)
