@@ -46,8 +46,8 @@ def checksum(flat: torch.Tensor) -> int:
     """Return 32 bits over a buffer `[num_bytes]` (uint8, host, a multiple of 8 bytes): the CRC-32 of its 512-byte blocks' sums.
 
     The checksum changes with any change inside one 8-byte word, and with the order of the blocks. It finds accidents at the
-    speed of memory, and is no protection against forgery. It runs mostly without the interpreter's lock, in a thread for
-    every two cores, `CHECKSUM_THREADS` at most.
+    speed of memory, and is no protection against forgery. It runs mostly without the interpreter's lock; more than
+    `CHECKSUM_PART_BYTES` in a thread for every two cores, `CHECKSUM_THREADS` at most.
     """
     if len(flat) <= CHECKSUM_PART_BYTES:
         return zlib.crc32(_block_sums(flat).data)

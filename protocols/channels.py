@@ -189,7 +189,10 @@ class Hub:
         return None
 
     def send(self, peer: bytes, message: LearnerMessage, *arrays: Array) -> bool:
-        """Queue a message. Return False when the peer is gone, its queue is full, or its key is no longer allowed."""
+        """Queue a message. Return False when the peer is gone, its queue is full, or its key is no longer allowed.
+
+        A large last array is not copied: the peer gets what it holds when it leaves.
+        """
         if self._key_check is not None and not self._key_check.is_allowed(peer):
             return False
         return self._send([peer, *encode(message, *arrays)])
