@@ -184,8 +184,14 @@ class Hub:
                 name = _printable(peer) if sender.role is None else sender.name
                 self._guard.count_dropped(name, "not listened to after a flood of bad messages")
             else:
-                self._door.know(first_frame.get(_DESCRIPTOR))
-                return Received(peer, self._decode(peer, source, frames), sender)
+                try:
+                    self._door.know(first_frame.get(_DESCRIPTOR))
+                # libzmq does not say which connection a message of ZMTP 1 or 2 came by. No actor speaks these, but the first
+                # five bytes of anything else can look like them: of a web page's request, or a port scanner's.
+                except zmq.ZMQError:
+                    self._guard.count_dropped("a stranger", "it does not speak the protocol")
+                else:
+                    return Received(peer, self._decode(peer, source, frames), sender)
         return None
 
     def send(self, peer: bytes, message: LearnerMessage, *arrays: Array) -> bool:

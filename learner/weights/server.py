@@ -135,7 +135,8 @@ class WeightServer:
             self._hub.send(received.peer, gone)
             return
         answer = Chunk(policy_version=request.policy_version, index=request.index, checksum=checksum(chunk), base=request.base)
-        # A peer that is gone, or does not read, asks again. One that reads after `withdraw` may get changed bytes: the checksum tells.
+        # A peer that is gone, or does not read, asks again. One that reads after `withdraw` may get
+        # changed bytes: the checksum tells.
         self._hub.send(received.peer, answer, chunk.numpy().view(np.int32))
 
     def _grant(self, peer: bytes, request: ChunkRequest) -> torch.Tensor | None:
