@@ -10,6 +10,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple, Self
@@ -19,12 +20,12 @@ from offbeat.protocols.text import plain
 
 logger = logging.getLogger(__name__)
 
-READ_TIMEOUT_S = 10.0
-"""Longest wait for the rest of a request."""
+CONNECTION_S = 5.0
+"""Longest time from a connection to the end of its answer, in seconds."""
 LOOK_S = 0.1
 """Seconds until the thread sees that it shall end."""
-MOST_REQUESTS = 32
-"""Requests answered at once; more are refused."""
+MAX_CONNECTIONS = 32
+"""Open connections. One more closes the oldest: clients that send slowly must not keep a monitor from its answer."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 _POLICY = "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src data:; connect-src 'self'"
@@ -83,20 +84,39 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int]) -> None:
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
-        self.slots = threading.BoundedSemaphore(MOST_REQUESTS)
+        self._lock = threading.Lock()
+        self._deadlines: dict[socket.socket, float] = {}
+        """End of the time of each open connection, on `time.monotonic`; oldest first."""
         super().__init__((address[0].strip("[]"), address[1]), _Handler)
 
     def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
-        if not self.slots.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
+        """Answer a connection in a thread of its own."""
+        assert isinstance(request, socket.socket)
+        with self._lock:
+            self._deadlines[request] = time.monotonic() + CONNECTION_S
+            while len(self._deadlines) > MAX_CONNECTIONS:
+                self._hang_up(next(iter(self._deadlines)))
         super().process_request(request, client_address)
 
-    def process_request_thread(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.slots.release()
+    def service_actions(self) -> None:
+        """Hang up on connections whose time is over. The server calls this every `LOOK_S`."""
+        with self._lock:
+            now = time.monotonic()
+            for connection in [connection for connection, deadline in self._deadlines.items() if deadline < now]:
+                self._hang_up(connection)
+
+    def shutdown_request(self, request: socket.socket | tuple[bytes, socket.socket]) -> None:
+        """Close a connection that its thread has answered, or given up."""
+        assert isinstance(request, socket.socket)
+        with self._lock:
+            self._deadlines.pop(request, None)
+            super().shutdown_request(request)
+
+    def _hang_up(self, connection: socket.socket) -> None:
+        """Wake the thread of a connection, which then closes it. Call this with the lock held: what is listed is open."""
+        del self._deadlines[connection]
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Clients hang up as they like."""
@@ -104,8 +124,6 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = READ_TIMEOUT_S
-
     def do_GET(self) -> None:
         response = self._respond()
         self.send_response(response.status)

@@ -3,6 +3,7 @@
 import http.client
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -74,26 +75,53 @@ def test_names_are_free_where_the_user_has_bound_another_address() -> None:
         assert get(server, "/", "learner.cluster")[0] == 200
 
 
-def test_more_requests_than_are_allowed_are_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "MOST_REQUESTS", 2)
-    held = threading.Event()
+def trickle(server: WebServer, number: int, until: threading.Event) -> threading.Thread:
+    """Open connections that send one byte of a request now and then, and open them again when they are closed."""
 
-    def wait() -> Response:
-        held.wait(10)
-        return Response(b"at last")
-
-    with WebServer("metrics.bind", "127.0.0.1:0", {"/": lambda: Response(b"hello"), "/waits": wait}) as server:
-        waiting = [http.client.HTTPConnection("127.0.0.1", server.port, timeout=10) for _ in range(2)]
-        for connection in waiting:
-            connection.request("GET", "/waits", headers={"Host": "localhost"})
-        with pytest.raises((ConnectionError, http.client.HTTPException)):
-            # The two before it may not have arrived.
-            for _ in range(50):
-                get(server, "/")
-        held.set()
-        assert [connection.getresponse().read() for connection in waiting] == [b"at last"] * 2
-        for connection in waiting:
+    def send() -> None:
+        connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(number)]
+        while not until.wait(0.1):
+            for index, connection in enumerate(connections):
+                try:
+                    connection.send(b"G")
+                except OSError:
+                    connection.close()
+                    connections[index] = socket.create_connection(("127.0.0.1", server.port))
+        for connection in connections:
             connection.close()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def test_clients_that_send_slowly_do_not_keep_a_monitor_from_its_answer(server: WebServer) -> None:
+    until = threading.Event()
+    thread = trickle(server, web.MAX_CONNECTIONS, until)
+    try:
+        for _ in range(20):
+            assert get(server, "/")[0] == 200
+            time.sleep(0.05)
+    finally:
+        until.set()
+        thread.join()
+
+
+def test_connection_is_closed_at_its_time_limit_however_often_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "CONNECTION_S", 0.5)
+    with WebServer("metrics.bind", "127.0.0.1:0", {}) as server, socket.create_connection(("127.0.0.1", server.port)) as slow:
+        slow.settimeout(0.1)
+        for _ in range(100):
+            try:
+                slow.send(b"G")
+                if slow.recv(100) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+        else:
+            pytest.fail("the connection was open for 10 s")
 
 
 def test_silent_client_does_not_hold_the_end(server: WebServer) -> None:
