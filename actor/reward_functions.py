@@ -10,6 +10,8 @@
 A reward is a number or a mapping of named parts. Each form may be a plain function or an `async` one.
 """
 
+import asyncio
+import copy
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -93,23 +95,27 @@ class RewardFunction(NamedTuple):
         """Call an async function once and return the outcome of each sample, in order."""
         try:
             return [*self._rewards(await self.function(*self._arguments(samples)), samples, weights)]
-        except (Exception, SystemExit) as error:  # noqa: BLE001, the user's code
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:  # noqa: BLE001, the user's code may raise an interrupt, or end the process
             return [failure_of(error, file_of(self.function))] * len(samples)
 
     def _outcomes_of_call(self, samples: Sequence[Sample], weights: Mapping[str, float]) -> list[Outcome]:
         try:
             return [*self._rewards(self.function(*self._arguments(samples)), samples, weights)]
-        except (Exception, SystemExit) as error:  # noqa: BLE001, the user's code
+        except BaseException as error:  # noqa: BLE001, the user's code may raise an interrupt, or end the process
             return [failure_of(error, file_of(self.function))] * len(samples)
 
     def _arguments(self, samples: Sequence[Sample]) -> tuple[Any, ...]:
+        # A function may change its row. The completions of a group share theirs, and a retry has it again.
+        samples = [sample._replace(row=copy.deepcopy(sample.row)) for sample in samples]
         match self.form:
             case "completion":
                 return samples[0].prompt, samples[0].completion, samples[0].row
             case "sample":
                 return (samples[0],)
             case "group" | "samples":
-                return (list(samples),)
+                return (samples,)
 
     def _rewards(self, value: object, samples: Sequence[Sample], weights: Mapping[str, float]) -> list[Reward]:
         return rewards_of(value, len(samples), weights) if self.takes_many else [reward_of(value, weights)]

@@ -26,6 +26,7 @@ from offbeat.actor.reward_failures import Failure
 from offbeat.actor.reward_functions import load_reward
 from offbeat.actor.reward_values import Reward
 from offbeat.actor.samples import Sample
+from offbeat.common.shutdown import ServiceError
 from offbeat.common.user_functions import one_line
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class RewardRunner:
         self._breaker = Breaker()
         self._has_shown_mistake = False
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="rewards", daemon=True)
         self._thread.start()
         self._pulse = Pulse(limits.timeout_s + BLOCKED_LOOP_GRACE_S)
         self._backend: Backend = (
@@ -125,6 +126,8 @@ class RewardRunner:
 
     def poll(self) -> list[Rewarded | RewardFailure]:
         """Return the results of groups that ended since the last call, each once. Never waits."""
+        if not self._thread.is_alive():
+            raise ServiceError("the thread of the rewards has ended; its traceback is above")
         outcomes: list[Rewarded | RewardFailure] = []
         while not self._news.empty():
             news = self._news.get()
@@ -183,6 +186,16 @@ class RewardRunner:
         self._waiting[waiting.key] = waiting
 
     # In the loop's thread
+
+    def _run_loop(self) -> None:
+        while True:
+            try:
+                self._loop.run_forever()
+            # asyncio hands these on from any task, of which a reward can start some of its own.
+            except (KeyboardInterrupt, SystemExit) as error:
+                logger.error("a task that the reward started raised %s; the rewards go on", one_line(error))
+            else:
+                return
 
     async def _reward(self, key: int, samples: tuple[Sample, ...]) -> None:
         try:

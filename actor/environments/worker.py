@@ -111,8 +111,8 @@ class Worker:
             return self._ended(episode, None, is_out_of_room=True)
         except asyncio.CancelledError:
             return Failed(episode=play.episode, is_transient=True, detail="cancelled")
-        # The user's code, which may also call `sys.exit`.
-        except (Exception, SystemExit) as error:  # noqa: BLE001
+        # The user's code, which may also call `sys.exit` or raise an interrupt.
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001
             session = self._sessions.get(play.episode)
             if session is not None and session.is_out_of_room:
                 # Agents wrap the refusal in errors of their own.

@@ -79,6 +79,29 @@ async def naps(prompt, completion, row):
     await asyncio.sleep(float(completion))
     return float(completion)
 
+def interrupts(prompt, completion, row):
+    if completion == "bad":
+        raise KeyboardInterrupt("from a library")
+    return 1.0
+
+async def async_interrupts(prompt, completion, row):
+    return interrupts(prompt, completion, row)
+
+async def leaves_a_task_that_interrupts(prompt, completion, row):
+    async def interrupt():
+        interrupts(prompt, completion, row)
+    if completion == "bad":
+        asyncio.ensure_future(interrupt())
+        await asyncio.sleep(0.05)
+    return 1.0
+
+def counts_in_its_row(prompt, completion, row):
+    row["seen"] = row.get("seen", 0) + 1
+    return row["seen"]
+
+async def async_counts_in_its_row(prompt, completion, row):
+    return counts_in_its_row(prompt, completion, row)
+
 async def async_raises(prompt, completion, row):
     raise KeyError("missing")
 
@@ -171,6 +194,31 @@ def test_the_line_is_the_users_also_when_a_library_raised(make_runner):
     outcome = failure(make_runner("raises_elsewhere"), "a")
     line = line_of('    return int("x")')
     assert outcome.detail.endswith(f"user_rewards.py:{line})")
+
+
+@pytest.mark.parametrize("function", ["interrupts", "async_interrupts"])
+def test_a_reward_that_raises_an_interrupt_fails_its_own_group_only(make_runner, function):
+    runner = make_runner(function)
+    assert failure(runner, "bad").detail.startswith("KeyboardInterrupt: from a library")
+    runner.submit(1, samples(["good"]))
+    assert wait(runner) == {1: rewarded(1, 1.0)}
+
+
+def test_an_interrupt_in_a_task_that_a_reward_left_behind_ends_no_rewards(make_runner):
+    runner = make_runner("leaves_a_task_that_interrupts")
+    runner.submit(0, samples(["bad", "good"]))
+    assert wait(runner) == {0: rewarded(0, 1.0, 1.0)}
+    runner.submit(1, samples(["good"]))
+    assert wait(runner) == {1: rewarded(1, 1.0)}
+
+
+@pytest.mark.parametrize("function", ["counts_in_its_row", "async_counts_in_its_row"])
+def test_a_reward_that_changes_its_row_changes_it_for_no_other_completion(make_runner, function):
+    runner = make_runner(function)
+    row = {"answer": "x"}
+    runner.submit(0, [sample._replace(row=row) for sample in samples(["a", "b", "c"])])
+    assert wait(runner) == {0: rewarded(0, 1.0, 1.0, 1.0)}
+    assert row == {"answer": "x"}
 
 
 @pytest.mark.parametrize(("function", "words"), [("nan", "the reward is nan"), ("text", "'1.0', not a number")])
