@@ -21,7 +21,7 @@ from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.leases.auto_bound import AutoBound, Noise
 from offbeat.learner.leases.ledger import needed_position
-from offbeat.learner.leases.log_reading import read_history, read_record
+from offbeat.learner.leases.log_reading import find_run_ids, read_history, read_record
 from offbeat.learner.leases.log_records import Position
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.recovery import DispatcherState, Recovered, recover
@@ -29,6 +29,7 @@ from offbeat.learner.leases.rollout_log import LogFullError, RolloutLog
 from offbeat.learner.run_identity import Change, PromptHashes, RunIdentity, read_identity, read_prompt_hashes, require_same_run
 from offbeat.learner.training import checkpoints
 from offbeat.learner.training.ranks import RankedTrainer
+from offbeat.learner.training.trainer_state import read_version
 
 logger = logging.getLogger(__name__)
 
@@ -170,15 +171,57 @@ def _identity_in_checkpoint(run_folder: Path) -> RunIdentity | None:
     return msgspec.msgpack.decode(checkpoints.read_extra(newest), type=ServiceState).identity
 
 
-def set_damaged_aside(run_folder: Path) -> list[str]:
-    """Rename checkpoints whose files are not as they were written, down to the newest whole one; return a line about each."""
+def find_run_id(run_folder: Path) -> str | None:
+    """Return the id of the run in a folder, from its identity, its log or its newest checkpoint; None without any."""
+    identity = read_identity(run_folder)
+    if identity is not None and identity.run_id:
+        return identity.run_id
+    if (run_folder / LOG).is_dir() and (run_ids := find_run_ids(run_folder / LOG)):
+        return list(run_ids.values())[-1]
+    newest = checkpoints.newest(run_folder / CHECKPOINTS)
+    return _run_id_in(newest) if newest is not None else None
+
+
+def require_own_log(run_folder: Path, run_id: str) -> None:
+    """Raise `SettingError` when another run wrote a part of the rollout log in this folder."""
+    if not (run_folder / LOG).is_dir():
+        return
+    for path, found in find_run_ids(run_folder / LOG).items():
+        if found != run_id:
+            problem = f"this is run {run_id}, but run {found} wrote {path}"
+            cure = "Give the folder its own log back, or move the folder log out of run.dir to go on without it."
+            raise SettingError("run.resume", True, problem, cure)
+
+
+def set_damaged_aside(run_folder: Path, run_id: str) -> list[str]:
+    """Rename the newest checkpoints that cannot be resumed from: damaged ones, and those of other runs than `run_id`.
+
+    Stops at the first whole one of this run. Returns a line about each that was renamed.
+    """
     said: list[str] = []
     for folder in sorted(checkpoints.whole(run_folder / CHECKPOINTS), reverse=True):
-        damage = checkpoints.find_damage(folder)
+        damage = checkpoints.find_damage(folder) or _find_foreign(folder, run_id)
         if damage is None:
             break
         said.append(f"{folder}: {damage}; it is kept as {checkpoints.set_aside(folder).name}, and not used")
     return said
+
+
+def _find_foreign(folder: Path, run_id: str) -> str | None:
+    """Return in words why a whole checkpoint is not this run's; None for one that is."""
+    found, version = _run_id_in(folder), read_version(folder)
+    if found not in (None, run_id):
+        return f"it is a checkpoint of run {found}, and this is run {run_id}"
+    if version not in (None, checkpoints.version_of(folder)):
+        return f"it holds policy version {version}, so it was renamed"
+    return None
+
+
+def _run_id_in(folder: Path) -> str | None:
+    try:
+        return msgspec.msgpack.decode(checkpoints.read_extra(folder), type=ServiceState).run_id
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
 
 
 def tell_damaged(said: Sequence[str], record: Recorder) -> None:

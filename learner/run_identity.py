@@ -48,6 +48,8 @@ class RunIdentity(msgspec.Struct, frozen=True):
     contents: dict[str, str]
     """Contents by the names of `common.resume_rules`: hashes, and versions of software. A content that is not there is left
     out."""
+    run_id: str = ""
+    """The id that the run's checkpoints and its rollout log have, too; empty while there is no run yet."""
 
 
 class Change(NamedTuple):

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -61,11 +62,13 @@ from offbeat.learner.progress import Progress
 from offbeat.learner.resume import (
     Checkpoints,
     check_identity,
+    find_run_id,
     last_actor_hours,
     load_checkpoint,
     noting_evaluations,
     open_log,
     recover_run,
+    require_own_log,
     set_damaged_aside,
     tell_damaged,
     tell_kept_settings,
@@ -133,7 +136,9 @@ def run_learner(config: Config, stop: StopRequest) -> RunOutcome:
         address = tell_address(config.hub.address, hub.address)
         with stop.at_once(LOADING), doing(logger, "reading data, tokenizer and weight files"):
             inputs = _load_inputs(config)
-        damaged = set_damaged_aside(folder) if config.run.resume else []
+        run_id = (find_run_id(folder) if config.run.resume else None) or uuid.uuid4().hex[:12]
+        inputs = inputs._replace(identity=msgspec.structs.replace(inputs.identity, run_id=run_id))
+        damaged = set_damaged_aside(folder, run_id) if config.run.resume else []
         changes = prepare_folder(config, inputs.identity, inputs.prompt_hashes)
         log_to_file(folder / PROGRAM_LOGS / "learner.log", "learner")
         metrics = stack.enter_context(MetricsWriter(folder, tensorboard=config.metrics.tensorboard))
@@ -174,6 +179,8 @@ def prepare_folder(config: Config, identity: RunIdentity, prompt_hashes: PromptH
     folder = Path(config.run.dir)
     # Checked again now that no other learner can be at work there.
     check_run_folder(config.run)
+    if config.run.resume:
+        require_own_log(folder, identity.run_id)
     may_append = config.task.appended_data == "allow"
     changes = check_identity(folder, identity, prompt_hashes, may_append=may_append) if config.run.resume else []
     if not config.run.resume and (aside := set_aside_failed_start(folder)) is not None:
@@ -204,7 +211,7 @@ def open_learner(
     canary_ids = _canary_token_ids(config, inputs.prompts.train)
     # Before a checkpoint replaces the weights of the files: each actor scores these too, which measures its engine's noise.
     scored = trainer.score(canary_ids.tolist())
-    run = _resume(config, folder, trainer, inputs.prompts.train, record)
+    run = _resume(config, folder, inputs.identity.run_id, trainer, inputs.prompts.train, record)
     canary = _make_canary(run.settings, canary_ids, scored.logprobs, record)
     publisher = WeightPublisher(
         layout=trainer.layout(),
@@ -317,7 +324,9 @@ def _watch_calibration(config: Config, inputs: _Inputs, device: torch.device, re
     return watch
 
 
-def _resume(config: Config, folder: Path, trainer: RankedTrainer, prompts: Sequence[Prompt], record: Recorder) -> _Run:
+def _resume(
+    config: Config, folder: Path, run_id: str, trainer: RankedTrainer, prompts: Sequence[Prompt], record: Recorder
+) -> _Run:
     """Bring trainer, leases and settings to where the run stands; begin it without `run.resume`."""
     has_log = config.log.enabled
     state = load_checkpoint(folder, trainer, has_log=has_log) if config.run.resume else None
@@ -329,7 +338,7 @@ def _resume(config: Config, folder: Path, trainer: RankedTrainer, prompts: Seque
     settings = LiveSettings(config, recovered.tuned)
     tell_kept_settings(settings, folder, record)
     return _Run(
-        run_id=(state.run_id if state else recovered.run_id) or uuid.uuid4().hex[:12],
+        run_id=run_id,
         recovered=recovered,
         settings=settings,
         auto_bound=AutoBound(least_staleness(config), state.noise if state else None),

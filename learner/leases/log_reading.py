@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from offbeat.learner.leases.events import Started
 from offbeat.learner.leases.log_records import (
     HEADER_BYTES,
     LogDamagedError,
@@ -114,6 +115,18 @@ def segment_name(number: int) -> str:
 def segment_path(folder: Path, number: int) -> Path:
     """Return the path of a segment's file."""
     return folder / segment_name(number)
+
+
+def find_run_ids(folder: Path) -> dict[Path, str]:
+    """Return the run id in each segment with which a learner process began to write the log, in order."""
+    run_ids: dict[Path, str] = {}
+    for number in segment_numbers(folder):
+        path = segment_path(folder, number)
+        opened = open_segment(path)
+        first = None if opened is None else next(whole_records(opened[0], HEADER_BYTES), None)
+        if first is not None and isinstance(event := decode_record(first, number, path).event, Started):
+            run_ids[path] = event.run_id
+    return run_ids
 
 
 def segment_numbers(folder: Path) -> list[int]:

@@ -71,8 +71,6 @@ class Recovered(NamedTuple):
     ledger: Ledger
     newest_version: int
     """The newest policy version that any process of the run made."""
-    run_id: str
-    """The log's run id; empty when the log has no record."""
     num_records: int
     """Records read after the checkpoint."""
     tuned: dict[str, Tuned]
@@ -108,7 +106,7 @@ def recover(
         _require_prompts(stream.num_prompts, len(prompts))
         ledger, newest_version, tuned = Ledger.from_state(state.ledger), state.newest_version, dict(state.tuned)
         _refill(ledger, state, read, prompts)
-    run_id, num_records, num_skipped = "", 0, 0
+    num_records = num_skipped = 0
     gaps: list[Gap] = []
     for record in records:
         if isinstance(record, Gap):
@@ -116,7 +114,7 @@ def recover(
             continue
         num_records += 1
         match record.event:
-            case Started(run_id=run_id):
+            case Started():
                 # The previous process may have granted leases after its last record.
                 ledger.skip_lease_ids()
             case Trained(policy_version=version, num_steps=num_steps):
@@ -142,7 +140,7 @@ def recover(
     appended = None
     if (num_before := stream.num_prompts) != len(prompts):
         appended = Appended(num_before, len(prompts), stream.grow(len(prompts)))
-    return Recovered(stream, ledger, newest_version, run_id, num_records, tuned, tuple(gaps), num_skipped, appended)
+    return Recovered(stream, ledger, newest_version, num_records, tuned, tuple(gaps), num_skipped, appended)
 
 
 def _follow_size(event: Granted, stream: PromptStream, num_prompts: int) -> None:

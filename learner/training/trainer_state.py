@@ -62,6 +62,14 @@ class LoadedState(NamedTuple):
     """The bytes that the caller saved with the checkpoint."""
 
 
+def read_version(folder: Path) -> int | None:
+    """Return the policy version of the weights in a checkpoint; None where that cannot be read."""
+    try:
+        return msgspec.json.decode((folder / _META_FILE).read_bytes(), type=CheckpointMeta).policy_version
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
 def save_state(folder: Path, engine: Any, meta: CheckpointMeta, adaptive: AdaptiveState, extra: bytes, *, rank: int) -> None:
     """Write weights, optimizer, random state and the given values; a collective. `extra` counts on rank 0 only.
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from offbeat.common.config import Config, LogSection, ModelSection, TaskSection
+from offbeat.common.learning_sections import LoraSection
 from offbeat.common.rows import EvalRow, Row, row_fields
 from offbeat.common.settings import SettingError
 from offbeat.common.weights import make_layout
@@ -20,7 +21,7 @@ from offbeat.learner import resume
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.leases.auto_bound import AutoBound, Noise
-from offbeat.learner.leases.events import Tuned
+from offbeat.learner.leases.events import Started, Tuned
 from offbeat.learner.leases.ledger import LedgerCounts, LedgerState, SavedLease
 from offbeat.learner.leases.log_records import Position
 from offbeat.learner.leases.prompt_stream import StreamState, Turn
@@ -31,6 +32,7 @@ from offbeat.learner.resume import Checkpoints, ServiceState
 from offbeat.learner.run_identity import Change, RunIdentity, write_identity
 from offbeat.learner.training import checkpoints
 from offbeat.learner.training.ranks import RankedTrainer
+from offbeat.learner.training.trainer_state import CheckpointMeta
 
 OLD_RUN = Path(__file__).parent / "run_of_1a700fc"
 """A run's folder as commit 1a700fc wrote it, with 5 prompts. At the checkpoint of version 1, lease 0 is trained, 1 ready,
@@ -94,7 +96,7 @@ class FakeDispatcher:
 class Run:
     """Checkpoints of a run in `folder`, the `keep` newest being kept."""
 
-    def __init__(self, folder: Path, *, keep: int, noise: Noise | None = None) -> None:
+    def __init__(self, folder: Path, *, keep: int, noise: Noise | None = None, run_id: str = "run") -> None:
         self.folder = folder
         self.trainer, self.dispatcher = FakeTrainer(), FakeDispatcher()
         self.rows: list[dict[str, Any]] = []
@@ -103,7 +105,7 @@ class Run:
             trainer=cast(RankedTrainer, self.trainer),
             dispatcher=cast(Dispatcher, self.dispatcher),
             auto_bound=AutoBound(0, noise),
-            run_id="run",
+            run_id=run_id,
             identity=IDENTITY,
             keep=keep,
             record=lambda row: self.rows.append(row_fields(row)),
@@ -170,7 +172,7 @@ def test_older_checkpoint_is_used_when_the_newest_is_damaged_which_is_kept_and_t
     (older / "extra.bin").unlink()
     trainer = FakeTrainer()
     rows: list[dict[str, Any]] = []
-    resume.tell_damaged(resume.set_damaged_aside(tmp_path), lambda row: rows.append(row_fields(row)))
+    resume.tell_damaged(resume.set_damaged_aside(tmp_path, "run"), lambda row: rows.append(row_fields(row)))
     loaded = resume.load_checkpoint(tmp_path, cast(RankedTrainer, trainer), has_log=True)
     assert loaded is not None
     assert (trainer.policy_version, loaded.dispatcher) == (0, states[0])
@@ -181,6 +183,53 @@ def test_older_checkpoint_is_used_when_the_newest_is_damaged_which_is_kept_and_t
     run.save(1, states[1])
     run.save(2, states[2])
     assert "step-00000002.damaged" in run.names(), "pruning leaves it to people"
+
+
+def test_checkpoints_of_another_run_and_renamed_ones_are_set_aside_and_told(tmp_path: Path) -> None:
+    own = Run(tmp_path / "own", keep=3)
+    own.save(1, state_with(Position(1, 1)))
+    other = Run(tmp_path / "other", keep=3, run_id="other")
+    other.save(2, state_with(Position(1, 2)))
+    root = tmp_path / "own" / "checkpoints"
+    shutil.copytree(tmp_path / "other" / "checkpoints" / "step-00000002", root / "step-00000002")
+    said = resume.set_damaged_aside(tmp_path / "own", "run")
+    assert [line.partition(": ")[2] for line in said] == [
+        "it is a checkpoint of run other, and this is run run; it is kept as step-00000002.damaged, and not used"
+    ]
+    meta = CheckpointMeta(policy_version=7, world_size=1, zero_stage=0, dtype="float32", lora=LoraSection(), has_critic=False)
+    own.save(3, state_with(Position(1, 3)))
+    (root / "step-00000003" / "trainer.json").write_bytes(msgspec.json.encode(meta))
+    (said,) = resume.set_damaged_aside(tmp_path / "own", "run")
+    assert "holds policy version 7, so it was renamed" in said
+    assert checkpoints.newest(root) == root / "step-00000001"
+
+
+def write_log(run_folder: Path, *run_ids: str) -> None:
+    """Write a log in which learner processes of these runs began one after another."""
+    for run_id in run_ids:
+        log = resume.open_log(run_folder, NO_FSYNC, None)
+        assert log is not None
+        log.append(Started(at=0.0, run_id=run_id, learner_incarnation=1, policy_version=0))
+        log.commit()
+        log.close()
+
+
+def test_log_of_another_run_is_refused_with_both_ids(tmp_path: Path) -> None:
+    write_log(tmp_path, "run", "run")
+    resume.require_own_log(tmp_path, "run")
+    write_log(tmp_path, "other")
+    with pytest.raises(SettingError, match=r"this is run run, but run other wrote .*00000003\.log.*without it"):
+        resume.require_own_log(tmp_path, "run")
+
+
+def test_id_of_a_run_comes_from_its_identity_else_from_its_log_else_from_its_checkpoint(tmp_path: Path) -> None:
+    assert resume.find_run_id(tmp_path) is None
+    Run(tmp_path, keep=1, run_id="of checkpoint").save(1, state_with(Position(1, 0)))
+    assert resume.find_run_id(tmp_path) == "of checkpoint"
+    write_log(tmp_path, "older", "of log")
+    assert resume.find_run_id(tmp_path) == "of log"
+    write_identity(tmp_path, RunIdentity({}, {}, "of identity"), NO_HASHES)
+    assert resume.find_run_id(tmp_path) == "of identity"
 
 
 def test_best_checkpoint_by_evaluation_is_kept_and_does_not_keep_the_log(tmp_path: Path) -> None:
@@ -246,7 +295,7 @@ def test_learner_that_died_before_its_first_record_has_nothing_to_recover(tmp_pa
     assert log is not None
     log.close()
     recovered = resume.recover_run(tmp_path, None, PROMPTS, 3, has_log=True)
-    assert (recovered.num_records, recovered.run_id, recovered.ledger.counts()) == (0, "", LedgerCounts())
+    assert (recovered.num_records, recovered.ledger.counts()) == (0, LedgerCounts())
 
 
 def identity_with(temperature: str, torch_version: str) -> RunIdentity:
@@ -326,7 +375,7 @@ def test_run_of_an_older_program_goes_on_where_it_was(old_run: Path) -> None:
 def test_run_of_an_older_program_without_its_checkpoint_begins_again_with_its_groups(old_run: Path) -> None:
     shutil.rmtree(old_run / "checkpoints")
     recovered = resume.recover_run(old_run, None, PROMPTS, 3, has_log=True)
-    assert recovered.run_id == "oldrun"
+    assert resume.find_run_id(old_run) == "oldrun"
     assert [group.lease_id for group in recovered.ledger.ready_groups("oldest_lease")] == [0, 1, 3]
     assert recovered.ledger.counts() == LedgerCounts(leased=5, expired=1, in_flight=4)
 

@@ -364,7 +364,7 @@ def with_settings(config: Config, *settings: str) -> Config:
 def make_recovered(num_prompts: int = NUM_PROMPTS, newest_version: int = 0, tasks: Sequence[str] = ()) -> Recovered:
     """Return the state of a run that has not begun; `newest_version` was made by a learner that died."""
     names = [prompt.task for prompt in make_prompts(num_prompts, "train", tasks)]
-    return Recovered(PromptStream(num_prompts, seed=0, tasks=names), Ledger(), newest_version, "", 0, {})
+    return Recovered(PromptStream(num_prompts, seed=0, tasks=names), Ledger(), newest_version, 0, {})
 
 
 def make_hello(actor: str = "a", incarnation: int = 1, **fields: Any) -> Hello:

@@ -104,7 +104,7 @@ def tale(tmp_path: Path) -> Iterator[Tale]:
 
 def test_run_that_never_began_begins(tale: Tale) -> None:
     recovered = tale.recover()
-    assert (recovered.run_id, recovered.num_records, recovered.newest_version) == ("", 0, 0)
+    assert (recovered.num_records, recovered.newest_version) == (0, 0)
     assert recovered.stream.next() == PromptStream(NUM_PROMPTS, seed=0).next()
     assert recovered.ledger.num_open == 0
 
@@ -117,7 +117,7 @@ def test_without_a_checkpoint_all_that_was_trained_is_in_the_buffer_again(tale: 
     tale.train(10, 11, policy_version=0, num_steps=2)
     tale.expire(13)
     recovered = tale.recover()
-    assert (recovered.run_id, recovered.num_records, recovered.newest_version) == ("run", 11, 2)
+    assert (recovered.num_records, recovered.newest_version) == (11, 2)
     groups = recovered.ledger.ready_groups()
     assert [group.lease_id for group in groups] == [10, 11, 12]
     assert [group.prompt_id for group in groups] == [turn.prompt_id for turn in turns[:3]]
@@ -227,7 +227,6 @@ def test_groups_trained_by_several_learners_that_died_are_trained_once_more(tale
     assert [group.lease_id for group in recovered.ledger.ready_groups()] == [1, 2]
     assert recovered.ledger.counts().trained == 0
     assert recovered.newest_version == 8, "groups sampled under the weights of a dead learner are not from the future"
-    assert recovered.run_id == "run"
 
 
 def test_prompts_given_back_are_served_in_the_order_in_which_they_were(tale: Tale) -> None:
