@@ -44,7 +44,7 @@ def main() -> None:
                 "-c",
                 f"import offbeat.deploy; assert offbeat.deploy.__file__.startswith({str(folder)!r}), offbeat.deploy.__file__",
             ],
-            ["-m", "offbeat.deploy.cli", "check"],
+            ["-m", "offbeat.deploy.cli.main", "check"],
         ):
             subprocess.run([sys.executable, *command], cwd=folder, env=environment, stdout=subprocess.DEVNULL, check=True)
         print(f"{wheel.name}: {len(names)} files, each once")

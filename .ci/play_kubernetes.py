@@ -162,7 +162,7 @@ def play(node: Node) -> None:
     wait_for("the run's end", lambda: state("learner").startswith("exited"))
     wait_for("the actors' end", lambda: all(state(pod).startswith("exited") for pod in actors))
     assert [state(pod) for pod in ("learner", *actors)] == ["exited 0"] * 4
-    subprocess.run([sys.executable, "-m", "offbeat.deploy.cli", "audit", node.claims / "runs" / "quickstart"], check=True)
+    subprocess.run([sys.executable, "-m", "offbeat.deploy.cli.main", "audit", node.claims / "runs" / "quickstart"], check=True)
 
 
 def main() -> None:
@@ -172,7 +172,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "deployed")
         deploy = ["deploy", "kubernetes", *SETTINGS, "--out", folder, "--image", image]
-        subprocess.run([sys.executable, "-m", "offbeat.deploy.cli", *deploy], check=True)
+        subprocess.run([sys.executable, "-m", "offbeat.deploy.cli.main", *deploy], check=True)
         podman("network", "create", NETWORK)
         try:
             play(Node(folder, Path(scratch)))

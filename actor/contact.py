@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from offbeat.common.config import Config
-from offbeat.common.settings import weighted_reward
-from offbeat.common.shutdown import ServiceError
-from offbeat.common.user_sources import hash_sources
+from offbeat.common.errors import ServiceError
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.loading import weighted_reward
+from offbeat.common.user_code.sources import hash_sources
 from offbeat.protocols.channels import Link
 from offbeat.protocols.engine_info import EngineInfo
 from offbeat.protocols.messages import ActorHeartbeat, ActorMessage, ActorStats, Hello, LearnerHeartbeat, RewardTrouble, Welcome

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offbeat.actor.kit_receiver import KitReceiver, write_files
-from offbeat.common.config import Config, HubSection
-from offbeat.common.hub_keys import keys_of_peer
-from offbeat.common.settings import SettingError, load, load_text
-from offbeat.common.shutdown import ServiceError
+from offbeat.common.errors import ServiceError, SettingError
+from offbeat.common.settings.config import Config, HubSection
+from offbeat.common.settings.hub_keys import keys_of_peer
+from offbeat.common.settings.loading import load, load_text
 from offbeat.protocols.address_file import address_file
 from offbeat.protocols.addresses import is_loopback
 from offbeat.protocols.channels import Link

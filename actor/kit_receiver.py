@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from offbeat.actor.contact import LOG_WAITING_INTERVAL_S, RefusedError
-from offbeat.common.shutdown import ServiceError
+from offbeat.common.errors import ServiceError
 from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import Credit, LearnerMessage, Refused, RunPart, RunRequest, SayHello, Stop
 from offbeat.protocols.run_kit import PART_BYTES, RunKit, RunKitError, decode_kit

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from offbeat.common.images import ImageError, ImagePatches, ImageReader, hash_image
+from offbeat.common.models.images import ImageError, ImagePatches, ImageReader, hash_image
 from offbeat.protocols.messages import Lease
 from offbeat.protocols.wire import Frame
 

@@ -17,26 +17,26 @@ from collections.abc import Callable
 from typing import assert_never
 
 from offbeat.actor.contact import ActorIdentity, LearnerContact, RefusedError
-from offbeat.actor.engine import Engine
-from offbeat.actor.engine_choice import make_engine
+from offbeat.actor.engines.choice import make_engine
+from offbeat.actor.engines.engine import Engine
+from offbeat.actor.engines.loop_seconds import Activity, LoopSeconds
 from offbeat.actor.environments.episodes import Episodes
 from offbeat.actor.environments.workers import start_workers
-from offbeat.actor.jobs import Jobs
 from offbeat.actor.judges.client import counts_of_judge, handed_to_processes
+from offbeat.actor.leases_at_work import Jobs
 from offbeat.actor.live.page import ActorPage, serving
-from offbeat.actor.loop_seconds import Activity, LoopSeconds
 from offbeat.actor.outbox import Outbox
-from offbeat.actor.reward_attempts import limits_of
-from offbeat.actor.rewards import RewardRunner
+from offbeat.actor.rewards.attempts import limits_of
+from offbeat.actor.rewards.runner import RewardRunner
 from offbeat.actor.single_turns import SingleTurns
-from offbeat.actor.weight_updates import WeightUpdates
-from offbeat.common.config import Config, max_episode_tokens
-from offbeat.common.hub_keys import keys_of_peer
-from offbeat.common.images import ImageReader
-from offbeat.common.logs import doing
-from offbeat.common.models import hash_model, load_tokenizer, resolve_model
-from offbeat.common.readiness import tell_ready
-from offbeat.common.shutdown import StopRequest
+from offbeat.actor.weights.updates import WeightUpdates
+from offbeat.common.models.folders import hash_model, load_tokenizer, resolve_model
+from offbeat.common.models.images import ImageReader
+from offbeat.common.processes.readiness import tell_ready
+from offbeat.common.processes.shutdown import StopRequest
+from offbeat.common.records.logs import doing
+from offbeat.common.settings.config import Config, max_episode_tokens
+from offbeat.common.settings.hub_keys import keys_of_peer
 from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import (
     Ack,

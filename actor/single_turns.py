@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 from transformers import PreTrainedTokenizerBase
 
-from offbeat.actor.engine import Completion, Engine
-from offbeat.actor.play import Played, PlayFailure
-from offbeat.actor.rewards import Rewarded, RewardRunner, UnavailableRewards
-from offbeat.actor.samples import Sample
-from offbeat.common.images import ImagePatches
+from offbeat.actor.engines.engine import Completion, Engine
+from offbeat.actor.rewards.runner import Rewarded, RewardRunner, UnavailableRewards
+from offbeat.actor.rewards.samples import Sample
+from offbeat.actor.sampling import Played, PlayFailure
+from offbeat.common.models.images import ImagePatches
 from offbeat.protocols.messages import Lease
 
 

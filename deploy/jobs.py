@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Generic, NamedTuple, TypeVar
 
-from offbeat.common.shutdown import StopRequest
+from offbeat.common.processes.shutdown import StopRequest
 from offbeat.lab.report.page import duration
 
 LOOK_S = 1.0

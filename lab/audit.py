@@ -14,11 +14,11 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from offbeat.common.config import Config
-from offbeat.common.metrics import ROWS_FILE, read_rows
-from offbeat.common.rows import CanaryRow, EvalRow, EventRow, FinalRow, LedgerSums, Row, StepRow
-from offbeat.common.run_folder import CHECKPOINTS, LOG, MODEL
-from offbeat.common.settings import replace_settings
+from offbeat.common.records.rows import CanaryRow, EvalRow, EventRow, FinalRow, LedgerSums, Row, StepRow
+from offbeat.common.records.run_folder import CHECKPOINTS, LOG, MODEL
+from offbeat.common.records.writer import ROWS_FILE, read_rows
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.loading import replace_settings
 from offbeat.lab.prompt_audit import PromptAudit
 from offbeat.lab.prompt_order import PromptOrder
 from offbeat.lab.terminal import FittedTable, stdout_console

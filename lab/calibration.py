@@ -15,17 +15,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from offbeat.common.config import Config
-from offbeat.common.corrections import fill_bounds, parse_corrections, write_corrections
-from offbeat.common.learning_sections import LossSection
-from offbeat.common.metrics import ROWS_FILE, read_rows
-from offbeat.common.models import hash_model, resolve_model
-from offbeat.common.objectives import DEFAULTS, RECOMPUTED, engine_band
-from offbeat.common.rows import EngineRow
-from offbeat.common.run_folder import CONFIG_FILE, LOG
-from offbeat.common.settings import SettingError, load
+from offbeat.common.errors import SettingError
+from offbeat.common.models.folders import hash_model, resolve_model
+from offbeat.common.records.rows import EngineRow
+from offbeat.common.records.run_folder import CONFIG_FILE, LOG
+from offbeat.common.records.writer import ROWS_FILE, read_rows
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.corrections import fill_bounds, parse_corrections, write_corrections
+from offbeat.common.settings.learning_sections import LossSection
+from offbeat.common.settings.loading import load
+from offbeat.common.settings.objectives import DEFAULTS, RECOMPUTED, engine_band
 from offbeat.lab.terminal import FittedTable, stdout_console
-from offbeat.learner.diagnostics.bound_noise import (
+from offbeat.learner.calibration.bound_noise import (
     BoundCheck,
     expected_dropped,
     expected_touched,
@@ -34,8 +35,8 @@ from offbeat.learner.diagnostics.bound_noise import (
     recommend_bounds,
     recommend_m2_threshold,
 )
-from offbeat.learner.diagnostics.calibration import BandCheck, Calibration, engine_numerics, learner_numerics, save_calibration
-from offbeat.learner.diagnostics.noise_by_sign import (
+from offbeat.learner.calibration.calibration import BandCheck, Calibration, engine_numerics, learner_numerics, save_calibration
+from offbeat.learner.calibration.noise_by_sign import (
     LEAST_GROUPS,
     MODEL_ERROR,
     SAMPLING_ERRORS,
@@ -43,7 +44,7 @@ from offbeat.learner.diagnostics.noise_by_sign import (
     fit_by_sign,
     group_error,
 )
-from offbeat.learner.diagnostics.noise_floor import (
+from offbeat.learner.calibration.noise_floor import (
     NOISE_CLIP_SHARE,
     ClipBand,
     Differences,

@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from offbeat.common.metrics import ROWS_FILE, read_rows
-from offbeat.common.rows import EventRow, LedgerSums
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.records.rows import EventRow, LedgerSums
+from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.lab.history import LagDrift, RunHistory, TurnDrift, fold_rows
 from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.learner.diagnostics.length_bias import (

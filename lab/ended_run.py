@@ -6,8 +6,8 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from offbeat.common.metrics import ROWS_FILE, read_rows_of
-from offbeat.common.rows import EventRow, FinalRow, StepRow
+from offbeat.common.records.rows import EventRow, FinalRow, StepRow
+from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.learner.diagnostics.health import update_troubles
 
 ALIVE_WITHIN_S = 60.0

@@ -6,9 +6,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from offbeat.common.metrics import ROWS_FILE, read_rows
-from offbeat.common.rows import EvalSampleRow
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.records.rows import EvalSampleRow
+from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.lab.samples import MAX_TEXT, Request, print_text, printable
 
 

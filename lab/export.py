@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offbeat.common.config import Config
-from offbeat.common.run_folder import CHECKPOINTS, read_run_config
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.records.run_folder import CHECKPOINTS, read_run_config
+from offbeat.common.settings.config import Config
 from offbeat.learner.training import checkpoints
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import NamedTuple, assert_never
 
 import msgspec
 
-from offbeat.common.rows import (
+from offbeat.common.records.rows import (
     ActorRow,
     CanaryRow,
     CommitRow,

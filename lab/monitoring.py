@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from offbeat.actor.live.exported import EXPORTED as OF_ACTOR
-from offbeat.common.exported import Exported
-from offbeat.common.probes import TURNED_WITHIN_S
-from offbeat.learner.live.exported import EXPORTED as OF_LEARNER
+from offbeat.common.records.exported import Exported
+from offbeat.common.records.probes import TURNED_WITHIN_S
+from offbeat.learner.reporting.page.exported import EXPORTED as OF_LEARNER
 
 _BY_NAME = {exported.name: exported for exported in (*OF_LEARNER, *OF_ACTOR)}
 

@@ -13,17 +13,17 @@ from typing import get_args
 import msgspec
 
 from offbeat.actor.live.exported import EXPORTED as OF_ACTOR
-from offbeat.common import rows
-from offbeat.common.docstrings import field_docstrings
-from offbeat.common.exported import Exported
-from offbeat.common.resume_rules import OUTCOMES, RULES, Outcome
-from offbeat.common.settings import explanations, setting_names
-from offbeat.common.step_metrics import ROUTING_METRICS, STEP_METRICS, Metric
+from offbeat.common.records import rows
+from offbeat.common.records.exported import Exported
+from offbeat.common.records.step_metrics import ROUTING_METRICS, STEP_METRICS, Metric
+from offbeat.common.settings.docstrings import field_docstrings
+from offbeat.common.settings.loading import explanations, setting_names
+from offbeat.common.settings.resume_rules import OUTCOMES, RULES, Outcome
 from offbeat.lab.monitoring import alert_rules, exported_lines, grafana_dashboard, monitoring_page
 from offbeat.learner.diagnostics.health import CLEAR_STEPS
 from offbeat.learner.diagnostics.health import RULES as HEALTH_RULES
 from offbeat.learner.dispatch.watchdog import CAUSES, LATE_FACTOR, LATE_S, NUM_WAITS
-from offbeat.learner.live.exported import EXPORTED as OF_LEARNER
+from offbeat.learner.reporting.page.exported import EXPORTED as OF_LEARNER
 
 _WRITTEN = "<!-- Written by `python -m offbeat.lab.reference docs`; change the code's docstrings instead. -->"
 
@@ -75,7 +75,7 @@ def settings_page() -> str:
 def resuming_page() -> str:
     """Return `resuming.md`: what may differ when a run is resumed. Raises `ValueError` for a setting without a rule."""
     if missing := [setting for setting in setting_names() if setting not in OUTCOMES]:
-        raise ValueError(f"no rule of common/resume_rules.py names {', '.join(missing)}")
+        raise ValueError(f"no rule of common/settings/resume_rules.py names {', '.join(missing)}")
     parts = [
         _WRITTEN,
         "# Resuming a run",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offbeat.common.run_folder import CONFIG_FILE
+from offbeat.common.records.run_folder import CONFIG_FILE
 
 
 class RunSettings(NamedTuple):

@@ -8,10 +8,10 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from offbeat.common.config import Config
-from offbeat.common.models import resolve_model
-from offbeat.common.run_folder import LOG, read_run_config
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.models.folders import resolve_model
+from offbeat.common.records.run_folder import LOG, read_run_config
+from offbeat.common.settings.config import Config
 from offbeat.learner.diagnostics.sample_rows import shorten, written
 from offbeat.learner.leases.events import Accepted, Granted, Started, Trained
 from offbeat.learner.leases.groups import unpack

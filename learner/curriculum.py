@@ -3,8 +3,8 @@
 import threading
 from collections.abc import Callable, Mapping
 
-from offbeat.common.rows import EventRow, Recorder
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.records.rows import EventRow, Recorder
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.reports import RepeatedEvents
 from offbeat.learner.leases.task_results import TaskResults

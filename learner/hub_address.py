@@ -2,8 +2,8 @@
 
 import logging
 
-from offbeat.common.durable_files import replace
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.processes.durable_files import replace
 from offbeat.protocols.address_file import address_file, reachable
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from offbeat.common.config import Config, LaunchSection
-from offbeat.common.models import small_files
-from offbeat.common.settings import resolved_toml, setting_value
+from offbeat.common.models.folders import small_files
+from offbeat.common.settings.config import Config, LaunchSection
+from offbeat.common.settings.loading import resolved_toml, setting_value
 from offbeat.learner.dispatch.handout import Kit
 from offbeat.protocols.messages import TensorSpec
 from offbeat.protocols.run_kit import RunKit, RunKitError, encode_kit

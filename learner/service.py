@@ -11,10 +11,10 @@ from typing import Literal
 
 import msgspec
 
-from offbeat.common.config import Config
-from offbeat.common.rows import EventRow, FinalRow, LedgerSums, Recorder
-from offbeat.common.run_folder import MODEL
-from offbeat.common.shutdown import StopRequest
+from offbeat.common.processes.shutdown import StopRequest
+from offbeat.common.records.rows import EventRow, FinalRow, LedgerSums, Recorder
+from offbeat.common.records.run_folder import MODEL
+from offbeat.common.settings.config import Config
 from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.curriculum import Curriculum
 from offbeat.learner.diagnostics.own_evaluation import EvaluationNumbers
@@ -22,9 +22,9 @@ from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.failures import RunFailedError
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.rollout_log import RolloutLog
-from offbeat.learner.resume import Checkpoints
-from offbeat.learner.run_identity import software_versions
-from offbeat.learner.step_rows import StepRows
+from offbeat.learner.reporting.step_rows import StepRows
+from offbeat.learner.restart.resume import Checkpoints
+from offbeat.learner.restart.run_identity import software_versions
 from offbeat.learner.training.checkpoints import CheckpointFailedError
 from offbeat.learner.training.ranks import RankedTrainer
 from offbeat.learner.weights.canary import Canary

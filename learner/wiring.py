@@ -18,25 +18,26 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig
 
-from offbeat.common.callback import Callback
-from offbeat.common.config import Config, RunSection
-from offbeat.common.durable_files import replace
-from offbeat.common.environment import launcher_rank
-from offbeat.common.hub_keys import keys_of_learner
-from offbeat.common.logs import doing, log_to_file
-from offbeat.common.metrics import MetricsWriter
-from offbeat.common.models import hash_model, load_tokenizer, resolve_model
-from offbeat.common.nccl_group import gpu_uuid
-from offbeat.common.rows import Recorder, Row
-from offbeat.common.run_folder import CONFIG_FILE, PROGRAM_LOGS, check_run_folder, set_aside_failed_start
-from offbeat.common.setting_checks import least_staleness
-from offbeat.common.settings import SettingError, resolved_toml, weighted_reward
-from offbeat.common.shutdown import StopRequest
-from offbeat.common.user_sources import hash_sources
+from offbeat.common.errors import SettingError
+from offbeat.common.models.folders import hash_model, load_tokenizer, resolve_model
+from offbeat.common.processes.durable_files import replace
+from offbeat.common.processes.environment import launcher_rank
+from offbeat.common.processes.shutdown import StopRequest
+from offbeat.common.records.logs import doing, log_to_file
+from offbeat.common.records.rows import Recorder, Row
+from offbeat.common.records.run_folder import CONFIG_FILE, PROGRAM_LOGS, check_run_folder, set_aside_failed_start
+from offbeat.common.records.writer import MetricsWriter
+from offbeat.common.settings.checks import least_staleness
+from offbeat.common.settings.config import Config, RunSection
+from offbeat.common.settings.hub_keys import keys_of_learner
+from offbeat.common.settings.loading import resolved_toml, weighted_reward
+from offbeat.common.user_code.callback import Callback
+from offbeat.common.user_code.sources import hash_sources
+from offbeat.common.weights.nccl_group import gpu_uuid
 from offbeat.learner.actor_link import ActorLink
-from offbeat.learner.calibration_watch import CalibrationWatch
+from offbeat.learner.calibration.calibration import Calibration, learner_numerics, load_calibration
+from offbeat.learner.calibration.watch import CalibrationWatch
 from offbeat.learner.curriculum import Curriculum
-from offbeat.learner.diagnostics.calibration import Calibration, learner_numerics, load_calibration
 from offbeat.learner.diagnostics.own_evaluation import EvaluationNumbers, OwnEvaluation, load_evaluation
 from offbeat.learner.diagnostics.sample_rows import Decode, SampleRows
 from offbeat.learner.dispatch.contract import Contract, expert_limits
@@ -47,7 +48,6 @@ from offbeat.learner.dispatch.listeners import Listeners
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.dispatch.parts import Prompts, make_parts
 from offbeat.learner.dispatch.versions import Versions
-from offbeat.learner.health_watch import HealthWatch
 from offbeat.learner.hub_address import tell_address
 from offbeat.learner.leases.auto_bound import AutoBound
 from offbeat.learner.leases.demand import Demand
@@ -56,10 +56,13 @@ from offbeat.learner.leases.own_curriculum import OwnCurriculum
 from offbeat.learner.leases.prompts import MUCH_LEFT_OUT, Prompt, load_held_out, load_prompts
 from offbeat.learner.leases.recovery import Recovered
 from offbeat.learner.leases.rollout_log import RolloutLog
-from offbeat.learner.live.live_page import LivePage
-from offbeat.learner.live.serving import serving
-from offbeat.learner.progress import Progress
-from offbeat.learner.resume import (
+from offbeat.learner.reporting.health_watch import HealthWatch
+from offbeat.learner.reporting.page.live_page import LivePage
+from offbeat.learner.reporting.page.serving import serving
+from offbeat.learner.reporting.step_rows import StepRows
+from offbeat.learner.reporting.terminal import Progress
+from offbeat.learner.reporting.trackers.tracking import tracking
+from offbeat.learner.restart.resume import (
     Checkpoints,
     check_identity,
     find_run_id,
@@ -74,7 +77,7 @@ from offbeat.learner.resume import (
     tell_kept_settings,
     tell_resumed,
 )
-from offbeat.learner.run_identity import (
+from offbeat.learner.restart.run_identity import (
     Change,
     PromptHashes,
     RunIdentity,
@@ -85,8 +88,6 @@ from offbeat.learner.run_identity import (
 )
 from offbeat.learner.run_kit import make_kit
 from offbeat.learner.service import Learner, RunOutcome, TrainingLoop
-from offbeat.learner.step_rows import StepRows
-from offbeat.learner.trackers.tracking import tracking
 from offbeat.learner.training.ranks import RankedTrainer
 from offbeat.learner.training.trainer import Trainer
 from offbeat.learner.weights.canary import CANARY_TOKENS, Canary, canary_token_ids
@@ -257,7 +258,7 @@ def open_learner(
 def _mirroring(run: RunSection, record: Recorder) -> AbstractContextManager[object]:
     if not run.mirror:
         return nullcontext()
-    from offbeat.learner.mirror import open_mirror
+    from offbeat.learner.restart.mirror import open_mirror
 
     return open_mirror(Path(run.dir), run.mirror, record, resume=bool(run.resume))
 

@@ -6,7 +6,7 @@ from offbeat.protocols.fields import Label, Natural
 
 
 class ModelHashes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Short hashes of the parts of a model that must be equal at learner and actor (`common.models.hash_model`).
+    """Short hashes of the parts of a model that must be equal at learner and actor (`common.models.folders.hash_model`).
 
     Weights are not hashed: the learner sends its own.
     """

@@ -13,7 +13,7 @@ NaturalOrNone = Annotated[int, Meta(ge=-1, le=2**63 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e18)]
 Checksum = Annotated[int, Meta(ge=0)]
-"""`common.weights.checksum`; all 64 bits are used."""
+"""`common.weights.flat.checksum`; all 64 bits are used."""
 Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
 NameOrEmpty = Annotated[str, Meta(pattern=f"{NAME_PATTERN}|^\\Z")]
 Label = Annotated[str, Meta(max_length=256)]
@@ -34,4 +34,4 @@ JudgeCounts = Annotated[dict[Name, Seconds], Meta(max_length=16)]
 EnvironmentCounts = Annotated[dict[Name, Seconds], Meta(max_length=16)]
 """Numbers of an actor's use of the judge, by name; at least 0."""
 Sources = Annotated[dict[Label, Label], Meta(max_length=256)]
-"""Hashes of source files, by their paths below the folder of the import path (`common.user_sources.hash_sources`)."""
+"""Hashes of source files, by their paths below the folder of the import path (`common.user_code.sources.hash_sources`)."""

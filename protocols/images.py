@@ -13,4 +13,4 @@ class ImageReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ar
 
     num_bytes: Positive
     hash: Checksum
-    """`common.images.hash_image` of the file's bytes."""
+    """`common.models.images.hash_image` of the file's bytes."""

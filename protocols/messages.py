@@ -363,7 +363,7 @@ class WeightUpdate(Message, frozen=True):
     bucket_bytes: Positive
     """Size of one broadcast. If the two ends differed, the transfer would succeed with wrong bytes."""
     checksum: Checksum
-    """`common.weights.checksum` of the whole buffer; the actor commits nothing else."""
+    """`common.weights.flat.checksum` of the whole buffer; the actor commits nothing else."""
     timeout_s: Seconds
     avoided: Annotated[tuple[NcclTransport, ...], Meta(max_length=2)] = ()
     """Transports between GPUs of one machine that NCCL must do without, the same for all members. Since minor version 4."""
@@ -378,12 +378,12 @@ class WeightPull(Message, frozen=True):
     num_bytes: Natural
     chunk_bytes: Positive
     checksum: Checksum
-    """`common.weights.checksum` of all bytes; the actor commits nothing else."""
+    """`common.weights.flat.checksum` of all bytes; the actor commits nothing else."""
     timeout_s: Seconds
     """Longest wait for the next chunk."""
     bases: Annotated[tuple[Checksum, ...], Meta(max_length=MAX_BASES)] = ()
     """Checksums of older versions, oldest first. The server has the difference from each to the next one, and from the last to
-    `policy_version` (`common.weight_deltas`). An actor that holds one of them may fetch these instead of the weights. Since
+    `policy_version` (`common.weights.deltas`). An actor that holds one of them may fetch these instead of the weights. Since
     minor version 4."""
 
 
@@ -393,7 +393,7 @@ class Chunk(Message, frozen=True):
     policy_version: Natural
     index: Natural
     checksum: Checksum
-    """`common.weights.checksum` of the bytes."""
+    """`common.weights.flat.checksum` of the bytes."""
     base: Checksum | None = None
     """The request's `base`. Since minor version 4."""
 

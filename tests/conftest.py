@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from offbeat.common import processes
-from offbeat.common.environment import BROKEN_VARIABLE, prepare_environment
-from offbeat.common.repeated_messages import CollapsingHandler
+from offbeat.common.processes import process_table as processes
+from offbeat.common.processes.environment import BROKEN_VARIABLE, prepare_environment
+from offbeat.common.records.repeated_messages import CollapsingHandler
 from tests.gpu_report import describe_machine, outcomes_of, require_gpu, table
 
 # Before any test module imports transformers or vLLM.
@@ -74,7 +74,7 @@ def tiny_moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_bpe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a dense Qwen3 with a byte-level BPE tokenizer and a chat template."""
-    from offbeat.deploy.quickstart.tiny_models import make_tiny_bpe_model
+    from offbeat.deploy.local.quickstart.tiny_models import make_tiny_bpe_model
 
     folder = tmp_path_factory.mktemp("tiny_bpe_model")
     make_tiny_bpe_model(folder, ["What is 2 + 2?", "Natalia sold 48 clips in May. #### 72"], vocab_size=300)
@@ -94,7 +94,7 @@ def tiny_deep_vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _make_vision(folder: Path, *, deep: bool) -> Path:
-    from offbeat.deploy.quickstart.tiny_models import make_tiny_vision_model
+    from offbeat.deploy.local.quickstart.tiny_models import make_tiny_vision_model
 
     make_tiny_vision_model(folder, alphabet=ALPHABET, deep=deep)
     return folder
@@ -102,7 +102,7 @@ def _make_vision(folder: Path, *, deep: bool) -> Path:
 
 def _make(folder: Path, *, moe: bool = False, tie_embeddings: bool = True) -> Path:
     # Imported here: most tests need no model, and transformers takes seconds to import.
-    from offbeat.deploy.quickstart.tiny_models import make_tiny_model
+    from offbeat.deploy.local.quickstart.tiny_models import make_tiny_model
 
     make_tiny_model(folder, alphabet=ALPHABET, moe=moe, tie_embeddings=tie_embeddings)
     return folder

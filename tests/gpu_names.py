@@ -17,10 +17,10 @@ ROOMS = ("actor", "common", "deploy", "lab", "learner")
 PACKAGES = ("vllm", "deepspeed", "torch.cuda", "torch.distributed", "torch._C._distributed_c10d", "torch.nn.attention")
 """The packages whose names are looked up; the rest of torch is the same on every device."""
 VALUES = {
-    ("actor/vllm_engine.py", "self._engine"): "vllm.v1.engine.llm_engine.LLMEngine",
-    ("actor/vllm_engine.py", "self._engine.engine_core"): "vllm.v1.engine.core_client.EngineCoreClient",
-    ("actor/vllm_engine.py", "arguments"): "vllm.engine.arg_utils.EngineArgs",
-    ("actor/vllm_worker.py", "self.model_runner"): "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+    ("actor/engines/vllm_engine.py", "self._engine"): "vllm.v1.engine.llm_engine.LLMEngine",
+    ("actor/engines/vllm_engine.py", "self._engine.engine_core"): "vllm.v1.engine.core_client.EngineCoreClient",
+    ("actor/engines/vllm_engine.py", "arguments"): "vllm.engine.arg_utils.EngineArgs",
+    ("actor/engines/vllm_worker.py", "self.model_runner"): "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
 }
 """Classes of expressions, by file, whose methods are looked up too."""
 ALSO = (

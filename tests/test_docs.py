@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.deploy.cli import COMMANDS
+from offbeat.deploy.cli.main import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/README.md")])

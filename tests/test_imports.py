@@ -16,69 +16,125 @@ MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 ALLOWED = {
     "protocols": set(),
     "common": {"protocols"},
-    "actor": {"actor/environments", "actor/judges", "actor/live", "common", "protocols"},
-    "actor/live": {"common", "protocols"},
-    "actor/judges": {"actor", "common", "protocols"},
-    "actor/environments": {"actor", "actor/environments/endpoint", "common", "protocols"},
-    "actor/environments/endpoint": {"actor/environments", "common", "protocols"},
-    "actor/sandbox": {"actor"},
-    "learner/leases": {"common", "protocols"},
-    "learner/objectives": {"common"},
-    "learner/policy": {"common"},
-    "learner/diagnostics": {"learner/leases", "learner/objectives", "common", "protocols"},
-    "learner/weights": {"learner/diagnostics", "common", "protocols"},
+    "common/settings": {"common", "common/models", "protocols"},
+    "common/models": {"common", "common/processes", "protocols"},
+    "common/processes": {"common"},
+    "common/records": {"common", "common/settings", "protocols"},
+    "common/user_code": {"common", "common/processes", "common/records", "common/settings", "protocols"},
+    "common/weights": {"protocols"},
+    "actor": {"actor/*", "common/*", "common", "protocols"},
+    "actor/engines": {"common/*", "common", "protocols"},
+    "actor/weights": {"actor/engines", "common/weights", "protocols"},
+    "actor/rewards": {"common/*", "common", "protocols"},
+    "actor/live": {"common/records", "protocols"},
+    "actor/judges": {"actor/rewards", "common/*", "common", "protocols"},
+    "actor/environments": {
+        "actor",
+        "actor/engines",
+        "actor/rewards",
+        "actor/environments/endpoint",
+        "common/*",
+        "common",
+        "protocols",
+    },
+    "actor/environments/endpoint": {"actor/environments", "common/*", "common", "protocols"},
+    "actor/sandbox": {"actor/rewards"},
+    "learner": {"learner/*", "common/*", "common", "protocols"},
+    "learner/leases": {"common/*", "common", "protocols"},
+    "learner/objectives": {"common/*", "common"},
+    "learner/policy": {"common/*", "common"},
+    "learner/calibration": {"learner/objectives", "common/*", "common", "protocols"},
+    "learner/diagnostics": {"learner/leases", "learner/objectives", "learner/calibration", "common/*", "common", "protocols"},
+    "learner/weights": {"learner/diagnostics", "common/*", "common", "protocols"},
     "learner/training": {
         "learner/leases",
         "learner/objectives",
         "learner/policy",
         "learner/diagnostics",
+        "learner/calibration",
+        "common/*",
         "common",
         "protocols",
     },
-    "learner/dispatch": {"learner/leases", "learner/diagnostics", "common", "protocols"},
-    "learner/live": {"common", "protocols"},
-    "learner/trackers": {"common", "protocols"},
-    "learner": {"learner/*", "common", "protocols"},
-    "lab": {"actor/live", "learner/*", "common", "protocols"},
-    "lab/report": {"lab", "learner/*", "common", "protocols"},
-    "lab/simulation": {"lab", "learner/*", "common", "protocols"},
-    "lab/replay": {"lab", "learner/*", "common", "protocols"},
-    "lab/tracing": {"lab", "learner/*", "common", "protocols"},
-    "lab/comparison": {"lab", "lab/report", "lab/sweep", "common"},
-    "lab/study": {"lab/sweep", "learner/*", "common", "protocols"},
-    "lab/sweep": {"lab", "lab/report", "learner/*", "common", "protocols"},
-    "deploy/clusters": {"deploy/launch", "deploy/pools", "common", "protocols"},
-    "deploy/devices": {"common"},
-    "deploy/launch": {
-        "deploy/devices",
-        "deploy/live",
-        "deploy/pools",
+    "learner/dispatch": {"learner/leases", "learner/diagnostics", "common/*", "common", "protocols"},
+    "learner/reporting": {
+        "learner",
+        "learner/leases",
+        "learner/dispatch",
+        "learner/diagnostics",
+        "learner/calibration",
+        "common/*",
+        "common",
+        "protocols",
+    },
+    "learner/reporting/page": {"common/*", "common", "protocols"},
+    "learner/reporting/trackers": {"common/*", "common", "protocols"},
+    "learner/restart": {
+        "learner/leases",
+        "learner/dispatch",
+        "learner/training",
+        "learner/reporting/trackers",
+        "common/*",
+        "common",
+        "protocols",
+    },
+    "lab": {"actor/live", "learner/*", "common/*", "common", "protocols"},
+    "lab/report": {"lab", "learner/*", "common/*", "common", "protocols"},
+    "lab/simulation": {"lab", "learner/*", "common/*", "common", "protocols"},
+    "lab/replay": {"lab", "learner/*", "common/*", "common", "protocols"},
+    "lab/tracing": {"lab", "learner/*", "common/*", "common", "protocols"},
+    "lab/comparison": {"lab", "lab/report", "lab/sweep", "common/*", "common"},
+    "lab/study": {"lab/sweep", "learner/*", "common/*", "common", "protocols"},
+    "lab/sweep": {"lab", "lab/report", "learner/*", "common/*", "common", "protocols"},
+    "deploy": {"lab/report", "common/*", "common"},
+    "deploy/clusters": {"deploy/local", "common/*", "common", "protocols"},
+    "deploy/clusters/compose": {"deploy/clusters", "common/*", "common", "protocols"},
+    "deploy/clusters/kubernetes": {"deploy/clusters", "deploy/local", "common/*", "common", "protocols"},
+    "deploy/clusters/ray_cluster": {"deploy/clusters", "common/*", "common", "protocols"},
+    "deploy/clusters/slurm": {"deploy/clusters", "deploy/local", "common/*", "common", "protocols"},
+    "deploy/local/devices": {"common/*", "common"},
+    "deploy/local/quickstart": {"learner/*", "common/*", "common"},
+    "deploy/local": {
+        "deploy/cli",
+        "deploy/local/devices",
+        "deploy/operating",
+        "deploy/clusters",
         "lab",
         "lab/report",
+        "learner/calibration",
         "learner/training",
+        "common/*",
         "common",
         "protocols",
     },
-    "deploy/live": {"lab", "common", "protocols"},
-    "deploy/pools": {"common", "protocols"},
-    "deploy/preflight": {"deploy/devices", "actor", "actor/*", "learner/*", "common", "protocols"},
-    "deploy/quickstart": {"learner/*", "common"},
-    "deploy/study": {"deploy", "deploy/quickstart", "lab/study", "actor", "learner/*", "common"},
+    "deploy/operating": {"lab", "common/*", "common", "protocols"},
+    "deploy/checks": {"deploy/local/devices", "actor", "actor/*", "learner/*", "common/*", "common", "protocols"},
+    "deploy/study": {"deploy/*", "deploy", "lab/study", "actor/rewards", "learner/*", "common/*", "common"},
     "deploy/sweep": {
+        "deploy/*",
         "deploy",
-        "deploy/clusters",
-        "deploy/devices",
-        "deploy/launch",
         "lab",
         "lab/report",
         "lab/sweep",
         "learner/training",
+        "common/*",
         "common",
         "protocols",
     },
-    "deploy/chaos": {"deploy/*", "actor", "actor/environments", "lab", "learner/*", "common", "protocols"},
-    "deploy/commands": {"deploy", "deploy/*", "lab", "lab/*", "actor", "learner", "learner/*", "common", "protocols"},
-    "deploy": {"deploy/*", "lab/*", "lab", "learner/*", "common", "protocols"},
+    "deploy/chaos": {"deploy/*", "actor/*", "lab", "learner/*", "common/*", "common", "protocols"},
+    "deploy/cli": {
+        "deploy",
+        "deploy/*",
+        "lab",
+        "lab/*",
+        "actor",
+        "actor/*",
+        "learner",
+        "learner/*",
+        "common/*",
+        "common",
+        "protocols",
+    },
 }
 """The rooms that each room may import besides itself; `learner/*` is every room of the learner."""
 WITHOUT_TORCH = ("learner/leases", "learner/dispatch", "lab/simulation")
@@ -206,15 +262,15 @@ def test_room_is_imported_without_torch(room: str) -> None:
 @pytest.mark.slow
 def test_the_model_of_the_noise_imports_scipy_only_to_fit_it() -> None:
     # Every trainer imports the model; the scipy that fits it would cost half a second of CPU time.
-    assert "scipy" not in {line.split()[-1] for line in slow_imports(["offbeat.learner.diagnostics.noise_floor"])}
+    assert "scipy" not in {line.split()[-1] for line in slow_imports(["offbeat.learner.calibration.noise_floor"])}
 
 
 def test_quick_commands_start_without_torch() -> None:
-    assert slow_imports(["offbeat.deploy.cli", *(f"offbeat.deploy.commands.{name}" for name in QUICK_COMMANDS)]) == []
+    assert slow_imports(["offbeat.deploy.cli.main", *(f"offbeat.deploy.cli.{name}" for name in QUICK_COMMANDS)]) == []
 
 
 def test_a_notebook_starts_runs_without_torch() -> None:
-    assert slow_imports(["offbeat", "offbeat.deploy.notebook"]) == []
+    assert slow_imports(["offbeat", "offbeat.deploy.local.notebook"]) == []
 
 
 def test_import_of_the_package_loads_none_of_its_dependencies() -> None:
@@ -227,9 +283,13 @@ def test_import_of_the_package_loads_none_of_its_dependencies() -> None:
         "actor.judges",
         "actor.judges.asking",
         "actor.judges.verdicts",
-        "actor.samples",
+        "actor.rewards",
+        "actor.rewards.samples",
         "common",
-        "common.user_errors",
+        "common.errors",
+        "common.setting_text",
+        "protocols",
+        "protocols.text",
     )
     assert ours <= {"offbeat", *(f"offbeat.{name}" for name in light)}
     assert "asyncio" not in loaded
@@ -241,7 +301,7 @@ def test_every_module_says_what_it_is_about() -> None:
 
 def test_no_module_is_named_after_one_of_the_standard_library() -> None:
     # A command's module has the command's name: `trace`.
-    modules = [path for path in MODULES if room_of(path) != "deploy/commands"]
+    modules = [path for path in MODULES if room_of(path) != "deploy/cli"]
     own_names = {path.stem if path.stem != "__init__" else path.parent.name for path in modules}
     assert own_names & sys.stdlib_module_names == set()
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from offbeat.common.weights import WeightBuffer, make_layout
+from offbeat.common.weights.flat import WeightBuffer, make_layout
 
 
 def buffer_of(named: Iterable[tuple[str, torch.Tensor]]) -> WeightBuffer:

@@ -16,7 +16,7 @@ from offbeat.actor.environments.chat_episode import ChatEpisode
 from offbeat.actor.environments.chat_format import ChatFormat, Message, checked_message
 from offbeat.actor.environments.messages import PROMPT, digest_of
 from offbeat.actor.environments.tool_calls import ToolCall, TurnParser
-from offbeat.common.user_tools import ToolSchema
+from offbeat.common.user_code.tools import ToolSchema
 
 
 class NoRoom(Exception):  # noqa: N818, a state and no mistake of the program

@@ -11,7 +11,7 @@ prompt is the tokens so far, then a bridge: the difference between two rendering
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
 
 SETTING = "task.chat_template"
 _CURE = (

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from offbeat.actor.engine import Completion
+from offbeat.actor.engines.engine import Completion
 from offbeat.actor.environments.messages import PROMPT
 from offbeat.actor.environments.retries import Member
 from offbeat.protocols.completions import Segment, Turn

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, assert_never
 
-from offbeat.actor.engine import Completion, Engine
+from offbeat.actor.engines.engine import Completion, Engine
 from offbeat.actor.environments.episode import Episode, EpisodeTurn
 from offbeat.actor.environments.messages import (
     Cancel,
@@ -31,11 +31,11 @@ from offbeat.actor.environments.messages import (
 )
 from offbeat.actor.environments.retries import Member, Retries
 from offbeat.actor.environments.workers import Workers
-from offbeat.actor.play import Played, PlayFailure
-from offbeat.actor.reward_values import Reward
-from offbeat.actor.rewards import UnavailableRewards
-from offbeat.common.config import EnvironmentSection
-from offbeat.common.images import ImagePatches
+from offbeat.actor.rewards.runner import UnavailableRewards
+from offbeat.actor.rewards.values import Reward
+from offbeat.actor.sampling import Played, PlayFailure
+from offbeat.common.models.images import ImagePatches
+from offbeat.common.settings.config import EnvironmentSection
 from offbeat.protocols.completions import MAX_TURNS
 from offbeat.protocols.messages import Lease, Sampling
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from offbeat.actor.environments.worker import run_worker
-from offbeat.actor.reward_guard import MARK_VARIABLE
-from offbeat.common.environment import fast_imports, prepare_environment
-from offbeat.common.own_process import ROOM_VARIABLE, has_threads, show_arguments, show_variable
-from offbeat.common.shutdown import die_with_parent
+from offbeat.actor.rewards.guard import MARK_VARIABLE
+from offbeat.common.processes.environment import fast_imports, prepare_environment
+from offbeat.common.processes.own_process import ROOM_VARIABLE, has_threads, show_arguments, show_variable
+from offbeat.common.processes.shutdown import die_with_parent
 
 MESSAGE_BYTES = 256
 THREADS = b"threads"

@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from offbeat.actor.environments.chat import Chat
-from offbeat.common.settings import SettingError
-from offbeat.common.user_functions import load_function
-from offbeat.common.user_tools import SETTING, tool_schemas
+from offbeat.common.errors import SettingError
+from offbeat.common.user_code.functions import load_function
+from offbeat.common.user_code.tools import SETTING, tool_schemas
 
 PlayFunction = Callable[[Chat, dict[str, Any]], Awaitable[object]]
 """Plays one episode with the prompt's row, and returns its reward: a number, named parts, or None."""

@@ -9,9 +9,8 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from offbeat.common.settings import SettingError
-from offbeat.common.user_functions import one_line
-from offbeat.common.user_tools import SETTING, ToolSchema
+from offbeat.common.errors import SettingError, one_line
+from offbeat.common.user_code.tools import SETTING, ToolSchema
 
 if TYPE_CHECKING:
     from mcp import Client

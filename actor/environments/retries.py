@@ -9,8 +9,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from offbeat.actor.breaker import Breaker
-from offbeat.actor.rewards import UnavailableRewards, back_off_s
+from offbeat.actor.rewards.breaker import Breaker
+from offbeat.actor.rewards.runner import UnavailableRewards, back_off_s
 
 
 class Member(NamedTuple):

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from offbeat.common.settings import SettingError
-from offbeat.common.user_tools import ToolSchema
+from offbeat.common.errors import SettingError
+from offbeat.common.user_code.tools import ToolSchema
 
 logger = logging.getLogger(__name__)
 

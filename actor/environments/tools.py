@@ -19,9 +19,9 @@ from offbeat.actor.environments.chat import Chat
 from offbeat.actor.environments.mcp_servers import McpServer, Session
 from offbeat.actor.environments.threads import in_thread
 from offbeat.actor.environments.tool_calls import ToolCall
-from offbeat.actor.reward_failures import is_transient
-from offbeat.common.user_functions import one_line
-from offbeat.common.user_tools import ToolSchema
+from offbeat.actor.rewards.failures import is_transient
+from offbeat.common.errors import one_line
+from offbeat.common.user_code.tools import ToolSchema
 
 ROW = "row"
 """A parameter of this name gets the prompt's row. The model neither sees nor gives it."""

@@ -38,13 +38,13 @@ from offbeat.actor.environments.messages import (
     framed,
 )
 from offbeat.actor.environments.tool_calls import TurnParser
-from offbeat.actor.reward_failures import failure_of, file_of
-from offbeat.actor.reward_guard import guard_session
-from offbeat.actor.reward_values import reward_of
-from offbeat.common.environment import prepare_environment
-from offbeat.common.models import load_tokenizer
-from offbeat.common.settings import SettingError
-from offbeat.common.shutdown import die_with_parent
+from offbeat.actor.rewards.failures import failure_of, file_of
+from offbeat.actor.rewards.guard import guard_session
+from offbeat.actor.rewards.values import reward_of
+from offbeat.common.errors import SettingError
+from offbeat.common.models.folders import load_tokenizer
+from offbeat.common.processes.environment import prepare_environment
+from offbeat.common.processes.shutdown import die_with_parent
 
 NUM_THREADS = 512
 """Calls of `asyncio.to_thread` that run at once: an agent that is not async takes one for its whole episode. Under asyncio's

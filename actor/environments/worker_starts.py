@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from offbeat.actor.environments import forker
-from offbeat.actor.reward_guard import MARK_VARIABLE
-from offbeat.common.environment import has_gpu
-from offbeat.common.own_process import ROOM, ROOM_VARIABLE, has_room_for_variable, has_threads, show_arguments
+from offbeat.actor.rewards.guard import MARK_VARIABLE
+from offbeat.common.processes.environment import has_gpu
+from offbeat.common.processes.own_process import ROOM, ROOM_VARIABLE, has_room_for_variable, has_threads, show_arguments
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from offbeat.actor.environments.messages import Begin, BrokenPipeToWorkerError, FromWorker, Pipe, Ready, ToWorker
 from offbeat.actor.environments.worker_starts import WorkerStarts, choose_starts
-from offbeat.common.config import Config, max_episode_tokens
-from offbeat.common.shutdown import ServiceError
+from offbeat.common.errors import ServiceError
+from offbeat.common.settings.config import Config, max_episode_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class WorkerProcess:
 
 
 class Workers:
-    """`actor.environment_workers` processes. A dead one is replaced, and its episodes are given back to the caller."""
+    """`environment.workers` processes. A dead one is replaced, and its episodes are given back to the caller."""
 
     def __init__(
         self, begin: Begin, num_workers: int, starts: WorkerStarts, clock: Callable[[], float] = time.monotonic

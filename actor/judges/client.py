@@ -22,13 +22,12 @@ import msgspec
 from offbeat.actor.judges.answer_cache import AnswerCache
 from offbeat.actor.judges.shared_numbers import SharedNumbers
 from offbeat.actor.judges.verdicts import JudgeError, Prompt, Verdict
-from offbeat.actor.reward_failures import TRANSIENT_STATUS
-from offbeat.actor.rewards import back_off_s
-from offbeat.actor.samples import RewardUnavailable
-from offbeat.common.config import Config, JudgeSection
-from offbeat.common.masking import MASK
-from offbeat.common.settings import SettingError
-from offbeat.common.user_functions import one_line
+from offbeat.actor.rewards.failures import TRANSIENT_STATUS
+from offbeat.actor.rewards.runner import back_off_s
+from offbeat.actor.rewards.samples import RewardUnavailable
+from offbeat.common.errors import SettingError, one_line
+from offbeat.common.setting_text import MASK
+from offbeat.common.settings.config import Config, JudgeSection
 from offbeat.protocols.text import plain
 
 VARIABLE = "OFFBEAT_JUDGE"

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from offbeat.common.exported import Exported, Family, Values, family, one
+from offbeat.common.records.exported import Exported, Family, Values, family, one
 from offbeat.protocols.messages import ActorHeartbeat
 
 

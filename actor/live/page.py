@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from offbeat.actor.live.exported import families
-from offbeat.common.probes import health, numbers, readiness
-from offbeat.common.web import Response, Route, WebServer
+from offbeat.common.records.probes import health, numbers, readiness
+from offbeat.common.records.web import Response, Route, WebServer
 from offbeat.protocols.messages import ActorHeartbeat
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from offbeat.actor.samples import RewardUnavailable
+from offbeat.actor.rewards.samples import RewardUnavailable
 from offbeat.actor.sandbox.bubblewrap import Bubblewrap, find_bubblewrap
 from offbeat.actor.sandbox.landlock import Landlock
 from offbeat.actor.sandbox.launch import Backend

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from offbeat.actor.samples import RewardUnavailable
+from offbeat.actor.rewards.samples import RewardUnavailable
 from offbeat.actor.sandbox import confine
 from offbeat.actor.sandbox.launch import DISK_BYTES, ENVIRONMENT, MAX_FILES, MAX_THREADS, Launch, children_of
 from offbeat.actor.sandbox.program import Result

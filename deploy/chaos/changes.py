@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from offbeat.common.config import actors_wanted
-from offbeat.common.hub_keys import OPERATOR
-from offbeat.common.run_folder import CONFIG_FILE
-from offbeat.common.settings import load
-from offbeat.common.shutdown import ServiceError
-from offbeat.deploy.live.link import ask, open_link_to
+from offbeat.common.errors import ServiceError
+from offbeat.common.records.run_folder import CONFIG_FILE
+from offbeat.common.settings.config import actors_wanted
+from offbeat.common.settings.hub_keys import OPERATOR
+from offbeat.common.settings.loading import load
+from offbeat.deploy.operating.link import ask, open_link_to
 from offbeat.learner.dispatch.live_settings import CANARY_TOLERANCE
 from offbeat.protocols.messages import LiveSettingsReport, LiveSettingsRequest
 

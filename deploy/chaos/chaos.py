@@ -23,14 +23,14 @@ from msgspec.structs import replace
 from rich.table import Table
 
 from offbeat.actor.environments.functions import load_environment
-from offbeat.common import processes
-from offbeat.common.config import Config
-from offbeat.common.masking import write_private
-from offbeat.common.metrics import ROWS_FILE, read_rows
-from offbeat.common.rows import EventRow
-from offbeat.common.run_folder import CHECKPOINTS, LOG, MODEL
-from offbeat.common.settings import load, resolved_toml
-from offbeat.common.shutdown import StopRequest
+from offbeat.common.processes import process_table as processes
+from offbeat.common.processes.shutdown import StopRequest
+from offbeat.common.records.rows import EventRow
+from offbeat.common.records.run_folder import CHECKPOINTS, LOG, MODEL
+from offbeat.common.records.writer import ROWS_FILE, read_rows
+from offbeat.common.setting_text import write_private
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.loading import load, resolved_toml
 from offbeat.deploy.chaos.environment import EARNED, ENVIRONMENT, FOLDER_VARIABLE, FUNCTION_VARIABLE
 from offbeat.deploy.chaos.faults import MORE_DATA, Clock, open_disk
 from offbeat.deploy.chaos.judge import REWARD, URL_VARIABLE, Judge
@@ -38,9 +38,9 @@ from offbeat.deploy.chaos.network import Network, open_network
 from offbeat.deploy.chaos.round import LOCAL, REMOTE, Happened, Site, StoppedError, run_round
 from offbeat.deploy.chaos.schedule import KINDS, OF_ENVIRONMENTS, OF_REWARDS, plan, round_seed
 from offbeat.deploy.chaos.tools import Tools
-from offbeat.deploy.launch.keygen import ALLOWED_KEYS, make_keys
-from offbeat.deploy.launch.launcher import free_port
-from offbeat.deploy.quickstart.prepared import expand
+from offbeat.deploy.local.keygen import ALLOWED_KEYS, make_keys
+from offbeat.deploy.local.launcher import free_port
+from offbeat.deploy.local.quickstart.prepared import expand
 from offbeat.lab.audit import Check, add_claim, audit, check_learning, check_outcome
 from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.learner.leases.events import Accepted

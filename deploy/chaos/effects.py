@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from offbeat.common.run_folder import CHECKPOINTS
+from offbeat.common.records.run_folder import CHECKPOINTS
 from offbeat.deploy.chaos.schedule import Kind
 
 EVENTS: dict[Kind, tuple[str, ...]] = {

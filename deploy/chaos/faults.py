@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, assert_never
 
-from offbeat.common import processes
-from offbeat.common.run_folder import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, LOG, read_owner
-from offbeat.common.shutdown import USER_ERROR_STATUS
+from offbeat.common.processes import process_table as processes
+from offbeat.common.processes.shutdown import USER_ERROR_STATUS
+from offbeat.common.records.run_folder import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, LOG, read_owner
 from offbeat.deploy.chaos.changes import doubt_learner, scale_up_and_down
 from offbeat.deploy.chaos.judge import Judge
 from offbeat.deploy.chaos.network import Network

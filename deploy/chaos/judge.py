@@ -26,7 +26,7 @@ SLOW_S = 0.5
 
 
 def judged(group: Sequence[Any]) -> list[float]:
-    """Ask the judge for the rewards of a group; see `offbeat.actor.reward_functions` for the form."""
+    """Ask the judge for the rewards of a group; see `offbeat.actor.rewards.functions` for the form."""
     pairs = [(sample.completion, str(sample.row["answer"])) for sample in group]
     request = urllib.request.Request(os.environ[URL_VARIABLE], data=json.dumps(pairs).encode())
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:

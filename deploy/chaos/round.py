@@ -13,18 +13,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from offbeat.common import processes
-from offbeat.common.config import Config
-from offbeat.common.metrics import ROWS_FILE
-from offbeat.common.rows import ActorRow, EventRow, StepRow, decode_row
-from offbeat.common.shutdown import PARENT_VARIABLE, StopRequest
+from offbeat.common.processes import process_table as processes
+from offbeat.common.processes.shutdown import PARENT_VARIABLE, StopRequest
+from offbeat.common.records.rows import ActorRow, EventRow, StepRow, decode_row
+from offbeat.common.records.writer import ROWS_FILE
+from offbeat.common.settings.config import Config
 from offbeat.deploy.chaos import effects
 from offbeat.deploy.chaos.faults import MAX_FILES, Attempt, Clock, Committed, Disk, Scene, commit
 from offbeat.deploy.chaos.judge import Judge
 from offbeat.deploy.chaos.network import Network
 from offbeat.deploy.chaos.schedule import Fault, Target
 from offbeat.deploy.chaos.tools import Tools
-from offbeat.deploy.launch.starts import PROGRAM
+from offbeat.deploy.local.starts import PROGRAM
 from offbeat.learner.leases.events import LeaseEvent
 
 logger = logging.getLogger(__name__)

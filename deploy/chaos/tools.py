@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from offbeat.common import processes
-from offbeat.common.config import EnvironmentSection
+from offbeat.common.processes import process_table as processes
+from offbeat.common.settings.config import EnvironmentSection
 
 LOOK_S = 0.02
 CALL_S = 30.0

@@ -1,1 +1,1 @@
-"""Write the files by which a cluster's scheduler starts a run's services."""
+"""Clusters: the files by which a scheduler starts the services of a run, and the pools that start actors."""

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from offbeat.common.config import Config
-from offbeat.common.hub_keys import LEARNER, OPERATOR
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.hub_keys import LEARNER, OPERATOR
+from offbeat.deploy.clusters.fleet import FLEET
 from offbeat.deploy.clusters.moving_learner import moving_settings
-from offbeat.deploy.launch.keygen import ALLOWED_KEYS, make_keys
-from offbeat.deploy.pools.fleet import FLEET
+from offbeat.deploy.local.keygen import ALLOWED_KEYS, make_keys
 
 WORK = "/work"
 """The folder that the services are started in."""
@@ -59,7 +59,7 @@ def learner_command(config: Config, settings: Sequence[str]) -> list[str]:
     program = ["offbeat"]
     if config.launch.learner_processes > 1:
         processes = f"--nproc-per-node={config.launch.learner_processes}"
-        program = ["torchrun", "--standalone", processes, "-m", "offbeat.deploy.cli"]
+        program = ["torchrun", "--standalone", processes, "-m", "offbeat.deploy.cli.main"]
     return [*program, "learner", CONFIG, *settings, f"hub.key={KEYS}/{{name}}.key", *moving_settings(config)]
 
 

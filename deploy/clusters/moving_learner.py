@@ -1,6 +1,6 @@
 """A learner whose cluster ends it and starts it again: it pauses when it is asked to end, and goes on where it was."""
 
-from offbeat.common.config import Config
+from offbeat.common.settings.config import Config
 
 NOTICE_S = 300
 """Seconds that a cluster gives the learner between SIGTERM and its end."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
-from offbeat.common.masking import write_private
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.setting_text import write_private
 
 Document = dict[str, Any]
 WIDTH = 120

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from offbeat.common.config import Config
-from offbeat.common.environment import prepare_environment
-from offbeat.common.setting_checks import check
-from offbeat.common.settings import load
-from offbeat.common.shutdown import StopRequest, die_with_parent
-from offbeat.deploy.folder_lock import alone_in
+from offbeat.common.processes.environment import prepare_environment
+from offbeat.common.processes.shutdown import StopRequest, die_with_parent
+from offbeat.common.settings.checks import check
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.loading import load
 from offbeat.deploy.jobs import run_jobs
+from offbeat.deploy.local.folder_lock import alone_in
 from offbeat.lab.study.cells import BASELINE, Cell, StudyRow, append_row, methods
 from offbeat.lab.study.probe_rows import ProbeRow
 

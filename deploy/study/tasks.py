@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from transformers import AutoTokenizer
 
-from offbeat.actor.reward_functions import exact_match
-from offbeat.deploy.quickstart.prepared import ensure, prepared_folder
-from offbeat.deploy.quickstart.progression import LENGTH, Progression
-from offbeat.deploy.quickstart.recipes import Recipe
-from offbeat.deploy.quickstart.reversal import Reversal
+from offbeat.actor.rewards.functions import exact_match
+from offbeat.deploy.local.quickstart.prepared import ensure, prepared_folder
+from offbeat.deploy.local.quickstart.progression import LENGTH, Progression
+from offbeat.deploy.local.quickstart.recipes import Recipe
+from offbeat.deploy.local.quickstart.reversal import Reversal
 from offbeat.lab.study.exact_run import TaskPrompt
 
 

@@ -15,13 +15,14 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from offbeat.common import durable_files
-from offbeat.common.config import Config
-from offbeat.common.masking import write_private
-from offbeat.common.run_folder import decide_resume
-from offbeat.common.setting_checks import check
-from offbeat.common.settings import SettingError, load, resolved_toml
-from offbeat.deploy.folder_lock import alone_in
+from offbeat.common.errors import SettingError
+from offbeat.common.processes import durable_files
+from offbeat.common.records.run_folder import decide_resume
+from offbeat.common.setting_text import write_private
+from offbeat.common.settings.checks import check
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.loading import load, resolved_toml
+from offbeat.deploy.local.folder_lock import alone_in
 from offbeat.lab.sweep.plan import CONFIG_FILE, PLAN_FILE, Plan, has_ended, read_plan, read_run
 from offbeat.protocols.address_file import address_file
 from offbeat.protocols.addresses import is_loopback

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from offbeat.common.settings import SettingError
-from offbeat.deploy.devices.inventory import VISIBLE, Gpu, find_gpus
+from offbeat.common.errors import SettingError
+from offbeat.deploy.local.devices.inventory import VISIBLE, Gpu, find_gpus
 
 
 class Place(NamedTuple):

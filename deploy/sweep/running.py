@@ -16,14 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from offbeat.common.metrics import ROWS_FILE, read_rows_of
-from offbeat.common.rows import EvalRow, StepRow
-from offbeat.common.run_folder import CHECKPOINTS, LOG
-from offbeat.common.shutdown import INTERRUPTED_STATUS, PAUSED_STATUS, StopRequest
-from offbeat.deploy.folder_lock import LOCK_FILE, FolderBusyError, alone_in
+from offbeat.common.processes.shutdown import INTERRUPTED_STATUS, PAUSED_STATUS, StopRequest
+from offbeat.common.records.rows import EvalRow, StepRow
+from offbeat.common.records.run_folder import CHECKPOINTS, LOG
+from offbeat.common.records.writer import ROWS_FILE, read_rows_of
 from offbeat.deploy.jobs import run_jobs
-from offbeat.deploy.launch.launcher import LOOK_S, RestartBudget, Service
-from offbeat.deploy.launch.starts import PROGRAM, FreshStarts, ProcessStart
+from offbeat.deploy.local.folder_lock import LOCK_FILE, FolderBusyError, alone_in
+from offbeat.deploy.local.launcher import LOOK_S, RestartBudget, Service
+from offbeat.deploy.local.starts import PROGRAM, FreshStarts, ProcessStart
 from offbeat.deploy.sweep.cells import Cell
 from offbeat.deploy.sweep.places import Place
 from offbeat.lab.history import RunHistory, fold_rows

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offbeat.deploy.quickstart.lookup import DIGITS, KEYS, make_row
-from offbeat.deploy.quickstart.recipes import Recipe
+from offbeat.deploy.local.quickstart.lookup import DIGITS, KEYS, make_row
+from offbeat.deploy.local.quickstart.recipes import Recipe
 
 TASK, OPEN, LOOK, ANSWER, CLOSE = "New task:\n", "<code>", "look(", "final_answer(", "</code>"
 CALLING = "\nCalling tools:\n[{'id': 'call_1', 'type': 'function', 'function': {'name': 'python_interpreter', 'arguments': '"

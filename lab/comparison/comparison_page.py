@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from offbeat.common.learning_sections import TrainSection
-from offbeat.common.metrics import ROWS_FILE, read_rows
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.records.writer import ROWS_FILE, read_rows
+from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.lab.history import RunHistory, fold_rows
 from offbeat.lab.report.figures import ACTOR_COLORS, Plot, line_trace, plot_layout, running_mean, series
 from offbeat.lab.report.page import Figures, duration, head, page_html, section, table_html, write_page

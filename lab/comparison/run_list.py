@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from offbeat.common.metrics import ROWS_FILE
+from offbeat.common.records.writer import ROWS_FILE
 from offbeat.lab.ended_run import EndedRun, read_end, state_without_end
 from offbeat.lab.report.page import duration
 from offbeat.lab.run_settings import read_settings

@@ -28,8 +28,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from offbeat.common.config import Config
-from offbeat.common.settings import replace_settings
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.loading import replace_settings
 from offbeat.learner.leases.evaluation import Evaluations, Round
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
 from offbeat.learner.leases.groups import Group, Rollout, unpack

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from offbeat.common.config import Config
-from offbeat.common.models import resolve_model
-from offbeat.common.objective_checks import check_objective
-from offbeat.common.objectives import DEFAULTS, complete
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.models.folders import resolve_model
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.objective_checks import check_objective
+from offbeat.common.settings.objectives import DEFAULTS, complete
 from offbeat.learner.diagnostics.group_metrics import Metrics
 from offbeat.learner.leases.events import Accepted, Dropped, Granted
 from offbeat.learner.leases.groups import Group, unpack
@@ -111,7 +111,7 @@ def _groups(records: Iterable[Record], prompts: Sequence[Prompt]) -> Iterator[Gr
 
 
 def objective_config(config: Config, objective: str) -> Config:
-    """Return the run's config with another objective, whose own values take the place of what `common.objectives` completes.
+    """Return the run's config with another objective, and the values that `common.settings.objectives` completes for it.
 
     Anchor, correction, KL and whatever else is not the objective's stays. `SettingError` where that cannot be, or where the
     checkpoints have no critic that it needs, or have one.

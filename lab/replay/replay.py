@@ -13,11 +13,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from offbeat.common.config import Config
-from offbeat.common.objectives import RECOMPUTED
-from offbeat.common.run_folder import CHECKPOINTS, LOG, read_run_config
-from offbeat.common.setting_checks import check
-from offbeat.common.settings import SettingError, replace_settings
+from offbeat.common.errors import SettingError
+from offbeat.common.records.run_folder import CHECKPOINTS, LOG, read_run_config
+from offbeat.common.settings.checks import check
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.loading import replace_settings
+from offbeat.common.settings.objectives import RECOMPUTED
 from offbeat.lab.audit import is_log_whole
 from offbeat.lab.replay.counterfactual import LeaseEnds, Recording, differences, read_recording, recorded_ends, replay
 from offbeat.lab.terminal import FittedTable, stdout_console
@@ -228,7 +229,7 @@ def _variants(config: Config, request: Request) -> Iterator[dict[str, str]]:
 
 def _check_objectives(config: Config, objectives: Sequence[str]) -> None:
     """Raise `SettingError` for objectives that cannot be compared, before a log of gigabytes is read."""
-    from offbeat.common.environment import prepare_environment
+    from offbeat.common.processes.environment import prepare_environment
 
     prepare_environment()
     from offbeat.lab.replay.gradients import objective_config

@@ -3,7 +3,7 @@
 import html
 from collections.abc import Callable, Mapping, Sequence
 
-from offbeat.common.rows import EvalRow
+from offbeat.common.records.rows import EvalRow
 from offbeat.lab.history import RunHistory
 from offbeat.lab.report.figures import ACTOR_COLORS, Plot, Trace, line_trace, step_layout
 from offbeat.lab.report.page import Figures, section

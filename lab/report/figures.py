@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from offbeat.common.rows import StepRow
+from offbeat.common.records.rows import StepRow
 
 Trace = dict[str, Any]
 """One series of a figure, with Plotly's keys."""

@@ -3,7 +3,7 @@
 import html
 from collections.abc import Iterable
 
-from offbeat.common.rows import EventRow
+from offbeat.common.records.rows import EventRow
 from offbeat.lab.report.page import duration, section, table_html
 from offbeat.learner.diagnostics.health import troubles
 

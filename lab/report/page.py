@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from offbeat.common.shutdown import ServiceError
+from offbeat.common.errors import ServiceError
 from offbeat.lab.report.figures import DARK_COLORS, Plot
 
 
@@ -71,7 +71,7 @@ def page_html(title: str, body: str, figures: Figures) -> str:
  content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:">
 <title>{html.escape(title)} · offbeat</title>
 <style>
-{resources.files("offbeat.common").joinpath("page.css").read_text(encoding="utf-8")}</style>
+{resources.files("offbeat.common.records").joinpath("page.css").read_text(encoding="utf-8")}</style>
 </head>
 <body>
 <main>

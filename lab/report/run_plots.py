@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from offbeat.common.rows import CanaryRow, CommitRow, EvalRow, StepRow
-from offbeat.common.step_metrics import TASK_REWARDS, TASK_SHARES
+from offbeat.common.records.rows import CanaryRow, CommitRow, EvalRow, StepRow
+from offbeat.common.records.step_metrics import TASK_REWARDS, TASK_SHARES
 from offbeat.lab.history import Interval, RunHistory, rate_over_time, sum_seconds
 from offbeat.lab.report.figures import (
     ACTOR_COLORS,

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from offbeat.common.metrics import ROWS_FILE, read_rows
-from offbeat.common.objectives import DEFAULTS
-from offbeat.common.rows import LedgerSums
-from offbeat.common.run_folder import CONFIG_FILE
+from offbeat.common.records.rows import LedgerSums
+from offbeat.common.records.run_folder import CONFIG_FILE
+from offbeat.common.records.writer import ROWS_FILE, read_rows
+from offbeat.common.settings.objectives import DEFAULTS
 from offbeat.lab.drift import (
     COMPARISON_HEAD,
     DRIFT_HEAD,

@@ -3,7 +3,7 @@
 import html
 from collections.abc import Sequence
 
-from offbeat.common.rows import EvalSampleRow, SampleRow
+from offbeat.common.records.rows import EvalSampleRow, SampleRow
 from offbeat.lab.report.page import section
 from offbeat.lab.samples import printable
 from offbeat.learner.diagnostics.sample_rows import MAX_TEXT, shorten

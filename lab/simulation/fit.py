@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.common.metrics import ROWS_FILE, read_rows
-from offbeat.common.run_folder import LOG
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.records.run_folder import LOG
+from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.lab.history import RunHistory, fold_rows
 from offbeat.lab.simulation.timings import Timings
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained

@@ -14,13 +14,14 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from offbeat.common.config import Config
-from offbeat.common.eval_sets import eval_sets
-from offbeat.common.metrics import ROWS_FILE, read_rows
-from offbeat.common.rows import EventRow
-from offbeat.common.run_folder import CONFIG_FILE
-from offbeat.common.setting_checks import check
-from offbeat.common.settings import SettingError, load
+from offbeat.common.errors import SettingError
+from offbeat.common.records.rows import EventRow
+from offbeat.common.records.run_folder import CONFIG_FILE
+from offbeat.common.records.writer import ROWS_FILE, read_rows
+from offbeat.common.settings.checks import check
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.eval_sets import eval_sets
+from offbeat.common.settings.loading import load
 from offbeat.lab.simulation.fit import fit
 from offbeat.lab.simulation.scaling import Scaling
 from offbeat.lab.simulation.simulation import ASSUMPTIONS, OF_EPISODES, SimulatedBatch, Simulation

@@ -7,8 +7,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from offbeat.common.config import Config
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import Config
 from offbeat.lab.simulation.predict import Source, simulate_batches, times_text
 from offbeat.lab.simulation.scaling import Move, Scaling
 from offbeat.lab.terminal import stdout_console

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from offbeat.common.config import ScaleSection
+from offbeat.common.settings.config import ScaleSection
 from offbeat.lab.simulation.actors import SimulatedActors
 from offbeat.learner.leases.demand import Demand, Use
 from offbeat.learner.leases.staleness import StalenessPolicy

@@ -8,8 +8,8 @@ from typing import IO, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from offbeat.common.objectives import DEFAULTS
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.objectives import DEFAULTS
 
 ROWS_FILE = "rows.jsonl"
 BASELINE = "gspo"

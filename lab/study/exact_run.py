@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from offbeat.common.config import Config
-from offbeat.common.weights import WeightBuffer
+from offbeat.common.settings.config import Config
+from offbeat.common.weights.flat import WeightBuffer
 from offbeat.lab.study.cells import Outcome, Point
 from offbeat.lab.study.sampler import ExactSampler, Sampled
 from offbeat.lab.sweep.estimates import Curve

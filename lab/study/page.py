@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
 from offbeat.lab.study.analysis import (
     EARLY,
     FALL,

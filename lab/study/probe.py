@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offbeat.common.config import Config
+from offbeat.common.settings.config import Config
 from offbeat.lab.study.exact_run import ExactRun, TaskPrompt
 from offbeat.lab.study.probe_rows import ProbeRow
 from offbeat.learner.leases.groups import Group

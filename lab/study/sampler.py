@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from offbeat.common.routing import record_routing
-from offbeat.common.weights import WeightBuffer
+from offbeat.common.models.routing import record_routing
+from offbeat.common.weights.flat import WeightBuffer
 
 _COMPACT_SHARE = 0.5
 """Share of unfinished rows at which the finished ones are taken out of the batch."""

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 
-from offbeat.common.learning_sections import TrainSection
-from offbeat.common.rows import StepRow
+from offbeat.common.records.rows import StepRow
+from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.lab.drift import ended_leases
 from offbeat.lab.history import RunHistory, sum_seconds
 from offbeat.lab.sweep.estimates import Curve

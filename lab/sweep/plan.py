@@ -9,8 +9,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from offbeat.common.metrics import ROWS_FILE, read_rows
-from offbeat.common.settings import SettingError, full_name
+from offbeat.common.errors import SettingError
+from offbeat.common.records.writer import ROWS_FILE, read_rows
+from offbeat.common.settings.loading import full_name
 from offbeat.lab.history import RunHistory, fold_rows
 from offbeat.lab.sweep.hopeless import read_hopeless
 

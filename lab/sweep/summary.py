@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from offbeat.common.config import Config
-from offbeat.common.settings import load
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.loading import load
 from offbeat.lab.sweep.estimates import (
     Comparison,
     Curve,

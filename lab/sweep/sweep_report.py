@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from offbeat.common import durable_files
-from offbeat.common.config import Config
-from offbeat.common.settings import resolved_toml
+from offbeat.common.processes import durable_files
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.loading import resolved_toml
 from offbeat.lab.report.page import Figures, KeyFigure, duration, head, page_html, section, table_html, tiles, write_page
 from offbeat.lab.report.run_report import REPORT_FILE
 from offbeat.lab.sweep import plots as sweep_plots

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from offbeat.common.rows import CommitRow, OtherRow, PullRow, Row, StepRow, WeightsRow
+from offbeat.common.records.rows import CommitRow, OtherRow, PullRow, Row, StepRow, WeightsRow
 from offbeat.lab.tracing.spans import Process, Span
 from offbeat.learner.leases.events import Trained
 

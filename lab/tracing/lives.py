@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
 from offbeat.lab.tracing.spans import Span
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
 

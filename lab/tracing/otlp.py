@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
 from offbeat.lab.tracing.run_trace import Trace
 from offbeat.lab.tracing.spans import Process, Span
 

@@ -8,9 +8,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from offbeat.common.metrics import ROWS_FILE, read_rows
-from offbeat.common.run_folder import LOG, read_run_config
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.records.run_folder import LOG, read_run_config
+from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.lab.tracing.learner_work import Work
 from offbeat.lab.tracing.lives import choose, life_span, read_lives
 from offbeat.lab.tracing.perfetto import trace_file

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from offbeat.common.rows import EventRow, StepRow
+from offbeat.common.records.rows import EventRow, StepRow
 
 HISTORY = 200
 """Newest steps that the rules look at."""

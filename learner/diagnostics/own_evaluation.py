@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, SupportsFloat
 
 import msgspec
 
-from offbeat.common.rows import EvalRow, EventRow, Recorder
-from offbeat.common.settings import SettingError
-from offbeat.common.user_functions import load_function, located
+from offbeat.common.errors import SettingError
+from offbeat.common.records.rows import EvalRow, EventRow, Recorder
+from offbeat.common.user_code.functions import load_function, located
 from offbeat.learner.diagnostics.sample_rows import Decode
 from offbeat.learner.leases.groups import Rollout
 from offbeat.learner.leases.prompts import Prompt

@@ -6,7 +6,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offbeat.common.routing import Routing
+from offbeat.common.models.routing import Routing
 from offbeat.learner.diagnostics.lag_buckets import lag_bucket
 from offbeat.learner.diagnostics.routing_metrics import load_metrics, margin_metrics, routing_metrics
 

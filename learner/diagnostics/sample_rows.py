@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from offbeat.common.rows import EvalSampleRow, Recorder, SampleRow
+from offbeat.common.records.rows import EvalSampleRow, Recorder, SampleRow
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.protocols.completions import Turn

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from offbeat.common.config import Config, max_episode_tokens
-from offbeat.common.rows import EventRow, Recorder
+from offbeat.common.records.rows import EventRow, Recorder
+from offbeat.common.settings.config import Config, max_episode_tokens
 from offbeat.learner.dispatch.evaluation_leases import EvaluationLeases
 from offbeat.learner.dispatch.failures import Failures
 from offbeat.learner.dispatch.group_buffer import GroupBuffer

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from offbeat.common.config import Config
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import Config
 from offbeat.learner.dispatch.handout import Kit
 from offbeat.learner.leases.groups import ExpertLimits
 from offbeat.protocols.engine_info import ModelHashes
@@ -15,7 +15,7 @@ from offbeat.protocols.messages import Hello, TensorSpec
 
 if TYPE_CHECKING:
     # It imports torch, which the hub's thread does without.
-    from offbeat.common.routing import Routing
+    from offbeat.common.models.routing import Routing
 
 
 class Contract(NamedTuple):
@@ -36,7 +36,7 @@ class Contract(NamedTuple):
     vocabulary_size: int
     temperature: float
     reward: str
-    """`common.settings.weighted_reward`."""
+    """`common.settings.loading.weighted_reward`."""
     software: str
     """Version of offbeat."""
     max_message_bytes: int
@@ -47,7 +47,7 @@ class Contract(NamedTuple):
     has_images: bool = False
     """True where prompts have images (`task.image_field`)."""
     sources: Mapping[str, str] = {}
-    """`common.user_sources.hash_sources` of the function that judges completions; empty where the learner does not have it."""
+    """`common.user_code.sources.hash_sources` of the function that judges completions; empty where the learner lacks it."""
     kit: Kit = Kit()
     """The run for actors that bring neither settings nor model."""
 

@@ -16,8 +16,8 @@ The hub's thread calls `handle` and `tick`, and sends what `take_outgoing` retur
 from collections.abc import Mapping, Sequence
 from typing import assert_never
 
-from offbeat.common.config import Config
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import Config
 from offbeat.learner.dispatch.fleet_meter import FleetMeter, FleetUse
 from offbeat.learner.dispatch.listeners import Listeners
 from offbeat.learner.dispatch.live_settings import CREDIT_LIMIT, record_change

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from offbeat.common.config import EvaluationSection, RolloutSection
-from offbeat.common.rows import EvalRow, Recorder
+from offbeat.common.records.rows import EvalRow, Recorder
+from offbeat.common.settings.config import EvaluationSection, RolloutSection
 from offbeat.learner.diagnostics.sample_rows import Decode, EvaluationSampleRows
 from offbeat.learner.dispatch.offers import Offer
 from offbeat.learner.leases.evaluation import Evaluations, Round

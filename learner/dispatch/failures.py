@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 
-from offbeat.common.shutdown import ServiceError
+from offbeat.common.errors import ServiceError
 
 
 class RunFailedError(ServiceError):

@@ -6,7 +6,7 @@ accept -> buffer (in the ledger) -> drop what is too stale -> select a batch -> 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from offbeat.common.rows import EpochRow, EventRow, GroupRow, Recorder
+from offbeat.common.records.rows import EpochRow, EventRow, GroupRow, Recorder
 from offbeat.learner.diagnostics.length_bias import BiasMonitor, ended_group
 from offbeat.learner.dispatch.failures import Failures
 from offbeat.learner.dispatch.reports import report

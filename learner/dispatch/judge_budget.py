@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from offbeat.common.config import Config
-from offbeat.common.metrics import ROWS_FILE, read_rows
-from offbeat.common.rows import ActorRow, OtherRow, Recorder, Row
+from offbeat.common.records.rows import ActorRow, OtherRow, Recorder, Row
+from offbeat.common.records.writer import ROWS_FILE, read_rows
+from offbeat.common.settings.config import Config
 from offbeat.learner.dispatch.failures import Failures, RunFailedError
 
 

@@ -8,8 +8,8 @@ grant -> [actor generates] -> release (answered)
 import math
 from collections.abc import Sequence
 
-from offbeat.common.config import RolloutSection
-from offbeat.common.rows import EventRow, Recorder
+from offbeat.common.records.rows import EventRow, Recorder
+from offbeat.common.settings.config import RolloutSection
 from offbeat.learner.dispatch.evaluation_leases import EvaluationLeases
 from offbeat.learner.dispatch.offers import Offer
 from offbeat.learner.dispatch.reports import report

@@ -14,10 +14,11 @@ import logging
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from offbeat.common.config import Config, ScaleSection, StalenessSection
-from offbeat.common.rows import EventRow, Recorder
-from offbeat.common.setting_checks import check
-from offbeat.common.settings import SettingError, replace_settings, setting_text
+from offbeat.common.errors import SettingError
+from offbeat.common.records.rows import EventRow, Recorder
+from offbeat.common.settings.checks import check
+from offbeat.common.settings.config import Config, ScaleSection, StalenessSection
+from offbeat.common.settings.loading import replace_settings, setting_text
 from offbeat.learner.leases.events import Tuned
 from offbeat.learner.leases.staleness import StalenessPolicy
 from offbeat.protocols.messages import SettingChange

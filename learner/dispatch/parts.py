@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from offbeat.common.rows import Recorder
+from offbeat.common.records.rows import Recorder
 from offbeat.learner.diagnostics.sample_rows import Decode
 from offbeat.learner.dispatch.answers import Answers, GroupCheck
 from offbeat.learner.dispatch.contract import Contract

@@ -9,7 +9,7 @@ actor.
 
 from collections.abc import Sequence
 
-from offbeat.common.rows import EventRow, Recorder
+from offbeat.common.records.rows import EventRow, Recorder
 from offbeat.learner.dispatch.failures import Failures, RunFailedError
 from offbeat.learner.dispatch.group_buffer import GroupBuffer
 from offbeat.learner.dispatch.lease_desk import LeaseDesk

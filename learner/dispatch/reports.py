@@ -3,7 +3,7 @@
 import logging
 from collections import Counter
 
-from offbeat.common.rows import EventRow, Recorder
+from offbeat.common.records.rows import EventRow, Recorder
 
 logger = logging.getLogger(__name__)
 

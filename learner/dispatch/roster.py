@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from offbeat.common.config import HubSection
-from offbeat.common.rows import ActorRow, CommitRow, EventRow, Recorder
+from offbeat.common.records.rows import ActorRow, CommitRow, EventRow, Recorder
+from offbeat.common.settings.config import HubSection
 from offbeat.learner.dispatch.contract import Contract, differences, objection, source_objection
 from offbeat.learner.dispatch.rejections import Rejections
 from offbeat.learner.dispatch.reports import report

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from offbeat.common.config import actors_wanted
+from offbeat.common.settings.config import actors_wanted
 from offbeat.learner.dispatch.lease_desk import LeaseDesk
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.dispatch.roster import Roster

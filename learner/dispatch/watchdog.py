@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from offbeat.common.rows import EventRow, Recorder
+from offbeat.common.records.rows import EventRow, Recorder
 from offbeat.learner.dispatch.evaluation_leases import EvaluationLeases
 from offbeat.learner.dispatch.failures import Failures, RunFailedError
 from offbeat.learner.dispatch.lease_desk import LeaseDesk

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from offbeat.common.config import StalenessSection
-from offbeat.common.rows import StepRow
+from offbeat.common.records.rows import StepRow
+from offbeat.common.settings.config import StalenessSection
 
 MAX_KL_DRIFT = 0.02
 """Limit of the KL's drift, in nats per token. M2PO stays stable 256 steps behind with the mean squared log-ratio held to 0.04,

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from offbeat.common.generated_tasks import generated_rows, is_generated
-from offbeat.common.settings import SettingError, is_local_data
-from offbeat.common.user_functions import is_function, load_function, located, one_line
+from offbeat.common.errors import SettingError, one_line
+from offbeat.common.settings.loading import is_local_data
+from offbeat.common.user_code.functions import is_function, load_function, located
+from offbeat.common.user_code.generated_tasks import generated_rows, is_generated
 
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from offbeat.common.config import ScaleSection
+from offbeat.common.settings.config import ScaleSection
 
 STARVED = 0.10
 """Share of the learner's time in waiting above which it starves."""

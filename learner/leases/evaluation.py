@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from offbeat.common.rows import EvalRow
+from offbeat.common.records.rows import EvalRow
 from offbeat.learner.leases.groups import Rollout
 
 

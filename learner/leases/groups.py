@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.common.images import ImageFile
+from offbeat.common.models.images import ImageFile
 from offbeat.learner.leases.events import Accepted
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.protocols.completions import CompletionMeta, Segment, Turn, path_lengths

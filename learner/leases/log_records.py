@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from offbeat.common.shutdown import ServiceError
+from offbeat.common.errors import ServiceError
 from offbeat.learner.leases.events import Accepted, LeaseEvent
 from offbeat.protocols.wire import ITEM_BYTES, has_context
 

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, SupportsFloat
 
-from offbeat.common.settings import SettingError
-from offbeat.common.user_functions import load_function, located
+from offbeat.common.errors import SettingError
+from offbeat.common.user_code.functions import load_function, located
 from offbeat.learner.leases.task_results import TaskResults
 
 SETTING = "task.curriculum"

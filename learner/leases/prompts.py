@@ -12,11 +12,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from offbeat.common.config import TaskSection
-from offbeat.common.eval_sets import eval_sets, eval_setting
-from offbeat.common.images import ImageFile, ImageReader
-from offbeat.common.settings import SettingError
-from offbeat.common.user_tools import with_tools
+from offbeat.common.errors import SettingError
+from offbeat.common.models.images import ImageFile, ImageReader
+from offbeat.common.settings.config import TaskSection
+from offbeat.common.settings.eval_sets import eval_sets, eval_setting
+from offbeat.common.user_code.tools import with_tools
 from offbeat.learner.leases.data_rows import DataRow, read_rows
 from offbeat.learner.leases.rendering import render
 from offbeat.learner.leases.row_images import Rendered, image_folder, render_with_images

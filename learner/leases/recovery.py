@@ -20,8 +20,7 @@ from typing import NamedTuple, assert_never
 
 import msgspec
 
-from offbeat.common.settings import SettingError
-from offbeat.common.shutdown import ServiceError
+from offbeat.common.errors import ServiceError, SettingError
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, Started, Trained, Tuned, Weighed
 from offbeat.learner.leases.groups import Group, make_group
 from offbeat.learner.leases.journal import apply_event

@@ -8,8 +8,8 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.common.config import TaskSection
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import TaskSection
 from offbeat.learner.leases.data_rows import DataRow
 
 if TYPE_CHECKING:

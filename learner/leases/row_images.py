@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.common.config import TaskSection
-from offbeat.common.images import MARKER, MAX_PROMPT_BYTES, SETTING, ImageError, ImageFile, ImageReader, hash_image
-from offbeat.common.settings import SettingError
-from offbeat.common.user_functions import is_function
+from offbeat.common.errors import SettingError
+from offbeat.common.models.images import MARKER, MAX_PROMPT_BYTES, SETTING, ImageError, ImageFile, ImageReader, hash_image
+from offbeat.common.settings.config import TaskSection
+from offbeat.common.user_code.functions import is_function
 from offbeat.learner.leases.data_rows import DataRow
 from offbeat.learner.leases.rendering import render
 from offbeat.protocols.images import MAX_IMAGES

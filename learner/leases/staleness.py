@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from offbeat.common.config import StalenessSection
-from offbeat.common.learning_sections import TrainSection
+from offbeat.common.settings.config import StalenessSection
+from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.learner.leases.groups import LagOf
 
 

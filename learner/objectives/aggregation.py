@@ -32,7 +32,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from offbeat.common.objectives import Aggregation
+from offbeat.common.settings.objectives import Aggregation
 
 
 def aggregate(token_values: Tensor, completion_mask: Tensor, row_weights: Tensor, *, mode: Aggregation) -> Tensor:

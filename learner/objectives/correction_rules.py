@@ -11,8 +11,8 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from offbeat.common.corrections import WEIGHING, built_in, fill_bounds, parse_corrections
-from offbeat.common.learning_sections import CorrectionName
+from offbeat.common.settings.corrections import WEIGHING, built_in, fill_bounds, parse_corrections
+from offbeat.common.settings.learning_sections import CorrectionName
 from offbeat.learner.objectives import corrections
 from offbeat.learner.objectives.bands import Correction
 from offbeat.learner.objectives.own_functions import OwnCorrection, load_correction

@@ -7,8 +7,15 @@ from typing import Literal, NamedTuple, Protocol, assert_never
 import torch
 from torch import Tensor
 
-from offbeat.common.learning_sections import LossSection
-from offbeat.common.objectives import DEFAULTS, RECOMPUTED, Aggregation, resolve_aggregation, resolve_clip, resolve_weight_cap
+from offbeat.common.settings.learning_sections import LossSection
+from offbeat.common.settings.objectives import (
+    DEFAULTS,
+    RECOMPUTED,
+    Aggregation,
+    resolve_aggregation,
+    resolve_clip,
+    resolve_weight_cap,
+)
 from offbeat.learner.objectives import losses, weighted_losses
 from offbeat.learner.objectives.aggregation import denominator
 from offbeat.learner.objectives.bands import ClipBand, ClippedRatio, Correction
@@ -344,7 +351,7 @@ class Objective:
 
 
 def resolve_objective(loss: LossSection, *, max_new_tokens: int) -> Objective:
-    """Return the objective of these settings; those left open take the objective's own values (`common.objectives`)."""
+    """Return the objective of these settings. Settings left open take the values of `common.settings.objectives`."""
     return Objective(
         token_loss=_resolve_token_loss(loss, max_new_tokens),
         anchor=loss.anchor,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.common.settings import SettingError
-from offbeat.common.user_functions import load_function, located
+from offbeat.common.errors import SettingError
+from offbeat.common.user_code.functions import load_function, located
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.common.learning_sections import RewardSection
-from offbeat.common.objectives import resolve_overlong_buffer
-from offbeat.common.settings import SettingError
-from offbeat.common.user_functions import load_function, located
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.learning_sections import RewardSection
+from offbeat.common.settings.objectives import resolve_overlong_buffer
+from offbeat.common.user_code.functions import load_function, located
 
 LengthPenalty = Callable[[NDArray[np.int64], int], NDArray[np.float64]]
 """`(lengths [completions], max_new_tokens) -> numbers to add to the rewards [completions]`, usually not above 0."""

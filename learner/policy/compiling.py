@@ -12,10 +12,10 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from offbeat.common.config import Config
-from offbeat.common.objectives import RECOMPUTED
-from offbeat.common.setting_checks import compile_obstacle
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.checks import compile_obstacle
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.objectives import RECOMPUTED
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,6 @@
 """Images in packs: patches, the inputs that their features replace, and positions in three dimensions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,28 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from offbeat.common.images import ImageFile, ImagePatches, ImageReader
-from offbeat.learner.policy.packing import Pack
-
-
-@dataclass(frozen=True, eq=False)
-class PackedImages:
-    """The images of all prompts of a pack, one after another.
-
-    A pack of prompts without images has one that replaces no input: every rank must run the vision tower equally often, because
-    its gradients are summed over the ranks.
-    """
-
-    patches: Tensor
-    """`[num_patches, numbers of a patch]` float32."""
-    grids: Tensor
-    """Frames (1), rows and columns of patches of each image, `[num_images, 3]` int64."""
-    inputs: Tensor
-    """Inputs that the images' features replace, in their order, `[num_image_tokens]` int64."""
-
-    def to(self, device: torch.device) -> "PackedImages":
-        """Return a copy on `device`."""
-        return PackedImages(self.patches.to(device), self.grids.to(device), self.inputs.to(device))
+from offbeat.common.models.images import ImageFile, ImagePatches, ImageReader
+from offbeat.learner.policy.packing import Pack, PackedImages
 
 
 class ImagePacker:

@@ -6,12 +6,11 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from offbeat.common.config import Config, ModelSection
-from offbeat.common.objectives import resolve_baseline
-from offbeat.common.sequence_parallel import SETTING
-from offbeat.common.settings import SettingError
-from offbeat.common.user_functions import one_line
-from offbeat.common.weights import tensor_dtype
+from offbeat.common.errors import SettingError, one_line
+from offbeat.common.settings.config import Config, ModelSection
+from offbeat.common.settings.objectives import resolve_baseline
+from offbeat.common.settings.sequence_parallel import SETTING
+from offbeat.common.weights.flat import tensor_dtype
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.lora import add_adapter
 from offbeat.learner.policy.packed_attention import check_packing, packed_logprobs

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from offbeat.learner.policy.images import PackedImages, image_states
+from offbeat.learner.policy.images import image_states
 from offbeat.learner.policy.offload import kept_on_host
 from offbeat.learner.policy.packed_attention import PlacedSpans, use_packed_attention
-from offbeat.learner.policy.packing import Span
+from offbeat.learner.policy.packing import PackedImages, Span
 from offbeat.learner.policy.sequence_parallel import SequenceGroup
 
 MAX_CHUNK_LOGITS = 2**24

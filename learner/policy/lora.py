@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
 from offbeat.learner.policy.zero import full_shape, gathered_parameters
 
 _ADAPTER = "default"

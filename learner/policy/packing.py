@@ -2,18 +2,35 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from offbeat.learner.policy.images import PackedImages
-
 TokenIds = Sequence[int] | NDArray[np.int32]
 """Token ids of a prompt or a completion."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedImages:
+    """The images of all prompts of a pack, one after another.
+
+    A pack of prompts without images has one that replaces no input: every rank must run the vision tower equally often, because
+    its gradients are summed over the ranks.
+    """
+
+    patches: Tensor
+    """`[num_patches, numbers of a patch]` float32."""
+    grids: Tensor
+    """Frames (1), rows and columns of patches of each image, `[num_images, 3]` int64."""
+    inputs: Tensor
+    """Inputs that the images' features replace, in their order, `[num_image_tokens]` int64."""
+
+    def to(self, device: torch.device) -> "PackedImages":
+        """Return a copy on `device`."""
+        return PackedImages(self.patches.to(device), self.grids.to(device), self.inputs.to(device))
 
 
 class Turns(NamedTuple):
@@ -72,7 +89,7 @@ class Pack(NamedTuple):
     """Number of tokens of each completion."""
     experts: Tensor | None = None
     """Experts that routers are to choose for each input, `[num_inputs, layers, top_k]` integers; None: let them choose."""
-    images: Optional["PackedImages"] = None
+    images: PackedImages | None = None
     """Images of the prompts; None in a run without `task.image_field`. With images there are positions in three dimensions,
     `[3, num_inputs]`."""
 

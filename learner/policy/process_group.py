@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from offbeat.common.collectives import local_address
-from offbeat.common.environment import launcher_number, launcher_rank
-from offbeat.common.readiness import GPU_BYTES_VARIABLE, tell_ready
+from offbeat.common.processes.environment import launcher_number, launcher_rank
+from offbeat.common.processes.readiness import GPU_BYTES_VARIABLE, tell_ready
+from offbeat.common.weights.collectives import local_address
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 """A rank fails after waiting this long in a collective; otherwise the death of one would leave the others waiting forever."""

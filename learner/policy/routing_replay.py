@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from offbeat.common.routing import record_routing, routers
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.models.routing import record_routing, routers
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.packing import pack
 from offbeat.learner.policy.process_group import gather_tensors

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from offbeat.common.models import PROCESSOR_FILE, resolve_model
+from offbeat.common.models.folders import PROCESSOR_FILE, resolve_model
 from offbeat.learner.policy.lora import merged_parameters
 
 

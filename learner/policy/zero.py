@@ -11,11 +11,10 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from offbeat.common.deepspeed_options import check_deepspeed_options
-from offbeat.common.environment import fast_imports
-from offbeat.common.learning_sections import TrainSection
-from offbeat.common.settings import SettingError
-from offbeat.common.user_functions import one_line
+from offbeat.common.errors import SettingError, one_line
+from offbeat.common.processes.environment import fast_imports
+from offbeat.common.settings.deepspeed_options import check_deepspeed_options
+from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 
 _logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offbeat.common.images import ImageFile
+from offbeat.common.models.images import ImageFile
 from offbeat.learner.diagnostics.turn_metrics import turn_buckets
 from offbeat.learner.leases.groups import EngineExperts, Group, Rollout
 from offbeat.learner.objectives.group_likelihood import group_logprob

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from offbeat.common.durable_files import sync
+from offbeat.common.processes.durable_files import sync
 
 OLD_STATE = "state"
 """DeepSpeed's folder in a checkpoint of a version of offbeat that wrote no manifest."""

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from offbeat.common.learning_sections import CriticSection, KlSection
+from offbeat.common.settings.learning_sections import CriticSection, KlSection
 from offbeat.learner.diagnostics.broken_rows import Broken, find_broken
 from offbeat.learner.diagnostics.row_statistics import Column, row_statistics
 from offbeat.learner.objectives.aggregation import aggregate

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.common.shutdown import ServiceError
+from offbeat.common.errors import ServiceError
 from offbeat.learner.policy.zero import muted_prints
 from offbeat.learner.training.checkpoints import OLD_STATE
 

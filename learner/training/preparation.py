@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from offbeat.common.learning_sections import AdvantageSection
-from offbeat.common.objectives import Baseline, resolve_baseline, resolve_divide_by_std
+from offbeat.common.settings.learning_sections import AdvantageSection
+from offbeat.common.settings.objectives import Baseline, resolve_baseline, resolve_divide_by_std
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.objectives.advantages import (
     GroupBaseline,

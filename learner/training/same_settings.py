@@ -6,8 +6,9 @@ from collections.abc import Mapping
 import torch
 import xxhash
 
-from offbeat.common.config import Config
-from offbeat.common.settings import SettingError, setting_names, setting_text
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.loading import setting_names, setting_text
 from offbeat.learner.policy.process_group import gather_tensors
 
 SECTIONS = ("model", "rollout", "loss", "advantage", "reward", "kl", "critic", "lora", "train")

@@ -17,17 +17,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from offbeat.common.config import Config
-from offbeat.common.images import ImageReader
-from offbeat.common.models import resolve_model
-from offbeat.common.routing import Routing, record_routing
-from offbeat.common.weights import make_layout, tensor_dtype
+from offbeat.common.models.folders import resolve_model
+from offbeat.common.models.images import ImageReader
+from offbeat.common.models.routing import Routing, record_routing
+from offbeat.common.settings.config import Config
+from offbeat.common.weights.flat import make_layout, tensor_dtype
+from offbeat.learner.calibration.calibration import load_calibration
+from offbeat.learner.calibration.noise_floor import Differences
 from offbeat.learner.diagnostics.broken_rows import broken_metrics
-from offbeat.learner.diagnostics.calibration import load_calibration
 from offbeat.learner.diagnostics.gradient_direction import GradientDirection
 from offbeat.learner.diagnostics.group_metrics import Metrics, group_metrics
 from offbeat.learner.diagnostics.loss_metrics import EngineNoise, loss_metrics
-from offbeat.learner.diagnostics.noise_floor import Differences
 from offbeat.learner.diagnostics.turn_metrics import turn_metrics
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.objectives.aggregation import aggregate

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from offbeat.common.descriptors import patiently
-from offbeat.common.learning_sections import LoraSection
+from offbeat.common.processes.descriptors import patiently
+from offbeat.common.settings.learning_sections import LoraSection
 from offbeat.learner.objectives.reward_shaping import RunningMoments
 from offbeat.learner.policy.process_group import gather_tensors
 from offbeat.learner.policy.zero import gathered_parameters, muted_prints, optimizer_state, restore_state

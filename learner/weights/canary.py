@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.common.routing import Routing
-from offbeat.common.rows import CanaryRow, EventRow, Recorder, RoutingRow
+from offbeat.common.models.routing import Routing
+from offbeat.common.records.rows import CanaryRow, EventRow, Recorder, RoutingRow
 from offbeat.learner.diagnostics.routing_history import RoutingHistory
 from offbeat.learner.weights.engine_noise import FACTOR, MOST, Difference, excess_of, limits_of, measure
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
-from offbeat.common.collectives import POLL_S, CollectiveError, GlooGroup, Rendezvous, Seat, WeightGroup, serve_store
-from offbeat.common.nccl_group import NcclGroup
+from offbeat.common.weights.collectives import POLL_S, CollectiveError, GlooGroup, Rendezvous, Seat, WeightGroup, serve_store
+from offbeat.common.weights.nccl_group import NcclGroup
 from offbeat.learner.weights.editions import Edition
 from offbeat.learner.weights.nccl_detour import NcclDetour
 from offbeat.learner.weights.standings import Recipient

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from offbeat.common.weight_deltas import encode_delta, word_bytes
+from offbeat.common.weights.deltas import encode_delta, word_bytes
 from offbeat.learner.weights.editions import Edition
 from offbeat.protocols.messages import MAX_BASES, TensorSpec
 

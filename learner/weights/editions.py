@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from offbeat.common.pinned_memory import pin
-from offbeat.common.weights import WeightBuffer, checksum
+from offbeat.common.weights.flat import WeightBuffer, checksum
+from offbeat.common.weights.pinned_memory import pin
 from offbeat.protocols.messages import TensorSpec
 
 PATIENCE_S = 1.0

@@ -7,7 +7,7 @@ goes through sockets then. Where that works, the run keeps to it, and the operat
 import os
 from collections.abc import Mapping
 
-from offbeat.common.collectives import CollectiveError, CollectiveLateError
+from offbeat.common.weights.collectives import CollectiveError, CollectiveLateError
 from offbeat.protocols.messages import NcclTransport
 
 TRANSPORTS: tuple[NcclTransport, ...] = ("P2P", "SHM")

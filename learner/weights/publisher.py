@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from offbeat.common.rows import EventRow, PullRow, Recorder, WeightsRow
-from offbeat.common.weights import WeightBuffer
+from offbeat.common.records.rows import EventRow, PullRow, Recorder, WeightsRow
+from offbeat.common.weights.flat import WeightBuffer
 from offbeat.learner.weights.collective import CollectiveUpdates, Transfer
 from offbeat.learner.weights.editions import Editions
 from offbeat.learner.weights.failed_epochs import FailedEpochs

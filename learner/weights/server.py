@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from offbeat.common.weights import checksum
+from offbeat.common.weights.flat import checksum
 from offbeat.learner.weights.deltas import Delta
 from offbeat.protocols.channels import Hub, Received
 from offbeat.protocols.messages import Chunk, ChunkGone, ChunkRequest

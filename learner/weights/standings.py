@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from offbeat.common.weights import WRONG_CHECKSUM
+from offbeat.common.weights.flat import WRONG_CHECKSUM
 
 LONGEST_EXCLUSION_S = 60.0
 """Longest exclusion, and the time without a failure after which earlier failures are forgotten."""

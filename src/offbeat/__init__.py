@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING
 
 from offbeat.actor.judges.asking import judge, judge_sync
 from offbeat.actor.judges.verdicts import JudgeError, Verdict
-from offbeat.actor.samples import RewardUnavailable, Sample
-from offbeat.common.user_errors import RunError, StopRun
+from offbeat.actor.rewards.samples import RewardUnavailable, Sample
+from offbeat.common.errors import RunError, StopRun
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from offbeat.deploy.notebook import Run
+    from offbeat.deploy.local.notebook import Run
 
 __all__ = [
     "JudgeError",
@@ -35,6 +35,6 @@ def train(config: "str | Path | None" = None, **settings: object) -> "Run":
     Raises `RunError` with the text that the command prints when the run cannot start.
     """
     # Imported now: every service imports this package, and most of them never call this.
-    from offbeat.deploy.notebook import start
+    from offbeat.deploy.local.notebook import start
 
     return start(config, settings)

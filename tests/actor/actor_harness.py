@@ -11,18 +11,18 @@ import torch
 from numpy.typing import NDArray
 
 from offbeat.actor.contact import ActorIdentity
-from offbeat.actor.engine import CacheUse, Completion, Score
-from offbeat.actor.jobs import Jobs
+from offbeat.actor.engines.engine import CacheUse, Completion, Score
+from offbeat.actor.leases_at_work import Jobs
 from offbeat.actor.outbox import Outbox
-from offbeat.actor.reward_values import Reward
-from offbeat.actor.rewards import Rewarded, RewardFailure, RewardRunner, UnavailableRewards
-from offbeat.actor.samples import Sample
+from offbeat.actor.rewards.runner import Rewarded, RewardFailure, RewardRunner, UnavailableRewards
+from offbeat.actor.rewards.samples import Sample
+from offbeat.actor.rewards.values import Reward
 from offbeat.actor.service import ActorService
 from offbeat.actor.single_turns import SingleTurns
-from offbeat.common.config import ActorSection, Config, HubSection, MetricsSection
-from offbeat.common.images import ImagePatches
-from offbeat.common.shutdown import StopRequest
-from offbeat.common.weights import WeightBuffer, make_layout
+from offbeat.common.models.images import ImagePatches
+from offbeat.common.processes.shutdown import StopRequest
+from offbeat.common.settings.config import ActorSection, Config, HubSection, MetricsSection
+from offbeat.common.weights.flat import WeightBuffer, make_layout
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.completions import Segment
 from offbeat.protocols.engine_info import EngineInfo, ModelHashes

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.actor.contact import LearnerContact, RefusedError
-from offbeat.common.config import Config, HubSection, RolloutSection, TaskSection
+from offbeat.common.settings.config import Config, HubSection, RolloutSection, TaskSection
 from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import Ack, ActorHeartbeat, Credit, GroupDone, Hello, Refused, SayHello
 from tests.actor.actor_harness import CANARY, ENGINE, IDENTITY, LIMIT, PEER, Learner, actor_of

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from offbeat.actor.engine import Completion
-from offbeat.actor.jobs import as_group
+from offbeat.actor.engines.engine import Completion
 from offbeat.actor.judges.client import handed_to_processes
-from offbeat.actor.play import Played
-from offbeat.actor.reward_values import Reward
-from offbeat.common.config import Config, JudgeSection
+from offbeat.actor.leases_at_work import as_group
+from offbeat.actor.rewards.values import Reward
+from offbeat.actor.sampling import Played
+from offbeat.common.settings.config import Config, JudgeSection
 from offbeat.protocols.completions import Segment
 from offbeat.protocols.experts import decode_experts
 from offbeat.protocols.messages import Ack, ActorHeartbeat, Cancel, Credit, GroupDone, Hello, LeaseFailed, SayHello

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from offbeat.actor.joining import Meeting, joined
-from offbeat.common.config import Config, RolloutSection
-from offbeat.common.settings import SettingError, resolved_toml
-from offbeat.common.shutdown import ServiceError
-from offbeat.deploy.launch.keygen import make_keys
+from offbeat.common.errors import ServiceError, SettingError
+from offbeat.common.settings.config import Config, RolloutSection
+from offbeat.common.settings.loading import resolved_toml
+from offbeat.deploy.local.keygen import make_keys
 from offbeat.learner.dispatch.handout import Handout, Kit
 from offbeat.learner.dispatch.send_queue import SendQueue
 from offbeat.protocols.channels import Hub, Received

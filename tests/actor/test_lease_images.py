@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from offbeat.actor.lease_images import read_images
-from offbeat.common.images import ImageError, ImageFile, ImageReader, hash_image
+from offbeat.common.models.images import ImageError, ImageFile, ImageReader, hash_image
 from offbeat.learner.dispatch.offers import Offer
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.protocols.images import ImageReference
 from offbeat.protocols.messages import Lease, Sampling
 from offbeat.protocols.wire import WireError, decode_from_learner, encode
-from tests.common.test_images import encoded
+from tests.common.models.test_images import encoded
 
 FILES = (encoded(56, 28), encoded(28, 28, "JPEG"))
 SAMPLING = Sampling(max_new_tokens=1)

@@ -4,9 +4,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from offbeat.actor.jobs import as_group
-from offbeat.actor.play import Played
-from offbeat.actor.rewards import RewardRunner
+from offbeat.actor.leases_at_work import as_group
+from offbeat.actor.rewards.runner import RewardRunner
+from offbeat.actor.sampling import Played
 from offbeat.actor.single_turns import SingleTurns
 from offbeat.protocols.messages import Lease, Sampling
 from tests.actor.actor_harness import FakeEngine, FakeRewards, FakeTokenizer

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from offbeat.common.environment import has_gpu, prepare_environment
+from offbeat.common.processes.environment import has_gpu, prepare_environment
 from tests.benchmarks.measuring import NUM_ROUNDS, PATIENCE_S, print_table, processes, receive_from, spread
 from tests.weights import buffer_of
 
@@ -74,7 +74,7 @@ def make_model(folder: Path, workload: Workload) -> None:
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-    from offbeat.deploy.quickstart.tiny_models import make_tiny_model
+    from offbeat.deploy.local.quickstart.tiny_models import make_tiny_model
 
     make_tiny_model(folder, alphabet=ALPHABET)
     torch.manual_seed(0)
@@ -136,16 +136,16 @@ def run_actor(connection: Connection, folder: str, workload: Workload, address: 
     from transformers import AutoModelForCausalLM
 
     from offbeat.actor.contact import ActorIdentity
-    from offbeat.actor.engine_choice import make_engine
-    from offbeat.actor.jobs import Jobs
+    from offbeat.actor.engines.choice import make_engine
+    from offbeat.actor.leases_at_work import Jobs
     from offbeat.actor.outbox import Outbox
-    from offbeat.actor.reward_attempts import limits_of
-    from offbeat.actor.rewards import RewardRunner
+    from offbeat.actor.rewards.attempts import limits_of
+    from offbeat.actor.rewards.runner import RewardRunner
     from offbeat.actor.service import ActorService
     from offbeat.actor.single_turns import SingleTurns
-    from offbeat.common.config import ActorSection, Config, HubSection
-    from offbeat.common.models import load_tokenizer
-    from offbeat.common.shutdown import StopRequest
+    from offbeat.common.models.folders import load_tokenizer
+    from offbeat.common.processes.shutdown import StopRequest
+    from offbeat.common.settings.config import ActorSection, Config, HubSection
     from offbeat.protocols.channels import Link
     from offbeat.protocols.engine_info import ModelHashes
 
@@ -194,7 +194,7 @@ class Learner:
         """Admit the actor."""
         import torch
 
-        from offbeat.common.weights import make_layout
+        from offbeat.common.weights.flat import make_layout
         from offbeat.protocols.messages import Credit, Hello, Welcome
 
         layout = make_layout([("w", (1,))], torch.float32)

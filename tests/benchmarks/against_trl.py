@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from offbeat.common.rows import StepRow
-from offbeat.deploy.quickstart.prepared import quickstart_folder
+from offbeat.common.records.rows import StepRow
+from offbeat.deploy.local.quickstart.prepared import quickstart_folder
 from tests.benchmarks.measuring import NUM_ROUNDS, Cost, children_cpu_s, print_table, run_offbeat, spread
 
 TRL = "1.16.0"
@@ -34,7 +34,7 @@ TIMEOUT_S = 900.0
 
 TRIAL = """
 import json, sys, time
-from offbeat.common.environment import prepare_environment
+from offbeat.common.processes.environment import prepare_environment
 prepare_environment()  # or a torchvision that torch cannot load stops transformers
 import datasets, torch
 from transformers import AutoTokenizer

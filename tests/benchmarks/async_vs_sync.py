@@ -27,11 +27,19 @@ from statistics import mean
 import msgspec
 import torch
 
-from offbeat.common.config import ActorSection, Config, HubSection, MetricsSection, ModelSection, RolloutSection, TaskSection
-from offbeat.common.environment import prepare_environment
-from offbeat.common.learning_sections import TrainSection
-from offbeat.common.rows import GroupRow, StepRow
-from offbeat.common.settings import resolved_toml
+from offbeat.common.processes.environment import prepare_environment
+from offbeat.common.records.rows import GroupRow, StepRow
+from offbeat.common.settings.config import (
+    ActorSection,
+    Config,
+    HubSection,
+    MetricsSection,
+    ModelSection,
+    RolloutSection,
+    TaskSection,
+)
+from offbeat.common.settings.learning_sections import TrainSection
+from offbeat.common.settings.loading import resolved_toml
 from tests.benchmarks.measuring import (
     NUM_ROUNDS,
     OffbeatRun,
@@ -162,7 +170,7 @@ def engine() -> None:
     """Run `offbeat train` in both modes and print the tables."""
     from transformers.utils.logging import disable_progress_bar
 
-    from offbeat.deploy.quickstart.tiny_models import make_tiny_model
+    from offbeat.deploy.local.quickstart.tiny_models import make_tiny_model
 
     disable_progress_bar()
     runs: dict[str, list[OffbeatRun]] = {mode: [] for mode in MAX_STALENESS}

@@ -25,24 +25,24 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from offbeat.common.environment import prepare_environment
-from offbeat.common.metrics import ROWS_FILE, read_rows
-from offbeat.common.processors import processor_name
-from offbeat.common.rows import StepRow
-from offbeat.common.run_folder import CONFIG_FILE
-from offbeat.common.settings import load
-from offbeat.deploy.quickstart.prepared import ensure, prepared_folder
-from offbeat.deploy.quickstart.recipes import Recipe
-from offbeat.deploy.quickstart.reversal import Reversal
+from offbeat.common.processes.environment import prepare_environment
+from offbeat.common.processes.processors import processor_name
+from offbeat.common.records.rows import StepRow
+from offbeat.common.records.run_folder import CONFIG_FILE
+from offbeat.common.records.writer import ROWS_FILE, read_rows
+from offbeat.common.settings.loading import load
+from offbeat.deploy.local.quickstart.prepared import ensure, prepared_folder
+from offbeat.deploy.local.quickstart.recipes import Recipe
+from offbeat.deploy.local.quickstart.reversal import Reversal
 from offbeat.lab.calibration import HALF_WIDTH, load_groups
-from offbeat.learner.diagnostics.noise_by_sign import (
+from offbeat.learner.calibration.noise_by_sign import (
     NoiseBySign,
     allowed_difference,
     fit_by_sign,
     group_error,
     independent_completions,
 )
-from offbeat.learner.diagnostics.noise_floor import Differences
+from offbeat.learner.calibration.noise_floor import Differences
 from offbeat.learner.objectives.bands import ClipBand
 from tests.benchmarks.measuring import print_table
 
@@ -88,7 +88,7 @@ def collect(out: Path, model: str, dtype: str, seed: int) -> None:
             f"task.eval_data={folder}/eval.jsonl",
         ]
     config = CONFIGS[model]
-    command = [sys.executable, "-m", "offbeat.deploy.cli", "calibrate", *([config] if config else []), *settings]
+    command = [sys.executable, "-m", "offbeat.deploy.cli.main", "calibrate", *([config] if config else []), *settings]
     folder = out / f"{model}-{dtype}-{seed}"
     subprocess.run([*command, "--groups", str(NUM_GROUPS), "--out", str(folder)], check=True)
 

@@ -28,9 +28,9 @@ import msgspec
 import numpy as np
 import zmq
 
-from offbeat.common.config import HubSection, LogSection
-from offbeat.common.descriptors import raise_limit
-from offbeat.common.rows import EventRow, Row
+from offbeat.common.processes.descriptors import raise_limit
+from offbeat.common.records.rows import EventRow, Row
+from offbeat.common.settings.config import HubSection, LogSection
 from offbeat.learner.dispatch.hub_thread import HubThread
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.messages import (

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from offbeat.common.environment import prepare_environment
-from offbeat.common.learning_sections import LossSection
+from offbeat.common.processes.environment import prepare_environment
+from offbeat.common.settings.learning_sections import LossSection
 
 prepare_environment()
 

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from offbeat.common.environment import prepare_environment
+from offbeat.common.processes.environment import prepare_environment
 from tests.benchmarks.measuring import print_table, processes
 
 NUM_TOKENS = 8192

@@ -15,9 +15,9 @@ from resource import RUSAGE_CHILDREN, getrusage
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
-from offbeat.common.metrics import ROWS_FILE, read_rows
-from offbeat.common.rows import ActorRow, OtherRow, Row, StepRow
-from offbeat.common.shutdown import die_with_parent
+from offbeat.common.processes.shutdown import die_with_parent
+from offbeat.common.records.rows import ActorRow, OtherRow, Row, StepRow
+from offbeat.common.records.writer import ROWS_FILE, read_rows
 
 NUM_ROUNDS = 3
 """Measurements of each variant. The variants take turns within a round, so that other load affects all of them."""
@@ -104,7 +104,7 @@ def run_offbeat(*arguments: str, timeout_s: float) -> OffbeatRun:
     started, cpu_before = time.monotonic(), children_cpu_s()
     with tempfile.TemporaryDirectory(prefix="offbeat-benchmark-") as folder:
         log = Path(folder) / "train.log"
-        command = [sys.executable, "-m", "offbeat.deploy.cli", "train", *arguments, f'run.dir="{folder}/run"']
+        command = [sys.executable, "-m", "offbeat.deploy.cli.main", "train", *arguments, f'run.dir="{folder}/run"']
         with log.open("wb") as stream:
             process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, process_group=0)
         try:

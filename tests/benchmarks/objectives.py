@@ -35,14 +35,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offbeat.actor.reward_functions import exact_match
-from offbeat.common.config import Config, TaskSection
-from offbeat.common.environment import prepare_environment
-from offbeat.common.eval_sets import eval_sets
-from offbeat.common.setting_checks import check
-from offbeat.common.settings import load
-from offbeat.common.weights import WeightBuffer
-from offbeat.deploy.quickstart.prepared import expand
+from offbeat.actor.rewards.functions import exact_match
+from offbeat.common.processes.environment import prepare_environment
+from offbeat.common.settings.checks import check
+from offbeat.common.settings.config import Config, TaskSection
+from offbeat.common.settings.eval_sets import eval_sets
+from offbeat.common.settings.loading import load
+from offbeat.common.weights.flat import WeightBuffer
+from offbeat.deploy.local.quickstart.prepared import expand
 from offbeat.learner.diagnostics.group_metrics import Metrics
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.leases.prompt_stream import PromptStream
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from offbeat.learner.training.trainer import Trainer
 
-QUICKSTART = Path(__file__).parents[2] / "deploy" / "quickstart" / "quickstart.toml"
+QUICKSTART = Path(__file__).parents[2] / "deploy" / "local" / "quickstart" / "quickstart.toml"
 
 OBJECTIVES: dict[str, tuple[str, ...]] = {
     "REINFORCE": ("loss.objective=reinforce",),

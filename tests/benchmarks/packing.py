@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.common.environment import prepare_environment
+from offbeat.common.processes.environment import prepare_environment
 from tests.benchmarks.measuring import NUM_ROUNDS, print_table, spread
 
 NUM_GROUPS = 4

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from offbeat.common.config import LogSection
+from offbeat.common.settings.config import LogSection
 from offbeat.learner.leases.events import Accepted
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.log_records import encode_record

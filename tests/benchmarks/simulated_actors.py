@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from offbeat.common.config import RolloutSection, TaskSection
+from offbeat.common.settings.config import RolloutSection, TaskSection
 from offbeat.protocols.completions import CompletionMeta, Segment
 from offbeat.protocols.keys import KeyPair, PublicKey
 from offbeat.protocols.messages import (

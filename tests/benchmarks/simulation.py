@@ -33,7 +33,11 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from offbeat.common.config import (
+from offbeat.common.processes.environment import prepare_environment
+from offbeat.common.processes.shutdown import PARENT_VARIABLE
+from offbeat.common.records.rows import FinalRow, GroupRow, LedgerSums, Row, StepRow
+from offbeat.common.records.writer import ROWS_FILE, MetricsWriter, read_rows
+from offbeat.common.settings.config import (
     ActorSection,
     Config,
     LaunchSection,
@@ -43,12 +47,8 @@ from offbeat.common.config import (
     StalenessSection,
     TaskSection,
 )
-from offbeat.common.environment import prepare_environment
-from offbeat.common.learning_sections import TrainSection
-from offbeat.common.metrics import ROWS_FILE, MetricsWriter, read_rows
-from offbeat.common.rows import FinalRow, GroupRow, LedgerSums, Row, StepRow
-from offbeat.common.settings import load, resolved_toml
-from offbeat.common.shutdown import PARENT_VARIABLE
+from offbeat.common.settings.learning_sections import TrainSection
+from offbeat.common.settings.loading import load, resolved_toml
 from offbeat.lab.simulation.predict import Source, fitted_times, simulate_batches
 from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.dispatch.dispatcher import Dispatcher
@@ -220,7 +220,7 @@ def make_quickstart_run(folder: Path, setting: Setting) -> None:
         f"staleness.max_staleness={setting.max_staleness}",
         f"actor.max_inflight_groups={setting.num_slots}",
     ]
-    command = [sys.executable, "-m", "offbeat.deploy.cli", "train", *settings, f'run.dir="{folder}"']
+    command = [sys.executable, "-m", "offbeat.deploy.cli.main", "train", *settings, f'run.dir="{folder}"']
     log = folder.parent / "logs" / f"{folder.name}.log"
     log.parent.mkdir(exist_ok=True)
     # The command and its services end with this process.

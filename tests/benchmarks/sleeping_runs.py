@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 import torch
 
-from offbeat.common.config import ActorSection, Config, HubSection
-from offbeat.common.environment import prepare_environment
-from offbeat.common.rows import GroupRow, Row, WeightsRow
-from offbeat.common.shutdown import StopRequest
-from offbeat.common.weights import make_layout
+from offbeat.common.processes.environment import prepare_environment
+from offbeat.common.processes.shutdown import StopRequest
+from offbeat.common.records.rows import GroupRow, Row, WeightsRow
+from offbeat.common.settings.config import ActorSection, Config, HubSection
+from offbeat.common.weights.flat import make_layout
 from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.hub_thread import HubThread
@@ -115,10 +115,10 @@ def act(connection: Connection) -> None:
     prepare_environment()
     # Imported here, because transformers needs the prepared environment.
     from offbeat.actor.contact import ActorIdentity
-    from offbeat.actor.jobs import Jobs
+    from offbeat.actor.leases_at_work import Jobs
     from offbeat.actor.outbox import Outbox
-    from offbeat.actor.reward_attempts import limits_of
-    from offbeat.actor.rewards import RewardRunner
+    from offbeat.actor.rewards.attempts import limits_of
+    from offbeat.actor.rewards.runner import RewardRunner
     from offbeat.actor.service import ActorService
     from offbeat.actor.single_turns import SingleTurns
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from offbeat.common.environment import prepare_environment
+from offbeat.common.processes.environment import prepare_environment
 from tests.benchmarks.measuring import NUM_ROUNDS, print_table, spread
 from tests.weights import buffer_of
 
@@ -61,7 +61,7 @@ class Loop:
 
     def __init__(self, engine: Any, workers: Any, prompt: list[int]) -> None:
         from offbeat.actor.environments.episodes import Episodes
-        from offbeat.common.config import EnvironmentSection
+        from offbeat.common.settings.config import EnvironmentSection
 
         limits = EnvironmentSection(turn_timeout_s=60.0, episode_timeout_s=120.0)
         self._engine = engine
@@ -104,7 +104,7 @@ class Loop:
         self._episodes.begin(lease, self._prompt)
 
     def _step(self) -> list[Any]:
-        from offbeat.actor.play import Played
+        from offbeat.actor.sampling import Played
 
         if self._engine.num_unfinished:
             for completion in self._engine.step():
@@ -122,12 +122,12 @@ def loop() -> Iterator[Loop]:
     prepare_environment()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from offbeat.actor.engine_choice import make_engine
+    from offbeat.actor.engines.choice import make_engine
     from offbeat.actor.environments.messages import Begin
     from offbeat.actor.environments.worker_starts import NewInterpreters
     from offbeat.actor.environments.workers import Workers
-    from offbeat.common.models import hash_model
-    from offbeat.deploy.quickstart.tiny_models import make_tiny_model
+    from offbeat.common.models.folders import hash_model
+    from offbeat.deploy.local.quickstart.tiny_models import make_tiny_model
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offbeat.common.environment import prepare_environment
+from offbeat.common.processes.environment import prepare_environment
 from tests.benchmarks.measuring import print_table, processes, spread
 
 NUM_ROUNDS = 5
@@ -49,11 +49,11 @@ def measure(connection: Connection) -> None:
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
-    from offbeat.common.config import Config, ModelSection, TaskSection
-    from offbeat.common.learning_sections import TrainSection
-    from offbeat.common.objectives import complete
-    from offbeat.common.shared_bytes import map_bytes
-    from offbeat.common.weights import WeightBuffer, buffer_bytes, named_views
+    from offbeat.common.settings.config import Config, ModelSection, TaskSection
+    from offbeat.common.settings.learning_sections import TrainSection
+    from offbeat.common.settings.objectives import complete
+    from offbeat.common.weights.flat import WeightBuffer, buffer_bytes, named_views
+    from offbeat.common.weights.shared_bytes import map_bytes
     from offbeat.learner.policy.lora import merged_parameters
     from offbeat.learner.training.trainer import Trainer
 

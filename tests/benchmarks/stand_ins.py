@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from offbeat.actor.engine import CacheUse, Completion, Score
-from offbeat.common.config import Config, HubSection, RolloutSection, StalenessSection, TaskSection
-from offbeat.common.images import ImagePatches
-from offbeat.common.learning_sections import TrainSection
-from offbeat.common.rows import Recorder
-from offbeat.common.weights import WeightBuffer
+from offbeat.actor.engines.engine import CacheUse, Completion, Score
+from offbeat.common.models.images import ImagePatches
+from offbeat.common.records.rows import Recorder
+from offbeat.common.settings.config import Config, HubSection, RolloutSection, StalenessSection, TaskSection
+from offbeat.common.settings.learning_sections import TrainSection
+from offbeat.common.weights.flat import WeightBuffer
 from offbeat.learner.dispatch.contract import Contract
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.listeners import Listeners
@@ -59,7 +59,7 @@ class Sleeping:
 
 
 class SleepEngine:
-    """An `actor.engine.Engine` whose completions take time in proportion to their length, and no CPU."""
+    """An `actor.engines.engine.Engine` whose completions take time in proportion to their length, and no CPU."""
 
     def __init__(self, num_tokens: Callable[[str], int]) -> None:
         """`num_tokens` returns the length of a request's completion."""

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import zmq
 
-from offbeat.common.config import LogSection
-from offbeat.common.rows import Recorder
+from offbeat.common.records.rows import Recorder
+from offbeat.common.settings.config import LogSection
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.hub_thread import HubThread
 from offbeat.learner.leases.rollout_log import RolloutLog

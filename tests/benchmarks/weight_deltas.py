@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from offbeat.common.weight_deltas import apply_delta, word_bytes
-from offbeat.common.weights import WeightBuffer, checksum, make_layout
+from offbeat.common.weights.deltas import apply_delta, word_bytes
+from offbeat.common.weights.flat import WeightBuffer, checksum, make_layout
 from offbeat.learner.weights.deltas import DeltaChain
 from offbeat.learner.weights.editions import Edition
 from tests.benchmarks.measuring import NUM_ROUNDS, print_table, spread

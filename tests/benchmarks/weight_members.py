@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 
-from offbeat.actor.weight_receiver import TransferEnd, WeightReceiver
+from offbeat.actor.weights.receiver import TransferEnd, WeightReceiver
 from offbeat.learner.weights.standings import Recipient
 from offbeat.protocols.messages import LearnerMessage, WeightPull, WeightsCommitted, WeightUpdate
 from tests.benchmarks.measuring import (

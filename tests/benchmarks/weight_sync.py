@@ -29,10 +29,10 @@ from typing import Any, cast
 
 import torch
 
-from offbeat.common.environment import prepare_environment
-from offbeat.common.rows import ActorRow, CommitRow, StepRow, WeightsRow
-from offbeat.common.weights import checksum as checksum_of
-from offbeat.common.weights import tensor_dtype
+from offbeat.common.processes.environment import prepare_environment
+from offbeat.common.records.rows import ActorRow, CommitRow, StepRow, WeightsRow
+from offbeat.common.weights.flat import checksum as checksum_of
+from offbeat.common.weights.flat import tensor_dtype
 from tests.benchmarks.measuring import (
     PATIENCE_S,
     OffbeatRun,
@@ -57,7 +57,10 @@ RUN_TIMEOUT_S = 170.0
 def run() -> None:
     """Run the quick start and print the costs of its weight updates."""
     of_run = run_offbeat(
-        "deploy/quickstart/quickstart.toml", f"train.num_steps={RUN_STEPS}", "hub.heartbeat_s=0.2", timeout_s=RUN_TIMEOUT_S
+        "deploy/local/quickstart/quickstart.toml",
+        f"train.num_steps={RUN_STEPS}",
+        "hub.heartbeat_s=0.2",
+        timeout_s=RUN_TIMEOUT_S,
     )
     steps = of_run.of_kind(StepRow)
     print_table(
@@ -128,7 +131,7 @@ def checksum() -> None:
     copy = torch.zeros_like(flat)
     ways: dict[str, Callable[[], object]] = {
         "memcpy": lambda: copy.copy_(flat),
-        "offbeat.common.weights.checksum": lambda: checksum_of(flat),
+        "offbeat.common.weights.flat.checksum": lambda: checksum_of(flat),
         "zlib.crc32": lambda: zlib.crc32(flat.numpy().data),
     }
     speeds: dict[str, list[float]] = {way: [] for way in ways}
@@ -162,8 +165,8 @@ def measure_commits(connection: Connection, dtype: str) -> None:
     """Send the CPU milliseconds of each way to commit, by round."""
     from transformers import AutoModelForCausalLM
 
-    from offbeat.actor.engine_choice import make_engine
-    from offbeat.deploy.quickstart.tiny_models import make_tiny_model
+    from offbeat.actor.engines.choice import make_engine
+    from offbeat.deploy.local.quickstart.tiny_models import make_tiny_model
     from offbeat.protocols.engine_info import ModelHashes
 
     prepare_environment()

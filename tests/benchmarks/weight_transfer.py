@@ -10,8 +10,8 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroup, ProcessGroupGloo
 
-from offbeat.actor.weight_receiver import WeightReceiver
-from offbeat.common.weights import make_layout
+from offbeat.actor.weights.receiver import WeightReceiver
+from offbeat.common.weights.flat import make_layout
 from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.standings import Recipient
 from offbeat.learner.weights.transport import Transport

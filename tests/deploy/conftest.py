@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.deploy.live import link as questions
-from tests.deploy.live.operator_desk import Desk
+from offbeat.deploy.operating import link as questions
+from tests.deploy.local.warm import WarmProcess
+from tests.deploy.operating.operator_desk import Desk
 from tests.deploy.services import Services, services_in
-from tests.deploy.warm import WarmProcess
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,10 @@ from typing import IO, Any
 
 import msgspec
 
-from offbeat.common import processes
-from offbeat.common.config import Config
-from offbeat.common.settings import resolved_toml
-from tests.deploy.warm import PROGRAM, ForkedProcess, WarmProcess, service_environment
+from offbeat.common.processes import process_table as processes
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.loading import resolved_toml
+from tests.deploy.local.warm import PROGRAM, ForkedProcess, WarmProcess, service_environment
 
 REWARD_MODULE = '''
 import time
@@ -57,7 +57,7 @@ class Services:
     def start(self, *arguments: str, log: str = "", is_real: bool = False) -> Process:
         """Start `offbeat ARGUMENTS` with its output going to the file `log`.
 
-        Forks a process that has imported everything (`tests/deploy/warm.py`); `is_real` starts a new interpreter instead.
+        Forks a process that has imported everything (`tests/deploy/local/warm.py`); `is_real` starts a new interpreter instead.
         """
         with (self.folder / f"{log or arguments[0]}.log").open("ab") as stream:
             return self._start(arguments, stream, stream, is_real=is_real)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from offbeat.common import processes
+from offbeat.common.processes import process_table as processes
 from tests.deploy.services import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.setting_checks import check_before_run
-from offbeat.common.settings import load
+from offbeat.common.settings.checks import check_before_run
+from offbeat.common.settings.loading import load
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.is_dir())
-CONFIGS = [ROOT / "deploy/quickstart/quickstart.toml", *(folder / "run.toml" for folder in EXAMPLES)]
+CONFIGS = [ROOT / "deploy/local/quickstart/quickstart.toml", *(folder / "run.toml" for folder in EXAMPLES)]
 
 
 def test_there_are_examples() -> None:
@@ -25,4 +25,4 @@ def test_config_passes_every_check_without_a_warning(path: Path) -> None:
 @pytest.mark.parametrize("folder", EXAMPLES, ids=lambda folder: folder.name)
 def test_example_tells_the_command_that_runs_it(folder: Path) -> None:
     text = (folder / "README.md").read_text()
-    assert re.search(rf"(offbeat train|-m offbeat.deploy.cli learner) examples/{folder.name}/run.toml", text)
+    assert re.search(rf"(offbeat train|-m offbeat.deploy.cli.main learner) examples/{folder.name}/run.toml", text)

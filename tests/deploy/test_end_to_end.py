@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from offbeat.common import processes
-from offbeat.common.settings import load
+from offbeat.common.processes import process_table as processes
+from offbeat.common.settings.loading import load
 from offbeat.lab.audit import audit
-from offbeat.learner.diagnostics.calibration import save_calibration
+from offbeat.learner.calibration.calibration import save_calibration
 from tests.deploy.services import SERVICES_S, SLOW_REWARD, Services, free_port, write_config
-from tests.learner.diagnostics.test_calibration import make_calibration
-from tests.learner.trackers.standins import write_trackio
+from tests.learner.calibration.test_calibration import make_calibration
+from tests.learner.reporting.trackers.standins import write_trackio
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(SERVICES_S)]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.config import Config, ModelSection, RolloutSection, TaskSection
-from offbeat.common.metrics import ROWS_FILE, read_rows
-from offbeat.common.rows import FinalRow, StepRow
-from offbeat.common.settings import resolved_toml
+from offbeat.common.records.rows import FinalRow, StepRow
+from offbeat.common.records.writer import ROWS_FILE, read_rows
+from offbeat.common.settings.config import Config, ModelSection, RolloutSection, TaskSection
+from offbeat.common.settings.loading import resolved_toml
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def home(request: pytest.FixtureRequest, tmp_path: Path, tiny_model: Path) -> Pa
 
 
 def offbeat(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "offbeat.deploy.cli", *arguments]
+    command = [sys.executable, "-m", "offbeat.deploy.cli.main", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.settings import load
-from offbeat.common.shutdown import GAVE_UP_STATUS
+from offbeat.common.processes.shutdown import GAVE_UP_STATUS
+from offbeat.common.settings.loading import load
+from tests.deploy.local.warm import WarmProcess
 from tests.deploy.services import REWARD_MODULE, SERVICES_S, Services, services_in, write_config
-from tests.deploy.warm import WarmProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(SERVICES_S)]
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import offbeat
-from offbeat.deploy import notebook
-from offbeat.deploy.notebook import Run
+from offbeat.deploy.local import notebook
+from offbeat.deploy.local.notebook import Run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "notebook"
 COMMAND = """

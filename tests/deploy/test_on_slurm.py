@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.settings import load
+from offbeat.common.settings.loading import load
 from offbeat.lab.audit import audit
 from offbeat.learner.leases.events import Expired
 from offbeat.learner.leases.log_reading import read_log

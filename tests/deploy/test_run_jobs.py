@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.common.shutdown import StopRequest
+from offbeat.common.processes.shutdown import StopRequest
 from offbeat.deploy.jobs import run_jobs
 
 

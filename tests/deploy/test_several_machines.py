@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common import processes
-from offbeat.deploy.launch.keygen import make_keys
+from offbeat.common.processes import process_table as processes
+from offbeat.deploy.local.keygen import make_keys
 from offbeat.learner.training.checkpoints import find_damage
+from tests.deploy.local.warm import PROGRAM, service_environment
 from tests.deploy.machines_apart import SOURCE_PORTS, listening_ports, two_machines
 from tests.deploy.services import SERVICES_S, Services, write_config
-from tests.deploy.warm import PROGRAM, service_environment
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(SERVICES_S)]
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ import msgspec
 import psutil
 import pytest
 
-from offbeat.common.settings import load
-from offbeat.common.shutdown import PAUSED_STATUS
+from offbeat.common.processes.shutdown import PAUSED_STATUS
+from offbeat.common.settings.loading import load
 from offbeat.lab.audit import audit
 from offbeat.lab.tracing.run_trace import Request, read_trace
 from offbeat.learner.leases.events import Accepted, Expired, Granted

@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from offbeat.common.config import Config, RunSection, TaskSection
-from offbeat.common.metrics import MetricsWriter
-from offbeat.common.rows import CanaryRow, EvalRow, EventRow, FinalRow, LedgerSums, Row, StepRow
-from offbeat.common.settings import load, resolved_toml
+from offbeat.common.records.rows import CanaryRow, EvalRow, EventRow, FinalRow, LedgerSums, Row, StepRow
+from offbeat.common.records.writer import MetricsWriter
+from offbeat.common.settings.config import Config, RunSection, TaskSection
+from offbeat.common.settings.loading import load, resolved_toml
 from offbeat.lab.audit import (
     NOTHING_LOST,
     Check,

@@ -9,12 +9,12 @@ import torch
 from msgspec.structs import replace
 from rich.console import Console
 
-from offbeat.common.learning_sections import LossSection
-from offbeat.common.setting_checks import check
-from offbeat.common.settings import load
+from offbeat.common.settings.checks import check
+from offbeat.common.settings.learning_sections import LossSection
+from offbeat.common.settings.loading import load
 from offbeat.lab.calibration import ScoredHalves, counted_halves, doubts, fit_calibration, render_calibration
-from offbeat.learner.diagnostics.calibration import Calibration
-from offbeat.learner.diagnostics.noise_floor import Differences
+from offbeat.learner.calibration.calibration import Calibration
+from offbeat.learner.calibration.noise_floor import Differences
 from offbeat.protocols.engine_info import EngineInfo, ModelHashes
 
 pytestmark = pytest.mark.slow

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from offbeat.common.settings import SettingError
-from offbeat.deploy.cli import make_app
+from offbeat.common.errors import SettingError
+from offbeat.deploy.cli.main import make_app
 from offbeat.lab.drift import drift_report, ended_leases, part_head, part_rows, print_drift, render_drift
 from offbeat.lab.history import RunHistory, TurnDrift, fold_rows
 from offbeat.lab.report.run_report import write_report
 from offbeat.learner.diagnostics.length_bias import EndedLease
-from tests.common.row_lines import rows_from
+from tests.common.records.row_lines import rows_from
 
 START = 1_700_000_000.0
 

@@ -5,11 +5,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from offbeat.common.metrics import MetricsWriter
-from offbeat.common.rows import EventRow, FinalRow, LedgerSums, StepRow
-from offbeat.common.shutdown import ServiceError, StopRequest
-from offbeat.deploy.live import link as questions
-from offbeat.deploy.live.status import Asked, print_status, watch_status
+from offbeat.common.errors import ServiceError
+from offbeat.common.processes.shutdown import StopRequest
+from offbeat.common.records.rows import EventRow, FinalRow, LedgerSums, StepRow
+from offbeat.common.records.writer import MetricsWriter
+from offbeat.deploy.operating import link as questions
+from offbeat.deploy.operating.status import Asked, print_status, watch_status
 from offbeat.lab.ended_run import EndedRun, read_end
 from offbeat.protocols.channels import Link
 from tests.deploy.services import free_port

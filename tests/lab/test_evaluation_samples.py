@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from offbeat.common.metrics import MetricsWriter
-from offbeat.common.rows import EvalSampleRow
-from offbeat.common.settings import SettingError
-from offbeat.deploy.cli import make_app
+from offbeat.common.errors import SettingError
+from offbeat.common.records.rows import EvalSampleRow
+from offbeat.common.records.writer import MetricsWriter
+from offbeat.deploy.cli.main import make_app
 from offbeat.lab.evaluation_samples import print_evaluation_samples, read_evaluation_samples
 from offbeat.lab.samples import Request
 

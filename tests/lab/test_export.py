@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from offbeat.common.config import Config
-from offbeat.common.learning_sections import LoraSection
-from offbeat.common.settings import SettingError, resolved_toml
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.learning_sections import LoraSection
+from offbeat.common.settings.loading import resolved_toml
 from offbeat.lab.export import export
 from offbeat.learner.training import checkpoints
 from tests.learner.training.trainer_cases import make_config, make_groups
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 def train(run: Path, config: Config, num_checkpoints: int = 1) -> list[dict[str, Tensor]]:
     """Make a run's folder with checkpoints of steps 1, 2, ...; return the weights of each as actors would get them."""
-    from offbeat.common.weights import WeightBuffer
+    from offbeat.common.weights.flat import WeightBuffer
     from offbeat.learner.training.trainer import Trainer
 
     run.mkdir()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from offbeat.common.config import Config, TaskSection
+from offbeat.common.settings.config import Config, TaskSection
 from offbeat.lab.audit import NOTHING_LOST, audit_log
 from offbeat.lab.prompt_audit import PromptAudit
 from offbeat.learner.leases.events import LeaseEvent

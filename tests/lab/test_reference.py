@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.rows import ROW_TYPES
-from offbeat.common.settings import explanations
-from offbeat.common.step_metrics import ROUTING_METRICS, STEP_METRICS
+from offbeat.common.records.rows import ROW_TYPES
+from offbeat.common.records.step_metrics import ROUTING_METRICS, STEP_METRICS
+from offbeat.common.settings.loading import explanations
 from offbeat.lab.reference import metrics_page, resuming_page, settings_page, write_pages
 
 DOCS = Path(__file__).parents[2] / "docs"

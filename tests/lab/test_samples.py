@@ -8,9 +8,10 @@ import pytest
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from offbeat.common.config import Config, ModelSection, RunSection, TaskSection
-from offbeat.common.learning_sections import TrainSection
-from offbeat.common.settings import SettingError, load, resolved_toml
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import Config, ModelSection, RunSection, TaskSection
+from offbeat.common.settings.learning_sections import TrainSection
+from offbeat.common.settings.loading import load, resolved_toml
 from offbeat.lab.samples import (
     Completion,
     Request,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.rows import EpochRow
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.records.rows import EpochRow
 from offbeat.learner.curriculum import Curriculum, Function
 from offbeat.learner.leases.events import Granted, Started, Weighed
 from offbeat.learner.leases.log_reading import read_log

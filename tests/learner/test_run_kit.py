@@ -9,10 +9,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from offbeat.common.config import ActorSection, Config, HubSection, JudgeSection, ModelSection, RolloutSection, TaskSection
-from offbeat.common.models import WEIGHT_FILES, hash_model
-from offbeat.common.settings import SettingError, explanations, load_text, refuse_masked
-from offbeat.common.weights import make_layout
+from offbeat.common.errors import SettingError
+from offbeat.common.models.folders import WEIGHT_FILES, hash_model
+from offbeat.common.settings.config import (
+    ActorSection,
+    Config,
+    HubSection,
+    JudgeSection,
+    ModelSection,
+    RolloutSection,
+    TaskSection,
+)
+from offbeat.common.settings.loading import explanations, load_text, refuse_masked
+from offbeat.common.weights.flat import make_layout
 from offbeat.learner.policy.lora import base_shapes
 from offbeat.learner.run_kit import OF_THIS_MACHINE, make_kit, without_this_machine
 from offbeat.protocols.messages import TensorSpec

@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from offbeat.common.config import Config, ModelSection, RolloutSection, RunSection, TaskSection, WeightsSection
-from offbeat.common.learning_sections import TrainSection
-from offbeat.common.rows import EvalRow, Recorder, Row, row_fields
-from offbeat.common.shutdown import StopRequest
+from offbeat.common.processes.shutdown import StopRequest
+from offbeat.common.records.rows import EvalRow, Recorder, Row, row_fields
+from offbeat.common.settings.config import Config, ModelSection, RolloutSection, RunSection, TaskSection, WeightsSection
+from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.learner import service
 from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.diagnostics.own_evaluation import EvaluatedCompletion, EvaluationNumbers
@@ -24,9 +24,9 @@ from offbeat.learner.dispatch.hub_thread import HubThread
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.ledger import LedgerCounts
 from offbeat.learner.leases.rollout_log import RolloutLog
-from offbeat.learner.resume import Checkpoints
+from offbeat.learner.reporting.step_rows import StepRows
+from offbeat.learner.restart.resume import Checkpoints
 from offbeat.learner.service import WAIT_S, Learner, TrainingLoop
-from offbeat.learner.step_rows import StepRows
 from offbeat.learner.training.ranks import RankedTrainer
 from offbeat.learner.weights.canary import Canary
 from offbeat.learner.weights.publisher import WeightPublisher

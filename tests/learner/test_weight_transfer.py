@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from offbeat.actor.weight_receiver import WeightReceiver
-from offbeat.common import collectives
-from offbeat.common.weights import make_layout
+from offbeat.actor.weights.receiver import WeightReceiver
+from offbeat.common.weights import collectives
+from offbeat.common.weights.flat import make_layout
 from offbeat.learner.weights import editions as weight_editions
 from offbeat.protocols.channels import Link
 from offbeat.protocols.messages import WeightUpdate

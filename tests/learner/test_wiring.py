@@ -9,15 +9,15 @@ import pytest
 import torch
 from msgspec import structs
 
-from offbeat.common.config import Config, HubSection, ModelSection, RunSection, TaskSection, WeightsSection
-from offbeat.common.rows import FinalRow, Row
-from offbeat.common.settings import SettingError
-from offbeat.common.shutdown import StopRequest
+from offbeat.common.errors import SettingError
+from offbeat.common.processes.shutdown import StopRequest
+from offbeat.common.records.rows import FinalRow, Row
+from offbeat.common.settings.config import Config, HubSection, ModelSection, RunSection, TaskSection, WeightsSection
 from offbeat.learner import wiring
 from offbeat.learner.hub_address import tell_address
 from offbeat.learner.leases.events import Weighed
 from offbeat.learner.leases.log_reading import read_log
-from offbeat.learner.run_identity import RunIdentity, read_identity
+from offbeat.learner.restart.run_identity import RunIdentity, read_identity
 from offbeat.learner.wiring import _load_inputs, _transport, open_learner, prepare_folder
 from offbeat.protocols.address_file import find_address
 from offbeat.protocols.channels import Hub

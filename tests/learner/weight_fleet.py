@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import torch
 
-from offbeat.actor.weight_receiver import TransferEnd, WeightReceiver
-from offbeat.common import collectives
-from offbeat.common.rows import row_fields
-from offbeat.common.weights import checksum, make_layout
+from offbeat.actor.weights.receiver import TransferEnd, WeightReceiver
+from offbeat.common.records.rows import row_fields
+from offbeat.common.weights import collectives
+from offbeat.common.weights.flat import checksum, make_layout
 from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.standings import Recipient
 from offbeat.learner.weights.transport import Transport
@@ -36,7 +36,7 @@ Mishap = Literal["", "SIGKILL", "SIGSTOP", "wrong byte"]
 
 context = multiprocessing.get_context("forkserver")
 # One process imports torch; receivers are forked from it.
-context.set_forkserver_preload(["offbeat.actor.weight_receiver", "offbeat.learner.training.ranks"])
+context.set_forkserver_preload(["offbeat.actor.weights.receiver", "offbeat.learner.training.ranks"])
 
 
 def open_hub() -> Hub:

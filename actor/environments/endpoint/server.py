@@ -22,7 +22,7 @@ from offbeat.actor.environments.endpoint.message_tree import digest
 from offbeat.actor.environments.endpoint.responses import RESPONSES
 from offbeat.actor.environments.endpoint.sampling_fields import check
 from offbeat.actor.environments.endpoint.session import Session, over
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from offbeat.actor.environments.chat_format import ChatFormat, Message
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
 
 STRIPPING = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"

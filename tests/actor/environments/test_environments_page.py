@@ -10,8 +10,8 @@ import pytest
 
 from offbeat.actor.environments.tool_calls import ToolCall
 from offbeat.actor.judges.client import handed_to_processes
-from offbeat.common.config import Config, JudgeSection
-from offbeat.deploy.quickstart.lookup import make_row
+from offbeat.common.settings.config import Config, JudgeSection
+from offbeat.deploy.local.quickstart.lookup import make_row
 from tests.actor.environments.scripted_chat import ScriptedChat
 from tests.actor.judges.fake_judge import Answer, serving
 

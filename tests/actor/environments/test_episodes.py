@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.actor.engine import CacheUse, Completion, Engine
+from offbeat.actor.engines.engine import CacheUse, Completion, Engine
 from offbeat.actor.environments.episodes import Episodes
 from offbeat.actor.environments.messages import Cancel, Ended, Failed, FromWorker, Play, Sample, Sampled, ToWorker, Withdraw
 from offbeat.actor.environments.workers import Workers
-from offbeat.actor.jobs import as_group
-from offbeat.actor.play import Played, PlayFailure
-from offbeat.common.config import EnvironmentSection
+from offbeat.actor.leases_at_work import as_group
+from offbeat.actor.sampling import Played, PlayFailure
+from offbeat.common.settings.config import EnvironmentSection
 from offbeat.learner.leases.groups import unpack
 from offbeat.protocols.completions import Segment, Turn
 from offbeat.protocols.messages import Lease, Sampling

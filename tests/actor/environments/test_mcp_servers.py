@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from offbeat.actor.environments.tool_calls import ToolCall
-from offbeat.common import processes
+from offbeat.common.processes import process_table as processes
 from offbeat.environments import mcp, tools
 from tests.actor.environments.scripted_chat import ScriptedChat
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from offbeat.actor.engine import Engine
-from offbeat.actor.engine_choice import make_engine
+from offbeat.actor.engines.choice import make_engine
+from offbeat.actor.engines.engine import Engine
 from offbeat.actor.environments.episodes import Episodes
 from offbeat.actor.environments.messages import PROMPT, Ended, FromWorker, Play, Sample, Sampled, ToWorker
 from offbeat.actor.environments.workers import Workers
-from offbeat.actor.play import Played
-from offbeat.common.config import EnvironmentSection
-from offbeat.common.models import hash_model
+from offbeat.actor.sampling import Played
+from offbeat.common.models.folders import hash_model
+from offbeat.common.settings.config import EnvironmentSection
 from offbeat.protocols.messages import Lease, Sampling
 from tests.trees import read_by_turns
 from tests.weights import buffer_of

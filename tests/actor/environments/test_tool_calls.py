@@ -12,7 +12,7 @@ from offbeat.actor.environments.chat_episode import ChatEpisode
 from offbeat.actor.environments.chat_format import ChatFormat
 from offbeat.actor.environments.messages import Play, Sampled
 from offbeat.actor.environments.tool_calls import Parsed, ToolCall, TurnParser
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,9 @@ from offbeat.actor.environments import forker, worker_starts
 from offbeat.actor.environments.messages import Begin
 from offbeat.actor.environments.worker_starts import Fork, Forks, NewInterpreter, NewInterpreters, choose_starts
 from offbeat.actor.environments.workers import Workers
-from offbeat.common import processes
-from offbeat.common.own_process import ROOM, ROOM_VARIABLE
-from offbeat.common.shutdown import ServiceError
+from offbeat.common.errors import ServiceError
+from offbeat.common.processes import process_table as processes
+from offbeat.common.processes.own_process import ROOM, ROOM_VARIABLE
 
 ACTOR = """
 import logging, os, signal, sys, types

@@ -11,8 +11,8 @@ import pytest
 from offbeat.actor.environments.messages import Begin, Cancel, Ended, Failed, FromWorker, Play, Sample, Sampled, Withdraw
 from offbeat.actor.environments.worker_starts import Forks
 from offbeat.actor.environments.workers import Workers
-from offbeat.common import processes
-from offbeat.common.shutdown import ServiceError
+from offbeat.common.errors import ServiceError
+from offbeat.common.processes import process_table as processes
 from tests.conftest import ALPHABET
 
 pytestmark = pytest.mark.slow

@@ -11,11 +11,11 @@ import pytest
 
 import offbeat
 from offbeat import JudgeError, RewardUnavailable, Verdict, judge, judge_sync
-from offbeat.actor import rewards
 from offbeat.actor.judges import client
 from offbeat.actor.judges.client import counts_of_judge, handed_to_processes, verdict_of
-from offbeat.common.config import Config, JudgeSection
-from offbeat.common.settings import SettingError
+from offbeat.actor.rewards import runner as rewards
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import Config, JudgeSection
 from tests.actor.judges.fake_judge import Answer, FakeJudge, serving
 
 

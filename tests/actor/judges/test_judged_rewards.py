@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.actor import rewards
 from offbeat.actor.judges.client import counts_of_judge, handed_to_processes
-from offbeat.actor.rewards import RewardRunner
-from offbeat.common.config import Config, JudgeSection
+from offbeat.actor.rewards import runner as rewards
+from offbeat.actor.rewards.runner import RewardRunner
+from offbeat.common.settings.config import Config, JudgeSection
 from tests.actor.judges.fake_judge import Answer, serving
-from tests.actor.reward_harness import make_limits, rewarded, samples, wait
+from tests.actor.rewards.reward_harness import make_limits, rewarded, samples, wait
 
 PAGE = Path(__file__).parents[3] / "docs/rewards.md"
 

@@ -9,9 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from offbeat.actor.live.exported import EXPORTED, families
 from offbeat.actor.live.page import ActorPage, serving
-from offbeat.common.exported import exposition
-from offbeat.common.probes import TURNED_WITHIN_S
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.records.exported import exposition
+from offbeat.common.records.probes import TURNED_WITHIN_S
 from offbeat.protocols.messages import ActorHeartbeat, ActorStats, RewardTrouble
 from tests.actor.actor_harness import PATIENCE_S, Actor, Learner, actor_of, eventually
 

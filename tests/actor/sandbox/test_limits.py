@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.actor.sandbox import Local, Result, run_sync, use
-from offbeat.common import processes
+from offbeat.common.processes import process_table as processes
 
 
 def run(box: Local, code: str, *, stdin: str = "", timeout_s: float = 5.0, memory_mb: int = 128) -> Result:

@@ -17,16 +17,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.common import processes
-from offbeat.common.metrics import MetricsWriter
-from offbeat.common.rows import ActorRow, EventRow, Row, StepRow
+from offbeat.common.processes import process_table as processes
+from offbeat.common.records.rows import ActorRow, EventRow, Row, StepRow
+from offbeat.common.records.writer import MetricsWriter
 from offbeat.deploy.chaos import faults
 from offbeat.deploy.chaos.chaos import ChaosReport, RoundReport, print_chaos
 from offbeat.deploy.chaos.faults import Attempt, Clock, Committed, Disk, Scene, commit, open_disk
 from offbeat.deploy.chaos.network import Namespace, Network, Proxy, open_network
 from offbeat.deploy.chaos.round import AHEAD_STEPS, Happened, Watch, is_ahead
 from offbeat.deploy.chaos.schedule import FILLING, KINDS, OF_ENVIRONMENTS, OF_REWARDS, Fault, Kind, Target, plan, round_seed
-from offbeat.deploy.launch.launcher import free_port
+from offbeat.deploy.local.launcher import free_port
 from offbeat.lab.audit import Check
 from tests.deploy.services import SERVICES_S, Services
 

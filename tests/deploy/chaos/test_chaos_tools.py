@@ -13,10 +13,10 @@ from offbeat import RewardUnavailable
 from offbeat.actor.environments.chat import Chat, NoRoom, Reply
 from offbeat.actor.environments.chat_episode import ChatEpisode
 from offbeat.actor.environments.messages import Play
-from offbeat.common import processes
-from offbeat.common.config import EnvironmentSection
-from offbeat.common.settings import SettingError
-from offbeat.common.shutdown import StopRequest
+from offbeat.common.errors import SettingError
+from offbeat.common.processes import process_table as processes
+from offbeat.common.processes.shutdown import StopRequest
+from offbeat.common.settings.config import EnvironmentSection
 from offbeat.deploy.chaos import tools as chaos_tools
 from offbeat.deploy.chaos.chaos import made_up, run_chaos
 from offbeat.deploy.chaos.environment import EARNED, FOLDER_VARIABLE, FUNCTION_VARIABLE, play

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.metrics import MetricsWriter
-from offbeat.common.rows import EventRow
+from offbeat.common.records.rows import EventRow
+from offbeat.common.records.writer import MetricsWriter
 from offbeat.deploy.chaos.effects import CERTAIN, EVENTS, has_hit
 from offbeat.deploy.chaos.round import Happened, Watch, missed
 from offbeat.deploy.chaos.schedule import KINDS, Kind

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from offbeat.actor.rewards import RewardRunner
+from offbeat.actor.rewards.runner import RewardRunner
 from offbeat.deploy.chaos.faults import Attempt, Scene, commit
 from offbeat.deploy.chaos.judge import REWARD, SLOW_S, URL_VARIABLE, Judge, judged
 from offbeat.deploy.chaos.schedule import Fault, Target
-from tests.actor.reward_harness import make_limits, rewarded, samples, wait
+from tests.actor.rewards.reward_harness import make_limits, rewarded, samples, wait
 from tests.deploy.chaos.test_chaos import detail_of
 
 DOWN = Fault("judge down", "learner", at_step=1, delay_s=0.0, duration_s=0.2, seed=1)
@@ -40,7 +40,7 @@ def make_scene(judge: Judge | None, meanwhile: Callable[[], None]) -> Scene:
 
 
 def test_judge_is_down_for_a_while_and_costs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offbeat.actor.rewards.FIRST_DELAY_S", 0.05)
+    monkeypatch.setattr("offbeat.actor.rewards.runner.FIRST_DELAY_S", 0.05)
     judge = Judge("127.0.0.1")
     monkeypatch.setenv(URL_VARIABLE, judge.url)
     runner = RewardRunner(REWARD, make_limits(retry_s=20.0))

@@ -7,17 +7,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from offbeat.common.config import Config
-from offbeat.common.settings import resolved_toml
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.loading import resolved_toml
 from offbeat.deploy.chaos.changes import IMPOSSIBLE
 from offbeat.deploy.chaos.faults import Attempt, Scene, commit
 from offbeat.deploy.chaos.schedule import Fault
-from offbeat.deploy.live import link as questions
+from offbeat.deploy.operating import link as questions
 from offbeat.learner.dispatch.failures import RunFailedError
 from offbeat.learner.dispatch.quarantine import MAX_MISMATCHES
 from offbeat.learner.weights.canary import Canary
 from offbeat.protocols.messages import LiveSettingsReport, LiveSettingsRequest
-from tests.deploy.live.operator_desk import Desk as OperatorDesk
+from tests.deploy.operating.operator_desk import Desk as OperatorDesk
 from tests.deploy.services import free_port
 from tests.learner.dispatch.dispatch_desk import Actor, Desk
 

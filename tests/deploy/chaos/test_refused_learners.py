@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from offbeat.common import processes
+from offbeat.common.processes import process_table as processes
 from offbeat.deploy.chaos.faults import MORE_DATA, Attempt, Clock, Committed, Scene, commit
 from offbeat.deploy.chaos.network import Network
 from offbeat.deploy.chaos.schedule import Kind

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.config import Config, ModelSection, TaskSection
+from offbeat.common.settings.config import Config, ModelSection, TaskSection
 from offbeat.deploy.chaos import round as chaos_round
 from offbeat.deploy.chaos.faults import Clock
 from offbeat.deploy.chaos.network import Proxy

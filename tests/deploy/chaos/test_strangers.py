@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.descriptors import raise_limit
+from offbeat.common.processes.descriptors import raise_limit
 from offbeat.deploy.chaos import chaos, faults
 from offbeat.deploy.chaos.faults import Attempt, Clock, Scene, commit
 from offbeat.deploy.chaos.network import Proxy

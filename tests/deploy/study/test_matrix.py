@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from offbeat.common.settings import SettingError
-from offbeat.common.shutdown import StopRequest
-from offbeat.deploy.cli import make_app
-from offbeat.deploy.commands.arguments import QUICKSTART
+from offbeat.common.errors import SettingError
+from offbeat.common.processes.shutdown import StopRequest
+from offbeat.deploy.cli.arguments import QUICKSTART
+from offbeat.deploy.cli.main import make_app
 from offbeat.deploy.study import matrix
 from offbeat.deploy.study.matrix import make_config, run_cells
 from offbeat.deploy.study.tasks import MAIN_TASKS, TASKS

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from offbeat.common.shutdown import StopRequest
+from offbeat.common.processes.shutdown import StopRequest
 from offbeat.deploy.sweep.cells import Cell, make_cells, prepare
 from offbeat.deploy.sweep.places import Place
 from offbeat.deploy.sweep.running import run_sweep

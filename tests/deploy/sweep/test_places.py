@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.common.settings import SettingError
-from offbeat.deploy.devices.inventory import Gpu
+from offbeat.common.errors import SettingError
+from offbeat.deploy.local.devices.inventory import Gpu
 from offbeat.deploy.sweep.places import Place, divide
 
 

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from offbeat.common.settings import SettingError, load
-from offbeat.common.shutdown import StopRequest
-from offbeat.deploy.cli import make_app
-from offbeat.deploy.commands import sweep as sweep_command
-from offbeat.deploy.folder_lock import FolderBusyError, alone_in
+from offbeat.common.errors import SettingError
+from offbeat.common.processes.shutdown import StopRequest
+from offbeat.common.settings.loading import load
+from offbeat.deploy.cli import sweep as sweep_command
+from offbeat.deploy.cli.main import make_app
+from offbeat.deploy.local.folder_lock import FolderBusyError, alone_in
 from offbeat.deploy.sweep import running
 from offbeat.deploy.sweep.cells import Cell
 from offbeat.deploy.sweep.job_array import render_job_array
@@ -312,7 +313,7 @@ def test_report_that_another_shard_writes_is_left_to_it_until_the_end(sweep: Swe
 @pytest.mark.slow
 def test_command_prints_the_quick_starts_runs_and_reports_what_is_there(sweep: Sweep) -> None:
     def offbeat(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "offbeat.deploy.cli", "sweep", *arguments, "--out", "sweep"]
+        command = [sys.executable, "-m", "offbeat.deploy.cli.main", "sweep", *arguments, "--out", "sweep"]
         return subprocess.run(command, cwd=sweep.home, capture_output=True, text=True, timeout=60, check=False)
 
     printed = offbeat("train.num_steps=5", "--set", "max_staleness=0,4", "--seeds", "1", "--print")

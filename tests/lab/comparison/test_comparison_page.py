@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
 from offbeat.lab.comparison.comparison_page import MOST_RUNS, differing_settings, write_comparison
 from offbeat.lab.run_settings import read_settings
 from tests.lab.report.test_report import figure_titled, text_of

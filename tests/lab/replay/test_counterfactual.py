@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from offbeat.common.config import Config, ModelSection, StalenessSection, TaskSection
-from offbeat.common.learning_sections import TrainSection
+from offbeat.common.settings.config import Config, ModelSection, StalenessSection, TaskSection
+from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.lab.replay.counterfactual import (
     NEVER_GENERATED,
     LeaseEnds,

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.common.config import Config
-from offbeat.common.rows import GroupRow
+from offbeat.common.records.rows import GroupRow
+from offbeat.common.settings.config import Config
 from offbeat.lab.replay.counterfactual import (
     differences,
     read_recording,

@@ -13,10 +13,11 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from offbeat.common.config import Config, RolloutSection, RunSection
-from offbeat.common.learning_sections import AdvantageSection, LossSection, RewardSection
-from offbeat.common.settings import SettingError, load, resolved_toml
-from offbeat.deploy.cli import make_app
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import Config, RolloutSection, RunSection
+from offbeat.common.settings.learning_sections import AdvantageSection, LossSection, RewardSection
+from offbeat.common.settings.loading import load, resolved_toml
+from offbeat.deploy.cli.main import make_app
 from offbeat.lab.replay.gradients import (
     Candidates,
     choose,

@@ -1,6 +1,6 @@
 """The report draws the user's own numbers about evaluations."""
 
-from offbeat.common.rows import EvalRow
+from offbeat.common.records.rows import EvalRow
 from offbeat.lab.history import RunHistory
 from offbeat.lab.report.evaluation_section import evaluation_section, own_numbers
 from offbeat.lab.report.page import Figures

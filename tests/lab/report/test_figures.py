@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.common.rows import StepRow
+from offbeat.common.records.rows import StepRow
 from offbeat.lab.history import fold_rows
 from offbeat.lab.report.figures import MAX_POINTS, bucket, log_layout, running_mean, series, step_layout
 from offbeat.lab.report.run_plots import reward_by_task, share_by_task

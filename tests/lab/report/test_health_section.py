@@ -1,6 +1,6 @@
 """The report says which health rules held, and which still did at the end."""
 
-from offbeat.common.rows import EventRow
+from offbeat.common.records.rows import EventRow
 from offbeat.lab.report.health_section import health_section
 
 TOLD = EventRow(time=1060.0, event="health", detail="All <cut>", rule="all_cut", policy_version=30)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from offbeat.lab.history import Interval, fold_rows, rate_over_time
 from offbeat.lab.report.figures import MAX_POINTS
 from offbeat.lab.report.run_report import write_report
-from tests.common.row_lines import rows_from
+from tests.common.records.row_lines import rows_from
 
 pytestmark = pytest.mark.slow
 

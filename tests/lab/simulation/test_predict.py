@@ -9,10 +9,11 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from offbeat.common.config import ActorSection, Config, ModelSection, RolloutSection, StalenessSection, TaskSection
-from offbeat.common.learning_sections import TrainSection
-from offbeat.common.settings import SettingError, resolved_toml
-from offbeat.deploy.cli import make_app
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import ActorSection, Config, ModelSection, RolloutSection, StalenessSection, TaskSection
+from offbeat.common.settings.learning_sections import TrainSection
+from offbeat.common.settings.loading import resolved_toml
+from offbeat.deploy.cli.main import make_app
 from offbeat.lab.simulation.account import Totals
 from offbeat.lab.simulation.predict import (
     Given,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from offbeat.common.config import (
+from offbeat.common.settings.config import (
     ActorSection,
     Config,
     ModelSection,
@@ -20,9 +20,9 @@ from offbeat.common.config import (
     StalenessSection,
     TaskSection,
 )
-from offbeat.common.learning_sections import TrainSection
-from offbeat.common.settings import resolved_toml
-from offbeat.deploy.cli import make_app
+from offbeat.common.settings.learning_sections import TrainSection
+from offbeat.common.settings.loading import resolved_toml
+from offbeat.deploy.cli.main import make_app
 from offbeat.lab.simulation.scaling import Scaling
 from offbeat.lab.simulation.simulation import SimulatedBatch, Simulation
 from offbeat.lab.simulation.timings import Fleet, Timings

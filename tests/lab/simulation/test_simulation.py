@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.common.config import StalenessSection
-from offbeat.common.learning_sections import TrainSection
+from offbeat.common.settings.config import StalenessSection
+from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.lab.simulation.account import Totals
 from offbeat.lab.simulation.actors import Slots, sampled_versions
 from offbeat.lab.simulation.simulation import SimulatedBatch, Simulation

@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from offbeat.common.rows import ActorRow, CommitRow, EvalRow, StepRow
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.records.rows import ActorRow, CommitRow, EvalRow, StepRow
 from offbeat.lab.history import fold_rows
 from offbeat.lab.simulation.fit import (
     Generation,

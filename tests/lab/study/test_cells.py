@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.objectives import DEFAULTS
-from offbeat.common.settings import SettingError, load
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.loading import load
+from offbeat.common.settings.objectives import DEFAULTS
 from offbeat.lab.study.cells import Cell, Point, StudyRow, append_row, left_to_do, make_cells, methods, read_rows
 
 CELL = Cell("reversal", "gspo", 4, 0.0, 1)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.common.config import Config
-from offbeat.common.learning_sections import LossSection, TrainSection
-from offbeat.common.objectives import complete
-from offbeat.common.weights import WeightBuffer
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.learning_sections import LossSection, TrainSection
+from offbeat.common.settings.objectives import complete
+from offbeat.common.weights.flat import WeightBuffer
 from offbeat.lab.study import exact_run, probe
 from offbeat.lab.study.exact_run import RunResult, TaskPrompt, run_exactly
 from offbeat.lab.study.sampler import ExactSampler

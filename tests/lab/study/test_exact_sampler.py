@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from offbeat.common.routing import record_routing
+from offbeat.common.models.routing import record_routing
 from offbeat.lab.study.sampler import ExactSampler, Sampled
 from tests.weights import buffer_of
 

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
 from offbeat.lab.study.cells import Point, StudyRow, read_lines, read_rows
 from offbeat.lab.study.page import BEGIN, END, write_page
 from offbeat.lab.study.plots import heat_map

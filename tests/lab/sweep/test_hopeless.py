@@ -10,7 +10,7 @@ from offbeat.lab.history import fold_rows
 from offbeat.lab.sweep import hopeless
 from offbeat.lab.sweep.estimates import Curve
 from offbeat.lab.sweep.hopeless import Hopeless, evaluations_of, mark_hopeless, read_hopeless, why_hopeless
-from tests.common.row_lines import rows_from
+from tests.common.records.row_lines import rows_from
 
 
 def evaluated(*rewards: float, interval: int = 5) -> Curve:

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from offbeat.common.learning_sections import TrainSection
+from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.deploy.sweep.cells import make_cells, prepare
 from offbeat.lab.history import RunHistory, fold_rows
 from offbeat.lab.sweep.hopeless import Hopeless, mark_hopeless
 from offbeat.lab.sweep.measures import measure, reward_curves
 from offbeat.lab.sweep.plan import Plan, make_plan
 from offbeat.lab.sweep.sweep_report import write_sweep_report
-from tests.common.row_lines import rows_from
+from tests.common.records.row_lines import rows_from
 from tests.lab.report.test_report import figure_titled, figures_in, text_of
 from tests.lab.sweep.sweep_runs import START, rows_of_run, write_rows
 

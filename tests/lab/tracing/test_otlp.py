@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
 from offbeat.lab.tracing.otlp import send_trace
 from offbeat.lab.tracing.run_trace import Trace
 from offbeat.lab.tracing.spans import Process, Span

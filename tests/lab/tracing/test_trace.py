@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.common.config import Config, RunSection
-from offbeat.common.learning_sections import TrainSection
-from offbeat.common.metrics import MetricsWriter
-from offbeat.common.rows import CommitRow, PullRow, StepRow, WeightsRow
-from offbeat.common.settings import SettingError, resolved_toml
+from offbeat.common.errors import SettingError
+from offbeat.common.records.rows import CommitRow, PullRow, StepRow, WeightsRow
+from offbeat.common.records.writer import MetricsWriter
+from offbeat.common.settings.config import Config, RunSection
+from offbeat.common.settings.learning_sections import TrainSection
+from offbeat.common.settings.loading import resolved_toml
 from offbeat.lab.tracing.lives import choose, life_span, read_lives
 from offbeat.lab.tracing.perfetto import trace_file
 from offbeat.lab.tracing.run_trace import Request, read_trace, write_trace

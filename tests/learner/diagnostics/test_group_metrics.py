@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from offbeat.common.step_metrics import step_metric
+from offbeat.common.records.step_metrics import step_metric
 from offbeat.learner.diagnostics.group_metrics import group_metrics
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.protocols.completions import Segment, Turn

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.common.rows import EventRow, StepRow
+from offbeat.common.records.rows import EventRow, StepRow
 from offbeat.learner.diagnostics.health import CLEAR_STEPS, HISTORY, RULES, Health, troubles
 
 WELL: dict[str, Any] = {

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.common.config import StalenessSection
-from offbeat.common.learning_sections import TrainSection
+from offbeat.common.settings.config import StalenessSection
+from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.learner.diagnostics.length_bias import (
     MONITOR_INTERVAL,
     MONITOR_WINDOW,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 from torch import Tensor
 
-from offbeat.common.objectives import Aggregation
+from offbeat.common.settings.objectives import Aggregation
 from offbeat.learner.diagnostics.lag_buckets import LAG_BUCKETS
 from offbeat.learner.diagnostics.loss_metrics import SEQUENCE_WEIGHT_CAP, EngineNoise, loss_metrics
 from offbeat.learner.diagnostics.row_statistics import Column, row_statistics
@@ -21,7 +21,7 @@ from offbeat.learner.objectives.bands import ClipBand, ClippedRatio, Correction
 from offbeat.learner.objectives.corrections import token_tis
 from offbeat.learner.objectives.losses import gspo, ppo_clip
 from offbeat.learner.objectives.objective import Evaluation, PolicyLogprobs
-from tests.learner.diagnostics.test_noise_floor import alike, normal_floor
+from tests.learner.calibration.test_noise_floor import alike, normal_floor
 
 CLIP = {"clip_low": 0.1, "clip_high": 0.2}
 PER_TOKEN = (

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offbeat.common.rows import EvalRow, EventRow, Row
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.records.rows import EvalRow, EventRow, Row
 from offbeat.learner.diagnostics.own_evaluation import EvaluatedCompletion, EvaluationNumbers, load_evaluation
 from offbeat.learner.leases.groups import Rollout
 from offbeat.learner.leases.prompts import Prompt

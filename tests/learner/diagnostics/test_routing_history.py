@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.common.routing import Routing
+from offbeat.common.models.routing import Routing
 from offbeat.learner.diagnostics.routing_history import RoutingHistory
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from offbeat.common.routing import Routing, record_routing
+from offbeat.common.models.routing import Routing, record_routing
 from offbeat.learner.diagnostics.routing_metrics import load_metrics, margin_metrics, routing_metrics
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.packing import pack

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from offbeat.common.rows import EvalSampleRow, Row, SampleRow
+from offbeat.common.records.rows import EvalSampleRow, Row, SampleRow
 from offbeat.learner.diagnostics.sample_rows import MAX_TEXT, EvaluationSampleRows, SampleRows, shorten, written
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.leases.prompts import Prompt

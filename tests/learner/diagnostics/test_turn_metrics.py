@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.common.step_metrics import step_metric
+from offbeat.common.records.step_metrics import step_metric
 from offbeat.learner.diagnostics.row_statistics import K3_OF_TURNS, Column, row_statistics
 from offbeat.learner.diagnostics.turn_metrics import TURN_BUCKETS, turn_buckets, turn_metrics
 from offbeat.learner.leases.groups import Group, Rollout

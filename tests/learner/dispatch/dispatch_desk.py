@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from offbeat.common.config import (
+from offbeat.common.records.rows import EvalRow, EventRow, Row
+from offbeat.common.settings.config import (
     Config,
     EvaluationSection,
     HubSection,
@@ -16,9 +17,8 @@ from offbeat.common.config import (
     StalenessSection,
     TaskSection,
 )
-from offbeat.common.learning_sections import LossSection, TrainSection
-from offbeat.common.rows import EvalRow, EventRow, Row
-from offbeat.common.settings import replace_settings
+from offbeat.common.settings.learning_sections import LossSection, TrainSection
+from offbeat.common.settings.loading import replace_settings
 from offbeat.learner.dispatch.contract import Contract
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.listeners import CanaryVerdict, Listeners

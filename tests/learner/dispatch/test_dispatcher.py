@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from offbeat.common.rows import CommitRow
+from offbeat.common.records.rows import CommitRow
 from offbeat.learner.dispatch.send_queue import Outgoing
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.prompt_stream import Turn

@@ -3,7 +3,7 @@
 import math
 import threading
 
-from offbeat.common.rows import EvalRow, EvalSampleRow
+from offbeat.common.records.rows import EvalRow, EvalSampleRow
 from offbeat.protocols.messages import (
     Ack,
     Cancel,

@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from offbeat.common.rows import EventRow, GroupRow
+from offbeat.common.records.rows import EventRow, GroupRow
 from offbeat.protocols.messages import (
     Lease,
 )

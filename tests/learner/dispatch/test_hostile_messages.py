@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from offbeat.common.rows import encode_row
+from offbeat.common.records.rows import encode_row
 from offbeat.learner.leases.groups import SMALLEST_LOGPROB
 from offbeat.protocols.fields import LARGEST_REWARD
 from offbeat.protocols.wire import WireError, decode_from_actor, encode

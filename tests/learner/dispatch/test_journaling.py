@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.rows import EpochRow
+from offbeat.common.records.rows import EpochRow
 from offbeat.learner.leases.events import Accepted, Expired, Granted, Started, Trained
 from offbeat.learner.leases.ledger import needed_position
 from offbeat.learner.leases.log_reading import read_log

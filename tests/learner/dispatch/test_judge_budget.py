@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from offbeat.common.config import Config, JudgeSection, RunSection
-from offbeat.common.rows import ActorRow, Row, encode_row
+from offbeat.common.records.rows import ActorRow, Row, encode_row
+from offbeat.common.settings.config import Config, JudgeSection, RunSection
 from offbeat.learner.dispatch.failures import Failures, RunFailedError
 from offbeat.learner.dispatch.judge_budget import within_budget
 from offbeat.protocols.messages import ActorHeartbeat, ActorStats

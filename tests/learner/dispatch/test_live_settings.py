@@ -4,11 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.common.config import Config, ModelSection, StalenessSection, TaskSection
-from offbeat.common.learning_sections import LossSection, TrainSection
-from offbeat.common.objectives import complete
-from offbeat.common.setting_checks import check
-from offbeat.common.settings import SettingError, replace_settings, setting_text
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.checks import check
+from offbeat.common.settings.config import Config, ModelSection, StalenessSection, TaskSection
+from offbeat.common.settings.learning_sections import LossSection, TrainSection
+from offbeat.common.settings.loading import replace_settings, setting_text
+from offbeat.common.settings.objectives import complete
 from offbeat.learner.dispatch.live_settings import CHANGEABLE, LiveSettings
 from offbeat.learner.leases.events import Tuned
 from offbeat.protocols.messages import SettingChange

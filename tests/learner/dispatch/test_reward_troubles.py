@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from offbeat.common.rows import EventRow
+from offbeat.common.records.rows import EventRow
 from offbeat.learner.dispatch.reports import RepeatedEvents
 from offbeat.protocols.completions import CompletionMeta, Segment
 from offbeat.protocols.messages import ActorHeartbeat, ActorStats, LeaseFailed, RewardTrouble

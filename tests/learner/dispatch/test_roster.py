@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.common.rows import ActorRow, CommitRow
+from offbeat.common.records.rows import ActorRow, CommitRow
 from offbeat.learner.dispatch.roster import MAX_ACTOR_ROWS_PER_S, MAX_BARRED, LeaseTurns, Member, Mismatch
 from offbeat.protocols.keys import NO_KEYS, Sender
 from offbeat.protocols.messages import (

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
-from offbeat.common.config import StalenessSection
-from offbeat.common.learning_sections import TrainSection
+from offbeat.common.settings.config import StalenessSection
+from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.learner.leases.evaluation import Evaluations, Round
 from offbeat.learner.leases.groups import Group, LagOf, Rollout
 from offbeat.learner.leases.ledger import Selection

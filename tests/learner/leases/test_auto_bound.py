@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.common.config import StalenessSection
-from offbeat.common.rows import StepRow
+from offbeat.common.records.rows import StepRow
+from offbeat.common.settings.config import StalenessSection
 from offbeat.learner.leases.auto_bound import (
     MAX_CLIP_DRIFT,
     MAX_KL_DRIFT,

@@ -11,7 +11,7 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
 from offbeat.learner.leases.data_rows import read_rows
 
 ROWS = [{"prompt": "ab", "answer": 1}, {"prompt": "é", "answer": 2}]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.common.config import ScaleSection
+from offbeat.common.settings.config import ScaleSection
 from offbeat.learner.leases.demand import PATIENCE_S, SKIPPED_STEPS, WINDOW_STEPS, Decision, Demand, Use
 
 FIRST = SKIPPED_STEPS + WINDOW_STEPS

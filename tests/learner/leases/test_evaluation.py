@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offbeat.common.config import TaskSection
+from offbeat.common.settings.config import TaskSection
 from offbeat.learner.leases.evaluation import Round, pass_at_k
 from offbeat.learner.leases.groups import Rollout
 from offbeat.learner.leases.prompts import Prompt, load_held_out

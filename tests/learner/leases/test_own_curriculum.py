@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
 from offbeat.learner.leases.own_curriculum import OwnCurriculum
 from offbeat.learner.leases.task_results import GroupRewards, TaskResults
 

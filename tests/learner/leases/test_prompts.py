@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from offbeat.common.config import TaskSection
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import TaskSection
 from offbeat.learner.leases.prompts import LoadedPrompts, Prompt, load_prompts
 
 

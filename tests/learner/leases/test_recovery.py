@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, Started, Trained, Tuned
 from offbeat.learner.leases.ledger import UNSEEN_LEASES, needed_position
 from offbeat.learner.leases.log_reading import read_history, read_log, read_record

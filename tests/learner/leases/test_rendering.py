@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offbeat.common.config import TaskSection
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import TaskSection
 from offbeat.learner.leases.data_rows import DataRow
 from offbeat.learner.leases.rendering import render
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from offbeat.common.config import TaskSection
-from offbeat.common.images import MAX_PROMPT_BYTES
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.models.images import MAX_PROMPT_BYTES
+from offbeat.common.settings.config import TaskSection
 from offbeat.learner.leases.prompts import Prompt, load_prompts
 
 Image = pytest.importorskip("PIL.Image")

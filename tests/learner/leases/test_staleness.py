@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.common.config import Config, StalenessSection, WeightsSection
-from offbeat.common.learning_sections import TrainSection
-from offbeat.common.setting_checks import check
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.checks import check
+from offbeat.common.settings.config import Config, StalenessSection, WeightsSection
+from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.learner.leases.groups import Group, LagOf, Rollout
 from offbeat.protocols.completions import Segment
 from tests.learner.leases.scheduled_runs import InFlight, make_group, make_policy
@@ -37,7 +37,7 @@ def test_bound_that_the_settings_demand_is_the_least_under_which_the_run_ends(
 
 
 def is_allowed(max_staleness: int, steps_per_batch: int, epochs_per_batch: int, weights_interval: int) -> bool:
-    """Return True if `common.setting_checks` accepts these settings."""
+    """Return True if `common.settings.checks` accepts these settings."""
     batch_steps = steps_per_batch * epochs_per_batch
     config = Config(
         staleness=StalenessSection(max_staleness=max_staleness),

@@ -5,10 +5,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from offbeat.common.corrections import CORRECTIONS
-from offbeat.common.learning_sections import LossSection
-from offbeat.common.objectives import DEFAULTS, resolve_clip
-from offbeat.common.settings import load
+from offbeat.common.settings.corrections import CORRECTIONS
+from offbeat.common.settings.learning_sections import LossSection
+from offbeat.common.settings.loading import load
+from offbeat.common.settings.objectives import DEFAULTS, resolve_clip
 from offbeat.learner.objectives import corrections, losses, weighted_losses
 from offbeat.learner.objectives.bands import ClipBand
 from offbeat.learner.objectives.correction_rules import CorrectionRule, weigh

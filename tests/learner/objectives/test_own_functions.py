@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.common.config import Config, ModelSection, RolloutSection, TaskSection
-from offbeat.common.learning_sections import AdvantageSection, LossSection
-from offbeat.common.objective_checks import check_objective
-from offbeat.common.objectives import complete
-from offbeat.common.settings import SettingError
-from offbeat.deploy.preflight.user_functions import check_learner_functions, has_learner_functions
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import Config, ModelSection, RolloutSection, TaskSection
+from offbeat.common.settings.learning_sections import AdvantageSection, LossSection
+from offbeat.common.settings.objective_checks import check_objective
+from offbeat.common.settings.objectives import complete
+from offbeat.deploy.checks.user_functions import check_learner_functions, has_learner_functions
 from offbeat.learner.objectives.objective import Evaluation, PolicyLogprobs, resolve_objective
 from offbeat.learner.objectives.own_functions import load_advantage, load_loss
 from offbeat.learner.training.preparation import completion_advantages, resolve_advantage

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from offbeat.common.settings import load
+from offbeat.common.settings.loading import load
 from offbeat.learner.objectives.aggregation import aggregate
 from offbeat.learner.objectives.objective import PolicyLogprobs, resolve_objective
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.attention import varlen
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from offbeat.common.settings import SettingError, load
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.loading import load
 from offbeat.learner.policy import compiling, packed_attention
 from offbeat.learner.policy.compiling import DISABLE_VARIABLES, check_compiling, compile_layers, compiles_layers
 from offbeat.learner.policy.loading import load_policy

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.common.models import load_tokenizer
-from offbeat.common.settings import SettingError, load
+from offbeat.common.errors import SettingError
+from offbeat.common.models.folders import load_tokenizer
+from offbeat.common.settings.loading import load
 from offbeat.learner.policy.loading import load_policy
 
 DAMAGES: dict[str, Callable[[Path], object]] = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.lora import add_adapter, base_shapes, merged_parameters, without_adapter
 from offbeat.learner.policy.packing import pack

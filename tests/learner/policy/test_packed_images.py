@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.common.config import Config, ModelSection, TaskSection
-from offbeat.common.images import ImageFile, ImageReader, hash_image
+from offbeat.common.models.images import ImageFile, ImageReader, hash_image
+from offbeat.common.settings.config import Config, ModelSection, TaskSection
 from offbeat.learner.policy.images import ImagePacker, prompt_positions
 from offbeat.learner.policy.loading import check_policy, load_policy
 from offbeat.learner.policy.logprobs import CompletionLogprobs

@@ -5,8 +5,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from offbeat.common.routing import record_routing, routers
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.models.routing import record_routing, routers
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.packing import pack
 from offbeat.learner.policy.process_group import join_process_group

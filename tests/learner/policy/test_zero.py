@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offbeat.common.learning_sections import TrainSection
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.learner.policy.process_group import join_process_group
 from offbeat.learner.policy.zero import MAX_FULL_GRADIENTS, deepspeed_config, full_gradients, gathered_parameters, make_engine
 from tests.learner.training.trainer_cases import SGD

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from offbeat.common.environment import prepare_environment
-from offbeat.common.shutdown import end_process
+from offbeat.common.processes.environment import prepare_environment
+from offbeat.common.processes.shutdown import end_process
 
 prepare_environment()
 
-from offbeat.common.shared_bytes import map_bytes  # noqa: E402
-from offbeat.common.weights import WeightBuffer, named_views  # noqa: E402
+from offbeat.common.weights.flat import WeightBuffer, named_views  # noqa: E402
+from offbeat.common.weights.shared_bytes import map_bytes  # noqa: E402
 from offbeat.learner.policy.lora import merged_parameters  # noqa: E402
 from offbeat.learner.policy.zero import gathered_parameters  # noqa: E402
 from offbeat.learner.training.checkpoints import CheckpointFailedError  # noqa: E402

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.common.learning_sections import AdvantageSection
+from offbeat.common.settings.learning_sections import AdvantageSection
 from offbeat.learner.leases.groups import EngineExperts, Group, Rollout
 from offbeat.learner.training.batching import Row, assign_rows, collate, make_rows
 from offbeat.learner.training.preparation import completion_advantages, resolve_advantage

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from offbeat.common.learning_sections import AdvantageSection, KlSection
-from offbeat.common.routing import Routing
-from offbeat.common.step_metrics import ROUTING_METRICS, STEP_METRICS, TASK_SHARES, Metric, routing_metric, step_metric
-from offbeat.learner.diagnostics.calibration import save_calibration
+from offbeat.common.models.routing import Routing
+from offbeat.common.records.step_metrics import ROUTING_METRICS, STEP_METRICS, TASK_SHARES, Metric, routing_metric, step_metric
+from offbeat.common.settings.learning_sections import AdvantageSection, KlSection
+from offbeat.learner.calibration.calibration import save_calibration
 from offbeat.learner.diagnostics.group_metrics import group_metrics
 from offbeat.learner.diagnostics.routing_history import RoutingHistory
 from offbeat.learner.leases.groups import Group
 from offbeat.protocols.completions import Turn
-from tests.learner.diagnostics.test_calibration import make_calibration
+from tests.learner.calibration.test_calibration import make_calibration
 from tests.learner.training.test_trainer import running
 from tests.learner.training.trainer_cases import make_config, make_groups
 
@@ -57,9 +57,9 @@ def test_trainer_and_loop_write_the_tables_metrics_and_no_others(
                 (metrics,) = trainer.train_batch([_episode_group(), *make_groups(2)])
                 written |= names(map(step_metric, metrics))
     written |= names(map(step_metric, group_metrics([_episode_group()], policy_version=0)))
-    loop = literals(ROOT / "learner/service.py") | literals(ROOT / "learner/step_rows.py")
+    loop = literals(ROOT / "learner/service.py") | literals(ROOT / "learner/reporting/step_rows.py")
     # The begin of these names is imported.
-    assert "{TASK_SHARES}{task}" in (ROOT / "learner/step_rows.py").read_text()
+    assert "{TASK_SHARES}{task}" in (ROOT / "learner/reporting/step_rows.py").read_text()
     loop.add(f"{TASK_SHARES}sums")
     assert written | names(map(step_metric, loop)) == {metric.name for metric in STEP_METRICS}
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from offbeat.common.learning_sections import CriticSection, KlSection, LossSection
+from offbeat.common.settings.learning_sections import CriticSection, KlSection, LossSection
 from offbeat.learner.diagnostics.broken_rows import Broken, broken_metrics, find_broken
 from offbeat.learner.diagnostics.row_statistics import Column
 from offbeat.learner.objectives.kl import kl_estimate, unbiased_kl

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.common.learning_sections import AdvantageSection
+from offbeat.common.settings.learning_sections import AdvantageSection
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.objectives.losses import ppo_clip
 from offbeat.learner.policy.process_group import join_process_group

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import FileStore
 
-from offbeat.common.shared_bytes import Address
-from offbeat.common.weights import WeightBuffer, make_layout
+from offbeat.common.weights.flat import WeightBuffer, make_layout
+from offbeat.common.weights.shared_bytes import Address
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.training import ranks
 from offbeat.learner.training.ranks import (
@@ -44,7 +44,7 @@ PATIENCE_S = 60.0
 
 context = multiprocessing.get_context("forkserver")
 # One process imports torch; ranks are forked from it.
-context.set_forkserver_preload(["offbeat.actor.weight_receiver", "offbeat.learner.training.ranks"])
+context.set_forkserver_preload(["offbeat.actor.weights.receiver", "offbeat.learner.training.ranks"])
 
 
 def make_rollout(num_tokens: int, seed: int = 0) -> Rollout:

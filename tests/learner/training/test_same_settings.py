@@ -7,8 +7,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from offbeat.common.config import Config
-from offbeat.common.settings import SettingError
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import Config
 from offbeat.learner.training import same_settings
 from tests.learner.training.trainer_cases import make_config
 

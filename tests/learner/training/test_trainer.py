@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.common.config import Config, LaunchSection
-from offbeat.common.learning_sections import KlSection, RewardSection
-from offbeat.common.settings import SettingError
-from offbeat.common.weights import WeightBuffer
-from offbeat.deploy.devices.memory import learner_need
-from offbeat.deploy.devices.model_sizes import model_sizes
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import Config, LaunchSection
+from offbeat.common.settings.learning_sections import KlSection, RewardSection
+from offbeat.common.weights.flat import WeightBuffer
+from offbeat.deploy.local.devices.memory import learner_need
+from offbeat.deploy.local.devices.model_sizes import model_sizes
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.training.checkpoints import find_damage
 from tests.late_copies import LateCopies

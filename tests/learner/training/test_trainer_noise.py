@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.common.learning_sections import RewardSection
-from offbeat.learner.diagnostics.calibration import load_calibration, save_calibration
+from offbeat.common.settings.learning_sections import RewardSection
+from offbeat.learner.calibration.calibration import load_calibration, save_calibration
 from offbeat.learner.objectives.bands import ClipBand
-from tests.learner.diagnostics.test_calibration import make_calibration
+from tests.learner.calibration.test_calibration import make_calibration
 from tests.learner.training.test_trainer import running, with_own_logprobs
 from tests.learner.training.test_trainer_objectives import completion_logits
 from tests.learner.training.trainer_cases import make_config, make_groups

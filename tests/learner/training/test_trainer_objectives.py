@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.common.learning_sections import AdvantageSection, KlSection, LoraSection, RewardSection
+from offbeat.common.settings.learning_sections import AdvantageSection, KlSection, LoraSection, RewardSection
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.objectives.reward_shaping import RunningMoments
 from tests.learner.training.test_trainer import running, weights_of

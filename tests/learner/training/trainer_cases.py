@@ -5,9 +5,16 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from offbeat.common.config import Config, ModelSection
-from offbeat.common.learning_sections import AdvantageSection, KlSection, LoraSection, LossSection, RewardSection, TrainSection
-from offbeat.common.objectives import complete
+from offbeat.common.settings.config import Config, ModelSection
+from offbeat.common.settings.learning_sections import (
+    AdvantageSection,
+    KlSection,
+    LoraSection,
+    LossSection,
+    RewardSection,
+    TrainSection,
+)
+from offbeat.common.settings.objectives import complete
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.protocols.completions import Segment
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from offbeat.common.routing import Routing
-from offbeat.common.rows import row_fields
+from offbeat.common.models.routing import Routing
+from offbeat.common.records.rows import row_fields
 from offbeat.learner.weights import canary as canary_module
 from offbeat.learner.weights.canary import CANARY_VERSIONS, Canary, Verdict, canary_token_ids
 

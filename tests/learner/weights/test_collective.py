@@ -7,8 +7,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from offbeat.common.collectives import CollectiveError, CollectiveLateError, Seat
-from offbeat.common.weights import WeightBuffer
+from offbeat.common.weights.collectives import CollectiveError, CollectiveLateError, Seat
+from offbeat.common.weights.flat import WeightBuffer
 from offbeat.learner.weights import collective as collective_module
 from offbeat.learner.weights.collective import RETRY_READY_S, Absent, CollectiveUpdates, Transfer
 from offbeat.learner.weights.editions import Edition

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from offbeat.actor import weight_receiver
-from offbeat.actor.weight_receiver import StuckError, WeightReceiver
-from offbeat.common import nccl_group
-from offbeat.common.collectives import CollectiveError, GlooGroup
-from offbeat.common.rows import EventRow, Row
+from offbeat.actor.weights import receiver as weight_receiver
+from offbeat.actor.weights.receiver import StuckError, WeightReceiver
+from offbeat.common.records.rows import EventRow, Row
+from offbeat.common.weights import nccl_group
+from offbeat.common.weights.collectives import CollectiveError, GlooGroup
 from offbeat.learner.weights import collective
 from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.standings import Recipient
 from offbeat.learner.weights.transport import LearnerGpu
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.messages import LearnerMessage, WeightPull, WeightsCommitted, WeightUpdate
-from tests.common import nccl_stand_in
-from tests.common.nccl_stand_in import Fate, context
+from tests.common.weights import nccl_stand_in
+from tests.common.weights.nccl_stand_in import Fate, context
 from tests.learner.weights.weight_fakes import LAYOUT, TRANSPORT
 
 pytestmark = pytest.mark.slow

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.actor.weight_pull import MAX_DAMAGED, ArrivedDelta, add_deltas
-from offbeat.actor.weight_receiver import TransferEnd, WeightReceiver
-from offbeat.common.weight_deltas import encode_delta
-from offbeat.common.weights import checksum, make_layout
+from offbeat.actor.weights.pull import MAX_DAMAGED, ArrivedDelta, add_deltas
+from offbeat.actor.weights.receiver import TransferEnd, WeightReceiver
+from offbeat.common.weights.deltas import encode_delta
+from offbeat.common.weights.flat import checksum, make_layout
 from offbeat.learner.weights.deltas import Delta, DeltaChain
 from offbeat.learner.weights.editions import Editions
 from offbeat.learner.weights.server import WeightServer

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from offbeat.common.weight_deltas import apply_delta, word_bytes
-from offbeat.common.weights import make_layout
+from offbeat.common.weights.deltas import apply_delta, word_bytes
+from offbeat.common.weights.flat import make_layout
 from offbeat.learner.weights.deltas import DeltaChain
 from offbeat.learner.weights.editions import Edition, Editions
 from offbeat.protocols.messages import MAX_BASES

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from offbeat.common.weights import checksum, make_layout
+from offbeat.common.weights.flat import checksum, make_layout
 from offbeat.learner.weights import editions as weight_editions
 from offbeat.learner.weights.editions import Edition, Editions
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from offbeat.common.rows import EventRow, PullRow, Row, WeightsRow
+from offbeat.common.records.rows import EventRow, PullRow, Row, WeightsRow
 from offbeat.learner.weights import publisher as publisher_module
 from offbeat.learner.weights.collective import Absent, Transfer
 from offbeat.learner.weights.editions import Edition

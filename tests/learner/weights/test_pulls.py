@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 import torch
 
-from offbeat.common.weights import checksum
+from offbeat.common.weights.flat import checksum
 from offbeat.learner.weights import pulls as pulls_module
 from offbeat.learner.weights.editions import Editions
 from offbeat.learner.weights.pulls import PullService

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.actor import weight_pull
-from offbeat.actor.weight_pull import MAX_DAMAGED, WINDOW
-from offbeat.actor.weight_receiver import TransferEnd, WeightReceiver
-from offbeat.common.weights import checksum, make_layout
+from offbeat.actor.weights import pull as weight_pull
+from offbeat.actor.weights.pull import MAX_DAMAGED, WINDOW
+from offbeat.actor.weights.receiver import TransferEnd, WeightReceiver
+from offbeat.common.weights.flat import checksum, make_layout
 from offbeat.learner.weights.server import MAX_SERVINGS, WeightServer
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.messages import Chunk, ChunkGone, ChunkRequest, Credit, LearnerMessage, WeightPull

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from offbeat.common.weights import make_layout
+from offbeat.common.weights.flat import make_layout
 from offbeat.learner.weights.deltas import Delta
 from offbeat.learner.weights.server import Visitor
 from offbeat.learner.weights.standings import Recipient

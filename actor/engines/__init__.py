@@ -1,0 +1,1 @@
+"""Engines that sample: the protocol that each meets, vLLM and transformers."""

@@ -1,0 +1,404 @@
+"""The actor's engine on vLLM: `LLMEngine` inside this process, stepped by its owner."""
+
+import contextlib
+import copy
+import dataclasses
+import gc
+import operator
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+import vllm
+from transformers import PreTrainedConfig
+from vllm import EngineArgs, LLMEngine, ModelRegistry, RequestOutput, SamplingParams
+from vllm.config import VllmConfig
+from vllm.inputs import MultiModalInput, TokensInput, tokens_input
+from vllm.logprobs import FlatLogprobs
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.core_client import InprocClient
+
+from offbeat.actor.engines import vllm_images
+from offbeat.actor.engines.engine import CacheUse, Completion, Score, check_options, check_prompt_length
+from offbeat.actor.engines.reserved_options import RESERVED
+from offbeat.actor.engines.vllm_no_weights import LOAD_FORMAT
+from offbeat.actor.engines.vllm_worker import WeightLoading
+from offbeat.common.errors import ServiceError, SettingError, one_line
+from offbeat.common.models.folders import has_weight_files
+from offbeat.common.models.images import ImagePatches, ImageReader
+from offbeat.common.processes.processors import processor_name
+from offbeat.common.weights.flat import WeightBuffer
+from offbeat.common.weights.nccl_group import gpu_uuid
+from offbeat.protocols.completions import Segment
+from offbeat.protocols.engine_info import EngineInfo, ModelHashes
+from offbeat.protocols.messages import Sampling
+
+WRITTEN_FOR = "0.32"
+"""vLLM release whose `INTERNALS` this module uses."""
+INTERNALS = (
+    "output_processor.request_states",
+    "output_processor.add_request",
+    "input_processor.process_inputs",
+    "input_processor.assign_request_id",
+    "engine_core.add_request",
+    "engine_core.engine_core.batch_queue",
+    "engine_core.engine_core.pause_scheduler",
+    "engine_core.engine_core.resume_scheduler",
+)
+"""Attributes of `LLMEngine` that no release promises: how it takes requests, where it keeps them, and steps in flight."""
+CPU_KV_CACHE_BYTES = 256 << 20
+"""KV cache on a CPU unless `kv_cache_memory_bytes` is among the options, or two completions of full length need more.
+
+Left to itself vLLM takes nine tenths of the machine's memory.
+"""
+
+
+class VllmEngine:
+    """An `Engine` on vLLM.
+
+    Where vLLM schedules asynchronously (on GPUs), a call of `step` starts the next step before it reads the tokens of the one
+    before. Segments are exact, because steps in flight are finished before weights change.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str,
+        max_model_len: int,
+        hashes: ModelHashes,
+        seed: int,
+        options: Mapping[str, Any],
+        images: ImageReader | None = None,
+        records_experts: bool = False,
+    ) -> None:
+        """Load the model; its weights count as version -1. `options` are further `vllm.EngineArgs`.
+
+        With `records_experts` completions come with their experts: on GPUs only.
+
+        From a folder without weights the model is made of its config, and first samples after `load_weights`.
+
+        `images` reads the images of prompts; None: prompts have none.
+
+        `seed` seeds the random state of the process; no two actors may share it. A seed for each request would be slow on a
+        CPU, where vLLM samples such requests one by one.
+        """
+        # Otherwise vLLM runs the model in another process, and weights could change in the middle of a step.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        # By default every actor would bind its threads to the first cores, the same for all.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        self._images = images
+        if images is not None:
+            vllm_images.prepare_imports()
+        _import_model_class(model_path)
+        own = {} if images is None else vllm_images.engine_options(images)
+        own |= {"dtype": dtype, "max_model_len": max_model_len, "seed": seed}
+        if records_experts:
+            own |= {"enable_return_routed_experts": True}
+            if current_platform.is_cpu():
+                problem = "vLLM records the experts of a mixture on GPUs only"
+                raise SettingError("loss.routing_replay", "sampled", problem, 'Set actor.engine="transformers".')
+        has_files = has_weight_files(model_path)
+        if not has_files:
+            own |= {"load_format": LOAD_FORMAT}
+        arguments = _engine_arguments(model_path, own=own, options=options)
+        try:
+            config = arguments.create_engine_config(UsageContext.LLM_CLASS)
+        except (TypeError, ValueError) as error:
+            raise _refused_options(options, error) from error
+        if current_platform.is_cpu() and config.cache_config.kv_cache_memory_bytes is None:
+            config.cache_config.kv_cache_memory_bytes = _cpu_kv_cache_bytes(config)
+        self._engine = LLMEngine.from_vllm_config(config, UsageContext.LLM_CLASS, disable_log_stats=True)
+        check_internals(self._engine)
+        # The client of an engine that runs in this process.
+        self._core = cast(InprocClient, self._engine.engine_core).engine_core
+        self._info = _describe(config, dtype, hashes, takes_images=images is not None, has_weight_files=has_files)
+        if not has_files:
+            self._engine.collective_rpc(WeightLoading.spoil_weights.__name__)
+        self._sampling_params: dict[Sampling, SamplingParams] = {}
+        self._finished: list[Completion] = []
+        """Completions that finished outside of `step`."""
+        self._num_ended_tokens = 0
+        self._num_prompt_tokens = self._num_cached_tokens = 0
+        self._num_loads = 0
+        self._policy_version: int | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def policy_version(self) -> int | None:
+        return self._policy_version
+
+    @property
+    def num_loads(self) -> int:
+        return self._num_loads
+
+    @property
+    def cache_use(self) -> CacheUse:
+        return CacheUse(self._num_prompt_tokens, self._num_cached_tokens)
+
+    @property
+    def num_unfinished(self) -> int:
+        return self._engine.get_num_unfinished_requests() + len(self._finished)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return self._num_ended_tokens + self._num_running_tokens()
+
+    def submit(
+        self,
+        request_ids: list[str],
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        images: Sequence[ImagePatches] = (),
+        *,
+        cached_at: int | None = None,
+    ) -> None:
+        check_prompt_length(len(prompt_token_ids), self._info.max_model_len)
+        params = self._sampling_params.get(sampling)
+        if params is None:
+            params = self._sampling_params[sampling] = _sampling_params(sampling)
+        # `LLMEngine.add_request` would check and convert the same prompt for each completion.
+        processed = self._engine.input_processor.process_inputs(
+            "", self._prompt(prompt_token_ids, images, cached_at), params, self._engine.get_supported_tasks()
+        )
+        for request_id in request_ids:
+            request = copy.copy(processed)
+            request.request_id = request_id
+            self._engine.input_processor.assign_request_id(request)
+            self._engine.output_processor.add_request(request, None)
+            self._engine.engine_core.add_request(request)
+
+    def step(self) -> list[Completion]:
+        finished, self._finished = self._finished, []
+        if self._engine.has_unfinished_requests():
+            finished += [self._completion(output) for output in self._step_engine()]
+        return finished
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        ids = set(request_ids)
+        num_running_tokens = self._num_running_tokens()
+        self._engine.abort_request(list(ids))
+        self._num_ended_tokens += num_running_tokens - self._num_running_tokens()
+        self._finished = [completion for completion in self._finished if completion.request_id not in ids]
+
+    def load_weights(self, weights: WeightBuffer, policy_version: int, *, recompute_kv: bool) -> None:
+        self._finish_steps_in_flight()
+        # Worker processes map the memory: other arguments would be pickled and copied through pipes.
+        arguments = (weights.memory.address, weights.layout)
+        self._engine.collective_rpc(WeightLoading.load_shared_weights.__name__, args=arguments)
+        self._policy_version = policy_version
+        self._engine.set_weight_version(str(policy_version))
+        self._num_loads += 1
+        if self._images is not None:
+            # The worker has forgotten the vision tower's outputs; the scheduler must ask for them again.
+            self._core.scheduler.reset_encoder_cache()
+        if recompute_kv:
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+
+    def score(self, token_ids: Sequence[int]) -> Score:
+        request_id = "score"
+        # Score before all queued work: the learner waits for the canary.
+        self._engine.add_request(request_id, self._prompt(token_ids), _SCORING, priority=-1)
+        scored = None
+        while scored is None:
+            # Read the whole list, past the score too: it also holds all others that finished in this step.
+            for output in self._step_engine():
+                if output.request_id == request_id:
+                    scored = output
+                else:
+                    self._finished.append(self._completion(output))
+        assert isinstance(scored.prompt_logprobs, FlatLogprobs)
+        return Score(
+            # The first token has no log-prob, and so no entry.
+            logprobs=np.array(scored.prompt_logprobs.logprobs, np.float32),
+            routed_experts=_routed_experts(scored.outputs[0].routed_experts, num_tokens=len(token_ids) - 1),
+        )
+
+    def close(self) -> None:
+        with _no_collections():
+            self._engine.engine_core.shutdown()
+
+    def _finish_steps_in_flight(self) -> None:
+        """Read the tokens of all steps that have begun; they belong to the weights that the steps began with."""
+        if not self._core.batch_queue:
+            return
+        # "keep": nothing more is scheduled, and running completions stay as they are.
+        self._core.pause_scheduler("keep", clear_cache=False)
+        while self._core.batch_queue:
+            self._finished += [self._completion(output) for output in self._step_engine()]
+        self._core.resume_scheduler()
+
+    def _prompt(
+        self, token_ids: Sequence[int], images: Sequence[ImagePatches] = (), cached_at: int | None = None
+    ) -> TokensInput | MultiModalInput:
+        """Return the prompt with a salt, by which it starts on cached keys of prompts with the same salt alone.
+
+        A load has a number of its own: a restarted learner may send other weights under a version that was there before. Keys
+        of earlier loads leave the cache when their room is needed.
+        """
+        salt = str(self._num_loads if cached_at is None else cached_at)
+        if not images:
+            return tokens_input(list(token_ids), cache_salt=salt)
+        assert self._images is not None, "an engine without images gets none"
+        return vllm_images.image_prompt(list(token_ids), images, self._images, salt=salt)
+
+    def _step_engine(self) -> list[RequestOutput]:
+        """Advance the engine by one step and return the requests that finished."""
+        outputs = self._engine.step()
+        return [output for output in outputs if isinstance(output, RequestOutput)]
+
+    def _completion(self, output: RequestOutput) -> Completion:
+        sampled = output.outputs[0]
+        assert sampled.finish_reason in ("stop", "length"), f"{output.request_id} ended by {sampled.finish_reason}"
+        assert isinstance(sampled.logprobs, FlatLogprobs)
+        assert sampled.weight_versions is not None
+        token_ids = np.array(sampled.token_ids, np.int32)
+        self._num_ended_tokens += len(token_ids)
+        self._num_prompt_tokens += len(output.prompt_token_ids or ())
+        self._num_cached_tokens += output.num_cached_tokens or 0
+        return Completion(
+            request_id=output.request_id,
+            token_ids=token_ids,
+            behavior_logprobs=np.array(sampled.logprobs.logprobs, np.float32),
+            finish_reason=sampled.finish_reason,
+            segments=tuple(Segment(int(span.version), span.start) for span in sampled.weight_versions),
+            experts=_routed_experts(sampled.routed_experts, num_tokens=len(output.prompt_token_ids or ()) + len(token_ids) - 1),
+        )
+
+    def _num_running_tokens(self) -> int:
+        states = self._engine.output_processor.request_states.values()
+        return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
+
+
+def check_internals(engine: LLMEngine) -> None:
+    """Raise `ServiceError` unless this vLLM has the `INTERNALS`."""
+    for name in INTERNALS:
+        try:
+            operator.attrgetter(name)(engine)
+        except AttributeError as error:
+            raise ServiceError(
+                f"vLLM {vllm.__version__} has no LLMEngine.{name}, which the actor needs: install vLLM {WRITTEN_FOR}, or set "
+                "actor.engine to transformers"
+            ) from error
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Ignore calls of `gc.collect`: vLLM's at its shutdown look at a million objects, for a process that is about to end."""
+    collect = gc.collect
+    gc.collect = lambda generation=2: 0
+    try:
+        yield
+    finally:
+        gc.collect = collect
+
+
+def _describe(config: VllmConfig, dtype: str, hashes: ModelHashes, *, takes_images: bool, has_weight_files: bool) -> EngineInfo:
+    return EngineInfo(
+        name="vllm",
+        version=vllm.__version__,
+        dtype=dtype,
+        device=current_platform.device_type,
+        max_model_len=config.model_config.max_model_len,
+        hashes=hashes,
+        gpu=gpu_uuid(0) if current_platform.is_cuda() else None,
+        quantization=quantization_of(config),
+        takes_images=takes_images,
+        has_weight_files=has_weight_files,
+        processor=processor_name(current_platform.device_type),
+    )
+
+
+def quantization_of(config: VllmConfig) -> str:
+    """Return the numbers of fewer bits that an engine computes with, in words; empty for none."""
+    weights, cache = config.model_config.quantization, config.cache_config.cache_dtype
+    parts = [f"{weights} weights"] if weights else []
+    if cache not in ("auto", "float16", "bfloat16", "float32"):
+        parts.append(f"{cache} KV cache")
+    return ", ".join(parts)
+
+
+def _routed_experts(recorded: np.ndarray | None, *, num_tokens: int) -> np.ndarray | None:
+    """Return the experts of the first tokens, int32 `[num_tokens, layers, top_k]`, of the layers that have experts.
+
+    None without the option `enable_return_routed_experts`. `recorded` has all layers of the model. vLLM records on GPUs only,
+    where this is not tested.
+    """
+    if recorded is None:
+        return None
+    experts = recorded[:num_tokens].astype(np.int32)
+    # Only a layer without experts is recorded as zeros: the `top_k` experts of a token differ from each other.
+    return experts[:, experts.any(axis=(0, 2))]
+
+
+_SCORING = SamplingParams(
+    max_tokens=1,
+    prompt_logprobs=0,
+    flat_logprobs=True,
+    detokenize=False,
+    output_kind=RequestOutputKind.FINAL_ONLY,
+    skip_clone=True,
+)
+
+
+def _import_model_class(model_path: str) -> None:
+    """Import the model's class in this process, so that vLLM does not start another one to inspect it.
+
+    The other process takes seconds, and runs without the changes of `prepare_environment`.
+    """
+    config, _ = PreTrainedConfig.get_config_dict(model_path)
+    for architecture in config.get("architectures") or ():
+        if architecture in ModelRegistry.models:
+            ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+
+
+def _sampling_params(sampling: Sampling) -> SamplingParams:
+    return SamplingParams(
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_new_tokens,
+        logprobs=0,  # the sampled token's alone
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def _engine_arguments(model_path: str, *, own: Mapping[str, Any], options: Mapping[str, Any]) -> EngineArgs:
+    check_options(options, [field.name for field in dataclasses.fields(EngineArgs)], RESERVED["vllm"])
+    arguments: dict[str, Any] = {
+        # Compiling takes 40 s on a CPU and gains a third there.
+        "enforce_eager": current_platform.is_cpu(),
+        "use_tqdm_on_load": False,
+        **options,
+        **own,
+        "model": model_path,
+        "logprobs_mode": "processed_logprobs",
+        "scheduling_policy": "priority",
+        "worker_extension_cls": f"{WeightLoading.__module__}.{WeightLoading.__qualname__}",
+    }
+    try:
+        return EngineArgs(**arguments)
+    except (TypeError, ValueError) as error:
+        raise _refused_options(options, error) from error
+
+
+def _refused_options(options: Mapping[str, Any], error: Exception) -> SettingError:
+    problem = f"vLLM refuses the options ({one_line(error)})"
+    return SettingError("actor.engine_options", dict(options), problem, "Correct them, or remove the setting.")
+
+
+def _cpu_kv_cache_bytes(config: VllmConfig) -> int:
+    model, parallel = config.model_config, config.parallel_config
+    assert isinstance(model.dtype, torch.dtype)
+    numbers_per_token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
+    # One more block for each completion, because its last block is partly empty.
+    num_tokens = 2 * (model.max_model_len + config.cache_config.block_size)
+    return max(CPU_KV_CACHE_BYTES, num_tokens * numbers_per_token * model.dtype.itemsize)

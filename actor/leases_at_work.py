@@ -1,0 +1,185 @@
+"""The leases at work: from a lease, through its completions and rewards, to the answer in the outbox."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from offbeat.actor.engines.engine import Engine
+from offbeat.actor.lease_images import read_images
+from offbeat.actor.outbox import Outbox
+from offbeat.actor.rewards.runner import UnavailableRewards
+from offbeat.actor.sampling import Play, Played
+from offbeat.common.errors import one_line
+from offbeat.common.models.images import ImageError, ImagePatches, ImageReader
+from offbeat.protocols.completions import CompletionMeta, ExpertsMeta
+from offbeat.protocols.experts import encode_experts
+from offbeat.protocols.messages import GroupDone, Lease, LeaseFailed
+from offbeat.protocols.wire import Array, Frame, has_context
+
+
+class _WaitingLease(NamedTuple):
+    """A lease whose weights are not here yet."""
+
+    lease: Lease
+    prompt_token_ids: list[int]
+    images: tuple[ImagePatches, ...]
+
+
+class Jobs:
+    """All leases of an actor that are not answered. Each ends in the outbox, or is cancelled."""
+
+    def __init__(
+        self, engine: Engine, play: Play, outbox: Outbox, *, max_message_bytes: int, images: ImageReader | None = None
+    ) -> None:
+        """`images` reads the images of prompts; None where prompts have none."""
+        self._engine = engine
+        self._play = play
+        self._outbox = outbox
+        self._images = images
+        self.max_message_bytes = max_message_bytes
+        """Largest array that the learner takes; the service sets it at each welcome."""
+        self.num_groups = 0
+        """Groups finished since the start."""
+        self._lease_ids: dict[int, None] = {}
+        self._waiting: list[_WaitingLease] = []
+
+    @property
+    def lease_ids(self) -> tuple[int, ...]:
+        """The leases at work."""
+        return tuple(self._lease_ids)
+
+    @property
+    def are_waiting_for_weights(self) -> bool:
+        """True while a lease needs newer weights than the engine has."""
+        return bool(self._waiting)
+
+    @property
+    def are_waiting_for_rewards(self) -> bool:
+        """True while a reward or an environment is awaited."""
+        return self._play.is_waiting
+
+    @property
+    def are_failing(self) -> bool:
+        """True while most rewards or episodes fail for causes that may pass."""
+        return self._play.is_failing
+
+    def add(self, lease: Lease, prompt_token_ids: list[int], image_files: Frame = b"") -> None:
+        """Take a lease; it starts with the next `start_ready`. `image_files` are the images of its prompt."""
+        try:
+            images = read_images(lease, prompt_token_ids, image_files, self._images)
+        except ImageError as error:
+            self._fail(lease.lease_id, "image_error", one_line(error))
+            return
+        self._waiting.append(_WaitingLease(lease, prompt_token_ids, images))
+        self._lease_ids[lease.lease_id] = None
+
+    def start_ready(self) -> None:
+        """Begin the leases whose weights are here."""
+        version = self._engine.policy_version
+        if version is None:
+            return
+        ready = [waiting for waiting in self._waiting if waiting.lease.min_policy_version <= version]
+        self._waiting = [waiting for waiting in self._waiting if waiting.lease.min_policy_version > version]
+        for lease, prompt_token_ids, images in ready:
+            self._play.begin(lease, prompt_token_ids, images)
+
+    def step(self) -> None:
+        """Advance the engine by one step."""
+        for completion in self._engine.step():
+            self._play.add(completion)
+
+    def collect(self) -> None:
+        """Put the answers of leases that have ended into the outbox."""
+        for outcome in self._play.poll():
+            if self._lease_ids.pop(outcome.lease_id, 0) is not None:
+                continue
+            if isinstance(outcome, Played):
+                self._finish(outcome)
+            else:
+                self._fail(outcome.lease_id, outcome.reason, outcome.detail)
+
+    def cancel(self, lease_ids: Iterable[int]) -> None:
+        """Stop working on these leases and forget their answers. Unknown ones are ignored."""
+        for lease_id in lease_ids:
+            self._abort(lease_id)
+            self._outbox.acknowledge(lease_id)
+
+    def return_all(self) -> None:
+        """Give every lease at work back to the learner."""
+        self._return(self.lease_ids)
+
+    def return_waiting(self) -> None:
+        """Give the leases that have not begun back to the learner."""
+        self._return([waiting.lease.lease_id for waiting in self._waiting])
+
+    def reward_trouble(self) -> UnavailableRewards | None:
+        """Return the state of rewards that cannot be had; None while all can be had."""
+        return self._play.trouble()
+
+    def environment_counts(self) -> dict[str, float]:
+        """Return the counters of episodes; empty without an environment."""
+        return self._play.counts()
+
+    def _finish(self, played: Played) -> None:
+        message, arrays = as_group(played)
+        largest = max(array.nbytes for array in arrays)
+        if largest > self.max_message_bytes:
+            # The hub would drop the connection, and the group would be sent again on the next one.
+            detail = f"the group has {largest} bytes; the learner's hub.max_message_mb takes {self.max_message_bytes}"
+            self._fail(played.lease_id, "too_large", detail)
+            return
+        self._outbox.put(played.lease_id, message, *arrays)
+        self.num_groups += 1
+
+    def _return(self, lease_ids: Iterable[int]) -> None:
+        for lease_id in lease_ids:
+            self._abort(lease_id)
+            self._fail(lease_id, "returned")
+
+    def _fail(self, lease_id: int, reason: str, detail: str = "") -> None:
+        self._outbox.put(lease_id, LeaseFailed(lease_id=lease_id, reason=reason, detail=detail))
+
+    def _abort(self, lease_id: int) -> None:
+        if lease_id in self._lease_ids:
+            del self._lease_ids[lease_id]
+            self._play.cancel(lease_id)
+            self._waiting = [waiting for waiting in self._waiting if waiting.lease.lease_id != lease_id]
+
+
+def as_group(played: Played) -> tuple[GroupDone, tuple[Array, ...]]:
+    """Return the message that answers a lease, and its arrays, completions concatenated."""
+    completions = played.completions
+    message = GroupDone(
+        lease_id=played.lease_id,
+        completions=tuple(
+            CompletionMeta(
+                len(completion.token_ids),
+                completion.finish_reason,
+                reward.total,
+                completion.segments,
+                reward.parts,
+                completion.turns,
+                completion.environment_s,
+            )
+            for completion, reward in zip(completions, played.rewards, strict=True)
+        ),
+        generate_s=played.generate_s,
+        reward_s=played.reward_s,
+    )
+    arrays: list[Array] = [
+        np.concatenate([completion.token_ids for completion in completions]),
+        np.concatenate([completion.behavior_logprobs for completion in completions]),
+    ]
+    if has_context(message.completions):
+        return message, (*arrays, np.concatenate([completion.context_ids for completion in completions]))
+    recorded = [completion.experts for completion in completions if completion.experts is not None]
+    if len(recorded) < len(completions):
+        return message, tuple(arrays)
+    num_prompt_tokens = len(recorded[0]) - len(completions[0].token_ids) + 1
+    # The prompt's are the same in all completions but for rounding, and the learner computes it once.
+    content = encode_experts(np.concatenate([recorded[0], *(experts[num_prompt_tokens:] for experts in recorded[1:])]))
+    _, num_layers, top_k = recorded[0].shape
+    experts = ExpertsMeta(num_prompt_tokens, num_layers, top_k, len(content))
+    return msgspec.structs.replace(message, experts=experts), (*arrays, content)

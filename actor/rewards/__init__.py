@@ -1,0 +1,1 @@
+"""Rewards: the functions, the ways to call them, and the calls that are tried again."""

@@ -1,0 +1,1 @@
+"""New weights on their way into an engine."""

@@ -1,0 +1,121 @@
+"""New weights at the actor: received beside the running engine, swapped in between two steps, checked with a canary.
+
+learner -> announce -> WeightReceiver (thread) -> outcome -> commit -> canary's log-probs -> learner
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.actor.engines.engine import Engine
+from offbeat.actor.weights.receiver import TransferEnd, WeightReceiver
+from offbeat.protocols.channels import Link
+from offbeat.protocols.messages import (
+    ActorMessage,
+    CanaryRouted,
+    CanaryScored,
+    FilesScored,
+    TensorSpec,
+    WeightPull,
+    WeightsCommitted,
+    WeightUpdate,
+)
+from offbeat.protocols.wire import Array
+
+
+class Send(Protocol):
+    """Sends a message to the learner; False when there is no connection now."""
+
+    def __call__(self, message: ActorMessage, *arrays: Array) -> bool: ...
+
+
+class WeightUpdates:
+    """The updates of one engine. It takes none before the first `join`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        send: Send,
+        open_pull_link: Callable[[str], Link],
+        staying_in_touch: Callable[[], AbstractContextManager[None]],
+        *,
+        recompute_kv: bool,
+        sends_routing: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`open_pull_link(address)` connects to the learner's weight server. `sends_routing`: the learner measures routing.
+
+        The engine works inside `staying_in_touch()`, as a large model takes longer than the learner waits for a heartbeat.
+        """
+        self._engine = engine
+        self._send = send
+        self._open_pull_link = open_pull_link
+        self._staying_in_touch = staying_in_touch
+        self._recompute_kv = recompute_kv
+        self._sends_routing = sends_routing
+        self._clock = clock
+        self._receiver: WeightReceiver | None = None
+        self._canary: list[int] = []
+        self._file_logprobs: NDArray[np.float32] | None = None
+        """Log-probs of the canary under the model's files; None before the first `join`."""
+
+    @property
+    def is_busy(self) -> bool:
+        """True while an update is announced, under way, or waiting for its commit."""
+        return self._receiver is not None and self._receiver.is_busy
+
+    def join(self, layout: tuple[TensorSpec, ...], canary: list[int], *, is_another_learner: bool) -> None:
+        """Prepare for updates of a learner that has just welcomed this actor; `canary` is its canary prompt.
+
+        Sends the score of the canary under the model's files, if there are some; the engine holds them until its first update.
+        """
+        self._canary = canary
+        if self._engine.policy_version is None and self._engine.info.has_weight_files:
+            with self._staying_in_touch():
+                self._file_logprobs = self._engine.score(canary).logprobs
+        if self._file_logprobs is not None:
+            self._send(FilesScored(), self._file_logprobs)
+        if self._receiver is not None and self._receiver.layout == layout and not is_another_learner:
+            return
+        # Weights from the learner before must not be committed under a version number of this one.
+        self.close()
+        self._receiver = WeightReceiver(layout, self._open_pull_link)
+
+    def announce(self, update: WeightUpdate | WeightPull) -> None:
+        """Start to receive an update."""
+        if self._receiver is not None:
+            self._receiver.announce(update)
+
+    def outcome(self) -> TransferEnd | None:
+        """Return the transfer that ended since the last call. After a success, call `commit`."""
+        return None if self._receiver is None else self._receiver.outcome()
+
+    def commit(self, policy_version: int) -> None:
+        """Swap in the received weights, report it, and score the canary under them."""
+        assert self._receiver is not None
+        started = self._clock()
+        with self._staying_in_touch():
+            self._engine.load_weights(self._receiver.buffer, policy_version, recompute_kv=self._recompute_kv)
+        stall_s = self._clock() - started
+        self._receiver.release()
+        self._send(WeightsCommitted(policy_version=policy_version, stall_s=stall_s))
+        self._score_canary(policy_version)
+
+    def close(self) -> None:
+        """End the receiving thread."""
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = None
+
+    def _score_canary(self, policy_version: int) -> None:
+        with self._staying_in_touch():
+            score = self._engine.score(self._canary)
+        self._send(CanaryScored(policy_version=policy_version), score.logprobs)
+        if score.routed_experts is not None and self._sends_routing:
+            num_tokens, num_layers, top_k = score.routed_experts.shape
+            routed = CanaryRouted(policy_version=policy_version, num_tokens=num_tokens, num_layers=num_layers, top_k=top_k)
+            self._send(routed, score.routed_experts)

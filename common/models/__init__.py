@@ -1,0 +1,1 @@
+"""Model folders, tokenizers, images of prompts, and experts."""

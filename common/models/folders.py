@@ -1,0 +1,119 @@
+"""The model folder that `model.path` names, and the hashes by which two services know that they have the same model."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from offbeat.common.errors import SettingError
+from offbeat.protocols.engine_info import ModelHashes
+
+PROCESSOR_FILE = "preprocessor_config.json"
+"""The settings of a vision-language model's image processor; other models have no such file."""
+SMALL_FILES = (
+    *("config.json", "generation_config.json", PROCESSOR_FILE, "processor_config.json", "video_preprocessor_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "tekken.json"),
+)
+"""Every file of a model folder, but weights, that an engine or a tokenizer reads."""
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+BUFFER_BYTES = 1 << 20
+"""Bytes of a weight file that are read at once."""
+
+
+def resolve_model(path: str) -> Path:
+    """Return the local folder of `model.path`: itself, or the model hub's snapshot of that name, downloaded if need be.
+
+    Raises `SettingError` when there is neither.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    # Takes 0.3 s to import, and is only needed for hub names.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, ignore_patterns=["*.pth", "*.bin", "*.gguf", "original/*"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise SettingError(
+            "model.path",
+            path,
+            f"it is no folder here, and the model hub did not serve it ({str(error).splitlines()[0]})",
+            "Give a model folder, or a hub name on a machine that reaches the hub.",
+        ) from error
+
+
+def find_config(path: str) -> bytes | None:
+    """Return the config.json of `model.path`, of a hub name from its cache or the hub itself; None where it cannot be had."""
+    if Path(path).is_dir():
+        return _read(Path(path) / "config.json") or None
+    # Takes 0.3 s to import, and is only needed for hub names.
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        # The cache first: without a connection the hub is tried for half a minute.
+        cached = try_to_load_from_cache(path, "config.json")
+        return _read(Path(cached if isinstance(cached, str) else hf_hub_download(path, "config.json")))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
+        return None
+
+
+def has_weight_files(path: str) -> bool:
+    """Return whether a model folder has weights; True for a hub name, which an engine loads itself."""
+    return not Path(path).is_dir() or any(any(Path(path).glob(pattern)) for pattern in (*WEIGHT_FILES, "*.gguf"))
+
+
+def small_files(folder: Path) -> dict[str, bytes]:
+    """Return the contents of the `SMALL_FILES` that a model folder has, by name."""
+    return {name: (folder / name).read_bytes() for name in SMALL_FILES if (folder / name).is_file()}
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return a model folder's tokenizer, a `PreTrainedTokenizerBase`; raise `SettingError` where it cannot be loaded."""
+    # Takes seconds to import.
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    # The tokenizers library raises `Exception` itself for a file that it cannot read.
+    except Exception as error:
+        problem = f"its tokenizer cannot be loaded ({' '.join(str(error).split())[:300]})"
+        raise SettingError("model.path", str(folder), problem, "Save it again: tokenizer.save_pretrained(FOLDER).") from error
+
+
+def hash_model(folder: Path) -> ModelHashes:
+    """Return the hashes of a model folder's config, tokenizer and chat template, 16 hexadecimal digits each."""
+    # Another processor would make other patches of the same image.
+    config = _read(folder / "config.json") + _read(folder / PROCESSOR_FILE)
+    tokenizer_config = json.loads(_read(folder / "tokenizer_config.json") or b"{}")
+    # Newer models have the chat template in a separate file, older ones in the tokenizer's config.
+    template = _read(folder / "chat_template.jinja").decode() or str(tokenizer_config.pop("chat_template", ""))
+    tokenizer_config.pop("chat_template", None)
+    tokenizer = _read(folder / "tokenizer.json") + json.dumps(tokenizer_config, sort_keys=True).encode()
+    return ModelHashes(config=_hash(config), tokenizer=_hash(tokenizer), chat_template=_hash(template.encode()))
+
+
+def hash_weights(folder: Path) -> str:
+    """Return a hash of the names, sizes and contents of a model folder's weight files, 32 hexadecimal digits.
+
+    Costs 0.1 s of CPU per GB. The learner loads the files next, and finds them in the page cache.
+    """
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(BUFFER_BYTES))
+    for path in sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern)):
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        with path.open("rb", buffering=0) as file:
+            while num_bytes := file.readinto(buffer):
+                digest.update(buffer[:num_bytes])
+    return digest.hexdigest()
+
+
+def _read(file: Path) -> bytes:
+    return file.read_bytes() if file.exists() else b""
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""Processes of this machine: their end, their environment, their descriptors and files."""

@@ -1,0 +1,149 @@
+"""Logging to stderr and to files: one line per event, and the console that log lines share with a live display."""
+
+import contextlib
+import functools
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.logging import RichHandler
+
+from offbeat.common.errors import SettingError
+from offbeat.common.records.repeated_messages import CollapsingHandler
+from offbeat.protocols.text import plain
+
+LEVEL_VARIABLE = "OFFBEAT_LOG_LEVEL"
+"""Environment variable with the level that `configure_logs` uses by default."""
+
+OWN_PACKAGE = "offbeat"
+"""Package whose loggers follow the chosen level; all others show warnings and errors only."""
+
+MAX_CHARACTERS = 10_000
+"""Longest message that is logged whole."""
+MAX_FILE_BYTES = 32 << 20
+"""Size of a log file; with its older part it takes twice as much."""
+STILL_S = 10.0
+"""Seconds between two lines about work that goes on."""
+
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+@functools.cache
+def console() -> Console:
+    """Return the process's only console, on stderr: text printed through it never tears a live display."""
+    return Console(stderr=True)
+
+
+def configure_logs(service: str, *, level: str | None = None) -> None:
+    """Send the log to stderr: in color on a terminal, else as plain `time level service message` lines.
+
+    Call this before vLLM is imported, because vLLM configures its logger at import. A second call replaces the first.
+
+    Args:
+        service: Name shown in every line: `learner`, `actor-0`, ...
+        level: `debug`, `info`, `warning` or `error`. None: the value of `OFFBEAT_LOG_LEVEL`, or `info`.
+    """
+    source, level = ("level", level) if level else (LEVEL_VARIABLE, os.environ.get(LEVEL_VARIABLE) or "info")
+    if level.lower() not in _LEVELS:
+        raise SettingError(source, level, "this is not a log level", f"Use one of: {', '.join(_LEVELS)}.")
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+    handler = _terminal_handler(service) if console().is_interactive else _plain_handler(service)
+    root.addHandler(CollapsingHandler(handler))
+    root.setLevel(logging.WARNING)
+    logging.getLogger(OWN_PACKAGE).setLevel(level.upper())
+    _quiet_vllm()
+    # Progress bars of model loaders would tear the log.
+    os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+class _OneLineFormatter(logging.Formatter):
+    """Writes each event on one line of printable characters: it may quote a peer, a user's function or a library."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802, the library's name
+        record.message = plain(record.message, MAX_CHARACTERS)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802, the library's name
+        return "\n".join(plain(line, MAX_CHARACTERS) for line in super().formatException(ei).splitlines())
+
+
+def log_to_file(path: Path, service: str) -> None:
+    """Write the log to this file too, with every repetition; above `MAX_FILE_BYTES` an older part goes to `PATH.1`.
+
+    The file continues that of an earlier process. Its level is that of `configure_logs`.
+    """
+    # Imported here: services alone need it.
+    from logging.handlers import RotatingFileHandler
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = RotatingFileHandler(path, maxBytes=MAX_FILE_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace")
+    handler.setFormatter(_plain_formatter(service))
+    logging.getLogger().addHandler(handler)
+
+
+def bound_log(path: Path, max_bytes: int) -> None:
+    """Move the content of a log above this size to `PATH.1`. Processes that append to it go on in the emptied file."""
+    if path.stat().st_size > max_bytes:
+        shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+        os.truncate(path, 0)
+
+
+@contextlib.contextmanager
+def doing(logger: logging.Logger, what: str) -> Iterator[None]:
+    """Log `what` is begun now, and every `STILL_S` that it is still going on, with the seconds so far.
+
+    Use it for work of unknown length during which the process says nothing else.
+    """
+    logger.info("%s ...", what)
+    started = time.monotonic()
+    ended = threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(STILL_S):
+            logger.info("still %s, %.0f s so far", what, time.monotonic() - started)
+
+    teller = threading.Thread(target=tell, name="progress", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        teller.join()
+
+
+def _terminal_handler(service: str) -> logging.Handler:
+    handler = RichHandler(console=console(), show_path=False, log_time_format="%X", omit_repeated_times=False)
+    handler.setFormatter(_OneLineFormatter("%(service)s  %(message)s", defaults={"service": service}))
+    return handler
+
+
+def _plain_handler(service: str) -> logging.Handler:
+    handler = logging.StreamHandler()
+    handler.setFormatter(_plain_formatter(service))
+    return handler
+
+
+def _plain_formatter(service: str) -> logging.Formatter:
+    formatter = _OneLineFormatter(
+        "%(asctime)s.%(msecs)03dZ %(levelname)s %(service)s %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S",
+        defaults={"service": service},
+    )
+    # UTC: the services of one run may be in different time zones, and their logs are read side by side.
+    formatter.converter = time.gmtime
+    return formatter
+
+
+def _quiet_vllm() -> None:
+    """Set the environment variables from which vLLM configures its logger at import, in its subprocesses too."""
+    # vLLM's warnings are about its own choices. A terminal shows its errors only; a log file has the warnings too.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if console().is_interactive else "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")

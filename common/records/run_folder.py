@@ -1,0 +1,177 @@
+"""A run's folder: which files say that a run is in it, and the lock that lets one learner write there.
+
+| in the folder | a new run | `run.resume` |
+|---|---|---|
+| a step in `metrics.jsonl`, or a checkpoint | is refused | goes on from the newest checkpoint and the log |
+| remains of a start that made no step | moves them to `failed-starts` | goes on with the groups in the log |
+| neither | begins | is refused, unless a learner was started here |
+"""
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+from msgspec.structs import replace
+
+from offbeat.common.errors import SettingError
+from offbeat.common.records.rows import StepRow
+from offbeat.common.records.writer import ROWS_FILE, read_rows
+from offbeat.common.settings.config import Config, RunSection
+from offbeat.common.settings.loading import load
+
+CHECKPOINTS = "checkpoints"
+LOG = "log"
+"""The rollout log."""
+MODEL = "model"
+"""The trained model, written at the end."""
+PROGRAM_LOGS = "logs"
+"""Logs of the learner, its further ranks and the actors started with it."""
+CONFIG_FILE = "config.toml"
+"""The resolved config, written by the learner."""
+LAUNCH_FILE = "launch.toml"
+"""The config that `offbeat train` gives to its services."""
+FAILED_STARTS = "failed-starts"
+IDENTITY_FILE = "identity.json"
+"""Settings, hashes and software that the run is made with (`learner.restart.run_identity`)."""
+PROMPT_HASHES_FILE = "prompts.bin"
+LOCK_FILE = "learner.lock"
+
+_OF_A_START = (ROWS_FILE, LOG, CHECKPOINTS, "tensorboard", IDENTITY_FILE, PROMPT_HASHES_FILE)
+"""Files and folders that a learner writes before its first step, besides its config."""
+_MAX_OWNER_BYTES = 4096
+
+
+class LockOwner(msgspec.Struct, frozen=True):
+    """The learner process that holds the lock, as it wrote itself into the lock's file."""
+
+    pid: int
+    host: str
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder for this process, and make it if need be; a second learner is refused.
+
+    The lock is a POSIX lock (fcntl): the kernel frees it when the process ends in any way, its children do not inherit it, and
+    it holds between machines on NFS with its lock service. Raises `SettingError` about `run.dir` where another process has
+    the folder, or where it cannot be locked or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK_FILE).open("a+b")
+    except OSError as error:
+        raise not_writable(folder, error) from error
+    # Closing the file anywhere in this process would free the lock: nothing else may open it.
+    with file:
+        _lock(file, folder)
+        file.truncate(0)
+        file.write(msgspec.json.encode(LockOwner(os.getpid(), socket.gethostname())))
+        file.flush()
+        yield
+
+
+def read_owner(folder: Path) -> LockOwner | None:
+    """Return the process that last locked the folder, which may have ended; None where none did, or it says nothing yet."""
+    try:
+        return msgspec.json.decode((folder / LOCK_FILE).read_bytes()[:_MAX_OWNER_BYTES], type=LockOwner)
+    except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def read_run_config(folder: Path) -> Config:
+    """Return the resolved config of the run in a folder. `SettingError` where the folder has none."""
+    file = folder / CONFIG_FILE
+    if not file.exists():
+        raise SettingError("RUN", str(folder), f"it has no {CONFIG_FILE}", "Name the folder of a run.")
+    return load(file)
+
+
+def check_run_folder(run: RunSection) -> None:
+    """Raise `SettingError` for a folder that holds a run where a new one shall begin, or none where one shall go on."""
+    folder = Path(run.dir)
+    if not run.resume and has_steps(folder):
+        cure = "Set run.resume=true to continue it, or another run.dir."
+        raise SettingError("run.dir", run.dir, "the folder already holds a run", cure)
+    if run.resume and not folder.is_dir():
+        cure = "Give the folder of an earlier run."
+        raise SettingError("run.dir", run.dir, "there is no such folder to resume from", cure)
+    if run.resume and not any((folder / name).exists() for name in (*_OF_A_START, CONFIG_FILE, LAUNCH_FILE)):
+        cure = "Give the folder of an earlier run, or leave run.resume out."
+        raise SettingError("run.dir", run.dir, "no run was ever started in the folder", cure)
+
+
+def decide_resume(config: Config) -> Config:
+    """Return the config with `run.resume = "auto"` decided: True where the folder has a step, or a log with leases."""
+    if config.run.resume != "auto":
+        return config
+    return replace(config, run=replace(config.run, resume=holds_work(Path(config.run.dir))))
+
+
+def holds_work(folder: Path) -> bool:
+    """Return whether the folder has a step, or a log with leases."""
+    return has_steps(folder) or any((folder / LOG).glob("*.log"))
+
+
+def has_steps(folder: Path) -> bool:
+    """Return whether the run in the folder has made an optimizer step."""
+    rows = folder / ROWS_FILE
+    return has_checkpoint(folder) or (rows.exists() and any(isinstance(row, StepRow) for row in read_rows(rows)))
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Return whether the folder has a checkpoint that was written to its end."""
+    return any(path.suffix == "" for path in (folder / CHECKPOINTS).glob("step-*"))
+
+
+def set_aside_failed_start(folder: Path) -> Path | None:
+    """Move the files of a start that made no step to a folder below `failed-starts`, and return that folder.
+
+    Returns None, and moves nothing, when the start wrote neither a row nor a log.
+    """
+    rows = folder / ROWS_FILE
+    if not (folder / LOG).exists() and not (rows.exists() and rows.stat().st_size):
+        return None
+    aside = folder / FAILED_STARTS
+    aside.mkdir(exist_ok=True)
+    target = aside / str(1 + sum(1 for _ in aside.iterdir()))
+    target.mkdir()
+    for path in (folder / name for name in _OF_A_START):
+        if path.exists():
+            path.rename(target / path.name)
+    return target
+
+
+def not_writable(folder: Path, error: OSError) -> SettingError:
+    """Return the mistake of a run's folder that cannot be made or written, for the error that was raised then."""
+    problem = f"the folder cannot be written ({error.strerror})"
+    return SettingError("run.dir", str(folder), problem, "Name a folder that you may write to.")
+
+
+def _lock(file: BinaryIO, folder: Path) -> None:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        file.seek(0)
+        raise SettingError(
+            "run.dir",
+            str(folder),
+            f"{_describe_owner(file.read(_MAX_OWNER_BYTES))} is at work in the folder",
+            "Wait for its end or stop it, or give another run.dir.",
+        ) from error
+    except OSError as error:
+        problem = f"its file system gives no lock ({error.strerror}), so two learners could write at once"
+        raise SettingError("run.dir", str(folder), problem, "Name a folder on a file system with locks.") from error
+
+
+def _describe_owner(content: bytes) -> str:
+    try:
+        owner = msgspec.json.decode(content, type=LockOwner)
+    # The owner may be about to write the file.
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return "another learner"
+    return f"another learner (process {owner.pid} on {owner.host!r})"

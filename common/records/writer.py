@@ -1,0 +1,211 @@
+"""A run's metrics: rows appended to `metrics.jsonl`, with their scalars copied to TensorBoard."""
+
+import errno
+import io
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from offbeat.common.records.rows import EvalRow, EventRow, OtherRow, Row, StepRow, decode_row, encode_row, row_fields
+
+logger = logging.getLogger(__name__)
+
+ROWS_FILE = "metrics.jsonl"
+"""Name of the rows file in a run's folder."""
+
+# A used-up quota is the full disk of a shared cluster.
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class MetricsWriter:
+    """Appends rows to `folder/metrics.jsonl`; any thread may write.
+
+    Each row reaches the file in one system call, so a killed process leaves at most one torn line. A full disk does not
+    stop training: the rows lost are counted, and once there is space again an event row tells their number. Every
+    other `OSError` propagates.
+    """
+
+    def __init__(self, folder: Path, *, tensorboard: bool = False, clock: Callable[[], float] = time.time) -> None:
+        """Open the files, creating those that are missing; rows of an earlier process stay.
+
+        Args:
+            folder: The run's folder.
+            tensorboard: Also write TensorBoard events to `folder/tensorboard`.
+            clock: Seconds since the epoch.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._rows = _AppendFile(folder / ROWS_FILE)
+        self._rows.end_torn_line()
+        self._events = _TensorBoardEvents(folder / "tensorboard", clock()) if tensorboard else None
+        self._num_lost_in_a_row = 0
+
+    def write(self, row: Row) -> Row:
+        """Append a row, stamped with the current time unless it has one; return the stamped row.
+
+        The numbers of step and evaluation rows also go to TensorBoard, over `policy_version`. Numbers that are not finite
+        become null in the file. `TypeError` for values that JSON cannot hold, numpy scalars included.
+        """
+        with self._lock:
+            if math.isnan(row.time):
+                row = msgspec.structs.replace(row, time=self._clock())
+            self._append_row(row)
+            if isinstance(row, StepRow | EvalRow) and self._events is not None:
+                self._events.append(row.policy_version, row.time, scalars_of(row))
+        return row
+
+    def close(self) -> None:
+        """Close the files; a second call does nothing."""
+        with self._lock:
+            self._rows.close()
+            if self._events is not None:
+                self._events.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _append_row(self, row: Row) -> None:
+        lines = encode_row(row)
+        loss = ""
+        if self._num_lost_in_a_row:
+            loss = f"{self._num_lost_in_a_row} metrics rows were lost while the disk was full"
+            event = EventRow(time=self._clock(), event="metrics_rows_lost", detail=loss)
+            # Both in one append: the short event alone would fit long before a row does, and report a recovery at each try.
+            lines = encode_row(event) + lines
+        try:
+            self._rows.append(lines)
+        except OSError as error:
+            if error.errno not in _DISK_FULL:
+                raise
+            self._num_lost_in_a_row += 1
+            if self._num_lost_in_a_row == 1:
+                logger.warning("metrics rows are being lost, training goes on: %s", error)
+            return
+        if loss:
+            self._num_lost_in_a_row = 0
+            logger.warning("metrics are written again; %s", loss)
+
+
+def read_rows(path: Path, broken_lines: list[int] | None = None) -> Iterator[Row | OtherRow]:
+    """Yield the rows of a metrics file in order, without lines that are no JSON objects.
+
+    A running or killed writer may leave the last line torn. The numbers of skipped lines, from 1, are appended to
+    `broken_lines`.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            row = decode_row(line)
+            if row is not None:
+                yield row
+            elif line.strip() and broken_lines is not None:
+                broken_lines.append(number)
+
+
+def read_rows_of(path: Path, *kinds: type[Row]) -> Iterator[Row]:
+    """Yield the undamaged rows of these kinds in order; no rows where there is no file.
+
+    Lines of other kinds, which are most of a long run's, are not decoded.
+    """
+    if not path.is_file():
+        return
+    beginnings = tuple(b'{"kind":"%s"' % str(kind.__struct_config__.tag).encode() for kind in kinds)
+    with path.open("rb") as file:
+        for line in file:
+            if line.startswith(beginnings) and isinstance(row := decode_row(line), kinds):
+                yield row
+
+
+def scalars_of(row: StepRow | EvalRow) -> dict[str, float]:
+    """Return the row's numbers by their names in charts; an evaluation's begin with `eval/`."""
+    prefix = "" if isinstance(row, StepRow) else "eval/"
+    fields = row_fields(row)
+    if isinstance(row, EvalRow):
+        fields |= {f"pass_at_{k}": share for k, share in row.pass_at.items()}
+        fields |= {f"reward/{name}": reward for name, reward in row.sets.items()}
+        fields |= {f"own/{name}": number for name, number in row.numbers.items()}
+    numbers = {name: value for name, value in fields.items() if isinstance(value, int | float)}
+    return {f"{prefix}{name}": number for name, number in numbers.items() if name not in ("time", "policy_version")}
+
+
+class _AppendFile:
+    """A file that grows by whole appends, or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def append(self, data: bytes) -> None:
+        """Write all of `data`; if the disk takes only a part of it, take that part back and raise `ENOSPC`."""
+        if self._fd < 0:
+            raise ValueError(f"{self._path} is closed")
+        num_written = os.write(self._fd, data)
+        if num_written < len(data):
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - num_written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+
+    def end_torn_line(self) -> None:
+        """Start a new line if a killed process left the last one unfinished."""
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            self.append(b"\n")
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class _TensorBoardEvents:
+    """A TensorBoard events file.
+
+    `torch.utils.tensorboard` writes from a background thread, which dies when the disk is full; this writes at once.
+    """
+
+    def __init__(self, folder: Path, now: float) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._num_lost = 0
+        self._file = _AppendFile(folder / f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}")
+        # Imported here: the import takes 0.5 s, and many runs do without TensorBoard.
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+
+        self._event_type, self._summary_type = Event, Summary
+        self._append_event(self._event_type(wall_time=now, file_version="brain.Event:2"))
+
+    def append(self, step: int, wall_time: float, scalars: Mapping[str, float]) -> None:
+        """Add the scalars of one step."""
+        values = [self._summary_type.Value(tag=tag, simple_value=number) for tag, number in scalars.items()]
+        self._append_event(self._event_type(wall_time=wall_time, step=step, summary=self._summary_type(value=values)))
+
+    def _append_event(self, event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        try:
+            self._file.append(record.getvalue())
+            self._num_lost = 0
+        except OSError as error:
+            if error.errno not in _DISK_FULL:
+                raise
+            self._num_lost += 1
+            if self._num_lost == 1:
+                logger.warning("TensorBoard events are being lost, training goes on: %s", error)
+
+    def close(self) -> None:
+        self._file.close()

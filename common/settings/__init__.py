@@ -1,0 +1,1 @@
+"""The settings of a run: declared, completed, checked, read and written."""

@@ -1,0 +1,424 @@
+"""Checks of settings against each other: contradictions are refused before anything starts, with the reason and the cure."""
+
+import math
+import re
+from functools import partial
+
+from offbeat.common.errors import SettingError, collect_errors
+from offbeat.common.models.images import MAX_PROMPT_BYTES
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.deepspeed_options import check_deepspeed_options, deepspeed_warnings
+from offbeat.common.settings.inert import check_inert
+from offbeat.common.settings.judge_checks import check_judge
+from offbeat.common.settings.learning_sections import TrainSection
+from offbeat.common.settings.objective_checks import check_objective, objective_warnings
+from offbeat.protocols.address_file import address_file
+from offbeat.protocols.addresses import is_loopback
+
+BYTES_PER_TOKEN = 8
+"""Size of a token on the wire: an int32 token id and a float32 log-prob."""
+
+
+def check(config: Config) -> list[str]:
+    """Raise `SettingError` for the contradictions; return warnings about valid settings that are probably not meant."""
+    checks = (
+        *(_check_sampling, _check_lengths, check_objective, _check_staleness, _check_steps, _check_task, _check_images),
+        *(
+            _check_leases,
+            _check_compile,
+            _check_hub,
+            _check_ports,
+            _check_log,
+            _check_launch,
+            _check_gpus,
+            _check_scale,
+            _check_run_name,
+        ),
+        check_judge,
+    )
+    collect_errors([*(partial(check, config) for check in checks), partial(check_deepspeed_options, config.train)])
+    return _warnings(config)
+
+
+def check_before_run(config: Config) -> list[str]:
+    """Do the same as `check`, and raise `SettingError` for settings without effect too, except in a run that is resumed.
+
+    A resumed run must have the settings that it began with, so they could not be removed.
+    """
+    if config.run.resume:
+        return check(config)
+    warnings: list[str] = []
+    collect_errors([lambda: warnings.extend(check(config)), partial(check_inert, config)])
+    if config.task.environment and config.staleness.staleness_policy == "abort":
+        warnings.append(
+            'staleness.staleness_policy = "abort" cancels episodes whose tools are slow, and begins them again: long ones may '
+            'never reach a batch. Use "gate", and a bound for which they are short.'
+        )
+    return warnings
+
+
+def least_staleness(config: Config) -> int:
+    """Return the smallest `staleness.max_staleness` with which the run does not wait forever."""
+    batch_steps = config.train.steps_per_batch * config.train.epochs_per_batch
+    return batch_steps - 1 + _steps_behind(config)
+
+
+def _check_sampling(config: Config) -> None:
+    for key, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+        value = getattr(config.rollout, key)
+        if value != neutral:
+            raise SettingError(
+                f"rollout.{key}",
+                value,
+                "it truncates the sampling distribution, so the behavior log-probs would not be those of the trained policy "
+                "and every importance ratio would be biased",
+                f"Leave it at {neutral}; lower rollout.temperature for less random completions.",
+            )
+
+
+def _check_lengths(config: Config) -> None:
+    model, task, rollout = config.model, config.task, config.rollout
+    total = task.max_prompt_tokens + rollout.max_new_tokens
+    if total > model.max_length:
+        raise SettingError(
+            "model.max_length",
+            model.max_length,
+            "it is too small for a prompt and its completion: task.max_prompt_tokens + rollout.max_new_tokens = "
+            f"{task.max_prompt_tokens} + {rollout.max_new_tokens} = {total}",
+            f"Lower one of the two, or set model.max_length={total}.",
+        )
+    group_mb = math.ceil(rollout.group_size * total * BYTES_PER_TOKEN / 2**20)
+    if group_mb > config.hub.max_message_mb:
+        raise SettingError(
+            "hub.max_message_mb",
+            config.hub.max_message_mb,
+            f"a group of {rollout.group_size} completions of {total} tokens takes up to {group_mb} MB and would be refused",
+            f"Set hub.max_message_mb={group_mb + 1} or more.",
+        )
+
+
+def _steps_behind(config: Config) -> int:
+    """Return the greatest age of the newest weights at the start of a batch, in optimizer steps."""
+    # Weights are sent after whole batches, at least `weights.interval` steps apart.
+    batch_steps = config.train.steps_per_batch * config.train.epochs_per_batch
+    return (math.ceil(config.weights.interval / batch_steps) - 1) * batch_steps
+
+
+def _check_staleness(config: Config) -> None:
+    staleness, train, interval = config.staleness, config.train, config.weights.interval
+    # The last groups of a batch of k steps are trained on k - 1 steps after it starts.
+    behind, least = _steps_behind(config), least_staleness(config)
+    batch_steps = train.steps_per_batch * train.epochs_per_batch
+    if staleness.max_staleness < least:
+        raise SettingError(
+            "staleness.max_staleness",
+            staleness.max_staleness,
+            f"the run would wait forever. With {_steps_of_batch(train)}, the last step on the groups of a batch is taken "
+            f"{batch_steps - 1} steps after its start, and with weights.interval = {interval} the groups may be generated "
+            f"under weights {behind} steps old, so the smallest possible bound is {batch_steps - 1} + {behind} = {least}",
+            f"Set staleness.max_staleness={least} or more, or lower those settings.",
+        )
+    hard = staleness.hard_max_staleness
+    if hard is not None and hard < staleness.max_staleness:
+        raise SettingError(
+            "staleness.hard_max_staleness",
+            hard,
+            f"it is below staleness.max_staleness = {staleness.max_staleness}: groups between the two would be generated "
+            "only to be dropped",
+            f"Set it to {staleness.max_staleness} or more, or leave it out to drop nothing.",
+        )
+    if hard is not None and staleness.staleness_policy != "gate":
+        raise SettingError(
+            "staleness.hard_max_staleness",
+            hard,
+            f"staleness.staleness_policy = {staleness.staleness_policy!r} drops every group that exceeds max_staleness = "
+            f"{staleness.max_staleness} already",
+            'Remove it, or set staleness.staleness_policy="gate".',
+        )
+    if staleness.auto and hard is None:
+        raise SettingError(
+            "staleness.auto",
+            True,
+            "no setting says how far the bound may rise",
+            'Set staleness.hard_max_staleness, which needs staleness.staleness_policy="gate".',
+        )
+    if staleness.staleness_policy == "abort" and staleness.lag_of != "oldest_token":
+        raise SettingError(
+            "staleness.lag_of",
+            staleness.lag_of,
+            "by that measure a group grows younger with each token it generates under new weights, so the policy abort would "
+            "never abort one",
+            'Set staleness.staleness_policy="drop", or staleness.lag_of="oldest_token".',
+        )
+
+
+def _check_steps(config: Config) -> None:
+    train = config.train
+    batch_steps = train.steps_per_batch * train.epochs_per_batch
+    if train.num_steps % batch_steps:
+        raise SettingError(
+            "train.num_steps",
+            train.num_steps,
+            f"it is not a multiple of {_steps_of_batch(train)}, so the last batch would not be complete",
+            f"Set it to {train.num_steps - train.num_steps % batch_steps + batch_steps}.",
+        )
+    if train.warmup_steps > train.num_steps:
+        raise SettingError(
+            "train.warmup_steps",
+            train.warmup_steps,
+            f"the warm-up is longer than the run, train.num_steps = {train.num_steps}",
+            f"Set it to {train.num_steps} or less.",
+        )
+    if 1.0 in train.adam_betas:
+        raise SettingError(
+            "train.adam_betas", train.adam_betas, "an average with decay 1 never changes", "Give two numbers below 1."
+        )
+
+
+def _steps_of_batch(train: TrainSection) -> str:
+    """Return the number of optimizer steps on one selection as a product of settings."""
+    steps = f"train.steps_per_batch = {train.steps_per_batch}"
+    epochs = train.epochs_per_batch
+    return steps if epochs == 1 else f"{steps} times train.epochs_per_batch = {epochs}"
+
+
+def compile_obstacle(config: Config) -> str | None:
+    """Return the reason for which the decoder layers cannot be compiled with these settings; None if there is none."""
+    if config.model.dtype == "float32":
+        return 'with model.dtype = "float32" packed attention has a call for each length, which cannot be compiled once'
+    if config.train.zero_stage == 3:
+        return "with train.zero_stage = 3 weights are gathered in hooks between the parts of a layer"
+    if config.task.image_field:
+        return "with task.image_field packs with and without images would differ in every layer's arguments"
+    size = config.train.sequence_parallel_size
+    return f"with train.sequence_parallel_size = {size} processes exchange tokens in a layer" if size > 1 else None
+
+
+def _check_compile(config: Config) -> None:
+    obstacle = compile_obstacle(config)
+    if config.train.compile == "on" and obstacle is not None:
+        raise SettingError("train.compile", "on", obstacle, 'Set it to "auto" or "off".')
+
+
+def _check_task(config: Config) -> None:
+    task = config.task
+    if not config.model.path:
+        raise SettingError("model.path", "", "no model is given", "Set it to a model folder or a hub name.")
+    if not task.train_data:
+        raise SettingError("task.train_data", "", "no data is given", "Set it to a JSONL file or a dataset's name.")
+    if config.evaluation.interval and not task.eval_data:
+        raise SettingError(
+            "evaluation.interval",
+            config.evaluation.interval,
+            "there are no prompts to evaluate on",
+            "Set task.eval_data, or evaluation.interval=0.",
+        )
+    if config.evaluation.function and not config.evaluation.interval:
+        raise SettingError(
+            "evaluation.function",
+            config.evaluation.function,
+            "there is no evaluation",
+            "Set evaluation.interval and task.eval_data, or remove it.",
+        )
+    if task.curriculum and not task.task_field:
+        problem = "no field tells the tasks apart"
+        raise SettingError("task.curriculum", task.curriculum, problem, "Set task.task_field, or remove it.")
+    for key in ("system_prompt", "system_prompt_field", "template_arguments", "template_arguments_field"):
+        if getattr(task, key) and not task.chat_template:
+            raise SettingError(
+                f"task.{key}",
+                getattr(task, key),
+                "it is only used with the chat template",
+                "Set task.chat_template=true, or remove it.",
+            )
+
+
+def _check_images(config: Config) -> None:
+    """Refuse what prompts with images cannot be combined with yet."""
+    if not config.task.image_field:
+        return
+    size, least_mb = config.train.sequence_parallel_size, (MAX_PROMPT_BYTES >> 20) + 1
+    cure = "Remove it, or task.image_field."
+    for setting, value, is_refused, problem in (
+        ("task.environment", config.task.environment, True, "the prompts of episodes cannot have images"),
+        ("lora.rank", config.lora.rank, True, "with images the whole model is trained"),
+        ("train.sequence_parallel_size", size, size > 1, "processes cannot share a pack that has images"),
+        ("actor.engine", config.actor.engine, config.actor.engine == "transformers", "only vLLM takes images"),
+    ):
+        if value and is_refused:
+            raise SettingError(setting, value, problem, cure)
+    if config.hub.max_message_mb < least_mb:
+        problem = f"the images of a prompt may have {least_mb - 1} MB"
+        raise SettingError("hub.max_message_mb", config.hub.max_message_mb, problem, f"Set it to {least_mb} or more.")
+
+
+def _check_leases(config: Config) -> None:
+    lease_s, limits = config.rollout.lease_timeout_s, config.environment
+    if config.task.environment and lease_s <= limits.episode_timeout_s:
+        raise SettingError(
+            "rollout.lease_timeout_s",
+            lease_s,
+            f"a lease would expire before its episodes: environment.episode_timeout_s = {limits.episode_timeout_s:g}",
+            f"Set it to {limits.episode_timeout_s * (1 + limits.max_retries):g}, with time for every retry, or lower "
+            "environment.episode_timeout_s.",
+        )
+    reward_s = config.task.reward_timeout_s
+    if lease_s < reward_s:
+        raise SettingError(
+            "rollout.lease_timeout_s",
+            lease_s,
+            f"a lease would expire while the rewards of its group may still be computed: task.reward_timeout_s = {reward_s}",
+            "Set it well above that, or lower task.reward_timeout_s.",
+        )
+
+
+def _check_hub(config: Config) -> None:
+    hub = config.hub
+    if hub.heartbeat_s >= hub.dead_after_s:
+        raise SettingError(
+            "hub.dead_after_s",
+            hub.dead_after_s,
+            f"it is not above hub.heartbeat_s = {hub.heartbeat_s}, so every peer would count as dead between two heartbeats",
+            f"Set it to several heartbeats: {5 * hub.heartbeat_s} or more.",
+        )
+    keys = {"key": hub.key, "learner_key": hub.learner_key, "allowed_keys": hub.allowed_keys}
+    for name, path in keys.items():
+        if not path and any(keys.values()):
+            given = [f"hub.{other}" for other in keys if keys[other]]
+            are_set = f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} set"
+            raise SettingError(
+                f"hub.{name}",
+                "",
+                f"{are_set}, and encryption needs hub.key, hub.learner_key and hub.allowed_keys together",
+                "Set it too (`offbeat keygen` says how), or remove the others.",
+            )
+    if address_file(hub.address) is not None and not hub.bind:
+        raise SettingError(
+            "hub.bind",
+            hub.bind,
+            f"hub.address = {hub.address!r} is a file, into which the learner writes the address that it binds",
+            'Set it to the address to bind, with port 0 for any free one: "tcp://*:0".',
+        )
+    for name, address in (("address", hub.address), ("bind", hub.bind)):
+        is_given = bool(address) if name == "bind" else address_file(address) is None
+        if is_given and not _is_loopback(f"hub.{name}", address) and not hub.key:
+            raise SettingError(
+                f"hub.{name}",
+                address,
+                "other machines can reach the address, and without keys traffic is neither encrypted nor authenticated",
+                "Make keys with `offbeat keygen keys ACTOR...`, which says what to set; or use tcp://127.0.0.1:PORT.",
+            )
+
+
+def _is_loopback(setting: str, address: str) -> bool:
+    match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5})", address)
+    if match is None or int(match[2]) > 65535:
+        raise SettingError(
+            setting, address, "this is not an address", "Write tcp://HOST:PORT, for example tcp://127.0.0.1:5700."
+        )
+    return is_loopback(address)
+
+
+def _check_ports(config: Config) -> None:
+    """Refuse ports that two listeners of the learner would share."""
+    taken: dict[str, str] = {}
+    bound = (config.hub.bind or config.hub.address).rpartition(":")[2]
+    ports = {"hub.address": bound, "weights.port": str(config.weights.port), "weights.pull_port": str(config.weights.pull_port)}
+    for setting, port in ports.items():
+        if port != "0" and port in taken:
+            raise SettingError(
+                setting, int(port), f"{taken[port]} has the same port", "Give each a port of its own, or 0 for any free port."
+            )
+        taken[port] = setting
+
+
+def _check_run_name(config: Config) -> None:
+    folder = config.run.dir
+    if not folder.strip():
+        raise SettingError("run.dir", folder, "no folder is given", 'Name one, for example "runs/{time}".')
+    placeholder = re.search(r"\{\w*\}", folder)
+    if placeholder is not None and placeholder[0] != "{time}":
+        raise SettingError("run.dir", folder, f"{placeholder[0]} stands for nothing", "Write {time} for the start time.")
+
+
+def _check_log(config: Config) -> None:
+    log = config.log
+    if log.retain_mb < 2 * log.segment_mb:
+        raise SettingError(
+            "log.retain_mb",
+            log.retain_mb,
+            f"only whole segments are deleted, so it must hold two of log.segment_mb = {log.segment_mb}",
+            f"Set it to {2 * log.segment_mb} or more, or lower log.segment_mb.",
+        )
+
+
+def _check_launch(config: Config) -> None:
+    launch = config.launch
+    if launch.num_actors > config.hub.max_actors:
+        raise SettingError(
+            "launch.num_actors",
+            launch.num_actors,
+            f"the learner would refuse some of them: hub.max_actors = {config.hub.max_actors}",
+            "Lower it, or raise hub.max_actors.",
+        )
+    if launch.actor_gpus and len(launch.actor_gpus) != launch.num_actors:
+        raise SettingError(
+            "launch.actor_gpus",
+            launch.actor_gpus,
+            f"it has {len(launch.actor_gpus)} entries for launch.num_actors = {launch.num_actors}",
+            "Give one list of GPUs per actor, or leave it empty.",
+        )
+    size = config.actor.engine_options.get("tensor_parallel_size", 1)
+    for gpus in launch.actor_gpus:
+        if len(gpus) != size:
+            raise SettingError(
+                "launch.actor_gpus",
+                launch.actor_gpus,
+                f"an actor has {len(gpus)} GPUs, and actor.engine_options.tensor_parallel_size is {size}",
+                "Give each actor that many GPUs, or set the option to their number.",
+            )
+    if launch.learner_gpus and len(launch.learner_gpus) != launch.learner_processes:
+        raise SettingError(
+            "launch.learner_gpus",
+            launch.learner_gpus,
+            f"it has {len(launch.learner_gpus)} entries for launch.learner_processes = {launch.learner_processes}",
+            "Give one GPU per learner process, or leave it empty.",
+        )
+
+
+def _check_scale(config: Config) -> None:
+    scale = config.scale
+    if scale.auto and scale.min > scale.max:
+        raise SettingError("scale.min", scale.min, f"it exceeds scale.max = {scale.max}", "Lower it, or raise scale.max.")
+
+
+def _check_gpus(config: Config) -> None:
+    """Refuse a GPU that two learner processes, or one actor twice, would use."""
+    launch = config.launch
+    for setting, gpus in (("learner_gpus", launch.learner_gpus), *(("actor_gpus", gpus) for gpus in launch.actor_gpus)):
+        twice = [gpu for gpu in set(gpus) if gpus.count(gpu) > 1]
+        if twice or any(gpu < 0 for gpu in gpus):
+            problem = f"GPU {twice[0]} is there twice" if twice else "an index is below 0"
+            raise SettingError(f"launch.{setting}", gpus, problem, "Give each process a GPU of its own, counted from 0.")
+
+
+def _warnings(config: Config) -> list[str]:
+    warnings = [*objective_warnings(config), *deepspeed_warnings(config.train)]
+    ranks, groups = config.launch.learner_processes, config.train.groups_per_step
+    if groups % ranks:
+        warnings.append(
+            f"train.groups_per_step = {groups} is not a multiple of launch.learner_processes = {ranks}: some ranks wait for "
+            "others in each step."
+        )
+    evaluation = config.evaluation
+    if evaluation.interval and evaluation.temperature == 0 and evaluation.group_size > 1:
+        warnings.append(
+            f"evaluation.group_size = {evaluation.group_size}: greedy completions of one prompt are all equal; set "
+            "evaluation.temperature above 0, or evaluation.group_size=1."
+        )
+    if config.task.environment and config.staleness.staleness_policy == "abort":
+        warnings.append(
+            'staleness.staleness_policy = "abort" cancels episodes whose tools are slow, and begins them again: long ones may '
+            'never reach a batch. Use "gate", and a bound for which they are short.'
+        )
+    return warnings

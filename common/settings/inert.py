@@ -1,0 +1,148 @@
+"""Settings that nothing reads beside the others of a config.
+
+A run's folder holds every setting, so nobody may have given a setting that is at its default: only other values are refused.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+from offbeat.common.errors import SettingError, collect_errors
+from offbeat.common.settings.config import Config, EnvironmentSection, JudgeSection, TaskSection
+from offbeat.common.settings.loading import setting_value
+
+_DEFAULTS = Config()
+_OF_OBJECTIVES = {
+    ("tau_positive", "tau_negative"): ("sapo", "sapo_sequence"),
+    ("clipped_gradients",): ("ce_gppo",),
+    ("vespo_positive", "vespo_negative"): ("vespo",),
+    ("m2_threshold",): ("m2po",),
+}
+"""Settings of `[loss]` that only these objectives read."""
+
+
+class _Reader(NamedTuple):
+    """The only reader of some settings."""
+
+    settings: tuple[str, ...]
+    is_there: bool
+    """The config has the reader."""
+    absence: str
+    """The reason why there is no reader, told when there is none."""
+    cure: str
+    """The settings that would make one."""
+
+
+def check_inert(config: Config) -> None:
+    """Raise `SettingError` for all settings that are not at their defaults and change nothing; `config` is complete."""
+    collect_errors(
+        partial(_check_default, config, setting, reader)
+        for reader in _readers(config)
+        if not reader.is_there
+        for setting in reader.settings
+    )
+
+
+def _check_default(config: Config, setting: str, reader: _Reader) -> None:
+    value = setting_value(config, setting)
+    if value != setting_value(_DEFAULTS, setting):
+        raise SettingError(setting, value, f"nothing reads it, because {reader.absence}", f"Remove it, or {reader.cure}.")
+
+
+def _readers(config: Config) -> Iterator[_Reader]:
+    yield from _readers_of_tasks(config.task)
+    yield _Reader(
+        tuple(f"judge.{name}" for name in JudgeSection.__struct_fields__),
+        bool(config.judge.url),
+        "judge.url names no server",
+        "set judge.url",
+    )
+    yield _Reader(
+        ("actor.leave_within_s",),
+        config.actor.leave == "finish",
+        "actor.leave = 'return' finishes nothing",
+        'set actor.leave="finish"',
+    )
+    yield _Reader(
+        ("weights.delta",),
+        config.weights.backend == "pull",
+        f"weights.backend = {config.weights.backend!r} broadcasts whole versions",
+        'set weights.backend="pull"',
+    )
+    yield _Reader(
+        ("scale.min", "scale.max", "scale.max_actor_hours"),
+        config.scale.auto,
+        "scale.auto = false changes no number",
+        "set scale.auto=true",
+    )
+    yield from _readers_of_objectives(config)
+
+
+def _readers_of_tasks(task: TaskSection) -> Iterator[_Reader]:
+    yield _Reader(
+        tuple(f"environment.{name}" for name in EnvironmentSection.__struct_fields__),
+        bool(task.environment),
+        "task.environment names no function",
+        "set task.environment",
+    )
+    yield _Reader(
+        tuple(f"task.{name}" for name in ("reward", "reward_weights", "reward_timeout_s")),
+        not task.environment,
+        "the function of task.environment returns the reward",
+        "remove task.environment",
+    )
+
+
+def _readers_of_objectives(config: Config) -> Iterator[_Reader]:
+    loss, advantage, kl = config.loss, config.advantage, config.kl
+    yield _Reader(
+        ("advantage.turns",), bool(config.task.environment), "task.environment names no function", "set task.environment"
+    )
+    baseline = f"advantage.baseline = {advantage.baseline!r}"
+    has_critic = advantage.baseline == "critic"
+    yield _Reader(
+        ("advantage.gamma",),
+        has_critic or kl.reward_coef > 0,
+        f"{baseline} has one advantage for a completion, and kl.reward_coef = 0",
+        'set advantage.baseline="critic" or kl.reward_coef',
+    )
+    yield _Reader(
+        ("advantage.gae_lambda", "critic.loss_coef", "critic.value_clip"),
+        has_critic,
+        f"{baseline} has no critic",
+        'set advantage.baseline="critic"',
+    )
+    yield _Reader(
+        ("advantage.std_epsilon", "advantage.std_unbiased"),
+        bool(advantage.divide_by_std) and not advantage.function,
+        "advantage.function takes the place of the division" if advantage.function else "advantage.divide_by_std = false",
+        "remove advantage.function" if advantage.function else "set advantage.divide_by_std=true",
+    )
+    yield _Reader(
+        ("reward.overlong_penalty",),
+        bool(config.reward.overlong_buffer),
+        "reward.overlong_buffer = 0 punishes no completion",
+        "set reward.overlong_buffer",
+    )
+    for settings, objectives in _OF_OBJECTIVES.items():
+        yield _Reader(
+            tuple(f"loss.{name}" for name in settings),
+            loss.objective in objectives and not loss.function,
+            "loss.function takes the place of the objective" if loss.function else f"loss.objective = {loss.objective!r}",
+            "remove loss.function" if loss.function else f'set loss.objective="{objectives[0]}"',
+        )
+    yield _Reader(
+        ("loss.dual_clip", "loss.weight_cap"),
+        not loss.function,
+        "loss.function takes the place of the objective",
+        "remove loss.function",
+    )
+    yield _Reader(
+        ("kl.estimator",),
+        kl.loss_coef > 0 or kl.reward_coef > 0,
+        "kl.loss_coef = 0 and kl.reward_coef = 0 compute no KL",
+        "set one of them",
+    )
+    yield _Reader(
+        ("kl.horizon",), kl.target is not None, "without kl.target the KL's coefficient stays constant", "set kl.target"
+    )

@@ -1,0 +1,66 @@
+"""Checks of `[judge]`: an address that can be asked, and limits that fit the time that a reward or an episode has."""
+
+import re
+from urllib.parse import urlsplit
+
+from offbeat.common.errors import SettingError
+from offbeat.common.setting_text import MASK
+from offbeat.common.settings.config import Config
+
+
+def check_judge(config: Config) -> None:
+    """Raise `SettingError` for a judge that cannot be asked."""
+    judge = config.judge
+    if not judge.url:
+        return
+    _check_address(judge.url)
+    if not judge.model:
+        raise SettingError("judge.model", "", "it is empty", "Name a model of the server at judge.url.")
+    if judge.key_env and not re.fullmatch(r"[A-Za-z_]\w*", judge.key_env, re.ASCII):
+        # It may be the key itself.
+        problem = "this is no name of an environment variable"
+        raise SettingError("judge.key_env", MASK, problem, "Export the key as JUDGE_KEY, for example, and give that name.")
+    if judge.options.get("stream") or judge.options.get("n", 1) != 1:
+        raise SettingError("judge.options", judge.options, "one whole answer is read", "Remove `stream` and `n`.")
+    _check_time(config)
+    _check_share(config)
+
+
+def is_address(url: str) -> bool:
+    """Return whether a server can be asked at this address."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def _check_address(url: str) -> None:
+    if "@" in url:
+        raise SettingError("judge.url", MASK, "it holds a name or a password", "Give the key by judge.key_env.")
+    if not is_address(url) or "?" in url or "#" in url:
+        raise SettingError("judge.url", url, "this is no address", "Give one such as http://127.0.0.1:8000/v1.")
+    if url.rstrip("/").endswith("/chat/completions"):
+        raise SettingError("judge.url", url, "/chat/completions is added to it", "Give the part before it.")
+
+
+def _check_time(config: Config) -> None:
+    setting, limit_s = (
+        ("environment.turn_timeout_s", config.environment.turn_timeout_s)
+        if config.task.environment
+        else ("task.reward_timeout_s", config.task.reward_timeout_s)
+    )
+    if config.judge.timeout_s >= limit_s:
+        problem = f"a call is ended before it, by {setting} = {limit_s:g}"
+        raise SettingError("judge.timeout_s", config.judge.timeout_s, problem, f"Lower it, or raise {setting}.")
+
+
+def _check_share(config: Config) -> None:
+    setting, num_processes = (
+        ("environment.workers", config.environment.workers)
+        if config.task.environment
+        else ("actor.reward_workers", config.actor.reward_workers)
+    )
+    if config.judge.max_concurrent < num_processes:
+        problem = f"each of the {num_processes} processes of {setting} needs a share of at least one"
+        raise SettingError("judge.max_concurrent", config.judge.max_concurrent, problem, f"Raise it, or lower {setting}.")

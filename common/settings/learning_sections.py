@@ -1,0 +1,291 @@
+"""The settings by which the policy is trained: rewards, advantages, loss, KL, critic, adapter and optimizer.
+
+The text below each setting is what `offbeat explain` prints.
+"""
+
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+from msgspec import Meta
+
+from offbeat.common.settings.section import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+    Section,
+)
+
+CorrectionName = Literal[
+    "token_tis",
+    "geometric_tis",
+    "sequence_tis",
+    "icepop",
+    "sequence_mask",
+    "geometric_mask",
+    "segment_mask",
+    "k2_mask",
+    "k3_mask",
+    "opsm",
+]
+"""The built-in corrections."""
+
+_NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
+_CORRECTION = rf"(?:(?:{'|'.join(get_args(CorrectionName))})(?: ?\({_NUMBER}(?:, ?{_NUMBER})?\))?|[\w.]+:\w+)"
+
+
+class RewardSection(Section, frozen=True):
+    """Changes to rewards before advantages are computed: penalties, then normalization, then clipping."""
+
+    overlong_buffer: NonNegativeInt | None = None
+    """Length of the zone before `rollout.max_new_tokens`, in tokens, in which a completion's reward falls linearly with its
+    length (DAPO's soft overlong punishment). 0: no penalty. none: the objective's default, 20% of `rollout.max_new_tokens` for
+    dapo and 0 for the others."""
+    overlong_penalty: PositiveFloat = 1.0
+    """Penalty subtracted from the reward of a completion of `rollout.max_new_tokens` tokens."""
+    length_penalty: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
+    """Your own penalty, as `module:function`. It is called with `(lengths, max_new_tokens)` and returns the numbers to add to
+    the rewards; both arrays have the shape `[completions]`. Empty: no such penalty."""
+    norm_mean: Literal["none", "group", "batch", "running"] = "none"
+    """Mean subtracted from each reward: over its group, over the optimizer step's batch, or over all rewards so far."""
+    norm_std: Literal["none", "group", "batch", "running"] = "none"
+    """Standard deviation by which each reward is then divided: over its group, over the optimizer step's batch, or over all
+    rewards so far. It may differ from `reward.norm_mean`."""
+    clip: PositiveFloat | None = None
+    """Bound on the absolute value of a reward after normalization. none: rewards are not clipped."""
+
+
+class AdvantageSection(Section, frozen=True):
+    """Computation of advantages from rewards."""
+
+    function: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
+    """Your own advantages, as `module:function`, in place of baseline and standard deviation. It takes a step's rewards, an
+    array `[groups, group_size]`, and returns such an array (docs/own_code.md). Empty: no such function."""
+    baseline: Literal["group", "leave_one_out", "length_weighted", "critic", "zero"] | None = None
+    """Number subtracted from a reward. group: the mean of its group. leave_one_out: the mean of the other completions in its
+    group. length_weighted: the mean of its group, in which a completion counts by its number of tokens. critic: a learned
+    value, with generalized advantage estimation (GAE). zero: nothing. none: the objective's default, critic for ppo and group
+    for the others."""
+    turns: Literal["sum", "to_go"] = "sum"
+    """Use of the rewards that an environment gives to turns (`chat.reward`). sum: an episode has one advantage, of the sum of
+    its rewards. to_go: each turn has its own, of the rewards given after it was asked for, above those of the group's other
+    episodes at the same turn."""
+    divide_by_std: bool | None = None
+    """Divide by the standard deviation of the group's rewards, as GRPO and GSPO do. none: the objective's default with the
+    group baseline (false for dr_grpo and ppo, true for the others), and false with any other baseline and for
+    `advantage.turns = "to_go"`."""
+    std_epsilon: PositiveFloat = 1e-6
+    """Number added to the standard deviation to avoid division by zero."""
+    std_unbiased: bool = True
+    """Divide by n - 1 instead of n in the group's variance."""
+    whiten: bool = False
+    """Shift and scale the advantages of all tokens of an optimizer step, over all ranks, to mean 0 and variance 1."""
+    clip: PositiveFloat | None = None
+    """Bound on the absolute value of an advantage, applied last. none: advantages are not clipped."""
+    gamma: Fraction = 1.0
+    """Discount per token, from 0 to 1, in the critic's GAE and in the sum of `kl.reward_coef` terms."""
+    gae_lambda: Fraction = 0.95
+    """Lambda of GAE, from 0 (relies on the critic) to 1 (relies on the rewards). Used by `advantage.baseline = "critic"`."""
+
+
+class LossSection(Section, frozen=True):
+    """The objective, its importance ratio, and the average over tokens."""
+
+    objective: Literal[
+        "gspo",
+        "gspo_token",
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "luspo",
+        "gmpo",
+        "ctpo",
+        "ce_gppo",
+        "sapo",
+        "sapo_sequence",
+        "cispo",
+        "minirl",
+        "dppo_tv",
+        "dppo_kl",
+        "aspo",
+        "topr",
+        "vespo",
+        "m2po",
+        "reinforce",
+        "ppo",
+    ] = "gspo"
+    """Training objective; docs/objectives.md describes each. It decides the default of every setting below that is none."""
+    function: Annotated[str, Meta(pattern=r"^([\w.]+:\w+)?$")] = ""
+    """Your own token loss, as `module:function` (docs/own_code.md), in place of the objective's, which still decides the
+    defaults of other settings. It takes no clip settings and no temperatures. Empty: the objective's own loss."""
+    anchor: Literal["behavior", "group", "interpolated", "proximal", "decoupled"] = "behavior"
+    """Denominator of the importance ratio. behavior: the log-probs that the engine sampled with. proximal: the learner's own
+    log-probs, recomputed before the update. decoupled: the proximal ones, with `loss.correction` for what separates them from
+    the behavior ones. interpolated: the same, with proximal log-probs that are guessed from the behavior and the current ones
+    by each token's lag, without another forward pass (A-3PO). group: the likelihood, per token, that the completions of the
+    group had when they were sampled, their mean weighed by itself (GEPO); for gspo, gspo_token and luspo."""
+    clip_low: PositiveFloat | None = None
+    """Distance below 1 at which the importance ratio is clipped, at `1 - clip_low`. For dppo_tv and dppo_kl the largest
+    divergence of a token that its negative advantage pushes down. none: the objective's default. For gspo it is 3e-4 against
+    recomputed log-probs. Against behavior log-probs it is 0.05 up to 15 `rollout.max_new_tokens`, 0.75 divided by them up to
+    183, and then 0.055 divided by their square root, below which numerical noise alone clips many completions. Where yours are
+    usually much shorter than 40% of `rollout.max_new_tokens`, take about 0.3 divided by their number of tokens
+    (docs/study.md)."""
+    clip_high: PositiveFloat | None = None
+    """Distance above 1 at which the importance ratio is clipped, at `1 + clip_high`. For dppo_tv and dppo_kl the largest
+    divergence of a token that its positive advantage pushes up. none: the objective's default. For gspo it is 4e-4 against
+    recomputed log-probs, and that of `clip_low` against behavior log-probs."""
+    routing_replay: Literal["off", "recomputed", "sampled"] = "off"
+    """Experts that a mixture's routers choose while the policy is trained, with the weights of the current logits. off: their
+    own. recomputed: those that they chose when the log-probs of `loss.anchor` (proximal or decoupled) were recomputed before
+    the update (R2). sampled: those that the engine chose, which actors send (R3); it takes transformers, or vLLM on a GPU."""
+    noise_floor: str = ""
+    """Path of the calibration file that `offbeat calibrate` wrote; every learner process reads it. Clip fractions and
+    divergences are then split into the share of the engine's numerical noise and the share of staleness. Empty: they are not
+    split."""
+    dual_clip: Annotated[float, Meta(gt=1)] | None = None
+    """Cap on the loss where the advantage is negative, as a multiple of the advantage's absolute value. It acts where the ratio
+    that the objective clips is larger. For gspo, gspo_token, luspo, grpo, dr_grpo, dapo, ppo and ce_gppo. none: no cap."""
+    weight_cap: PositiveFloat | None = None
+    """Largest weight of a token in minirl, dppo_tv, dppo_kl and aspo. none: the objective's default, 5 for minirl, 3 for aspo
+    and 20 for the others."""
+    tau_positive: PositiveFloat = 1.0
+    """Temperature of sapo and sapo_sequence for positive advantages."""
+    tau_negative: PositiveFloat = 1.05
+    """Temperature of sapo and sapo_sequence for negative advantages."""
+    clipped_gradients: tuple[NonNegativeFloat, NonNegativeFloat] = (0.75, 1.0)
+    """Parts of their gradient that tokens keep in ce_gppo: below the band, with a negative advantage, and above it, with a
+    positive one (the paper's beta_1 and beta_2)."""
+    vespo_positive: tuple[NonNegativeFloat, NonNegativeFloat] = (2.0, 3.0)
+    """VESPO's k and lambda for positive advantages: a completion weighs `W^k exp(lambda (1 - W))`, with W its importance
+    weight."""
+    vespo_negative: tuple[NonNegativeFloat, NonNegativeFloat] = (3.0, 2.0)
+    """VESPO's k and lambda for negative advantages."""
+    m2_threshold: PositiveFloat = 0.04
+    """Largest mean of `(log pi/mu)^2` that M2PO leaves among the tokens that their advantage pushes away from 1; it drops the
+    largest of the step until then, and clips nothing."""
+    correction: Annotated[str, Meta(pattern=rf"^(?:none|{_CORRECTION}(?: ?\+ ?{_CORRECTION})*)$")] = "none"
+    """Weights and masks applied to the loss for the mismatch that the importance ratio does not cover: `pi_old / mu` with the
+    decoupled and the interpolated anchor, `pi / mu` otherwise. none, a built-in one, with its bounds if they are not its own,
+    as in `token_tis(0.5, 2)` (docs/objectives.md), your own as `module:function` (docs/own_code.md), or several with ` + `
+    between them, whose weights are multiplied."""
+    normalize_correction: bool = False
+    """Divide the weights of `loss.correction` by their mean over the optimizer step, before its masks, so that they average 1
+    (self-normalized importance sampling). Only with the decoupled anchor."""
+    aggregation: (
+        Literal["token-mean", "prompt-mean-token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+        | None
+    ) = None
+    """Average that turns token losses into one number. none: the objective's default."""
+    aggregation_length: PositiveInt | None = None
+    """Constant by which seq-mean-token-sum-norm divides, in tokens. none: `rollout.max_new_tokens`."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus, averaged over tokens as the loss is. 0: no bonus."""
+    zero_variance: Literal["count", "drop"] | None = None
+    """Treatment of groups whose rewards are all equal. count: train on them, with zero advantages, and count them. drop: drop
+    them and lease further prompts (dynamic sampling). none: the objective's default, drop for dapo and count for the others."""
+
+
+class KlSection(Section, frozen=True):
+    """Divergence from a frozen reference policy. While both coefficients are 0 it is not computed and costs nothing."""
+
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate of the KL divergence per token. k1: `log pi/ref`. k2: half of its square. k3: `ref/pi - 1 - log ref/pi`."""
+    loss_coef: NonNegativeFloat = 0.0
+    """Weight of the KL divergence in the loss. 0: off."""
+    unbiased: bool = False
+    """Multiply the KL divergence in the loss by `pi / mu`, which makes its gradient correct for stale rollouts too."""
+    reward_coef: NonNegativeFloat = 0.0
+    """Weight of the KL divergence that is subtracted from the reward of each token. 0: off."""
+    target: PositiveFloat | None = None
+    """KL divergence per token toward which the coefficient in use is adapted. none: the coefficient stays constant."""
+    horizon: PositiveInt = 10_000
+    """Time scale of that adaptation, in completions: larger is slower."""
+    reference: str = ""
+    """Model folder or Hugging Face Hub name of the reference policy. Empty: the initial policy."""
+
+
+class CriticSection(Section, frozen=True):
+    """The value head, used by `advantage.baseline = "critic"`."""
+
+    loss_coef: PositiveFloat = 0.5
+    """Weight of the value loss."""
+    value_clip: PositiveFloat | None = 0.2
+    """Maximum distance of a value from its value before the update; beyond it the value is clipped. none: values are not
+    clipped."""
+
+
+class LoraSection(Section, frozen=True):
+    """Training of a low-rank adapter instead of all weights. Actors receive the merged weights."""
+
+    rank: NonNegativeInt = 0
+    """Rank of the adapter. 0: no adapter, all weights are trained."""
+    alpha: PositiveFloat = 32.0
+    """Scale of the adapter: its output is multiplied by `alpha / rank`."""
+    target_modules: tuple[str, ...] = ()
+    """Names of the linear layers that get an adapter. Empty: all linear layers but the output head."""
+
+
+class TrainSection(Section, frozen=True):
+    """The learner's optimization and checkpoints."""
+
+    num_steps: PositiveInt = 1000
+    """Number of optimizer steps in the run."""
+    groups_per_step: PositiveInt = 32
+    """Number of groups in one optimizer step, over all ranks and micro-batches."""
+    steps_per_batch: PositiveInt = 1
+    """Number of optimizer steps that the groups of one selection are split into."""
+    epochs_per_batch: PositiveInt = 1
+    """Number of passes over the groups of one selection, each of `train.steps_per_batch` steps. A group's lag is the one at its
+    last pass."""
+    learning_rate: PositiveFloat = 1e-6
+    """Peak learning rate of AdamW."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: constant, or a linear or cosine decay to 0 at `train.num_steps`."""
+    warmup_steps: NonNegativeInt = 0
+    """Number of optimizer steps over which the learning rate rises linearly from 0. 0: no warm-up."""
+    on_policy_ess: PositiveFraction | None = None
+    """Effective sample size of steps that lag 0, as `ess/sequence_truncated` shows it: 1 where engine and learner agree. The
+    learning rate of a step with a smaller one is scaled by the square root of their ratio (VCPO). none: it is not scaled."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of AdamW."""
+    adam_betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Decay rates of AdamW's first and second moments, each at least 0 and below 1."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Maximum global gradient norm; larger gradients are scaled down to it."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Maximum number of tokens in one forward and backward pass, each prompt counted once. A completion that exceeds it is
+    passed alone."""
+    fp32_head: bool = False
+    """Compute the logits in float32, from float32 copies of the output head's input and weights, whatever `model.dtype` is."""
+    sequence_parallel_size: PositiveInt = 1
+    """Number of neighboring learner processes that share each forward and backward pass, for sequences too long for one GPU
+    (Ulysses). Each holds that part of a pass's tokens, and attends with that part of the heads. It divides
+    `launch.learner_processes` and the model's number of heads, and divides the number of key-value heads or is a multiple of
+    it."""
+    zero_stage: Annotated[int, Meta(ge=0, le=3)] = 0
+    """DeepSpeed ZeRO stage, from 0 to 3."""
+    activation_checkpointing: bool | Literal["offload"] = False
+    """Recompute activations in the backward pass: less memory for about a third more computation. offload: also keep the inputs
+    of the layers, from which they are recomputed, in the host's memory."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the decoder layers with torch.compile. That takes a GPU, bfloat16, `train.zero_stage` below 3,
+    `train.sequence_parallel_size = 1` and a model without experts. auto: compile where that is so and `loss.anchor` is
+    behavior or interpolated; the others expect equal weights to give equal log-probs with and without gradients."""
+    deepspeed: dict[str, Any] = msgspec.field(default_factory=dict)
+    """DeepSpeed options beside those derived from the settings above."""
+    checkpoint_interval: NonNegativeInt = 0
+    """Number of optimizer steps between checkpoints. 0: only the final model is saved, and checkpoints that `log.retain_mb`
+    needs; a learner that dies then trains again from the first step, on the groups in its log."""
+    keep_checkpoints: PositiveInt = 2
+    """Number of checkpoints to keep; older ones are deleted, except the one of the version with the highest evaluation."""
+    max_failed_leases: PositiveInt = 200
+    """Number of failed leases (reward errors) in a row after which the run stops with an error."""
+    no_actor_timeout_s: NonNegativeFloat = 0.0
+    """Time without any live actor after which the run stops with an error, in seconds. 0: wait forever, with a message every 30
+    s."""
+    no_group_timeout_s: NonNegativeFloat | None = None
+    """Time in which actors are connected and no usable group arrives, after which the run stops with an error that gives the
+    reason, in seconds. 0: wait forever. none: 6 times `rollout.lease_timeout_s`."""

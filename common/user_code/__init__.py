@@ -1,0 +1,1 @@
+"""Functions of the user: found, loaded, hashed, and called in processes of their own."""

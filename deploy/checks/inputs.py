@@ -1,0 +1,166 @@
+"""Checks of the data with the model's tokenizer: every row read, prompts rendered, lengths and token ids looked at.
+
+They run apart (`deploy/checks/apart.py`): transformers is imported without torch, which saves two seconds, and this process
+must not see torch afterwards.
+"""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offbeat.actor.environments.chat_format import ChatFormat
+from offbeat.common.errors import SettingError
+from offbeat.common.models.images import MODEL_TYPES
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.eval_sets import eval_sets, eval_setting
+from offbeat.common.settings.loading import is_local_data
+from offbeat.common.user_code.functions import is_function
+from offbeat.common.user_code.tools import with_tools
+from offbeat.deploy.checks.findings import Finding, mistake
+from offbeat.learner.leases.data_rows import read_rows
+from offbeat.learner.leases.prompts import MUCH_LEFT_OUT, LoadedPrompts, Prompt, load_prompts
+
+MUCH_UNKNOWN = 0.1
+"""Share of tokens that the tokenizer does not know above which the user is warned."""
+_SHOWN_CHARACTERS = 1000
+
+
+def check_rows(config: Config) -> Iterator[Finding]:
+    """Find data files that are missing or malformed, without a tokenizer; for a model that is not on this machine."""
+    for setting, source, split in _local_sources(config):
+        try:
+            is_empty = not any(True for _ in read_rows(source, split, setting))
+        except SettingError as error:
+            yield Finding("mistake", str(error))
+            continue
+        if is_empty:
+            yield mistake(setting, source, "there are no rows", "Give data with at least one row.")
+
+
+def check_inputs(config: Config) -> Iterator[Finding]:
+    """Find mistakes in the tokenizer and the data, and show the first prompt as the model will see it."""
+    folder = Path(config.model.path)
+    try:
+        # A function may import torch itself.
+        hides_torch = not any(is_function(source) for _, source, _ in _local_sources(config))
+        tokenizer, vocabulary_size = _load(folder, hides_torch=hides_torch)
+    # transformers raises whatever a broken file makes it raise.
+    except Exception as error:  # noqa: BLE001
+        reason = " ".join(str(error).split())[:300]
+        yield mistake("model.path", config.model.path, f"its tokenizer or config cannot be loaded ({reason})", "Save it again.")
+        yield from check_rows(config)
+        return
+    if len(tokenizer) > vocabulary_size:
+        problem = f"the tokenizer has {len(tokenizer)} tokens, and the model's vocabulary {vocabulary_size}"
+        yield mistake("model.path", config.model.path, problem, "Use the tokenizer that the model was made with.")
+    if config.task.environment:
+        try:
+            ChatFormat(tokenizer, with_tools(config.task).template_arguments, has_chat_template=config.task.chat_template)
+        except SettingError as error:
+            yield Finding("mistake", str(error))
+    for setting, source, split in _local_sources(config):
+        try:
+            loaded = load_prompts(source, split, config.task, tokenizer, setting=setting)
+            if setting == "task.train_data" and is_function(source):
+                yield from _check_repeated(loaded, load_prompts(source, split, config.task, tokenizer, setting=setting))
+        except SettingError as error:
+            yield Finding("mistake", str(error))
+            continue
+        yield from _describe(setting, loaded, tokenizer)
+
+
+def first_prompt(config: Config) -> tuple[str, dict[str, Any]] | None:
+    """Return the text and the fields of the first training row; None where the data is not on this machine."""
+    task = config.task
+    return _first_prompt("task.train_data", task.train_data, task.train_split, task.prompt_field)
+
+
+def first_held_out(config: Config) -> tuple[str, dict[str, Any]] | None:
+    """Return the text and the fields of the first held-out row; None where the data is not on this machine."""
+    task = config.task
+    for name, source in eval_sets(task).items():
+        return _first_prompt(eval_setting(name), source, task.eval_split, task.prompt_field)
+    return None
+
+
+def count_tasks(config: Config) -> Counter[str]:
+    """Return the number of training rows of each task; none where the data is not on this machine."""
+    task = config.task
+    if not is_local_data(task.train_data):
+        return Counter()
+    rows = read_rows(task.train_data, task.train_split, "task.train_data")
+    # Other checks tell rows without a task.
+    return Counter(name for row in rows if isinstance(name := row.fields.get(task.task_field), str))
+
+
+def _first_prompt(setting: str, source: str, split: str, prompt_field: str) -> tuple[str, dict[str, Any]] | None:
+    # Not rendered: a reward does not see the template.
+    if not is_local_data(source):
+        return None
+    for row in islice(read_rows(source, split, setting), 1):
+        prompt = row.fields.get(prompt_field)
+        if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
+            prompt = prompt[-1].get("content")
+        return (prompt, row.fields) if isinstance(prompt, str) else None
+    return None
+
+
+def _local_sources(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield setting, source and split of the data on this machine."""
+    task = config.task
+    for setting, source, split in (
+        ("task.train_data", task.train_data, task.train_split),
+        *((eval_setting(name), source, task.eval_split) for name, source in eval_sets(task).items()),
+    ):
+        if source and is_local_data(source):
+            yield setting, source, split
+
+
+def _load(folder: Path, *, hides_torch: bool) -> tuple[Any, int]:
+    """Return the tokenizer, and the number of token ids that the model knows."""
+    if hides_torch and "torch" not in sys.modules:
+        # Otherwise transformers would tell the user that torch is missing.
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+        sys.modules["torch"] = None  # pyright: ignore[reportArgumentType], makes it look absent
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    config = AutoConfig.from_pretrained(folder)
+    if config.model_type not in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_TYPES):
+        raise ValueError(f"{config.model_type} is not a language model that transformers knows")
+    return AutoTokenizer.from_pretrained(folder), config.get_text_config().vocab_size
+
+
+def _check_repeated(loaded: LoadedPrompts, again: LoadedPrompts) -> Iterator[Finding]:
+    if [prompt.row for prompt in loaded.prompts] != [prompt.row for prompt in again.prompts]:
+        text = "task.train_data: called twice, the function returned other rows. Such a run cannot be resumed: give its random"
+        yield Finding("warning", f"{text} numbers a fixed seed, and sort what has no order.")
+
+
+def _describe(setting: str, loaded: LoadedPrompts, tokenizer: Any) -> Iterator[Finding]:
+    if loaded.share_dropped > MUCH_LEFT_OUT:
+        yield Finding("warning", f"{setting}: {loaded.dropped_text()}.")
+    unknown = _share_unknown(loaded.prompts, tokenizer.unk_token_id)
+    if unknown > MUCH_UNKNOWN:
+        yield Finding("warning", f"{setting}: the tokenizer does not know {unknown:.0%} of the prompts' tokens.")
+    lengths = [len(prompt.token_ids) for prompt in loaded.prompts]
+    first = tokenizer.decode(loaded.prompts[0].token_ids.tolist())
+    shown = first if len(first) <= _SHOWN_CHARACTERS else f"{first[:_SHOWN_CHARACTERS]}..."
+    yield Finding(
+        "note", f"{setting}: {len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens; the first as tokens: {shown!r}"
+    )
+
+
+def _share_unknown(prompts: list[Prompt], unknown_id: int | None) -> float:
+    if unknown_id is None:
+        return 0.0
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    return sum(int(np.count_nonzero(prompt.token_ids == unknown_id)) for prompt in prompts) / num_tokens

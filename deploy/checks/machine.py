@@ -1,0 +1,209 @@
+"""Checks of this machine: ports, the run's folder and its disk, GPUs, environment variables, Weights & Biases."""
+
+import errno
+import importlib.metadata
+import importlib.util
+import ipaddress
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from offbeat.common.errors import SettingError
+from offbeat.common.processes.environment import COMPANIONS, launcher_number, launcher_rank
+from offbeat.common.records.run_folder import check_run_folder, locked
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.sequence_parallel import check_groups
+from offbeat.deploy.checks.findings import Finding, mistake
+from offbeat.deploy.local.devices.inventory import find_gpus
+from offbeat.deploy.local.devices.memory import engine_need, learner_need
+from offbeat.deploy.local.devices.model_sizes import model_sizes
+from offbeat.deploy.local.devices.plan import plan_of_this_machine
+from offbeat.protocols.addresses import host_of
+
+_LARGEST_PORT = 65535
+_ACTOR_PORT_CURE = "Choose an address of this machine and a free port; 0 is any free one, for each actor another."
+
+
+def check_ports(config: Config) -> Iterator[Finding]:
+    """Find ports of the learner that are taken, and an address that is not this machine's."""
+    bind = config.hub.bind or config.hub.address
+    host, port = host_of(bind), bind.rpartition(":")[2]
+    if not port.isdecimal() or int(port) > _LARGEST_PORT:
+        # Refused as a contradiction already.
+        return
+    setting = "hub.bind" if config.hub.bind else "hub.address"
+    problem = _bind_problem(host, int(port))
+    if problem:
+        yield mistake(setting, bind, problem, "End the process that has it, or choose an address and port of this machine.")
+    for name, number in (("weights.port", config.weights.port), ("weights.pull_port", config.weights.pull_port)):
+        problem = _bind_problem(host, number) if number else None
+        if problem:
+            yield mistake(name, number, problem, "End the process that has it, or choose another port; 0 is any free one.")
+    page_host, _, page_port = config.metrics.bind.rpartition(":")
+    if page_host and (problem := _bind_problem(page_host, int(page_port))):
+        cure = "Choose an address of this machine and a free port; 0 is any free one. Empty: no page."
+        yield mistake("metrics.bind", config.metrics.bind, problem, cure)
+
+
+def check_actor_port(config: Config) -> Iterator[Finding]:
+    """Find an address for an actor's numbers that cannot be had."""
+    bind = config.metrics.actor_bind
+    host, _, port = bind.rpartition(":")
+    if host and (problem := _bind_problem(host, int(port))):
+        yield mistake("metrics.actor_bind", bind, problem, _ACTOR_PORT_CURE)
+
+
+def check_shared_actor_port(config: Config) -> Iterator[Finding]:
+    """Find one port for the numbers of several processes that start on this machine."""
+    bind = config.metrics.actor_bind
+    port = bind.rpartition(":")[2]
+    if port in ("", "0"):
+        return
+    if config.launch.num_actors > 1:
+        problem = f"launch.num_actors = {config.launch.num_actors} actors cannot share one port"
+        yield mistake("metrics.actor_bind", bind, problem, _ACTOR_PORT_CURE)
+    elif port == config.metrics.bind.rpartition(":")[2]:
+        yield mistake("metrics.actor_bind", bind, "metrics.bind has the same port", _ACTOR_PORT_CURE)
+
+
+def _bind_problem(host: str, port: int) -> str | None:
+    """Return why this process cannot listen at the port; None when it can."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As ZeroMQ does: a port that a learner has just left is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except socket.gaierror as error:
+        return f"the host {host!r} is not known ({error.strerror})"
+    except OverflowError:
+        return f"there is no port {port}"
+    except PermissionError:
+        return f"port {port} is only for the administrator"
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return f"port {port} is in use"
+        return f"{host} is no address of this machine" if error.errno == errno.EADDRNOTAVAIL else str(error.strerror)
+    return None
+
+
+def check_folder(config: Config) -> Iterator[Finding]:
+    """Find a run folder that holds a run or has a learner, cannot be made or written, or whose disk has no room for the log."""
+    folder = Path(config.run.dir)
+    try:
+        check_run_folder(config.run)
+        if folder.is_dir():
+            # Only looked at: the learner locks it for itself.
+            with locked(folder):
+                pass
+    except SettingError as error:
+        yield Finding("mistake", str(error))
+        return
+    there = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
+    if not there.is_dir():
+        yield mistake("run.dir", config.run.dir, f"{there} is a file", "Name a folder.")
+        return
+    try:
+        # Rights alone do not say it: the file system may be read-only, or full.
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        problem = f"{there} cannot be written ({error.strerror})"
+        yield mistake("run.dir", config.run.dir, problem, "Name a folder that you may write to.")
+        return
+    free_mb = shutil.disk_usage(there).free >> 20
+    if config.log.enabled and free_mb < config.log.min_free_mb:
+        problem = f"the disk of run.dir has {free_mb} MB free, so no lease would ever be granted"
+        yield mistake("log.min_free_mb", config.log.min_free_mb, problem, "Free space, lower it, or name another run.dir.")
+
+
+def show_devices(config: Config) -> Iterator[Finding]:
+    """Find what `check_devices` does where the run's GPUs may be this machine's; else note the sums for those of others."""
+    inventory = find_gpus()
+    if inventory.gpus and config.launch.learner_processes <= len(inventory.gpus):
+        yield from check_devices(config)
+        return
+    if inventory.unused:
+        yield Finding("note", f"a run here uses no GPU: {inventory.unused}")
+    if sizes := model_sizes(config.model.path):
+        yield Finding("note", f"on a GPU each learner process would take, estimated: {learner_need(config, sizes)}")
+        yield Finding("note", f"on a GPU each actor would take at least: {engine_need(config, sizes)}")
+
+
+def check_devices(config: Config) -> Iterator[Finding]:
+    """Find a device plan that this machine cannot meet; note the plan, or why the machine's GPUs are not used."""
+    try:
+        plan, inventory = plan_of_this_machine(config)
+    except SettingError as error:
+        yield Finding("mistake", str(error))
+        return
+    if inventory.unused:
+        yield Finding("note", f"the run uses no GPU: {inventory.unused}")
+    if plan is not None:
+        yield from (Finding("warning", text) for text in plan.warnings)
+        yield from (Finding("note", text) for text in plan.notes)
+
+
+def check_groups_of_processes(config: Config) -> Iterator[Finding]:
+    """Find a number of learner processes that cannot be divided into groups that share packs."""
+    try:
+        check_groups(config.train.sequence_parallel_size, num_processes=config.launch.learner_processes)
+    except SettingError as error:
+        yield Finding("mistake", str(error))
+
+
+def check_variables(config: Config) -> Iterator[Finding]:
+    """Find values of a distributed launcher's variables that no launcher sets."""
+    for read in (launcher_rank, partial(launcher_number, "LOCAL_RANK", 0)):
+        try:
+            read()
+        except SettingError as error:
+            yield Finding("mistake", str(error))
+            return
+    yield from _check_master_address()
+
+
+def _check_master_address() -> Iterator[Finding]:
+    """Find an address of rank 0 that ranks on other machines cannot reach: its own loopback."""
+    host = os.environ.get("MASTER_ADDR", "")
+    # torchrun's name for the processes of one machine, and DeepSpeed's.
+    num_here = next((launcher_number(name, 1) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in os.environ), None)
+    if not host or num_here is None or launcher_number("WORLD_SIZE", 1) <= num_here:
+        return
+    setting = "environment variable MASTER_ADDR"
+    cure = "Give --master-addr an address of this machine that the others reach."
+    try:
+        addresses = {str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except socket.gaierror as error:
+        yield mistake(setting, host, f"the host is not known ({error.strerror})", cure)
+        return
+    if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses):
+        problem = (
+            f"to this machine it is its own loopback ({', '.join(sorted(addresses))}), and ranks run on other machines too"
+        )
+        yield mistake(setting, host, problem, cure)
+
+
+def check_companions(config: Config) -> Iterator[Finding]:
+    """Find packages beside torch of another build, with which transformers and vLLM outside of offbeat fail to import."""
+    versions = {name: _version(name) for name in ("torch", *COMPANIONS)}
+    _, _, build = (versions.pop("torch") or "").partition("+")
+    others = [name for name, version in versions.items() if version is not None and version.partition("+")[2] != build]
+    # PyPI's builds have no label.
+    if build and others:
+        yield Finding(
+            "warning",
+            f"{', '.join(others)} and torch ({build}) are of different builds. offbeat does without them, but transformers and "
+            f"vLLM outside of it may not load a trained model: pip uninstall {' '.join(others)}",
+        )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

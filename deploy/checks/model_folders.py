@@ -1,0 +1,191 @@
+"""Checks of the model folders: complete files of a model that can be trained as the settings ask."""
+
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.sequence_parallel import check_heads
+from offbeat.deploy.checks.findings import Finding, mistake
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_INDEX = "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100 << 20
+"""Longest header that the safetensors format allows."""
+
+
+class _DamagedError(Exception):
+    """A file of the model cannot be used; the text says why."""
+
+
+class Tensor(NamedTuple):
+    """A tensor in the header of a safetensors file."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def check_model(config: Config) -> Iterator[Finding]:
+    """Find mistakes about the policy's folder: its files, its positions, and the layers that an adapter names."""
+    path = config.model.path
+    yield from _check_folder("model.path", path, needs_tokenizer=True)
+    folder = Path(path)
+    try:
+        fields = read_config(folder)
+        tensors = list(read_tensors(folder))
+    except _DamagedError:
+        # Found above already.
+        return
+    if fields is not None:
+        yield from _check_positions(config, fields)
+        yield from _check_heads(config, fields)
+    yield from _check_adapter(config, tensors)
+
+
+def check_reference(config: Config) -> Iterator[Finding]:
+    """Find mistakes about the folder of the KL's reference."""
+    kl = config.kl
+    if kl.reference and (kl.loss_coef or kl.reward_coef):
+        yield from _check_folder("kl.reference", kl.reference, needs_tokenizer=False)
+
+
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """Return the fields of a model's config.json, None where there is no folder; raise `_DamagedError` for a bad file."""
+    if not folder.is_dir():
+        return None
+    file = folder / "config.json"
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise _DamagedError("the folder has no config.json" if not file.exists() else str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _DamagedError(f"config.json is no JSON object ({error})") from error
+
+
+def read_tensors(folder: Path) -> Iterator[Tensor]:
+    """Yield the tensors that the headers of the model's safetensors files name; raise `_DamagedError` for a damaged file."""
+    for file in _weight_files(folder):
+        if file.suffix == ".safetensors":
+            yield from _read_header(file)
+
+
+def _check_folder(setting: str, path: str, *, needs_tokenizer: bool) -> Iterator[Finding]:
+    folder = Path(path)
+    if not folder.is_dir():
+        # `owner/name` may be on the Hugging Face Hub; what looks like a path, or begins with a folder that is here, cannot be.
+        if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) is None or Path(folder.parts[0]).exists():
+            problem = "this is a file" if folder.is_file() else "there is no such folder"
+            yield mistake(setting, path, problem, "Give a model folder or a hub name (owner/name).")
+        return
+    cure = "Give a folder in the Hugging Face layout, or copy the model again."
+    try:
+        fields = read_config(folder) or {}
+        if "model_type" not in fields:
+            yield mistake(setting, path, "config.json has no model_type", cure)
+        if not _weight_files(folder):
+            yield mistake(setting, path, "the folder has no weights", cure)
+        for _ in read_tensors(folder):
+            pass
+    except (_DamagedError, OSError) as error:
+        yield mistake(setting, path, str(error), cure)
+    if needs_tokenizer and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        yield mistake(
+            setting, path, "the folder has no tokenizer", "Save the tokenizer there: tokenizer.save_pretrained(FOLDER)."
+        )
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files of the weights: those that the index names, else all; raise `_DamagedError` for one that is missing."""
+    index = folder / _INDEX
+    if not index.is_file():
+        return sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    try:
+        names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+    except (OSError, msgspec.DecodeError) as error:
+        raise _DamagedError(f"{_INDEX} cannot be read ({error})") from error
+    missing = sorted(name for name in names if not (folder / name).is_file())
+    if missing:
+        raise _DamagedError(f"{len(missing)} files of the weights are missing, the first is {missing[0]}")
+    return [folder / name for name in sorted(names)]
+
+
+class _Index(msgspec.Struct):
+    weight_map: Mapping[str, str]
+
+
+class _Entry(msgspec.Struct):
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def _read_header(file: Path) -> Iterator[Tensor]:
+    """Yield the tensors of one file: a length of 8 bytes, a JSON header, the data."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        if size < 8 or header_bytes > min(_MAX_HEADER_BYTES, size - 8):
+            raise _DamagedError(f"{file.name} is damaged: it ends within its header")
+        header = stream.read(header_bytes)
+    try:
+        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        tensors = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in entries.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _DamagedError(f"{file.name} is damaged: its header is no table of tensors") from error
+    needed = 8 + header_bytes + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
+    if needed != size:
+        raise _DamagedError(f"{file.name} has {size} bytes, and its header says {needed}")
+    for name, tensor in tensors.items():
+        yield Tensor(name, tensor.shape)
+
+
+def _check_positions(config: Config, fields: dict[str, Any]) -> Iterator[Finding]:
+    text = fields.get("text_config")
+    text = text if isinstance(text, dict) else fields
+    positions = text.get("max_position_embeddings")
+    # A model with scaled positions may be used beyond the length it states.
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    is_scaled = isinstance(scaling, dict) and "factor" in scaling
+    if isinstance(positions, int) and not is_scaled and config.model.max_length > positions:
+        problem = f"the model has {positions} positions"
+        yield mistake("model.max_length", config.model.max_length, problem, f"Set model.max_length={positions} or less.")
+
+
+def _check_heads(config: Config, fields: dict[str, Any]) -> Iterator[Finding]:
+    text = fields.get("text_config")
+    text = text if isinstance(text, dict) else fields
+    num_heads = text.get("num_attention_heads")
+    num_key_heads = text.get("num_key_value_heads") or num_heads
+    if isinstance(num_heads, int) and isinstance(num_key_heads, int):
+        try:
+            check_heads(config.train.sequence_parallel_size, num_heads=num_heads, num_key_heads=num_key_heads)
+        except SettingError as error:
+            yield Finding("mistake", str(error))
+
+
+def _check_adapter(config: Config, tensors: list[Tensor]) -> Iterator[Finding]:
+    lora = config.lora
+    if not lora.rank:
+        return
+    if importlib.util.find_spec("peft") is None:
+        yield mistake("lora.rank", lora.rank, "peft is not installed", 'Install it: pip install "offbeat[lora]".')
+    layers = [tensor.name.removesuffix(".weight") for tensor in tensors if _is_linear(tensor)]
+    if not layers:
+        return
+    for target in lora.target_modules:
+        if not any(layer == target or layer.endswith(f".{target}") for layer in layers):
+            there = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
+            problem = f"{target!r} fits no linear layer of the model"
+            yield mistake("lora.target_modules", lora.target_modules, problem, f"There are: {there}.")
+
+
+def _is_linear(tensor: Tensor) -> bool:
+    """Return whether a tensor is a linear layer's weight; embeddings and the output head get no adapter."""
+    name = tensor.name.removesuffix(".weight")
+    is_left_out = re.search(r"(^|\.)(lm_head|\w*embed\w*|wte|wpe)$", name) is not None
+    return len(tensor.shape) == 2 and name != tensor.name and not is_left_out

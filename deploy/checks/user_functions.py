@@ -1,0 +1,168 @@
+"""Checks of the functions that the settings name: imported, and called once on stand-ins. They run apart."""
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from offbeat.actor.environments.functions import load_environment, offer_tools
+from offbeat.actor.judges.client import handed_to_processes
+from offbeat.actor.rewards.failures import Failure
+from offbeat.actor.rewards.functions import load_reward
+from offbeat.actor.rewards.samples import Sample
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.corrections import own_functions
+from offbeat.common.settings.eval_sets import eval_sets
+from offbeat.common.user_code.callback_worker import load_callback
+from offbeat.deploy.checks.findings import Finding, mistake
+from offbeat.deploy.checks.inputs import count_tasks, first_held_out, first_prompt
+from offbeat.learner.diagnostics.own_evaluation import EvaluatedCompletion, load_evaluation
+from offbeat.learner.leases.own_curriculum import OwnCurriculum
+from offbeat.learner.leases.task_results import task_results
+from offbeat.learner.objectives.own_functions import load_advantage, load_correction, load_loss
+from offbeat.learner.objectives.reward_shaping import load_length_penalty
+
+if TYPE_CHECKING:
+    import torch
+
+STAND_IN = "This text stands for a completion. The answer is 42."
+"""The completion with which the reward is called."""
+
+
+def has_learner_functions(config: Config) -> bool:
+    """Return whether the settings name functions that the learner calls."""
+    loss, callback = config.loss, config.metrics.callback
+    functions = (
+        config.task.curriculum,
+        config.reward.length_penalty,
+        loss.function,
+        config.advantage.function,
+        config.evaluation.function,
+        callback,
+    )
+    return any(functions) or bool(own_functions(loss.correction))
+
+
+def check_learner_functions(config: Config) -> Iterator[Finding]:
+    """Find functions of the learner that cannot be imported, take other parameters, or fail on stand-ins.
+
+    The callback is not called: it may tell somebody.
+    """
+    reward, loss, advantage = config.reward, config.loss, config.advantage
+    checks: tuple[tuple[bool, Callable[[], object]], ...] = (
+        (bool(config.task.curriculum), lambda: _call_curriculum(config)),
+        (bool(reward.length_penalty), lambda: load_length_penalty(reward.length_penalty)),
+        (bool(loss.function), lambda: _call_loss(loss.function)),
+        *((True, partial(_call_correction, path)) for path in own_functions(loss.correction)),
+        (bool(advantage.function), lambda: _call_advantage(advantage.function, config.rollout.group_size)),
+        (bool(config.evaluation.function), lambda: _call_evaluation(config)),
+        (bool(config.metrics.callback), lambda: load_callback(config.metrics.callback)),
+    )
+    for is_set, call in checks:
+        try:
+            if is_set:
+                call()
+        except SettingError as error:
+            yield Finding("mistake", str(error))
+
+
+def check_functions(config: Config) -> Iterator[Finding]:
+    """Find functions of learner and actor that cannot be imported, or fail on stand-ins."""
+    yield from check_learner_functions(config)
+    with handed_to_processes(config):
+        yield from check_reward(config, calls=True)
+
+
+def check_reward(config: Config, *, calls: bool) -> Iterator[Finding]:
+    """Find a reward that cannot be imported; with `calls`, one that fails on the first row and a stand-in completion.
+
+    An environment is only imported: it needs a model to play with.
+    """
+    try:
+        if config.task.environment:
+            function, parser = load_environment(config.task.environment), config.environment.tool_parser
+            asyncio.run(offer_tools(function, config.task.environment, config.task.template_arguments, parser))
+            yield from _check_sandbox("task.environment")
+            return
+        reward = load_reward(config.task.reward)
+        yield from (findings := list(_check_sandbox("task.reward")))
+        prompt = first_prompt(config) if calls and not findings else None
+    except SettingError as error:
+        # Mistakes in the data are told twice, and shown once.
+        yield Finding("mistake", str(error))
+        return
+    if prompt is None:
+        return
+    sample = Sample(prompt[0], STAND_IN, prompt[1], np.arange(len(STAND_IN), dtype=np.int32), "stop", is_evaluation=False)
+    samples = [sample] * (config.rollout.group_size if reward.takes_many else 1)
+    weights = config.task.reward_weights
+    outcomes = asyncio.run(reward.outcomes_async(samples, weights)) if reward.is_async else reward.outcomes(samples, weights)
+    failure = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)
+    if failure is None:
+        return
+    problem = f"called with the first row of task.train_data and a stand-in completion, it failed: {failure.detail}"
+    if failure.is_transient:
+        # A judge that does not answer now may do so later.
+        yield Finding("warning", f"task.reward: {problem}.")
+    else:
+        yield mistake("task.reward", config.task.reward, problem, "Correct the function, or the fields of the rows.")
+
+
+def _check_sandbox(setting: str) -> Iterator[Finding]:
+    """Find that no sandbox works on this machine, where the module of the function has imported one."""
+    if "offbeat.actor.sandbox" not in sys.modules:
+        return
+    from offbeat.actor import sandbox
+
+    try:
+        sandbox.check()
+    except sandbox.NoSandboxError as error:
+        yield Finding("mistake", f"{setting}: {error}")
+
+
+def _call_loss(path: str) -> None:
+    function = load_loss(path)
+    # Imported here: torch takes two seconds, and most runs have no such function.
+    import torch
+
+    policy = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]], requires_grad=True)
+    function(policy, torch.tensor([[-1.5, -2.0], [-0.25, 0.0]]), *_stand_ins())
+
+
+def _call_correction(path: str) -> None:
+    function = load_correction(path)
+    import torch
+
+    function(torch.tensor([[0.5, 0.0], [-0.25, 0.0]]), *_stand_ins())
+
+
+def _stand_ins() -> "tuple[torch.Tensor, torch.Tensor]":
+    """Return the mask and the advantages of two completions, of two tokens and of one."""
+    import torch
+
+    return torch.tensor([[True, True], [True, False]]), torch.tensor([[1.0, 1.0], [-1.0, 0.0]])
+
+
+def _call_curriculum(config: Config) -> None:
+    """Call the function as the learner does before the first batch."""
+    function = OwnCurriculum(config.task.curriculum)
+    if num_prompts := count_tasks(config):
+        function(task_results(num_prompts, {}, {}), 0)
+
+
+def _call_evaluation(config: Config) -> None:
+    function = load_evaluation(config.evaluation.function)
+    held_out = first_held_out(config)
+    if held_out is None:
+        return
+    data_set = next(iter(eval_sets(config.task)))
+    completion = EvaluatedCompletion(0, *held_out, data_set, STAND_IN, len(STAND_IN), "stop", reward=1.0, reward_parts={})
+    function([completion, completion._replace(reward=0.0, finish_reason="length")])
+
+
+def _call_advantage(path: str, group_size: int) -> None:
+    load_advantage(path)(np.arange(2 * group_size, dtype=np.float64).reshape(2, group_size))

@@ -1,0 +1,129 @@
+"""`offbeat deploy`: the files by which a cluster's scheduler starts a run's services."""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offbeat.common.errors import SettingError
+from offbeat.common.records.logs import configure_logs
+from offbeat.common.settings.loading import refuse_masked
+from offbeat.deploy.cli.arguments import QUICKSTART, Arguments, read_config, split_arguments
+from offbeat.deploy.clusters.compose.files import write_compose
+from offbeat.deploy.clusters.kubernetes.files import Cluster, write_manifests
+from offbeat.deploy.clusters.kubernetes.pods import PodOptions
+from offbeat.deploy.clusters.slurm.files import write_scripts
+from offbeat.deploy.clusters.yaml_files import Document, read_mapping
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files; earlier ones are replaced, keys are kept.")]
+
+Image = Annotated[str, typer.Option(metavar="NAME", help="Image of containers with offbeat, your code and data.")]
+PodWords = list[str] | None
+WORDS_OF_POD = "RESOURCE=QUANTITY|FILE"
+
+
+@app.callback()
+def command() -> None:
+    """Write plain files, from the run's one TOML file, with which a cluster runs learner and actors."""
+    configure_logs("deploy")
+
+
+@app.command()
+def slurm(
+    out: Out,
+    arguments: Arguments = None,
+    learner_options: Annotated[
+        list[str] | None,
+        typer.Option("--learner", metavar="OPTIONS", help='Options of sbatch for the learner, such as "--gpus-per-node=1".'),
+    ] = None,
+    actor_options: Annotated[
+        list[str] | None,
+        typer.Option("--actor", metavar="OPTIONS", help='Options of sbatch for each actor, such as "--partition=spot".'),
+    ] = None,
+) -> None:
+    """Write `learner.sbatch`, `actors.sbatch` and the keys of a run on Slurm. Start it from a folder that all nodes see."""
+    config = read_config(arguments)
+    refuse_masked(config)
+    path, overrides = split_arguments(arguments)
+    assert path is not None, "read_config refuses a command line without a file"
+    typer.echo(write_scripts(config, path, overrides, out, learner_options or [], actor_options or []))
+
+
+@app.command()
+def kubernetes(
+    out: Out,
+    image: Image,
+    arguments: Arguments = None,
+    namespace: Annotated[str, typer.Option(help="Namespace of the run, one for each.")] = "offbeat",
+    learner: Annotated[
+        PodWords,
+        typer.Option(
+            metavar=WORDS_OF_POD,
+            help="Resource of the learner, such as nvidia.com/gpu=1, or a YAML file with fields of its pod: tolerations, ...",
+        ),
+    ] = None,
+    actor: Annotated[PodWords, typer.Option(metavar=WORDS_OF_POD, help="The same for each actor: memory=32Gi.")] = None,
+    secret: Annotated[str, typer.Option(help="Secret whose entries become environment variables, such as HF_TOKEN.")] = "",
+    storage: Annotated[str, typer.Option(help="Size of the learner's volume.")] = "100Gi",
+    storage_class: Annotated[str, typer.Option(help="Storage class of the volume. [default: the cluster's]")] = "",
+    monitoring: Annotated[str, typer.Option(metavar="NAMESPACE", help="Namespace whose pods may read the run's numbers.")] = "",
+    scaled_by: Annotated[
+        str,
+        typer.Option(
+            metavar="reconcile|keda:URL",
+            help="Start and end actors as the run wants: by offbeat, or by KEDA, which asks the Prometheus at URL.",
+        ),
+    ] = "",
+) -> None:
+    """Write the manifests of a run on Kubernetes: learner, actors, keys, probes, and rules of the network."""
+    scaler, _, prometheus = scaled_by.partition(":")
+    if (scaler, bool(prometheus)) not in (("", False), ("reconcile", False), ("keda", True)):
+        cure = "Write --scaled-by reconcile, or --scaled-by keda:URL with the address of Prometheus."
+        raise SettingError("--scaled-by", scaled_by, "nothing of this kind scales actors", cure)
+    path, overrides = _named_file(arguments)
+    cluster = Cluster(
+        image=image,
+        namespace=namespace,
+        learner=_pod_options("--learner", learner, secret),
+        actor=_pod_options("--actor", actor, secret),
+        storage=storage,
+        storage_class=storage_class,
+        monitoring=monitoring,
+        prometheus=prometheus,
+        reconciles=scaler == "reconcile",
+    )
+    typer.echo(write_manifests(path, overrides, out, cluster))
+
+
+@app.command()
+def compose(out: Out, image: Image, arguments: Arguments = None) -> None:
+    """Write `compose.yaml`: the run in containers on one machine, with the actors and GPUs of the section launch."""
+    path, overrides = _named_file(arguments)
+    typer.echo(write_compose(path, overrides, out, image))
+
+
+def _named_file(arguments: list[str] | None) -> tuple[Path, list[str]]:
+    """Return the TOML file that a command line names, by default the quick start's, and the settings behind it."""
+    path, overrides = split_arguments(arguments)
+    return path or QUICKSTART, overrides
+
+
+def _pod_options(option: str, words: PodWords, secret: str) -> PodOptions:
+    """Return the choices about a pod by words that are `RESOURCE=QUANTITY` or name a YAML file of fields.
+
+    Raises `SettingError` for another form.
+    """
+    quantities: dict[str, str] = {}
+    fields: Document = {}
+    for word in words or []:
+        resource, is_quantity, quantity = word.partition("=")
+        if not is_quantity:
+            fields |= read_mapping(option, Path(word))
+            continue
+        if not re.fullmatch(r"[\w./-]+", resource) or not re.fullmatch(r"\d+(\.\d+)?(m|k|[MGTP]|[KMGTP]i)?", quantity):
+            raise SettingError(option, word, "this is not RESOURCE=QUANTITY", f"Write for example {option} memory=32Gi.")
+        quantities[resource] = quantity
+    return PodOptions(quantities, fields, secret)

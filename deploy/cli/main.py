@@ -1,0 +1,158 @@
+"""The command line: finds the module of a command in `deploy/cli/` and imports only that one."""
+
+import ast
+import importlib
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from offbeat.common.errors import ServiceError, SettingError
+from offbeat.common.processes.descriptors import lacks_descriptors, raise_limit
+from offbeat.common.processes.environment import prepare_environment
+from offbeat.common.processes.shutdown import GAVE_UP_STATUS, PARENT_VARIABLE, USER_ERROR_STATUS, die_with_parent, end_process
+from offbeat.protocols.addresses import ChannelError
+from offbeat.protocols.text import plain
+
+COMMANDS = (
+    "train",
+    "learner",
+    "actor",
+    "check",
+    "explain",
+    "report",
+    "runs",
+    "compare",
+    "samples",
+    "trace",
+    "export",
+    "status",
+    "audit",
+    "chaos",
+    "calibrate",
+    "drift",
+    "sweep",
+    "study",
+    "set",
+    "scale",
+    "reconcile",
+    "simulate",
+    "replay",
+    "keygen",
+    "deploy",
+)
+"""The commands in the order of `offbeat --help`."""
+GROUPS = ("deploy",)
+"""Commands that have commands of their own: their module's `app`."""
+
+
+class LazyCommands(TyperGroup):
+    """A group of commands that are imported when they run, or when their own help is asked for."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        """Return the name of the command that `args` begin with, the imported command, and the other arguments."""
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, _load_command(str(name)), rest
+
+
+def make_app() -> typer.Typer:
+    """Return the application: every command by name and help text, none of them imported."""
+    app = typer.Typer(
+        cls=LazyCommands,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        help="Asynchronous, off-policy reinforcement learning for language models.",
+        epilog="Every setting: offbeat explain",
+    )
+    app.callback()(_options)
+    for name in COMMANDS:
+        app.command(name, help=_help_text(name))(_placeholder)
+    return app
+
+
+def main() -> None:
+    """Run the command line, and end the process with it."""
+    try:
+        run()
+    except SystemExit as end:
+        if end.code is not None and not isinstance(end.code, int):
+            raise
+        end_process(end.code or 0)
+
+
+def run() -> None:
+    """Run the command line; errors that the user can mend become one line on stderr and exit status 2, without a traceback."""
+    # Local modules (rewards named by import path) are found as `python -m` would find them.
+    sys.path.insert(0, "")
+    # Removed from the environment: it is not meant for what this process starts.
+    parent = os.environ.pop(PARENT_VARIABLE, None)
+    if parent is not None:
+        die_with_parent(int(parent))
+    raise_limit()
+    try:
+        make_app()()
+    except SettingError as error:
+        _fail(error.texts, USER_ERROR_STATUS)
+    except ChannelError as error:
+        _fail((str(error),), USER_ERROR_STATUS)
+    except ServiceError as error:
+        _fail((str(error),), GAVE_UP_STATUS)
+    except OSError as error:
+        if not lacks_descriptors(error):
+            raise
+        _fail((f"{error}: raise the limit on open files (ulimit -n)",), GAVE_UP_STATUS)
+
+
+def _fail(texts: tuple[str, ...], status: int) -> None:
+    for text in texts:
+        # Line by line: the text may quote a log.
+        print("error:", "\n".join(plain(line) for line in text.splitlines()), file=sys.stderr)
+    sys.exit(status)
+
+
+def _print_version(is_asked_for: bool) -> None:
+    if is_asked_for:
+        typer.echo(f"offbeat {importlib.metadata.version('offbeat')}")
+        raise typer.Exit
+
+
+def _load_command(name: str) -> Any:
+    """Import a command's module and return the command as Typer makes it."""
+    module = importlib.import_module(f"offbeat.deploy.cli.{name}")
+    if name in GROUPS:
+        return get_command(module.app)
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    alone.command(name)(module.command)
+    return get_command(alone)
+
+
+def _help_text(name: str) -> str:
+    """Return the docstring of a module's `command`, read from the source: importing all of them would take seconds."""
+    tree = ast.parse(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"))
+    command = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "command")
+    return ast.get_docstring(command) or ""
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of `offbeat` itself."""
+
+
+def _placeholder() -> None:
+    """Stand for a command that is not imported; `LazyCommands` runs the imported one instead."""
+    raise AssertionError("the placeholder of a command was called")
+
+
+if __name__ == "__main__":
+    main()
+elif __name__ == "__mp_main__":
+    # An engine (tensor parallelism) or the reward pool spawned this process; it imports this module before anything else.
+    prepare_environment()

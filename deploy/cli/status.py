@@ -1,0 +1,34 @@
+"""`offbeat status`: the state of a run, or its end."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offbeat.common.processes.shutdown import StopRequest
+from offbeat.deploy.cli.arguments import Operator, read_config_of_run
+from offbeat.deploy.operating.link import open_link_to
+from offbeat.deploy.operating.status import Asked, print_status, watch_status
+
+
+def command(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RUN [SECTION.KEY=VALUE]...", help="A run's folder or its TOML file, and settings."),
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Ask again every second, until Ctrl-C or the run's end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    operator: Operator = "operator",
+) -> None:
+    """Show a run's state: reward, lag, health, members, ledger, what it waits for, or how it has ended.
+
+    A running learner answers, during a step too; the end of a run is read from its folder.
+    """
+    config = read_config_of_run(arguments)
+    given = Path(arguments[0]) if arguments else None
+    folder = given if given is not None and given.is_dir() else Path(config.run.dir)
+    asked = Asked(open_link_to(config.hub, operator), config.hub.address, folder, config.train.num_steps)
+    if watch:
+        watch_status(asked, StopRequest().install())
+    else:
+        print_status(asked, as_json=as_json)

@@ -1,0 +1,31 @@
+"""`offbeat trace`: the lives of a run's groups."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offbeat.common.errors import SettingError
+from offbeat.deploy.cli.arguments import RunFolder
+from offbeat.lab.tracing.otlp import send_trace
+from offbeat.lab.tracing.run_trace import TRACE_FILE, Request, read_trace, write_trace
+
+
+def command(
+    run: RunFolder,
+    lease: Annotated[int | None, typer.Option(metavar="N", help="Only this lease, as rows number it.")] = None,
+    step: Annotated[int | None, typer.Option(metavar="N", help="Only the groups of this optimizer step, from 1.")] = None,
+    slowest: Annotated[int, typer.Option(min=1, help="Without --lease and --step: the groups that took longest.")] = 20,
+    otlp: Annotated[
+        str | None, typer.Option(metavar="URL", help="Send the spans to this OTLP collector instead, as http://HOST:4318.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write; RUN/trace.json where it is left out.")] = None,
+) -> None:
+    """Write the lives of groups as a trace for ui.perfetto.dev: each one's wait, generation, reward, queue and training."""
+    if lease is not None and step is not None:
+        raise SettingError("--lease", lease, "it contradicts --step", "Give one of them.")
+    trace = read_trace(run, Request(lease, step, slowest))
+    if otlp is not None:
+        typer.echo(f"{send_trace(trace, otlp)} spans sent to {otlp}")
+        return
+    typer.echo(write_trace(trace, out or run / TRACE_FILE))

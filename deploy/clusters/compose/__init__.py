@@ -1,0 +1,1 @@
+"""Actors and learner as containers of one machine."""

@@ -1,0 +1,288 @@
+"""The manifests of a run on Kubernetes: a Job for the learner, a Deployment for the actors, and what they need.
+
+| file | contents |
+|---|---|
+| `config.yaml` | ConfigMaps: the user's TOML file, the keys that may connect |
+| `keys.yaml` | Secrets: the keys of the learner and those of the actors |
+| `learner.yaml` | Job, its volume claim, Service, PodDisruptionBudget |
+| `actors.yaml` | Deployment |
+| `network.yaml` | NetworkPolicies |
+| `scaling.yaml` | KEDA's ScaledObject, or the rights of `offbeat reconcile` |
+| `kustomization.yaml` | all of them |
+
+The learner is a Job because runs end: a StatefulSet would start a finished learner again and again, and keep its GPUs.
+"""
+
+import logging
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from offbeat.common.settings.checks import check
+from offbeat.common.settings.config import Config, actors_wanted
+from offbeat.common.settings.hub_keys import LEARNER
+from offbeat.common.settings.loading import load
+from offbeat.deploy.clusters.container import (
+    ACTOR_KEYS,
+    COLLECTIVE_PORT,
+    CONFIG,
+    HUB_PORT,
+    LEARNER_KEYS,
+    PAGE_PORT,
+    PULL_PORT,
+    WORK,
+    container_settings,
+    fleet_keys,
+    run_folder,
+)
+from offbeat.deploy.clusters.fleet import FLEET
+from offbeat.deploy.clusters.kubernetes.pods import (
+    ACTOR_SECRET,
+    ALLOWED_MAP,
+    CLAIM,
+    CONFIG_MAP,
+    LABELS,
+    LEARNER_SECRET,
+    RECONCILER,
+    PodOptions,
+    actor_pod,
+    learner_pod,
+)
+from offbeat.deploy.clusters.yaml_files import Document, write_yaml
+from offbeat.deploy.local.keygen import ALLOWED_KEYS
+
+logger = logging.getLogger(__name__)
+
+KUSTOMIZATION = "kustomization.yaml"
+RESTARTS = 50
+"""Number of times that Kubernetes starts a learner that failed again; between two it waits up to five minutes."""
+ABSENT_FOR = "15m"
+"""Time for which KEDA leaves the actors as they are when the learner's numbers are missing, in Prometheus's notation."""
+ABSENT_S = 900
+
+
+class Cluster(NamedTuple):
+    """The choices that a run's settings do not make."""
+
+    image: str
+    namespace: str
+    learner: PodOptions
+    actor: PodOptions
+    storage: str = "100Gi"
+    """Size of the learner's volume."""
+    storage_class: str = ""
+    """Empty: the cluster's default."""
+    monitoring: str = ""
+    """Namespace whose pods may read pages and numbers. Empty: none."""
+    prometheus: str = ""
+    """Address of the Prometheus that KEDA asks for the number of actors wanted. Empty: no KEDA."""
+    reconciles: bool = False
+    """Run `offbeat reconcile` beside the learner."""
+
+
+def write_manifests(path: Path, overrides: Sequence[str], out: Path, cluster: Cluster) -> str:
+    """Write the manifests of the run in the TOML file `path` to `out`; return what the user does next.
+
+    Raises `SettingError` for keys in `out` that are incomplete, and for settings that contradict each other in a cluster.
+    """
+    settings = [*overrides, *container_settings(load(path, overrides), LEARNER)]
+    # In the order of a container's arguments: the cluster's settings win.
+    in_cluster = load(path, [*settings, f"hub.key={LEARNER}.key"])
+    for warning in check(in_cluster):
+        logger.warning(warning)
+    texts = fleet_keys(out / "keys")
+    documents = {
+        "config.yaml": _config_maps(path, texts),
+        "keys.yaml": _secrets(texts),
+        "learner.yaml": _learner(in_cluster, settings, cluster),
+        "actors.yaml": [_actors(in_cluster, settings, cluster)],
+        "network.yaml": _network(in_cluster, cluster),
+        "scaling.yaml": _scaling(in_cluster, cluster),
+    }
+    written = {name: content for name, content in documents.items() if content}
+    comment = "Written by `offbeat deploy kubernetes`. Change it as you like."
+    out.mkdir(parents=True, exist_ok=True)
+    for name, content in written.items():
+        write_yaml(out / name, comment, content)
+    write_yaml(out / KUSTOMIZATION, f"{comment} Start: kubectl apply -k .", [_kustomization(list(written), cluster)])
+    return _next_steps(in_cluster, out, cluster, [*written, KUSTOMIZATION])
+
+
+def _config_maps(path: Path, texts: dict[str, str]) -> list[Document]:
+    return [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": data}
+        for name, data in (
+            (CONFIG_MAP, {"run.toml": path.read_text(encoding="utf-8")}),
+            (ALLOWED_MAP, {ALLOWED_KEYS: texts[ALLOWED_KEYS]}),
+        )
+    ]
+
+
+def _secrets(texts: dict[str, str]) -> list[Document]:
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": name},
+            "type": "Opaque",
+            "stringData": {file: texts[file] for file in files},
+        }
+        for name, files in ((LEARNER_SECRET, LEARNER_KEYS), (ACTOR_SECRET, ACTOR_KEYS))
+    ]
+
+
+def _learner(config: Config, settings: Sequence[str], cluster: Cluster) -> list[Document]:
+    claim: Document = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": cluster.storage}}}
+    if cluster.storage_class:
+        claim["storageClassName"] = cluster.storage_class
+    ports = {"hub": HUB_PORT, "weights": PULL_PORT, "collective": COLLECTIVE_PORT, "page": PAGE_PORT}
+    selector = {"matchLabels": LABELS[LEARNER]}
+    return [
+        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": CLAIM}, "spec": claim},
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": LEARNER, "labels": LABELS[LEARNER]},
+            "spec": {
+                "selector": LABELS[LEARNER],
+                # Actors join before the learner has weights for them.
+                "publishNotReadyAddresses": True,
+                "ports": [{"name": name, "port": port, "targetPort": port} for name, port in ports.items()],
+            },
+        },
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": LEARNER, "labels": LABELS[LEARNER]},
+            "spec": {
+                "backoffLimit": RESTARTS,
+                # Never two learners: the next one waits until the last one's end is certain.
+                "podReplacementPolicy": "Failed",
+                "template": learner_pod(config, cluster.image, settings, cluster.learner, reconciles=cluster.reconciles),
+            },
+        },
+        {
+            "apiVersion": "policy/v1",
+            "kind": "PodDisruptionBudget",
+            "metadata": {"name": LEARNER},
+            "spec": {"minAvailable": 1, "selector": selector},
+        },
+    ]
+
+
+def _actors(config: Config, settings: Sequence[str], cluster: Cluster) -> Document:
+    scaled = bool(cluster.prometheus) or cluster.reconciles
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": FLEET, "labels": LABELS[FLEET]},
+        "spec": {
+            # Whoever scales owns the number: applying the files again leaves it alone.
+            **({} if scaled else {"replicas": actors_wanted(config)}),
+            "selector": {"matchLabels": LABELS[FLEET]},
+            # New actors need GPUs that the old ones hold.
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": "50%"}},
+            "template": actor_pod(config, cluster.image, settings, cluster.actor),
+        },
+    }
+
+
+def _network(config: Config, cluster: Cluster) -> list[Document]:
+    """Return policies by which only actors reach the learner, and nobody reaches the actors."""
+    monitors: list[Document] = []
+    if cluster.monitoring:
+        namespace = {"matchLabels": {"kubernetes.io/metadata.name": cluster.monitoring}}
+        monitors = [{"from": [{"namespaceSelector": namespace}], "ports": [{"port": PAGE_PORT}]}]
+    # Members of a collective meet each other at ports that the kernel chooses.
+    is_collective = config.weights.backend != "pull"
+    to_learner: Document = {"from": [{"podSelector": {"matchLabels": LABELS[FLEET]}}]}
+    if not is_collective:
+        to_learner["ports"] = [{"port": HUB_PORT}, {"port": PULL_PORT}]
+    members = [{"podSelector": {"matchLabels": labels}} for labels in LABELS.values()]
+    to_actors: list[Document] = [{"from": members}] if is_collective else []
+    return [
+        {
+            "apiVersion": "networking.k8s.io/v1",
+            "kind": "NetworkPolicy",
+            "metadata": {"name": name},
+            "spec": {"podSelector": {"matchLabels": LABELS[name]}, "policyTypes": ["Ingress"], "ingress": [*rules, *monitors]},
+        }
+        for name, rules in ((LEARNER, [to_learner]), (FLEET, to_actors))
+    ]
+
+
+def _scaling(config: Config, cluster: Cluster) -> list[Document]:
+    if cluster.prometheus:
+        return [_scaled_object(cluster, config.hub.max_actors)]
+    return _rights(cluster.namespace) if cluster.reconciles else []
+
+
+def _scaled_object(cluster: Cluster, most: int) -> Document:
+    """Return the object by which KEDA copies the number of actors that the learner wants."""
+    number = f'max(last_over_time(offbeat_actors_wanted{{namespace="{cluster.namespace}"}}[{ABSENT_FOR}]))'
+    trigger = {
+        "type": "prometheus",
+        "metricType": "AverageValue",
+        # A run that has ended wants none.
+        "metadata": {"serverAddress": cluster.prometheus, "query": f"{number} or vector(0)", "threshold": "1"},
+    }
+    # The learner waits before it changes its mind, so nothing else does.
+    at_once = {"stabilizationWindowSeconds": 0, "policies": [{"type": "Pods", "value": most, "periodSeconds": 15}]}
+    return {
+        "apiVersion": "keda.sh/v1alpha1",
+        "kind": "ScaledObject",
+        "metadata": {"name": FLEET},
+        "spec": {
+            "scaleTargetRef": {"name": FLEET},
+            "minReplicaCount": 0,
+            "maxReplicaCount": most,
+            "pollingInterval": 15,
+            "cooldownPeriod": ABSENT_S,
+            "advanced": {"horizontalPodAutoscalerConfig": {"behavior": {"scaleUp": at_once, "scaleDown": at_once}}},
+            "triggers": [trigger],
+        },
+    }
+
+
+def _rights(namespace: str) -> list[Document]:
+    """Return the account of `offbeat reconcile`, which may change the number of actors and nothing else."""
+    group = "rbac.authorization.k8s.io"
+    rule = {"apiGroups": ["apps"], "resources": ["deployments/scale"], "resourceNames": [FLEET], "verbs": ["get", "patch"]}
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "ServiceAccount",
+            "metadata": {"name": RECONCILER},
+            "automountServiceAccountToken": False,
+        },
+        {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": {"name": RECONCILER}, "rules": [rule]},
+        {
+            "apiVersion": f"{group}/v1",
+            "kind": "RoleBinding",
+            "metadata": {"name": RECONCILER},
+            "roleRef": {"apiGroup": group, "kind": "Role", "name": RECONCILER},
+            "subjects": [{"kind": "ServiceAccount", "name": RECONCILER, "namespace": namespace}],
+        },
+    ]
+
+
+def _kustomization(names: list[str], cluster: Cluster) -> Document:
+    return {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "namespace": cluster.namespace,
+        "resources": names,
+    }
+
+
+def _next_steps(config: Config, out: Path, cluster: Cluster, names: Sequence[str]) -> str:
+    space, folder = shlex.quote(cluster.namespace), shlex.quote(str(out))
+    return f"""\
+made {", ".join(names)} in {out}. To start the run:
+  kubectl create namespace {space}
+  kubectl apply -k {folder}
+To look at it:
+  kubectl -n {space} exec -it job/{LEARNER} -c {LEARNER} -- offbeat status {run_folder(config)} --watch
+  kubectl -n {space} port-forward job/{LEARNER} {PAGE_PORT}, and http://127.0.0.1:{PAGE_PORT}/ in a browser
+Relative paths in {CONFIG} are relative to {WORK} in the image. keys.yaml holds secret keys: keep it as you keep passwords."""

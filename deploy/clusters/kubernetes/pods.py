@@ -1,0 +1,192 @@
+"""The pods of a run on Kubernetes: without rights, with a root file system that is read-only."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.hub_keys import LEARNER
+from offbeat.deploy.clusters.container import (
+    ALLOWED,
+    CONFIG,
+    KEYS,
+    PAGE_PORT,
+    RUNS,
+    USER,
+    actor_command,
+    learner_command,
+    run_folder,
+)
+from offbeat.deploy.clusters.fleet import FLEET, notice_s
+from offbeat.deploy.clusters.moving_learner import NOTICE_S
+from offbeat.deploy.clusters.yaml_files import Document
+
+GPU = "nvidia.com/gpu"
+LABELS = {
+    name: {"app.kubernetes.io/name": "offbeat", "app.kubernetes.io/component": component}
+    for name, component in ((LEARNER, "learner"), (FLEET, "actor"))
+}
+CONFIG_MAP, ALLOWED_MAP = "run-config", "allowed-keys"
+LEARNER_SECRET, ACTOR_SECRET = "learner-keys", "actor-keys"
+CLAIM = "runs"
+RECONCILER = "reconciler"
+TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"
+"""Folder in which programs look for the account that they may use the cluster with."""
+
+STARTING_S = 1800
+"""Longest time in which a service starts: it downloads and loads a model, and compiles."""
+PERIOD_S = 10
+"""Seconds between two questions to a service."""
+
+
+class PodOptions(NamedTuple):
+    """The choices about one kind of pods."""
+
+    resources: Mapping[str, str] = {}
+    """Quantities of the service's container, by resource: requested, and at the same time its limits."""
+    extra: Mapping[str, Any] = {}
+    """Fields of the pod's `spec` that are passed through, such as nodeSelector and tolerations."""
+    secret: str = ""
+    """Name of a Secret whose entries become environment variables. Empty: none."""
+
+
+def _mount(volume: str, path: str) -> Document:
+    return {"name": volume, "mountPath": path}
+
+
+_SHARED_MOUNTS = [
+    _mount("config", str(PurePosixPath(CONFIG).parent)),
+    _mount("keys", KEYS),
+    _mount("tmp", "/tmp"),
+    _mount("shm", "/dev/shm"),
+]
+
+
+def learner_pod(config: Config, image: str, settings: Sequence[str], options: PodOptions, *, reconciles: bool) -> Document:
+    """Return the template of the learner's pod; raise `SettingError` for options that do not suit it."""
+    processes = str(config.launch.learner_processes)
+    if (gpus := options.resources.get(GPU, processes)) != processes:
+        problem = f"each learner process takes one GPU, and launch.learner_processes is {processes}"
+        raise SettingError("--learner", f"{GPU}={gpus}", problem, "Make them equal.")
+    runs = _mount(CLAIM, RUNS)
+    mounts = [*_SHARED_MOUNTS, _mount("allowed", ALLOWED), runs]
+    learner = _container(LEARNER, image, learner_command(config, settings), mounts, options)
+    # A learner that moves to another machine need not download the model again.
+    learner["env"] = [{"name": "HF_HOME", "value": f"{RUNS}/huggingface"}]
+    learner |= _watched()
+    volumes: list[Document] = [
+        {"name": CLAIM, "persistentVolumeClaim": {"claimName": CLAIM}},
+        {"name": "allowed", "configMap": {"name": ALLOWED_MAP}},
+    ]
+    containers = [learner]
+    if reconciles:
+        containers.append(_reconciler(config, image, [*_SHARED_MOUNTS, {**runs, "readOnly": True}]))
+        volumes.append(_token())
+    spec = _spec(containers, volumes, LEARNER_SECRET, NOTICE_S, options)
+    spec["restartPolicy"] = "OnFailure"
+    if reconciles:
+        spec["serviceAccountName"] = RECONCILER
+    return _template(LEARNER, _with_extra("--learner", spec, options))
+
+
+def actor_pod(config: Config, image: str, settings: Sequence[str], options: PodOptions) -> Document:
+    """Return the template of the actors' pods; raise `SettingError` for options that do not suit them."""
+    actor = _container("actor", image, actor_command(settings, "$(POD_NAME)"), _SHARED_MOUNTS, options)
+    actor["env"] = [{"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]
+    actor |= _watched()
+    spec = _spec([actor], [], ACTOR_SECRET, notice_s(config), options)
+    hosts = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
+    spec["topologySpreadConstraints"] = [{**hosts, "labelSelector": {"matchLabels": LABELS[FLEET]}}]
+    return _template(FLEET, _with_extra("--actor", spec, options))
+
+
+def _reconciler(config: Config, image: str, mounts: Sequence[Document]) -> Document:
+    """Return the container that keeps as many actors as the learner wants, from the moment when there is a run."""
+    folder = run_folder(config)
+    waiting = f'until [ -e {folder}/config.toml ]; do sleep 1; done\nexec "$@"'
+    command = ["sh", "-c", waiting, "sh", "offbeat", "reconcile", folder, "--on", "kubernetes"]
+    token = _mount("token", TOKEN)
+    return _container(RECONCILER, image, command, [*mounts, token], PodOptions({"cpu": "100m", "memory": "512Mi"}))
+
+
+def _container(name: str, image: str, command: list[str], mounts: Sequence[Document], options: PodOptions) -> Document:
+    container: Document = {"name": name, "image": image, "command": command}
+    if options.secret:
+        container["envFrom"] = [{"secretRef": {"name": options.secret}}]
+    if options.resources:
+        container["resources"] = {"requests": dict(options.resources), "limits": dict(options.resources)}
+    container["securityContext"] = {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    container["volumeMounts"] = list(mounts)
+    return container
+
+
+def _watched() -> Document:
+    """Return the port and the probes of a service that answers monitors; unreachable peers are no illness of it."""
+
+    def probe(path: str, failures: int) -> Document:
+        get = {"path": path, "port": PAGE_PORT}
+        return {"httpGet": get, "periodSeconds": PERIOD_S, "timeoutSeconds": 5, "failureThreshold": failures}
+
+    return {
+        "ports": [{"name": "page", "containerPort": PAGE_PORT}],
+        "startupProbe": probe("/healthz", STARTING_S // PERIOD_S),
+        "livenessProbe": probe("/healthz", 6),
+        "readinessProbe": probe("/readyz", 1),
+    }
+
+
+def _spec(containers: list[Document], volumes: list[Document], secret: str, grace_s: int, options: PodOptions) -> Document:
+    return {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": grace_s,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            # The group of the volumes' files.
+            "fsGroup": USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": containers,
+        "volumes": [
+            {"name": "config", "configMap": {"name": CONFIG_MAP}},
+            {"name": "keys", "secret": {"secretName": secret, "defaultMode": 0o400}},
+            {"name": "tmp", "emptyDir": {}},
+            # vLLM's and NCCL's processes share memory; the container's limit counts it.
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+            *volumes,
+        ],
+    }
+
+
+def _with_extra(option: str, spec: Document, options: PodOptions) -> Document:
+    if taken := sorted(spec.keys() & options.extra.keys()):
+        cure = "Remove it there, and change the files that are written, or patch them in kustomization.yaml."
+        raise SettingError(option, taken[0], "offbeat writes this field of the pod itself", cure)
+    return {**spec, **options.extra}
+
+
+def _template(name: str, spec: Document) -> Document:
+    annotations = {"prometheus.io/scrape": "true", "prometheus.io/port": str(PAGE_PORT)}
+    return {"metadata": {"labels": LABELS[name], "annotations": annotations}, "spec": spec}
+
+
+def _token() -> Document:
+    """Return the volume of the reconciler's account, which the learner's container does not see."""
+    return {
+        "name": "token",
+        "projected": {
+            "sources": [
+                {"serviceAccountToken": {"path": "token", "expirationSeconds": 3600}},
+                {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
+                {"downwardAPI": {"items": [{"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}]}},
+            ]
+        },
+    }

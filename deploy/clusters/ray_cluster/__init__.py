@@ -1,0 +1,1 @@
+"""Actors as tasks of a Ray cluster."""

@@ -1,1 +1,0 @@
-"""Start the services of a run on one machine."""

@@ -1,0 +1,1 @@
+"""Run on this machine: the services of a run started and ended, its devices, the quick start, notebooks."""

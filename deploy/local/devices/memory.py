@@ -1,0 +1,194 @@
+"""Memory that a run's processes take on a GPU, computed from the settings and the model's sizes.
+
+Weights, optimizer, gradients and buffers are arithmetic, which tests hold to what DeepSpeed allocates on two ranks. Activations
+follow from what autograd keeps in a model of Llama's structure; tests count that too, at the shapes of an 8B model. What CUDA
+and the kernels take is an estimate. No run on a GPU has checked these sums yet.
+"""
+
+from typing import Any, NamedTuple
+
+from offbeat.common.settings.config import Config, max_episode_tokens
+from offbeat.common.settings.objectives import resolve_baseline
+from offbeat.deploy.local.devices.model_sizes import ModelSizes
+
+GIB = float(1 << 30)
+CONTEXT_BYTES = 1.0 * GIB
+"""CUDA context, cuBLAS and NCCL of one process, and what its allocator cannot use."""
+ENGINE_BYTES = 1.5 * GIB
+"""Memory of an engine for its context, CUDA graphs and activations: all but weights, logits and KV cache."""
+ENGINE_LOGITS = 1024
+"""Rows of logits, in float32 and twice, that an engine holds at once."""
+HEAD_BYTES = 0.25 * GIB
+"""Chunks of logits that the learner computes at once, and what is computed from them."""
+REDUCE_BUCKET = 500_000_000
+"""Numbers in DeepSpeed's buffer of gradients, whatever the model's size."""
+LIVE_PARAMETERS = 1_000_000_000
+"""Parameters that ZeRO-3 holds whole at once at most, and numbers in one step of its optimizer."""
+FULL_LENGTH = 2
+"""Completions of full length that a KV cache has room for at least."""
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class Part(NamedTuple):
+    """A named part of a sum."""
+
+    name: str
+    num_bytes: float
+    is_estimate: bool = False
+
+
+class Need(NamedTuple):
+    """The memory of one process on each of its GPUs."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> float:
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def certain_bytes(self) -> float:
+        """The sum without the estimated parts."""
+        return sum(part.num_bytes for part in self.parts if not part.is_estimate)
+
+    def __str__(self) -> str:
+        parts = " + ".join(f"{part.name} {gib(part.num_bytes)}" for part in self.parts if part.num_bytes >= 0.005 * GIB)
+        return f"{parts} = {gib(self.num_bytes)} GiB"
+
+
+def gib(num_bytes: float) -> str:
+    """Return a size in GiB with the digits that matter."""
+    return f"{num_bytes / GIB:.2g}" if num_bytes < GIB else f"{num_bytes / GIB:.1f}"
+
+
+def learner_need(config: Config, sizes: ModelSizes) -> Need:
+    """Return the peak memory of one learner process."""
+    train, dtype_bytes = config.train, _BYTES[config.model.dtype]
+    is_bfloat16 = config.model.dtype == "bfloat16"
+    # Stage 0 becomes stage 1 in bfloat16.
+    stage = max(1, train.zero_stage) if is_bfloat16 else train.zero_stage
+    ranks = config.launch.learner_processes
+    num_trained = _adapter_parameters(config, sizes) if config.lora.rank else sizes.num_parameters
+    kept, owned = sizes.num_parameters / (ranks if stage == 3 else 1), num_trained / (ranks if stage else 1)
+    weights = kept * dtype_bytes
+    if stage == 3:
+        weights += min(sizes.num_parameters, LIVE_PARAMETERS) * dtype_bytes
+    if config.kl.loss_coef or config.kl.reward_coef:
+        # The reference is whole on every rank.
+        weights += sizes.num_parameters * dtype_bytes
+    # Under ZeRO the optimizer has float32 weights of its own, also of a float32 model.
+    optimizer = 0.0 if _is_offloaded(config) else owned * (12 if stage else 8)
+    # The flat gradient; fused AdamW has no temporaries.
+    step = 4 * min(owned, LIVE_PARAMETERS) if stage >= 2 else 0
+    activations = _activation_bytes(config, sizes)
+    return Need(
+        (
+            Part("weights", weights),
+            Part("optimizer", optimizer),
+            Part("gradients", _gradient_bytes(config, stage, num_trained, owned)),
+            # The two peaks come one after the other.
+            Part("optimizer step", step, True) if step > activations else Part("activations", activations, True),
+            Part("CUDA", CONTEXT_BYTES, True),
+        )
+    )
+
+
+def _gradient_bytes(config: Config, stage: int, num_trained: float, owned: float) -> float:
+    """Return the gradients at the end of a backward pass, and the buffer in which ranks add them up."""
+    if stage >= 2:
+        return 4 * (owned + _reduce_bucket(config))
+    if stage == 1 and config.model.dtype == "bfloat16":
+        # The sums, and those of the last micro-batch.
+        return (4 + 2) * num_trained
+    if stage == 1:
+        # All of them, and this rank's part of the averages.
+        return 4 * (num_trained + owned)
+    return 4 * (num_trained + (min(num_trained, REDUCE_BUCKET) if config.launch.learner_processes > 1 else 0))
+
+
+def engine_need(config: Config, sizes: ModelSizes) -> Need:
+    """Return the least memory of one actor on each of its GPUs, with a KV cache for `FULL_LENGTH` completions."""
+    parallel = tensor_parallel_size(config)
+    return Need(
+        (
+            Part("weights", _engine_weights(config, sizes) / parallel),
+            Part("KV cache", FULL_LENGTH * completion_bytes(config, sizes)),
+            Part("engine", ENGINE_BYTES + ENGINE_LOGITS * sizes.vocab_size * 8 / parallel, True),
+        )
+    )
+
+
+def completion_bytes(config: Config, sizes: ModelSizes) -> float:
+    """Return the KV cache of one completion of full length on each GPU of an actor."""
+    is_fp8 = str(config.actor.engine_options.get("kv_cache_dtype", "")).startswith("fp8")
+    per_token = 2 * sizes.num_layers * sizes.key_value_size * (1 if is_fp8 else _BYTES[config.model.dtype])
+    return config.model.max_length * per_token / tensor_parallel_size(config)
+
+
+def _engine_weights(config: Config, sizes: ModelSizes) -> float:
+    """Return the bytes of an engine's weights; quantization leaves out embeddings and head."""
+    dtype_bytes = _BYTES[config.model.dtype]
+    is_fp8 = str(config.actor.engine_options.get("quantization", "")).startswith("fp8")
+    if not is_fp8:
+        return sizes.num_parameters * dtype_bytes
+    # Two, as of a model whose head is not tied: rather too much memory than too little.
+    embeddings = 2 * sizes.vocab_size * sizes.hidden_size
+    return embeddings * dtype_bytes + max(0, sizes.num_parameters - embeddings)
+
+
+def tensor_parallel_size(config: Config) -> int:
+    """Return the number of GPUs of one actor; 1 where the option is no such number, which another check refuses."""
+    size = config.actor.engine_options.get("tensor_parallel_size", 1)
+    return size if isinstance(size, int) and size > 0 else 1
+
+
+def _activation_bytes(config: Config, sizes: ModelSizes) -> float:
+    """Return what one micro-batch keeps for its backward pass, and its head."""
+    tokens = _pass_tokens(config)
+    scale = _BYTES[config.model.dtype] / 2
+    hidden, layers = sizes.hidden_size, sizes.num_layers
+    # Norms of hidden states (float32 copies), queries, keys, values and their norms and rotation, attention, gated MLP.
+    layer = 16 * hidden + 10 * sizes.query_size + 10 * sizes.key_value_size + 8 * sizes.mlp_size
+    # With checkpoints one layer is computed again, and its backward pass holds as much once more.
+    kept: float = layer * (layers + 1)
+    if config.train.activation_checkpointing:
+        kept = 2 * layer if config.train.activation_checkpointing == "offload" else 2 * hidden * layers + 2 * layer
+    # The head's gradient, and under ZeRO-3 the whole head.
+    head = 2 * sizes.vocab_size * hidden * _BYTES[config.model.dtype] + HEAD_BYTES
+    critic = 4 * tokens * hidden if resolve_baseline(config.advantage, config.loss.objective) == "critic" else 0
+    return tokens * kept * scale + head + critic
+
+
+def offloaded_bytes(config: Config, sizes: ModelSizes) -> float:
+    """Return what one learner process keeps in the host's memory for the backward pass of a micro-batch."""
+    if config.train.activation_checkpointing != "offload":
+        return 0.0
+    return _pass_tokens(config) * sizes.hidden_size * sizes.num_layers * _BYTES[config.model.dtype]
+
+
+def _pass_tokens(config: Config) -> float:
+    """Return a learner process's tokens of one micro-batch."""
+    return max_episode_tokens(config) / config.train.sequence_parallel_size
+
+
+def _adapter_parameters(config: Config, sizes: ModelSizes) -> float:
+    """Return the parameters of an adapter of all linear layers."""
+    hidden, inner = sizes.hidden_size, sizes.mlp_size
+    attention = 4 * hidden + 2 * sizes.query_size + 2 * sizes.key_value_size
+    return config.lora.rank * sizes.num_layers * (attention + 3 * (hidden + inner))
+
+
+def _zero_options(config: Config) -> dict[str, Any]:
+    options = config.train.deepspeed.get("zero_optimization", {})
+    return options if isinstance(options, dict) else {}
+
+
+def _is_offloaded(config: Config) -> bool:
+    options = _zero_options(config).get("offload_optimizer")
+    return isinstance(options, dict) and options.get("device") == "cpu"
+
+
+def _reduce_bucket(config: Config) -> float:
+    size = _zero_options(config).get("reduce_bucket_size", REDUCE_BUCKET)
+    return float(size) if isinstance(size, int | float) else REDUCE_BUCKET

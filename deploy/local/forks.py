@@ -1,0 +1,224 @@
+"""Processes forked from one that has imported what they need (`deploy/local/warm.py`), so that the imports are paid for once.
+
+    launcher -> request: arguments, variables, output, gate -> warm process -> forks -> the service
+    launcher <- the service's process id <- gate <- the service, as the launcher's own child
+    launcher -> "go" -> gate -> the service goes on as `offbeat ARGUMENTS`
+
+The warm process forks twice and the process between ends, so that the kernel makes the service a child of the launcher: exit
+status, process group and death with the launcher are those of a new interpreter, and the service outlives the warm process.
+The gate is a socket: where it ends before a process id came, nothing has been started, and a new interpreter takes the start.
+"""
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from typing import IO
+
+from offbeat.common.processes import process_table as processes
+from offbeat.common.processes.environment import CPU_DEFAULTS, has_gpu
+from offbeat.common.processes.own_process import ROOM, ROOM_VARIABLE
+from offbeat.common.processes.shutdown import PARENT_VARIABLE
+from offbeat.common.settings.config import Config
+from offbeat.deploy.local.starts import FreshStarts, Process, ProcessStart, Starts
+
+logger = logging.getLogger(__name__)
+
+WARM_MODULE = "offbeat.deploy.local.warm"
+ROOM_BYTES = 4096
+"""Length of an argument that only makes room for the command lines of forked processes."""
+MAX_WORDS_BYTES = 2_000
+"""End of a failed warm process's output in which its last line is looked for."""
+GO = b"go"
+PR_SET_CHILD_SUBREAPER = 36
+"""Option of Linux's prctl: orphans among this process's descendants become its children."""
+
+
+def choose_starts(config: Config) -> Starts:
+    """Return the way to start the services of a run on this machine.
+
+    Forks where no GPU is: CUDA does not survive a fork, and which GPU a process sees is read by its imports. Nor does it fork
+    where the user wants several threads of OpenMP: numpy would start its own when it is imported, and a fork loses threads.
+    """
+    has_one_thread = os.environ.get("OMP_NUM_THREADS", "1") == "1"
+    is_possible = sys.platform == "linux" and not has_gpu() and has_one_thread and adopt_orphans(False)
+    return WarmStarts(config.actor.engine) if is_possible else FreshStarts()
+
+
+class WarmStarts:
+    """Forks processes from a warm one; where that has failed, starts new interpreters."""
+
+    def __init__(self, engine: str) -> None:
+        """`engine` is `actor.engine`."""
+        self._engine = engine
+        self._output: IO[bytes] | None = None
+        """A file without a name that holds the output of the newest warm process."""
+        self._fresh = FreshStarts()
+        self._warm: subprocess.Popen | None = None
+        self._socket: socket.socket | None = None
+        self._is_useless = False
+        """True once a warm process has ended without a single fork: the next one would end like it."""
+        self._has_forked = False
+        self._num_awaited = 0
+        """Requests whose process has not come."""
+
+    def prepare(self) -> None:
+        if self._socket is None:
+            self._socket = self._launch()
+
+    def start(self, start: ProcessStart) -> Process:
+        if self._warm is not None and self._warm.poll() is not None:
+            self._note_end(self._warm.returncode)
+        if self._is_useless:
+            return self._fresh.start(start)
+        self.prepare()
+        assert self._socket is not None
+        self._num_awaited += 1
+        adopt_orphans(True)
+        gate, their_gate = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        gate.setblocking(False)
+        request = json.dumps({"arguments": start.arguments, "variables": start.all_variables()}).encode()
+        with their_gate, contextlib.ExitStack() as stack:
+            output, errors = 1, 2
+            if start.log is not None:
+                output = errors = stack.enter_context(start.log.open("ab")).fileno()
+            # A warm process that has just died leaves the gate closed, like one that dies later.
+            with contextlib.suppress(OSError):
+                socket.send_fds(self._socket, [request], [their_gate.fileno(), output, errors])
+        return ForkedProcess(gate, start, self)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._warm is not None:
+            self._warm.kill()
+            self._warm.wait()
+            self._warm = None
+
+    def note_answer(self, *, is_forked: bool) -> None:
+        """Record that a request's process has come, or will not come or is not wanted any more."""
+        self._has_forked = self._has_forked or is_forked
+        self._num_awaited -= 1
+        if not self._num_awaited:
+            adopt_orphans(False)
+
+    def start_fresh(self, start: ProcessStart) -> Process:
+        """Start what the warm process could not."""
+        logger.warning(
+            "%s could not be forked, so it starts by itself; the imports ended with %r", start.arguments[0], self._last_line()
+        )
+        return self._fresh.start(start)
+
+    def _note_end(self, status: int) -> None:
+        self.close()
+        if not self._has_forked:
+            self._is_useless = True
+        logger.warning("the process that services are forked from has ended with status %d", status)
+
+    def _last_line(self) -> str:
+        """Return the last line of the newest warm process's output, "" where it said nothing."""
+        if self._output is None:
+            return ""
+        self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - MAX_WORDS_BYTES))
+        lines = self._output.read().decode(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), "")
+
+    def _launch(self) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        logger.info("importing what learner and actors need, once for all")
+        # Before the first import: numpy's threads would be lost in a fork.
+        environment = {**CPU_DEFAULTS, **os.environ, PARENT_VARIABLE: str(os.getpid()), ROOM_VARIABLE: ROOM}
+        command = [sys.executable, "-m", WARM_MODULE, str(theirs.fileno()), self._engine, "-" * ROOM_BYTES]
+        if self._output is not None:
+            self._output.close()
+        self._output = output = tempfile.TemporaryFile()  # noqa: SIM115, read when a fork fails
+        with theirs:
+            self._warm = subprocess.Popen(
+                command, env=environment, process_group=0, pass_fds=[theirs.fileno()], stdout=output, stderr=output
+            )
+        self._has_forked = False
+        return ours
+
+
+class ForkedProcess:
+    """A forked process; before the fork, and where it fails, whatever stands for it."""
+
+    def __init__(self, gate: socket.socket, start: ProcessStart, starts: WarmStarts) -> None:
+        self._gate = gate
+        self._start = start
+        self._starts = starts
+        self._pid: int | None = None
+        self._fresh: Process | None = None
+        """The new interpreter that replaces a failed fork."""
+        self._status: int | None = None
+
+    def status(self) -> int | None:
+        self._meet()
+        if self._fresh is not None:
+            return self._fresh.status()
+        if self._pid is not None and self._status is None:
+            ended, status = os.waitpid(self._pid, os.WNOHANG)
+            self._status = os.waitstatus_to_exitcode(status) if ended else None
+        return self._status
+
+    def ask_to_stop(self) -> None:
+        if self.status() is not None:
+            return
+        if self._fresh is not None:
+            self._fresh.ask_to_stop()
+        elif self._pid is not None:
+            os.kill(self._pid, signal.SIGTERM)
+        else:
+            self._renounce()
+
+    def kill(self) -> None:
+        self._meet()
+        if self._fresh is not None:
+            self._fresh.kill()
+        elif self._pid is None:
+            self._renounce()
+        else:
+            processes.kill_group(self._pid)
+            if self._status is None:
+                self._status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+    def _meet(self) -> None:
+        """Take the process id when it is here, and let the process go on; start a new interpreter if it will not come."""
+        if self._pid is not None or self._fresh is not None or self._status is not None:
+            return
+        try:
+            said = self._gate.recv(64)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            said = b""
+        if said:
+            self._pid = int(said)
+            with contextlib.suppress(OSError):
+                self._gate.send(GO)
+        else:
+            self._fresh = self._starts.start_fresh(self._start)
+        self._gate.close()
+        self._starts.note_answer(is_forked=bool(said))
+
+    def _renounce(self) -> None:
+        """End a process that has not come yet: it does not go on without a word at the gate."""
+        if self._status is None:
+            self._gate.close()
+            self._status = 0
+            self._starts.note_answer(is_forked=False)
+
+
+def adopt_orphans(is_wanted: bool) -> bool:
+    """Make this process the parent of its orphaned descendants, or no longer; return False where the kernel refuses.
+
+    Only while a fork is awaited: an adopted child of a killed service would stay a zombie until the launcher ends.
+    """
+    return ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(is_wanted), 0, 0, 0) == 0

@@ -1,0 +1,161 @@
+"""`offbeat status`: asks a running learner over its hub for the state of the run, or reads how a run has ended."""
+
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from offbeat.common.errors import ServiceError
+from offbeat.common.processes.shutdown import StopRequest
+from offbeat.deploy.operating.link import OpenLink, ask
+from offbeat.lab.ended_run import EndedRun, read_end, render_end
+from offbeat.lab.terminal import FittedTable, stdout_console
+from offbeat.protocols.messages import MemberStatus, SettingChange, StatusReport, StatusRequest, Vitals
+
+WATCH_INTERVAL_S = 1.0
+"""Seconds between two questions of `--watch`."""
+
+
+class Asked(NamedTuple):
+    """The run that an operator asks about."""
+
+    open_link: OpenLink
+    address: str
+    """Address of its hub."""
+    folder: Path
+    """The run's folder, which may be on another machine."""
+    num_steps: int
+    """`train.num_steps`."""
+
+
+def print_status(asked: Asked, *, as_json: bool) -> None:
+    """Print how a run has ended, or ask its learner once and print the answer; raise `ServiceError` when there is neither."""
+    ended = read_end(asked.folder)
+    # Looked for first: at the address of a run that is over, the learner of another run may answer.
+    if ended is not None and ended.outcome is not None:
+        _print(ended, render_end(ended, asked.num_steps), as_json=as_json)
+        return
+    try:
+        with asked.open_link() as link:
+            report = ask(link, asked.address, StatusRequest(), StatusReport)
+    except ServiceError as error:
+        if ended is None:
+            raise
+        _print(ended, render_end(ended, asked.num_steps), as_json=as_json)
+        quiet_s = max(0.0, time.time() - ended.last_time)
+        raise ServiceError(f"{error}; its rows end {quiet_s:.0f} s ago without a final one: it hangs or was killed") from error
+    _print(report, render_status(report), as_json=as_json)
+
+
+def watch_status(asked: Asked, stop: StopRequest) -> None:
+    """Ask every second until a signal or the run's end; show the newest answer, or the error when the learner gives none."""
+    with asked.open_link() as link, Live(refresh_per_second=4) as live:
+        ended = read_end(asked.folder)
+        while not stop and (ended is None or ended.outcome is None):
+            try:
+                live.update(render_status(ask(link, asked.address, StatusRequest(), StatusReport)))
+                time.sleep(WATCH_INTERVAL_S)
+            except ServiceError as error:
+                live.update(Text(str(error), style="red"))
+                ended = read_end(asked.folder)
+        if ended is not None and ended.outcome is not None:
+            live.update(render_end(ended, asked.num_steps))
+
+
+def _print(state: StatusReport | EndedRun, shown: RenderableType, *, as_json: bool) -> None:
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(state)).decode())
+    else:
+        stdout_console().print(shown)
+
+
+def render_status(report: StatusReport) -> RenderableType:
+    """Return the report as text and tables."""
+    head = Text()
+    head.append(f"run {report.run_id}", style="bold")
+    head.append(f"   step {report.policy_version} of {report.num_steps}   up {_duration(report.uptime_s)}\n")
+    head.append(f"{report.doing} for {report.doing_s:.1f} s", style="cyan")
+    head.append(f"   weights published: {report.published_version}\n")
+    head.append(f"{_vitals(report, report.vitals)}\n")
+    if report.waiting_for:
+        head.append(f"next batch waits for: {report.waiting_for}\n")
+    head.append(f"buffer: {report.num_ready} groups ready, {report.num_generating} leases in flight")
+    head.append(f"   epoch {report.epoch} ({report.epoch_position:.0%})   log {report.log_bytes / 2**20:.1f} MB\n")
+    head.append("ledger: " + "   ".join(f"{name} {number}" for name, number in report.ledger.items()))
+    if report.actors_wanted is not None:
+        head.append(f"\nactors: {len(report.members)} connected, {report.actors_wanted} wanted")
+    problems = [Text(f"! {problem}", style="yellow") for problem in (*report.vitals.health, *report.problems)]
+    tuned = [Text(_tuned(change), style="cyan") for change in report.changed_settings]
+    members = _members(report) if report.members else Text("no actor is connected", style="yellow")
+    parts: list[RenderableType] = [head, *problems, *tuned, members]
+    if report.rejected:
+        parts.append(_rejected(report.rejected))
+    return Group(*parts)
+
+
+def _vitals(report: StatusReport, vitals: Vitals) -> str:
+    if vitals.reward is None:
+        return "no step yet"
+    parts = [f"reward {vitals.reward:.3f}"]
+    if vitals.reward_by_task:
+        parts.append(f"by task: {', '.join(f'{task} {reward:.3f}' for task, reward in vitals.reward_by_task.items())}")
+    if vitals.share_by_task:
+        parts.append(f"leased: {', '.join(f'{share:.0%} of {task}' for task, share in vitals.share_by_task.items())}")
+    if vitals.lag_mean is not None and vitals.lag_max is not None and vitals.bound is not None:
+        parts.append(f"lag {vitals.lag_mean:.1f}, largest {vitals.lag_max:.0f}, bound {vitals.bound:.0f}")
+    if vitals.step_s is not None:
+        left_s = vitals.step_s * (report.num_steps - report.policy_version)
+        parts.append(f"{vitals.step_s:.1f} s a step, {_duration(left_s)} left")
+    return "   ".join(parts)
+
+
+def _tuned(change: SettingChange) -> str:
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(change.at))
+    return (
+        f"set: {change.setting} = {change.after} (config: {change.before}), by {change.who} at version "
+        f"{change.policy_version}, {at}"
+    )
+
+
+def _members(report: StatusReport) -> FittedTable:
+    table = Table("actor", "state")
+    for head in ("version", "lag", "leases", "tokens/s", "last seen"):
+        table.add_column(head, justify="right")
+    table.add_column("engine")
+    for member in report.members:
+        has_weights = member.policy_version >= 0
+        lag = max(0, report.policy_version - member.policy_version)
+        # Not plain strings, in which rich would look for markup: an actor chose its name and engine.
+        table.add_row(
+            Text(member.name),
+            Text(member.state, style=_style(member)),
+            str(member.policy_version) if has_weights else "-",
+            str(lag) if has_weights else "",
+            f"{member.num_leases}/{member.capacity}",
+            f"{member.tokens_per_s:.0f}",
+            f"{member.last_seen_s:.1f} s",
+            Text(member.engine),
+        )
+    return FittedTable(table, dispensable=("engine", "last seen", "tokens/s", "lag"))
+
+
+def _rejected(rejected: dict[str, int]) -> Table:
+    table = Table("refused", "times")
+    for what, times in sorted(rejected.items(), key=lambda item: -item[1])[:20]:
+        table.add_row(Text(what), str(times))
+    return table
+
+
+def _style(member: MemberStatus) -> str:
+    return {"working": "green", "new": "cyan"}.get(member.state, "red")
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"

@@ -1,0 +1,1 @@
+"""What the learner tells about a run: rows, terminal, health, pages and trackers."""

@@ -1,0 +1,126 @@
+"""The live page of a run: what the report shows, while it goes on, with the members and what the next batch waits for.
+
+rows as they are recorded -> curves, newest samples -> /state.json -> the page's script
+dispatcher -> status report ----------------------------^
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from offbeat.common.records.probes import health, numbers, readiness
+from offbeat.common.records.rows import EvalRow, EventRow, OtherRow, Row, SampleRow, StepRow, row_fields
+from offbeat.common.records.web import Response, Route
+from offbeat.common.records.writer import ROWS_FILE, read_rows_of
+from offbeat.learner.reporting.page.curves import Curve, Points
+from offbeat.learner.reporting.page.exported import families
+from offbeat.protocols.messages import StatusReport
+
+CURVES = (
+    "reward/mean",
+    "lag/mean",
+    "lag/max",
+    "staleness/bound",
+    "clip/fraction",
+    "ratio/log_std",
+    "entropy/mean",
+    "length/mean",
+    "loss/grad_norm",
+    "time/step_s",
+    "time/wait_rollouts_s",
+)
+"""Metrics of steps that the page draws."""
+HELD_OUT = "eval/reward"
+NUM_SAMPLES = 8
+NUM_EVENTS = 30
+
+
+class LivePage:
+    """Collects rows, from any thread, and answers for the page."""
+
+    def __init__(self, name: str) -> None:
+        """`name` is the page's title."""
+        self._name = name
+        self._lock = threading.Lock()
+        self._curves: dict[str, Curve] = {}
+        self._step: StepRow | None = None
+        self._samples: deque[dict[str, Any]] = deque(maxlen=NUM_SAMPLES)
+        self._events: deque[dict[str, Any]] = deque(maxlen=NUM_EVENTS)
+
+    def add(self, row: Row | OtherRow) -> None:
+        """Take a row that was recorded."""
+        with self._lock:
+            match row:
+                case StepRow():
+                    self._step = row
+                    for name in CURVES:
+                        self._extend(name, row.policy_version, row.number(name))
+                case EvalRow():
+                    self._extend(HELD_OUT, row.policy_version, row.reward)
+                case SampleRow():
+                    self._samples.append(row_fields(row))
+                case EventRow():
+                    self._events.append(row_fields(row))
+                case _:
+                    pass
+
+    def add_former(self, run_folder: Path) -> None:
+        """Take the rows that former processes of the run have written."""
+        for row in read_rows_of(run_folder / ROWS_FILE, StepRow, EvalRow, SampleRow, EventRow):
+            self.add(row)
+
+    def routes(self, status: Callable[[], StatusReport], silence_s: Callable[[], float]) -> dict[str, Route]:
+        """Return the paths that the learner's web server answers; `silence_s` tells how long ago the hub's thread turned."""
+        return {
+            "/": lambda: Response(_asset("live.html"), "text/html; charset=utf-8"),
+            "/live.js": lambda: Response(_asset("live.js"), "text/javascript; charset=utf-8"),
+            "/page.css": lambda: Response(_asset("page.css", "offbeat.common.records"), "text/css; charset=utf-8"),
+            "/live.css": lambda: Response(_asset("live.css"), "text/css; charset=utf-8"),
+            "/plotly.js": _plotly,
+            "/state.json": lambda: self._state(status()),
+            "/metrics": lambda: numbers(families(status(), self._step)),
+            "/healthz": lambda: health("the hub", silence_s()),
+            "/readyz": lambda: _readiness(status()),
+        }
+
+    def _extend(self, name: str, version: int, value: float | None) -> None:
+        if value is not None:
+            self._curves.setdefault(name, Curve()).add(version, value)
+
+    def _state(self, report: StatusReport) -> Response:
+        with self._lock:
+            curves: dict[str, Points] = {name: curve.points() for name, curve in self._curves.items()}
+            samples, events = list(self._samples), list(self._events)
+        state = {
+            "name": self._name,
+            "time": time.time(),
+            "status": report,
+            "curves": {name: points._asdict() for name, points in curves.items()},
+            "samples": samples[::-1],
+            "events": events[::-1],
+        }
+        return Response(msgspec.json.encode(state), "application/json")
+
+
+def _readiness(report: StatusReport) -> Response:
+    """Answer 200 once weights were published, so that actors can work."""
+    version = report.published_version
+    text = "no weights are published yet" if version < 0 else f"weights {version} are published"
+    return readiness(text, is_ready=version >= 0)
+
+
+def _plotly() -> Response:
+    # Imported here: it reads 5 MB, for whoever opens the page.
+    from plotly.offline import get_plotlyjs
+
+    return Response(get_plotlyjs().encode(), "text/javascript; charset=utf-8")
+
+
+def _asset(name: str, package: str = "offbeat.learner.reporting.page") -> bytes:
+    return resources.files(package).joinpath(name).read_bytes()

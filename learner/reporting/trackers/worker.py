@@ -1,0 +1,120 @@
+"""The process that hands a run's rows to one tracker, whose library may wait, retry and hang without holding training up.
+
+learner -> stdin: an `Opening`, then lines of metrics.jsonl -> the tracker
+learner <- pipe: `Health`, whenever it changes
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from offbeat.common.processes.shutdown import die_with_parent
+from offbeat.common.records.rows import FinalRow, OtherRow, decode_row
+from offbeat.common.setting_text import without_logins
+from offbeat.learner.reporting.trackers.mlflow_tracker import MlflowTracker
+from offbeat.learner.reporting.trackers.tracker import Kind, Opening, OpenTracker, Tracker
+from offbeat.learner.reporting.trackers.trackio_tracker import TrackioTracker
+from offbeat.learner.reporting.trackers.wandb_tracker import WandbTracker
+from offbeat.protocols.text import plain
+
+RETRY_S = 60.0
+"""Seconds until a tracker that could not be opened is tried again."""
+SLOW_S = 30.0
+"""Seconds after which a call of a tracker that has not returned is reported."""
+MAX_DETAIL = 500
+"""Characters of an error that are reported."""
+
+OPEN: Mapping[Kind, OpenTracker] = {"wandb": WandbTracker, "mlflow": MlflowTracker, "trackio": TrackioTracker}
+
+
+class Health(msgspec.Struct, frozen=True):
+    """A message of the worker to the learner: the tracker fails from now on, or works again."""
+
+    problem: str | None = None
+    """The error; None: it works again."""
+    num_lost: int = 0
+    """Rows that the tracker has refused so far."""
+
+
+class Attempts:
+    """Calls of a tracker's library, which report when they begin to fail or to hang, and when they work again."""
+
+    def __init__(self, report: Callable[[Health], None]) -> None:
+        self._report = report
+        self._lock = threading.Lock()
+        self._is_failing = False
+        self._num_lost = 0
+
+    def make(self, call: Callable[[], object], *, costs_a_row: bool = False) -> bool:
+        """Call, and return whether it went well."""
+        watch = threading.Timer(SLOW_S, self._fail, [f"no answer for {SLOW_S:g} s; it goes on trying"])
+        watch.daemon = True
+        watch.start()
+        try:
+            call()
+        # Each tracker's library has errors of its own, and may leave by `sys.exit`.
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            print(without_logins(traceback.format_exc()), file=sys.stderr, flush=True)
+            self._num_lost += costs_a_row
+            self._fail(without_logins(" ".join(f"{type(error).__name__}: {error}".split())))
+            return False
+        finally:
+            watch.cancel()
+        self._work_again()
+        return True
+
+    def _fail(self, problem: str) -> None:
+        with self._lock:
+            if not self._is_failing:
+                self._report(Health(plain(problem, MAX_DETAIL)))
+            self._is_failing = True
+
+    def _work_again(self) -> None:
+        with self._lock:
+            if self._is_failing:
+                self._report(Health(num_lost=self._num_lost))
+            self._is_failing = False
+
+
+def track(opening: Opening, lines: Iterable[bytes], report: Callable[[Health], None], open_tracker: OpenTracker) -> None:
+    """Hand the rows in `lines` to a tracker until they end. Waits for: rows, the tracker. Unblocked by: the end of `lines`."""
+    attempts = Attempts(report)
+    opened: list[Tracker] = []
+    while not attempts.make(lambda: opened.append(open_tracker(opening))):
+        time.sleep(RETRY_S)
+    (tracker,) = opened
+    outcome: str | None = None
+    for line in lines:
+        row = decode_row(line)
+        if isinstance(row, FinalRow):
+            outcome = row.outcome
+        elif row is not None and not isinstance(row, OtherRow):
+            attempts.make(lambda row=row: tracker.add(row), costs_a_row=True)
+    attempts.make(lambda: tracker.close(outcome))
+
+
+def main() -> None:
+    """Serve the learner, whose process id is the second argument; the first is the pipe for reports."""
+    reports, parent = sys.argv[1:]
+    die_with_parent(int(parent))
+    # What the library starts must not keep the pipe open.
+    os.set_inheritable(int(reports), False)
+    # Ctrl-C on a terminal reaches the learner's whole group; the learner ends this process after its last row.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+
+    def report(health: Health) -> None:
+        os.write(int(reports), msgspec.json.encode(health) + b"\n")
+
+    opening = msgspec.json.decode(sys.stdin.buffer.readline(), type=Opening)
+    track(opening, sys.stdin.buffer, report, OPEN[opening.kind])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""The run's copy in object storage, for machines whose disks go with them: a thread uploads, a start on an empty disk fetches.
+
+    run.dir: closed log segments, whole checkpoints, metrics, config, identity -> Mirror (thread) -> run.mirror -> fetch_run
+
+A closed segment and a whole checkpoint never change, so each is uploaded once. The segment that is being written is uploaded
+with each checkpoint, which thus finds its whole past there. A disk takes with it the groups that were accepted after the newest
+segment or checkpoint was uploaded, `log.segment_mb` and what arrives during an upload at most; their prompts are leased again.
+"""
+
+import logging
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import fsspec
+from fsspec.callbacks import Callback
+from fsspec.core import url_to_fs
+
+from offbeat.common.errors import SettingError
+from offbeat.common.records.rows import EventRow, Recorder
+from offbeat.common.records.run_folder import CHECKPOINTS, CONFIG_FILE, IDENTITY_FILE, LOG, MODEL, PROMPT_HASHES_FILE
+from offbeat.common.records.writer import ROWS_FILE
+from offbeat.learner.leases.log_reading import segment_name, segment_numbers
+from offbeat.learner.reporting.trackers.tracker import KINDS, id_file
+from offbeat.learner.training import checkpoints
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 5.0
+"""Seconds between two looks at the run's folder."""
+SILENCE_S = 300.0
+"""Seconds that the last upload may go on without a part or, where the storage tells of none, a file that has come."""
+_SMALL = (CONFIG_FILE, IDENTITY_FILE, PROMPT_HASHES_FILE, ROWS_FILE, *(id_file(kind) for kind in KINDS))
+_EVALUATIONS = f"{CHECKPOINTS}/{checkpoints.EVALUATIONS_FILE}"
+_PARTIAL = "mirror.partial"
+"""Folder in the run's for what is being fetched."""
+
+
+class Storage(NamedTuple):
+    """A folder in any storage that fsspec knows."""
+
+    files: fsspec.AbstractFileSystem
+    root: str
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each file, by its path in the folder."""
+        self.files.invalidate_cache()
+        if not self.files.exists(self.root):
+            return {}
+        found: dict[str, Any] = self.files.find(self.root, detail=True)  # pyright: ignore[reportAssignmentType]
+        return {self._name(path): entry["size"] for path, entry in found.items()}
+
+    def put(self, file: Path, name: str, progress: Callback) -> None:
+        """Copy a file to this name; `progress` is called with each part that has come."""
+        path = f"{self.root}/{name}"
+        self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self.files.put_file(str(file), path, callback=progress)  # pyright: ignore[reportArgumentType]
+
+    def get(self, name: str, file: Path) -> None:
+        """Copy the file of this name to a new one."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self.files.get_file(f"{self.root}/{name}", str(file))
+
+    def delete(self, name: str) -> None:
+        """Delete the file of this name."""
+        self.files.rm_file(f"{self.root}/{name}")
+
+    def _name(self, path: str) -> str:
+        return path.lstrip("/").removeprefix(self.root.lstrip("/")).lstrip("/")
+
+
+def open_storage(url: str) -> Storage:
+    """Return the folder at `run.mirror`; raise `SettingError` where nothing can read such addresses."""
+    try:
+        files, root = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        cure = "Install the package that reads such addresses (s3fs for s3://), or name a folder."
+        raise SettingError("run.mirror", url, str(error), cure) from error
+    storage = Storage(files, root.rstrip("/"))
+    try:
+        storage.sizes()
+    # Each storage's library has errors of its own.
+    except Exception as error:
+        problem = f"the place cannot be read ({type(error).__name__}: {error})"
+        raise SettingError("run.mirror", url, problem, "Correct the address, or the storage's rights and variables.") from error
+    return storage
+
+
+class Mirror:
+    """Uploads what is new in the run's folder, from a thread of its own, until the context ends; then all of it once more."""
+
+    def __init__(self, folder: Path, storage: Storage, record: Recorder) -> None:
+        self._folder = folder
+        self._storage = storage
+        self._record = record
+        self._is_over = threading.Event()
+        self._is_failing = False
+        self._moved_at = time.monotonic()
+        self._progress = Callback(hooks={"moved": self._note_progress})
+        self._there = storage.sizes()
+        """Sizes of the files in the storage."""
+        self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+
+    def __enter__(self) -> "Mirror":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._moved_at = time.monotonic()
+        self._is_over.set()
+        while self._thread.is_alive():
+            self._thread.join(timeout=min(1.0, SILENCE_S))
+            if time.monotonic() - self._moved_at > SILENCE_S:
+                self._note_failure(f"{self._storage.root} took nothing for {SILENCE_S:.0f} s")
+                return
+
+    def upload(self, *, is_last: bool = False) -> None:
+        """Upload what the storage lacks, and delete from it what the run has deleted. `is_last`: nobody writes any more."""
+        segments = segment_numbers(self._folder / LOG) if (self._folder / LOG).is_dir() else []
+        whole = sorted(checkpoints.whole(self._folder / CHECKPOINTS))
+        new = [folder for folder in whole if not self._has(self._name(checkpoints.manifest(folder)))]
+        # The segments come before the checkpoints that refer to them, and a checkpoint's manifest after its other files.
+        count = len(segments) if new or is_last else max(0, len(segments) - 1)
+        for number in segments[:count]:
+            self._put(self._folder / LOG / segment_name(number))
+        for folder in new:
+            manifest = checkpoints.manifest(folder)
+            for file in sorted(folder.rglob("*"), key=lambda file: file == manifest):
+                self._put(file)
+        if new or is_last or not self._has(IDENTITY_FILE):
+            for name in (*_SMALL, _EVALUATIONS):
+                self._put(self._folder / name, may_change=True)
+        if is_last and (self._folder / MODEL).is_dir():
+            for file in (self._folder / MODEL).rglob("*"):
+                self._put(file)
+        self._delete({segment_name(number) for number in segments}, {folder.name for folder in whole})
+
+    def _run(self) -> None:
+        while not self._is_over.wait(LOOK_S):
+            self._try_upload()
+        self._try_upload(is_last=True)
+
+    def _try_upload(self, *, is_last: bool = False) -> None:
+        try:
+            self.upload(is_last=is_last)
+        # Each storage's library has errors of its own. The run goes on without its mirror, and says so.
+        except Exception as error:  # noqa: BLE001
+            if not self._is_failing or is_last:
+                self._note_failure(f"{self._storage.root}: {type(error).__name__}: {error}")
+            self._is_failing = True
+        else:
+            if self._is_failing:
+                logger.info("run.mirror: %s works again", self._storage.root)
+            self._is_failing = False
+
+    def _note_failure(self, problem: str) -> None:
+        detail = f"{problem}; what is new is only on this machine until it works"
+        logger.warning("run.mirror: %s", detail)
+        self._record(EventRow(event="mirror_failed", detail=detail))
+
+    def _note_progress(self, *_: object) -> None:
+        self._moved_at = time.monotonic()
+
+    def _put(self, file: Path, *, may_change: bool = False) -> None:
+        """Upload a file unless the storage has one of its size; nothing for what a prune has just deleted.
+
+        `may_change`: another content may have the same size.
+        """
+        name = self._name(file)
+        try:
+            size = file.stat().st_size
+            if not file.is_file() or (self._there.get(name) == size and not may_change):
+                return
+            self._storage.put(file, name, self._progress)
+        except FileNotFoundError:
+            return
+        self._note_progress()
+        self._there[name] = size
+
+    def _delete(self, segments: set[str], whole: set[str]) -> None:
+        for name in sorted(self._there):
+            kind, _, rest = name.partition("/")
+            kept = segments if kind == LOG else whole | {checkpoints.EVALUATIONS_FILE}
+            is_old = kind in (LOG, CHECKPOINTS) and rest.partition("/")[0] not in kept
+            if is_old:
+                self._storage.delete(name)
+                del self._there[name]
+
+    def _has(self, name: str) -> bool:
+        return name in self._there
+
+    def _name(self, file: Path) -> str:
+        return file.relative_to(self._folder).as_posix()
+
+
+def open_mirror(folder: Path, url: str, record: Recorder, *, resume: bool) -> Mirror:
+    """Return the mirror of the run in `folder`; raise `SettingError` where it would lose what the storage has."""
+    storage = open_storage(url)
+    names = storage.sizes()
+    if not resume and any(name.startswith((f"{LOG}/", f"{CHECKPOINTS}/")) for name in names):
+        cure = "Set run.resume=true (or auto) to continue it, or name another place."
+        raise SettingError("run.mirror", url, "it already holds a run", cure)
+    here = {segment_name(number) for number in segment_numbers(folder / LOG)} if (folder / LOG).is_dir() else set[str]()
+    newest = max((name for name in names if name.startswith(f"{LOG}/")), default="")
+    if newest.removeprefix(f"{LOG}/") > max(here, default=""):
+        problem = f"its log has {newest}, which {folder} has not: the run went on elsewhere"
+        raise SettingError(
+            "run.mirror", url, problem, "Move the folder away, and the learner fetches the run; or name another."
+        )
+    return Mirror(folder, storage, record)
+
+
+def fetch_run(folder: Path, url: str) -> bool:
+    """Fetch the newest checkpoint, the best one and the log of a mirrored run into a folder that holds none.
+
+    Return whether there is one.
+    """
+    storage = open_storage(url)
+    names = sorted(storage.sizes())
+    whole = sorted(
+        Path(name).parent for name in names if name.startswith(f"{CHECKPOINTS}/") and name.endswith("/manifest.json")
+    )
+    if not whole and not any(name.startswith(f"{LOG}/") for name in names):
+        return False
+    partial = folder / _PARTIAL
+    shutil.rmtree(partial, ignore_errors=True)
+    if _EVALUATIONS in names:
+        storage.get(_EVALUATIONS, partial / _EVALUATIONS)
+    kept = {*whole[-1:], checkpoints.best(partial / CHECKPOINTS, among=whole)}
+    for name in names:
+        if name in _SMALL or name.startswith(f"{LOG}/") or any(path in kept for path in Path(name).parents):
+            storage.get(name, partial / name)
+    # The checkpoint first: a folder with a log alone would begin again at the first step.
+    for name in (CHECKPOINTS, LOG, *_SMALL):
+        if (partial / name).exists():
+            (partial / name).replace(folder / name)
+    partial.rmdir()
+    logger.info("fetched the run from %s: %s", url, whole[-1].name if whole else "its log, no checkpoint")
+    return True

@@ -1,0 +1,345 @@
+"""A run's state on disk: checkpoints are written and read here, and a restarted learner picks up the rollout log.
+
+checkpoint (model, optimizer, ServiceState) + log records after it -> the run as it was when the last process ended
+"""
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from offbeat.common.errors import SettingError
+from offbeat.common.processes.descriptors import patiently
+from offbeat.common.records.rows import EvalRow, EventRow, Recorder, Row, StepRow, decode_row
+from offbeat.common.records.run_folder import CHECKPOINTS, LOG
+from offbeat.common.records.writer import ROWS_FILE
+from offbeat.common.settings.config import LogSection
+from offbeat.learner.dispatch.dispatcher import Dispatcher
+from offbeat.learner.dispatch.live_settings import LiveSettings
+from offbeat.learner.leases.auto_bound import AutoBound, Noise
+from offbeat.learner.leases.ledger import needed_position
+from offbeat.learner.leases.log_reading import find_run_ids, read_history, read_record
+from offbeat.learner.leases.log_records import Position
+from offbeat.learner.leases.prompts import Prompt
+from offbeat.learner.leases.recovery import DispatcherState, Recovered, recover
+from offbeat.learner.leases.rollout_log import LogFullError, RolloutLog
+from offbeat.learner.restart.run_identity import (
+    Change,
+    PromptHashes,
+    RunIdentity,
+    read_identity,
+    read_prompt_hashes,
+    require_same_run,
+)
+from offbeat.learner.training import checkpoints
+from offbeat.learner.training.ranks import RankedTrainer
+from offbeat.learner.training.trainer_state import read_version
+
+logger = logging.getLogger(__name__)
+
+SLOWER = 1.5
+"""Factor by which a checkpoint may take longer than the longest so far: a machine that is taken away is often busy."""
+CHECKPOINT_BYTES_PER_PARAMETER = 16
+"""Weights in two precisions at most, and AdamW's two moments."""
+
+
+class ServiceState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The part of a checkpoint beside model and optimizer."""
+
+    run_id: str
+    dispatcher: DispatcherState
+    noise: Noise | None = None
+    """The automatic bound's; None when it has measured none."""
+    identity: RunIdentity | None = None
+    """Everything that the run is made with; None in checkpoints of older programs."""
+
+
+class Checkpoints:
+    """Writes the run's checkpoints, and shortens the log to what the oldest kept one needs."""
+
+    def __init__(
+        self,
+        run_folder: Path,
+        *,
+        trainer: RankedTrainer,
+        dispatcher: Dispatcher,
+        auto_bound: AutoBound,
+        run_id: str,
+        identity: RunIdentity,
+        keep: int,
+        record: Recorder,
+    ) -> None:
+        """Keep the `keep` newest checkpoints in the folder of the run."""
+        self._root = run_folder / CHECKPOINTS
+        self._trainer = trainer
+        self._dispatcher = dispatcher
+        self._auto_bound = auto_bound
+        self._run_id = run_id
+        self._identity = identity
+        self._keep = keep
+        self._record = record
+        self._longest_s = 0.0
+        """Seconds that the longest checkpoint of this process took."""
+        self._num_bytes = CHECKPOINT_BYTES_PER_PARAMETER * sum(math.prod(spec.shape) for spec in trainer.layout())
+
+    def fits(self, seconds: float) -> bool:
+        """Return whether a checkpoint is expected to be written within this time; True before the first one is measured."""
+        return SLOWER * self._longest_s <= seconds
+
+    def save(self) -> None:
+        """Write a checkpoint. A full disk costs this checkpoint, not the run: the log has what happened since the last one."""
+        self._dispatcher.doing("writing a checkpoint")
+        started = time.monotonic()
+        folder = checkpoints.checkpoint_folder(self._root, self._trainer.policy_version)
+        try:
+            checkpoints.require_room(self._root, self._num_bytes)
+            state = ServiceState(self._run_id, self._dispatcher.state(), self._auto_bound.noise, self._identity)
+            self._trainer.save_checkpoint(folder, msgspec.msgpack.encode(state))
+        except (checkpoints.CheckpointFailedError, LogFullError) as error:
+            detail = f"{folder}: {error}; the run goes on, and a restart would begin at the checkpoint before"
+            logger.warning(detail)
+            self._record(EventRow(event="checkpoint_failed", detail=detail))
+            return
+        self._longest_s = max(self._longest_s, time.monotonic() - started)
+        patiently(lambda: checkpoints.prune(self._root, keep=self._keep))
+        if state.dispatcher.log_end is not None:
+            self._dispatcher.prune_log(patiently(lambda: needed_by_oldest(self._root, self._keep)))
+        logger.info("checkpoint %s", folder)
+
+
+def noting_evaluations(run_folder: Path, record: Recorder) -> Recorder:
+    """Return a recorder that keeps the rewards of evaluations beside the checkpoints too, whose best is not deleted."""
+
+    def record_and_note(row: Row) -> None:
+        record(row)
+        if isinstance(row, EvalRow) and row.reward is not None and math.isfinite(row.reward):
+            try:
+                checkpoints.note_evaluation(run_folder / CHECKPOINTS, row.policy_version, row.reward)
+            except OSError as error:
+                logger.warning(
+                    "the evaluation of version %d does not count for the best checkpoint: %s", row.policy_version, error
+                )
+
+    return record_and_note
+
+
+def last_actor_hours(run_folder: Path) -> float:
+    """Return the sum of the actors' time, in hours, as the run's last step tells it; 0 before the first step."""
+    newest, file = b"", run_folder / ROWS_FILE
+    if file.exists():
+        with file.open("rb") as lines:
+            for line in lines:
+                if line.startswith(b'{"kind":"step"') and line.endswith(b"\n"):
+                    newest = line
+    row = decode_row(newest)
+    return row.number("actors/hours") or 0.0 if isinstance(row, StepRow) else 0.0
+
+
+def needed_by_oldest(root: Path, keep: int) -> Position:
+    """Return where the first log record begins that a restart from the oldest of the `keep` newest checkpoints reads.
+
+    An older checkpoint that is kept as the best one is for export, and does not keep the log from being shortened.
+    """
+    oldest = sorted(checkpoints.whole(root))[-keep:][0]
+    dispatcher = msgspec.msgpack.decode(checkpoints.read_extra(oldest), type=ServiceState).dispatcher
+    return needed_position(dispatcher.ledger.open, dispatcher.log_end or Position(0, 0))
+
+
+def check_identity(run_folder: Path, identity: RunIdentity, hashes: PromptHashes, *, may_append: bool = False) -> list[Change]:
+    """Return the differences to the run in the folder that a resumed run may have; `SettingError` where it has another.
+
+    `hashes` are those of the training prompts, to whose end prompts may be added with `may_append`. Compares with the folder's
+    identity and with the newest checkpoint's, which is all that is left where the folder's file is lost.
+    """
+    known = [found for found in (read_identity(run_folder), _identity_in_checkpoint(run_folder)) if found is not None]
+    if not known:
+        logger.warning(
+            "%s does not say what its run was made with, which older versions did not keep: settings, model and data are not "
+            "compared",
+            run_folder,
+        )
+    hashes_before = read_prompt_hashes(run_folder)
+    changes = [
+        change
+        for before in known
+        for change in require_same_run(before, identity, hashes_before, hashes, may_append=may_append)
+    ]
+    # Where a setting differs from both, the checkpoint's value counts: the weights were made with it.
+    return list({change.name: change for change in changes}.values())
+
+
+def _identity_in_checkpoint(run_folder: Path) -> RunIdentity | None:
+    newest = checkpoints.newest(run_folder / CHECKPOINTS)
+    if newest is None:
+        return None
+    return msgspec.msgpack.decode(checkpoints.read_extra(newest), type=ServiceState).identity
+
+
+def find_run_id(run_folder: Path) -> str | None:
+    """Return the id of the run in a folder, from its identity, its log or its newest checkpoint; None without any."""
+    identity = read_identity(run_folder)
+    if identity is not None and identity.run_id:
+        return identity.run_id
+    if (run_folder / LOG).is_dir() and (run_ids := find_run_ids(run_folder / LOG)):
+        return list(run_ids.values())[-1]
+    newest = checkpoints.newest(run_folder / CHECKPOINTS)
+    return _run_id_in(newest) if newest is not None else None
+
+
+def require_own_log(run_folder: Path, run_id: str) -> None:
+    """Raise `SettingError` when another run wrote a part of the rollout log in this folder."""
+    if not (run_folder / LOG).is_dir():
+        return
+    for path, found in find_run_ids(run_folder / LOG).items():
+        if found != run_id:
+            problem = f"this is run {run_id}, but run {found} wrote {path}"
+            cure = "Give the folder its own log back, or move the folder log out of run.dir to go on without it."
+            raise SettingError("run.resume", True, problem, cure)
+
+
+def set_damaged_aside(run_folder: Path, run_id: str) -> list[str]:
+    """Rename the newest checkpoints that cannot be resumed from: damaged ones, and those of other runs than `run_id`.
+
+    Stops at the first whole one of this run. Returns a line about each that was renamed.
+    """
+    said: list[str] = []
+    for folder in sorted(checkpoints.whole(run_folder / CHECKPOINTS), reverse=True):
+        damage = checkpoints.find_damage(folder) or _find_foreign(folder, run_id)
+        if damage is None:
+            break
+        said.append(f"{folder}: {damage}; it is kept as {checkpoints.set_aside(folder).name}, and not used")
+    return said
+
+
+def _find_foreign(folder: Path, run_id: str) -> str | None:
+    """Return in words why a whole checkpoint is not this run's; None for one that is."""
+    found, version = _run_id_in(folder), read_version(folder)
+    if found not in (None, run_id):
+        return f"it is a checkpoint of run {found}, and this is run {run_id}"
+    if version not in (None, checkpoints.version_of(folder)):
+        return f"it holds policy version {version}, so it was renamed"
+    return None
+
+
+def _run_id_in(folder: Path) -> str | None:
+    try:
+        return msgspec.msgpack.decode(checkpoints.read_extra(folder), type=ServiceState).run_id
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def tell_damaged(said: Sequence[str], record: Recorder) -> None:
+    """Warn of damaged checkpoints, and record them."""
+    for detail in said:
+        logger.warning(detail)
+        record(EventRow(event="checkpoint_damaged", detail=detail))
+
+
+def load_checkpoint(run_folder: Path, trainer: RankedTrainer, *, has_log: bool) -> ServiceState | None:
+    """Bring the trainer to the newest checkpoint and return the state in it; None when there is no checkpoint.
+
+    A run without `log.enabled` has no log, whatever lies there.
+    """
+    newest = checkpoints.newest(run_folder / CHECKPOINTS)
+    if newest is not None:
+        extra = trainer.load_checkpoint(newest)
+        logger.info("resumed from %s", newest)
+        return msgspec.msgpack.decode(extra, type=ServiceState)
+    kept = "the rollout log's groups" if has_log and (run_folder / LOG).is_dir() else "nothing: there is no rollout log either"
+    logger.warning(
+        "no whole checkpoint in %s: training begins again at policy version 0, with %s", run_folder / CHECKPOINTS, kept
+    )
+    return None
+
+
+def open_log(run_folder: Path, settings: LogSection, state: ServiceState | None) -> RolloutLog | None:
+    """Open the run's log to append to it; None when the run keeps none."""
+    if not settings.enabled:
+        return None
+    return RolloutLog(
+        run_folder / LOG,
+        fsync=settings.fsync,
+        segment_bytes=settings.segment_mb << 20,
+        retain_bytes=settings.retain_mb << 20,
+        min_free_bytes=settings.min_free_mb << 20,
+        after=state.dispatcher.log_end if state else None,
+    )
+
+
+def recover_run(
+    run_folder: Path,
+    state: ServiceState | None,
+    prompts: Sequence[Prompt],
+    seed: int,
+    *,
+    has_log: bool,
+    may_append: bool = False,
+) -> Recovered:
+    """Return the ledger, buffer and prompt order as they were when the process before this one ended.
+
+    Raises `SettingError` when there are more prompts than before, unless `may_append`: a run whose identity is not known, which
+    `check_identity` lets pass, must have the same number at least.
+    """
+    folder = run_folder / LOG
+    log_end = state.dispatcher.log_end if state else Position(0, 0)
+    recovered = recover(
+        state.dispatcher if state else None,
+        read_history(folder, log_end) if has_log and log_end is not None else (),
+        lambda position: read_record(folder, position),
+        prompts,
+        seed,
+    )
+    appended = recovered.appended
+    if appended is not None and not may_append:
+        problem = f"the run was made with {appended.num_before} prompts, and task.train_data now has {appended.num_prompts}"
+        raise SettingError("task.appended_data", "refuse", problem, "Give the data as it was, or set it to allow.")
+    return recovered
+
+
+def tell_resumed(recovered: Recovered, policy_version: int, record: Recorder) -> None:
+    """Log and record where a resumed run stands, and what damage to the log cost."""
+    ledger = recovered.ledger
+    for gap in recovered.gaps:
+        logger.warning("the rollout log: %s; records behind it are used", gap)
+        record(EventRow(event="log_damaged", detail=str(gap)))
+    if recovered.num_skipped:
+        logger.warning(
+            "%d records belong to leases that the damaged log lost; their prompts are leased again", recovered.num_skipped
+        )
+    if (appended := recovered.appended) is not None:
+        num_new = appended.num_prompts - appended.num_before
+        detail = (
+            f"{num_new} prompts were added to the end of the {appended.num_before} of task.train_data; they are leased from "
+            f"epoch {appended.epoch} on"
+        )
+        logger.warning(detail)
+        record(
+            EventRow(
+                event="data_appended",
+                detail=detail,
+                setting="task.train_data",
+                before=str(appended.num_before),
+                after=str(appended.num_prompts),
+            )
+        )
+    detail = (
+        f"at policy version {policy_version}; {recovered.num_records} log records applied, "
+        f"{ledger.num_ready} groups reused, {ledger.num_open - ledger.num_ready} leases in flight"
+    )
+    logger.info("resumed: %s", detail)
+    record(EventRow(event="resumed", detail=detail, num_reused=ledger.num_ready))
+
+
+def tell_kept_settings(settings: LiveSettings, run_folder: Path, record: Recorder) -> None:
+    """Warn of each setting that an operator changed before the restart: its value is not the config's any more."""
+    for change in settings.in_force():
+        detail = (
+            f"{change.setting} = {change.after}, as {change.who} set it at policy version {change.policy_version} on "
+            f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(change.at))}, not {change.before} as in the config; to "
+            f"change it back: offbeat set {run_folder} {change.setting}={change.before}"
+        )
+        logger.warning(detail)
+        record(EventRow(event="setting_kept", detail=detail, setting=change.setting, value=change.after))

@@ -1,0 +1,90 @@
+"""A model over two worker processes is as exact as in one process, also after updates, and ends with the actor."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+SCRIPT = """
+import json, os, sys, time
+from offbeat.common.processes.environment import prepare_environment
+prepare_environment()
+
+def main(folder):
+    import torch
+    from transformers import AutoModelForCausalLM
+    from offbeat.actor.engines.choice import make_engine
+    from offbeat.protocols.engine_info import ModelHashes
+    from offbeat.protocols.messages import Sampling
+    from tests.weights import buffer_of
+    engine = make_engine(
+        "vllm",
+        folder,
+        dtype="float32",
+        max_model_len=64,
+        hashes=ModelHashes("", "", ""),
+        seed=0,
+        options={"tensor_parallel_size": 2},
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    differences = []
+    for policy_version in range(3):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.05 * torch.randn(parameter.shape)
+            logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        weights = ((name, parameter.data) for name, parameter in model.named_parameters())
+        engine.load_weights(buffer_of(weights), policy_version, recompute_kv=True)
+        differences.append(float(abs(engine.score(ids[0].tolist()).logprobs - logprobs.numpy()).max()))
+    engine.submit(["a"], [5, 6, 7], Sampling(5))
+    finished = []
+    while engine.num_unfinished:
+        finished += engine.step()
+    print(json.dumps([differences, finished[0].segments[0].policy_version]), flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_two_workers_sample_exactly_and_do_not_outlive_a_killed_actor(tiny_model, tmp_path):
+    script = tmp_path / "actor_like.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    with subprocess.Popen(
+        [sys.executable, str(script), str(tiny_model)], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        # vLLM prints lines of its own.
+        answer = next(line for line in process.stdout if line.startswith("[["))
+        workers = _children(process.pid)
+        process.kill()
+    differences, policy_version = json.loads(answer)
+    assert max(differences) < 1e-4
+    assert policy_version == 2
+    assert len(workers) >= 2
+    deadline = time.monotonic() + 20
+    while any(map(_is_alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in workers if _is_alive(pid)]
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()

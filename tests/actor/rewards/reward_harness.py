@@ -1,0 +1,50 @@
+"""Groups for a `RewardRunner`, and the wait for their outcomes."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from offbeat.actor.rewards.attempts import RewardLimits
+from offbeat.actor.rewards.runner import Rewarded, RewardFailure, RewardRunner
+from offbeat.actor.rewards.samples import Sample
+from offbeat.actor.rewards.values import Reward
+
+
+def make_limits(
+    *,
+    timeout_s: float = 20.0,
+    retry_s: float = 0.0,
+    num_workers: int = 1,
+    concurrency: int = 64,
+    calls_per_s: float | None = None,
+    batch_size: int = 64,
+) -> RewardLimits:
+    """Return limits with which nothing is tried again, unless a test asks for it."""
+    return RewardLimits(timeout_s, retry_s, num_workers, concurrency, calls_per_s, batch_size)
+
+
+def samples(completions: Sequence[str], row: Mapping[str, Any] | None = None, *, is_evaluation: bool = False) -> list[Sample]:
+    """Return a group of these completions; each has as many tokens as letters."""
+    return [
+        Sample("p", text, dict(row or {}), np.arange(len(text), dtype=np.int32), "stop", is_evaluation) for text in completions
+    ]
+
+
+def rewarded(key: int, *totals: float) -> Rewarded:
+    """Return the outcome of a group with these rewards."""
+    return Rewarded(key, tuple(map(Reward, totals)))
+
+
+def wait(runner: RewardRunner, limit_s: float = 20.0) -> dict[int, Rewarded | RewardFailure]:
+    """Wait for every submitted group; return the outcomes by key."""
+    outcomes: dict[int, Rewarded | RewardFailure] = {}
+    deadline = time.monotonic() + limit_s
+    while runner.num_pending and time.monotonic() < deadline:
+        for outcome in runner.poll():
+            assert outcome.key not in outcomes
+            outcomes[outcome.key] = outcome
+        time.sleep(0.005)
+    assert not runner.num_pending
+    return outcomes

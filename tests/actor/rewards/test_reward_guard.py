@@ -1,0 +1,60 @@
+"""Nothing that a reward process has started outlives it, whatever ends it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import subprocess, sys, time
+from offbeat.actor.rewards.guard import guard_session
+
+guard_session()
+child = subprocess.Popen(["sh", "-c", "sleep 60 & echo started; wait"], stdout=subprocess.PIPE, text=True, process_group=0)
+child.stdout.readline()
+print("ready", flush=True)
+sys.stdin.read(1)
+"""
+
+
+def session_of(leader: int) -> list[int]:
+    """Return the living processes of a session."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z" and int(fields[3]) == leader:
+            members.append(int(stat.parent.name))
+    return members
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the guard")
+@pytest.mark.parametrize("end", ["kill", "exit"])
+def test_children_of_a_reward_process_and_theirs_end_with_it(end: str) -> None:
+    root = Path(__file__).parents[3]
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, "PYTHONPATH": str(root / "src")},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert len(session_of(process.pid)) == 3, "the process, its child and its grandchild"
+        if end == "kill":
+            process.send_signal(signal.SIGKILL)
+        else:
+            process.stdin.write("x")
+            process.stdin.close()
+        process.wait(10)
+    deadline = time.monotonic() + 10
+    while (left := session_of(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert left == []

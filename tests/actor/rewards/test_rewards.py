@@ -1,0 +1,392 @@
+"""Faulty reward functions are reported in words, end at the time limit, and leave nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.actor.rewards.runner import Rewarded, RewardFailure, RewardRunner
+from offbeat.common.errors import SettingError
+from tests.actor.rewards.reward_harness import make_limits, rewarded, samples, wait
+
+pytestmark = pytest.mark.slow
+
+USER_REWARDS = """
+import asyncio, os, re, signal, subprocess, sys, time
+import numpy as np
+
+def length(prompt, completion, row):
+    return len(completion) + row.get("bonus", 0)
+
+def numpy_value(prompt, completion, row):
+    return np.float32(0.5)
+
+def numpy_bool(prompt, completion, row):
+    return np.bool_(True)
+
+def raises(prompt, completion, row):
+    if completion == "bad":
+        raise ZeroDivisionError("first line\\nsecond line")
+    return 1.0
+
+def raises_elsewhere(prompt, completion, row):
+    return int("x")
+
+def nan(prompt, completion, row):
+    return float("nan")
+
+def text(prompt, completion, row):
+    return "1.0"
+
+def sleeps(prompt, completion, row):
+    if completion == "slow":
+        time.sleep(60)
+    return 1.0
+
+def stuck_in_c(prompt, completion, row):
+    if completion == "slow":
+        re.match("(a+)+$", "a" * 60 + "b")
+    return 1.0
+
+def exits(prompt, completion, row):
+    if completion == "exit":
+        sys.exit(3)
+    if completion == "die":
+        os._exit(7)
+    return 1.0
+
+def is_asked_to_end(prompt, completion, row):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return float(subprocess.call(["sh", "-c", "kill -TERM $$"]))
+
+def pid(prompt, completion, row):
+    return os.getpid()
+
+def hangs_once(prompt, completion, row):
+    if completion == "slow" and not os.path.exists(row["seen"]):
+        open(row["seen"], "w").close()
+        time.sleep(60)
+    return float(len(completion))
+
+async def naps(prompt, completion, row):
+    await asyncio.sleep(float(completion))
+    return float(completion)
+
+def interrupts(prompt, completion, row):
+    if completion == "bad":
+        raise KeyboardInterrupt("from a library")
+    return 1.0
+
+async def async_interrupts(prompt, completion, row):
+    return interrupts(prompt, completion, row)
+
+async def leaves_a_task_that_interrupts(prompt, completion, row):
+    async def interrupt():
+        interrupts(prompt, completion, row)
+    if completion == "bad":
+        asyncio.ensure_future(interrupt())
+        await asyncio.sleep(0.05)
+    return 1.0
+
+def counts_in_its_row(prompt, completion, row):
+    row["seen"] = row.get("seen", 0) + 1
+    return row["seen"]
+
+async def async_counts_in_its_row(prompt, completion, row):
+    return counts_in_its_row(prompt, completion, row)
+
+async def async_raises(prompt, completion, row):
+    raise KeyError("missing")
+
+async def blocks(prompt, completion, row):
+    time.sleep(3)
+    return 1.0
+
+def two(prompt, completion):
+    return 1.0
+
+number = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A module with a user's reward functions, in the current folder."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "user_rewards.py").write_text(USER_REWARDS)
+    (folder / "broken_rewards.py").write_text("import user_rewards\n1 / 0\n")
+    (folder / "unmet_rewards.py").write_text("import no_such_dependency\n")
+    before = Path.cwd(), list(sys.path)
+    os.chdir(folder)
+    yield "user_rewards"
+    os.chdir(before[0])
+    sys.path[:] = before[1]
+
+
+@pytest.fixture
+def make_runner(module: str) -> Iterator[Callable[..., RewardRunner]]:
+    runners: list[RewardRunner] = []
+
+    def make(function: str, **limits: Any) -> RewardRunner:
+        runners.append(RewardRunner(f"{module}:{function}", make_limits(**limits)))
+        return runners[-1]
+
+    yield make
+    for runner in runners:
+        runner.close()
+
+
+def failure(runner: RewardRunner, *completions: str) -> RewardFailure:
+    runner.submit(1, samples(completions))
+    outcome = wait(runner)[1]
+    assert isinstance(outcome, RewardFailure)
+    assert "\n" not in outcome.detail
+    return outcome
+
+
+def line_of(code: str) -> int:
+    return next(number for number, line in enumerate(USER_REWARDS.splitlines(), 1) if line == code)
+
+
+def test_groups_are_rewarded_in_the_order_of_their_completions(make_runner):
+    runner = make_runner("length", num_workers=2)
+    for key in range(20):
+        runner.submit(key, samples(["a", "bb", "c" * key], {"bonus": key}))
+    outcomes = wait(runner)
+    assert outcomes == {key: rewarded(key, 1.0 + key, 2.0 + key, 2.0 * key) for key in range(20)}
+    assert runner.poll() == []
+
+
+@pytest.mark.parametrize(("function", "reward"), [("numpy_value", 0.5), ("numpy_bool", 1.0)])
+def test_numpy_numbers_are_rewards(make_runner, function, reward):
+    runner = make_runner(function)
+    runner.submit(1, samples(["a"]))
+    assert wait(runner) == {1: rewarded(1, reward)}
+
+
+def test_plain_rewards_run_outside_this_process(make_runner):
+    runner = make_runner("pid")
+    runner.submit(1, samples(["a"]))
+    outcome = wait(runner)[1]
+    assert isinstance(outcome, Rewarded)
+    assert outcome.rewards[0].total != os.getpid()
+
+
+def test_an_exception_is_reported_with_its_message_and_line(make_runner):
+    runner = make_runner("raises")
+    outcome = failure(runner, "good", "bad")
+    assert outcome.reason == "reward_error"
+    line = line_of('        raise ZeroDivisionError("first line\\nsecond line")')
+    assert outcome.detail.startswith("ZeroDivisionError: first line second line (")
+    assert outcome.detail.endswith(f"user_rewards.py:{line})")
+    runner.submit(2, samples(["good"]))
+    assert wait(runner) == {2: rewarded(2, 1.0)}
+
+
+def test_the_line_is_the_users_also_when_a_library_raised(make_runner):
+    outcome = failure(make_runner("raises_elsewhere"), "a")
+    line = line_of('    return int("x")')
+    assert outcome.detail.endswith(f"user_rewards.py:{line})")
+
+
+@pytest.mark.parametrize("function", ["interrupts", "async_interrupts"])
+def test_a_reward_that_raises_an_interrupt_fails_its_own_group_only(make_runner, function):
+    runner = make_runner(function)
+    assert failure(runner, "bad").detail.startswith("KeyboardInterrupt: from a library")
+    runner.submit(1, samples(["good"]))
+    assert wait(runner) == {1: rewarded(1, 1.0)}
+
+
+def test_an_interrupt_in_a_task_that_a_reward_left_behind_ends_no_rewards(make_runner):
+    runner = make_runner("leaves_a_task_that_interrupts")
+    runner.submit(0, samples(["bad", "good"]))
+    assert wait(runner) == {0: rewarded(0, 1.0, 1.0)}
+    runner.submit(1, samples(["good"]))
+    assert wait(runner) == {1: rewarded(1, 1.0)}
+
+
+@pytest.mark.parametrize("function", ["counts_in_its_row", "async_counts_in_its_row"])
+def test_a_reward_that_changes_its_row_changes_it_for_no_other_completion(make_runner, function):
+    runner = make_runner(function)
+    row = {"answer": "x"}
+    runner.submit(0, [sample._replace(row=row) for sample in samples(["a", "b", "c"])])
+    assert wait(runner) == {0: rewarded(0, 1.0, 1.0, 1.0)}
+    assert row == {"answer": "x"}
+
+
+@pytest.mark.parametrize(("function", "words"), [("nan", "the reward is nan"), ("text", "'1.0', not a number")])
+def test_what_is_no_finite_number_is_an_error(make_runner, function, words):
+    outcome = failure(make_runner(function), "a")
+    assert outcome.reason == "reward_error"
+    assert words in outcome.detail
+
+
+@pytest.mark.parametrize("function", ["sleeps", "stuck_in_c"])
+def test_a_reward_past_its_time_is_killed_and_the_next_group_is_rewarded(make_runner, function):
+    runner = make_runner(function, timeout_s=0.5)
+    runner.submit(0, samples(["warm up"]))
+    wait(runner)
+    started = time.monotonic()
+    outcome = failure(runner, "fast", "slow")
+    assert outcome.reason == "reward_timeout"
+    assert "task.reward_timeout_s = 0.5" in outcome.detail
+    assert time.monotonic() - started < 3
+    runner.submit(2, samples(["fast"]))
+    assert wait(runner) == {2: rewarded(2, 1.0)}
+
+
+def test_completions_beside_one_that_hung_once_are_all_rewarded(make_runner, tmp_path):
+    runner = make_runner("hangs_once", timeout_s=1.0, retry_s=20.0)
+    runner.submit(1, samples(["a", "slow", "bb"], {"seen": str(tmp_path / "seen")}))
+    assert wait(runner) == {1: rewarded(1, 1.0, 4.0, 2.0)}
+
+
+def test_a_reward_that_ends_its_process_fails_alone(make_runner):
+    runner = make_runner("exits")
+    assert failure(runner, "exit").detail.startswith("SystemExit: 3")
+    assert "exit code 7" in failure(runner, "die").detail
+    runner.submit(2, samples(["stay"]))
+    assert wait(runner) == {2: rewarded(2, 1.0)}
+
+
+def test_a_reward_is_finished_when_everybody_gets_sigterm_but_its_programs_end(make_runner):
+    runner = make_runner("is_asked_to_end")
+    runner.submit(1, samples(["a"]))
+    assert wait(runner) == {1: rewarded(1, -signal.SIGTERM)}
+
+
+def test_workers_killed_while_idle_are_replaced(make_runner):
+    runner = make_runner("pid")
+    runner.submit(1, samples(["a"]))
+    first = wait(runner)[1]
+    assert isinstance(first, Rewarded)
+    os.kill(int(first.rewards[0].total), signal.SIGKILL)
+    time.sleep(0.5)
+    runner.submit(2, samples(["a"]))
+    second = wait(runner)[2]
+    assert isinstance(second, Rewarded)
+    assert second.rewards != first.rewards
+
+
+def test_async_completions_of_a_group_run_at_once(make_runner):
+    runner = make_runner("naps")
+    started = time.monotonic()
+    for key in range(4):
+        runner.submit(key, samples(["0.3"] * 8))
+    assert len(wait(runner)) == 4
+    assert time.monotonic() - started < 1.5
+
+
+def test_async_rewards_are_timed_out_and_described(make_runner):
+    assert failure(make_runner("naps", timeout_s=0.2), "0.01", "30").reason == "reward_timeout"
+    outcome = failure(make_runner("async_raises"), "a")
+    assert outcome.reason == "reward_error"
+    line = line_of('    raise KeyError("missing")')
+    assert outcome.detail.startswith("KeyError: 'missing' (") and f"user_rewards.py:{line})" in outcome.detail
+
+
+def test_an_async_reward_that_blocks_the_loop_still_times_out(make_runner):
+    runner = make_runner("blocks", timeout_s=0.2)
+    runner.submit(1, samples(["a"]))
+    outcome = wait(runner, limit_s=2.5)[1]
+    assert isinstance(outcome, RewardFailure)
+    assert outcome.reason == "reward_timeout"
+    assert "must not make blocking calls" in outcome.detail
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("no_such_module:reward", "there is no module 'no_such_module'"),
+        ("user_rewards:no_such_function", "has no 'no_such_function'"),
+        ("user_rewards:number", "is a int"),
+        ("user_rewards:two", "cannot take (prompt, completion, row)"),
+        ("broken_rewards:reward", "ZeroDivisionError: division by zero"),
+        ("unmet_rewards:reward", "No module named 'no_such_dependency'"),
+    ],
+)
+def test_a_reward_that_cannot_be_is_refused_at_once_in_words(module, path, words):
+    with pytest.raises(SettingError) as raised:
+        RewardRunner(path, make_limits())
+    text = str(raised.value)
+    assert "task.reward" in text
+    assert path in text
+    assert words in text
+
+
+def test_close_ends_stuck_workers_at_once(make_runner, module):
+    before = set(children_of(os.getpid()))
+    runner = RewardRunner(f"{module}:stuck_in_c", make_limits(num_workers=2))
+    runner.submit(1, samples(["slow"]))
+    time.sleep(1.0)
+    started = time.monotonic()
+    runner.close()
+    assert time.monotonic() - started < 3
+    assert not set(children_of(os.getpid())) - before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_do_not_outlive_a_killed_actor(module, number):
+    """Workers inside a call that holds the interpreter end too."""
+    script = textwrap.dedent("""
+        import time
+        from offbeat.actor.rewards.attempts import RewardLimits
+        from offbeat.actor.rewards.runner import RewardRunner
+        from offbeat.actor.rewards.samples import Sample
+        if __name__ == "__main__":
+            limits = RewardLimits(timeout_s=60, retry_s=0, num_workers=2, concurrency=1, calls_per_s=None, batch_size=1)
+            runner = RewardRunner("user_rewards:stuck_in_c", limits)
+            for key, text in enumerate(["slow", "fast"]):
+                runner.submit(key, [Sample("p", text, {}, None, "stop", False)])
+            while runner.num_pending > 1:
+                runner.poll()
+            print("busy", flush=True)
+            time.sleep(60)
+    """)
+    Path("actor_like.py").write_text(script)
+    root = Path(__file__).parents[3]
+    with subprocess.Popen(
+        [sys.executable, "actor_like.py"],
+        env={**os.environ, "PYTHONPATH": str(root / "src")},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "busy\n"
+        workers = children_of(process.pid)
+        assert len(workers) >= 2
+        process.send_signal(number)
+        process.wait(10)
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+def children_of(pid: int) -> list[int]:
+    """Return live children except multiprocessing's resource tracker, which ends by itself."""
+    lists = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")]
+    children = " ".join(lists).split()
+    return [int(child) for child in children if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()]
+
+
+def test_math_answer_works_in_worker_processes_and_refuses_an_empty_answer():
+    runner = RewardRunner("math_answer", make_limits(timeout_s=30.0))
+    try:
+        runner.submit(1, samples(["It is 72", "It is 7"], {"answer": "#### 72"}))
+        runner.submit(2, samples(["It is 72"], {"answer": ""}))
+        runner.submit(3, samples(["It is 72"]))
+        outcomes = wait(runner, limit_s=30)
+    finally:
+        runner.close()
+    assert outcomes[1] == rewarded(1, 1.0, 0.0)
+    errors = [outcomes[key] for key in (2, 3)]
+    assert "is not a mathematical expression" in str(errors[0])
+    assert "KeyError: 'answer'" in str(errors[1])

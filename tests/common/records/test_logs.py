@@ -1,0 +1,151 @@
+"""Claims about `common.records.logs`, each checked in a fresh process: logging is process-wide."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+SPEAK = """
+import logging
+logging.getLogger("offbeat.learner.service").debug("own debug")
+logging.getLogger("offbeat.learner.service").info("own info [1/2]")
+logging.getLogger("httpx").info("foreign info")
+logging.getLogger("httpx").warning("foreign warning")
+"""
+
+
+def run(code: str, stderr: int = subprocess.PIPE, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "OFFBEAT_LOG_LEVEL"} | variables
+    code = "from offbeat.common.records.logs import configure_logs\n" + code
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True
+    )
+
+
+def test_plain_lines_hold_time_level_service_message():
+    result = run("configure_logs('actor-0')" + SPEAK)
+    time = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
+    assert re.fullmatch(f"{time} INFO actor-0 own info \\[1/2\\]\n{time} WARNING actor-0 foreign warning\n", result.stderr)
+    assert result.stdout == ""
+
+
+def test_terminal_gets_one_short_line_per_event():
+    ours, theirs = pty.openpty()
+    run("configure_logs('learner')" + SPEAK, stderr=theirs, TERM="xterm", COLUMNS="100")
+    os.close(theirs)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", os.read(ours, 65536).decode())
+    os.close(ours)
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert len(lines) == 2
+    assert lines[0].endswith("learner  own info [1/2]")
+    assert lines[1].endswith("learner  foreign warning")
+    assert "Z " not in lines[0], "rich's own time, not the plain one"
+
+
+def test_variable_sets_the_level_and_the_argument_wins():
+    assert "own debug" in run("configure_logs('learner')" + SPEAK, OFFBEAT_LOG_LEVEL="debug").stderr
+    assert "own info" not in run("configure_logs('learner', level='warning')" + SPEAK, OFFBEAT_LOG_LEVEL="debug").stderr
+
+
+def test_unknown_level_is_refused_by_the_name_of_its_source():
+    result = run("configure_logs('learner')", OFFBEAT_LOG_LEVEL="loud")
+    assert result.returncode != 0
+    assert 'OFFBEAT_LOG_LEVEL = "loud": this is not a log level. Use one of: debug, info, warning, error' in result.stderr
+
+
+def test_second_call_replaces_the_first():
+    result = run("configure_logs('a'); configure_logs('b')" + SPEAK)
+    assert result.stderr.count("own info") == 1
+    assert " b own info" in result.stderr
+
+
+@pytest.mark.engine
+def test_vllm_shows_warnings_but_no_infos():
+    code = """
+configure_logs('actor-0')
+from vllm.logger import init_logger
+init_logger('vllm.engine').info('quiet please')
+init_logger('vllm.engine').warning('this matters')
+"""
+    result = run(code, VLLM_TARGET_DEVICE="cpu")
+    assert "this matters" in result.stderr
+    assert "quiet please" not in result.stdout + result.stderr
+
+
+def test_event_that_quotes_hostile_text_is_one_line_without_control_characters():
+    speak = r"""
+configure_logs('learner')
+import logging
+try:
+    raise ValueError("bad\x1b[31m\n2026-01-01T00:00:00.000Z INFO learner forged")
+except ValueError as error:
+    logging.getLogger("offbeat.x").warning("%s", error)
+    logging.getLogger("offbeat.x").exception("traceback")
+"""
+    lines = run(speak).stderr.splitlines()
+    assert lines[0].endswith(r"bad\x1b[31m\n2026-01-01T00:00:00.000Z INFO learner forged")
+    assert not any("\x1b" in line for line in lines)
+    assert sum(line.endswith("ERROR learner traceback") for line in lines) == 1
+
+
+def test_repeated_warnings_are_shown_with_a_count_and_the_file_has_them_all(tmp_path: Path):
+    log = tmp_path / "logs" / "learner.log"
+    code = f"""
+import logging
+from pathlib import Path
+from offbeat.common.records.logs import log_to_file
+configure_logs('learner')
+log_to_file(Path({str(log)!r}), 'learner')
+for lease in range(28):
+    logging.getLogger('offbeat.learner').warning('reward_error lease %d', lease)
+"""
+    lines = run(code).stderr.splitlines()
+    assert [line.split("learner ", 1)[1] for line in lines] == [
+        "reward_error lease 0",
+        "27 more like this, the last one: reward_error lease 27",
+    ]
+    kept = log.read_text().splitlines()
+    assert len(kept) == 28 and kept[27].endswith("WARNING learner reward_error lease 27")
+
+
+def test_log_file_goes_on_and_is_bounded(tmp_path: Path):
+    log = tmp_path / "learner.log"
+    log.write_text("earlier\n")
+    code = f"""
+import logging
+from pathlib import Path
+from offbeat.common.records import logs
+logs.MAX_FILE_BYTES = 4000
+configure_logs('learner')
+logs.log_to_file(Path({str(log)!r}), 'learner')
+logging.getLogger('offbeat').info('first')
+if MANY:
+    for index in range(500):
+        logging.getLogger('offbeat').info('line %d', index)
+"""
+    run(code.replace("MANY", "False"))
+    assert [line.split()[-1] for line in log.read_text().splitlines()] == ["earlier", "first"]
+    run(code.replace("MANY", "True"))
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert sizes.keys() == {"learner.log", "learner.log.1"} and max(sizes.values()) <= 4000
+    assert log.read_text().endswith("line 499\n")
+
+
+def test_work_that_takes_long_says_so():
+    code = """
+import logging, time
+from offbeat.common.records import logs
+logs.STILL_S = 0.02
+configure_logs('learner')
+with logs.doing(logging.getLogger('offbeat'), 'loading the model'):
+    time.sleep(0.3)
+"""
+    lines = [line.split("learner ", 1)[1] for line in run(code).stderr.splitlines()]
+    assert lines[:2] == ["loading the model ...", "still loading the model, 0 s so far"]
+    assert all(line.startswith("still loading the model") for line in lines[1:])

@@ -1,0 +1,94 @@
+"""Settings that nothing reads are refused before a run begins, and only there."""
+
+import pytest
+
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.checks import check, check_before_run
+from offbeat.common.settings.loading import load, resolved_toml
+
+GOOD = ("model.path=some/model", "task.train_data=train.jsonl")
+
+INERT = {
+    "advantage.turns=to_go": ["task.environment names no function", "set task.environment"],
+    "advantage.gamma=0.9": ["one advantage for a completion", 'advantage.baseline="critic" or kl.reward_coef'],
+    "advantage.gae_lambda=0.9": ["has no critic"],
+    "critic.value_clip=none": ["critic.value_clip = none", "has no critic"],
+    "critic.loss_coef=1": ["has no critic"],
+    "advantage.std_epsilon=1e-4": ["advantage.divide_by_std = false", "set advantage.divide_by_std=true"],
+    "advantage.std_unbiased=false": ["advantage.divide_by_std = false"],
+    "reward.overlong_penalty=2": ["reward.overlong_buffer = 0", "set reward.overlong_buffer"],
+    "loss.tau_positive=2": ["loss.objective = 'dr_grpo'", 'set loss.objective="sapo"'],
+    "loss.tau_negative=2": ["loss.objective = 'dr_grpo'"],
+    "loss.clipped_gradients=[1, 1]": ["loss.objective = 'dr_grpo'", 'set loss.objective="ce_gppo"'],
+    "loss.vespo_positive=[1, 1]": ["loss.objective = 'dr_grpo'", 'set loss.objective="vespo"'],
+    "loss.vespo_negative=[1, 1]": ["loss.objective = 'dr_grpo'"],
+    "loss.m2_threshold=0.1": ["loss.objective = 'dr_grpo'", 'set loss.objective="m2po"'],
+    "kl.estimator=k2": ["kl.loss_coef = 0 and kl.reward_coef = 0", "set one of them"],
+    "weights.delta=true": ["weights.backend = 'auto'", 'set weights.backend="pull"'],
+    "kl.horizon=5": ["without kl.target", "set kl.target"],
+}
+"""Settings that are inert under `loss.objective = "dr_grpo"`, with parts of the refusal."""
+READERS = {
+    "advantage.turns=to_go": ["task.environment=my_task:play"],
+    "advantage.gamma=0.9": ["kl.reward_coef=0.1"],
+    "advantage.gae_lambda=0.9": ["loss.objective=ppo"],
+    "critic.value_clip=none": ["loss.objective=ppo"],
+    "critic.loss_coef=1": ["loss.objective=ppo"],
+    "advantage.std_epsilon=1e-4": ["advantage.divide_by_std=true"],
+    "advantage.std_unbiased=false": ["advantage.divide_by_std=true"],
+    "reward.overlong_penalty=2": ["reward.overlong_buffer=5"],
+    "loss.tau_positive=2": ["loss.objective=sapo"],
+    "loss.tau_negative=2": ["loss.objective=sapo"],
+    "loss.clipped_gradients=[1, 1]": ["loss.objective=ce_gppo"],
+    "loss.vespo_positive=[1, 1]": ["loss.objective=vespo"],
+    "loss.vespo_negative=[1, 1]": ["loss.objective=vespo"],
+    "loss.m2_threshold=0.1": ["loss.objective=m2po"],
+    "kl.estimator=k2": ["kl.loss_coef=0.1"],
+    "weights.delta=true": ["weights.backend=pull"],
+    "kl.horizon=5": ["kl.target=0.1", "kl.loss_coef=0.1"],
+}
+"""For each of them settings that give it a reader."""
+
+
+@pytest.mark.parametrize("setting", INERT)
+def test_setting_that_nothing_reads_is_refused_with_its_value_and_cure(setting: str) -> None:
+    with pytest.raises(SettingError) as raised:
+        check_before_run(load(None, [*GOOD, "loss.objective=dr_grpo", setting]))
+    assert raised.value.setting == setting.partition("=")[0]
+    assert "nothing reads it" in str(raised.value)
+    for part in INERT[setting]:
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize("setting", INERT)
+def test_cure_of_the_refusal_lets_the_run_begin(setting: str) -> None:
+    assert check_before_run(load(None, [*GOOD, "loss.objective=dr_grpo", setting, *READERS[setting]])) == []
+
+
+@pytest.mark.parametrize("objective", ["gspo", "dapo", "sapo", "ppo", "reinforce"])
+def test_settings_that_a_runs_folder_holds_are_not_taken_for_the_users(objective: str, tmp_path) -> None:
+    config = load(None, [*GOOD, f"loss.objective={objective}"])
+    (tmp_path / "config.toml").write_text(resolved_toml(config))
+    assert check_before_run(load(tmp_path / "config.toml")) == check(config)
+
+
+def test_run_that_began_with_inert_settings_can_be_resumed_and_read(tmp_path) -> None:
+    (tmp_path / "config.toml").write_text(resolved_toml(load(None, [*GOOD, "kl.horizon=5", "loss.tau_positive=2"])))
+    assert check_before_run(load(tmp_path / "config.toml", ["run.resume=true"])) == []
+    assert check(load(tmp_path / "config.toml")) == []
+
+
+def test_own_functions_leave_nothing_to_settings_of_what_they_replace() -> None:
+    own = ["loss.function=mine:loss", "advantage.function=mine:ranks", "loss.objective=sapo"]
+    with pytest.raises(SettingError) as raised:
+        check_before_run(load(None, [*GOOD, *own, "loss.tau_positive=2", "advantage.std_epsilon=1"]))
+    assert [text.split(" = ")[0] for text in raised.value.texts] == ["advantage.std_epsilon", "loss.tau_positive"]
+    for inert in ("dual_clip", "weight_cap"):
+        with pytest.raises(SettingError, match=rf"loss\.{inert} = 3\.0: nothing reads it"):
+            check_before_run(load(None, [*GOOD, "loss.function=mine:loss", "loss.objective=minirl", f"loss.{inert}=3"]))
+
+
+def test_contradictions_and_inert_settings_are_told_together() -> None:
+    with pytest.raises(SettingError) as raised:
+        check_before_run(load(None, [*GOOD, "rollout.top_p=0.9", "kl.horizon=5"]))
+    assert [text.split(" = ")[0] for text in raised.value.texts] == ["rollout.top_p", "kl.horizon"]

@@ -1,0 +1,121 @@
+"""Checks of the machine that need no port or disk, on GPUs that are not there."""
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from offbeat.common.settings.config import Config, LaunchSection, ModelSection, TaskSection
+from offbeat.deploy.checks.machine import check_companions, check_devices, check_variables, show_devices
+from offbeat.deploy.local.devices import inventory
+from offbeat.deploy.local.devices.inventory import Device
+from offbeat.deploy.local.devices.memory import engine_need, learner_need
+from offbeat.deploy.local.devices.model_sizes import sizes_of
+from tests.deploy.local.devices.machines import QWEN3_600M
+
+# The model is a folder, so that no hub is asked.
+CONFIG = Config(model=ModelSection(path="."), task=TaskSection(train_data="data.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("installed", "said"),
+    [
+        ({"torch": "2.13.0+cpu", "torchvision": "0.28.0"}, ["pip uninstall torchvision"]),
+        ({"torch": "2.13.0+cpu", "torchvision": "0.28.0+cpu", "torchaudio": "2.11.0"}, ["pip uninstall torchaudio"]),
+        ({"torch": "2.13.0+cpu"}, []),
+        ({"torch": "2.13.0", "torchvision": "0.28.0"}, []),
+    ],
+)
+def test_package_of_another_build_than_torch_is_told_with_its_cure(
+    installed: dict[str, str], said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = list(check_companions(CONFIG))
+    assert [finding.kind for finding in found] == ["warning"] * len(said)
+    for finding, cure in zip(found, said, strict=True):
+        assert finding.text.endswith(cure)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory, "list_devices", lambda: [Device(0, "GPU-a", "L4", 24, 24), Device(1, "GPU-b", "L4", 24, 24)])
+    monkeypatch.setattr(inventory, "torch_is_built_for_gpus", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def with_learner_gpu(gpu: int) -> Config:
+    return msgspec.structs.replace(CONFIG, launch=LaunchSection(learner_gpus=(gpu,)))
+
+
+def test_check_and_train_tell_the_plan_of_a_machine_with_gpus(two_gpus: None, tmp_path: Path) -> None:
+    config = msgspec.structs.replace(CONFIG, model=ModelSection(path=str(tmp_path)))
+    for check in (check_devices, show_devices):
+        notes = [finding.text for finding in check(config) if finding.kind == "note"]
+        assert [note.partition(": ")[2] for note in notes[:2]] == ["learner", "actor-0"]
+
+
+def test_gpu_that_the_machine_lacks_is_a_mistake(two_gpus: None) -> None:
+    assert [finding.kind for finding in check_devices(with_learner_gpu(2))] == ["mistake"]
+
+
+def test_config_for_another_machine_is_checked_but_not_trained_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory, "list_devices", list)
+    assert list(show_devices(with_learner_gpu(0))) == []
+    (refusal,) = check_devices(with_learner_gpu(0))
+    assert "this run has 0 GPUs" in refusal.text
+    assert list(check_devices(CONFIG)) == []
+
+
+def test_gpus_that_an_environment_for_cpus_leaves_idle_are_told(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory, "torch_is_built_for_gpus", lambda: False)
+    for check in (check_devices, show_devices):
+        (note,) = check(CONFIG)
+        assert note.kind == "note"
+        assert "./dev setup cuda" in note.text
+
+
+@pytest.mark.parametrize("num_processes", [1, 3])
+def test_sums_are_told_where_the_gpus_are_on_other_machines(
+    num_processes: int, two_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_600M))
+    launch = LaunchSection(learner_processes=num_processes)
+    config = msgspec.structs.replace(CONFIG, model=ModelSection(path=str(tmp_path), dtype="bfloat16"), launch=launch)
+    if num_processes == 1:
+        monkeypatch.setattr(inventory, "list_devices", list)
+    notes = [finding.text.partition(": ")[::2] for finding in show_devices(config)]
+    sizes = sizes_of(QWEN3_600M)
+    assert notes == [
+        ("on a GPU each learner process would take, estimated", str(learner_need(config, sizes))),
+        ("on a GPU each actor would take at least", str(engine_need(config, sizes))),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}, True),
+        ({"LOCAL_SIZE": "8", "WORLD_SIZE": "16"}, True),
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "8"}, False),
+        ({"WORLD_SIZE": "2"}, False),
+    ],
+)
+def test_rank_0_that_takes_its_address_for_loopback_is_a_mistake_where_ranks_are_elsewhere(
+    variables: dict[str, str], said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    # As a host's own name on Debian.
+    for name, value in {**variables, "RANK": "0", "MASTER_ADDR": "127.0.1.1"}.items():
+        monkeypatch.setenv(name, value)
+    found = [finding.text for finding in check_variables(CONFIG)]
+    assert ["its own loopback (127.0.1.1)" in text for text in found] == [True] * said
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    assert list(check_variables(CONFIG)) == []

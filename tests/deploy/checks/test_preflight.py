@@ -1,0 +1,433 @@
+"""Every wrong input is refused before anything heavy starts: setting, value, cure, all at once, never a traceback."""
+
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.loading import load
+from offbeat.deploy.checks.preflight import Command, look
+
+REWARDS = """
+import os, sys, time
+
+def good(prompt, completion, row): return len(completion)
+async def good_async(prompt, completion, row): return len(completion)
+def wrong_field(prompt, completion, row): return row["solution"]
+def wrong_kind(prompt, completion, row): return "7"
+def not_finite(prompt, completion, row): return float("nan")
+def leaves(prompt, completion, row): sys.exit(0)
+def dies(prompt, completion, row): os._exit(0)
+def hangs(prompt, completion, row): time.sleep(60)
+def judge_is_down(prompt, completion, row): raise ConnectionRefusedError("no judge")
+"""
+
+
+@pytest.fixture
+def overrides(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the settings of a run that passes, whose files may be damaged: everything is in the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    # For each test another module, because Python keeps what it has imported.
+    Path("my_rewards.py").write_text(REWARDS)
+    shutil.copytree(tiny_model, "model")
+    Path("train.jsonl").write_text('{"prompt": "1+2>", "answer": "3"}\n{"prompt": "1+22>", "answer": "23"}\n')
+    return [
+        *("model.path=model", "model.dtype=float32", "model.max_length=64", "task.train_data=train.jsonl"),
+        *("task.max_prompt_tokens=8", "rollout.max_new_tokens=8", "hub.address=tcp://127.0.0.1:0", "run.dir=run"),
+    ]
+
+
+def refused(overrides: list[str], command: Command = "train") -> tuple[str, ...]:
+    with pytest.raises(SettingError) as raised:
+        look(load(None, overrides), command)
+    return raised.value.texts
+
+
+def warned(overrides: list[str], caplog: pytest.LogCaptureFixture, command: Command = "train") -> list[str]:
+    look(load(None, overrides), command)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_run_without_mistakes_passes_and_its_first_prompt_is_shown(
+    overrides: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    *_, note = look(load(None, overrides), "check")
+    assert note == "task.train_data: 2 prompts of 4 to 5 tokens; the first as tokens: '1+2>'"
+    assert caplog.records == []
+
+
+def test_setting_without_effect_is_refused_to_a_new_run_but_not_to_an_actor_or_a_resumed_run(overrides: list[str]) -> None:
+    inert = [*overrides, "kl.horizon=5"]
+    for command in ("check", "train", "learner"):
+        (text,) = refused(inert, command)
+        assert text.startswith("kl.horizon = 5: nothing reads it")
+    look(load(None, inert), "actor")
+    (text,) = refused([*inert, "run.resume=true"])
+    assert text.startswith('run.dir = "run": there is no such folder to resume from')
+
+
+@pytest.mark.parametrize("command", ["train", "learner"])
+def test_callback_is_imported_but_not_called(command: Command, overrides: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    Path("my_callbacks.py").write_text("def on_row(row): open('called', 'w')\ndef two(row, other): pass\n")
+    assert warned([*overrides, "metrics.callback=my_callbacks:on_row"], caplog, command) == []
+    assert not Path("called").exists()
+    (text,) = refused([*overrides, "metrics.callback=my_callbacks:two"], command)
+    assert text.startswith('metrics.callback = "my_callbacks:two"')
+
+
+def cut_weights() -> None:
+    file = Path("model/model.safetensors")
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def damage_header() -> None:
+    file = Path("model/model.safetensors")
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def change_config(**fields: object) -> None:
+    file = Path("model/config.json")
+    file.write_bytes(msgspec.json.encode({**msgspec.json.decode(file.read_bytes()), **fields}))
+
+
+def shard_that_is_missing() -> None:
+    Path("model/model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+
+
+def remove_tokenizer() -> None:
+    for file in Path("model").glob("*token*"):
+        file.unlink()
+
+
+def write(text: str | bytes) -> Callable[[], object]:
+    return lambda: Path("train.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+FILES: dict[str, tuple[Callable[[], object], str, str]] = {
+    "weights cut": (cut_weights, 'model.path = "model"', "its header says"),
+    "header cut": (damage_header, 'model.path = "model"', "ends within its header"),
+    "no weights": (lambda: Path("model/model.safetensors").unlink(), 'model.path = "model"', "no weights"),
+    "shard missing": (shard_that_is_missing, 'model.path = "model"', "the first is model-1.safetensors"),
+    "no config": (lambda: Path("model/config.json").unlink(), 'model.path = "model"', "no config.json"),
+    "config no JSON": (lambda: Path("model/config.json").write_text("{"), 'model.path = "model"', "no JSON object"),
+    "config a list": (lambda: Path("model/config.json").write_text("[]"), 'model.path = "model"', "no JSON object"),
+    "no type": (lambda: Path("model/config.json").write_text("{}"), 'model.path = "model"', "no model_type"),
+    "unknown type": (lambda: change_config(model_type="qwen99"), 'model.path = "model"', "qwen99"),
+    "no language model": (lambda: change_config(model_type="vit"), 'model.path = "model"', "not a language model"),
+    "no tokenizer": (remove_tokenizer, 'model.path = "model"', "no tokenizer"),
+    "bad tokenizer": (lambda: Path("model/tokenizer.json").write_text("{"), 'model.path = "model"', "cannot be loaded"),
+    "tokenizer too large": (lambda: change_config(vocab_size=20), 'model.path = "model"', "and the model's vocabulary 20"),
+    "few positions": (
+        lambda: change_config(max_position_embeddings=32),
+        "model.max_length = 64",
+        "the model has 32 positions. Set model.max_length=32",
+    ),
+    "no data": (lambda: Path("train.jsonl").unlink(), 'task.train_data = "train.jsonl"', "cannot be read"),
+    "empty data": (write(""), 'task.train_data = "train.jsonl"', "no rows"),
+    "not UTF-8": (write('{"prompt": "é"}'.encode("latin-1")), 'task.train_data = "train.jsonl"', "Save the file as UTF-8"),
+    "UTF-16": (write('{"prompt": "1"}'.encode("utf-16")), 'task.train_data = "train.jsonl"', "UTF-16"),
+    "no JSON": (write("prompt,answer"), 'task.train_data = "train.jsonl"', "train.jsonl:1 is not a JSON object"),
+    "no field": (write('{"question": "1"}'), 'task.prompt_field = "prompt"', "Its fields are: question"),
+    "no text": (write('{"prompt": 7}'), 'task.prompt_field = "prompt"', "it is a int"),
+    "conversation": (write('{"prompt": [{"role": "user", "content": "1"}]}'), "task.chat_template = false", "conversation"),
+    "too long": (write('{"prompt": "123456789"}'), "task.max_prompt_tokens = 8", "train.jsonl:1 has 9 tokens"),
+    "run.dir a file": (lambda: Path("run").write_text(""), 'run.dir = "run"', "is a file. Name a folder"),
+    "no answer": (write('{"prompt": "1"}'), 'task.reward = "exact_match"', "KeyError: 'answer'"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FILES)
+def test_file_that_cannot_be_used_is_refused(case: str, overrides: list[str]) -> None:
+    damage, setting, problem = FILES[case]
+    damage()
+    texts = refused(overrides)
+    assert any(text.startswith(setting) and problem in text for text in texts), texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("model.path=/nowhere/model", "there is no such folder"),
+        ("model.path=train.jsonl/model", "there is no such folder"),
+        ("model.path=./train.jsonl", "this is a file"),
+        ("train.sequence_parallel_size=3", "the model has 2 heads of keys and values: 2 / 3 is not whole"),
+        ("train.sequence_parallel_size=2", "1 learner processes (launch.learner_processes) cannot be divided into groups of 2"),
+        ("task.eval_data=absent.parquet", "cannot be read"),
+        ("task.prompt_field=question", "Its fields are: prompt, answer"),
+        ("task.weight_field=weight", "no such field"),
+        ("task.chat_template=true", "no chat template"),
+        ("task.reward=my_rewards:absent", "has no 'absent'"),
+        ("task.reward=absent:reward", "no module 'absent'"),
+        ("task.reward=my_rewards:wrong_field", "KeyError: 'solution'"),
+        ("task.reward=my_rewards:wrong_kind", "not a number"),
+        ("task.reward=my_rewards:not_finite", "the reward is nan"),
+        ("task.reward=my_rewards:leaves", "SystemExit"),
+        ("reward.length_penalty=absent:penalty", "no module 'absent'"),
+        ("metrics.callback=absent:on_row", "no module 'absent'"),
+        ("metrics.callback=my_rewards:good", "cannot take (row)"),
+        ("run.dir=train.jsonl/run", "train.jsonl is a file"),
+        ("run.dir=/proc/run", "cannot be written"),
+        ("log.min_free_mb=100000000", "no lease would ever be granted"),
+        ("hub.bind=tcp://192.0.2.1:5700", "bind"),
+        ("hub.address=tcp://no.such.host.invalid:5700", "hub.address"),
+        ("train.deepspeed.optimiser={}", "no such option"),
+        ("actor.engine_options.max_num_sequences=4", "no such option"),
+        ("actor.engine_options.pipeline_parallel_size=2", "this is not an option, because a step of another stage"),
+        ('actor.engine_options.max_num_seqs="four"', "the engine wants None or int"),
+        ("launch.learner_gpus=[99]", "no GPU 99"),
+        ("launch.actor_gpus=[[99]]", "no GPU 99"),
+        ("metrics.wandb_project=mine", 'wandb is not installed. Install it: pip install "offbeat[wandb]"'),
+        ("metrics.mlflow_experiment=mine", 'mlflow is not installed. Install it: pip install "offbeat[mlflow]"'),
+        ("metrics.trackio_project=mine", 'trackio is not installed. Install it: pip install "offbeat[trackio]"'),
+    ],
+)
+def test_setting_that_this_machine_cannot_meet_is_refused(
+    setting: str, problem: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("wandb", "mlflow", "trackio"):
+        monkeypatch.setitem(__import__("sys").modules, package, None)
+    texts = refused([*overrides, setting])
+    named = setting.partition("=")[0]
+    assert any(named in text and problem in text for text in texts), texts
+
+
+@pytest.mark.parametrize("setting", ["hub.address", "weights.port", "weights.pull_port", "metrics.bind", "metrics.actor_bind"])
+def test_port_in_use_is_refused_by_its_own_setting(setting: str, overrides: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        value = {"hub.address": f"tcp://127.0.0.1:{port}", "metrics.bind": f"127.0.0.1:{port}"}.get(setting, port)
+        value = f"127.0.0.1:{port}" if setting == "metrics.actor_bind" else value
+        (text,) = refused([*overrides, f"{setting}={value}"])
+    assert text.startswith(setting)
+    assert f"port {port} is in use" in text
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        (["launch.num_actors=2"], "launch.num_actors = 2 actors"),
+        (["metrics.bind=0.0.0.0:19401"], "metrics.bind has the same port"),
+    ],
+)
+def test_port_for_actors_numbers_that_processes_of_a_run_would_share_is_refused(
+    others: list[str], said: str, overrides: list[str]
+) -> None:
+    (text,) = refused([*overrides, "metrics.actor_bind=127.0.0.1:19401", *others], "train")
+    assert said in text
+    look(load(None, [*overrides, "metrics.actor_bind=127.0.0.1:0", *others]), "train")
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [("v_proj2", "'v_proj2' fits no linear layer"), ("lm_head", "'lm_head' fits no linear layer"), ("q_proj", "")],
+)
+def test_adapters_layers_are_looked_up_in_the_model(target: str, said: str, overrides: list[str]) -> None:
+    overrides = [*overrides, "lora.rank=4", f'lora.target_modules=["{target}"]']
+    if not said:
+        look(load(None, overrides), "train")
+        return
+    (text,) = refused(overrides)
+    assert said in text
+    assert "There are: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in text
+
+
+def test_missing_reference_is_refused(overrides: list[str]) -> None:
+    (text,) = refused([*overrides, "kl.reference=/nowhere", "kl.loss_coef=0.1"])
+    assert text.startswith("kl.reference")
+
+
+@pytest.mark.parametrize("command", ["check", "learner"])
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "first"}, 'environment variable RANK = "first"'),
+        ({"WORLD_SIZE": "-1"}, 'environment variable WORLD_SIZE = "-1"'),
+        ({"LOCAL_RANK": "x"}, 'environment variable LOCAL_RANK = "x"'),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2"),
+    ],
+)
+def test_launchers_variables_that_no_launcher_sets_are_refused(
+    variables: dict[str, str], said: str, command: Command, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (text,) = refused(overrides, command)
+    assert said in text
+
+
+@pytest.mark.parametrize("command", ["train", "actor"])
+def test_launchers_variables_are_nothing_to_commands_that_do_not_read_them(
+    command: Command, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "first")
+    look(load(None, overrides), command)
+
+
+def test_all_mistakes_are_told_at_once(overrides: list[str]) -> None:
+    cut_weights()
+    wrong = ["rollout.top_p=0.9", "task.reward=absent:f", "actor.engine_options.foo=1", "task.prompt_field=q", "run.dir="]
+    settings = [text.split(" = ")[0] for text in refused([*overrides, *wrong])]
+    assert settings == [
+        *("rollout.top_p", "run.dir", "model.path", "actor.engine_options.foo", "task.prompt_field", "task.reward")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("damage", "setting", "said"),
+    [
+        (write('{"prompt": "1"}\n' * 9 + '{"prompt": "123456789"}\n'), "task.long_prompts=drop", "1 of 10 prompts (10%)"),
+        (write('{"prompt": "ÄÖÜ", "answer": ""}\n'), "task.max_prompt_tokens=8", "does not know 100%"),
+        (write('{"prompt": "1"}'), "task.reward=my_rewards:judge_is_down", "ConnectionRefusedError: no judge"),
+        (write('{"prompt": "1"}'), "task.reward=my_rewards:dies", "the check's process ended"),
+        (write('{"prompt": "1"}'), "task.reward=my_rewards:hangs", "took too long"),
+    ],
+)
+def test_what_may_be_meant_is_only_warned_about(
+    damage: Callable[[], object],
+    setting: str,
+    said: str,
+    overrides: list[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    damage()
+    if "hangs" in setting:
+        monkeypatch.setattr("offbeat.deploy.checks.preflight.REWARD_S", 0.3)
+    overrides = [*overrides, "task.reward=my_rewards:good", setting]
+    assert any(said in text for text in warned(overrides, caplog))
+
+
+@pytest.mark.parametrize("reward", ["good", "good_async"])
+def test_plain_and_async_rewards_pass(reward: str, overrides: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    assert warned([*overrides, f"task.reward=my_rewards:{reward}"], caplog) == []
+
+
+NO_SANDBOX = """
+from offbeat.actor import sandbox
+from offbeat.actor.sandbox import confine, local
+local.find_bubblewrap = lambda: []
+confine.landlock_version = lambda: 0
+sandbox.use(sandbox.Local())
+def reward(prompt, completion, row): return 0.0
+async def play(chat, row): return 0.0
+"""
+
+
+@pytest.mark.parametrize("setting", ["task.reward=runs_code:reward", "task.environment=runs_code:play"])
+@pytest.mark.parametrize("command", ["check", "actor"])
+def test_machine_without_a_sandbox_is_told_before_the_start(setting: str, command: Command, overrides: list[str]) -> None:
+    Path("runs_code.py").write_text(NO_SANDBOX)
+    (mistake,) = refused([*overrides, setting], command)
+    assert mistake.startswith(f"{setting.partition('=')[0]}: no sandbox works on this machine (bubblewrap is not installed")
+    assert "pip install 'offbeat[sandbox]'" in mistake
+
+
+@pytest.mark.parametrize("command", ["check", "train", "learner"])
+def test_function_of_the_learner_that_fails_is_refused_for_all_but_an_actor(command: Command, overrides: list[str]) -> None:
+    Path("my_correction.py").write_text("def below_zero(log_rho, completion_mask, advantages): return -log_rho.exp()")
+    overrides = [*overrides, "loss.correction=my_correction:below_zero"]
+    (text,) = refused(overrides, command)
+    assert text.startswith('loss.correction = "my_correction:below_zero": it returned a weight below 0')
+    assert look(load(None, overrides), "actor") == []
+
+
+@pytest.mark.parametrize("command", ["check", "train", "learner"])
+def test_own_evaluation_is_called_on_the_first_held_out_row(command: Command, overrides: list[str]) -> None:
+    Path("my_numbers.py").write_text("""
+def right(completions): return {each.finish_reason: each.row["extra"] * each.reward for each in completions}
+def wrong(completions): return {"share": completions[0].row["absent"]}
+""")
+    Path("eval.jsonl").write_text('{"prompt": "1+2>", "answer": "3", "extra": 7}')
+    overrides = [*overrides, "task.eval_data.math=eval.jsonl", "evaluation.interval=1"]
+    look(load(None, [*overrides, "evaluation.function=my_numbers:right"]), command)
+    (text,) = refused([*overrides, "evaluation.function=my_numbers:wrong"], command)
+    assert text.startswith("evaluation.function = \"my_numbers:wrong\": it raised KeyError: 'absent'")
+
+
+def test_curriculum_is_called_on_the_tasks_of_the_data_without_results(overrides: list[str]) -> None:
+    Path("my_levels.py").write_text("""
+def right(results, policy_version): return {"sums": results["sums"].num_prompts, "sorting": results["sorting"].num_groups}
+def wrong(results, policy_version): return {"sums": 1, "sort": 1}
+""")
+    names = ("sums", "sums", "sorting")
+    Path("tasks.jsonl").write_text("".join(f'{{"prompt": "1+2>", "answer": "3", "task": "{name}"}}\n' for name in names))
+    overrides = [*overrides, "task.train_data=tasks.jsonl", "task.task_field=task"]
+    look(load(None, [*overrides, "task.curriculum=my_levels:right"]), "learner")
+    (text,) = refused([*overrides, "task.curriculum=my_levels:wrong"], "learner")
+    assert text.startswith("task.curriculum = \"my_levels:wrong\": it returned a weight for 'sort'")
+    assert "did you mean 'sorting'?" in text
+
+
+ROWS = """
+import random
+
+def good(split): return [{"prompt": "1+2>", "answer": "3"}]
+def needs_torch(split):
+    import torch
+    return [{"prompt": "1+2>", "answer": str(torch.tensor(3).item())}]
+def random_order(split): return [{"prompt": str(random.random())[2:8], "answer": ""} for _ in range(9)]
+def wrong(split): return [{"prompt": "1+2>", "answer": "3"}, {"text": "1"}]
+def none_held_out(split): return [] if split == "test" else good(split)
+"""
+
+
+def test_rows_of_a_function_pass_and_the_reward_is_called_on_the_first(
+    overrides: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("my_rows.py").write_text(ROWS)
+    overrides = [*overrides, "task.train_data=my_rows:good"]
+    *_, note = look(load(None, overrides), "check")
+    assert note.startswith("task.train_data: 1 prompts of 4 to 4 tokens")
+    assert caplog.records == []
+    (text,) = refused([*overrides, "task.reward=my_rewards:wrong_field"])
+    assert "KeyError: 'solution'" in text
+
+
+@pytest.mark.slow
+def test_function_may_import_torch_although_the_check_of_the_data_does_without_it(overrides: list[str]) -> None:
+    Path("my_rows.py").write_text(ROWS)
+    Path("run.toml").touch()
+    # A process of its own, which has not imported torch.
+    command = [
+        sys.executable,
+        "-m",
+        "offbeat.deploy.cli.main",
+        "check",
+        "run.toml",
+        *overrides,
+        "task.train_data=my_rows:needs_torch",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert "task.train_data: 1 prompts of 4 to 4 tokens" in done.stderr + done.stdout
+    assert done.returncode == 0
+
+
+def test_function_whose_rows_differ_between_calls_is_warned_about(
+    overrides: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("my_rows.py").write_text(ROWS)
+    (text,) = warned([*overrides, "task.train_data=my_rows:random_order"], caplog)
+    assert text.startswith("task.train_data: called twice, the function returned other rows")
+
+
+def test_wrong_rows_of_a_function_are_refused_for_training_and_evaluation(overrides: list[str]) -> None:
+    Path("my_rows.py").write_text(ROWS)
+    (text,) = refused([*overrides, "task.train_data=my_rows:wrong"])
+    assert "row 1 of my_rows:wrong" in text
+    (text,) = refused([*overrides, "task.eval_data.held_out=my_rows:none_held_out"])
+    assert text.startswith('task.eval_data.held_out = "my_rows:none_held_out": there are no rows')
+
+
+def test_actor_needs_no_data_and_no_port(overrides: list[str]) -> None:
+    Path("train.jsonl").unlink()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"hub.address=tcp://127.0.0.1:{server.getsockname()[1]}"
+        assert look(load(None, [*overrides, address]), "actor") == []

@@ -1,0 +1,72 @@
+"""Claims about the commands as `offbeat` lists and loads them."""
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from offbeat.common.settings.loading import explain
+from offbeat.deploy import cli
+from offbeat.deploy.cli.main import COMMANDS, make_app
+
+LIGHT_HELP = """
+import sys
+from typer.testing import CliRunner
+from offbeat.deploy.cli.main import make_app
+
+assert CliRunner().invoke(make_app(), ["--help"]).exit_code == 0
+heavy = {"torch", "numpy", "scipy", "zmq", "plotly", "vllm"} & set(sys.modules)
+assert not heavy, heavy
+loaded = {name for name in sys.modules if name.startswith(("offbeat.deploy.cli", "offbeat.lab", "offbeat.learner"))}
+assert loaded == {"offbeat.deploy.cli", "offbeat.deploy.cli.main"}, loaded
+"""
+
+
+def test_every_module_with_a_command_is_listed() -> None:
+    folder = Path(str(cli.__file__)).parent
+    modules = {file.stem for file in folder.glob("*.py") if "\ndef command(" in file.read_text()}
+    assert set(COMMANDS) == modules
+
+
+def test_help_imports_no_command_and_no_heavy_library() -> None:
+    result = subprocess.run([sys.executable, "-c", LIGHT_HELP], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("name", ["check", "set", "keygen"])
+def test_list_says_of_a_command_what_its_own_help_says(name: str) -> None:
+    runner = CliRunner(env={"COLUMNS": "500", "TERMINAL_WIDTH": "500"})
+    listed = next(line for line in runner.invoke(make_app(), ["--help"]).output.splitlines() if f"│ {name} " in line)
+    summary = listed.strip("│ ").removeprefix(name).strip()
+    assert summary
+    assert summary in runner.invoke(make_app(), [name, "--help"]).output
+
+
+def test_misspelled_command_is_refused_with_the_one_that_was_meant() -> None:
+    result = CliRunner().invoke(make_app(), ["trian"])
+    assert result.exit_code == 2
+    assert "'train'" in result.output
+
+
+def test_version_is_told_without_a_command() -> None:
+    result = CliRunner().invoke(make_app(), ["--version"])
+    assert (result.exit_code, result.output) == (0, f"offbeat {importlib.metadata.version('offbeat')}\n")
+
+
+@pytest.mark.parametrize("command", [["explain"], ["check", "--explain"]])
+def test_settings_that_are_named_are_explained_and_no_others(command: list[str]) -> None:
+    result = CliRunner().invoke(make_app(), [*command, "max_staleness", "run.seed"])
+    assert result.output == f"{explain('staleness.max_staleness')}\n\n{explain('run.seed')}\n"
+    assert CliRunner().invoke(make_app(), command).output == f"{explain()}\n"
+
+
+def test_shell_completes_commands_and_their_options() -> None:
+    def completed(words: str) -> list[str]:
+        variables = {"_OFFBEAT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        return CliRunner(env=variables).invoke(make_app(), prog_name="offbeat").output.split()
+
+    assert completed("offbeat sam") == ["samples"]
+    assert {"--worst", "--best", "--step"} <= set(completed("offbeat samples --"))

@@ -1,0 +1,363 @@
+"""Claims about the manifests of a run on Kubernetes: valid by its schemas, and read back as our own command line reads them."""
+
+import functools
+import json
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from msgspec.structs import replace
+from typer.core import TyperGroup
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.checks import check
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.hub_keys import keys_of_learner, keys_of_peer
+from offbeat.deploy.cli.arguments import load_config
+from offbeat.deploy.cli.main import make_app
+from offbeat.deploy.cli.reconcile import POOLS
+
+SETTINGS = """\
+# a comment of mine
+[model]
+path = "owner/model"
+[task]
+train_data = "owner/data"
+[train]
+num_steps = 7
+[launch]
+num_actors = 3
+"""
+RELEASES = ("1.29", "1.33", "1.37")
+POD_NAME = "actor-7d9f-x2"
+RECONCILED = ("--scaled-by", "reconcile")
+VARIANTS = {
+    "plain": (),
+    "reconciled": RECONCILED,
+    "monitored": ("--monitoring", "prometheus"),
+    "resources": ("--learner", "nvidia.com/gpu=1", "--actor", "memory=32Gi", "--actor", "nvidia.com/gpu=1"),
+    "storage": ("--storage-class", "fast", "--storage", "1Ti", "--secret", "tokens"),
+    "pull": ("weights.backend=pull",),
+}
+Document = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder in which `offbeat deploy` is started."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(*options: str, toml: str = SETTINGS) -> dict[str, Document]:
+    """Write the manifests to `out`. Return the documents by kind and name."""
+    Path("run.toml").write_text(toml)
+    arguments = ["deploy", "kubernetes", "run.toml", "--out", "out", "--image", "registry.example/offbeat:1", *options]
+    CliRunner().invoke(make_app(), arguments, catch_exceptions=False)
+    listed = yaml.safe_load(Path("out/kustomization.yaml").read_text())["resources"]
+    documents = [document for name in listed for document in yaml.safe_load_all((Path("out") / name).read_text())]
+    return {f"{document['kind']}/{document['metadata']['name']}": document for document in documents}
+
+
+def refusal(*options: str, toml: str = SETTINGS) -> SettingError:
+    with pytest.raises(SettingError) as caught:
+        write(*options, toml=toml)
+    return caught.value
+
+
+def pods(documents: dict[str, Document]) -> list[Document]:
+    """Return the specs of the learner's pod and the actors'."""
+    return [documents[name]["spec"]["template"]["spec"] for name in ("Job/learner", "Deployment/actor")]
+
+
+def started(container: Document, folder: Path) -> list[str]:
+    """Return the words of the program that a container becomes, its volumes in `folder`."""
+    words = [word.replace("$(POD_NAME)", POD_NAME) for word in container["command"]]
+    if words[0] != "sh":
+        return words
+    shown = words[2].replace('exec "$@"', "printf '%s\\0' \"$@\"").replace(" /runs/", f" {folder}/runs/")
+    return subprocess.run(["sh", "-c", shown, *words[3:]], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+
+
+def config_of(words: list[str], command: str) -> Config:
+    """Return the config of a service that a container starts, checked as the service checks it."""
+    assert words[:3] == ["offbeat", command, "/etc/offbeat/run.toml"]
+    config = load_config(["run.toml", *words[3:]])
+    check(config)
+    return config
+
+
+def configs(documents: dict[str, Document], folder: Path) -> tuple[Config, Config]:
+    """Return the configs of learner and actor."""
+    learner, actor = (pod["containers"][0] for pod in pods(documents))
+    return config_of(started(learner, folder), "learner"), config_of(started(actor, folder), "actor")
+
+
+def unpack(documents: dict[str, Document], pod: Document, folder: Path) -> None:
+    """Write the files of a pod's ConfigMaps and Secrets to `folder` as they appear in its first container."""
+    contents = {volume["name"]: volume for volume in pod["volumes"]}
+    for mount in pod["containers"][0]["volumeMounts"]:
+        volume = contents[mount["name"]]
+        if "configMap" in volume:
+            files = documents[f"ConfigMap/{volume['configMap']['name']}"]["data"]
+        elif "secret" in volume:
+            files = documents[f"Secret/{volume['secret']['secretName']}"]["stringData"]
+        else:
+            continue
+        for name, text in files.items():
+            path = Path(f"{folder}{mount['mountPath']}") / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            path.chmod(0o440)
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_documents_are_valid_in_three_releases_and_have_no_field_that_these_lack(options: tuple[str, ...]) -> None:
+    documents = write(*options)
+    assert len(documents) >= 11
+    for document in documents.values():
+        for release in RELEASES:
+            validate(json.dumps(document), release)
+
+
+@functools.cache
+def validate(document: str, release: str) -> None:
+    """Raise `ValidationError` for a document that this release would not take; most are the same in all variants."""
+    kubernetes_validate.validate(json.loads(document), release, strict=True)
+
+
+def test_validation_refuses_a_misspelled_field() -> None:
+    job = write()["Job/learner"]
+    job["spec"]["backofflimit"] = job["spec"].pop("backoffLimit")
+    with pytest.raises(kubernetes_validate.ValidationError, match="backofflimit"):
+        kubernetes_validate.validate(job, RELEASES[-1], strict=True)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl; the next test reads the same files without it")
+def test_kubectl_builds_the_kustomization() -> None:
+    documents = write(*RECONCILED, "--namespace", "my-run")
+    built = subprocess.run(["kubectl", "kustomize", "out"], capture_output=True, text=True, check=True, timeout=60).stdout
+    names = {f"{document['kind']}/{document['metadata']['name']}" for document in yaml.safe_load_all(built)}
+    assert names == set(documents)
+    assert {document["metadata"]["namespace"] for document in yaml.safe_load_all(built)} == {"my-run"}
+
+
+def test_kustomization_lists_every_file_that_is_written() -> None:
+    write(*RECONCILED)
+    listed = yaml.safe_load(Path("out/kustomization.yaml").read_text())["resources"]
+    assert {*listed, "kustomization.yaml"} == {path.name for path in Path("out").glob("*.yaml")}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in Path("out").glob("*.yaml")} == {0o600}
+
+
+def test_services_start_with_one_config_and_the_ports_of_the_service(folder: Path) -> None:
+    documents = write("run.seed=5")
+    learner, actor = configs(documents, folder)
+    assert (learner.train.num_steps, learner.run.seed) == (actor.train.num_steps, actor.run.seed) == (7, 5)
+    assert (learner.hub.address, actor.actor.name) == (actor.hub.address, POD_NAME)
+    host, port = learner.hub.address.removeprefix("tcp://").split(":")
+    ports = {port["name"]: port["targetPort"] for port in documents[f"Service/{host}"]["spec"]["ports"]}
+    assert ports["hub"] == int(port) == int(learner.hub.bind.rpartition(":")[2])
+    assert (ports["weights"], ports["collective"]) == (learner.weights.pull_port, learner.weights.port)
+    assert learner.metrics.bind == actor.metrics.actor_bind == f"0.0.0.0:{ports['page']}"
+    assert documents["ConfigMap/run-config"]["data"]["run.toml"] == SETTINGS
+
+
+def test_every_container_starts_a_command_that_takes_its_arguments(folder: Path) -> None:
+    documents = write(*RECONCILED)
+    (folder / "runs/run").mkdir(parents=True)
+    (folder / "runs/run/config.toml").touch()
+    group = get_command(make_app())
+    assert isinstance(group, TyperGroup)
+    parsed: dict[str, dict[str, Any]] = {}
+    for container in [container for pod in pods(documents) for container in pod["containers"]]:
+        program, *words = started(container, folder)
+        name, command, rest = group.resolve_command(group.make_context("offbeat", words), words)
+        assert program == "offbeat" and command is not None
+        parsed[str(name)] = command.make_context(name, rest).params
+    assert set(parsed) == {"learner", "actor", "reconcile"}
+    assert (str(parsed["reconcile"]["run"]), parsed["reconcile"]["on"]) == ("/runs/run", "kubernetes")
+    assert parsed["reconcile"]["on"] in POOLS
+
+
+def test_keys_of_the_pods_open_the_hub_to_actors_by_their_pods_names(folder: Path) -> None:
+    documents = write()
+    hubs = []
+    for config, pod, name in zip(configs(documents, folder), pods(documents), ("learner-pod", "actor-pod"), strict=True):
+        unpack(documents, pod, folder / name)
+        paths = {key: f"{folder}/{name}{getattr(config.hub, key)}" for key in ("key", "learner_key", "allowed_keys")}
+        hubs.append(replace(config.hub, **paths))
+    learner, actor = keys_of_learner(hubs[0]), keys_of_peer(hubs[1], POD_NAME)
+    assert learner.allowed is not None and learner.key is not None and actor.key is not None and actor.learner_key is not None
+    sender = learner.allowed.sender(actor.key.owner.public)
+    assert sender is not None and sender.may_be(POD_NAME)
+    assert actor.learner_key.public == learner.key.owner.public
+    # Commands that are run in the learner's container.
+    assert keys_of_peer(hubs[0], "operator", "operator").key is not None
+    assert {path.name for path in (folder / "actor-pod/keys").iterdir()} == {"actor.key", "learner.pub"}
+
+
+def test_learner_begins_goes_on_and_pauses_in_the_same_folder_by_the_same_words(folder: Path) -> None:
+    documents = write("run.dir=runs/mine-{time}")
+    run = configs(documents, folder)[0].run
+    assert (run.dir, run.resume, run.grace_s) == ("/runs/mine", "auto", 285)
+    assert pods(documents)[0]["terminationGracePeriodSeconds"] == 300
+
+
+def test_learner_of_several_gpus_starts_one_process_for_each(folder: Path) -> None:
+    documents = write("launch.learner_processes=4", "--learner", "nvidia.com/gpu=4")
+    words = started(pods(documents)[0]["containers"][0], folder)
+    assert words[:5] == ["torchrun", "--standalone", "--nproc-per-node=4", "-m", "offbeat.deploy.cli.main"]
+    config_of(["offbeat", *words[5:]], "learner")
+    assert "launch.learner_processes is 1" in str(refusal("--learner", "nvidia.com/gpu=4"))
+
+
+def test_containers_have_no_rights_and_write_to_volumes_only() -> None:
+    learner, actor = pods(write(*RECONCILED, "--secret", "tokens"))
+    for pod in (learner, actor):
+        assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] > 0
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not pod["automountServiceAccountToken"]
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        for container in pod["containers"]:
+            rights = container["securityContext"]
+            assert rights["readOnlyRootFilesystem"] and not rights["allowPrivilegeEscalation"]
+            assert rights["capabilities"] == {"drop": ["ALL"]}
+            mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+            assert "emptyDir" in mounts["/tmp"] and mounts["/dev/shm"]["emptyDir"] == {"medium": "Memory"}
+    assert any("persistentVolumeClaim" in volume for volume in learner["volumes"])
+    assert not any("persistentVolumeClaim" in volume for volume in actor["volumes"])
+
+
+def test_probes_ask_where_the_services_answer_and_give_half_an_hour_to_start(folder: Path) -> None:
+    documents = write()
+    learner, actor = configs(documents, folder)
+    for pod, bind in zip(pods(documents), (learner.metrics.bind, actor.metrics.actor_bind), strict=True):
+        (container,) = pod["containers"]
+        probes = {name: container[f"{name}Probe"] for name in ("startup", "liveness", "readiness")}
+        assert {f"0.0.0.0:{probe['httpGet']['port']}" for probe in probes.values()} == {bind}
+        asked = {name: probe["httpGet"]["path"] for name, probe in probes.items()}
+        assert asked == {"startup": "/healthz", "liveness": "/healthz", "readiness": "/readyz"}
+        assert probes["startup"]["failureThreshold"] * probes["startup"]["periodSeconds"] == 1800
+
+
+@pytest.mark.parametrize(
+    ("settings", "seconds"),
+    [(("actor.leave_within_s=90.5",), 90.5 + 10 + 15), (("actor.leave=return",), 10 + 15)],
+    ids=["finish", "return"],
+)
+def test_actors_may_leave_as_long_as_their_settings_let_them(settings: tuple[str, ...], seconds: float) -> None:
+    _, actor = pods(write("hub.dead_after_s=10", *settings))
+    assert seconds <= actor["terminationGracePeriodSeconds"] < seconds + 1
+
+
+def test_only_the_reconciler_sees_an_account_and_that_may_only_scale_the_actors() -> None:
+    documents = write(*RECONCILED, "--namespace", "my-run")
+    learner, actor = pods(documents)
+    mounts = {container["name"]: {mount["name"] for mount in container["volumeMounts"]} for container in learner["containers"]}
+    assert "token" in mounts["reconciler"] and "token" not in mounts["learner"]
+    assert "serviceAccountName" not in actor
+    account = {"kind": "ServiceAccount", "name": learner["serviceAccountName"], "namespace": "my-run"}
+    assert documents["RoleBinding/reconciler"]["subjects"] == [account]
+    (rule,) = documents["Role/reconciler"]["rules"]
+    assert (rule["resources"], rule["resourceNames"]) == (["deployments/scale"], ["actor"])
+
+
+def test_nobody_but_actors_reaches_the_learner_and_only_collectives_reach_actors() -> None:
+    with_pull = write("weights.backend=pull")
+    (rule,) = with_pull["NetworkPolicy/learner"]["spec"]["ingress"]
+    labels = with_pull["Deployment/actor"]["spec"]["template"]["metadata"]["labels"]
+    assert rule["from"] == [{"podSelector": {"matchLabels": labels}}]
+    assert {port["port"] for port in rule["ports"]} == {5700, 5701}
+    assert with_pull["NetworkPolicy/actor"]["spec"]["ingress"] == []
+    by_gloo = write("weights.backend=gloo", "--monitoring", "prometheus")
+    members, monitors = by_gloo["NetworkPolicy/actor"]["spec"]["ingress"]
+    assert len(members["from"]) == 2 and "ports" not in members
+    assert monitors["from"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "prometheus"}}}]
+
+
+def test_policies_services_and_budgets_select_the_pods_they_are_for() -> None:
+    documents = write()
+    labels = {name: documents[name]["spec"]["template"]["metadata"]["labels"] for name in ("Job/learner", "Deployment/actor")}
+    assert labels["Job/learner"] != labels["Deployment/actor"]
+    assert documents["Service/learner"]["spec"]["selector"] == labels["Job/learner"]
+    assert documents["PodDisruptionBudget/learner"]["spec"]["selector"] == {"matchLabels": labels["Job/learner"]}
+    assert documents["Deployment/actor"]["spec"]["selector"] == {"matchLabels": labels["Deployment/actor"]}
+    for name, of in (("learner", "Job/learner"), ("actor", "Deployment/actor")):
+        assert documents[f"NetworkPolicy/{name}"]["spec"]["podSelector"] == {"matchLabels": labels[of]}
+
+
+def test_pods_fields_are_passed_through_but_do_not_replace_ours() -> None:
+    fields = {"nodeSelector": {"pool": "spot"}, "tolerations": [{"key": "spot", "operator": "Exists"}]}
+    for name, value in fields.items():
+        Path(f"{name}.yaml").write_text(yaml.safe_dump({name: value}))
+    words = ("cpu=2", "nodeSelector.yaml", "memory=32Gi", "tolerations.yaml")
+    documents = write(*(argument for word in words for argument in ("--actor", word)))
+    learner, actor = pods(documents)
+    assert actor["containers"][0]["resources"]["limits"] == {"cpu": "2", "memory": "32Gi"}
+    assert {name: actor[name] for name in fields} == fields
+    assert not fields.keys() & learner.keys()
+    kubernetes_validate.validate(documents["Deployment/actor"], RELEASES[-1], strict=True)
+    Path("learner-pod.yaml").write_text("volumes: []\n")
+    assert "volumes" in str(refusal("--learner", "learner-pod.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("- a\n", "no mapping"), ("a: [\n", "not valid YAML"), (None, "cannot be read")],
+    ids=["list", "broken", "absent"],
+)
+def test_file_that_is_no_mapping_is_refused(text: str | None, problem: str) -> None:
+    if text is not None:
+        Path("pod.yaml").write_text(text)
+    error = str(refusal("--actor", "pod.yaml"))
+    assert problem in error
+    assert ("--actor memory=32Gi" in error) == (text is None)
+
+
+@pytest.mark.parametrize("quantity", ["memory=much", "=3", "cpu=1=2"])
+def test_quantity_of_another_form_is_refused_with_an_example(quantity: str) -> None:
+    assert "--actor memory=32Gi" in str(refusal("--actor", quantity))
+
+
+def test_as_many_actors_are_there_as_the_run_wants_unless_something_else_scales_them() -> None:
+    assert write()["Deployment/actor"]["spec"]["replicas"] == 3
+    assert write("scale.actors=5")["Deployment/actor"]["spec"]["replicas"] == 5
+    for options in (RECONCILED, ("--scaled-by", "keda:http://prometheus:9090")):
+        assert "replicas" not in write(*options)["Deployment/actor"]["spec"]
+
+
+def test_keda_copies_the_number_that_the_learner_wants() -> None:
+    documents = write("--scaled-by", "keda:http://prometheus:9090", "--namespace", "my-run")
+    spec = documents["ScaledObject/actor"]["spec"]
+    assert spec["scaleTargetRef"]["name"] == documents["Deployment/actor"]["metadata"]["name"]
+    (trigger,) = spec["triggers"]
+    # As many replicas as the number is large.
+    assert (trigger["metricType"], trigger["metadata"]["threshold"]) == ("AverageValue", "1")
+    assert spec["maxReplicaCount"] == Config().hub.max_actors
+    assert 'offbeat_actors_wanted{namespace="my-run"}' in trigger["metadata"]["query"]
+
+
+@pytest.mark.parametrize("scaler", ["keda", "keda:", "reconcile:http://prometheus:9090", "hpa"])
+def test_scaler_of_another_form_is_refused_with_those_that_there_are(scaler: str) -> None:
+    assert "Write --scaled-by reconcile, or --scaled-by keda:URL" in str(refusal("--scaled-by", scaler))
+
+
+def test_keys_are_kept_when_the_files_are_written_again_and_a_folder_without_actors_is_refused() -> None:
+    first = write()
+    assert write()["Secret/actor-keys"] == first["Secret/actor-keys"]
+    Path("out/keys/actor.key").unlink()
+    assert "there is no actor.key" in str(refusal())
+    shutil.rmtree("out/keys")
+    assert write()["Secret/actor-keys"] != first["Secret/actor-keys"]
+
+
+def test_long_texts_are_written_as_people_read_them() -> None:
+    write()
+    assert "    # a comment of mine\n    [model]\n" in Path("out/config.yaml").read_text()
