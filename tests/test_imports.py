@@ -121,7 +121,6 @@ ALLOWED = {
         "common",
         "protocols",
     },
-    "deploy/chaos": {"deploy/*", "actor/*", "lab", "learner/*", "common/*", "common", "protocols"},
     "deploy/cli": {
         "deploy",
         "deploy/*",
@@ -152,7 +151,6 @@ QUICK_COMMANDS = (
     "drift",
     "sweep",
     "study",
-    "chaos",
     "runs",
     "compare",
     "trace",

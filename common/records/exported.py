@@ -1,6 +1,6 @@
 """Numbers that a service exports to Prometheus at /metrics: their table's rows, and the text made of them.
 
-Docs, dashboard and alert rules are written from the services' tables (`offbeat.lab.monitoring`).
+Docs, dashboard and alert rules are written from the services' tables (`docs.generate.monitoring`).
 """
 
 from collections.abc import Iterable, Mapping

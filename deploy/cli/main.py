@@ -33,7 +33,6 @@ COMMANDS = (
     "export",
     "status",
     "audit",
-    "chaos",
     "calibrate",
     "drift",
     "sweep",
@@ -85,8 +84,11 @@ def main() -> None:
         end_process(end.code or 0)
 
 
-def run() -> None:
-    """Run the command line; errors that the user can mend become one line on stderr and exit status 2, without a traceback."""
+def run(app: typer.Typer | None = None) -> None:
+    """Run the command line, or another application like it.
+
+    Errors that the user can mend become one line on stderr and exit status 2, without a traceback.
+    """
     # Local modules (rewards named by import path) are found as `python -m` would find them.
     sys.path.insert(0, "")
     # Removed from the environment: it is not meant for what this process starts.
@@ -95,7 +97,7 @@ def run() -> None:
         die_with_parent(int(parent))
     raise_limit()
     try:
-        make_app()()
+        (app or make_app())()
     except SettingError as error:
         _fail(error.texts, USER_ERROR_STATUS)
     except ChannelError as error:

@@ -1,7 +1,9 @@
 """Real services for end-to-end tests: `offbeat` commands as processes that no test leaves behind."""
 
+import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import resolved_toml
 from tests.deploy.local.warm import PROGRAM, ForkedProcess, WarmProcess, service_environment
 
+ROOT = Path(__file__).parents[2]
 REWARD_MODULE = '''
 import time
 
@@ -53,6 +56,21 @@ class Services:
         self._warm = warm
         self._processes: list[Process] = []
         (folder / "my_reward.py").write_text(REWARD_MODULE)
+
+    def start_chaos(self, *arguments: str) -> Process:
+        """Start `python -m tests.chaos ARGUMENTS` with its output going to the file `chaos.log`."""
+        with (self.folder / "chaos.log").open("ab") as stream:
+            path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.chaos", *arguments],
+                cwd=self.folder,
+                stdout=stream,
+                stderr=stream,
+                process_group=0,
+                env={**service_environment(), "PYTHONPATH": path},
+            )
+        self._processes.append(process)
+        return process
 
     def start(self, *arguments: str, log: str = "", is_real: bool = False) -> Process:
         """Start `offbeat ARGUMENTS` with its output going to the file `log`.

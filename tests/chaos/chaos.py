@@ -1,4 +1,4 @@
-"""`offbeat chaos`: runs under faults, round after round, each audited; one table at the end.
+"""`python -m tests.chaos`: runs under faults, round after round, each audited; one table at the end.
 
     seed -> plan of faults -> round: `offbeat train` and a remote actor -> audit of the run's folder -> findings -> table
 
@@ -31,13 +31,6 @@ from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.setting_text import write_private
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load, resolved_toml
-from offbeat.deploy.chaos.environment import EARNED, ENVIRONMENT, FOLDER_VARIABLE, FUNCTION_VARIABLE
-from offbeat.deploy.chaos.faults import MORE_DATA, Clock, open_disk
-from offbeat.deploy.chaos.judge import REWARD, URL_VARIABLE, Judge
-from offbeat.deploy.chaos.network import Network, open_network
-from offbeat.deploy.chaos.round import LOCAL, REMOTE, Happened, Site, StoppedError, run_round
-from offbeat.deploy.chaos.schedule import KINDS, OF_ENVIRONMENTS, OF_REWARDS, plan, round_seed
-from offbeat.deploy.chaos.tools import Tools
 from offbeat.deploy.local.keygen import ALLOWED_KEYS, make_keys
 from offbeat.deploy.local.launcher import free_port
 from offbeat.deploy.local.quickstart.prepared import expand
@@ -45,8 +38,15 @@ from offbeat.lab.audit import Check, add_claim, audit, check_learning, check_out
 from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.learner.leases.events import Accepted
 from offbeat.learner.leases.log_reading import read_log
+from tests.chaos.environment import EARNED, ENVIRONMENT, FOLDER_VARIABLE, FUNCTION_VARIABLE
+from tests.chaos.faults import MORE_DATA, Clock, open_disk
+from tests.chaos.judge import REWARD, URL_VARIABLE, Judge
+from tests.chaos.network import Network, open_network
+from tests.chaos.round import LOCAL, REMOTE, Happened, Site, StoppedError, run_round
+from tests.chaos.schedule import KINDS, OF_ENVIRONMENTS, OF_REWARDS, plan, round_seed
+from tests.chaos.tools import Tools
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"offbeat.{__name__}")
 
 MARK_VARIABLE = "OFFBEAT_CHAOS"
 """Environment variable that marks every process of a chaos run; children inherit it."""

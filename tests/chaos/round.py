@@ -18,16 +18,16 @@ from offbeat.common.processes.shutdown import PARENT_VARIABLE, StopRequest
 from offbeat.common.records.rows import ActorRow, EventRow, StepRow, decode_row
 from offbeat.common.records.writer import ROWS_FILE
 from offbeat.common.settings.config import Config
-from offbeat.deploy.chaos import effects
-from offbeat.deploy.chaos.faults import MAX_FILES, Attempt, Clock, Committed, Disk, Scene, commit
-from offbeat.deploy.chaos.judge import Judge
-from offbeat.deploy.chaos.network import Network
-from offbeat.deploy.chaos.schedule import Fault, Target
-from offbeat.deploy.chaos.tools import Tools
 from offbeat.deploy.local.starts import PROGRAM
 from offbeat.learner.leases.events import LeaseEvent
+from tests.chaos import effects
+from tests.chaos.faults import MAX_FILES, Attempt, Clock, Committed, Disk, Scene, commit
+from tests.chaos.judge import Judge
+from tests.chaos.network import Network
+from tests.chaos.schedule import Fault, Target
+from tests.chaos.tools import Tools
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"offbeat.{__name__}")
 
 LOOK_S = 0.02
 STUCK_S = 180.0

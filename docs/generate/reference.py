@@ -1,6 +1,6 @@
 """The reference pages of `docs/`: metrics, settings, monitoring, resuming and health, written from the code's own tables.
 
-python -m offbeat.lab.reference docs
+python -m docs.generate.reference docs
 """
 
 import inspect
@@ -12,6 +12,7 @@ from typing import get_args
 
 import msgspec
 
+from docs.generate.monitoring import alert_rules, exported_lines, grafana_dashboard, monitoring_page
 from offbeat.actor.live.exported import EXPORTED as OF_ACTOR
 from offbeat.common.records import rows
 from offbeat.common.records.exported import Exported
@@ -19,13 +20,12 @@ from offbeat.common.records.step_metrics import ROUTING_METRICS, STEP_METRICS, M
 from offbeat.common.settings.docstrings import field_docstrings
 from offbeat.common.settings.loading import explanations, setting_names
 from offbeat.common.settings.resume_rules import OUTCOMES, RULES, Outcome
-from offbeat.lab.monitoring import alert_rules, exported_lines, grafana_dashboard, monitoring_page
 from offbeat.learner.diagnostics.health import CLEAR_STEPS
 from offbeat.learner.diagnostics.health import RULES as HEALTH_RULES
 from offbeat.learner.dispatch.watchdog import CAUSES, LATE_FACTOR, LATE_S, NUM_WAITS
 from offbeat.learner.reporting.page.exported import EXPORTED as OF_LEARNER
 
-_WRITTEN = "<!-- Written by `python -m offbeat.lab.reference docs`; change the code's docstrings instead. -->"
+_WRITTEN = "<!-- Written by `python -m docs.generate.reference docs`; change the code's docstrings instead. -->"
 
 
 def metrics_page() -> str:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.deploy.chaos.faults import DAMAGES_AT_THE_END, DAMAGES_IN_THE_MIDDLE, NEAR_RECORDS, corrupt_log, damage_checkpoint
 from offbeat.learner.leases.events import Expired, Tuned
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.training import checkpoints
-from tests.deploy.chaos.test_chaos import detail_of
+from tests.chaos.faults import DAMAGES_AT_THE_END, DAMAGES_IN_THE_MIDDLE, NEAR_RECORDS, corrupt_log, damage_checkpoint
+from tests.chaos.test_chaos import detail_of
 
 DAMAGES = (*DAMAGES_AT_THE_END, *DAMAGES_IN_THE_MIDDLE)
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from docs.generate.reference import metrics_page, resuming_page, settings_page, write_pages
 from offbeat.common.records.rows import ROW_TYPES
 from offbeat.common.records.step_metrics import ROUTING_METRICS, STEP_METRICS
 from offbeat.common.settings.loading import explanations
-from offbeat.lab.reference import metrics_page, resuming_page, settings_page, write_pages
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -26,7 +26,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 )
 def test_page_is_fresh(tmp_path: Path, name: str) -> None:
     write_pages(tmp_path)
-    assert (DOCS / name).read_text() == (tmp_path / name).read_text(), "run `python -m offbeat.lab.reference docs`"
+    assert (DOCS / name).read_text() == (tmp_path / name).read_text(), "run `python -m docs.generate.reference docs`"
 
 
 def test_metrics_page_has_every_kind_of_row_and_every_metric() -> None:

@@ -17,12 +17,12 @@ from offbeat.common.errors import SettingError
 from offbeat.common.processes import process_table as processes
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.settings.config import EnvironmentSection
-from offbeat.deploy.chaos import tools as chaos_tools
-from offbeat.deploy.chaos.chaos import made_up, run_chaos
-from offbeat.deploy.chaos.environment import EARNED, FOLDER_VARIABLE, FUNCTION_VARIABLE, play
-from offbeat.deploy.chaos.tools import Tools
 from offbeat.learner.leases.events import Accepted
 from offbeat.protocols.completions import CompletionMeta, Segment
+from tests.chaos import tools as chaos_tools
+from tests.chaos.chaos import made_up, run_chaos
+from tests.chaos.environment import EARNED, FOLDER_VARIABLE, FUNCTION_VARIABLE, play
+from tests.chaos.tools import Tools
 
 pytestmark = pytest.mark.slow
 

@@ -7,10 +7,10 @@ from typing import cast
 import pytest
 
 from offbeat.common.processes import process_table as processes
-from offbeat.deploy.chaos.faults import MORE_DATA, Attempt, Clock, Committed, Scene, commit
-from offbeat.deploy.chaos.network import Network
-from offbeat.deploy.chaos.schedule import Kind
-from tests.deploy.chaos.test_chaos import Sleepers, fault
+from tests.chaos.faults import MORE_DATA, Attempt, Clock, Committed, Scene, commit
+from tests.chaos.network import Network
+from tests.chaos.schedule import Kind
+from tests.chaos.test_chaos import Sleepers, fault
 
 pytestmark = pytest.mark.slow
 

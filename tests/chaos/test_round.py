@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from offbeat.common.settings.config import Config, ModelSection, TaskSection
-from offbeat.deploy.chaos import round as chaos_round
-from offbeat.deploy.chaos.faults import Clock
-from offbeat.deploy.chaos.network import Proxy
-from offbeat.deploy.chaos.round import Site, run_round
-from offbeat.deploy.chaos.schedule import Fault
+from tests.chaos import round as chaos_round
+from tests.chaos.faults import Clock
+from tests.chaos.network import Proxy
+from tests.chaos.round import Site, run_round
+from tests.chaos.schedule import Fault
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"offbeat.{__name__}")
 
 URL_VARIABLE = "OFFBEAT_CHAOS_JUDGE"
 """Environment variable with the judge's address."""

@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 
 from offbeat.actor.rewards.runner import RewardRunner
-from offbeat.deploy.chaos.faults import Attempt, Scene, commit
-from offbeat.deploy.chaos.judge import REWARD, SLOW_S, URL_VARIABLE, Judge, judged
-from offbeat.deploy.chaos.schedule import Fault, Target
 from tests.actor.rewards.reward_harness import make_limits, rewarded, samples, wait
-from tests.deploy.chaos.test_chaos import detail_of
+from tests.chaos.faults import Attempt, Scene, commit
+from tests.chaos.judge import REWARD, SLOW_S, URL_VARIABLE, Judge, judged
+from tests.chaos.schedule import Fault, Target
+from tests.chaos.test_chaos import detail_of
 
 DOWN = Fault("judge down", "learner", at_step=1, delay_s=0.0, duration_s=0.2, seed=1)
 
@@ -65,7 +65,7 @@ def test_judge_is_down_for_a_while_and_costs_no_group(monkeypatch: pytest.Monkey
 
 def test_slow_judge_answers_late(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("offbeat.deploy.chaos.judge.time.sleep", slept.append)
+    monkeypatch.setattr("tests.chaos.judge.time.sleep", slept.append)
     with closing(Judge("127.0.0.1")) as judge:
         monkeypatch.setenv(URL_VARIABLE, judge.url)
         group = samples(["7", "8"], {"answer": 7})

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from offbeat.common.processes.descriptors import raise_limit
-from offbeat.deploy.chaos import chaos, faults
-from offbeat.deploy.chaos.faults import Attempt, Clock, Scene, commit
-from offbeat.deploy.chaos.network import Proxy
-from offbeat.deploy.chaos.schedule import Fault, Target
-from offbeat.deploy.chaos.strangers import crowd
 from offbeat.protocols.channels import Hub, Link
+from tests.chaos import chaos, faults
+from tests.chaos.faults import Attempt, Clock, Scene, commit
+from tests.chaos.network import Proxy
+from tests.chaos.schedule import Fault, Target
+from tests.chaos.strangers import crowd
 from tests.protocols.sockets import ANY_PORT, LIMIT, introduce, port_of
 
 

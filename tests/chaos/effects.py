@@ -4,7 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from offbeat.common.records.run_folder import CHECKPOINTS
-from offbeat.deploy.chaos.schedule import Kind
+from tests.chaos.schedule import Kind
 
 EVENTS: dict[Kind, tuple[str, ...]] = {
     "corrupt log's middle": ("log_damaged",),

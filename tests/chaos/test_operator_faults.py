@@ -9,14 +9,14 @@ import pytest
 
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import resolved_toml
-from offbeat.deploy.chaos.changes import IMPOSSIBLE
-from offbeat.deploy.chaos.faults import Attempt, Scene, commit
-from offbeat.deploy.chaos.schedule import Fault
 from offbeat.deploy.operating import link as questions
 from offbeat.learner.dispatch.failures import RunFailedError
 from offbeat.learner.dispatch.quarantine import MAX_MISMATCHES
 from offbeat.learner.weights.canary import Canary
 from offbeat.protocols.messages import LiveSettingsReport, LiveSettingsRequest
+from tests.chaos.changes import IMPOSSIBLE
+from tests.chaos.faults import Attempt, Scene, commit
+from tests.chaos.schedule import Fault
 from tests.deploy.operating.operator_desk import Desk as OperatorDesk
 from tests.deploy.services import free_port
 from tests.learner.dispatch.dispatch_desk import Actor, Desk

@@ -6,10 +6,10 @@ import pytest
 
 from offbeat.common.records.rows import EventRow
 from offbeat.common.records.writer import MetricsWriter
-from offbeat.deploy.chaos.effects import CERTAIN, EVENTS, has_hit
-from offbeat.deploy.chaos.round import Happened, Watch, missed
-from offbeat.deploy.chaos.schedule import KINDS, Kind
-from tests.deploy.chaos.test_chaos import fault
+from tests.chaos.effects import CERTAIN, EVENTS, has_hit
+from tests.chaos.round import Happened, Watch, missed
+from tests.chaos.schedule import KINDS, Kind
+from tests.chaos.test_chaos import fault
 
 
 @pytest.mark.parametrize(

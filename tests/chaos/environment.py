@@ -1,6 +1,6 @@
 """The environment of a chaos round: the run's own, with a tool call after every turn of the model.
 
-A call takes a moment. At a fault's command (`deploy.chaos.tools`) it takes longer, fails, blocks the event loop, or leaves a
+A call takes a moment. At a fault's command (`tests.chaos.tools`) it takes longer, fails, blocks the event loop, or leaves a
 daemon behind. The reward that was really given is repeated as a named part, so that an invented one shows.
 """
 

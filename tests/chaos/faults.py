@@ -15,16 +15,16 @@ from typing import Literal, NamedTuple, Protocol, assert_never
 from offbeat.common.processes import process_table as processes
 from offbeat.common.processes.shutdown import USER_ERROR_STATUS
 from offbeat.common.records.run_folder import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, LOG, read_owner
-from offbeat.deploy.chaos.changes import doubt_learner, scale_up_and_down
-from offbeat.deploy.chaos.judge import Judge
-from offbeat.deploy.chaos.network import Network
-from offbeat.deploy.chaos.schedule import Fault, Target
-from offbeat.deploy.chaos.strangers import crowd
-from offbeat.deploy.chaos.tools import Struck, Tools
 from offbeat.learner.leases.events import LeaseEvent, Tuned
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.log_records import HEADER_BYTES
 from offbeat.learner.training import checkpoints
+from tests.chaos.changes import doubt_learner, scale_up_and_down
+from tests.chaos.judge import Judge
+from tests.chaos.network import Network
+from tests.chaos.schedule import Fault, Target
+from tests.chaos.strangers import crowd
+from tests.chaos.tools import Struck, Tools
 
 MAX_FILES = 1024
 """Limit on the open files of every service of `offbeat train`: many systems have no higher one by default."""
@@ -183,7 +183,7 @@ class Committed(NamedTuple):
     violations: tuple[str, ...] = ()
     """Reactions of the services that are violations."""
     has_hit: bool | None = None
-    """True if the fault has had its effect; None where the fault itself does not tell (`offbeat.deploy.chaos.effects`)."""
+    """True if the fault has had its effect; None where the fault itself does not tell (`tests.chaos.effects`)."""
 
 
 def commit(fault: Fault, scene: Scene) -> Committed:

@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from offbeat.common.processes import process_table as processes
 from offbeat.common.records.rows import ActorRow, EventRow, Row, StepRow
 from offbeat.common.records.writer import MetricsWriter
-from offbeat.deploy.chaos import faults
-from offbeat.deploy.chaos.chaos import ChaosReport, RoundReport, print_chaos
-from offbeat.deploy.chaos.faults import Attempt, Clock, Committed, Disk, Scene, commit, open_disk
-from offbeat.deploy.chaos.network import Namespace, Network, Proxy, open_network
-from offbeat.deploy.chaos.round import AHEAD_STEPS, Happened, Watch, is_ahead
-from offbeat.deploy.chaos.schedule import FILLING, KINDS, OF_ENVIRONMENTS, OF_REWARDS, Fault, Kind, Target, plan, round_seed
 from offbeat.deploy.local.launcher import free_port
 from offbeat.lab.audit import Check
+from tests.chaos import faults
+from tests.chaos.chaos import ChaosReport, RoundReport, print_chaos
+from tests.chaos.faults import Attempt, Clock, Committed, Disk, Scene, commit, open_disk
+from tests.chaos.network import Namespace, Network, Proxy, open_network
+from tests.chaos.round import AHEAD_STEPS, Happened, Watch, is_ahead
+from tests.chaos.schedule import FILLING, KINDS, OF_ENVIRONMENTS, OF_REWARDS, Fault, Kind, Target, plan, round_seed
 from tests.deploy.services import SERVICES_S, Services
 
 pytestmark = pytest.mark.slow
@@ -463,7 +463,7 @@ def test_any_violation_makes_the_report_a_bad_one() -> None:
 def test_round_of_all_faults_on_real_services_has_no_violation(services: Services, tmp_path: Path) -> None:
     """The round has each kind of fault once; fewer steps and shorter silences than the command's own save a minute."""
     quick = ("train.num_steps=60", "hub.dead_after_s=3.0")
-    chaos = services.start("chaos", *quick, "--seed", "193", "--minutes", "0", is_real=True)
+    chaos = services.start_chaos(*quick, "--seed", "193", "--minutes", "0")
     assert services.wait(chaos, "chaos") == 0, services.output("chaos")
     found = msgspec.json.decode(next(tmp_path.glob("runs/*/chaos.json")).read_bytes(), type=ChaosReport)
     committed = {happened.fault.kind for happened in found.rounds[0].happened if happened.detail}
@@ -473,7 +473,7 @@ def test_round_of_all_faults_on_real_services_has_no_violation(services: Service
 @pytest.mark.engine
 @pytest.mark.timeout(SERVICES_S)
 def test_interrupted_chaos_takes_everything_down(services: Services, tmp_path: Path) -> None:
-    chaos = services.start("chaos", "--minutes", "9", is_real=True)
+    chaos = services.start_chaos("--minutes", "9")
     services.wait_for(lambda: is_learner_there(chaos.pid), "a learner")
     started = processes.descendants(chaos.pid)
     (work,) = {Path(word).parents[1] for pid in started for word in processes.arguments(pid) if word.endswith("/run.toml")}

@@ -1,1 +1,0 @@
-"""Run the quick start under faults, and audit what is left."""
