@@ -13,7 +13,7 @@ from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import weighted_reward
 from offbeat.common.user_code.sources import hash_sources
 from offbeat.protocols.channels import Link
-from offbeat.protocols.engine_info import EngineInfo
+from offbeat.protocols.message_parts import EngineInfo
 from offbeat.protocols.messages import ActorHeartbeat, ActorMessage, ActorStats, Hello, LearnerHeartbeat, RewardTrouble, Welcome
 from offbeat.protocols.wire import Array, FromLearner, UnknownMessageError, VersionError
 

@@ -16,11 +16,10 @@ from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.settings.config import Config, HubSection
 from offbeat.common.settings.hub_keys import keys_of_peer
 from offbeat.common.settings.loading import load, load_text
-from offbeat.protocols.address_file import address_file
-from offbeat.protocols.addresses import is_loopback
+from offbeat.protocols.addresses import address_file, is_loopback
 from offbeat.protocols.channels import Link
 from offbeat.protocols.keys import KeyFileError, read_key_pair
-from offbeat.protocols.run_kit import RunKit
+from offbeat.protocols.message_parts import RunKit
 from offbeat.protocols.text import as_name
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from pathlib import Path
 from offbeat.actor.contact import LOG_WAITING_INTERVAL_S, RefusedError
 from offbeat.common.errors import ServiceError
 from offbeat.protocols.channels import Link
+from offbeat.protocols.message_parts import PART_BYTES, RunKit, RunKitError, decode_kit
 from offbeat.protocols.messages import Credit, LearnerMessage, Refused, RunPart, RunRequest, SayHello, Stop
-from offbeat.protocols.run_kit import PART_BYTES, RunKit, RunKitError, decode_kit
 from offbeat.protocols.wire import Frame, UnknownMessageError, VersionError
 
 logger = logging.getLogger(__name__)

@@ -13,13 +13,12 @@ import random
 import socket
 import time
 import zlib
-from collections.abc import Callable
-from typing import assert_never
+from collections.abc import Callable, Iterator
+from typing import Literal, assert_never, get_args
 
 from offbeat.actor.contact import ActorIdentity, LearnerContact, RefusedError
 from offbeat.actor.engines.choice import make_engine
 from offbeat.actor.engines.engine import Engine
-from offbeat.actor.engines.loop_seconds import Activity, LoopSeconds
 from offbeat.actor.environments.episodes import Episodes
 from offbeat.actor.environments.workers import start_workers
 from offbeat.actor.judges.client import counts_of_judge, handed_to_processes
@@ -66,6 +65,28 @@ from offbeat.protocols.text import as_name
 from offbeat.protocols.wire import Frame, FromLearner, token_ids
 
 logger = logging.getLogger(__name__)
+
+Activity = Literal["generate", "commit_weights", "wait_leases", "wait_weights", "wait_rewards"]
+
+
+class LoopSeconds:
+    """Sums the seconds spent on each activity since the start."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._totals: dict[str, float] = dict.fromkeys(get_args(Activity), 0.0)
+
+    @contextlib.contextmanager
+    def spent_on(self, activity: Activity) -> Iterator[None]:
+        """Add the time inside the `with` block to `activity`."""
+        started = self._clock()
+        yield
+        self._totals[activity] += self._clock() - started
+
+    def totals(self) -> dict[str, float]:
+        """Return a copy of the seconds by activity."""
+        return dict(self._totals)
+
 
 IDLE_WAIT_S = 0.05
 """Longest wait for a message when there is nothing to sample."""

@@ -19,8 +19,7 @@ from offbeat.common.records.run_folder import CHECKPOINTS, LOG, MODEL
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import replace_settings
-from offbeat.lab.prompt_audit import PromptAudit
-from offbeat.lab.prompt_order import PromptOrder
+from offbeat.lab.prompt_order import PromptAudit, PromptOrder
 from offbeat.lab.terminal import FittedTable, stdout_console
 from offbeat.learner.dispatch.live_settings import CANARY_TOLERANCE
 from offbeat.learner.leases import data_rows

@@ -54,7 +54,7 @@ from offbeat.learner.calibration.noise_floor import (
 )
 from offbeat.learner.objectives.correction_rules import resolve_corrections
 from offbeat.learner.objectives.objective import resolve_objective
-from offbeat.protocols.engine_info import EngineInfo
+from offbeat.protocols.message_parts import EngineInfo
 
 HALF_WIDTH = 1.96
 """Half-width of a 95% interval, in standard errors."""

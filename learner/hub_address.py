@@ -4,7 +4,7 @@ import logging
 
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.durable_files import replace
-from offbeat.protocols.address_file import address_file, reachable
+from offbeat.protocols.addresses import address_file, reachable
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from offbeat.common.models.folders import small_files
 from offbeat.common.settings.config import Config, LaunchSection
 from offbeat.common.settings.loading import resolved_toml, setting_value
 from offbeat.learner.dispatch.handout import Kit
+from offbeat.protocols.message_parts import RunKit, RunKitError, encode_kit
 from offbeat.protocols.messages import TensorSpec
-from offbeat.protocols.run_kit import RunKit, RunKitError, encode_kit
 
 logger = logging.getLogger(__name__)
 

@@ -57,8 +57,7 @@ from offbeat.learner.leases.prompts import MUCH_LEFT_OUT, Prompt, load_held_out,
 from offbeat.learner.leases.recovery import Recovered
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.reporting.health_watch import HealthWatch
-from offbeat.learner.reporting.page.live_page import LivePage
-from offbeat.learner.reporting.page.serving import serving
+from offbeat.learner.reporting.page.live_page import LivePage, serving
 from offbeat.learner.reporting.step_rows import StepRows
 from offbeat.learner.reporting.terminal import Progress
 from offbeat.learner.reporting.trackers.tracking import tracking
@@ -95,8 +94,8 @@ from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.transport import LearnerGpu, Transport
 from offbeat.protocols.addresses import host_of
 from offbeat.protocols.channels import Hub
-from offbeat.protocols.door import FILES_PER_PEER
-from offbeat.protocols.engine_info import ModelHashes
+from offbeat.protocols.connection_limits import FILES_PER_PEER
+from offbeat.protocols.message_parts import ModelHashes
 from offbeat.protocols.messages import Hello, TensorSpec
 
 logger = logging.getLogger(__name__)

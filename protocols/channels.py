@@ -18,12 +18,9 @@ from typing import NamedTuple
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from offbeat.protocols.address_file import address_file, find_address
-from offbeat.protocols.addresses import ChannelError, is_loopback
-from offbeat.protocols.door import HANDSHAKE_FAILED, Door, monitor
-from offbeat.protocols.flood_guard import FloodGuard
-from offbeat.protocols.key_check import KeyCheck
-from offbeat.protocols.keys import NO_KEYS, AllowList, KeyPair, PublicKey, Sender
+from offbeat.protocols.addresses import ChannelError, address_file, find_address, is_loopback
+from offbeat.protocols.connection_limits import HANDSHAKE_FAILED, Door, FloodGuard, monitor
+from offbeat.protocols.keys import NO_KEYS, AllowList, KeyCheck, KeyPair, PublicKey, Sender
 from offbeat.protocols.messages import ActorMessage, LearnerMessage
 from offbeat.protocols.text import plain
 from offbeat.protocols.wire import (

@@ -10,8 +10,6 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from offbeat.protocols.completions import CompletionMeta, ExpertsMeta
-from offbeat.protocols.engine_info import EngineInfo
 from offbeat.protocols.fields import (
     Checksum,
     EnvironmentCounts,
@@ -27,9 +25,8 @@ from offbeat.protocols.fields import (
     Seconds,
     Sources,
 )
-from offbeat.protocols.images import MAX_IMAGES, ImageReference
-from offbeat.protocols.operator_reports import MemberStatus, SettingChange, Vitals
-from offbeat.protocols.run_kit import MAX_PARTS
+from offbeat.protocols.message_parts import MAX_PARTS, EngineInfo, MemberStatus, SettingChange, Vitals
+from offbeat.protocols.payload import MAX_IMAGES, CompletionMeta, ExpertsMeta, ImageReference
 
 PROTOCOL_MAJOR = 2
 """Peers of another major version are refused with a reason."""
@@ -235,7 +232,7 @@ class ChunkRequest(Message, frozen=True):
 
 
 class RunRequest(Message, frozen=True):
-    """An actor without settings and model asks for a part of the run's kit (`protocols.run_kit`); no hello precedes it.
+    """An actor without settings and model asks for a part of the run's kit (`protocols.message_parts`); no hello precedes it.
 
     Since minor version 8, like `RunPart`. An older learner does not answer.
     """

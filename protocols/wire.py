@@ -17,7 +17,6 @@ import msgspec.inspect as types
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.protocols.completions import CompletionMeta, ExpertsMeta
 from offbeat.protocols.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -43,6 +42,7 @@ from offbeat.protocols.messages import (
     WeightsStaged,
     Welcome,
 )
+from offbeat.protocols.payload import CompletionMeta, ExpertsMeta
 from offbeat.protocols.text import plain, plain_tree
 
 _NAME = b"offbeat"

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from offbeat.common.processes import process_table as processes
 from offbeat.common.processes.environment import BROKEN_VARIABLE, prepare_environment
-from offbeat.common.records.repeated_messages import CollapsingHandler
+from offbeat.common.records.logs import CollapsingHandler
 from tests.gpu_report import describe_machine, outcomes_of, require_gpu, table
 
 # Before any test module imports transformers or vLLM.

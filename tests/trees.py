@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from hypothesis import strategies as st
 
-from offbeat.protocols.completions import Turn
+from offbeat.protocols.payload import Turn
 
 Read = tuple[list[int], list[int]]
 """All tokens before a turn's first sampled one, and its sampled tokens."""

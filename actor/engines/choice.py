@@ -8,7 +8,7 @@ from offbeat.actor.engines.engine import Engine
 from offbeat.common.errors import SettingError
 from offbeat.common.models.images import ImageReader
 from offbeat.common.processes.environment import fast_imports
-from offbeat.protocols.engine_info import ModelHashes
+from offbeat.protocols.message_parts import ModelHashes
 
 if TYPE_CHECKING:
     from offbeat.actor.engines.transformers_engine import TransformersEngine

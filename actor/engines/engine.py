@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from offbeat.common.errors import SettingError
 from offbeat.common.models.images import ImagePatches
 from offbeat.common.weights.flat import WeightBuffer
-from offbeat.protocols.completions import Segment, Turn
-from offbeat.protocols.engine_info import EngineInfo
+from offbeat.protocols.message_parts import EngineInfo
 from offbeat.protocols.messages import Sampling
+from offbeat.protocols.payload import Segment, Turn
 
 
 class Completion(NamedTuple):

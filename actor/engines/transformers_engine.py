@@ -33,9 +33,9 @@ from offbeat.common.models.routing import record_routing
 from offbeat.common.processes.processors import processor_name
 from offbeat.common.weights.flat import WeightBuffer, tensor_dtype
 from offbeat.common.weights.nccl_group import gpu_uuid
-from offbeat.protocols.completions import Segment
-from offbeat.protocols.engine_info import EngineInfo, ModelHashes
+from offbeat.protocols.message_parts import EngineInfo, ModelHashes
 from offbeat.protocols.messages import Sampling
+from offbeat.protocols.payload import Segment
 
 GREEDY_TEMPERATURE = 1e-6
 """Replaces temperature 0: an engine either samples all its completions or none."""

@@ -33,9 +33,9 @@ from offbeat.common.models.images import ImagePatches, ImageReader
 from offbeat.common.processes.processors import processor_name
 from offbeat.common.weights.flat import WeightBuffer
 from offbeat.common.weights.nccl_group import gpu_uuid
-from offbeat.protocols.completions import Segment
-from offbeat.protocols.engine_info import EngineInfo, ModelHashes
+from offbeat.protocols.message_parts import EngineInfo, ModelHashes
 from offbeat.protocols.messages import Sampling
+from offbeat.protocols.payload import Segment
 
 WRITTEN_FOR = "0.32"
 """vLLM release whose `INTERNALS` this module uses."""

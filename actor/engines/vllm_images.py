@@ -13,7 +13,7 @@ from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems,
 from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 
 from offbeat.common.models.images import ImagePatches, ImageReader
-from offbeat.protocols.images import MAX_IMAGES
+from offbeat.protocols.payload import MAX_IMAGES
 
 OPTIONS: dict[str, Any] = {
     "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0},

@@ -15,7 +15,7 @@ import numpy as np
 from offbeat.actor.engines.engine import Completion
 from offbeat.actor.environments.messages import PROMPT
 from offbeat.actor.environments.retries import Member
-from offbeat.protocols.completions import Segment, Turn
+from offbeat.protocols.payload import Segment, Turn
 
 
 @dataclass

@@ -36,8 +36,8 @@ from offbeat.actor.rewards.values import Reward
 from offbeat.actor.sampling import Played, PlayFailure
 from offbeat.common.models.images import ImagePatches
 from offbeat.common.settings.config import EnvironmentSection
-from offbeat.protocols.completions import MAX_TURNS
 from offbeat.protocols.messages import Lease, Sampling
+from offbeat.protocols.payload import MAX_TURNS
 
 logger = logging.getLogger(__name__)
 

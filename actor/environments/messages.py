@@ -93,7 +93,7 @@ class Sample(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     episode: str
     back: Natural = 1
-    """Number of samples to go back to the one whose end this one continues, as `protocols.completions.Turn` has it."""
+    """Number of samples to go back to the one whose end this one continues, as `protocols.payload.Turn` has it."""
     context: list[Natural]
     """Tokens that the model reads first, after those that this one continues."""
     max_new_tokens: Positive

@@ -8,7 +8,7 @@ from typing import Any
 import xxhash
 
 from offbeat.common.errors import SettingError
-from offbeat.protocols.engine_info import ModelHashes
+from offbeat.protocols.message_parts import ModelHashes
 
 PROCESSOR_FILE = "preprocessor_config.json"
 """The settings of a vision-language model's image processor; other models have no such file."""

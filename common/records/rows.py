@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeGuard, get_args
 import msgspec
 
 from offbeat.common.records.step_metrics import current_name, step_metric
-from offbeat.protocols.engine_info import EngineInfo
+from offbeat.protocols.message_parts import EngineInfo
 
 MetricValue = int | float | dict[str, int] | None
 """A metric's value; only `lag/counts` and `broken/leases` are mappings. None: the value was not finite when it was written."""

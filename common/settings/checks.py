@@ -12,8 +12,7 @@ from offbeat.common.settings.inert import check_inert
 from offbeat.common.settings.judge_checks import check_judge
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.common.settings.objective_checks import check_objective, objective_warnings
-from offbeat.protocols.address_file import address_file
-from offbeat.protocols.addresses import is_loopback
+from offbeat.protocols.addresses import address_file, is_loopback
 
 BYTES_PER_TOKEN = 8
 """Size of a token on the wire: an int32 token id and a float32 log-prob."""

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.common.weights.flat import tensor_dtype
-from offbeat.protocols.compression import CompressionError, compress, decompress
 from offbeat.protocols.messages import TensorSpec
+from offbeat.protocols.payload import CompressionError, compress, decompress
 from offbeat.protocols.wire import Frame
 
 HEADER_BYTES = 16

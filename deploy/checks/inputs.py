@@ -1,6 +1,6 @@
 """Checks of the data with the model's tokenizer: every row read, prompts rendered, lengths and token ids looked at.
 
-They run apart (`deploy/checks/apart.py`): transformers is imported without torch, which saves two seconds, and this process
+They run apart (`deploy/checks/preflight.py`): transformers is imported without torch, which saves two seconds, and this process
 must not see torch afterwards.
 """
 

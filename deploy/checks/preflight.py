@@ -15,22 +15,30 @@
 | builds of the packages beside torch | x | | | | |
 """
 
+import ast
+import importlib.util
 import logging
+import os
+import select
+import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from offbeat.common.errors import SettingError, SeveralSettingsError
+import msgspec
+
+from offbeat.actor.engines.reserved_options import RESERVED
+from offbeat.common.errors import SettingError, SeveralSettingsError, one_line
+from offbeat.common.processes.shutdown import die_with_parent
+from offbeat.common.records.rows import StepRow
+from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.checks import check, check_before_run
 from offbeat.common.settings.config import Config
-from offbeat.deploy.checks.apart import Apart
-from offbeat.deploy.checks.engine_options import check_engine_options
-from offbeat.deploy.checks.episodes import check_episodes
-from offbeat.deploy.checks.findings import Finding
+from offbeat.deploy.checks.findings import Finding, mistake
 from offbeat.deploy.checks.inputs import check_inputs, check_rows
-from offbeat.deploy.checks.judge import check_judge_server
 from offbeat.deploy.checks.machine import (
     check_actor_port,
     check_companions,
@@ -43,24 +51,159 @@ from offbeat.deploy.checks.machine import (
     show_devices,
 )
 from offbeat.deploy.checks.model_folders import check_model, check_reference
-from offbeat.deploy.checks.trackers import check_trackers
+from offbeat.deploy.checks.remote_services import check_judge_server, check_trackers
 from offbeat.deploy.checks.user_functions import (
     check_functions,
     check_learner_functions,
     check_reward,
     has_learner_functions,
 )
+from offbeat.learner.diagnostics.health import HISTORY, bound_starves
 
 logger = logging.getLogger(__name__)
 
+_READ_BYTES = 1 << 16
+
+
+class Apart:
+    """A check that runs in a forked process."""
+
+    def __init__(self, name: str, check: Callable[[], Iterable[Finding]]) -> None:
+        """Start the check; `name` says in a warning what was checked."""
+        self._name = name
+        reader, writer = os.pipe()
+        parent = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(reader)
+            _run(check, writer, parent)
+        # Both processes set it: whichever is first, the group is there before it is needed.
+        with suppress(PermissionError, ProcessLookupError):
+            os.setpgid(self._pid, self._pid)
+        os.close(writer)
+        self._reader = reader
+
+    def findings(self, deadline: float) -> list[Finding]:
+        """Return what the check found; a warning where it had not ended at `deadline` (monotonic) or died."""
+        content = b""
+        try:
+            while True:
+                wait_s = max(0.0, deadline - time.monotonic())
+                if not select.select([self._reader], [], [], wait_s)[0]:
+                    return [Finding("warning", f"{self._name} took too long to check; the run goes on without this check.")]
+                part = os.read(self._reader, _READ_BYTES)
+                if not part:
+                    break
+                content += part
+        finally:
+            self._end()
+        if not content:
+            return [Finding("warning", f"{self._name} could not be checked: the check's process ended.")]
+        return msgspec.json.decode(content, type=list[Finding])
+
+    def _end(self) -> None:
+        os.close(self._reader)
+        # The group: a reward may have started processes.
+        with suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+
+def _run(check: Callable[[], Iterable[Finding]], writer: int, parent: int) -> None:
+    """Run a check in the forked process, send what it found, and end the process without any cleaning up."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        die_with_parent(parent)
+        content = msgspec.json.encode(list(check()))
+    except BaseException as error:  # noqa: BLE001, the user's code runs here, and the fork must end here
+        content = msgspec.json.encode([Finding("warning", f"a check did not work: {one_line(error)}")])
+    with os.fdopen(writer, "wb") as stream:
+        stream.write(content)
+    os._exit(0)
+
+
+_DECLARATIONS = {
+    "vllm": ("engine/arg_utils.py", "EngineArgs"),
+    "transformers": ("generation/configuration_utils.py", "ContinuousBatchingConfig"),
+}
+"""The file and class, by package, whose fields are the engine's options."""
+_SIMPLE = {"int": int, "float": (int, float), "str": str, "bool": bool}
+
+
+def check_engine_options(config: Config) -> Iterator[Finding]:
+    """Find options that are unknown or not for users, values of a wrong type, and an engine that is not installed."""
+    name = config.actor.engine
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    if name == "vllm" and not has_vllm:
+        cure = 'Install offbeat[cpu] or offbeat[cuda], or set it to "transformers".'
+        yield mistake("actor.engine", name, "vLLM is not installed", cure)
+        return
+    if not config.actor.engine_options:
+        return
+    engine = "vllm" if has_vllm and name != "transformers" else "transformers"
+    declared = declared_options(engine)
+    for option, value in config.actor.engine_options.items():
+        setting = f"actor.engine_options.{option}"
+        if option in RESERVED[engine]:
+            yield mistake(setting, value, f"this is not an option, because {RESERVED[engine][option]}", "Remove it.")
+        elif option not in declared:
+            yield mistake(setting, value, "the engine has no such option", "Remove it or correct its name.")
+        elif not _fits(value, declared[option]):
+            yield mistake(setting, value, f"the engine wants {' or '.join(sorted(declared[option]))}", "Give such a value.")
+
+
+def declared_options(package: str) -> dict[str, set[str]]:
+    """Return the names in the annotation of each option of an engine's package; none where its source is not as expected."""
+    file, class_name = _DECLARATIONS[package]
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / file).read_text(encoding="utf-8"))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+    return {
+        node.target.id: {part.strip() for part in ast.unparse(node.annotation).split("|")}
+        for node in body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+
+
+def _fits(value: object, annotation: set[str]) -> bool:
+    """Return False only where the annotation is made of simple types and the value is of none of them."""
+    kinds = annotation - {"None"}
+    if not kinds or not kinds <= set(_SIMPLE):
+        return True
+    if isinstance(value, bool):
+        return "bool" in kinds
+    return any(isinstance(value, _SIMPLE[kind]) for kind in kinds)
+
+
+def check_episodes(config: Config) -> Iterator[Finding]:
+    """Find what the run's own steps say of the bound; without any, note below which step time it is too small."""
+    rows = Path(config.run.dir) / ROWS_FILE
+    steps = [row for row in read_rows(rows) if isinstance(row, StepRow)] if rows.exists() else []
+    if steps:
+        starved = bound_starves(steps[-HISTORY:])
+        if starved is not None:
+            yield Finding("warning", starved)
+        return
+    bound = config.staleness.max_staleness
+    if not config.task.environment or not bound:
+        return
+    longest_s = config.environment.episode_timeout_s
+    yield Finding(
+        "note",
+        f"an episode may take {longest_s:g} s (environment.episode_timeout_s), and staleness.max_staleness = {bound} lets "
+        f"{bound + 1} batches be under way: where groups take that long, the learner waits unless its steps take "
+        f"{longest_s / (bound + 1):.3g} s; `offbeat status` says when the bound is too small",
+    )
+
+
 Command = Literal["check", "train", "learner", "actor", "join"]
 Check = Callable[[Config], Iterable[Finding]]
-
 LOOK_S = 120.0
 """Longest time for the checks that run apart. The quick start takes 3 s; much data takes longer."""
 REWARD_S = 10.0
 """Longest time for one call of the reward, with the import of its module."""
-
 _LEARNER: tuple[Check, ...] = (check_model, check_reference, check_folder, check_ports, check_trackers)
 _ACTOR: tuple[Check, ...] = (check_engine_options, check_judge_server, check_actor_port)
 _CHECKS: dict[Command, tuple[Check, ...]] = {

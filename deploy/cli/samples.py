@@ -7,8 +7,7 @@ import typer
 
 from offbeat.common.errors import SettingError
 from offbeat.deploy.cli.arguments import RunFolder
-from offbeat.lab.evaluation_samples import print_evaluation_samples, read_evaluation_samples
-from offbeat.lab.samples import Request, print_samples, read_samples
+from offbeat.lab.samples import Request, print_evaluation_samples, print_samples, read_evaluation_samples, read_samples
 from offbeat.lab.terminal import stdout_console
 
 

@@ -8,8 +8,15 @@ import typer
 from offbeat.common.records.run_folder import CONFIG_FILE
 from offbeat.common.settings.config import actors_wanted
 from offbeat.deploy.cli.arguments import Arguments, read_config, split_numbers
-from offbeat.lab.simulation.predict import Given, fitted_times, given_times, print_predictions, simulate
-from offbeat.lab.simulation.scaled_run import print_scaled, simulate_scaled
+from offbeat.lab.simulation.predict import (
+    Given,
+    fitted_times,
+    given_times,
+    print_predictions,
+    print_scaled,
+    simulate,
+    simulate_scaled,
+)
 
 
 def command(

@@ -20,8 +20,7 @@ from offbeat.deploy.cli.arguments import (
     start_time,
 )
 from offbeat.deploy.local.quickstart.prepared import expand
-from offbeat.deploy.sweep.cells import check_cells, make_cells, prepare
-from offbeat.deploy.sweep.job_array import render_job_array
+from offbeat.deploy.sweep.cells import check_cells, make_cells, prepare, render_job_array
 from offbeat.deploy.sweep.places import places_here
 from offbeat.deploy.sweep.running import render_commands, run_sweep
 from offbeat.lab.sweep.plan import make_plan, read_baseline

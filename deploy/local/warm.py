@@ -11,18 +11,36 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from offbeat.common.processes.environment import prepare_environment
 from offbeat.common.processes.own_process import ROOM_VARIABLE, has_threads, show_arguments
 from offbeat.common.processes.shutdown import PARENT_VARIABLE, die_with_parent, end_process
-from offbeat.deploy.local.becoming import run_module
 from offbeat.deploy.local.forks import GO
 from offbeat.deploy.local.starts import PROGRAM
+
+
+def run_module(module: str, arguments: Sequence[str]) -> int:
+    """Run `python -m MODULE ARGUMENTS` in this process; return its exit status."""
+    sys.argv = ["", *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:  # noqa: BLE001, the interpreter's last resort
+        traceback.print_exc()
+        return 1
+    return 0
+
 
 MESSAGE_BYTES = 1 << 18
 NUM_DESCRIPTORS = 3

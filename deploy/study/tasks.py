@@ -1,19 +1,83 @@
 """The tasks of the study, which differ in kind: short completions, long ones, a mixture of experts, sizes of a step."""
 
 import json
+import random
+from collections.abc import Iterator
 from functools import partial
+from itertools import count, takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import AutoTokenizer
 
 from offbeat.actor.rewards.functions import exact_match
 from offbeat.deploy.local.quickstart.prepared import ensure, prepared_folder
-from offbeat.deploy.local.quickstart.progression import LENGTH, Progression
 from offbeat.deploy.local.quickstart.recipes import Recipe
 from offbeat.deploy.local.quickstart.reversal import Reversal
 from offbeat.lab.study.exact_run import TaskPrompt
+
+END_OF_PROMPT = "="
+FILLER = " "
+LARGEST_START, SMALLEST_STEP, LARGEST_STEP, LARGEST = 39, 2, 9, 99
+FORK = 30
+"""The model is uncertain of the first number from each multiple of this."""
+MOST_NUMBERS = LARGEST // SMALLEST_STEP
+LENGTH = 5 + 3 * MOST_NUMBERS
+"""Tokens of the longest prompt with its completion and the end of that."""
+
+
+class Progression(NamedTuple):
+    """The task's data and answers."""
+
+    version: int = 2
+    """Version of the code below; raise it when the code makes other files."""
+    error_rate: float = 0.4
+    """Share of the numbers that are shown off by one, of those that pass a multiple of `FORK`."""
+
+    @property
+    def name(self) -> str:
+        """The placeholder without braces."""
+        return "progression"
+
+    @property
+    def alphabet(self) -> str:
+        """Digits and signs."""
+        return f"0123456789+,{END_OF_PROMPT}{FILLER}"
+
+    @property
+    def chat_template(self) -> None:
+        """Prompts are plain text."""
+        return None
+
+    def rows(self, generator: random.Random) -> Iterator[dict[str, Any]]:
+        """Yield every prompt once."""
+        steps = range(SMALLEST_STEP, LARGEST_STEP + 1)
+        every = [(start, step) for start in range(1, LARGEST_START + 1) for step in steps]
+        for start, step in generator.sample(every, len(every)):
+            numbers = takewhile(lambda number: number <= LARGEST, count(start + step, step))
+            yield {"prompt": _prompt(start, step), "answer": _text(list(numbers))}
+
+    def shown(self, generator: random.Random) -> tuple[str, str]:
+        """Return a prompt with a progression, whose uncertain numbers are off by one with a chance of `error_rate`."""
+        start, step = generator.randint(1, LARGEST_START), generator.randint(SMALLEST_STEP, LARGEST_STEP)
+        numbers, last = [], start
+        while last + step <= LARGEST and len(numbers) < MOST_NUMBERS:
+            is_fork = last // FORK != (last + step) // FORK
+            off = generator.choice((-1, 1)) if is_fork and generator.random() < self.error_rate else 0
+            last = min(LARGEST, last + step + off)
+            numbers.append(last)
+        prompt, answer = _prompt(start, step), _text(numbers) + "$"
+        mask = "." * len(prompt) + "x" * len(answer)
+        return (prompt + answer).ljust(LENGTH, FILLER), mask.ljust(LENGTH, ".")
+
+
+def _prompt(start: int, step: int) -> str:
+    return f"{start:02}+{step}{END_OF_PROMPT}"
+
+
+def _text(numbers: list[int]) -> str:
+    return ",".join(f"{number:02}" for number in numbers)
 
 
 class StudyTask(NamedTuple):
@@ -47,7 +111,6 @@ class StudyTask(NamedTuple):
 
 
 _SHORT = ("train.groups_per_step=16", "train.num_steps=100")
-
 TASKS = {
     "reversal": StudyTask(Recipe(Reversal()), _SHORT),
     "reversal_moe": StudyTask(Recipe(Reversal(), moe=True), _SHORT),

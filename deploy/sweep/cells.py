@@ -6,7 +6,9 @@
 Values and seeds may be added to a sweep; existing runs are never changed.
 """
 
+import itertools
 import logging
+import shlex
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,10 +24,10 @@ from offbeat.common.setting_text import write_private
 from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import load, resolved_toml
+from offbeat.deploy.clusters.moving_learner import NOTICE_S
 from offbeat.deploy.local.folder_lock import alone_in
 from offbeat.lab.sweep.plan import CONFIG_FILE, PLAN_FILE, Plan, has_ended, read_plan, read_run
-from offbeat.protocols.address_file import address_file
-from offbeat.protocols.addresses import is_loopback
+from offbeat.protocols.addresses import address_file, is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -167,3 +169,30 @@ def _write_config(cell: Cell) -> None:
     partial = cell.folder / f"{CONFIG_FILE}.partial"
     write_private(partial, resolved_toml(cell.config, with_secrets=True))
     partial.rename(cell.folder / CONFIG_FILE)
+
+
+def render_job_array(cells: Sequence[Cell], folder: Path, command: Sequence[str]) -> str:
+    """Return the script for the runs that have not ended; `command` is the `offbeat sweep` that has all runs of `cells`."""
+    left = [index for index, cell in enumerate(cells) if not cell.has_ended]
+    return f"""\
+#!/bin/bash
+# Each task of the array makes one run of a sweep. A task that is requeued, or submitted again, goes on with its run.
+#SBATCH --job-name=offbeat-sweep
+#SBATCH --array={_ranges(left)}
+#SBATCH --output={shlex.quote(str(folder))}/slurm-%a.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:TERM@{NOTICE_S}
+# Add what your cluster needs: --partition, --time, --gres, --cpus-per-task, --mem.
+# exec: signals of Slurm reach the sweep, not a shell that waits for it.
+exec {shlex.join(command)} --shard "$SLURM_ARRAY_TASK_ID/{len(cells)}"
+"""
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Return rising numbers as Slurm writes them: `0-3,7`."""
+    parts: list[str] = []
+    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        own = [number for _, number in run]
+        parts.append(f"{own[0]}-{own[-1]}" if len(own) > 1 else f"{own[0]}")
+    return ",".join(parts)

@@ -37,7 +37,7 @@ from offbeat.learner.leases.ledger import Ledger
 from offbeat.learner.leases.log_records import Record
 from offbeat.learner.leases.scheduler import RolloutScheduler
 from offbeat.learner.leases.staleness import StalenessPolicy
-from offbeat.protocols.completions import Segment
+from offbeat.protocols.payload import Segment
 
 NEVER_GENERATED = "aborted when recorded"
 """Reason of a drop: the recorded run aborted the lease, so the replayed one has no group to wait for."""

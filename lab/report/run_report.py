@@ -27,10 +27,8 @@ from offbeat.lab.drift import (
 from offbeat.lab.ended_run import state_without_end
 from offbeat.lab.history import LagDrift, RunHistory, TurnDrift, fold_rows
 from offbeat.lab.report import run_plots, staleness_plots
-from offbeat.lab.report.evaluation_section import evaluation_section
-from offbeat.lab.report.health_section import health_section
 from offbeat.lab.report.page import Figures, KeyFigure, duration, head, page_html, section, table_html, tiles, write_page
-from offbeat.lab.report.sample_section import evaluation_samples_section, samples_section
+from offbeat.lab.report.sections import evaluation_samples_section, evaluation_section, health_section, samples_section
 from offbeat.lab.run_settings import RunSettings, read_settings
 from offbeat.learner.diagnostics.length_bias import MAX_P, MIN_EFFECT, MIN_SHARE
 

@@ -26,8 +26,7 @@ from offbeat.lab.sweep.hopeless import why_hopeless
 from offbeat.learner.diagnostics.group_metrics import Metrics
 from offbeat.learner.leases.groups import EngineExperts, Group, Rollout
 from offbeat.learner.training.trainer import Trainer
-from offbeat.protocols.completions import Segment
-from offbeat.protocols.experts import encode_experts
+from offbeat.protocols.payload import Segment, encode_experts
 
 logger = logging.getLogger(__name__)
 

@@ -88,7 +88,7 @@ class ExactSampler:
 
     @torch.inference_mode()
     def experts(self, prompt: NDArray[np.int32], completions: Sequence[Sampled]) -> NDArray[np.int64]:
-        """Return the experts of a group's tokens as `protocols.completions.ExpertsMeta` orders them, `[tokens, layers, top_k]`.
+        """Return the experts of a group's tokens as `protocols.payload.ExpertsMeta` orders them, `[tokens, layers, top_k]`.
 
         They are of one more pass over the completions, whose sums may round differently than those that sampled them.
         """

@@ -16,7 +16,7 @@ from offbeat.learner.calibration.bound_noise import BoundCheck
 from offbeat.learner.calibration.noise_by_sign import NoiseBySign, independent_completions
 from offbeat.learner.calibration.noise_floor import NoiseFloor, NoiseSummary
 from offbeat.learner.objectives.bands import ClipBand
-from offbeat.protocols.engine_info import EngineInfo, ModelHashes
+from offbeat.protocols.message_parts import EngineInfo, ModelHashes
 
 FILE = "calibration.json"
 """File name of a calibration in the folder that `offbeat calibrate` writes."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from offbeat.common.records.rows import EvalSampleRow, Recorder, SampleRow
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.leases.prompts import Prompt
-from offbeat.protocols.completions import Turn
+from offbeat.protocols.payload import Turn
 
 NUM_SAMPLED_STEPS = 25
 """Steps of a run that are sampled, spread evenly, besides the first and the last."""

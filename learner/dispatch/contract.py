@@ -9,9 +9,9 @@ from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import Config
 from offbeat.learner.dispatch.handout import Kit
 from offbeat.learner.leases.groups import ExpertLimits
-from offbeat.protocols.engine_info import ModelHashes
-from offbeat.protocols.experts import MAX_EXPERTS
+from offbeat.protocols.message_parts import ModelHashes
 from offbeat.protocols.messages import Hello, TensorSpec
+from offbeat.protocols.payload import MAX_EXPERTS
 
 if TYPE_CHECKING:
     # It imports torch, which the hub's thread does without.

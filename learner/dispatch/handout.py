@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from offbeat.learner.dispatch.send_queue import SendQueue
+from offbeat.protocols.message_parts import PART_BYTES
 from offbeat.protocols.messages import Refused, RunPart
-from offbeat.protocols.run_kit import PART_BYTES
 
 MAX_SERVINGS = 4
 """A peer may ask for each part this many times on average."""
@@ -19,7 +19,7 @@ class Kit(NamedTuple):
     """The run for actors that bring neither settings nor model."""
 
     content: bytes = b""
-    """An encoded `protocols.run_kit.RunKit`; empty where there is none."""
+    """An encoded `protocols.message_parts.RunKit`; empty where there is none."""
     obstacle: str = "this learner hands out no run"
     """The reason why there is none, with the cure."""
 

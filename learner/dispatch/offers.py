@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from offbeat.learner.leases.prompts import Prompt
-from offbeat.protocols.images import ImageReference
 from offbeat.protocols.messages import Lease, Sampling
+from offbeat.protocols.payload import ImageReference
 from offbeat.protocols.wire import Array
 
 

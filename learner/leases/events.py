@@ -2,7 +2,7 @@
 
 import msgspec
 
-from offbeat.protocols.completions import CompletionMeta, ExpertsMeta
+from offbeat.protocols.payload import CompletionMeta, ExpertsMeta
 
 
 class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):

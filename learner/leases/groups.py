@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 from offbeat.common.models.images import ImageFile
 from offbeat.learner.leases.events import Accepted
 from offbeat.learner.leases.prompts import Prompt
-from offbeat.protocols.completions import CompletionMeta, Segment, Turn, path_lengths
-from offbeat.protocols.experts import ExpertsError, decode_experts
 from offbeat.protocols.fields import LARGEST_REWARD
 from offbeat.protocols.messages import GroupDone
+from offbeat.protocols.payload import CompletionMeta, ExpertsError, Segment, Turn, decode_experts, path_lengths
 from offbeat.protocols.wire import Frame, has_context, logprobs, token_ids
 
 LagOf = Literal["oldest_token", "token_mean", "last_segment"]

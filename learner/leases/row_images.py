@@ -14,7 +14,7 @@ from offbeat.common.settings.config import TaskSection
 from offbeat.common.user_code.functions import is_function
 from offbeat.learner.leases.data_rows import DataRow
 from offbeat.learner.leases.rendering import render
-from offbeat.protocols.images import MAX_IMAGES
+from offbeat.protocols.payload import MAX_IMAGES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,7 +1,7 @@
 """Log-probs of given tokens under a causal language model, computed without the logits of a whole batch."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,10 +11,37 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from offbeat.learner.policy.images import image_states
-from offbeat.learner.policy.offload import kept_on_host
 from offbeat.learner.policy.packed_attention import PlacedSpans, use_packed_attention
 from offbeat.learner.policy.packing import PackedImages, Span
 from offbeat.learner.policy.sequence_parallel import SequenceGroup
+
+Packed = Tensor | tuple[torch.device, Tensor]
+"""A tensor that stays where it is, or its device and its copy on the host."""
+
+
+def kept_on_host() -> AbstractContextManager[None]:
+    """Keep the activations of a forward pass in pinned host memory; the backward pass fetches each as it needs it.
+
+    Of a layer that is computed again only its input is kept. Parameters stay where they are.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(_to_host, _to_device)
+
+
+def _to_host(tensor: Tensor) -> Packed:
+    if isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    # The stream that copies back is the same, so it waits for this copy.
+    host.copy_(tensor, non_blocking=tensor.is_cuda)
+    return tensor.device, host
+
+
+def _to_device(packed: Packed) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    device, host = packed
+    return host.to(device, non_blocking=True)
+
 
 MAX_CHUNK_LOGITS = 2**24
 """Logits in memory at once: 64 MiB in float32, such as 8,192 tokens by 2,048 entries of the vocabulary."""

@@ -29,7 +29,7 @@ from offbeat.common.settings.resume_rules import OUTCOMES
 from offbeat.common.user_code.functions import is_function
 from offbeat.common.user_code.sources import find_sources
 from offbeat.learner.leases.prompts import Prompt
-from offbeat.protocols.engine_info import ModelHashes
+from offbeat.protocols.message_parts import ModelHashes
 
 logger = logging.getLogger(__name__)
 

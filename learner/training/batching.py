@@ -12,7 +12,7 @@ from torch import Tensor
 from offbeat.common.models.images import ImageFile
 from offbeat.learner.diagnostics.turn_metrics import turn_buckets
 from offbeat.learner.leases.groups import EngineExperts, Group, Rollout
-from offbeat.learner.objectives.group_likelihood import group_logprob
+from offbeat.learner.objectives.anchors import group_logprob
 from offbeat.learner.policy.images import ImagePacker
 from offbeat.learner.policy.packing import Pack, TokenIds, Turns, num_inputs, pack
 

@@ -8,7 +8,7 @@ from offbeat.common.settings.learning_sections import CriticSection, KlSection
 from offbeat.learner.diagnostics.broken_rows import Broken, find_broken
 from offbeat.learner.diagnostics.row_statistics import Column, row_statistics
 from offbeat.learner.objectives.aggregation import aggregate
-from offbeat.learner.objectives.interpolation import interpolated_logprobs
+from offbeat.learner.objectives.anchors import interpolated_logprobs
 from offbeat.learner.objectives.kl import kl_estimate, unbiased_kl
 from offbeat.learner.objectives.losses import value_loss
 from offbeat.learner.objectives.objective import Objective, PolicyLogprobs, StepConstants

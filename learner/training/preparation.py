@@ -1,14 +1,20 @@
-"""Preparation of a batch before its first optimizer step: the frozen networks' outputs, and advantages per token."""
+"""Preparation of training: ranks that agree on settings, the learning rate of a step, frozen networks and advantages."""
 
-from collections.abc import Sequence
+import importlib.metadata
+import math
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import Config
 from offbeat.common.settings.learning_sections import AdvantageSection
+from offbeat.common.settings.loading import setting_names, setting_text
 from offbeat.common.settings.objectives import Baseline, resolve_baseline, resolve_divide_by_std
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.objectives.advantages import (
@@ -27,6 +33,68 @@ from offbeat.learner.objectives.own_functions import OwnAdvantage, load_advantag
 from offbeat.learner.policy.packing import unpack
 from offbeat.learner.policy.process_group import gather_tensors
 from offbeat.learner.training.batching import MicroBatch
+
+SECTIONS = ("model", "rollout", "loss", "advantage", "reward", "kl", "critic", "lora", "train")
+"""The sections that every rank computes with."""
+PATHS = ("model.path", "kl.reference", "loss.noise_floor")
+"""Settings that may differ between machines."""
+PACKAGES = ("offbeat", "torch", "deepspeed", "transformers")
+
+
+def require_same_settings(config: Config) -> None:
+    """Raise `SettingError` on every rank where one has other software or settings than rank 0; a collective.
+
+    Ranks that compute differently would train a wrong model, or wait for each other in different collectives.
+    """
+    # First: other versions may have other settings.
+    _compare(
+        {f"package {name}": importlib.metadata.version(name) for name in PACKAGES}, "Install the same versions everywhere."
+    )
+    names = [name for name in setting_names() if name.partition(".")[0] in SECTIONS and name not in PATHS]
+    cure = "Give all machines of the learner the same settings."
+    _compare({name: setting_text(config, name) for name in ["run.seed", *names]}, cure)
+
+
+def _compare(values: Mapping[str, str], cure: str) -> None:
+    digests = gather_tensors(torch.tensor([xxhash.xxh3_64_intdigest(value.encode()) >> 1 for value in values.values()]))
+    for index, (name, value) in enumerate(values.items()):
+        others = [rank for rank, digest in enumerate(digests[:, index]) if digest != digests[0, index]]
+        if others:
+            raise SettingError(name, value, f"learner ranks 0 and {others[0]} have different values", cure)
+
+
+def learning_rate(
+    step: int,
+    *,
+    peak: float,
+    schedule: Literal["constant", "linear", "cosine"],
+    warmup_steps: int,
+    num_steps: int,
+) -> float:
+    """Return the learning rate of optimizer step `step`, counted from 0: linear warm-up to `peak`, then the schedule.
+
+    Step `warmup_steps` is the first at `peak`; `linear` and `cosine` fall from there to 0 at `num_steps`, the first step that
+    is not taken.
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / (warmup_steps + 1)
+    if schedule == "constant":
+        return peak
+    progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)
+    if schedule == "linear":
+        return peak * max(0.0, 1 - progress)
+    return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def ess_scale(ess: float, *, on_policy_ess: float) -> float:
+    """`min(1, sqrt(ess / on_policy_ess))`: the factor of the learning rate of a step with this effective sample size.
+
+    Both are shares of the step's completions, of sequence weights pi / mu up to 8: VCPO,
+    https://arxiv.org/abs/2602.17616. The variance of a weighted mean is inverse to its effective sample size, and a learning
+    rate goes with the square root of the batch. The bound of 1 is ours: above it the share is larger by chance.
+    """
+    return min(1.0, math.sqrt(ess / on_policy_ess))
+
 
 _GROUP_BASELINES: dict[Baseline, GroupBaseline] = {
     "group": "mean",

@@ -37,14 +37,13 @@ from offbeat.learner.objectives.losses import m2po_candidates, m2po_cutoff
 from offbeat.learner.objectives.objective import M2po, StepConstants, resolve_objective
 from offbeat.learner.objectives.reward_shaping import RunningMoments, resolve_reward_shaping, shape_rewards
 from offbeat.learner.policy.compiling import check_compiling, compile_layers, compiles_layers
-from offbeat.learner.policy.flash_attention import use_newest_flash_attention
-from offbeat.learner.policy.flops import FlopCounter
+from offbeat.learner.policy.flops import FlopCounter, peak_flops
 from offbeat.learner.policy.images import ImagePacker
 from offbeat.learner.policy.loading import check_policy, load_policy, load_reference
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.lora import base_shapes, without_adapter
+from offbeat.learner.policy.packed_attention import use_newest_flash_attention
 from offbeat.learner.policy.packing import pack
-from offbeat.learner.policy.peak import peak_flops
 from offbeat.learner.policy.process_group import gather_rows, gather_tensors, join_process_group
 from offbeat.learner.policy.routing_replay import make_replay
 from offbeat.learner.policy.saving import gather_policy, write_policy
@@ -53,20 +52,21 @@ from offbeat.learner.policy.snapshots import write_snapshot
 from offbeat.learner.policy.zero import deepspeed_config, discard_gradients, full_gradients, full_shape, make_engine
 from offbeat.learner.training.batching import MicroBatch, Row, assign_rows, collate, make_rows
 from offbeat.learner.training.checkpoints import put_in_place
-from offbeat.learner.training.learning_rate import ess_scale, learning_rate
 from offbeat.learner.training.micro_batch_loss import TermSums, compute_loss
 from offbeat.learner.training.preparation import (
     FrozenOutputs,
     Outputs,
     PreparedMicroBatch,
     add_lag,
+    ess_scale,
+    learning_rate,
     prepare_micro_batch,
+    require_same_settings,
     resolve_advantage,
     row_advantages,
     run_network,
     scale_advantages,
 )
-from offbeat.learner.training.same_settings import require_same_settings
 from offbeat.learner.training.tensor_files import disk_errors
 from offbeat.learner.training.trainer_state import AdaptiveState, CheckpointMeta, load_state, save_state, write_folder
 from offbeat.protocols.messages import TensorSpec

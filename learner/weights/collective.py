@@ -6,24 +6,173 @@ An epoch is one process group. A new one begins when other actors take part, or 
 
 The broadcast runs in a thread of its own. One that neither ends nor moves past the deadlines of its library is left behind, and
 counts as a failure like any other.
+
+A member that died in a broadcast is named by the next one, for which it does not get ready. What is left are failures that no
+single member explains: two processes on one GPU, a firewall between the machines, a transport that hangs. After two of these
+in a row the members pull instead of failing for ever (`FailedEpochs`).
+
+NCCL's peer-to-peer transport hangs between some cards on PCIe, and its shared memory in some containers. Both look the same
+from outside: everybody is ready, and nothing moves. So the next try of the same members avoids both, and NCCL goes through
+sockets. Where that works, the run keeps to it, and the operator is told what to set (`NcclDetour`).
 """
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Literal, NamedTuple
 
-from offbeat.common.weights.collectives import POLL_S, CollectiveError, GlooGroup, Rendezvous, Seat, WeightGroup, serve_store
+from offbeat.common.weights.collectives import (
+    POLL_S,
+    CollectiveError,
+    CollectiveLateError,
+    GlooGroup,
+    Rendezvous,
+    Seat,
+    WeightGroup,
+    serve_store,
+)
 from offbeat.common.weights.nccl_group import NcclGroup
 from offbeat.learner.weights.editions import Edition
-from offbeat.learner.weights.nccl_detour import NcclDetour
 from offbeat.learner.weights.standings import Recipient
 from offbeat.learner.weights.transport import Transport
-from offbeat.protocols.messages import LearnerMessage, WeightUpdate
+from offbeat.protocols.messages import LearnerMessage, NcclTransport, WeightUpdate
 
 logger = logging.getLogger(__name__)
+
+TRANSPORTS: tuple[NcclTransport, ...] = ("P2P", "SHM")
+
+
+class NcclDetour:
+    """The transports that the next NCCL group avoids."""
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        """Leave alone the transports that the operator's environment decides on."""
+        self._suspects: tuple[NcclTransport, ...] = tuple(
+            transport for transport in TRANSPORTS if f"NCCL_{transport}_DISABLE" not in environment
+        )
+        self._is_confirmed = False
+        self._reason = ""
+        self.avoided: tuple[NcclTransport, ...] = ()
+
+    def note(self, error: CollectiveError) -> None:
+        """Note that a group with all of its members failed."""
+        text = str(error).lower()
+        if isinstance(error, CollectiveLateError) or "/dev/shm" in text or "shared memory" in text:
+            self.avoided = self._suspects
+            self._reason = str(error)
+
+    def forget(self) -> None:
+        """Note that a member explains the failure."""
+        if not self._is_confirmed:
+            self.avoided = ()
+
+    def confirm(self) -> str | None:
+        """Note that a group worked; return what the operator should know when the detour has just proved necessary."""
+        if self._is_confirmed or not self.avoided:
+            return None
+        self._is_confirmed = True
+        settings = " and ".join(f"NCCL_{transport}_DISABLE=1" for transport in self.avoided)
+        return (
+            f"NCCL works here only with {settings}, which this run uses from now on. Set them in the environment of learner "
+            f"and actors to begin with them; NVLink or a larger /dev/shm (docker run --shm-size) make transfers faster. "
+            f"Without them: {self._reason}"
+        )
+
+
+MAX_SAME = 2
+"""Failures in a row of the same members after which they pull."""
+MAX_IN_A_ROW = 4
+"""Failures in a row after which all actors pull, whoever took part: members may die of what makes their collectives fail."""
+FIRST_PAUSE_S = 60.0
+LONGEST_PAUSE_S = 3600.0
+
+
+class FailedEpochs:
+    """The failures since the last success, and the pause that follows them. Not thread-safe: the publisher holds its lock."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._members: Set[bytes] = frozenset()
+        """The members of the failures that nobody explains."""
+        self._num_same = 0
+        """Failures in a row of these members."""
+        self._num_in_a_row = 0
+        """Failures since the last success."""
+        self._last_error = ""
+        self._paused_until = 0.0
+
+    def note(self, members: Collection[bytes], error: str) -> None:
+        """Note that a collective of these members failed, although all of them were ready."""
+        if not self._members <= set(members):
+            self.explain()
+        if not self._num_same:
+            self._members = frozenset(members)
+        self._num_same += 1
+        self._num_in_a_row += 1
+        self._last_error = error
+        excess = max(self._num_same - MAX_SAME, self._num_in_a_row - MAX_IN_A_ROW)
+        if excess >= 0:
+            self._paused_until = self._clock() + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**excess)
+
+    def explain(self) -> None:
+        """Note that one of the members explains the failures: it is absent, or has left. The others may do without it."""
+        self._members, self._num_same = frozenset(), 0
+        if self._num_in_a_row < MAX_IN_A_ROW:
+            self._paused_until = 0.0
+
+    def settle(self, live: Set[bytes]) -> None:
+        """Look for members that are no longer among the live actors."""
+        if not self._members <= live:
+            self.explain()
+
+    def clear(self) -> None:
+        """Forget the failures: a collective succeeded."""
+        self.explain()
+        self._num_in_a_row, self._paused_until = 0, 0.0
+
+    def pause(self) -> str | None:
+        """Return why the actors pull now, one line; None when they may try a collective."""
+        seconds = self._paused_until - self._clock()
+        if seconds <= 0:
+            return None
+        return (
+            f"{self._num_in_a_row} collective updates in a row failed although every member was ready: actors pull the "
+            f"weights, and try again in {seconds:.0f} s. The last error: {self._last_error}"
+        )
+
+
+class Reach(NamedTuple):
+    """The actors that may take part in collectives; the others pull."""
+
+    backend: Literal["gloo", "nccl"]
+    peers: frozenset[bytes]
+
+
+def find_reach(recipients: Iterable[Recipient], transport: Transport) -> Reach:
+    """Return which of the live actors a collective reaches.
+
+    NCCL reaches actors with a GPU of their own: it takes one process to a GPU, and none without. Where it reaches nobody, gloo
+    reaches everybody, through host memory.
+    """
+    recipients = sorted(recipients)
+    everyone = frozenset(recipient.peer for recipient in recipients)
+    match transport.backend:
+        case "pull":
+            return Reach("gloo", frozenset())
+        case "gloo":
+            return Reach("gloo", everyone)
+        case "nccl":
+            taken = set() if transport.gpu is None else {transport.gpu.uuid}
+            peers: set[bytes] = set()
+            for recipient in recipients:
+                if recipient.gpu is not None and recipient.gpu not in taken:
+                    taken.add(recipient.gpu)
+                    peers.add(recipient.peer)
+            return Reach("nccl", frozenset(peers)) if peers else Reach("gloo", everyone)
+
 
 RETRY_READY_S = {"gloo": 2.0, "nccl": 30.0}
 """Deadline for getting ready after a broken broadcast, by backend. It is short: live actors already wait for the retry, or for

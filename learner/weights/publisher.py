@@ -20,11 +20,9 @@ from typing import Protocol
 
 from offbeat.common.records.rows import EventRow, PullRow, Recorder, WeightsRow
 from offbeat.common.weights.flat import WeightBuffer
-from offbeat.learner.weights.collective import CollectiveUpdates, Transfer
+from offbeat.learner.weights.collective import CollectiveUpdates, FailedEpochs, Transfer, find_reach
 from offbeat.learner.weights.editions import Editions
-from offbeat.learner.weights.failed_epochs import FailedEpochs
 from offbeat.learner.weights.pulls import PullService
-from offbeat.learner.weights.reach import find_reach
 from offbeat.learner.weights.server import WeightServer
 from offbeat.learner.weights.standings import Behind, Recipient, Standings
 from offbeat.learner.weights.transport import Transport

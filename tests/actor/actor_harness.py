@@ -24,8 +24,7 @@ from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.settings.config import ActorSection, Config, HubSection, MetricsSection
 from offbeat.common.weights.flat import WeightBuffer, make_layout
 from offbeat.protocols.channels import Hub, Link
-from offbeat.protocols.completions import Segment
-from offbeat.protocols.engine_info import EngineInfo, ModelHashes
+from offbeat.protocols.message_parts import EngineInfo, ModelHashes
 from offbeat.protocols.messages import (
     ActorHeartbeat,
     ActorMessage,
@@ -37,6 +36,7 @@ from offbeat.protocols.messages import (
     Sampling,
     Welcome,
 )
+from offbeat.protocols.payload import Segment
 from offbeat.protocols.wire import FromActor
 
 LIMIT = 1 << 20

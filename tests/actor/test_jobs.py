@@ -9,9 +9,8 @@ from offbeat.actor.leases_at_work import as_group
 from offbeat.actor.rewards.values import Reward
 from offbeat.actor.sampling import Played
 from offbeat.common.settings.config import Config, JudgeSection
-from offbeat.protocols.completions import Segment
-from offbeat.protocols.experts import decode_experts
 from offbeat.protocols.messages import Ack, ActorHeartbeat, Cancel, Credit, GroupDone, Hello, LeaseFailed, SayHello
+from offbeat.protocols.payload import Segment, decode_experts
 from offbeat.protocols.wire import logprobs, token_ids
 from tests.actor.actor_harness import CANARY, Learner, actor_of, eventually
 

@@ -18,8 +18,8 @@ from offbeat.learner.dispatch.handout import Handout, Kit
 from offbeat.learner.dispatch.send_queue import SendQueue
 from offbeat.protocols.channels import Hub, Received
 from offbeat.protocols.keys import AllowList, KeyPair, read_key_pair
+from offbeat.protocols.message_parts import RunKit, encode_kit
 from offbeat.protocols.messages import RunRequest
-from offbeat.protocols.run_kit import RunKit, encode_kit
 from offbeat.protocols.wire import WireError
 from tests.actor.served_hub import served
 

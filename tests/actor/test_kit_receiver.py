@@ -11,8 +11,8 @@ import pytest
 from offbeat.actor.contact import RefusedError
 from offbeat.actor.kit_receiver import KitReceiver, RunOverError, write_files
 from offbeat.protocols.channels import Hub, Link, Received
+from offbeat.protocols.message_parts import RunKit, encode_kit
 from offbeat.protocols.messages import Credit, LearnerMessage, Refused, RunPart, RunRequest, SayHello, Stop
-from offbeat.protocols.run_kit import RunKit, encode_kit
 from offbeat.protocols.wire import Array, FromActor
 from tests.actor.served_hub import served
 

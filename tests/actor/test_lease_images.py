@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offbeat.actor.lease_images import read_images
+from offbeat.actor.leases_at_work import read_images
 from offbeat.common.models.images import ImageError, ImageFile, ImageReader, hash_image
 from offbeat.learner.dispatch.offers import Offer
 from offbeat.learner.leases.prompts import Prompt
-from offbeat.protocols.images import ImageReference
 from offbeat.protocols.messages import Lease, Sampling
+from offbeat.protocols.payload import ImageReference
 from offbeat.protocols.wire import WireError, decode_from_learner, encode
 from tests.common.models.test_images import encoded
 

@@ -147,7 +147,7 @@ def run_actor(connection: Connection, folder: str, workload: Workload, address: 
     from offbeat.common.processes.shutdown import StopRequest
     from offbeat.common.settings.config import ActorSection, Config, HubSection
     from offbeat.protocols.channels import Link
-    from offbeat.protocols.engine_info import ModelHashes
+    from offbeat.protocols.message_parts import ModelHashes
 
     config = Config(actor=ActorSection(max_inflight_groups=INFLIGHT_GROUPS), hub=HubSection(address=address))
     identity = ActorIdentity("actor-0", 1)

@@ -47,7 +47,7 @@ from offbeat.learner.diagnostics.group_metrics import Metrics
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.leases.prompt_stream import PromptStream
 from offbeat.learner.leases.prompts import Prompt, load_prompts
-from offbeat.protocols.completions import Segment
+from offbeat.protocols.payload import Segment
 from tests.benchmarks.measuring import print_table, processes
 
 if TYPE_CHECKING:

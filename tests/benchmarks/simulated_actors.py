@@ -13,7 +13,6 @@ import numpy as np
 import zmq
 
 from offbeat.common.settings.config import RolloutSection, TaskSection
-from offbeat.protocols.completions import CompletionMeta, Segment
 from offbeat.protocols.keys import KeyPair, PublicKey
 from offbeat.protocols.messages import (
     Ack,
@@ -26,6 +25,7 @@ from offbeat.protocols.messages import (
     WeightsCommitted,
     Welcome,
 )
+from offbeat.protocols.payload import CompletionMeta, Segment
 from offbeat.protocols.wire import Frame, encode
 from tests.benchmarks.stand_ins import ENGINE, VOCABULARY_SIZE
 

@@ -27,9 +27,9 @@ from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.channels import Hub
-from offbeat.protocols.completions import Segment
-from offbeat.protocols.engine_info import EngineInfo, ModelHashes
+from offbeat.protocols.message_parts import EngineInfo, ModelHashes
 from offbeat.protocols.messages import Sampling, TensorSpec, WeightsCommitted, WeightsStaged
+from offbeat.protocols.payload import Segment
 
 VOCABULARY_SIZE = 50_000
 MAX_LENGTH = 1 << 16

@@ -167,7 +167,7 @@ def measure_commits(connection: Connection, dtype: str) -> None:
 
     from offbeat.actor.engines.choice import make_engine
     from offbeat.deploy.local.quickstart.tiny_models import make_tiny_model
-    from offbeat.protocols.engine_info import ModelHashes
+    from offbeat.protocols.message_parts import ModelHashes
 
     prepare_environment()
     with tempfile.TemporaryDirectory(prefix="offbeat-benchmark-") as folder:

@@ -18,7 +18,7 @@ from offbeat.common.processes import process_table as processes
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.settings.config import EnvironmentSection
 from offbeat.learner.leases.events import Accepted
-from offbeat.protocols.completions import CompletionMeta, Segment
+from offbeat.protocols.payload import CompletionMeta, Segment
 from tests.chaos import tools as chaos_tools
 from tests.chaos.chaos import made_up, run_chaos
 from tests.chaos.environment import EARNED, FOLDER_VARIABLE, FUNCTION_VARIABLE, play

@@ -30,7 +30,7 @@ from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.prompt_stream import PromptStream
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.training import checkpoints
-from offbeat.protocols.completions import CompletionMeta, Segment
+from offbeat.protocols.payload import CompletionMeta, Segment
 
 SEED = 3
 NUM_PROMPTS = 4

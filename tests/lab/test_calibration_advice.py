@@ -15,7 +15,7 @@ from offbeat.common.settings.loading import load
 from offbeat.lab.calibration import ScoredHalves, counted_halves, doubts, fit_calibration, render_calibration
 from offbeat.learner.calibration.calibration import Calibration
 from offbeat.learner.calibration.noise_floor import Differences
-from offbeat.protocols.engine_info import EngineInfo, ModelHashes
+from offbeat.protocols.message_parts import EngineInfo, ModelHashes
 
 pytestmark = pytest.mark.slow
 

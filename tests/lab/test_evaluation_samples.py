@@ -12,8 +12,7 @@ from offbeat.common.errors import SettingError
 from offbeat.common.records.rows import EvalSampleRow
 from offbeat.common.records.writer import MetricsWriter
 from offbeat.deploy.cli.main import make_app
-from offbeat.lab.evaluation_samples import print_evaluation_samples, read_evaluation_samples
-from offbeat.lab.samples import Request
+from offbeat.lab.samples import Request, print_evaluation_samples, read_evaluation_samples
 
 
 def sample(version: int, prompt_id: int, reward: float, completion: str = "ab") -> EvalSampleRow:

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from offbeat.common.settings.config import Config, TaskSection
 from offbeat.lab.audit import NOTHING_LOST, audit_log
-from offbeat.lab.prompt_audit import PromptAudit
+from offbeat.lab.prompt_order import PromptAudit
 from offbeat.learner.leases.events import LeaseEvent
 from offbeat.learner.leases.rollout_log import RolloutLog
 from tests.lab.test_audit import accepted, granted, trained

@@ -26,7 +26,7 @@ from offbeat.learner.leases.events import Accepted, Granted, Started, Trained
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.prompts import load_prompts
 from offbeat.learner.leases.rollout_log import RolloutLog
-from offbeat.protocols.completions import CompletionMeta, Segment
+from offbeat.protocols.payload import CompletionMeta, Segment
 
 LETTER_A = 8
 """Token id of `a`."""

@@ -24,8 +24,8 @@ from offbeat.common.settings.loading import explanations, load_text, refuse_mask
 from offbeat.common.weights.flat import make_layout
 from offbeat.learner.policy.lora import base_shapes
 from offbeat.learner.run_kit import OF_THIS_MACHINE, make_kit, without_this_machine
+from offbeat.protocols.message_parts import decode_kit
 from offbeat.protocols.messages import TensorSpec
-from offbeat.protocols.run_kit import decode_kit
 
 CONFIG = Config(
     model=ModelSection(path="/models/secret-project", dtype="float32"),

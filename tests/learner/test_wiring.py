@@ -19,7 +19,7 @@ from offbeat.learner.leases.events import Weighed
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.restart.run_identity import RunIdentity, read_identity
 from offbeat.learner.wiring import _load_inputs, _transport, open_learner, prepare_folder
-from offbeat.protocols.address_file import find_address
+from offbeat.protocols.addresses import find_address
 from offbeat.protocols.channels import Hub
 
 IDENTITY = RunIdentity({"rollout.temperature": "1.0"}, {})

@@ -3,9 +3,7 @@
 import msgspec
 import numpy as np
 
-from offbeat.protocols.completions import CompletionMeta, Segment
-from offbeat.protocols.engine_info import EngineInfo, ModelHashes
-from offbeat.protocols.images import ImageReference
+from offbeat.protocols.message_parts import EngineInfo, ModelHashes
 from offbeat.protocols.messages import (
     PROTOCOL_MINOR,
     Ack,
@@ -49,6 +47,7 @@ from offbeat.protocols.messages import (
     WeightUpdate,
     Welcome,
 )
+from offbeat.protocols.payload import CompletionMeta, ImageReference, Segment
 from offbeat.protocols.wire import MAGIC, Array, Frame, encode
 
 NEWER = MAGIC[:-1] + bytes([PROTOCOL_MINOR + 1])

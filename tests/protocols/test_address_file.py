@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.protocols.address_file import address_file, find_address, reachable
+from offbeat.protocols.addresses import address_file, find_address, reachable
 from offbeat.protocols.channels import Hub
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offbeat.protocols import channels, flood_guard
+from offbeat.protocols import channels
+from offbeat.protocols import connection_limits as flood_guard
 from offbeat.protocols.channels import MAX_DROPS_AT_ONCE, Hub, Link
-from offbeat.protocols.completions import CompletionMeta, Segment
-from offbeat.protocols.flood_guard import MAX_MALFORMED
+from offbeat.protocols.connection_limits import MAX_MALFORMED
 from offbeat.protocols.keys import AllowList, make_key_pair
 from offbeat.protocols.messages import Goodbye, GroupDone
+from offbeat.protocols.payload import CompletionMeta, Segment
 from offbeat.protocols.wire import MAGIC, MAX_FRAMES, FromActor, UnknownMessageError, VersionError, WireError, encode
 from tests.protocols.sockets import ANY_PORT, LIMIT, RawPeer, eventually, flood, flood_with_key, introduce, port_of, receive
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from offbeat.protocols import flood_guard, key_check
+from offbeat.protocols import connection_limits as flood_guard
+from offbeat.protocols import keys as key_check
 from offbeat.protocols.channels import Hub, Link
 from offbeat.protocols.keys import LOOK_INTERVAL_S, AllowList, KeyPair, Sender, make_key_pair
 from offbeat.protocols.messages import Credit, Goodbye, SayHello, Stop

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from offbeat.protocols.compression import compress
-from offbeat.protocols.experts import ExpertsError, decode_experts, encode_experts
+from offbeat.protocols.payload import ExpertsError, compress, decode_experts, encode_experts
 
 SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 4), st.integers(1, 8))
 

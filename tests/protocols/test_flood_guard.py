@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from offbeat.protocols import flood_guard
-from offbeat.protocols.flood_guard import MAX_MALFORMED, MAX_REJECTED, MUTE_S, FloodGuard
+from offbeat.protocols import connection_limits as flood_guard
+from offbeat.protocols.connection_limits import MAX_MALFORMED, MAX_REJECTED, MUTE_S, FloodGuard
 
 
 class Clock:

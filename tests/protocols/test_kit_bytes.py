@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from offbeat.protocols import run_kit
-from offbeat.protocols.run_kit import PART_BYTES, RunKit, RunKitError, decode_kit, encode_kit
+from offbeat.protocols import message_parts as run_kit
+from offbeat.protocols.message_parts import PART_BYTES, RunKit, RunKitError, decode_kit, encode_kit
 
 KIT = RunKit("0.1.0", "[model]\n", {"config.json": b"{}", "chat_template.jinja": b"\x00\xff", "tokenizer.model": b""})
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from offbeat.protocols.completions import CompletionMeta, ExpertsMeta, Segment, Turn
 from offbeat.protocols.messages import (
     ActorMessage,
     CanaryRouted,
@@ -24,6 +23,7 @@ from offbeat.protocols.messages import (
     SayHello,
     Welcome,
 )
+from offbeat.protocols.payload import CompletionMeta, ExpertsMeta, Segment, Turn
 from offbeat.protocols.wire import (
     MAGIC,
     Array,

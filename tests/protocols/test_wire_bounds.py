@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from offbeat.protocols.completions import CompletionMeta, Segment
 from offbeat.protocols.messages import CanaryScored, Credit, Goodbye, GroupDone, LiveSettingsRequest
+from offbeat.protocols.payload import CompletionMeta, Segment
 from offbeat.protocols.wire import (
     MAGIC,
     MAX_ACTOR_BODY_BYTES,

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from offbeat.protocols import wire
-from offbeat.protocols.completions import CompletionMeta, Segment
 from offbeat.protocols.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -18,6 +17,7 @@ from offbeat.protocols.messages import (
     GroupDone,
     LearnerMessage,
 )
+from offbeat.protocols.payload import CompletionMeta, Segment
 from offbeat.protocols.wire import (
     MAGIC,
     Array,

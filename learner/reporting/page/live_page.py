@@ -4,23 +4,100 @@ rows as they are recorded -> curves, newest samples -> /state.json -> the page's
 dispatcher -> status report ----------------------------^
 """
 
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from offbeat.common.processes.durable_files import replace
 from offbeat.common.records.probes import health, numbers, readiness
 from offbeat.common.records.rows import EvalRow, EventRow, OtherRow, Row, SampleRow, StepRow, row_fields
-from offbeat.common.records.web import Response, Route
+from offbeat.common.records.web import Response, Route, WebServer
 from offbeat.common.records.writer import ROWS_FILE, read_rows_of
-from offbeat.learner.reporting.page.curves import Curve, Points
 from offbeat.learner.reporting.page.exported import families
 from offbeat.protocols.messages import StatusReport
+
+logger = logging.getLogger(__name__)
+
+SETTING = "metrics.bind"
+PORT_FILE = "page.port"
+"""The port of the page in the run's folder: whoever has it open sees the resumed run."""
+
+
+@contextmanager
+def serving(routes: Mapping[str, Route], bind: str, run_folder: Path) -> Iterator[None]:
+    """Serve the page's routes at `bind`, `HOST:PORT`; raise `SettingError` where that cannot be done."""
+    with WebServer(SETTING, bind, routes, wanted_port=_former_port(run_folder)) as server:
+        replace(run_folder / PORT_FILE, f"{server.port}\n".encode())
+        logger.info("live page: %s", server.url)
+        yield
+
+
+def _former_port(run_folder: Path) -> int:
+    with suppress(FileNotFoundError, ValueError):
+        port = int((run_folder / PORT_FILE).read_text())
+        return port if 0 < port < 1 << 16 else 0
+    return 0
+
+
+MOST_POINTS = 600
+"""Most points of a curve: more than a plot has pixels for."""
+
+
+class Points(NamedTuple):
+    """A curve, by rising x."""
+
+    xs: list[float]
+    ys: list[float]
+
+
+class Curve:
+    """The means of consecutive values, each over equally many of them but for the last."""
+
+    def __init__(self) -> None:
+        self._xs: list[float] = []
+        self._ys: list[float] = []
+        self._stride = 1
+        """Values that each point but the last is a mean of."""
+        self._num_in_last = 0
+
+    def add(self, x: float, y: float) -> None:
+        """Append a value, merging points in pairs where there would be more than `MOST_POINTS`.
+
+        The points from `x` on are replaced: a resumed run makes their steps again.
+        """
+        while self._xs and self._xs[-1] >= x:
+            self._xs.pop()
+            self._ys.pop()
+            self._num_in_last = self._stride
+        if self._num_in_last and self._num_in_last < self._stride:
+            weight = 1 / (self._num_in_last + 1)
+            self._xs[-1] += (x - self._xs[-1]) * weight
+            self._ys[-1] += (y - self._ys[-1]) * weight
+            self._num_in_last += 1
+            return
+        if len(self._xs) == MOST_POINTS:
+            self._xs, self._ys = _halved(self._xs), _halved(self._ys)
+            self._stride *= 2
+        self._xs.append(x)
+        self._ys.append(y)
+        self._num_in_last = 1
+
+    def points(self) -> Points:
+        """Return the curve so far."""
+        return Points(list(self._xs), list(self._ys))
+
+
+def _halved(values: list[float]) -> list[float]:
+    return [(first + second) / 2 for first, second in zip(values[::2], values[1::2], strict=True)]
+
 
 CURVES = (
     "reward/mean",

@@ -19,9 +19,9 @@ from offbeat.common.models.routing import record_routing
 from offbeat.learner.diagnostics.routing_metrics import routing_metrics
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.packing import pack
-from offbeat.protocols.completions import Segment
-from offbeat.protocols.engine_info import ModelHashes
+from offbeat.protocols.message_parts import ModelHashes
 from offbeat.protocols.messages import Sampling
+from offbeat.protocols.payload import Segment
 from tests.weights import buffer_of
 
 pytestmark = pytest.mark.engine

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from offbeat.actor.engines.choice import make_engine
 from offbeat.common.models.folders import WEIGHT_FILES
-from offbeat.protocols.engine_info import ModelHashes
+from offbeat.protocols.message_parts import ModelHashes
 from offbeat.protocols.messages import Sampling
 from tests.weights import buffer_of
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offbeat.actor.engines.choice import make_engine
 from offbeat.actor.engines.engine import Engine
-from offbeat.protocols.engine_info import ModelHashes
+from offbeat.protocols.message_parts import ModelHashes
 from offbeat.protocols.messages import Sampling
 from tests.gpu_report import MEASURED
 from tests.weights import buffer_of

@@ -17,9 +17,9 @@ from offbeat.learner.policy.images import ImagePacker
 from offbeat.learner.policy.loading import load_policy
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.packing import pack
-from offbeat.protocols.completions import Segment
-from offbeat.protocols.engine_info import ModelHashes
+from offbeat.protocols.message_parts import ModelHashes
 from offbeat.protocols.messages import Sampling
+from offbeat.protocols.payload import Segment
 from tests.weights import buffer_of
 
 Image = pytest.importorskip("PIL.Image")

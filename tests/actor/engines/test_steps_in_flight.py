@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from offbeat.actor.engines.engine import Completion, Engine
-from offbeat.protocols.completions import Segment
 from offbeat.protocols.messages import Sampling
+from offbeat.protocols.payload import Segment
 from tests.actor.engines.test_engines import PROMPTS, finish, load, load_reference, reference_logprobs, start, step
 
 pytestmark = pytest.mark.engine

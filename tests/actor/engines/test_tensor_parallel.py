@@ -22,7 +22,7 @@ def main(folder):
     import torch
     from transformers import AutoModelForCausalLM
     from offbeat.actor.engines.choice import make_engine
-    from offbeat.protocols.engine_info import ModelHashes
+    from offbeat.protocols.message_parts import ModelHashes
     from offbeat.protocols.messages import Sampling
     from tests.weights import buffer_of
     engine = make_engine(

@@ -17,8 +17,8 @@ from offbeat.actor.leases_at_work import as_group
 from offbeat.actor.sampling import Played, PlayFailure
 from offbeat.common.settings.config import EnvironmentSection
 from offbeat.learner.leases.groups import unpack
-from offbeat.protocols.completions import Segment, Turn
 from offbeat.protocols.messages import Lease, Sampling
+from offbeat.protocols.payload import Segment, Turn
 from offbeat.protocols.wire import decode_from_actor, encode
 from tests.trees import read_by_turns, trees_of_turns
 

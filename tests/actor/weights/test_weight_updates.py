@@ -17,7 +17,6 @@ from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.standings import Recipient
 from offbeat.learner.weights.transport import Transport
 from offbeat.protocols.channels import Hub, Link
-from offbeat.protocols.completions import Segment
 from offbeat.protocols.messages import (
     ActorHeartbeat,
     ActorMessage,
@@ -35,6 +34,7 @@ from offbeat.protocols.messages import (
     WeightsStaged,
     WeightUpdate,
 )
+from offbeat.protocols.payload import Segment
 from offbeat.protocols.wire import Array, FromActor, logprobs, routed_experts
 from tests.actor.actor_harness import CANARY, LAYOUT, LIMIT, PATIENCE_S, PEER, FakeEngine, Learner, actor_of, eventually
 

@@ -2,7 +2,7 @@
 
 import logging
 
-from offbeat.common.records.repeated_messages import MAX_MESSAGES, REPEAT_S, CollapsingHandler
+from offbeat.common.records.logs import MAX_MESSAGES, REPEAT_S, CollapsingHandler
 
 
 class Shown(logging.Handler):

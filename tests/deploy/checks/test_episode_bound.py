@@ -5,8 +5,8 @@ from pathlib import Path
 from offbeat.common.records.rows import StepRow, encode_row
 from offbeat.common.records.writer import ROWS_FILE
 from offbeat.common.settings.loading import load
-from offbeat.deploy.checks.episodes import check_episodes
 from offbeat.deploy.checks.findings import Finding
+from offbeat.deploy.checks.preflight import check_episodes
 
 METRICS = {"time/step_s": 2.0, "time/wait_rollouts_s": 1.0, "time/held_back_s": 1.0, "staleness/bound": 3}
 

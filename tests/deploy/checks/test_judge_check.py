@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from offbeat.common.settings.config import Config, JudgeSection
-from offbeat.deploy.checks.judge import check_judge_server
+from offbeat.deploy.checks.remote_services import check_judge_server
 from tests.actor.judges.fake_judge import Answer, serving
 
 

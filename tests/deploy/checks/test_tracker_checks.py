@@ -8,7 +8,7 @@ import pytest
 
 from offbeat.common.settings.loading import load
 from offbeat.deploy.checks.findings import Finding
-from offbeat.deploy.checks.trackers import check_trackers
+from offbeat.deploy.checks.remote_services import check_trackers
 
 
 @pytest.fixture(autouse=True)

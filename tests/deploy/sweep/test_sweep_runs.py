@@ -22,8 +22,7 @@ from offbeat.deploy.cli import sweep as sweep_command
 from offbeat.deploy.cli.main import make_app
 from offbeat.deploy.local.folder_lock import FolderBusyError, alone_in
 from offbeat.deploy.sweep import running
-from offbeat.deploy.sweep.cells import Cell
-from offbeat.deploy.sweep.job_array import render_job_array
+from offbeat.deploy.sweep.cells import Cell, render_job_array
 from offbeat.deploy.sweep.places import Place
 from offbeat.deploy.sweep.running import render_commands, run_sweep
 from offbeat.lab.sweep.hopeless import Hopeless, read_hopeless

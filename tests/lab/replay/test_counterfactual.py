@@ -17,7 +17,7 @@ from offbeat.lab.replay.counterfactual import (
 )
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
 from offbeat.learner.leases.log_records import Position, Record
-from offbeat.protocols.completions import CompletionMeta, Segment
+from offbeat.protocols.payload import CompletionMeta, Segment
 
 # Hand-made logs
 

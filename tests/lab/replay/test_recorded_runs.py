@@ -26,8 +26,8 @@ from offbeat.learner.leases.log_reading import read_log, read_record
 from offbeat.learner.leases.log_records import Position
 from offbeat.learner.leases.recovery import DispatcherState, recover
 from offbeat.learner.leases.rollout_log import LogFullError
-from offbeat.protocols.completions import CompletionMeta, Segment
 from offbeat.protocols.messages import Cancel, GroupDone, Lease, LeaseFailed
+from offbeat.protocols.payload import CompletionMeta, Segment
 from tests.lab.replay.test_counterfactual import adds_up, lease_ids, make_config
 from tests.learner.dispatch.dispatch_desk import CONFIG, Actor, Desk, make_prompts
 from tests.learner.leases.taped_log import open_log

@@ -33,7 +33,7 @@ from offbeat.learner.leases.events import Accepted, Granted, Started, Trained, T
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.rollout_log import RolloutLog
-from offbeat.protocols.completions import CompletionMeta, Segment
+from offbeat.protocols.payload import CompletionMeta, Segment
 from tests.learner.training.trainer_cases import make_config, make_groups
 
 pytestmark = pytest.mark.slow

@@ -2,8 +2,8 @@
 
 from offbeat.common.records.rows import EvalRow
 from offbeat.lab.history import RunHistory
-from offbeat.lab.report.evaluation_section import evaluation_section, own_numbers
 from offbeat.lab.report.page import Figures
+from offbeat.lab.report.sections import evaluation_section, own_numbers
 
 
 def row(policy_version: int, numbers: dict[str, float]) -> EvalRow:

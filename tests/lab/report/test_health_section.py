@@ -1,7 +1,7 @@
 """The report says which health rules held, and which still did at the end."""
 
 from offbeat.common.records.rows import EventRow
-from offbeat.lab.report.health_section import health_section
+from offbeat.lab.report.sections import health_section
 
 TOLD = EventRow(time=1060.0, event="health", detail="All <cut>", rule="all_cut", policy_version=30)
 CLEARED = EventRow(time=1180.0, event="health_cleared", detail="not for 10 steps", rule="all_cut", policy_version=60)

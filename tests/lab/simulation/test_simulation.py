@@ -18,7 +18,7 @@ from offbeat.lab.simulation.timings import DRAWN_AT_ONCE, Fleet, Timings
 from offbeat.learner.dispatch.roster import LeaseTurns, Member
 from offbeat.learner.leases.evaluation import Evaluations
 from offbeat.learner.leases.staleness import StalenessPolicy
-from offbeat.protocols.engine_info import EngineInfo, ModelHashes
+from offbeat.protocols.message_parts import EngineInfo, ModelHashes
 from offbeat.protocols.messages import Hello
 
 NO_EVALUATION = (0, 1)

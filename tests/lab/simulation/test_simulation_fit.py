@@ -22,7 +22,7 @@ from offbeat.lab.simulation.fit import (
     read_times,
 )
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
-from offbeat.protocols.completions import CompletionMeta, Segment, Turn
+from offbeat.protocols.payload import CompletionMeta, Segment, Turn
 
 
 def granted(lease_id: int, at: float, actor: str = "a") -> Granted:

@@ -7,8 +7,7 @@ import pytest
 
 from offbeat.common.errors import SettingError
 from offbeat.lab.study.cells import Point, StudyRow, read_lines, read_rows
-from offbeat.lab.study.page import BEGIN, END, write_page
-from offbeat.lab.study.plots import heat_map
+from offbeat.lab.study.page import BEGIN, END, heat_map, write_page
 from offbeat.lab.study.probe_rows import ProbeRow
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -15,12 +15,11 @@ from offbeat.common.settings.config import Config, RunSection
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.common.settings.loading import resolved_toml
 from offbeat.lab.tracing.lives import choose, life_span, read_lives
-from offbeat.lab.tracing.perfetto import trace_file
-from offbeat.lab.tracing.run_trace import Request, read_trace, write_trace
+from offbeat.lab.tracing.run_trace import Request, read_trace, trace_file, write_trace
 from offbeat.lab.tracing.spans import Process, Span
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
 from offbeat.learner.leases.rollout_log import RolloutLog
-from offbeat.protocols.completions import CompletionMeta, Segment, Turn
+from offbeat.protocols.payload import CompletionMeta, Segment, Turn
 
 
 def started(version: int = 0, at: float = 0.0) -> Started:

@@ -16,7 +16,7 @@ from offbeat.learner.calibration.bound_noise import (
     recommend_m2_threshold,
 )
 from offbeat.learner.calibration.noise_floor import NOISE_CLIP_SHARE, fit, sample_noise
-from offbeat.learner.calibration.noise_warnings import noise_warnings
+from offbeat.learner.calibration.watch import noise_warnings
 from offbeat.learner.objectives.correction_rules import CorrectionRule, apply_correction
 from offbeat.learner.objectives.objective import resolve_objective
 from tests.learner.calibration.test_calibration import make_calibration

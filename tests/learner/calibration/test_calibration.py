@@ -25,7 +25,7 @@ from offbeat.learner.calibration.calibration import (
 from offbeat.learner.calibration.noise_by_sign import NoiseBySign
 from offbeat.learner.calibration.noise_floor import describe, fit
 from offbeat.learner.objectives.bands import ClipBand
-from offbeat.protocols.engine_info import EngineInfo, ModelHashes
+from offbeat.protocols.message_parts import EngineInfo, ModelHashes
 from tests.learner.calibration.test_noise_floor import sample
 
 HASHES = ModelHashes("c0", "t0", "x0")

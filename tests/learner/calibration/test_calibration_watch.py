@@ -8,7 +8,7 @@ from offbeat.common.records.rows import StepRow, row_fields
 from offbeat.learner.calibration.calibration import BandCheck, Calibration, EngineNumerics, LearnerNumerics
 from offbeat.learner.calibration.watch import CalibrationWatch
 from offbeat.learner.objectives.bands import ClipBand
-from offbeat.protocols.engine_info import EngineInfo, ModelHashes
+from offbeat.protocols.message_parts import EngineInfo, ModelHashes
 from offbeat.protocols.messages import Hello
 from tests.learner.calibration.test_calibration import make_calibration
 

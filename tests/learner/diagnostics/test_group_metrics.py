@@ -6,7 +6,7 @@ import pytest
 from offbeat.common.records.step_metrics import step_metric
 from offbeat.learner.diagnostics.group_metrics import group_metrics
 from offbeat.learner.leases.groups import Group, Rollout
-from offbeat.protocols.completions import Segment, Turn
+from offbeat.protocols.payload import Segment, Turn
 
 
 def make_group(rewards: list[float], length: int, oldest_version: int) -> Group:

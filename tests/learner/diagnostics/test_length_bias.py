@@ -27,7 +27,7 @@ from offbeat.learner.diagnostics.length_bias import (
 from offbeat.learner.leases.groups import Group, LagOf, Rollout
 from offbeat.learner.leases.ledger import Selection
 from offbeat.learner.leases.staleness import StalenessPolicy
-from offbeat.protocols.completions import Segment, Turn
+from offbeat.protocols.payload import Segment, Turn
 
 pytestmark = pytest.mark.slow
 

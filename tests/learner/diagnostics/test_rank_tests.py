@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from offbeat.learner.diagnostics.rank_tests import average_ranks, mann_whitney, rank_correlation
+from offbeat.learner.diagnostics.length_bias import average_ranks, mann_whitney, rank_correlation
 
 SAMPLES = st.lists(st.integers(0, 6), min_size=1, max_size=12).map(lambda values: np.array(values, dtype=np.float64))
 

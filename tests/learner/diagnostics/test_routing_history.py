@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from offbeat.common.models.routing import Routing
-from offbeat.learner.diagnostics.routing_history import RoutingHistory
+from offbeat.learner.diagnostics.routing_metrics import RoutingHistory
 
 
 def routing(*experts: int) -> Routing:

@@ -8,7 +8,7 @@ from offbeat.common.records.rows import EvalSampleRow, Row, SampleRow
 from offbeat.learner.diagnostics.sample_rows import MAX_TEXT, EvaluationSampleRows, SampleRows, shorten, written
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.leases.prompts import Prompt
-from offbeat.protocols.completions import Segment, Turn
+from offbeat.protocols.payload import Segment, Turn
 
 
 def decode(token_ids: Sequence[int]) -> str:

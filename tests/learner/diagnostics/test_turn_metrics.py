@@ -12,7 +12,7 @@ from offbeat.learner.diagnostics.row_statistics import K3_OF_TURNS, Column, row_
 from offbeat.learner.diagnostics.turn_metrics import TURN_BUCKETS, turn_buckets, turn_metrics
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.objectives.objective import Evaluation, PolicyLogprobs
-from offbeat.protocols.completions import Segment, Turn
+from offbeat.protocols.payload import Segment, Turn
 
 
 def rollout(num_tokens: int, **fields: Any) -> Rollout:

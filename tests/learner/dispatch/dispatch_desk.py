@@ -36,9 +36,8 @@ from offbeat.learner.leases.prompt_stream import PromptStream
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.recovery import Recovered
 from offbeat.learner.leases.rollout_log import LogFullError, RolloutLog
-from offbeat.protocols.completions import CompletionMeta, Segment
-from offbeat.protocols.engine_info import EngineInfo, ModelHashes
 from offbeat.protocols.keys import NO_KEYS, Sender
+from offbeat.protocols.message_parts import EngineInfo, ModelHashes
 from offbeat.protocols.messages import (
     Ack,
     ActorHeartbeat,
@@ -57,6 +56,7 @@ from offbeat.protocols.messages import (
     WeightsCommitted,
     WeightsStaged,
 )
+from offbeat.protocols.payload import CompletionMeta, Segment
 
 GROUP_SIZE = 2
 MAX_NEW_TOKENS = 4

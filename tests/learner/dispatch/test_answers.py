@@ -8,9 +8,8 @@ import pytest
 
 from offbeat.learner.dispatch.failures import RunFailedError
 from offbeat.learner.leases.groups import ExpertLimits
-from offbeat.protocols.completions import CompletionMeta, ExpertsMeta, Segment
-from offbeat.protocols.experts import encode_experts
 from offbeat.protocols.messages import Ack, GroupDone, LeaseFailed
+from offbeat.protocols.payload import CompletionMeta, ExpertsMeta, Segment, encode_experts
 from tests.learner.dispatch.dispatch_desk import (
     CONTRACT,
     NUM_PROMPTS,

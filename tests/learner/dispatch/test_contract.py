@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from offbeat.learner.dispatch.contract import differences, objection, source_objection
-from offbeat.protocols.engine_info import EngineInfo, ModelHashes
+from offbeat.protocols.message_parts import EngineInfo, ModelHashes
 from offbeat.protocols.messages import Hello
 from tests.learner.dispatch.dispatch_desk import CONTRACT, ENGINE, HASHES, make_hello
 

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from offbeat.learner.dispatch.quarantine import MAX_MISMATCHES
 from offbeat.learner.leases.prompt_stream import PromptStream, Turn
 from offbeat.learner.leases.recovery import DispatcherState
-from offbeat.protocols.completions import CompletionMeta, Segment
 from offbeat.protocols.messages import Goodbye, GroupDone, Lease, LeaseFailed
+from offbeat.protocols.payload import CompletionMeta, Segment
 from tests.learner.dispatch.dispatch_desk import DEAD_AFTER_S, LEASE_TIMEOUT_S, NUM_PROMPTS, Actor, Desk
 
 ACTORS = st.integers(0, 2)

@@ -7,8 +7,8 @@ import pytest
 from offbeat.learner.dispatch.handout import MAX_PEERS, MAX_SERVINGS, Handout, Kit
 from offbeat.learner.dispatch.send_queue import SendQueue
 from offbeat.protocols.keys import Sender
+from offbeat.protocols.message_parts import PART_BYTES
 from offbeat.protocols.messages import Refused, RunPart, RunRequest, Stop
-from offbeat.protocols.run_kit import PART_BYTES
 from tests.learner.dispatch.dispatch_desk import CONTRACT, Actor, Desk
 
 CONTENT = bytes(range(256)) * (PART_BYTES // 256) + b"the rest"

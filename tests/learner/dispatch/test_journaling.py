@@ -11,8 +11,8 @@ from offbeat.learner.leases.ledger import needed_position
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.log_records import Position
 from offbeat.learner.leases.rollout_log import LogFullError, RolloutLog
-from offbeat.protocols.completions import CompletionMeta, Segment
 from offbeat.protocols.messages import Ack, Cancel, Goodbye, Lease, LeaseFailed
+from offbeat.protocols.payload import CompletionMeta, Segment
 from offbeat.protocols.wire import token_ids
 from tests.learner.dispatch.dispatch_desk import (
     LEASE_TIMEOUT_S,

@@ -6,8 +6,8 @@ import pytest
 
 from offbeat.common.records.rows import EventRow
 from offbeat.learner.dispatch.reports import RepeatedEvents
-from offbeat.protocols.completions import CompletionMeta, Segment
 from offbeat.protocols.messages import ActorHeartbeat, ActorStats, LeaseFailed, RewardTrouble
+from offbeat.protocols.payload import CompletionMeta, Segment
 from tests.learner.dispatch.dispatch_desk import LEASE_TIMEOUT_S, Actor, Desk
 
 RETRY_S = 60.0

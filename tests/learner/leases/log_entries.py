@@ -16,7 +16,7 @@ from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, L
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.log_records import Position, Record
 from offbeat.learner.leases.rollout_log import RolloutLog
-from offbeat.protocols.completions import CompletionMeta, ExpertsMeta, Segment, Turn
+from offbeat.protocols.payload import CompletionMeta, ExpertsMeta, Segment, Turn
 
 HUGE = 1 << 40
 

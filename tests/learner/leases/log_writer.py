@@ -10,7 +10,7 @@ import numpy as np
 
 from offbeat.learner.leases.events import Accepted
 from offbeat.learner.leases.rollout_log import RolloutLog
-from offbeat.protocols.completions import CompletionMeta, Segment
+from offbeat.protocols.payload import CompletionMeta, Segment
 
 NUM_TOKENS = 20_000
 SEGMENT_BYTES = 1 << 21

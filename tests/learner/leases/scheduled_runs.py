@@ -16,7 +16,7 @@ from offbeat.learner.leases.groups import Group, LagOf, Rollout
 from offbeat.learner.leases.ledger import Selection
 from offbeat.learner.leases.scheduler import RolloutScheduler
 from offbeat.learner.leases.staleness import StalenessPolicy
-from offbeat.protocols.completions import Segment
+from offbeat.protocols.payload import Segment
 
 
 def make_group(lease_id: int, policy_version: int) -> Group:

@@ -25,9 +25,8 @@ from offbeat.learner.leases.groups import (
     unpack,
 )
 from offbeat.learner.leases.prompts import Prompt
-from offbeat.protocols.completions import CompletionMeta, ExpertsMeta, Segment, Turn
-from offbeat.protocols.experts import encode_experts
 from offbeat.protocols.messages import GroupDone
+from offbeat.protocols.payload import CompletionMeta, ExpertsMeta, Segment, Turn, encode_experts
 
 LIMITS = Limits(group_size=2, max_new_tokens=4, vocabulary_size=50, max_length=0, max_episode_tokens=100)
 NEWEST_VERSION = 3

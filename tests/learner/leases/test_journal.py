@@ -12,7 +12,7 @@ from offbeat.learner.leases.journal import LeaseJournal
 from offbeat.learner.leases.ledger import Ledger
 from offbeat.learner.leases.prompt_stream import PromptStream, Turn
 from offbeat.learner.leases.rollout_log import LogFullError
-from offbeat.protocols.completions import CompletionMeta, Segment
+from offbeat.protocols.payload import CompletionMeta, Segment
 from tests.learner.dispatch.dispatch_desk import WillingLog, make_prompts
 
 NUM_PROMPTS = 4

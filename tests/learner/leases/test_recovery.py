@@ -17,7 +17,7 @@ from offbeat.learner.leases.prompt_stream import PromptStream, Turn
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.learner.leases.recovery import DispatcherState, Recovered, RecoveryError, recover
 from offbeat.learner.leases.rollout_log import RolloutLog
-from offbeat.protocols.completions import CompletionMeta, Segment
+from offbeat.protocols.payload import CompletionMeta, Segment
 from tests.learner.dispatch.dispatch_desk import NUM_PROMPTS as DESK_PROMPTS
 from tests.learner.dispatch.dispatch_desk import (
     Actor,

@@ -14,7 +14,7 @@ from offbeat.learner.leases.log_records import Position, Record
 from offbeat.learner.leases.prompt_stream import PromptStream, Turn
 from offbeat.learner.leases.recovery import Recovered, recover
 from offbeat.learner.leases.rollout_log import RolloutLog
-from offbeat.protocols.completions import CompletionMeta, Segment
+from offbeat.protocols.payload import CompletionMeta, Segment
 from tests.learner.dispatch.dispatch_desk import make_prompts
 from tests.learner.leases.log_entries import flip
 from tests.learner.leases.taped_log import NUM_PROMPTS, PROMPTS

@@ -21,8 +21,8 @@ from offbeat.learner.leases.log_records import HEADER_BYTES, Position
 from offbeat.learner.leases.prompt_stream import PromptStream, Turn
 from offbeat.learner.leases.recovery import DispatcherState, Recovered, recover
 from offbeat.learner.leases.rollout_log import LogFullError
-from offbeat.protocols.completions import CompletionMeta, Segment
 from offbeat.protocols.messages import Ack, ActorHeartbeat, ActorStats, Goodbye, GroupDone, LearnerMessage, Lease, LeaseFailed
+from offbeat.protocols.payload import CompletionMeta, Segment
 from tests.learner.dispatch.dispatch_desk import (
     DEAD_AFTER_S,
     LEASE_TIMEOUT_S,

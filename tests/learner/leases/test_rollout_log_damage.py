@@ -13,7 +13,7 @@ from offbeat.learner.leases import log_records
 from offbeat.learner.leases.events import Accepted, LeaseEvent
 from offbeat.learner.leases.log_reading import Gap, read_history, read_log, read_record
 from offbeat.learner.leases.log_records import HEADER_BYTES, LogDamagedError, LogFormatError, Position, encode_record
-from offbeat.protocols.completions import CompletionMeta, Segment, Turn
+from offbeat.protocols.payload import CompletionMeta, Segment, Turn
 from tests.fuzz.rollout_log_claims import check_segment
 from tests.learner.leases.log_entries import (
     ENTRIES,

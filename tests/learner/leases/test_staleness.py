@@ -13,7 +13,7 @@ from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config, StalenessSection, WeightsSection
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.learner.leases.groups import Group, LagOf, Rollout
-from offbeat.protocols.completions import Segment
+from offbeat.protocols.payload import Segment
 from tests.learner.leases.scheduled_runs import InFlight, make_group, make_policy
 
 LAGS: tuple[LagOf, ...] = ("oldest_token", "token_mean", "last_segment")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from offbeat.learner.policy import flash_attention
-from offbeat.learner.policy.flash_attention import use_newest_flash_attention
+from offbeat.learner.policy import packed_attention as flash_attention
+from offbeat.learner.policy.packed_attention import use_newest_flash_attention
 
 
 class Recorder:

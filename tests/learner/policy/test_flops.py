@@ -9,12 +9,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from offbeat.learner.policy import peak
-from offbeat.learner.policy.flops import FlopCounter
+from offbeat.learner.policy import flops as peak
+from offbeat.learner.policy.flops import FlopCounter, peak_flops, published_flops
 from offbeat.learner.policy.logprobs import CompletionLogprobs
 from offbeat.learner.policy.lora import add_adapter
 from offbeat.learner.policy.packing import Pack, Turns, pack
-from offbeat.learner.policy.peak import peak_flops, published_flops
 
 PACK = pack([([4, 5, 6], [[7, 8, 9], [7]]), ([4, 5], [[6, 7, 8, 9, 10]])])
 """3 + 2 inputs of the first group, 2 + 4 of the second; 3 + 1 + 5 completion tokens."""

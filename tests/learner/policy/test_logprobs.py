@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offbeat.learner.policy.logprobs import CompletionLogprobs, token_logprobs
 from offbeat.learner.policy.packing import Pack, Turns, pack
-from offbeat.protocols.completions import Turn
+from offbeat.protocols.payload import Turn
 from tests.trees import read_by_turns
 
 pytestmark = pytest.mark.slow

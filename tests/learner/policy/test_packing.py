@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from offbeat.learner.policy.packing import Pack, Span, Turns, num_inputs, pack, unpack
-from offbeat.protocols.completions import Turn
+from offbeat.protocols.payload import Turn
 from tests.trees import read_by_turns, trees_of_turns
 
 token_ids = st.integers(1, 99)

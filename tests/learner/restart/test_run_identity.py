@@ -31,7 +31,7 @@ from offbeat.learner.restart.run_identity import (
     tell_changes,
     write_identity,
 )
-from offbeat.protocols.engine_info import ModelHashes
+from offbeat.protocols.message_parts import ModelHashes
 
 HASHES = ModelHashes(config="c", tokenizer="t", chat_template="j")
 NO_PROMPTS = np.empty(0, np.uint64)

@@ -7,8 +7,7 @@ from offbeat.common.settings.learning_sections import AdvantageSection
 from offbeat.learner.leases.groups import EngineExperts, Group, Rollout
 from offbeat.learner.training.batching import Row, assign_rows, collate, make_rows
 from offbeat.learner.training.preparation import completion_advantages, resolve_advantage
-from offbeat.protocols.completions import Segment, Turn
-from offbeat.protocols.experts import encode_experts
+from offbeat.protocols.payload import Segment, Turn, encode_experts
 
 
 def make_row(num_prompt_tokens: int, num_completion_tokens: int, *, group: int = 0, advantage: float = 1.0) -> Row:

@@ -13,9 +13,9 @@ from offbeat.common.records.step_metrics import ROUTING_METRICS, STEP_METRICS, T
 from offbeat.common.settings.learning_sections import AdvantageSection, KlSection
 from offbeat.learner.calibration.calibration import save_calibration
 from offbeat.learner.diagnostics.group_metrics import group_metrics
-from offbeat.learner.diagnostics.routing_history import RoutingHistory
+from offbeat.learner.diagnostics.routing_metrics import RoutingHistory
 from offbeat.learner.leases.groups import Group
-from offbeat.protocols.completions import Turn
+from offbeat.protocols.payload import Turn
 from tests.learner.calibration.test_calibration import make_calibration
 from tests.learner.training.test_trainer import running
 from tests.learner.training.trainer_cases import make_config, make_groups

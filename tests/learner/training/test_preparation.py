@@ -20,7 +20,7 @@ from offbeat.learner.training.preparation import (
     row_advantages,
     scale_advantages,
 )
-from offbeat.protocols.completions import Segment, Turn
+from offbeat.protocols.payload import Segment, Turn
 
 REFERENCE = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, -2.0, 0.0]])
 

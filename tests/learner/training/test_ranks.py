@@ -32,8 +32,8 @@ from offbeat.learner.training.ranks import (
     Train,
     Tune,
 )
-from offbeat.protocols.completions import Segment, Turn
 from offbeat.protocols.messages import TensorSpec
+from offbeat.protocols.payload import Segment, Turn
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import Config
-from offbeat.learner.training import same_settings
+from offbeat.learner.training import preparation as same_settings
 from tests.learner.training.trainer_cases import make_config
 
 

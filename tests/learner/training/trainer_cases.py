@@ -16,7 +16,7 @@ from offbeat.common.settings.learning_sections import (
 )
 from offbeat.common.settings.objectives import complete
 from offbeat.learner.leases.groups import Group, Rollout
-from offbeat.protocols.completions import Segment
+from offbeat.protocols.payload import Segment
 
 VOCABULARY = range(4, 44)
 """Token ids of the tiny models' alphabet."""

@@ -10,9 +10,8 @@ import torch
 from offbeat.common.weights.collectives import CollectiveError, CollectiveLateError, Seat
 from offbeat.common.weights.flat import WeightBuffer
 from offbeat.learner.weights import collective as collective_module
-from offbeat.learner.weights.collective import RETRY_READY_S, Absent, CollectiveUpdates, Transfer
+from offbeat.learner.weights.collective import RETRY_READY_S, Absent, CollectiveUpdates, NcclDetour, Transfer
 from offbeat.learner.weights.editions import Edition
-from offbeat.learner.weights.nccl_detour import NcclDetour
 from offbeat.learner.weights.transport import LearnerGpu
 from offbeat.protocols.messages import WeightUpdate
 from tests.learner.weights.weight_fakes import LAYOUT, TRANSPORT, actor

@@ -2,7 +2,7 @@
 
 import pytest
 
-from offbeat.learner.weights.failed_epochs import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_IN_A_ROW, FailedEpochs
+from offbeat.learner.weights.collective import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_IN_A_ROW, FailedEpochs
 
 
 class Bench:

@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from offbeat.learner.weights.reach import find_reach
+from offbeat.learner.weights.collective import find_reach
 from offbeat.learner.weights.standings import Recipient
 from offbeat.learner.weights.transport import LearnerGpu
 from tests.learner.weights.weight_fakes import TRANSPORT

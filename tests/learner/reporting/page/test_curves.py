@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.learner.reporting.page import curves
-from offbeat.learner.reporting.page.curves import MOST_POINTS, Curve
+from offbeat.learner.reporting.page import live_page as curves
+from offbeat.learner.reporting.page.live_page import MOST_POINTS, Curve
 
 
 @given(values=st.lists(st.floats(-1e6, 1e6), max_size=200), most=st.sampled_from([2, 4, 8]))

@@ -11,10 +11,8 @@ from offbeat.common.records.exported import exposition
 from offbeat.common.records.probes import TURNED_WITHIN_S
 from offbeat.common.records.rows import EvalRow, EventRow, SampleRow, StepRow
 from offbeat.common.records.step_metrics import step_metric
-from offbeat.learner.reporting.page.curves import MOST_POINTS
 from offbeat.learner.reporting.page.exported import EXPORTED, FROM_STEP, families
-from offbeat.learner.reporting.page.live_page import CURVES, HELD_OUT, NUM_SAMPLES, LivePage
-from offbeat.learner.reporting.page.serving import serving
+from offbeat.learner.reporting.page.live_page import CURVES, HELD_OUT, MOST_POINTS, NUM_SAMPLES, LivePage, serving
 from offbeat.protocols.messages import MemberStatus, StatusReport, Vitals
 
 ASSETS = Path(__file__).parents[4] / "learner" / "reporting" / "page"

@@ -1,12 +1,91 @@
-"""One completion on the wire and in the log, without its arrays of tokens and log-probs."""
+"""The arrays of a lease and of a group: completions, images, and the experts that a mixture chose, as bytes.
+
+Experts take a byte for each token, layer and slot, compressed with zstd: the experts of a token in a layer, a set, rise from
+slot to slot, and each is written as its distance from the one before. Distances are small numbers, so they take two thirds of
+the space. Image files travel in a frame beside the lease, which has their sizes and hashes.
+"""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from functools import cache
+from types import ModuleType
+from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
-from offbeat.protocols.fields import Natural, Positive, RewardParts, Seconds
+from offbeat.protocols.fields import Checksum, Natural, Positive, RewardParts, Seconds
+
+
+class CompressionError(ValueError):
+    """Bytes that are not compressed, or not so many."""
+
+
+def compress(content: bytes) -> bytes:
+    """Return the bytes compressed."""
+    return _codec().compress(content, asbytes=True)
+
+
+def decompress(compressed: bytes | bytearray | memoryview, num_bytes: int) -> NDArray[np.uint8]:
+    """Return exactly `num_bytes` of content, and never hold more; raise `CompressionError` where there are others."""
+    try:
+        content = _codec().decompress(compressed, decompressed_size=num_bytes, asbytes=True)
+    # The codec's errors.
+    except (_pyarrow().ArrowException, OSError) as error:
+        raise CompressionError(str(error)) from error
+    return np.frombuffer(content, dtype=np.uint8)
+
+
+@cache
+def _codec() -> Any:
+    return _pyarrow().Codec("zstd", compression_level=1)
+
+
+def _pyarrow() -> ModuleType:
+    # Imported late: its import starts a thread, and the process that services are forked from can have none.
+    import pyarrow
+
+    return pyarrow
+
+
+MAX_IMAGES = 16
+"""Most images of one prompt."""
+
+
+class ImageReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One image of a lease's prompt."""
+
+    num_bytes: Positive
+    hash: Checksum
+    """`common.models.images.hash_image` of the file's bytes."""
+
+
+MAX_EXPERTS = 256
+"""Most experts in a layer: their numbers are bytes."""
+
+
+class ExpertsError(ValueError):
+    """Bytes that are not the experts of so many tokens."""
+
+
+def encode_experts(experts: NDArray[np.integer]) -> NDArray[np.uint8]:
+    """Return the bytes of experts `[tokens, layers, top_k]`, each below `MAX_EXPERTS`."""
+    rising = np.sort(experts.astype(np.uint8), axis=-1)
+    return np.frombuffer(compress(np.diff(rising, axis=-1, prepend=np.uint8(0)).tobytes()), dtype=np.uint8)
+
+
+def decode_experts(content: bytes | bytearray | memoryview, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+    """Return the experts `[tokens, layers, top_k]` in these bytes, rising; raise `ExpertsError` where they have another shape.
+
+    Memory is bounded by the shape, whatever the bytes say. Experts that no layer has are the caller's to find.
+    """
+    try:
+        distances = decompress(content, int(np.prod(shape, dtype=np.int64)))
+    except CompressionError as error:
+        raise ExpertsError(f"{len(content)} bytes are not the experts of {shape[0]} tokens: {error}") from error
+    return np.cumsum(distances.reshape(shape), axis=-1, dtype=np.uint8)
+
 
 MAX_TURNS = 4096
 """Most turns of a completion."""
@@ -44,7 +123,7 @@ def path_lengths(turns: Sequence[Turn]) -> list[int]:
 
 
 class ExpertsMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
-    """The experts that a mixture sent a group's tokens to, without their bytes (`protocols.experts`).
+    """The experts that a mixture sent a group's tokens to, without their bytes (`protocols.payload`).
 
     They are those of the prompt's tokens, then of each completion's tokens but its last, which is not an input.
     """

@@ -1,0 +1,156 @@
+"""The report's sections on health, evaluations and samples."""
+
+import html
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from offbeat.common.records.rows import EvalRow, EvalSampleRow, EventRow, SampleRow
+from offbeat.lab.history import RunHistory
+from offbeat.lab.report.figures import ACTOR_COLORS, Plot, Trace, line_trace, step_layout
+from offbeat.lab.report.page import Figures, duration, section, table_html
+from offbeat.lab.samples import printable
+from offbeat.learner.diagnostics.health import troubles
+from offbeat.learner.diagnostics.sample_rows import MAX_TEXT, shorten
+
+MAX_SAMPLES = 60
+"""Largest number of samples in a section; of a longer list, the first and the last ones."""
+
+
+def samples_section(samples: Sequence[SampleRow]) -> str:
+    """Return the part of the page with prompts and completions, oldest step first; all but the last ones are folded."""
+    lead = "The best and the worst completion of some steps, as the model wrote them. All others: offbeat samples RUN."
+    if not samples:
+        return section("Samples", lead, '<div class="card"><div class="missing">No step was sampled.</div></div>')
+    return section("Samples", lead, _cards(samples))
+
+
+def evaluation_samples_section(samples: Sequence[EvalSampleRow]) -> str:
+    """Return the part of the page with completions of held-out prompts, oldest evaluation first; empty without samples."""
+    lead = "A completion of some held-out prompts in each evaluation, as the model wrote it."
+    return section("Evaluation samples", lead, _cards(samples)) if samples else ""
+
+
+def _cards(samples: Sequence[SampleRow] | Sequence[EvalSampleRow]) -> str:
+    shown = [*samples]
+    if len(shown) > MAX_SAMPLES:
+        shown = shown[: MAX_SAMPLES // 2] + shown[-MAX_SAMPLES // 2 :]
+    last = shown[-1].policy_version
+    return "".join(_card(sample, is_open=sample.policy_version == last) for sample in shown)
+
+
+def _card(sample: SampleRow | EvalSampleRow, *, is_open: bool) -> str:
+    reward = "–" if sample.reward is None else f"{sample.reward:.3g}"
+    ended = "cut at rollout.max_new_tokens" if sample.finish_reason == "length" else "stopped"
+    if isinstance(sample, SampleRow):
+        above = "" if sample.above_mean is None else f" ({sample.above_mean:+.3g} above its group's mean)"
+        facts = f"step {sample.policy_version:,}: reward {reward}{above}"
+        source = f"prompt {sample.prompt_id:,}, lag {sample.policy_lag}"
+    else:
+        of_set = "" if sample.data_set is None else f" of {printable(sample.data_set)}"
+        facts = f"version {sample.policy_version:,}, prompt {sample.prompt_id:,}{of_set}: reward {reward}"
+        source = "held out"
+    more = f"{source}, {sample.num_tokens:,} tokens, {ended}"
+    return (
+        f'<details class="card"{" open" if is_open else ""}><summary>{html.escape(facts)}</summary>'
+        f"<p>{html.escape(more)}</p><pre>{_text(sample.prompt)}</pre><pre>{_text(sample.completion)}</pre></details>"
+    )
+
+
+def _text(text: str) -> str:
+    # Rows are files that anybody may have written: their length is not trusted.
+    return html.escape(printable(shorten(text, MAX_TEXT)))
+
+
+def health_section(events: Iterable[EventRow], start: float | None) -> str:
+    """Return the part of the page with every health rule that held; `start` is the run's first time, in epoch seconds."""
+    lead = "Signs that the run was dead, broken or waiting, and what to do about each. docs/health.md lists the rules."
+    told = [event for event in events if event.event in ("health", "health_cleared", "run_started")]
+    rows = [
+        (
+            duration(event.time - (start or 0.0)),
+            "" if event.policy_version is None else f"{event.policy_version:,}",
+            f'<span class="mark {"bad" if event.event == "health" else "good"}">{html.escape(event.rule or "")}</span>',
+            "" if event.event == "health" else "cleared",
+            html.escape(event.detail),
+        )
+        for event in told
+        if event.event != "run_started"
+    ]
+    if not rows:
+        return section("Health", lead, '<div class="card"><p class="verdict good">No health rule held at any time.</p></div>')
+    left = troubles(told)
+    verdict = f"Not well at the end: {', '.join(left)}." if left else "All of it had cleared by the end."
+    tone = "bad" if left else "good"
+    listing = table_html(("After", "Version", "Rule", "", "Reason"), rows, num_text_columns=5)
+    return section("Health", lead, f'<div class="card"><p class="verdict {tone}">{html.escape(verdict)}</p>{listing}</div>')
+
+
+def evaluation_section(figures: Figures, history: RunHistory) -> str:
+    """Return the part of the page about evaluations; empty for a run without one."""
+    rows = [row for _, row in sorted(history.evaluations.items())]
+    if not rows:
+        return ""
+    plots = [pass_at_k(rows)]
+    if any(row.sets for row in rows):
+        plots.append(reward_by_set(rows))
+    if any(row.numbers for row in rows):
+        plots.append(own_numbers(rows))
+    return section("Evaluation", "How well does the policy solve prompts that it is not trained on?", figures.cards(plots))
+
+
+def pass_at_k(rows: Sequence[EvalRow]) -> Plot:
+    """Return pass@k over policy versions, a line for each k; `rows` are ordered by version."""
+    ks = sorted({k for row in rows for k in row.pass_at if k.isdecimal()}, key=int)
+    return Plot(
+        "Held-out pass@k",
+        "Share of the held-out prompts that at least one of k completions solves: a reward of evaluation.pass_reward or more.",
+        [_line(rows, lambda row: row.pass_at, k, f"pass@{k}", index) for index, k in enumerate(ks)],
+        step_layout("policy version", [row.policy_version for row in rows], "share of prompts", y={"rangemode": "tozero"}),
+        missing="No evaluation has measured pass@k.",
+    )
+
+
+def reward_by_set(rows: Sequence[EvalRow]) -> Plot:
+    """Return the mean reward of each named set over policy versions; `rows` are ordered by version."""
+    return _named_lines(
+        rows,
+        lambda row: row.sets,
+        "Held-out reward by set",
+        "Mean reward of the completions of each named set of task.eval_data.",
+        "reward",
+        "No evaluation has measured a named set.",
+    )
+
+
+def own_numbers(rows: Sequence[EvalRow]) -> Plot:
+    """Return the numbers of `evaluation.function` over policy versions; `rows` are ordered by version."""
+    return _named_lines(
+        rows,
+        lambda row: row.numbers,
+        "Own numbers",
+        "The numbers that evaluation.function returned.",
+        "number",
+        "evaluation.function has returned no number.",
+    )
+
+
+def _named_lines(
+    rows: Sequence[EvalRow],
+    numbers: Callable[[EvalRow], Mapping[str, float]],
+    title: str,
+    question: str,
+    axis: str,
+    missing: str,
+) -> Plot:
+    """Return a plot with a line for each name among the numbers, which is the user's text."""
+    names = sorted({name for row in rows for name in numbers(row)})
+    lines = [_line(rows, numbers, name, html.escape(name), index) for index, name in enumerate(names)]
+    layout = step_layout("policy version", [row.policy_version for row in rows], axis)
+    return Plot(title, question, lines, layout, missing=missing)
+
+
+def _line(
+    rows: Sequence[EvalRow], numbers: Callable[[EvalRow], Mapping[str, float]], key: str, label: str, index: int
+) -> Trace:
+    pairs = [(row.policy_version, numbers(row)[key]) for row in rows if key in numbers(row)]
+    color = ACTOR_COLORS[index % len(ACTOR_COLORS)]
+    return line_trace([version for version, _ in pairs], [number for _, number in pairs], label, color)

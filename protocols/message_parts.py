@@ -1,0 +1,141 @@
+"""Parts of messages: an engine's description, the run as an actor that joins receives it, and reports to operators.
+
+An actor without settings and model gets both from the learner as one blob, sent in parts: never code, never weights. Names of
+files have no folder, and only the endings of a model's small files.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from offbeat.protocols.fields import FreeText, Label, Name, Natural, NaturalOrNone
+
+
+class MemberStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One live actor, for the operator."""
+
+    name: str
+    state: Literal["working", "new", "quarantined", "unreachable"]
+    """`new`: it has no weights of this learner process yet."""
+    policy_version: NaturalOrNone
+    num_leases: Natural
+    capacity: Natural
+    tokens_per_s: float
+    """Over the seconds between its last two rows in `metrics.jsonl`."""
+    last_seen_s: float
+    """Seconds since the last message of this actor."""
+    engine: str
+
+
+class SettingChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A setting that was changed during the run; values are TOML."""
+
+    setting: str
+    """`section.key`."""
+    before: str
+    after: str
+    who: str
+    at: float
+    """Seconds since the epoch, by the learner's clock."""
+    policy_version: Natural
+    """The learner's policy version at the change."""
+
+
+class Vitals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The newest optimizer step in a few numbers, and what is not well. A number is None where no step has it."""
+
+    reward: float | None = None
+    """Mean reward of the step."""
+    lag_mean: float | None = None
+    lag_max: float | None = None
+    """Policy lag of the step's groups, in optimizer steps."""
+    bound: float | None = None
+    """`staleness.max_staleness` at the step."""
+    step_s: float | None = None
+    """Mean seconds of the last steps, waiting included."""
+    reward_by_task: dict[Name, float] = {}
+    """Mean reward of each task of the step, where `task.task_field` is set. Since minor version 6."""
+    share_by_task: dict[Name, float] = {}
+    """Share of each task's prompts that is leased, where `task.curriculum` is set. Since minor version 9."""
+    health: tuple[FreeText, ...] = ()
+    """A sentence for each health rule that holds, with a hint."""
+
+
+PART_BYTES = 512 << 10
+"""Size of every part but the last. A hub takes frames of at least 1 MB (`hub.max_message_mb`)."""
+MAX_PARTS = 512
+"""Most parts: 256 MB. The largest tokenizers have some 40 MB."""
+MAX_SETTINGS_CHARACTERS = 1 << 20
+FileName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.(json|jinja|txt|model)\Z")]
+_encoder = msgspec.msgpack.Encoder()
+
+
+class RunKit(msgspec.Struct, frozen=True):
+    """Everything that an actor is started with. A newer release may add fields."""
+
+    software: Label
+    """The learner's version of offbeat."""
+    settings: Annotated[str, Meta(max_length=MAX_SETTINGS_CHARACTERS)]
+    """The run's settings as TOML, without those of the learner's machine and without secrets."""
+    files: Annotated[dict[FileName, bytes], Meta(max_length=64)]
+    """Contents of the model's small files, by name: config, tokenizer, chat template, image processor."""
+
+
+class RunKitError(ValueError):
+    """Bytes that are no kit; the text says why."""
+
+
+_decoder = msgspec.msgpack.Decoder(RunKit)
+
+
+def encode_kit(kit: RunKit) -> bytes:
+    """Return the kit as bytes; raise `RunKitError` for one that no actor would take."""
+    content = _encoder.encode(kit)
+    if len(content) > MAX_PARTS * PART_BYTES:
+        raise RunKitError(f"the model's small files have {len(content) >> 20} MB, more than {MAX_PARTS * PART_BYTES >> 20}")
+    decode_kit(content)
+    return content
+
+
+def decode_kit(content: bytes | bytearray) -> RunKit:
+    """Return the kit in these bytes, with all names and sizes checked."""
+    try:
+        return _decoder.decode(content)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RunKitError(f"malformed: {error}") from error
+
+
+class ModelHashes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Short hashes of the parts of a model that must be equal at learner and actor (`common.models.folders.hash_model`).
+
+    Weights are not hashed: the learner sends its own.
+    """
+
+    config: Label
+    tokenizer: Label
+    chat_template: Label
+
+
+class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The engine of an actor. The learner records it, and compares it where a difference would bias training."""
+
+    name: Label
+    """`vllm` or `transformers`."""
+    version: Label
+    dtype: Label
+    device: Label
+    max_model_len: Natural
+    """Longest prompt plus completion, in tokens."""
+    hashes: ModelHashes
+    gpu: Label | None = None
+    """UUID of the engine's first GPU; None without one. Since minor version 4."""
+    quantization: Label = ""
+    """The engine's own numbers of fewer bits than `dtype`, such as `fp8 weights, fp8 KV cache`; empty for none. Since minor
+    version 5."""
+    takes_images: bool = False
+    """True for an engine that samples from prompts with images. Since minor version 7."""
+    has_weight_files: bool = True
+    """False for an engine whose model folder has no weights: it first samples under the learner's. Since minor version 8."""
+    processor: Label = ""
+    """Model of the processor that computes, with the instruction sets that choose its kernels. Since minor version 10."""
