@@ -47,6 +47,8 @@ class Defaults(NamedTuple):
     band: Bounds | None = None
     """Clip band; None for an objective that does not clip. With `is_sequence_ratio` that against recomputed log-probs: the one
     against the engine's is `engine_band`."""
+    keeps_gradient: bool = False
+    """Tokens beyond the band keep a gradient: the band bounds a weight, or leaves a part."""
     dual_clip: bool = False
     """`loss.dual_clip` applies."""
     weight_cap: float | None = None
@@ -104,11 +106,11 @@ DEFAULTS: dict[str, Defaults] = {
     ),
     "gmpo": Defaults("seq-mean-token-mean", shares_advantage=True, band=Bounds(-math.expm1(-0.4), math.expm1(0.4))),
     "ctpo": Defaults("token-mean", is_prefix_ratio=True, band=Bounds(-math.expm1(-0.025), math.expm1(0.05))),
-    "ce_gppo": Defaults("token-mean", band=Bounds(0.2, 0.2), dual_clip=True),
+    "ce_gppo": Defaults("token-mean", band=Bounds(0.2, 0.2), keeps_gradient=True, dual_clip=True),
     "sapo": Defaults("seq-mean-token-mean"),
     "sapo_sequence": Defaults("seq-mean-token-mean", shares_advantage=True),
     # No lower bound, as in the paper, which does not disclose the upper one: ScaleRL finds caps of 4, 5 and 8 equivalent.
-    "cispo": Defaults("token-mean", band=Bounds(1.0, 4.0)),
+    "cispo": Defaults("token-mean", band=Bounds(1.0, 4.0), keeps_gradient=True),
     "minirl": Defaults(
         "seq-mean-token-sum", band=Bounds(0.2, 0.27), weight_cap=5.0, has_behavior_weight=True, divide_by_std=False
     ),

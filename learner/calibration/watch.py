@@ -25,7 +25,7 @@ from offbeat.learner.calibration.noise_by_sign import allowed_difference
 from offbeat.learner.calibration.noise_floor import NOISE_CLIP_SHARE, Differences, recommend_band
 from offbeat.learner.objectives.bands import ClipBand
 from offbeat.learner.objectives.correction_rules import AnyCorrection, CorrectionRule
-from offbeat.learner.objectives.objective import Dppo, M2po, Objective, resolve_objective
+from offbeat.learner.objectives.objective import Objective, resolve_objective
 from offbeat.protocols.messages import Hello
 
 logger = logging.getLogger(__name__)
@@ -46,10 +46,9 @@ def noise_warnings(loss: LossSection, objective: Objective, calibration: Calibra
     warnings: list[str] = []
     if objective.engine_band is not None:
         warnings += _of_band(loss, objective.engine_band, "clips", calibration)
-    if loss.objective == "dppo_tv" and isinstance(objective.token_loss, Dppo) and objective.anchor == "behavior":
+    if loss.objective == "dppo_tv" and objective.bounds is not None and objective.anchor == "behavior":
         # A probability moves by at most the distance of its ratio from 1: a band of ratios would clip at least as much.
-        band = ClipBand(objective.token_loss.threshold_low, objective.token_loss.threshold_high, is_sequence_ratio=False)
-        warnings += _of_band(loss, band, "drops up to", calibration)
+        warnings += _of_band(loss, objective.bounds, "drops up to", calibration)
     for choice, rule in zip(parse_corrections(loss.correction), objective.corrections, strict=True):
         share = float(expected_touched(calibration.noise, rule, expected).mean())
         if share > WARNED_SHARE:
@@ -57,11 +56,11 @@ def noise_warnings(loss: LossSection, objective: Objective, calibration: Calibra
             cure = "" if recommended is None else f" {write_corrections((recommended,))} would do so on at most 1% a side."
             name = write_corrections((fill_bounds(choice),))
             warnings.append(f"loss.correction: {name} {_does(rule)} {_of_noise(share)}{cure}")
-    if isinstance(objective.token_loss, M2po):
-        share = expected_dropped(calibration.floor, objective.token_loss.threshold)
+    if objective.m2_threshold is not None:
+        share = expected_dropped(calibration.floor, objective.m2_threshold)
         if share > WARNED_SHARE:
             needed = recommend_m2_threshold(calibration.floor, LossSection().m2_threshold)
-            setting = f"loss.m2_threshold = {objective.token_loss.threshold:g}"
+            setting = f"loss.m2_threshold = {objective.m2_threshold:g}"
             warnings.append(f"{setting} drops {_of_noise(share)} {needed:g} would drop none.")
     return warnings
 

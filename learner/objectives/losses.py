@@ -21,6 +21,25 @@ gradient norm). Beyond the bound the ratio is e^20 = 4.9e8 or e^-20 and has no g
 a token above the bound before it gets here, and tells of them (`learner.diagnostics.broken_rows`)."""
 
 
+class LossInputs(NamedTuple):
+    """What a loss function sees of a micro-batch, each tensor `[rows, tokens]`."""
+
+    policy_logprobs: Tensor
+    """Under pi_theta; the only tensor with a gradient."""
+    anchor_logprobs: Tensor
+    """Under the policy in the denominator of the importance ratio."""
+    completion_mask: Tensor
+    """Bool: the tokens that are trained on."""
+    advantages: Tensor
+    behavior_logprobs: Tensor
+    """Under mu; the same as the anchor's with `loss.anchor = "behavior"`."""
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """`log r = policy_logprobs - anchor_logprobs` with its gradient; exactly 0 outside the mask."""
+        return log_token_ratio(self.policy_logprobs, self.anchor_logprobs, self.completion_mask)
+
+
 class TokenLosses(NamedTuple):
     """The losses of a micro-batch's tokens, each tensor `[rows, tokens]`."""
 
@@ -33,10 +52,7 @@ class TokenLosses(NamedTuple):
 
 
 def gspo(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
-    completion_mask: Tensor,
-    advantages: Tensor,
+    inputs: LossInputs,
     *,
     clip_low: float,
     clip_high: float,
@@ -56,16 +72,15 @@ def gspo(
     The ratio carries the gradient of its whole row. Where advantages or a correction's weights vary within a row, every
     token gets the row's mean; use `gspo_token` where each token must have its own.
     """
-    log_of_tokens = log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)
-    log_ratio = log_sequence_ratio(log_of_tokens, completion_mask).expand_as(policy_logprobs)
-    return _clipped_losses(log_ratio, completion_mask, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    log_of_tokens = inputs.log_ratio
+    log_ratio = log_sequence_ratio(log_of_tokens, inputs.completion_mask).expand_as(inputs.policy_logprobs)
+    return _clipped_losses(
+        log_ratio, inputs.completion_mask, inputs.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+    )
 
 
 def gspo_token(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
-    completion_mask: Tensor,
-    advantages: Tensor,
+    inputs: LossInputs,
     *,
     clip_low: float,
     clip_high: float,
@@ -79,17 +94,16 @@ def gspo_token(
     gradient and clipping equal those of `gspo` under every aggregation that weighs the tokens of a row alike. `dual_clip`
     works as in `gspo`, by the sign of the token's own advantage.
     """
-    log_of_tokens = log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)
+    log_of_tokens = inputs.log_ratio
     # The difference is exactly 0; adding log s to it last keeps 3e-4 from being rounded beside log-probs of size 10.
-    log_ratio = (log_of_tokens - log_of_tokens.detach()) + log_sequence_ratio(log_of_tokens.detach(), completion_mask)
-    return _clipped_losses(log_ratio, completion_mask, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    log_ratio = (log_of_tokens - log_of_tokens.detach()) + log_sequence_ratio(log_of_tokens.detach(), inputs.completion_mask)
+    return _clipped_losses(
+        log_ratio, inputs.completion_mask, inputs.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+    )
 
 
 def ppo_clip(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
-    completion_mask: Tensor,
-    advantages: Tensor,
+    inputs: LossInputs,
     *,
     clip_low: float,
     clip_high: float,
@@ -104,15 +118,14 @@ def ppo_clip(
     With `dual_clip` c > 1 the loss of a negative advantage is also at most `c |A|`, where r > c, and has no gradient there:
     https://arxiv.org/abs/1912.09729. Other implementations cap r for both signs, or set c = 1 + 2 `clip_high`.
     """
-    log_ratio = log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)
-    return _clipped_losses(log_ratio, completion_mask, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    log_ratio = inputs.log_ratio
+    return _clipped_losses(
+        log_ratio, inputs.completion_mask, inputs.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+    )
 
 
 def sapo(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
-    completion_mask: Tensor,
-    advantages: Tensor,
+    inputs: LossInputs,
     *,
     tau_positive: float,
     tau_negative: float,
@@ -123,15 +136,14 @@ def sapo(
     `ppo_clip`, and it falls smoothly to 0. Only the gradient is normalized this way: the value at r = 1 is `-2 A / tau`.
     Nothing is clipped: `clipped` is all False. (Popular pseudo-code multiplies the gate by r again, which doubles the ratio.)
     """
-    log_ratio = log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)
-    return _gated_losses(log_ratio, completion_mask, advantages, tau_positive=tau_positive, tau_negative=tau_negative)
+    log_ratio = inputs.log_ratio
+    return _gated_losses(
+        log_ratio, inputs.completion_mask, inputs.advantages, tau_positive=tau_positive, tau_negative=tau_negative
+    )
 
 
 def sapo_sequence(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
-    completion_mask: Tensor,
-    advantages: Tensor,
+    inputs: LossInputs,
     *,
     tau_positive: float,
     tau_negative: float,
@@ -141,16 +153,15 @@ def sapo_sequence(
     `l_it = -(4 / tau) sigmoid(tau (s_i - 1)) A_it`. Under `seq-mean-token-mean` the gradient with respect to a loss token's
     log-prob is `-sech^2(tau (s_i - 1) / 2) s_i A_i / (N |y_i|)`. As in `gspo` every token gets the row's mean advantage.
     """
-    log_of_tokens = log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)
-    log_ratio = log_sequence_ratio(log_of_tokens, completion_mask)
-    return _gated_losses(log_ratio, completion_mask, advantages, tau_positive=tau_positive, tau_negative=tau_negative)
+    log_of_tokens = inputs.log_ratio
+    log_ratio = log_sequence_ratio(log_of_tokens, inputs.completion_mask)
+    return _gated_losses(
+        log_ratio, inputs.completion_mask, inputs.advantages, tau_positive=tau_positive, tau_negative=tau_negative
+    )
 
 
 def gmpo(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
-    completion_mask: Tensor,
-    advantages: Tensor,
+    inputs: LossInputs,
     *,
     clip_low: float,
     clip_high: float,
@@ -163,21 +174,18 @@ def gmpo(
     is `-s_i A_i / (N |y_i|)` with the mean ratio `s_i` of the clipped tokens, and exactly 0 for a clipped token. As in `gspo`
     every token gets the row's mean advantage.
     """
-    log_of_tokens = log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)
-    advantages = torch.where(completion_mask, advantages, 0.0)
+    log_of_tokens = inputs.log_ratio
+    advantages = torch.where(inputs.completion_mask, inputs.advantages, 0.0)
     apart = log_of_tokens.detach()
     limit = apart.clamp(math.log1p(-clip_low) if clip_low < 1 else -math.inf, math.log1p(clip_high))
     clipped = ((advantages > 0) & (apart > limit)) | ((advantages < 0) & (apart < limit))
-    log_mean = log_sequence_ratio(torch.where(clipped, limit, log_of_tokens), completion_mask)
+    log_mean = log_sequence_ratio(torch.where(clipped, limit, log_of_tokens), inputs.completion_mask)
     out_of_bounds = (advantages != 0) & (log_mean.detach().abs() > LOG_RATIO_BOUND)
     return TokenLosses(-bounded_ratio(log_mean) * advantages, clipped | out_of_bounds, apart)
 
 
 def ctpo(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
-    completion_mask: Tensor,
-    advantages: Tensor,
+    inputs: LossInputs,
     *,
     clip_low: float,
     clip_high: float,
@@ -190,9 +198,9 @@ def ctpo(
     Gradient: `-R_it A`, and exactly 0 above the band, and below it where A < 0: their code's dual clip is the upper bound, so
     that a product far above 1 cannot push a bad token down without limit. `log_ratio` is `log R_it / sqrt(t)`.
     """
-    log_of_tokens = log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)
-    advantages = torch.where(completion_mask, advantages, 0.0)
-    root = completion_mask.cumsum(dim=-1).clamp(min=1).to(log_of_tokens).sqrt()
+    log_of_tokens = inputs.log_ratio
+    advantages = torch.where(inputs.completion_mask, inputs.advantages, 0.0)
+    root = inputs.completion_mask.cumsum(dim=-1).clamp(min=1).to(log_of_tokens).sqrt()
     log_prefix = log_of_tokens.detach().cumsum(dim=-1)
     apart = log_prefix / root
     ratio_apart = bounded_ratio(apart)
@@ -202,15 +210,12 @@ def ctpo(
     clipped = (advantages != 0) & (above | (below & (advantages < 0)))
     ratio = bounded_ratio(log_prefix + (log_of_tokens - log_of_tokens.detach()))
     out_of_bounds = (advantages != 0) & (log_prefix.abs() > LOG_RATIO_BOUND)
-    apart = torch.where(completion_mask, apart, 0.0)
+    apart = torch.where(inputs.completion_mask, apart, 0.0)
     return TokenLosses(-torch.where(clipped, limit, ratio) * advantages, clipped | out_of_bounds, apart)
 
 
 def ce_gppo(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
-    completion_mask: Tensor,
-    advantages: Tensor,
+    inputs: LossInputs,
     *,
     clip_low: float,
     clip_high: float,
@@ -224,8 +229,8 @@ def ce_gppo(
     Gradient there: `-preserved[0] (1 - clip_low) A` and `-preserved[1] (1 + clip_high) A`; `-r A` elsewhere. With 0 for both it
     is that of `ppo_clip`. `dual_clip` is as there, and takes the gradient.
     """
-    advantages = torch.where(completion_mask, advantages, 0.0)
-    log_ratio = log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)
+    advantages = torch.where(inputs.completion_mask, inputs.advantages, 0.0)
+    log_ratio = inputs.log_ratio
     ratio = bounded_ratio(log_ratio.detach())
     above, below = (advantages > 0) & (ratio > 1 + clip_high), (advantages < 0) & (ratio < 1 - clip_low)
     capped = nowhere(ratio) if dual_clip is None else (advantages < 0) & (ratio > dual_clip)
@@ -238,19 +243,17 @@ def ce_gppo(
     return TokenLosses(-value * straight * advantages, gone & (advantages != 0), log_ratio.detach())
 
 
-def m2po(
-    policy_logprobs: Tensor, anchor_logprobs: Tensor, completion_mask: Tensor, advantages: Tensor, *, cutoff: float
-) -> TokenLosses:
+def m2po(inputs: LossInputs, *, cutoff: float) -> TokenLosses:
     """`l = -r A`, and 0 for the tokens of `m2po_candidates` with `(log r)^2 >= cutoff`; `r` as in `ppo_clip`, without its clip.
 
     M2PO, https://arxiv.org/abs/2510.01161, algorithm 1, where the mask holds the second moment of `log r` over the candidates
     of a batch (`m2po_cutoff`) and replaces the clip. Gradient: `-r A` in every kept token, however far its ratio is from 1,
     and exactly 0 in the dropped ones. Equal candidates are dropped together.
     """
-    log_ratio = log_token_ratio(policy_logprobs, anchor_logprobs, completion_mask)
+    log_ratio = inputs.log_ratio
     apart = log_ratio.detach()
-    dropped = _is_pushed_outward(apart, completion_mask, advantages) & (apart.square() >= cutoff)
-    advantages = torch.where(completion_mask, advantages, 0.0)
+    dropped = _is_pushed_outward(apart, inputs.completion_mask, inputs.advantages) & (apart.square() >= cutoff)
+    advantages = torch.where(inputs.completion_mask, inputs.advantages, 0.0)
     token_losses = -torch.where(dropped, 0.0, bounded_ratio(log_ratio)) * advantages
     return TokenLosses(token_losses, dropped | ((advantages != 0) & (apart.abs() > LOG_RATIO_BOUND)), None)
 

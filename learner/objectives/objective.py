@@ -1,8 +1,14 @@
-"""The configured objective: its loss function, correction and aggregation, with every value decided."""
+"""The configured objective: its loss function, correction and aggregation, with every value decided.
+
+`OBJECTIVES` is the table of loss functions. A new objective is a function, a row here, and a row of the paper's values in
+`common.settings.objectives.DEFAULTS`.
+"""
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, assert_never
+from inspect import Parameter, signature
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +26,7 @@ from offbeat.learner.objectives import losses, weighted_losses
 from offbeat.learner.objectives.aggregation import denominator
 from offbeat.learner.objectives.bands import ClipBand, ClippedRatio, Correction
 from offbeat.learner.objectives.correction_rules import AnyCorrection, correct, resolve_corrections
-from offbeat.learner.objectives.losses import TokenLosses
+from offbeat.learner.objectives.losses import LossInputs, TokenLosses
 from offbeat.learner.objectives.own_functions import OwnLoss, load_loss
 
 
@@ -50,178 +56,31 @@ class PolicyLogprobs(NamedTuple):
         return numerator.detach() - self.behavior
 
 
-class ClippedLoss(Protocol):
-    """A loss function with a clip band and a dual clip: `losses.gspo`, `losses.gspo_token` or `losses.ppo_clip`."""
-
-    def __call__(
-        self,
-        policy_logprobs: Tensor,
-        anchor_logprobs: Tensor,
-        completion_mask: Tensor,
-        advantages: Tensor,
-        *,
-        clip_low: float,
-        clip_high: float,
-        dual_clip: float | None,
-    ) -> TokenLosses: ...
-
-
-@dataclass(frozen=True)
-class ClippedSurrogate:
-    """A loss whose clip takes the gradient of tokens or rows beyond the band."""
-
-    function: ClippedLoss
-    band: ClipBand
-    dual_clip: float | None
-    """Bound of the ratio where the advantage is negative; None for no bound."""
-
-
-class BandedLoss(Protocol):
-    """A loss function with a clip band and no dual clip: `losses.gmpo` or `losses.ctpo`."""
-
-    def __call__(
-        self,
-        policy_logprobs: Tensor,
-        anchor_logprobs: Tensor,
-        completion_mask: Tensor,
-        advantages: Tensor,
-        *,
-        clip_low: float,
-        clip_high: float,
-    ) -> TokenLosses: ...
-
-
-@dataclass(frozen=True)
-class Banded:
-    """A loss whose clip takes the gradient of single tokens beyond the band."""
-
-    function: BandedLoss
-    band: ClipBand
-
-
-@dataclass(frozen=True)
-class CeGppo:
-    """`losses.ce_gppo`, whose band leaves a part of the gradient."""
-
-    band: ClipBand
-    dual_clip: float | None
-    preserved: tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Cispo:
-    """`weighted_losses.cispo`, whose band bounds a weight: no token loses its gradient."""
-
-    band: ClipBand
-
-
-@dataclass(frozen=True)
-class MiniRl:
-    """`weighted_losses.minirl`, whose band takes gradients and whose weight is pi / mu."""
-
-    band: ClipBand
-    weight_cap: float
-
-
-@dataclass(frozen=True)
-class Aspo:
-    """`weighted_losses.aspo`, whose band takes gradients and whose weight is the ratio or its inverse."""
-
-    band: ClipBand
-    weight_cap: float
-
-
-class DivergenceLoss(Protocol):
-    """A loss function that drops tokens by a divergence: `weighted_losses.dppo_tv` or `weighted_losses.dppo_kl`."""
-
-    def __call__(
-        self,
-        policy_logprobs: Tensor,
-        anchor_logprobs: Tensor,
-        behavior_logprobs: Tensor,
-        completion_mask: Tensor,
-        advantages: Tensor,
-        *,
-        clip_low: float,
-        clip_high: float,
-        weight_cap: float,
-    ) -> TokenLosses: ...
-
-
-@dataclass(frozen=True)
-class Dppo:
-    """A loss that drops tokens by a divergence in place of a band of ratios."""
-
-    function: DivergenceLoss
-    threshold_low: float
-    """Largest divergence where the advantage is negative."""
-    threshold_high: float
-    """Largest divergence where the advantage is positive."""
-    weight_cap: float
-
-
-class GatedLoss(Protocol):
-    """A loss function with a soft gate: `losses.sapo` or `losses.sapo_sequence`."""
-
-    def __call__(
-        self,
-        policy_logprobs: Tensor,
-        anchor_logprobs: Tensor,
-        completion_mask: Tensor,
-        advantages: Tensor,
-        *,
-        tau_positive: float,
-        tau_negative: float,
-    ) -> TokenLosses: ...
-
-
-@dataclass(frozen=True)
-class Sapo:
-    """A loss with a soft gate in the place of a band."""
-
-    function: GatedLoss
-    tau_positive: float
-    tau_negative: float
-
-
-@dataclass(frozen=True)
-class Topr:
-    """`weighted_losses.topr`, which bounds the weight of a completion by 1."""
-
-
-@dataclass(frozen=True)
-class Vespo:
-    """`weighted_losses.vespo`, which bounds the weight of a completion softly."""
-
-    positive: tuple[float, float]
-    """k and lambda where the advantage is positive."""
-    negative: tuple[float, float]
-
-
-@dataclass(frozen=True)
-class M2po:
-    """`losses.m2po`, which drops tokens by a cutoff of the whole optimizer step in place of a band."""
-
-    threshold: float
-    """Largest mean of `(log r)^2` over the kept candidates."""
-
-
-@dataclass(frozen=True)
-class Reinforce:
-    """`weighted_losses.reinforce`, which has no ratio."""
-
-
-@dataclass(frozen=True)
-class Own:
-    """The user's own loss, which has no band."""
-
-    function: OwnLoss
-
-
-TokenLoss = ClippedSurrogate | Banded | CeGppo | Cispo | MiniRl | Aspo | Dppo | Sapo | Topr | Vespo | M2po | Reinforce | Own
-"""A loss function with its parameters."""
-_TakesGradient = ClippedSurrogate | Banded | MiniRl | Aspo
-"""Losses whose band takes gradients."""
+OBJECTIVES: Mapping[str, Callable[..., TokenLosses]] = {
+    "gspo": losses.gspo,
+    "gspo_token": losses.gspo_token,
+    "luspo": losses.gspo,
+    "grpo": losses.ppo_clip,
+    "dr_grpo": losses.ppo_clip,
+    "dapo": losses.ppo_clip,
+    "ppo": losses.ppo_clip,
+    "gmpo": losses.gmpo,
+    "ctpo": losses.ctpo,
+    "ce_gppo": losses.ce_gppo,
+    "sapo": losses.sapo,
+    "sapo_sequence": losses.sapo_sequence,
+    "m2po": losses.m2po,
+    "cispo": weighted_losses.cispo,
+    "minirl": weighted_losses.minirl,
+    "aspo": weighted_losses.aspo,
+    "dppo_tv": weighted_losses.dppo_tv,
+    "dppo_kl": weighted_losses.dppo_kl,
+    "topr": weighted_losses.topr,
+    "vespo": weighted_losses.vespo,
+    "reinforce": weighted_losses.reinforce,
+}
+"""The loss function of each `loss.objective`. It takes `LossInputs`, and by keyword the settings that `_parameters` names.
+What else tells the objectives apart, and the papers' values, is in `common.settings.objectives.DEFAULTS`."""
 
 
 class StepConstants(NamedTuple):
@@ -253,7 +112,18 @@ class Evaluation(NamedTuple):
 class Objective:
     """A run's objective. Its settings are those of `[loss]`, with the objective's own values where they are left open."""
 
-    token_loss: TokenLoss
+    function: Callable[..., TokenLosses]
+    """The loss function: one of `OBJECTIVES`, or the user's own."""
+    parameters: Mapping[str, Any]
+    """The keyword arguments of `function` that are the same in every step."""
+    bounds: ClipBand | None
+    """`clip_low` and `clip_high` of `function`; None for a loss without them."""
+    clips_ratio: bool
+    """`bounds` are a band of the importance ratio; False where they bound a divergence."""
+    takes_gradient: bool
+    """Tokens beyond `bounds` lose their gradient."""
+    m2_threshold: float | None
+    """Largest mean of `(log r)^2` over the candidates that m2po keeps; None for other objectives."""
     anchor: Literal["behavior", "group", "interpolated", "proximal", "decoupled"]
     """The policy in the denominator of the importance ratio."""
     corrections: tuple[AnyCorrection, ...]
@@ -273,7 +143,7 @@ class Objective:
     @property
     def band(self) -> ClipBand | None:
         """The band that the ratio is clipped to; None for an objective that does not clip."""
-        return self.token_loss.band if isinstance(self.token_loss, _TakesGradient | CeGppo | Cispo) else None
+        return self.bounds if self.clips_ratio else None
 
     @property
     def engine_band(self) -> ClipBand | None:
@@ -281,9 +151,7 @@ class Objective:
 
         None where the ratio's denominator is not mu, and where the clip takes no gradient.
         """
-        if isinstance(self.token_loss, _TakesGradient) and self.anchor == "behavior":
-            return self.token_loss.band
-        return None
+        return self.band if self.takes_gradient and self.anchor == "behavior" else None
 
     def evaluate(
         self, logprobs: PolicyLogprobs, completion_mask: Tensor, advantages: Tensor, constants: StepConstants = NO_CONSTANTS
@@ -292,7 +160,9 @@ class Objective:
 
         `completion_mask` and `advantages`: `[rows, tokens]`. `constants` are those of the whole optimizer step.
         """
-        token_losses, clipped, log_ratio = self._token_losses(logprobs, completion_mask, advantages, constants.m2po_cutoff)
+        inputs = LossInputs(logprobs.policy, logprobs.anchor, completion_mask, advantages, logprobs.behavior)
+        of_step = {} if self.m2_threshold is None else {"cutoff": constants.m2po_cutoff}
+        token_losses, clipped, log_ratio = self.function(inputs, **self.parameters, **of_step)
         correction: Correction | None = None
         if self.corrections:
             correction = correct(
@@ -314,46 +184,23 @@ class Objective:
             length=self.aggregation_length,
         )
 
-    def _token_losses(
-        self, logprobs: PolicyLogprobs, completion_mask: Tensor, advantages: Tensor, m2po_cutoff: float
-    ) -> TokenLosses:
-        inputs = (logprobs.policy, logprobs.anchor, completion_mask, advantages)
-        with_behavior = (logprobs.policy, logprobs.anchor, logprobs.behavior, completion_mask, advantages)
-        match self.token_loss:
-            case ClippedSurrogate(function, band, dual_clip):
-                return function(*inputs, clip_low=band.low, clip_high=band.high, dual_clip=dual_clip)
-            case Banded(function, band):
-                return function(*inputs, clip_low=band.low, clip_high=band.high)
-            case CeGppo(band, dual_clip, preserved):
-                return losses.ce_gppo(*inputs, clip_low=band.low, clip_high=band.high, dual_clip=dual_clip, preserved=preserved)
-            case Cispo(band):
-                return weighted_losses.cispo(*inputs, clip_low=band.low, clip_high=band.high)
-            case MiniRl(band, cap):
-                return weighted_losses.minirl(*with_behavior, clip_low=band.low, clip_high=band.high, weight_cap=cap)
-            case Aspo(band, cap):
-                return weighted_losses.aspo(*inputs, clip_low=band.low, clip_high=band.high, weight_cap=cap)
-            case Dppo(function, low, high, cap):
-                return function(*with_behavior, clip_low=low, clip_high=high, weight_cap=cap)
-            case Sapo(function, tau_positive, tau_negative):
-                return function(*inputs, tau_positive=tau_positive, tau_negative=tau_negative)
-            case Topr():
-                return weighted_losses.topr(*inputs)
-            case Vespo(positive, negative):
-                return weighted_losses.vespo(*inputs, positive=positive, negative=negative)
-            case M2po():
-                return losses.m2po(*inputs, cutoff=m2po_cutoff)
-            case Reinforce():
-                return weighted_losses.reinforce(logprobs.policy, completion_mask, advantages)
-            case Own(function):
-                return _own_losses(function, *inputs)
-            case _:
-                assert_never(self.token_loss)
-
 
 def resolve_objective(loss: LossSection, *, max_new_tokens: int) -> Objective:
     """Return the objective of these settings. Settings left open take the values of `common.settings.objectives`."""
+    function = OBJECTIVES[loss.objective] if not loss.function else _own_loss(load_loss(loss.function))
+    parameters = _parameters(loss, max_new_tokens)
+    taken = [name for name, parameter in signature(function).parameters.items() if parameter.kind is Parameter.KEYWORD_ONLY]
+    defaults = DEFAULTS[loss.objective]
+    bounds = None
+    if "clip_low" in taken:
+        bounds = ClipBand(parameters["clip_low"], parameters["clip_high"], defaults.is_sequence_ratio, defaults.is_prefix_ratio)
     return Objective(
-        token_loss=_resolve_token_loss(loss, max_new_tokens),
+        function=function,
+        parameters={name: parameters[name] for name in taken if name != "cutoff"},
+        bounds=bounds,
+        clips_ratio=bounds is not None and not defaults.bounds_divergence,
+        takes_gradient=not defaults.keeps_gradient,
+        m2_threshold=loss.m2_threshold if "cutoff" in taken else None,
         anchor=loss.anchor,
         corrections=resolve_corrections(loss.correction),
         normalize_correction=loss.normalize_correction,
@@ -363,67 +210,30 @@ def resolve_objective(loss: LossSection, *, max_new_tokens: int) -> Objective:
     )
 
 
-def _own_losses(
-    function: OwnLoss, policy_logprobs: Tensor, anchor_logprobs: Tensor, completion_mask: Tensor, advantages: Tensor
-) -> TokenLosses:
-    # Neutralize padding on both sides of the user's code: 0 * nan is nan, in the backward pass too.
-    policy, anchor, advantages = (
-        torch.where(completion_mask, tensor, 0.0) for tensor in (policy_logprobs, anchor_logprobs, advantages)
-    )
-    token_losses = torch.where(completion_mask, function(policy, anchor, completion_mask, advantages), 0.0)
-    return TokenLosses(token_losses, torch.zeros_like(completion_mask), None)
+def _parameters(loss: LossSection, max_new_tokens: int) -> dict[str, Any]:
+    """Return the keyword arguments of all loss functions by name; None for those that the objective has no value for."""
+    clip = resolve_clip(loss, max_new_tokens)
+    return {
+        "clip_low": None if clip is None else clip.low,
+        "clip_high": None if clip is None else clip.high,
+        "dual_clip": loss.dual_clip,
+        "weight_cap": resolve_weight_cap(loss),
+        "tau_positive": loss.tau_positive,
+        "tau_negative": loss.tau_negative,
+        "preserved": loss.clipped_gradients,
+        "positive": loss.vespo_positive,
+        "negative": loss.vespo_negative,
+    }
 
 
-def _resolve_token_loss(loss: LossSection, max_new_tokens: int) -> TokenLoss:
-    if loss.function:
-        return Own(load_loss(loss.function))
-    match loss.objective:
-        case "gspo" | "luspo":
-            return ClippedSurrogate(losses.gspo, _resolve_band(loss, max_new_tokens), loss.dual_clip)
-        case "gspo_token":
-            return ClippedSurrogate(losses.gspo_token, _resolve_band(loss, max_new_tokens), loss.dual_clip)
-        case "grpo" | "dr_grpo" | "dapo" | "ppo":
-            return ClippedSurrogate(losses.ppo_clip, _resolve_band(loss, max_new_tokens), loss.dual_clip)
-        case "gmpo":
-            return Banded(losses.gmpo, _resolve_band(loss, max_new_tokens))
-        case "ctpo":
-            return Banded(losses.ctpo, _resolve_band(loss, max_new_tokens))
-        case "ce_gppo":
-            return CeGppo(_resolve_band(loss, max_new_tokens), loss.dual_clip, loss.clipped_gradients)
-        case "sapo":
-            return Sapo(losses.sapo, loss.tau_positive, loss.tau_negative)
-        case "sapo_sequence":
-            return Sapo(losses.sapo_sequence, loss.tau_positive, loss.tau_negative)
-        case "cispo":
-            return Cispo(_resolve_band(loss, max_new_tokens))
-        case "minirl":
-            return MiniRl(_resolve_band(loss, max_new_tokens), _resolve_cap(loss))
-        case "aspo":
-            return Aspo(_resolve_band(loss, max_new_tokens), _resolve_cap(loss))
-        case "topr":
-            return Topr()
-        case "vespo":
-            return Vespo(loss.vespo_positive, loss.vespo_negative)
-        case "dppo_tv":
-            return Dppo(weighted_losses.dppo_tv, *_resolve_band(loss, max_new_tokens)[:2], _resolve_cap(loss))
-        case "dppo_kl":
-            return Dppo(weighted_losses.dppo_kl, *_resolve_band(loss, max_new_tokens)[:2], _resolve_cap(loss))
-        case "m2po":
-            return M2po(loss.m2_threshold)
-        case "reinforce":
-            return Reinforce()
-        case _:
-            assert_never(loss.objective)
+def _own_loss(function: OwnLoss) -> Callable[[LossInputs], TokenLosses]:
+    def own_loss(inputs: LossInputs) -> TokenLosses:
+        mask = inputs.completion_mask
+        # Neutralize padding on both sides of the user's code: 0 * nan is nan, in the backward pass too.
+        policy, anchor, advantages = (
+            torch.where(mask, tensor, 0.0) for tensor in (inputs.policy_logprobs, inputs.anchor_logprobs, inputs.advantages)
+        )
+        token_losses = torch.where(mask, function(policy, anchor, mask, advantages), 0.0)
+        return TokenLosses(token_losses, torch.zeros_like(mask), None)
 
-
-def _resolve_band(loss: LossSection, max_new_tokens: int) -> ClipBand:
-    bounds = resolve_clip(loss, max_new_tokens)
-    assert bounds is not None, f"common.objectives.DEFAULTS has no clip band for {loss.objective}"
-    defaults = DEFAULTS[loss.objective]
-    return ClipBand(bounds.low, bounds.high, defaults.is_sequence_ratio, defaults.is_prefix_ratio)
-
-
-def _resolve_cap(loss: LossSection) -> float:
-    cap = resolve_weight_cap(loss)
-    assert cap is not None, f"common.objectives.DEFAULTS has no cap of weights for {loss.objective}"
-    return cap
+    return own_loss

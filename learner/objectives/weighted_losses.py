@@ -7,24 +7,21 @@ value is a weighted log-likelihood, not comparable with another objective's.
 import torch
 from torch import Tensor
 
-from offbeat.learner.objectives.losses import LOG_RATIO_BOUND, TokenLosses, bounded_ratio, log_token_ratio, nowhere
+from offbeat.learner.objectives.losses import LOG_RATIO_BOUND, LossInputs, TokenLosses, bounded_ratio, log_token_ratio, nowhere
 
 
-def reinforce(policy_logprobs: Tensor, completion_mask: Tensor, advantages: Tensor) -> TokenLosses:
+def reinforce(inputs: LossInputs) -> TokenLosses:
     """`l = -A policy_logprobs`: the policy gradient as if the policy itself had sampled; gradient `-A` in every token.
 
     Williams 1992, without an importance ratio: the baseline that shows the gain of an objective's ratio.
     """
-    logprobs = torch.where(completion_mask, policy_logprobs, 0.0)
-    token_losses = -torch.where(completion_mask, advantages, 0.0) * logprobs
+    logprobs = torch.where(inputs.completion_mask, inputs.policy_logprobs, 0.0)
+    token_losses = -torch.where(inputs.completion_mask, inputs.advantages, 0.0) * logprobs
     return TokenLosses(token_losses, nowhere(token_losses), None)
 
 
 def cispo(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
-    completion_mask: Tensor,
-    advantages: Tensor,
+    inputs: LossInputs,
     *,
     clip_low: float,
     clip_high: float,
@@ -35,18 +32,14 @@ def cispo(
     `-clip(r) A` in every token, so `clipped` is all False. `clip_low` = 1 means no lower bound, as in the paper's experiments.
     Some implementations use `clip_high` as the bound itself; here the bound is `1 + clip_high`.
     """
-    log_ratio = log_token_ratio(policy_logprobs.detach(), anchor_logprobs, completion_mask)
+    log_ratio = inputs.log_ratio.detach()
     weight = bounded_ratio(log_ratio).clamp(1 - clip_low, 1 + clip_high)
-    token_losses = weight * reinforce(policy_logprobs, completion_mask, advantages).losses
+    token_losses = weight * reinforce(inputs).losses
     return TokenLosses(token_losses, nowhere(token_losses), log_ratio)
 
 
 def minirl(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    completion_mask: Tensor,
-    advantages: Tensor,
+    inputs: LossInputs,
     *,
     clip_low: float,
     clip_high: float,
@@ -59,19 +52,15 @@ def minirl(
     https://arxiv.org/abs/2506.13585, eq. 6 and 7. Gradient: `-min(pi/mu, weight_cap) A`, and exactly 0 where
     (A > 0, r > 1 + clip_high) or (A < 0, r < 1 - clip_low). With mu as the anchor and no cap it is that of `ppo_clip`.
     """
-    log_ratio = log_token_ratio(policy_logprobs.detach(), anchor_logprobs, completion_mask)
+    log_ratio = inputs.log_ratio.detach()
     ratio = bounded_ratio(log_ratio)
-    beyond = torch.where(advantages > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
-    found = _weigh_kept(policy_logprobs, behavior_logprobs, completion_mask, advantages, beyond, weight_cap)
+    beyond = torch.where(inputs.advantages > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
+    found = _weigh_kept(inputs, beyond, weight_cap)
     return found._replace(log_ratio=log_ratio)
 
 
 def dppo_tv(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    completion_mask: Tensor,
-    advantages: Tensor,
+    inputs: LossInputs,
     *,
     clip_low: float,
     clip_high: float,
@@ -83,17 +72,13 @@ def dppo_tv(
     total variation is `|p - q|`: dropped are A > 0 with `p - q > clip_high`, and A < 0 with `q - p > clip_low`. A rare token
     may so become many times as likely, and a likely one may not lose much. Gradient: `-min(pi/mu, weight_cap) A`, or exactly 0.
     """
-    probability, of_anchor = _probabilities(policy_logprobs, anchor_logprobs, completion_mask)
-    beyond = torch.where(advantages > 0, probability - of_anchor > clip_high, of_anchor - probability > clip_low)
-    return _weigh_kept(policy_logprobs, behavior_logprobs, completion_mask, advantages, beyond, weight_cap)
+    probability, of_anchor = _probabilities(inputs)
+    beyond = torch.where(inputs.advantages > 0, probability - of_anchor > clip_high, of_anchor - probability > clip_low)
+    return _weigh_kept(inputs, beyond, weight_cap)
 
 
 def dppo_kl(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    completion_mask: Tensor,
-    advantages: Tensor,
+    inputs: LossInputs,
     *,
     clip_low: float,
     clip_high: float,
@@ -105,21 +90,18 @@ def dppo_kl(
     with p > q and `D > clip_high`, and A < 0 with p < q and `D > clip_low`. As in the authors' code 1e-8 is added to `1 - p`
     and `1 - q`.
     """
-    probability, of_anchor = _probabilities(policy_logprobs, anchor_logprobs, completion_mask)
+    probability, of_anchor = _probabilities(inputs)
     others, others_of_anchor = (1 - probability).clamp(min=0) + 1e-8, (1 - of_anchor).clamp(min=0) + 1e-8
-    log_ratio = log_token_ratio(policy_logprobs.detach(), anchor_logprobs, completion_mask)
+    log_ratio = inputs.log_ratio.detach()
     divergence = (others_of_anchor / others).log() * (1 - of_anchor) - of_anchor * log_ratio
     above = (probability > of_anchor) & (divergence > clip_high)
     below = (probability < of_anchor) & (divergence > clip_low)
-    beyond = torch.where(advantages > 0, above, below)
-    return _weigh_kept(policy_logprobs, behavior_logprobs, completion_mask, advantages, beyond, weight_cap)
+    beyond = torch.where(inputs.advantages > 0, above, below)
+    return _weigh_kept(inputs, beyond, weight_cap)
 
 
 def aspo(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
-    completion_mask: Tensor,
-    advantages: Tensor,
+    inputs: LossInputs,
     *,
     clip_low: float,
     clip_high: float,
@@ -132,33 +114,32 @@ def aspo(
     `-min(w, weight_cap) A`, and exactly 0 where (A > 0, r > 1 + clip_high) or (A < 0, r < 1 - clip_low). The authors' code has
     another band for tokens of high entropy, which is part of Archer and not of this.
     """
-    log_ratio = log_token_ratio(policy_logprobs.detach(), anchor_logprobs, completion_mask)
+    log_ratio = inputs.log_ratio.detach()
     ratio = bounded_ratio(log_ratio)
-    positive = advantages > 0
-    dropped = torch.where(positive, ratio > 1 + clip_high, (advantages < 0) & (ratio < 1 - clip_low)) & completion_mask
+    positive = inputs.advantages > 0
+    dropped = (
+        torch.where(positive, ratio > 1 + clip_high, (inputs.advantages < 0) & (ratio < 1 - clip_low)) & inputs.completion_mask
+    )
     weight = torch.where(positive, 1 / ratio, ratio).clamp(max=weight_cap)
-    token_losses = torch.where(dropped, 0.0, weight) * reinforce(policy_logprobs, completion_mask, advantages).losses
+    token_losses = torch.where(dropped, 0.0, weight) * reinforce(inputs).losses
     return TokenLosses(token_losses, dropped, log_ratio)
 
 
-def topr(policy_logprobs: Tensor, anchor_logprobs: Tensor, completion_mask: Tensor, advantages: Tensor) -> TokenLosses:
+def topr(inputs: LossInputs) -> TokenLosses:
     """`l = -sg[min(W, 1)] A policy_logprobs` where A < 0, and `-A policy_logprobs` elsewhere, `W = prod_t r_t` of the row.
 
     TOPR, https://arxiv.org/abs/2503.14286, eq. 8, with advantages for its rewards: good completions are imitated however far
     the policy has left them, and bad ones lose their weight with their likelihood. Gradient: `-A` or `-min(W, 1) A`. The
     paper's objective is the aggregation `seq-mean-token-sum`. ROLL truncates the ratio of each token in the place of W.
     """
-    log_weight = _log_product(policy_logprobs, anchor_logprobs, completion_mask)
-    weight = torch.where(advantages < 0, bounded_ratio(log_weight.clamp(max=0)), 1.0)
-    token_losses = weight * reinforce(policy_logprobs, completion_mask, advantages).losses
+    log_weight = _log_product(inputs)
+    weight = torch.where(inputs.advantages < 0, bounded_ratio(log_weight.clamp(max=0)), 1.0)
+    token_losses = weight * reinforce(inputs).losses
     return TokenLosses(token_losses, nowhere(token_losses), None)
 
 
 def vespo(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
-    completion_mask: Tensor,
-    advantages: Tensor,
+    inputs: LossInputs,
     *,
     positive: tuple[float, float],
     negative: tuple[float, float],
@@ -169,34 +150,29 @@ def vespo(
     and phi falls to 0 on both sides of its peak at `k / lambda`. `positive` is `(k, lambda)` where A > 0, `negative` where
     A < 0. Gradient: `-phi(W) A`; `clipped` where phi is too small for the number type, and so 0.
     """
-    log_weight = _log_product(policy_logprobs, anchor_logprobs, completion_mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    log_weight = _log_product(inputs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     of_positive, of_negative = ((k * log_weight - rate * log_weight.expm1()).exp() for k, rate in (positive, negative))
-    weight = torch.where(advantages > 0, of_positive, of_negative)
-    token_losses = weight * reinforce(policy_logprobs, completion_mask, advantages).losses
-    return TokenLosses(token_losses, completion_mask & (advantages != 0) & (weight == 0), None)
+    weight = torch.where(inputs.advantages > 0, of_positive, of_negative)
+    token_losses = weight * reinforce(inputs).losses
+    return TokenLosses(token_losses, inputs.completion_mask & (inputs.advantages != 0) & (weight == 0), None)
 
 
-def _log_product(policy_logprobs: Tensor, anchor_logprobs: Tensor, completion_mask: Tensor) -> Tensor:
+def _log_product(inputs: LossInputs) -> Tensor:
     """Return `log W`, the sum of the loss tokens' log-ratios, detached, `[rows, 1]`."""
-    return log_token_ratio(policy_logprobs.detach(), anchor_logprobs, completion_mask).sum(dim=-1, keepdim=True)
+    return inputs.log_ratio.detach().sum(dim=-1, keepdim=True)
 
 
-def _probabilities(policy_logprobs: Tensor, anchor_logprobs: Tensor, completion_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens' probabilities under both policies, detached; 1 outside the mask."""
-    policy, anchor = (torch.where(completion_mask, one.detach(), 0.0) for one in (policy_logprobs, anchor_logprobs))
+def _probabilities(inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    """Return the tokens' probabilities under policy and anchor, detached; 1 outside the mask."""
+    logprobs = inputs.policy_logprobs, inputs.anchor_logprobs
+    policy, anchor = (torch.where(inputs.completion_mask, one.detach(), 0.0) for one in logprobs)
     return policy.exp(), anchor.exp()
 
 
-def _weigh_kept(
-    policy_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    completion_mask: Tensor,
-    advantages: Tensor,
-    beyond: Tensor,
-    weight_cap: float,
-) -> TokenLosses:
+def _weigh_kept(inputs: LossInputs, beyond: Tensor, weight_cap: float) -> TokenLosses:
     """`l = -sg[min(pi/mu, weight_cap)] A policy_logprobs`, and 0 for the tokens of `beyond`, which are the clipped ones."""
-    dropped = beyond & completion_mask & (advantages != 0)
-    weight = bounded_ratio(log_token_ratio(policy_logprobs.detach(), behavior_logprobs, completion_mask)).clamp(max=weight_cap)
-    token_losses = torch.where(dropped, 0.0, weight) * reinforce(policy_logprobs, completion_mask, advantages).losses
+    dropped = beyond & inputs.completion_mask & (inputs.advantages != 0)
+    log_weight = log_token_ratio(inputs.policy_logprobs.detach(), inputs.behavior_logprobs, inputs.completion_mask)
+    weight = bounded_ratio(log_weight).clamp(max=weight_cap)
+    token_losses = torch.where(dropped, 0.0, weight) * reinforce(inputs).losses
     return TokenLosses(token_losses, dropped, None)

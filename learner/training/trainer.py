@@ -34,7 +34,7 @@ from offbeat.learner.objectives.aggregation import aggregate
 from offbeat.learner.objectives.correction_rules import weigh
 from offbeat.learner.objectives.kl import adapt_kl_coefficient
 from offbeat.learner.objectives.losses import m2po_candidates, m2po_cutoff
-from offbeat.learner.objectives.objective import M2po, StepConstants, resolve_objective
+from offbeat.learner.objectives.objective import StepConstants, resolve_objective
 from offbeat.learner.objectives.reward_shaping import RunningMoments, resolve_reward_shaping, shape_rewards
 from offbeat.learner.policy.compiling import check_compiling, compile_layers, compiles_layers
 from offbeat.learner.policy.flops import FlopCounter, peak_flops
@@ -361,7 +361,7 @@ class Trainer:
         """Return the operations of a step that took `train_s`, of all ranks, and their share of what the devices can do."""
         packs = [prepared.micro_batch.pack for prepared in micro_batches]
         model, recomputed = (sum(counts) for counts in zip(*map(self._flops.count_training, packs), strict=True))
-        if isinstance(self._objective.token_loss, M2po):
+        if self._objective.m2_threshold is not None:
             recomputed += sum(map(self._flops.count_forward, packs))
         counts = torch.tensor([model, recomputed], dtype=torch.float64)
         model, recomputed = gather_tensors(counts, num_alike=self._num_alike).sum(dim=0).tolist()
@@ -401,14 +401,14 @@ class Trainer:
 
         Runs the current policy once more: the cutoff must be known before the first gradient.
         """
-        token_loss = self._objective.token_loss
-        if not isinstance(token_loss, M2po):
+        threshold = self._objective.m2_threshold
+        if threshold is None:
             return math.inf
         candidates: list[Tensor] = []
         for micro_batch, _, advantages, _ in batch:
             log_ratio = self._run(self._module, micro_batch).logprobs - micro_batch.behavior_logprobs
             candidates.append(m2po_candidates(log_ratio, micro_batch.completion_mask, advantages))
-        return m2po_cutoff(gather_rows(torch.cat(candidates), num_alike=self._num_alike), threshold=token_loss.threshold)
+        return m2po_cutoff(gather_rows(torch.cat(candidates), num_alike=self._num_alike), threshold=threshold)
 
     def _find_mean_weight(self, batch: Sequence[PreparedMicroBatch]) -> float:
         """Return the mean of the corrections' weights over the loss of all ranks; 1 without `loss.normalize_correction`.

@@ -22,6 +22,7 @@ from offbeat.learner.objectives.corrections import token_tis
 from offbeat.learner.objectives.losses import gspo, ppo_clip
 from offbeat.learner.objectives.objective import Evaluation, PolicyLogprobs
 from tests.learner.calibration.test_noise_floor import alike, normal_floor
+from tests.learner.objectives.loss_cases import inputs_of
 
 CLIP = {"clip_low": 0.1, "clip_high": 0.2}
 PER_TOKEN = (
@@ -44,7 +45,7 @@ def make_inputs(lengths: list[int], *, width: int | None = None, seed: int = 0, 
     policy = proximal + spread * normal["policy_logprobs"]
     advantages = normal["advantages"].clamp(min=-0.5).where(normal["advantages"] > -1, 0.0)
     weights = token_tis(proximal - behavior, mask, low=0.7, high=1.1)
-    losses, clipped, _ = ppo_clip(policy, proximal, mask, advantages, **CLIP)
+    losses, clipped, _ = ppo_clip(inputs_of(policy, proximal, mask, advantages), **CLIP)
     return {
         "policy_logprobs": policy,
         "behavior_logprobs": behavior,
@@ -303,7 +304,9 @@ def test_the_clipped_sides_of_the_band_are_what_the_objective_clipped(objective)
         log_ratio = (log_ratio.where(inputs["completion_mask"], 0.0).sum(dim=-1, keepdim=True) / lengths).expand_as(log_ratio)
     ratios = log_ratio.exp()[inputs["completion_mask"]].tolist()
     band = {"clip_low": 1 - min(r for r in ratios if 0.5 < r < 0.99), "clip_high": max(r for r in ratios if r < 1.15) - 1}
-    result = objective(inputs["policy_logprobs"], anchor_of(inputs), inputs["completion_mask"], inputs["advantages"], **band)
+    result = objective(
+        inputs_of(inputs["policy_logprobs"], anchor_of(inputs), inputs["completion_mask"], inputs["advantages"]), **band
+    )
     inputs |= {"clipped": result.clipped, "band": ClippedRatio(log_ratio, **band)}
     metrics = metrics_of(statistics_of(inputs))
     assert metrics["clip_tokens/fraction"] > 0
@@ -320,7 +323,7 @@ def test_what_dual_clip_capped_is_in_the_fraction_beside_the_sides_that_the_band
     inputs = plain_inputs(rows, advantages)
     log_ratio = torch.tensor(ratios).log()[:, None].expand(4, 3)
     names = ("policy_logprobs", "behavior_logprobs", "completion_mask", "advantages")
-    result = objective(*(inputs[name] for name in names), **CLIP, dual_clip=1.4)
+    result = objective(inputs_of(*(inputs[name] for name in names)), **CLIP, dual_clip=1.4)
     metrics = metrics_of(statistics_of(inputs | {"clipped": result.clipped, "band": ClippedRatio(log_ratio, **CLIP)}))
     found = {name: metrics[name] for name in metrics if name.startswith("clip")}
     assert found == {

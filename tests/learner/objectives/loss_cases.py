@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from offbeat.learner.objectives.losses import (
+    LossInputs,
     TokenLosses,
     ce_gppo,
     ctpo,
@@ -35,35 +36,33 @@ SEQUENCE_DUAL_CLIP = 1.05
 Objective = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLosses]
 
 
-def with_behavior(
-    policy: Tensor, anchor: Tensor, mask: Tensor, advantages: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the arguments of a loss that weighs by pi / mu, with mu as the anchor."""
-    return policy, anchor, anchor, mask, advantages
+def inputs_of(policy: Tensor, anchor: Tensor, mask: Tensor, advantages: Tensor, behavior: Tensor | None = None) -> LossInputs:
+    """Return the inputs of a loss; mu is the anchor, unless it is given."""
+    return LossInputs(policy, anchor, mask, advantages, anchor if behavior is None else behavior)
 
 
 OBJECTIVES: dict[str, Objective] = {
-    "gspo": lambda *tensors: gspo(*tensors, **BAND),
-    "gspo_token": lambda *tensors: gspo_token(*tensors, **BAND),
-    "ppo_clip": lambda *tensors: ppo_clip(*tensors, **BAND),
-    "dual_clip": lambda *tensors: ppo_clip(*tensors, **BAND, dual_clip=DUAL_CLIP),
-    "gspo_dual_clip": lambda *tensors: gspo(*tensors, **BAND, dual_clip=SEQUENCE_DUAL_CLIP),
-    "gspo_token_dual_clip": lambda *tensors: gspo_token(*tensors, **BAND, dual_clip=SEQUENCE_DUAL_CLIP),
-    "gmpo": lambda *tensors: gmpo(*tensors, **BAND),
-    "ctpo": lambda *tensors: ctpo(*tensors, **BAND),
-    "ce_gppo": lambda *tensors: ce_gppo(*tensors, **BAND, dual_clip=None, preserved=PRESERVED),
-    "ce_gppo_dual_clip": lambda *tensors: ce_gppo(*tensors, **BAND, dual_clip=DUAL_CLIP, preserved=PRESERVED),
-    "sapo": lambda *tensors: sapo(*tensors, **TAU),
-    "sapo_sequence": lambda *tensors: sapo_sequence(*tensors, **TAU),
-    "cispo": lambda *tensors: cispo(*tensors, **BAND),
-    "minirl": lambda *tensors: minirl(*with_behavior(*tensors), **BAND, weight_cap=WEIGHT_CAP),
-    "dppo_tv": lambda *tensors: dppo_tv(*with_behavior(*tensors), **BAND, weight_cap=WEIGHT_CAP),
-    "dppo_kl": lambda *tensors: dppo_kl(*with_behavior(*tensors), **KL_BOUNDS, weight_cap=WEIGHT_CAP),
-    "aspo": lambda *tensors: aspo(*tensors, **BAND, weight_cap=WEIGHT_CAP),
-    "topr": topr,
-    "vespo": lambda *tensors: vespo(*tensors, **VESPO),
-    "m2po": lambda *tensors: m2po(*tensors, cutoff=M2PO_CUTOFF),
-    "reinforce": lambda policy, _, mask, advantages: reinforce(policy, mask, advantages),
+    "gspo": lambda *tensors: gspo(inputs_of(*tensors), **BAND),
+    "gspo_token": lambda *tensors: gspo_token(inputs_of(*tensors), **BAND),
+    "ppo_clip": lambda *tensors: ppo_clip(inputs_of(*tensors), **BAND),
+    "dual_clip": lambda *tensors: ppo_clip(inputs_of(*tensors), **BAND, dual_clip=DUAL_CLIP),
+    "gspo_dual_clip": lambda *tensors: gspo(inputs_of(*tensors), **BAND, dual_clip=SEQUENCE_DUAL_CLIP),
+    "gspo_token_dual_clip": lambda *tensors: gspo_token(inputs_of(*tensors), **BAND, dual_clip=SEQUENCE_DUAL_CLIP),
+    "gmpo": lambda *tensors: gmpo(inputs_of(*tensors), **BAND),
+    "ctpo": lambda *tensors: ctpo(inputs_of(*tensors), **BAND),
+    "ce_gppo": lambda *tensors: ce_gppo(inputs_of(*tensors), **BAND, dual_clip=None, preserved=PRESERVED),
+    "ce_gppo_dual_clip": lambda *tensors: ce_gppo(inputs_of(*tensors), **BAND, dual_clip=DUAL_CLIP, preserved=PRESERVED),
+    "sapo": lambda *tensors: sapo(inputs_of(*tensors), **TAU),
+    "sapo_sequence": lambda *tensors: sapo_sequence(inputs_of(*tensors), **TAU),
+    "cispo": lambda *tensors: cispo(inputs_of(*tensors), **BAND),
+    "minirl": lambda *tensors: minirl(inputs_of(*tensors), **BAND, weight_cap=WEIGHT_CAP),
+    "dppo_tv": lambda *tensors: dppo_tv(inputs_of(*tensors), **BAND, weight_cap=WEIGHT_CAP),
+    "dppo_kl": lambda *tensors: dppo_kl(inputs_of(*tensors), **KL_BOUNDS, weight_cap=WEIGHT_CAP),
+    "aspo": lambda *tensors: aspo(inputs_of(*tensors), **BAND, weight_cap=WEIGHT_CAP),
+    "topr": lambda *tensors: topr(inputs_of(*tensors)),
+    "vespo": lambda *tensors: vespo(inputs_of(*tensors), **VESPO),
+    "m2po": lambda *tensors: m2po(inputs_of(*tensors), cutoff=M2PO_CUTOFF),
+    "reinforce": lambda *tensors: reinforce(inputs_of(*tensors)),
 }
 WITHOUT_CLIP = ("ce_gppo", "sapo", "sapo_sequence", "cispo", "topr", "vespo", "reinforce")
 """Objectives that take no token's gradient."""

@@ -6,6 +6,7 @@ import torch
 
 from offbeat.learner.objectives.aggregation import Aggregation, aggregate, denominator
 from offbeat.learner.objectives.losses import ppo_clip
+from tests.learner.objectives.loss_cases import inputs_of
 
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -88,7 +89,7 @@ def test_splitting_into_micro_batches_changes_neither_loss_nor_gradient(mode):
         for rows in micro_batches:
             width = max(1, int(lengths[rows].max()))
             tensors = (tensor[rows, :width] for tensor in (policy, anchor, mask, advantages))
-            losses = ppo_clip(*tensors, clip_low=0.2, clip_high=0.2).losses
+            losses = ppo_clip(inputs_of(*tensors), clip_low=0.2, clip_high=0.2).losses
             loss = aggregate(losses, mask[rows, :width], weights[rows], mode=mode) / divisor
             loss.backward()
             total += loss.item()

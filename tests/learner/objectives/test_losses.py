@@ -17,6 +17,7 @@ from tests.learner.objectives.loss_cases import (
     SEQUENCE_DUAL_CLIP,
     WITHOUT_CLIP,
     Batch,
+    inputs_of,
     one_token,
     random_batch,
     run,
@@ -125,7 +126,7 @@ def test_only_the_side_that_the_advantage_pushes_to_is_clipped(name, ratio, adva
 @pytest.mark.parametrize("function", [ppo_clip, gspo, gspo_token])
 def test_dual_clip_caps_the_loss_of_a_negative_advantage_only(function, ratio, advantage, loss, gradient):
     batch = one_token(math.log(ratio), advantage)
-    losses, clipped, policy_gradient = run(lambda *tensors: function(*tensors, **BAND, dual_clip=DUAL_CLIP), batch)
+    losses, clipped, policy_gradient = run(lambda *tensors: function(inputs_of(*tensors), **BAND, dual_clip=DUAL_CLIP), batch)
     assert losses.item() == pytest.approx(loss)
     assert policy_gradient.item() == pytest.approx(gradient)
     assert clipped.item() == (gradient == 0)
@@ -141,7 +142,7 @@ def test_dual_clip_of_a_sequence_goes_by_its_ratio_and_caps_all_of_its_tokens_or
         torch.tensor([[True, False, True], [True, True, False]]),
         torch.full((2, 3), -2.0, dtype=torch.float64),
     )
-    losses, clipped, gradient = run(lambda *tensors: function(*tensors, **BAND, dual_clip=DUAL_CLIP), batch)
+    losses, clipped, gradient = run(lambda *tensors: function(inputs_of(*tensors), **BAND, dual_clip=DUAL_CLIP), batch)
     torch.testing.assert_close(losses, torch.tensor([[3.2, 0.0, 3.2], [3.0, 3.0, 0.0]], dtype=torch.float64))
     torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.0, 0.0], [3.0, 3.0, 0.0]], dtype=torch.float64))
     assert clipped.tolist() == [[True, False, True], [False, False, False]]
@@ -152,7 +153,9 @@ def test_dual_clip_of_a_sequence_goes_by_its_ratio_and_caps_all_of_its_tokens_or
 def test_a_ratio_that_lies_on_the_bound_keeps_its_whole_gradient(name, advantage):
     # A band without width: ratio, clipped ratio and both bounds are all 1.
     function = {"gspo": gspo, "gspo_token": gspo_token, "ppo_clip": ppo_clip}[name]
-    losses, clipped, gradient = run(lambda *tensors: function(*tensors, clip_low=0.0, clip_high=0.0), one_token(0.0, advantage))
+    losses, clipped, gradient = run(
+        lambda *tensors: function(inputs_of(*tensors), clip_low=0.0, clip_high=0.0), one_token(0.0, advantage)
+    )
     assert losses.item() == -advantage
     assert gradient.item() == -advantage
     assert not clipped.item()
@@ -190,8 +193,8 @@ def test_gspo_gives_every_token_the_mean_advantage_and_gspo_token_its_own():
 )
 def test_gspo_token_equals_gspo_where_the_advantages_of_a_row_are_equal(seed, spread, dual_clip):
     batch = random_batch(seed, spread=spread)
-    of_sequences = run(lambda *tensors: gspo(*tensors, **BAND, dual_clip=dual_clip), batch)
-    of_tokens = run(lambda *tensors: gspo_token(*tensors, **BAND, dual_clip=dual_clip), batch)
+    of_sequences = run(lambda *tensors: gspo(inputs_of(*tensors), **BAND, dual_clip=dual_clip), batch)
+    of_tokens = run(lambda *tensors: gspo_token(inputs_of(*tensors), **BAND, dual_clip=dual_clip), batch)
     for of_sequence, of_token in zip(of_sequences, of_tokens, strict=True):
         torch.testing.assert_close(of_token, of_sequence, rtol=1e-12, atol=1e-12)
 
@@ -202,7 +205,9 @@ def test_gspo_tells_a_ratio_inside_the_papers_band_from_one_outside_in_float32()
         anchor = torch.full((1, 1000), -10.0)
         mask = torch.ones(1, 1000, dtype=torch.bool)
         for objective in (gspo, gspo_token):
-            _, clipped, _ = objective(anchor + log_ratio, anchor, mask, torch.ones(1, 1000), clip_low=3e-4, clip_high=4e-4)
+            _, clipped, _ = objective(
+                inputs_of(anchor + log_ratio, anchor, mask, torch.ones(1, 1000)), clip_low=3e-4, clip_high=4e-4
+            )
             assert clipped.all() == clipped.any() == is_clipped
 
 
@@ -243,8 +248,10 @@ def test_ce_gppo_leaves_clipped_tokens_their_part_of_the_gradient_at_the_bound(r
 def test_ce_gppo_that_preserves_nothing_is_the_clip():
     batch = random_batch(6)
     for dual_clip in (None, DUAL_CLIP):
-        found = run(lambda *tensors, cap=dual_clip: ce_gppo(*tensors, **BAND, dual_clip=cap, preserved=(0.0, 0.0)), batch)
-        expected = run(lambda *tensors, cap=dual_clip: ppo_clip(*tensors, **BAND, dual_clip=cap), batch)
+        found = run(
+            lambda *tensors, cap=dual_clip: ce_gppo(inputs_of(*tensors), **BAND, dual_clip=cap, preserved=(0.0, 0.0)), batch
+        )
+        expected = run(lambda *tensors, cap=dual_clip: ppo_clip(inputs_of(*tensors), **BAND, dual_clip=cap), batch)
         torch.testing.assert_close(found[2], expected[2])
         assert torch.equal(found[1], expected[1])
 
@@ -294,7 +301,9 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient(ratio, weight):
 
 
 def test_cispo_with_a_clip_low_of_one_has_no_lower_bound():
-    _, _, gradient = run(lambda *tensors: cispo(*tensors, clip_low=1.0, clip_high=4.0), one_token(math.log(0.01), 2.0))
+    _, _, gradient = run(
+        lambda *tensors: cispo(inputs_of(*tensors), clip_low=1.0, clip_high=4.0), one_token(math.log(0.01), 2.0)
+    )
     assert gradient.item() == pytest.approx(-0.02)
 
 

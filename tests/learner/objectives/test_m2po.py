@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.learner.objectives.losses import m2po, m2po_candidates, m2po_cutoff
-from tests.learner.objectives.loss_cases import one_token, random_batch, run
+from tests.learner.objectives.loss_cases import inputs_of, one_token, random_batch, run
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,9 @@ from tests.learner.objectives.loss_cases import one_token, random_batch, run
     ],
 )
 def test_m2po_keeps_the_ratio_of_kept_tokens_and_drops_candidates_from_the_cutoff_on(ratio, advantage, loss, gradient):
-    losses, clipped, policy_gradient = run(lambda *tensors: m2po(*tensors, cutoff=0.25), one_token(math.log(ratio), advantage))
+    losses, clipped, policy_gradient = run(
+        lambda *tensors: m2po(inputs_of(*tensors), cutoff=0.25), one_token(math.log(ratio), advantage)
+    )
     assert losses.item() == pytest.approx(loss)
     assert policy_gradient.item() == pytest.approx(gradient)
     assert clipped.item() == (gradient == 0)
@@ -77,7 +79,7 @@ def test_m2po_of_a_whole_batch_holds_the_second_moment_of_its_candidates():
         for part in (slice(0, 9), slice(9, 32))
     ]
     cutoff = m2po_cutoff(torch.cat(candidates), threshold=0.04)
-    _, dropped, _ = run(lambda *tensors: m2po(*tensors, cutoff=cutoff), batch)
+    _, dropped, _ = run(lambda *tensors: m2po(inputs_of(*tensors), cutoff=cutoff), batch)
     kept = m2po_candidates(log_ratio, batch.completion_mask & ~dropped, batch.advantages)
     assert 0 < int(dropped.sum()) == len(torch.cat(candidates)) - len(kept)
     assert 0.038 < kept.mean().item() <= 0.04

@@ -12,7 +12,8 @@ from offbeat.common.settings.objectives import DEFAULTS, resolve_clip
 from offbeat.learner.objectives import corrections, losses, weighted_losses
 from offbeat.learner.objectives.bands import ClipBand
 from offbeat.learner.objectives.correction_rules import CorrectionRule, weigh
-from offbeat.learner.objectives.objective import Objective, PolicyLogprobs, StepConstants, resolve_objective
+from offbeat.learner.objectives.objective import OBJECTIVES, Objective, PolicyLogprobs, StepConstants, resolve_objective
+from tests.learner.objectives.loss_cases import inputs_of
 
 generator = torch.Generator().manual_seed(0)
 POLICY, BEHAVIOR, PROXIMAL = (-torch.rand(3, 4, generator=generator) for _ in range(3))
@@ -28,32 +29,34 @@ def make_objective(*overrides: str) -> Objective:
 
 EXPECTED = (
     {
-        "gspo": lambda anchor: losses.gspo(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
-        "luspo": lambda anchor: losses.gspo(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
-        "gspo_token": lambda anchor: losses.gspo_token(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
-        "gmpo": lambda anchor: losses.gmpo(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
-        "ctpo": lambda anchor: losses.ctpo(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
-        "ce_gppo": lambda anchor: losses.ce_gppo(
-            POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2, dual_clip=None, preserved=(0.75, 1.0)
+        "gspo": lambda anchor: losses.gspo(inputs_of(POLICY, anchor, MASK, ADVANTAGES), clip_low=0.1, clip_high=0.2),
+        "luspo": lambda anchor: losses.gspo(inputs_of(POLICY, anchor, MASK, ADVANTAGES), clip_low=0.1, clip_high=0.2),
+        "gspo_token": lambda anchor: losses.gspo_token(
+            inputs_of(POLICY, anchor, MASK, ADVANTAGES), clip_low=0.1, clip_high=0.2
         ),
-        "sapo": lambda anchor: losses.sapo(POLICY, anchor, MASK, ADVANTAGES, tau_positive=1.0, tau_negative=1.05),
+        "gmpo": lambda anchor: losses.gmpo(inputs_of(POLICY, anchor, MASK, ADVANTAGES), clip_low=0.1, clip_high=0.2),
+        "ctpo": lambda anchor: losses.ctpo(inputs_of(POLICY, anchor, MASK, ADVANTAGES), clip_low=0.1, clip_high=0.2),
+        "ce_gppo": lambda anchor: losses.ce_gppo(
+            inputs_of(POLICY, anchor, MASK, ADVANTAGES), clip_low=0.1, clip_high=0.2, dual_clip=None, preserved=(0.75, 1.0)
+        ),
+        "sapo": lambda anchor: losses.sapo(inputs_of(POLICY, anchor, MASK, ADVANTAGES), tau_positive=1.0, tau_negative=1.05),
         "sapo_sequence": lambda anchor: losses.sapo_sequence(
-            POLICY, anchor, MASK, ADVANTAGES, tau_positive=1.0, tau_negative=1.05
+            inputs_of(POLICY, anchor, MASK, ADVANTAGES), tau_positive=1.0, tau_negative=1.05
         ),
         "aspo": lambda anchor: weighted_losses.aspo(
-            POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2, weight_cap=3.0
+            inputs_of(POLICY, anchor, MASK, ADVANTAGES), clip_low=0.1, clip_high=0.2, weight_cap=3.0
         ),
-        "topr": lambda anchor: weighted_losses.topr(POLICY, anchor, MASK, ADVANTAGES),
+        "topr": lambda anchor: weighted_losses.topr(inputs_of(POLICY, anchor, MASK, ADVANTAGES)),
         "vespo": lambda anchor: weighted_losses.vespo(
-            POLICY, anchor, MASK, ADVANTAGES, positive=(2.0, 3.0), negative=(3.0, 2.0)
+            inputs_of(POLICY, anchor, MASK, ADVANTAGES), positive=(2.0, 3.0), negative=(3.0, 2.0)
         ),
-        "cispo": lambda anchor: weighted_losses.cispo(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2),
-        "m2po": lambda anchor: losses.m2po(POLICY, anchor, MASK, ADVANTAGES, cutoff=0.01),
-        "reinforce": lambda _: weighted_losses.reinforce(POLICY, MASK, ADVANTAGES),
+        "cispo": lambda anchor: weighted_losses.cispo(inputs_of(POLICY, anchor, MASK, ADVANTAGES), clip_low=0.1, clip_high=0.2),
+        "m2po": lambda anchor: losses.m2po(inputs_of(POLICY, anchor, MASK, ADVANTAGES), cutoff=0.01),
+        "reinforce": lambda _: weighted_losses.reinforce(inputs_of(POLICY, POLICY, MASK, ADVANTAGES)),
     }
     | {
         name: lambda anchor, function=function, cap=cap: function(
-            POLICY, anchor, BEHAVIOR, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2, weight_cap=cap
+            inputs_of(POLICY, anchor, MASK, ADVANTAGES, BEHAVIOR), clip_low=0.1, clip_high=0.2, weight_cap=cap
         )
         for name, function, cap in (
             ("minirl", weighted_losses.minirl, 5.0),
@@ -63,7 +66,9 @@ EXPECTED = (
     }
     | dict.fromkeys(
         ("grpo", "dr_grpo", "dapo", "ppo"),
-        lambda anchor: losses.ppo_clip(POLICY, anchor, MASK, ADVANTAGES, clip_low=0.1, clip_high=0.2, dual_clip=None),
+        lambda anchor: losses.ppo_clip(
+            inputs_of(POLICY, anchor, MASK, ADVANTAGES), clip_low=0.1, clip_high=0.2, dual_clip=None
+        ),
     )
 )
 
@@ -237,7 +242,7 @@ def test_noise_of_the_engine_is_clipped_where_a_clip_takes_gradient_against_its_
 def test_cap_of_the_settings_bounds_the_weight() -> None:
     logprobs = PolicyLogprobs(POLICY, POLICY - 3.0, POLICY - 0.01)
     for name in ("minirl", "dppo_tv", "dppo_kl"):
-        plain = weighted_losses.reinforce(POLICY, MASK, ADVANTAGES).losses
+        plain = weighted_losses.reinforce(inputs_of(POLICY, POLICY, MASK, ADVANTAGES)).losses
         found = make_objective(f"objective={name}", "anchor=proximal", "weight_cap=2").evaluate(logprobs, MASK, ADVANTAGES)
         assert torch.equal(found.losses, 2 * plain)
 
@@ -249,3 +254,14 @@ def test_denominator_counts_the_constant_length_of_the_settings() -> None:
     assert make_objective("objective=dapo").denominator(num_groups=2, num_rows=3, num_tokens=50) == 50.0
     of_prompts = make_objective("aggregation=prompt-mean-token-mean")
     assert of_prompts.denominator(num_groups=2, num_rows=3, num_tokens=50) == 2.0
+
+
+def test_every_objective_has_a_row_in_both_tables_and_each_of_its_parameters_a_value() -> None:
+    assert set(OBJECTIVES) == set(DEFAULTS)
+    for name in OBJECTIVES:
+        parameters = dict(make_objective(f"objective={name}").parameters)
+        # None means that no cap is set.
+        parameters.pop("dual_clip", None)
+        assert None not in parameters.values(), name
+        assert (DEFAULTS[name].band is not None) == ("clip_low" in parameters)
+        assert (DEFAULTS[name].weight_cap is not None) == ("weight_cap" in parameters)

@@ -4,27 +4,27 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
-from offbeat.learner.objectives.losses import ppo_clip
+from offbeat.learner.objectives.losses import LossInputs, ppo_clip
 from offbeat.learner.objectives.weighted_losses import aspo, dppo_kl, dppo_tv, minirl, topr
-from tests.learner.objectives.loss_cases import BAND, OBJECTIVES, Batch, one_token, random_batch, run
+from tests.learner.objectives.loss_cases import BAND, OBJECTIVES, Batch, inputs_of, one_token, random_batch, run
 
 
-def three(pi: float, anchor: float, mu: float, advantage: float) -> tuple[Tensor, ...]:
-    """Return the arguments of a loss for one token of these probabilities."""
-    logprobs = torch.tensor([[[pi]], [[anchor]], [[mu]]], dtype=torch.float64).log()
-    return (*logprobs, torch.ones(1, 1, dtype=torch.bool), torch.full((1, 1), advantage, dtype=torch.float64))
+def three(pi: float, anchor: float, mu: float, advantage: float) -> LossInputs:
+    """Return the inputs of a loss for one token of these probabilities."""
+    policy, of_anchor, behavior = torch.tensor([[[pi]], [[anchor]], [[mu]]], dtype=torch.float64).log()
+    mask, advantages = torch.ones(1, 1, dtype=torch.bool), torch.full((1, 1), advantage, dtype=torch.float64)
+    return LossInputs(policy, of_anchor, mask, advantages, behavior)
 
 
-def weight(function, tensors: tuple[Tensor, ...], **settings: float) -> float:
+def weight(function, inputs: LossInputs, **settings: float) -> float:
     """Return the weight of one token: minus its gradient over its advantage; check that loss and `clipped` agree."""
-    policy = tensors[0].clone().requires_grad_()
-    losses, clipped, _ = function(policy, *tensors[1:], **settings)
+    policy = inputs.policy_logprobs.clone().requires_grad_()
+    losses, clipped, _ = function(inputs._replace(policy_logprobs=policy), **settings)
     (gradient,) = torch.autograd.grad(losses.sum(), policy)
     assert losses.item() == pytest.approx((gradient * policy).item())
     assert clipped.item() == (gradient.item() == 0)
-    return -gradient.item() / tensors[-1].item()
+    return -gradient.item() / inputs.advantages.item()
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_minirl_clips_by_the_ratio_to_the_anchor_and_weighs_by_that_to_the_engin
 
 def test_minirl_against_the_engine_has_the_gradient_of_the_clip():
     batch = random_batch(5)
-    minirl_of = run(lambda policy, *others: minirl(policy, others[0], *others, **BAND, weight_cap=1e9), batch)
-    clip_of = run(lambda *tensors: ppo_clip(*tensors, **BAND), batch)
+    minirl_of = run(lambda *tensors: minirl(inputs_of(*tensors), **BAND, weight_cap=1e9), batch)
+    clip_of = run(lambda *tensors: ppo_clip(inputs_of(*tensors), **BAND), batch)
     torch.testing.assert_close(minirl_of[2], clip_of[2], rtol=1e-12, atol=1e-12)
     assert torch.equal(minirl_of[1], clip_of[1])
 
@@ -91,7 +91,7 @@ def test_certain_tokens_have_a_finite_divergence_in_float32(function):
         for advantage in (1.0, -1.0):
             batch = one_token(log_ratio, advantage, anchor=anchor, dtype=torch.float32)
             losses, clipped, gradient = run(
-                lambda policy, *others: function(policy, others[0], *others, clip_low=0.05, clip_high=0.05, weight_cap=2.0),
+                lambda *tensors: function(inputs_of(*tensors), clip_low=0.05, clip_high=0.05, weight_cap=2.0),
                 batch,
             )
             assert math.isfinite(losses.item())
@@ -112,8 +112,7 @@ def test_certain_tokens_have_a_finite_divergence_in_float32(function):
     ],
 )
 def test_aspo_turns_the_ratio_of_good_tokens_over_and_caps_without_clipping(pi, anchor, advantage, expected):
-    policy, of_anchor, _, mask, advantages = three(pi, anchor, anchor, advantage)
-    assert weight(aspo, (policy, of_anchor, mask, advantages), **BAND, weight_cap=1.6) == pytest.approx(expected)
+    assert weight(aspo, three(pi, anchor, anchor, advantage), **BAND, weight_cap=1.6) == pytest.approx(expected)
 
 
 def two_tokens(first: float, second: float, advantage: float) -> Batch:
@@ -131,7 +130,7 @@ def two_tokens(first: float, second: float, advantage: float) -> Batch:
     [(2.0, 0.5, 0.5, 1.0), (2.0, 3.0, 1.0, 1.0), (-2.0, 0.5, 0.8, 0.4), (-2.0, 3.0, 1.5, 1.0), (-2.0, 4.0, 0.125, 0.5)],
 )
 def test_topr_weighs_bad_completions_by_their_product_up_to_one(advantage, first, second, expected):
-    _, clipped, gradient = run(topr, two_tokens(first, second, advantage))
+    _, clipped, gradient = run(lambda *tensors: topr(inputs_of(*tensors)), two_tokens(first, second, advantage))
     torch.testing.assert_close(gradient, -expected * advantage * torch.tensor([[1.0, 0.0, 1.0]], dtype=torch.float64))
     assert not clipped.any()
 

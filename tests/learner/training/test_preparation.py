@@ -21,6 +21,7 @@ from offbeat.learner.training.preparation import (
     scale_advantages,
 )
 from offbeat.protocols.payload import Segment, Turn
+from tests.learner.objectives.loss_cases import inputs_of
 
 REFERENCE = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, -2.0, 0.0]])
 
@@ -98,7 +99,7 @@ def test_tokens_have_the_advantage_of_their_turn_and_the_loss_its_gradient() -> 
     assert prepared.advantages.tolist() == [[0.5, 0.5, 0.0], [-0.5, -0.5, 0.0]]
     policy = prepared.micro_batch.behavior_logprobs.clone().requires_grad_()
     mask, behavior = prepared.micro_batch.completion_mask, prepared.micro_batch.behavior_logprobs
-    ppo_clip(policy, behavior, mask, prepared.advantages, clip_low=0.2, clip_high=0.2).losses.sum().backward()
+    ppo_clip(inputs_of(policy, behavior, mask, prepared.advantages), clip_low=0.2, clip_high=0.2).losses.sum().backward()
     assert policy.grad is not None and policy.grad.tolist() == [[-0.5, -0.5, 0.0], [0.5, 0.5, 0.0]]
     (summed,) = row_advantages([group], rewards, rule(baseline="group", divide_by_std=False))
     assert summed == [0.5, -0.5]
