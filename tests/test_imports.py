@@ -308,3 +308,59 @@ def test_tests_are_no_packages_and_their_names_are_unique() -> None:
     tests = [path for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
     assert len({path.name for path in tests}) == len(tests)
     assert "__init__.py" not in {path.name for path in tests}
+
+
+SLIVER_LINES = 80
+SLIVERS = {
+    "actor/sandbox/chosen.py": "the sandbox in use, apart from the package that users import",
+    "actor/sandbox/landlock.py": "one of two backends, imported where the kernel has it",
+    "common/settings/docstrings.py": "the generated pages of docs/ use it, too",
+    "deploy/cli/explain.py": "a command",
+    "deploy/clusters/ray_cluster/host.py": "runs in processes of Ray",
+    "deploy/local/device_turns.py": "turns of services on one GPU; the launcher is at its size",
+    "deploy/local/quickstart/lookup.py": "one task among its kind",
+    "deploy/local/wanted.py": "the wanted number of actors; the launcher is at its size",
+    "lab/tracing/otlp.py": "imports OpenTelemetry, an extra",
+    "learner/diagnostics/gradient_direction.py": "a measurement that the trainer, at its size, only calls",
+    "learner/dispatch/judge_budget.py": "what all actors ask the judge, one account",
+    "learner/hub_address.py": "writes the file that actors read",
+    "learner/policy/compiling.py": "imports torch's compiler, where it is asked for",
+    "learner/reporting/health_watch.py": "rows on their way to the health rules",
+    "learner/reporting/trackers/mlflow_tracker.py": "imports MLflow, an extra",
+    "learner/reporting/trackers/trackio_tracker.py": "imports trackio, an extra",
+    "learner/reporting/trackers/wandb_tracker.py": "imports W&B, an extra",
+    "learner/run_kit.py": "reads the model's files for actors that join",
+}
+"""Files of at most `SLIVER_LINES` with one importer, and why each is no part of it."""
+
+
+def modules_imported(path: Path) -> set[Path]:
+    """Return the modules of this project that a module imports."""
+    found: set[Path] = set()
+    for name in imported(path):
+        first, *parts = name.split(".")
+        if first == "offbeat":
+            whole, folder = ROOT.joinpath(*parts).with_suffix(".py"), ROOT.joinpath(*parts[:-1]).with_suffix(".py")
+            found |= {module for module in (whole, folder) if module.is_file() and module != path}
+    return found
+
+
+def test_file_of_few_lines_has_two_importers_or_a_reason() -> None:
+    importers: dict[Path, set[Path]] = {path: set() for path in MODULES}
+    for path in MODULES:
+        for module in modules_imported(path):
+            importers[module].add(path)
+    slivers = {
+        name_of(path)
+        for path, users in importers.items()
+        if len(users) == 1 and path.name != "__init__.py" and len(path.read_text().splitlines()) <= SLIVER_LINES
+    }
+    assert slivers == set(SLIVERS)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    left = {path: modules_imported(path) for path in MODULES}
+    while free := [path for path, modules in left.items() if not modules & left.keys()]:
+        for path in free:
+            del left[path]
+    assert [name_of(path) for path in left] == []

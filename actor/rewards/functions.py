@@ -28,9 +28,6 @@ Form = Literal["completion", "sample", "group", "samples"]
 """`completion` takes `(prompt, completion, row)`; the others are named after their only parameter."""
 Outcome = Reward | Failure
 
-_FORMER_MODULE = "actor.rewards:"
-"""Named the built-in rewards in run folders made before the package was `offbeat`."""
-
 
 def exact_match(prompt: str, completion: str, row: dict[str, Any]) -> float:
     """Return 1 if the completion is `row["answer"]` up to surrounding white space, else 0."""
@@ -141,16 +138,7 @@ def _load(name: str) -> Callable[..., Any]:
             cure = f"Take {' or '.join(BUILT_IN)}, or name your own as module:function."
             raise SettingError("task.reward", name, f"there is no built-in reward {name!r}", cure)
         return BUILT_IN[name]
-    try:
-        return load_function(name, setting="task.reward")
-    except SettingError as error:
-        # A module of the user's that is there but wrong must be seen, not replaced by a built-in reward.
-        if not isinstance(error.__cause__, ModuleNotFoundError):
-            raise
-        former = name.removeprefix(_FORMER_MODULE)
-        if former == name or former not in BUILT_IN:
-            raise
-        return BUILT_IN[former]
+    return load_function(name, setting="task.reward")
 
 
 def _form(function: Callable[..., Any]) -> Form | None:

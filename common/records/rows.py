@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeGuard, get_args
 
 import msgspec
 
-from offbeat.common.records.step_metrics import current_name, step_metric
+from offbeat.common.records.step_metrics import step_metric
 from offbeat.protocols.message_parts import EngineInfo
 
 MetricValue = int | float | dict[str, int] | None
@@ -410,7 +410,7 @@ def decode_row(line: bytes) -> Row | OtherRow | None:
     try:
         if row_type is StepRow or row_type is RoutingRow:
             own = row_type.__struct_fields__
-            metrics = {current_name(name): value for name, value in fields.items() if name not in own and _is_metric(value)}
+            metrics = {name: value for name, value in fields.items() if name not in own and _is_metric(value)}
             return msgspec.convert(fields | {"metrics": metrics}, row_type)
         if row_type is ActorRow and fields.get("policy_version") == _NO_VERSION:
             fields["policy_version"] = None

@@ -24,8 +24,6 @@ class Metric(NamedTuple):
     meaning: str
     condition: str = ""
     """The condition under which a row has the metric; empty if every row has it."""
-    former_name: str | None = None
-    """The metric's name in runs of older versions."""
 
 
 _CLIPPING = "the objective has a clip band"
@@ -167,7 +165,6 @@ STEP_METRICS: tuple[Metric, ...] = (
         "time/prepare_s",
         "s",
         "Time of the frozen log-probs and advantages of the whole batch; in a batch's first step, 0 in the others.",
-        former_name="time/proximal_s",
     ),
     Metric("time/step_s", "s", "Wall time of the whole batch, waiting included, divided by its steps."),
     Metric("time/wait_rollouts_s", "s", "Time the learner waited for the batch, divided by its steps."),
@@ -218,7 +215,6 @@ TASK_SHARES = "curriculum/"
 """Begin of the names of the shares of tasks."""
 _STEP_NAMES = {metric.name: metric for metric in STEP_METRICS}
 _ROUTING_NAMES = {metric.name: metric for metric in ROUTING_METRICS}
-_FORMER_NAMES = {metric.former_name: metric.name for metric in STEP_METRICS if metric.former_name is not None}
 _REWARD_PART = re.compile(f"(?<=^reward_part/){PART_NAME}")
 _TASK = re.compile(f"^(reward_by_task|curriculum)/{PART_NAME}")
 _STEP_LAG = re.compile(r"(?<=^by_lag/)\d{1,9}(?:-\d{1,9}|\+)?(?=/)")
@@ -237,8 +233,3 @@ def step_metric(name: str) -> Metric | None:
 def routing_metric(name: str) -> Metric | None:
     """Return what the table says of a routing row's metric, at whatever lag; None for a name that no routing row has."""
     return _ROUTING_NAMES.get(_ROUTING_LAG.sub("<lag>", name))
-
-
-def current_name(name: str) -> str:
-    """Return the name of today for one of an older version's; any other name stays."""
-    return _FORMER_NAMES.get(name, name)

@@ -154,8 +154,7 @@ def _exported_table(exported: Iterable[Exported]) -> str:
 def _metrics_table(metrics: Iterable[Metric]) -> str:
     lines: list[tuple[str, ...]] = []
     for metric in metrics:
-        former = f" Formerly `{metric.former_name}`." if metric.former_name else ""
-        lines.append((f"`{metric.name}`", metric.unit, f"{metric.meaning}{former}", metric.condition))
+        lines.append((f"`{metric.name}`", metric.unit, metric.meaning, metric.condition))
     return _table(("name", "unit", "meaning", "present where"), lines)
 
 

@@ -7,7 +7,6 @@ step-00000030.damaged/    its files are not those of its manifest; kept for peop
 
 import re
 import shutil
-import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,8 +15,6 @@ import xxhash
 
 from offbeat.common.processes.durable_files import sync
 
-OLD_STATE = "state"
-"""DeepSpeed's folder in a checkpoint of a version of offbeat that wrote no manifest."""
 _NAME = re.compile(r"step-(\d+)")
 _EXTRA_FILE = "extra.bin"
 _MANIFEST_FILE = "manifest.json"
@@ -114,7 +111,7 @@ def newest(root: Path) -> Path | None:
 def find_damage(folder: Path) -> str | None:
     """Return the first file of a checkpoint that is not as it was written, and what differs; None for a whole checkpoint."""
     if not (folder / _MANIFEST_FILE).exists():
-        return _find_old_damage(folder)
+        return f"{_MANIFEST_FILE} is missing"
     try:
         manifest = msgspec.json.decode((folder / _MANIFEST_FILE).read_bytes(), type=Manifest)
     # Text that is not UTF-8 is none of msgspec's own errors.
@@ -177,21 +174,6 @@ def _evaluations(root: Path) -> dict[int, float]:
     # It is not synced: after a power failure it may be empty, and there is no best checkpoint until the next evaluation.
     except (FileNotFoundError, msgspec.MsgspecError):
         return {}
-
-
-def _find_old_damage(folder: Path) -> str | None:
-    """Do `find_damage` for a checkpoint without a manifest: torch's files are archives with a checksum for each part."""
-    if not (folder / OLD_STATE).is_dir():
-        return f"{_MANIFEST_FILE} is missing"
-    for path in sorted(folder.rglob("*.pt")):
-        name = path.relative_to(folder).as_posix()
-        try:
-            with zipfile.ZipFile(path) as archive:
-                if archive.testzip():
-                    return f"{name} is damaged"
-        except zipfile.BadZipFile:
-            return f"{name} is damaged"
-    return None
 
 
 def _describe(path: Path) -> FileEntry:

@@ -24,7 +24,6 @@ from offbeat.learner.policy.process_group import gather_tensors
 from offbeat.learner.policy.zero import gathered_parameters, muted_prints, optimizer_state, restore_state
 from offbeat.learner.training import checkpoints
 from offbeat.learner.training.far_ranks import copy_files, find_far_ranks, own_place
-from offbeat.learner.training.old_checkpoints import load_old_state
 from offbeat.learner.training.tensor_files import read_tree, write_tensors, write_tree
 
 WEIGHTS_FILE = "policy.safetensors"
@@ -137,15 +136,11 @@ def _load_state(folder: Path, engine: Any, expected: CheckpointMeta, *, rank: in
             f"checkpoint {folder} was saved with {meta}, this run has {expected}: resume with the same number of "
             "learner processes (launch.learner_processes), train.zero_stage, model.dtype, lora and critic"
         )
-    if (folder / checkpoints.OLD_STATE).is_dir():
-        random_state = load_old_state(folder, engine, rank=rank)
-    else:
-        state = read_tree(folder / _rank_file(rank))
-        with muted_prints():
-            weights = {} if meta.zero_stage == 3 else load_file(folder / WEIGHTS_FILE)
-            restore_state(engine, weights, state["optimizer"])
-        random_state = state["random"]
-    _restore_random_state(random_state)
+    state = read_tree(folder / _rank_file(rank))
+    with muted_prints():
+        weights = {} if meta.zero_stage == 3 else load_file(folder / WEIGHTS_FILE)
+        restore_state(engine, weights, state["optimizer"])
+    _restore_random_state(state["random"])
     adaptive = msgspec.json.decode((folder / _ADAPTIVE_FILE).read_bytes(), type=AdaptiveState)
     return LoadedState(meta.policy_version, adaptive, checkpoints.read_extra(folder))
 

@@ -47,45 +47,6 @@ def test_built_in_rewards_are_loaded_by_name():
         load_reward("exact")
 
 
-@pytest.fixture
-def no_actor_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget modules named `actor`, because the repository's folder of that name can be imported in tests."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "actor"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "actor").is_dir()])
-
-
-@pytest.mark.usefixtures("no_actor_imported")
-def test_rewards_of_old_run_folders_are_loaded(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert load_reward("actor.rewards:exact_match").function is exact_match
-    assert load_reward("actor.rewards:math_answer").function is math_answer
-    with pytest.raises(SettingError, match=r"there is no module 'actor'"):
-        load_reward("actor.rewards:exact")
-
-
-@pytest.mark.usefixtures("no_actor_imported")
-def test_a_users_own_module_comes_before_the_old_name_of_a_built_in_reward(tmp_path, monkeypatch):
-    (tmp_path / "actor").mkdir()
-    (tmp_path / "actor" / "rewards.py").write_text("def exact_match(prompt, completion, row):\n    return 0.5\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert load_reward("actor.rewards:exact_match").function("", "", {}) == 0.5
-    for name in ("actor.rewards", "actor"):
-        del sys.modules[name]
-
-
-@pytest.mark.usefixtures("no_actor_imported")
-def test_a_users_own_module_that_is_broken_is_not_replaced_by_a_built_in_reward(tmp_path, monkeypatch):
-    (tmp_path / "actor").mkdir()
-    (tmp_path / "actor" / "rewards.py").write_text("raise ValueError('mended soon')\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(SettingError, match="mended soon"):
-        load_reward("actor.rewards:exact_match")
-    sys.modules.pop("actor", None)
-
-
 class Given:
     """Functions of every form, that return what they were given."""
 

@@ -138,14 +138,6 @@ def test_groups_by_lag_are_numbers() -> None:
     assert StepRow(policy_version=1, metrics={}).groups_by_lag == {}
 
 
-def test_metric_under_its_former_name_is_found_under_the_one_of_today() -> None:
-    row = row_from(step_fields(**{"time/proximal_s": 1.25}))
-    assert isinstance(row, StepRow)
-    assert row.number("time/prepare_s") == 1.25
-    with pytest.raises(KeyError, match="time/proximal_s"):
-        row.number("time/proximal_s")
-
-
 def test_metric_that_no_step_has_is_an_error_and_one_that_this_step_lacks_is_none() -> None:
     row = StepRow(policy_version=1, metrics={"reward/mean": 0.5, "by_lag/3-4/count": 2})
     assert row.number("clip/fraction") is None

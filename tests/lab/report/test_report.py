@@ -304,11 +304,9 @@ def test_time_shares_of_each_service_add_up(tmp_path: Path):
     assert shares["a0"] == pytest.approx({"generate": 0.9, "wait for leases": 0.1})
 
 
-@pytest.mark.parametrize("name", ["time/prepare_s", "time/proximal_s"])
-def test_preparing_batches_is_time_of_its_own_under_its_former_name_too(tmp_path: Path, name: str):
+def test_preparing_batches_is_time_of_its_own(tmp_path: Path):
     row = step(1, {"0": 3})
-    del row["time/prepare_s"]
-    traces = figure_titled(report_of(tmp_path, [row | {name: 0.125}]), "Where the time went")["data"]
+    traces = figure_titled(report_of(tmp_path, [row | {"time/prepare_s": 0.125}]), "Where the time went")["data"]
     shares = {trace["name"]: trace["x"] for trace in traces if "name" in trace}
     assert shares["prepare batches"] == [0.0625]
     assert "other" not in shares

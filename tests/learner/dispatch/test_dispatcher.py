@@ -32,6 +32,7 @@ from offbeat.protocols.messages import (
 )
 from offbeat.protocols.wire import WireError
 from tests.learner.dispatch.dispatch_desk import (
+    DEAD_AFTER_S,
     OPERATOR,
     Actor,
     Desk,
@@ -223,3 +224,15 @@ def test_state_holds_every_open_prompt_in_order() -> None:
     assert (counts.trained, counts.in_flight) == (2, 3)
     assert counts.adds_up
     assert state.log_end is None
+
+
+@pytest.mark.parametrize("share", [0.6, 1.2, 3.0])
+def test_learner_that_was_paused_does_not_lose_its_actors_for_that(share: float) -> None:
+    desk = Desk()
+    Actor(desk, "a").join(capacity=1)
+    desk.tick(0.3 * DEAD_AFTER_S)
+    desk.jump(share * DEAD_AFTER_S)
+    assert not desk.events("actor_lost")
+    # Later silence counts.
+    desk.tick(1.1 * DEAD_AFTER_S)
+    assert len(desk.events("actor_lost")) == 1

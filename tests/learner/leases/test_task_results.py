@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.learner.leases.events import Accepted, Dropped, Granted
+from offbeat.learner.leases.ledger import Ledger
 from offbeat.learner.leases.log_reading import read_log
 from offbeat.learner.leases.recovery import recover
 from offbeat.learner.leases.task_results import RECENT_GROUPS, GroupRewards, Tally, TaskResults, add_group, task_results
@@ -37,6 +39,22 @@ def test_groups_count_when_they_are_trained_on_or_have_no_signal_and_not_before(
     assert (results["sums"].reward, results["sums"].without_signal) == (0.5, 0.0)
     assert (results["sorting"].reward, results["sorting"].without_signal) == (0.25, 1.0)
     assert (NONE.reward, NONE.without_signal) == (None, None)
+
+
+@pytest.mark.parametrize(("reason", "num_counted"), [("stale", 0), ("quarantined", 0), ("zero_variance", 1)])
+def test_dropped_group_counts_for_its_task_only_when_it_had_no_signal(reason: str, num_counted: int) -> None:
+    desk = make_desk()
+    actor = Actor(desk, "a").join(capacity=1)
+    (lease,) = actor.leases()
+    actor.answer(lease.lease_id, rewards=(7.0, 8.0))
+    (group,) = desk.train()
+    ledger = Ledger()
+    lease_id = ledger.next_lease_id()
+    ledger.apply(Granted(at=0.0, lease_id=lease_id, prompt_id=0, epoch=0, actor="a", policy_version=0, oldest_version=0))
+    accepted = Accepted(at=0.0, lease_id=lease_id, actor="a", completions=(), generate_s=0.0, policy_version=0)
+    ledger.apply(accepted, group._replace(lease_id=lease_id))
+    ledger.apply(Dropped(at=0.0, lease_id=lease_id, reason=reason, is_final=False))
+    assert [tally.num_groups for tally in ledger.tasks.values()] == [1] * num_counted
 
 
 def test_only_the_newest_groups_are_kept() -> None:

@@ -3,19 +3,14 @@
 import resource
 import threading
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from offbeat.learner.policy.zero import muted_prints
 from offbeat.learner.training import checkpoints
-from offbeat.learner.training.old_checkpoints import RefusedCheckpointError
 from offbeat.learner.training.tensor_files import read_tree, write_tree
-from offbeat.learner.training.trainer import Trainer
-from offbeat.learner.training.trainer_state import WEIGHTS_FILE, _read_random_state
+from offbeat.learner.training.trainer_state import WEIGHTS_FILE
 from tests.learner.training.test_trainer import running, weights_of
 from tests.learner.training.trainer_cases import make_config, make_groups
 
@@ -62,68 +57,6 @@ def test_checkpoint_that_outgrows_the_disk_leaves_nothing_and_training_goes_on(t
         trainer.train_batch(make_groups(3, seed=1))
         trainer.save_checkpoint(folder, b"extra")
         assert checkpoints.find_damage(folder) is None
-
-
-def save_as_before(trainer: Trainer, folder: Path) -> None:
-    """Write a checkpoint as earlier versions of offbeat did: DeepSpeed's files and no manifest."""
-    with muted_prints():
-        trainer._engine.save_checkpoint(str(folder), tag="state", save_latest=False)
-    torch.save(_read_random_state(), folder / "random-0.pt")
-    checkpoints.write_extra(folder, b"position")
-    (folder / "trainer.json").write_bytes(msgspec.json.encode(trainer._describe_checkpoint()))
-    (folder / "adapted.json").write_bytes(msgspec.json.encode(trainer._adaptive))
-
-
-@pytest.mark.parametrize(("zero_stage", "dtype"), [(0, "float32"), (1, "bfloat16"), (2, "float32"), (3, "bfloat16")])
-def test_checkpoint_of_an_earlier_version_is_read(tiny_model: Path, tmp_path: Path, zero_stage: int, dtype: Any) -> None:
-    config = make_config(tiny_model, dtype=dtype, zero_stage=zero_stage)
-    folder = tmp_path / "step-00000001"
-    with running(config) as trainer:
-        trainer.train_batch(make_groups(3, seed=0))
-        save_as_before(trainer, folder)
-        trainer.train_batch(make_groups(3, seed=1))
-        expected = weights_of(trainer)
-    assert checkpoints.find_damage(folder) is None
-    with running(config) as trainer:
-        assert trainer.load_checkpoint(folder) == b"position"
-        assert trainer.policy_version == 1
-        trainer.train_batch(make_groups(3, seed=1))
-        weights = weights_of(trainer)
-    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
-
-
-class Trap:
-    """An object whose loading makes a file."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Path.touch, (self.file,)
-
-
-def test_checkpoint_that_would_execute_code_is_refused_and_executes_nothing(tiny_model: Path, tmp_path: Path) -> None:
-    folder, sprung = tmp_path / "step-00000000", tmp_path / "sprung"
-    with running(make_config(tiny_model)) as trainer:
-        save_as_before(trainer, folder)
-        (file,) = (folder / "state").glob("*model_states.pt")
-        torch.save({**torch.load(file, weights_only=False), "more": Trap(sprung)}, file)
-        with pytest.raises(RefusedCheckpointError, match="it could execute code"):
-            trainer.load_checkpoint(folder)
-        assert not sprung.exists()
-        torch.load(file, weights_only=False)
-    assert sprung.exists(), "the trap is one"
-
-
-def test_damaged_file_of_an_earlier_version_is_found(tiny_model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "step-00000000"
-    with running(make_config(tiny_model)) as trainer:
-        save_as_before(trainer, folder)
-    (file,) = (folder / "state").glob("*model_states.pt")
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    assert checkpoints.find_damage(folder) == f"state/{file.name} is damaged"
 
 
 def test_checkpoint_waits_for_descriptors_that_strangers_have_taken(tiny_model: Path, tmp_path: Path) -> None:
