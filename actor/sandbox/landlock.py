@@ -4,8 +4,13 @@ Nothing is hidden by namespaces here: the kernel refuses to open what the progra
 every call that would reach the network or another process. Its folder is a real one, whose size is looked at while it runs.
 """
 
+import contextlib
+import errno
+import itertools
+import logging
 import os
-import shutil
+import secrets
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +29,8 @@ from offbeat.actor.sandbox.launch import (
     visible_paths,
 )
 from offbeat.actor.sandbox.seccomp import seccomp_filter
+
+logger = logging.getLogger(__name__)
 
 _READ = ("/dev/zero", "/dev/random", "/dev/urandom")
 _WRITE = ("/dev/null",)
@@ -48,7 +55,46 @@ class Landlock:
         try:
             yield Launch([*INTERPRETER, str(INSIDE)], (), folder, arguments, lambda pid: _usage(pid, folder))
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
+
+
+def _remove(folder: str) -> None:
+    """Delete the folder of a program, however deep the program nested folders in it.
+
+    `shutil.rmtree` recurses, and gives up at the depth of Python's stack or the longest path. Here each folder in the top one
+    gives its own folders to the top one, until none is left.
+    """
+    top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    # No name that the program chose, so that nothing is replaced.
+    moved = (f"{token}-{number}" for token in [secrets.token_hex(8)] for number in itertools.count())
+    try:
+        while names := os.listdir(top):  # noqa: PTH208, a descriptor
+            for name in names:
+                if not _make_folder_writable(top, name):
+                    os.unlink(name, dir_fd=top)
+                    continue
+                inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+                try:
+                    for entry in os.listdir(inner):  # noqa: PTH208, a descriptor
+                        _make_folder_writable(inner, entry)
+                        os.rename(entry, next(moved), src_dir_fd=inner, dst_dir_fd=top)
+                finally:
+                    os.close(inner)
+                os.rmdir(name, dir_fd=top)
+    except OSError as error:
+        logger.warning("the folder %s of a program stays: %s", folder, error)
+    finally:
+        os.close(top)
+    with contextlib.suppress(OSError):
+        Path(folder).rmdir()
+
+
+def _make_folder_writable(parent: int, name: str) -> bool:
+    """Give a folder back to its owner, who may have taken the right to change it; return False for what is no folder."""
+    is_folder = stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
+    if is_folder:
+        os.chmod(name, 0o700, dir_fd=parent)
+    return is_folder
 
 
 def _usage(pid: int, folder: str) -> Usage:
@@ -66,7 +112,14 @@ def _folder_size(folder: str) -> tuple[int, int]:
     num_files = num_bytes = 0
     folders = [Path(folder)]
     while folders:
-        for entry in os.scandir(folders.pop()):
+        try:
+            entries = list(os.scandir(folders.pop()))
+        except OSError as error:
+            # Folders in each other beyond the longest path cannot be counted from here, so they are too many.
+            if error.errno == errno.ENAMETOOLONG:
+                return MAX_FILES + 1, num_bytes
+            raise
+        for entry in entries:
             status = entry.stat(follow_symlinks=False)
             num_files += 1
             num_bytes += 512 * status.st_blocks

@@ -169,6 +169,16 @@ def test_folder_of_a_program_is_gone_when_it_ends(box: Local, tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("last", ["", "\n    os.chmod('.', 0)"], ids=["deep", "without rights"])
+def test_folders_that_a_program_nests_are_gone_when_it_ends(
+    box: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = f"import os\nwhile True:\n    os.mkdir('d' * 200)\n    os.chdir('d' * 200){last}"
+    assert run(box, code).exit_code != 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_time_of_a_program_does_not_include_the_start_of_its_sandbox(box: Local) -> None:
     started = time.monotonic()
     result = run(box, "pass")
