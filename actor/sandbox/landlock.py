@@ -111,20 +111,19 @@ def _folder_size(folder: str) -> tuple[int, int]:
     """Return the number of files and folders below a folder, and their bytes. Stops counting once a limit is exceeded."""
     num_files = num_bytes = 0
     folders = [Path(folder)]
-    while folders:
-        try:
-            entries = list(os.scandir(folders.pop()))
-        except OSError as error:
-            # Folders in each other beyond the longest path cannot be counted from here, so they are too many.
-            if error.errno == errno.ENAMETOOLONG:
-                return MAX_FILES + 1, num_bytes
-            raise
-        for entry in entries:
-            status = entry.stat(follow_symlinks=False)
-            num_files += 1
-            num_bytes += 512 * status.st_blocks
-            if entry.is_dir(follow_symlinks=False):
-                folders.append(Path(entry.path))
-            if num_files > MAX_FILES or num_bytes > DISK_BYTES:
-                return num_files, num_bytes
+    try:
+        while folders:
+            for entry in os.scandir(folders.pop()):
+                status = entry.stat(follow_symlinks=False)
+                num_files += 1
+                num_bytes += 512 * status.st_blocks
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(Path(entry.path))
+                if num_files > MAX_FILES or num_bytes > DISK_BYTES:
+                    return num_files, num_bytes
+    except OSError as error:
+        # Folders in each other beyond the longest path cannot be counted from here, so they are too many.
+        if error.errno == errno.ENAMETOOLONG:
+            return MAX_FILES + 1, num_bytes
+        raise
     return num_files, num_bytes
