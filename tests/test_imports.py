@@ -313,7 +313,6 @@ def test_tests_are_no_packages_and_their_names_are_unique() -> None:
 SLIVER_LINES = 80
 SLIVERS = {
     "actor/sandbox/chosen.py": "the sandbox in use, apart from the package that users import",
-    "actor/sandbox/landlock.py": "one of two backends, imported where the kernel has it",
     "common/settings/docstrings.py": "the generated pages of docs/ use it, too",
     "deploy/cli/explain.py": "a command",
     "deploy/clusters/ray_cluster/host.py": "runs in processes of Ray",
