@@ -211,7 +211,7 @@ def open_learner(
     canary_ids = _canary_token_ids(config, inputs.prompts.train)
     # Before a checkpoint replaces the weights of the files: each actor scores these too, which measures its engine's noise.
     scored = trainer.score(canary_ids.tolist())
-    run = _resume(config, folder, inputs.identity.run_id, trainer, inputs.prompts.train, record)
+    run = _resume(config, folder, trainer, inputs.prompts.train, record)
     canary = _make_canary(run.settings, canary_ids, scored.logprobs, record)
     publisher = WeightPublisher(
         layout=trainer.layout(),
@@ -221,7 +221,7 @@ def open_learner(
         record=record,
     )
     watch = _watch_calibration(config, inputs, trainer.device, record)
-    contract = _make_contract(config, inputs, run.run_id, trainer.layout(), canary)._replace(
+    contract = _make_contract(config, inputs, trainer.layout(), canary)._replace(
         max_peers=_max_peers(config, hub), experts=expert_limits(config, scored.routing)
     )
     demand = Demand(last_actor_hours(folder) if config.run.resume else 0.0)
@@ -240,7 +240,7 @@ def open_learner(
         step_rows=StepRows(config.train, dispatcher, run.auto_bound, demand, curriculum, samples, watch, record),
         wake_hub=hub.wake,
     )
-    logger.info("run %s in %s; hub at %s", run.run_id, folder, hub.address)
+    logger.info("run %s in %s; hub at %s", inputs.identity.run_id, folder, hub.address)
     return Learner(
         loop,
         # An actor that is cut off may be back before it counts as dead.
@@ -282,7 +282,6 @@ class _Inputs(NamedTuple):
 class _Run(NamedTuple):
     """The run as the learner process before this one left it, or at its beginning."""
 
-    run_id: str
     recovered: Recovered
     settings: LiveSettings
     auto_bound: AutoBound
@@ -324,9 +323,7 @@ def _watch_calibration(config: Config, inputs: _Inputs, device: torch.device, re
     return watch
 
 
-def _resume(
-    config: Config, folder: Path, run_id: str, trainer: RankedTrainer, prompts: Sequence[Prompt], record: Recorder
-) -> _Run:
+def _resume(config: Config, folder: Path, trainer: RankedTrainer, prompts: Sequence[Prompt], record: Recorder) -> _Run:
     """Bring trainer, leases and settings to where the run stands; begin it without `run.resume`."""
     has_log = config.log.enabled
     state = load_checkpoint(folder, trainer, has_log=has_log) if config.run.resume else None
@@ -338,7 +335,6 @@ def _resume(
     settings = LiveSettings(config, recovered.tuned)
     tell_kept_settings(settings, folder, record)
     return _Run(
-        run_id=run_id,
         recovered=recovered,
         settings=settings,
         auto_bound=AutoBound(least_staleness(config), state.noise if state else None),
@@ -365,9 +361,9 @@ def _make_canary(
     )
 
 
-def _make_contract(config: Config, inputs: _Inputs, run_id: str, layout: tuple[TensorSpec, ...], canary: Canary) -> Contract:
+def _make_contract(config: Config, inputs: _Inputs, layout: tuple[TensorSpec, ...], canary: Canary) -> Contract:
     return Contract(
-        run_id=run_id,
+        run_id=inputs.identity.run_id,
         learner_incarnation=random.SystemRandom().getrandbits(62),
         layout=layout,
         canary_token_ids=canary.token_ids,
@@ -445,7 +441,6 @@ def _make_checkpoints(
         trainer=trainer,
         dispatcher=dispatcher,
         auto_bound=run.auto_bound,
-        run_id=run.run_id,
         identity=identity,
         keep=config.train.keep_checkpoints,
         record=record,

@@ -85,10 +85,10 @@ class WorkerProcesses:
             failure = timed_out(self._timeout_s, was_killed=True)
         except ProcessExpired as error:
             failure = Failure(False, f"the reward ended its process, exit code {error.exitcode}")
-        # What cannot be sent to the process or back is the user's: a row, or an exception's argument.
         except asyncio.CancelledError:
             raise
-        # An interrupt, too: raised in this thread, it would end the rewards of all groups.
+        # What cannot be sent to the process or back is the user's: a row, or an exception's argument. An interrupt is caught,
+        # too: raised in this thread, it would end the rewards of all groups.
         except BaseException as error:  # noqa: BLE001
             failure = Failure(False, one_line(error))
         return [failure] * len(samples)

@@ -1,1 +1,1 @@
-"""What a service tells people and monitors: rows of metrics, logs, the folder of a run, small web pages."""
+"""Output of a service for people and monitors: rows of metrics, logs, the folder of a run, small web pages."""

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 CONNECTION_S = 5.0
 """Longest time from a connection to the end of its answer, in seconds."""
 LOOK_S = 0.1
-"""Seconds until the thread sees that it shall end."""
+"""Seconds between two looks at the time limits of connections, and at the request to end."""
 MAX_CONNECTIONS = 32
 """Open connections. One more closes the oldest: clients that send slowly must not keep a monitor from its answer."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")

@@ -22,7 +22,7 @@ a token above the bound before it gets here, and tells of them (`learner.diagnos
 
 
 class LossInputs(NamedTuple):
-    """What a loss function sees of a micro-batch, each tensor `[rows, tokens]`."""
+    """The tensors that a loss function takes of a micro-batch, each `[rows, tokens]`."""
 
     policy_logprobs: Tensor
     """Under pi_theta; the only tensor with a gradient."""

@@ -1,1 +1,1 @@
-"""What the learner tells about a run: rows, terminal, health, pages and trackers."""
+"""Output of the learner about a run: rows, terminal, health, pages and trackers."""

@@ -1,1 +1,1 @@
-"""What a restarted learner needs: checkpoints, the identity of the run, a mirror of its folder."""
+"""State from which a learner restarts: checkpoints, the identity of the run, a mirror of its folder."""

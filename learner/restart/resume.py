@@ -67,7 +67,6 @@ class Checkpoints:
         trainer: RankedTrainer,
         dispatcher: Dispatcher,
         auto_bound: AutoBound,
-        run_id: str,
         identity: RunIdentity,
         keep: int,
         record: Recorder,
@@ -77,7 +76,6 @@ class Checkpoints:
         self._trainer = trainer
         self._dispatcher = dispatcher
         self._auto_bound = auto_bound
-        self._run_id = run_id
         self._identity = identity
         self._keep = keep
         self._record = record
@@ -96,7 +94,7 @@ class Checkpoints:
         folder = checkpoints.checkpoint_folder(self._root, self._trainer.policy_version)
         try:
             checkpoints.require_room(self._root, self._num_bytes)
-            state = ServiceState(self._run_id, self._dispatcher.state(), self._auto_bound.noise, self._identity)
+            state = ServiceState(self._identity.run_id, self._dispatcher.state(), self._auto_bound.noise, self._identity)
             self._trainer.save_checkpoint(folder, msgspec.msgpack.encode(state))
         except (checkpoints.CheckpointFailedError, LogFullError) as error:
             detail = f"{folder}: {error}; the run goes on, and a restart would begin at the checkpoint before"

@@ -38,7 +38,7 @@ OLD_RUN = Path(__file__).parents[1] / "run_of_1a700fc"
 """A run's folder as commit 1a700fc wrote it, with 5 prompts. At the checkpoint of version 1, lease 0 is trained, 1 ready,
 2 expired and 3 generating; afterwards 4 is granted, 3 accepted and 1 trained."""
 PROMPTS = [Prompt(index, f"p{index}", np.array([index, index + 10], np.int32), "{}") for index in range(5)]
-IDENTITY = RunIdentity({"rollout.temperature": "1.0"}, {"software: torch": "2.0"})
+IDENTITY = RunIdentity({"rollout.temperature": "1.0"}, {"software: torch": "2.0"}, "run")
 NO_HASHES = np.empty(0, np.uint64)
 NO_FSYNC = LogSection(fsync="off")
 
@@ -105,8 +105,7 @@ class Run:
             trainer=cast(RankedTrainer, self.trainer),
             dispatcher=cast(Dispatcher, self.dispatcher),
             auto_bound=AutoBound(0, noise),
-            run_id=run_id,
-            identity=IDENTITY,
+            identity=msgspec.structs.replace(IDENTITY, run_id=run_id),
             keep=keep,
             record=lambda row: self.rows.append(row_fields(row)),
         )
