@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Generic, NamedTuple, TypeVar
 
+from offbeat.common.formats import duration
 from offbeat.common.processes.shutdown import StopRequest
-from offbeat.lab.report.page import duration
 
 LOOK_S = 1.0
 """Longest time between two looks at whether to stop."""

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.common.errors import SettingError
+from offbeat.common.formats import number
 from offbeat.common.records.rows import EventRow, LedgerSums
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.lab.history import LagDrift, RunHistory, TurnDrift, fold_rows
@@ -142,19 +143,19 @@ def drift_cells(line: LagDrift) -> tuple[str, ...]:
     return (
         line.bucket,
         f"{line.count:,}",
-        _format(line.log_ratio_mean, "+.2e"),
-        _format(line.log_ratio_std, ".2e"),
-        _format(line.ess, ".3f"),
-        _format(line.clip_fraction, ".1%"),
-        _format(line.masked, ".1%"),
-        _format(line.reward, ".3f"),
-        _format(line.length, ",.1f"),
+        number(line.log_ratio_mean, "+.2e"),
+        number(line.log_ratio_std, ".2e"),
+        number(line.ess, ".3f"),
+        number(line.clip_fraction, ".1%"),
+        number(line.masked, ".1%"),
+        number(line.reward, ".3f"),
+        number(line.length, ",.1f"),
     )
 
 
 def turn_cells(line: TurnDrift) -> tuple[str, ...]:
     """Return a line's cells as text, under `TURN_HEAD`."""
-    return (line.bucket, f"{line.num_tokens:,}", _format(line.lag_mean, ".2f"), _format(line.k3, ".2e"))
+    return (line.bucket, f"{line.num_tokens:,}", number(line.lag_mean, ".2f"), number(line.k3, ".2e"))
 
 
 def part_head(report: BiasReport) -> tuple[str, ...]:
@@ -239,7 +240,3 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Fi
 
 def _summary(values: Distribution | None, spec: str) -> str:
     return "–" if values is None else f"{values.mean:{spec}}/{values.median:{spec}}/{values.p95:{spec}}"
-
-
-def _format(value: float | None, spec: str) -> str:
-    return "–" if value is None else format(value, spec)

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.common.errors import ServiceError
+from offbeat.common.formats import duration
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.deploy.operating.link import OpenLink, ask
 from offbeat.lab.ended_run import EndedRun, read_end, render_end
@@ -78,7 +79,7 @@ def render_status(report: StatusReport) -> RenderableType:
     """Return the report as text and tables."""
     head = Text()
     head.append(f"run {report.run_id}", style="bold")
-    head.append(f"   step {report.policy_version} of {report.num_steps}   up {_duration(report.uptime_s)}\n")
+    head.append(f"   step {report.policy_version} of {report.num_steps}   up {duration(report.uptime_s)}\n")
     head.append(f"{report.doing} for {report.doing_s:.1f} s", style="cyan")
     head.append(f"   weights published: {report.published_version}\n")
     head.append(f"{_vitals(report, report.vitals)}\n")
@@ -110,7 +111,7 @@ def _vitals(report: StatusReport, vitals: Vitals) -> str:
         parts.append(f"lag {vitals.lag_mean:.1f}, largest {vitals.lag_max:.0f}, bound {vitals.bound:.0f}")
     if vitals.step_s is not None:
         left_s = vitals.step_s * (report.num_steps - report.policy_version)
-        parts.append(f"{vitals.step_s:.1f} s a step, {_duration(left_s)} left")
+        parts.append(f"{vitals.step_s:.1f} s a step, {duration(left_s)} left")
     return "   ".join(parts)
 
 
@@ -153,9 +154,3 @@ def _rejected(rejected: dict[str, int]) -> Table:
 
 def _style(member: MemberStatus) -> str:
     return {"working": "green", "new": "cyan"}.get(member.state, "red")
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from offbeat.common.formats import duration
 from offbeat.common.processes.shutdown import INTERRUPTED_STATUS, PAUSED_STATUS, StopRequest
 from offbeat.common.records.rows import EvalRow, StepRow
 from offbeat.common.records.run_folder import CHECKPOINTS, LOG
@@ -27,7 +28,6 @@ from offbeat.deploy.local.starts import PROGRAM, FreshStarts, ProcessStart
 from offbeat.deploy.sweep.cells import Cell
 from offbeat.deploy.sweep.places import Place
 from offbeat.lab.history import RunHistory, fold_rows
-from offbeat.lab.report.page import duration
 from offbeat.lab.sweep.hopeless import Hopeless, evaluations_of, mark_hopeless, read_hopeless, why_hopeless
 from offbeat.lab.sweep.measures import final_reward
 from offbeat.lab.sweep.plan import CONFIG_FILE, has_ended, read_run, state_of

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offbeat.common.errors import SettingError
+from offbeat.common.formats import duration, number
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.lab.history import RunHistory, fold_rows
 from offbeat.lab.report.figures import ACTOR_COLORS, Plot, line_trace, plot_layout, running_mean, series
-from offbeat.lab.report.page import Figures, duration, head, page_html, section, table_html, write_page
+from offbeat.lab.report.page import Figures, head, page_html, section, table_html, write_page
 from offbeat.lab.report.run_report import OUTCOME_TONES, outcome_of
 from offbeat.lab.run_settings import RunSettings, read_settings
 from offbeat.lab.sweep.estimates import Curve
@@ -112,13 +113,13 @@ def _results(runs: Sequence[ComparedRun], now: float) -> str:
                 html.escape(run.name),
                 f'<span class="mark {OUTCOME_TONES.get(outcome, "warn")}">{outcome}</span>',
                 f"{measures.num_steps:,}",
-                _number(measures.final_reward, ".3f"),
-                _number(measures.held_out_reward, ".3f"),
+                number(measures.final_reward, ".3f"),
+                number(measures.held_out_reward, ".3f"),
                 duration(measures.train_s),
-                _number(measures.tokens_per_s, ",.0f"),
-                _number(measures.learner_idle_share, ".0%"),
-                _number(measures.lag_mean, ".2f"),
-                _number(measures.clip_fraction, ".1%"),
+                number(measures.tokens_per_s, ",.0f"),
+                number(measures.learner_idle_share, ".0%"),
+                number(measures.lag_mean, ".2f"),
+                number(measures.clip_fraction, ".1%"),
             )
         )
     columns = ("Run", "State", "Steps", "Final reward", "Held-out", "Time", "Tokens / s", "Learner idle", "Lag", "Clipped")
@@ -129,10 +130,6 @@ def _results(runs: Sequence[ComparedRun], now: float) -> str:
     )
     table = table_html(columns, rows, num_text_columns=2)
     return section("Results", "The runs in numbers.", f'<div class="card">{table}<figcaption>{caption}</figcaption></div>')
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
 
 
 def _settings(runs: Sequence[ComparedRun]) -> str:

@@ -9,9 +9,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from offbeat.common.formats import duration, number
 from offbeat.common.records.writer import ROWS_FILE
 from offbeat.lab.ended_run import EndedRun, read_end, state_without_end
-from offbeat.lab.report.page import duration
 from offbeat.lab.run_settings import read_settings
 from offbeat.lab.terminal import FittedTable
 
@@ -60,7 +60,7 @@ def render_runs(runs: Sequence[ListedRun]) -> RenderableType:
             Text(run.folder),
             Text(run.state, style=_STYLES.get(run.state, "red")),
             steps,
-            "–" if run.reward is None else f"{run.reward:.3f}",
+            number(run.reward),
             "–" if run.wall_s is None else duration(run.wall_s),
             time.strftime("%Y-%m-%d %H:%M", time.gmtime(run.last_time)),
             f"{len(run.troubles)} !" if run.troubles else "good",

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.common.errors import SettingError
+from offbeat.common.formats import number
 from offbeat.common.records.run_folder import CHECKPOINTS, LOG, read_run_config
 from offbeat.common.settings.checks import check
 from offbeat.common.settings.config import Config
@@ -347,7 +348,7 @@ def _bound_table(report: Report) -> FittedTable:
             *map(str, (row.num_admitted, row.num_recorded - row.num_admitted, row.num_older, row.num_trained)),
             *map(str, (row.dropped.get("stale", 0), row.dropped.get("aborted", 0), other, row.num_left, row.num_batches)),
             f"{row.duration_s:.1f}",
-            f"{_number(row.length_trained, '.1f')} / {_number(row.length_generated, '.1f')}",
+            f"{number(row.length_trained, '.1f')} / {number(row.length_generated, '.1f')}",
         )
     return FittedTable(table)
 
@@ -363,7 +364,7 @@ def _lag_table(report: Report) -> FittedTable:
             counts[shown[min(int(lag), MAX_SHOWN_LAG)]] += count
         shares = [f"{counts[lag] / row.num_trained:.0%}" if counts[lag] else "" for lag in shown]
         table.add_row(
-            *(name, row.label, _number(row.lag_mean, ".2f"), _number(row.lag_max, "d"), _number(row.over_bound, ".1%")),
+            *(name, row.label, number(row.lag_mean, ".2f"), number(row.lag_max, "d"), number(row.over_bound, ".1%")),
             *shares,
         )
     return FittedTable(table)
@@ -416,7 +417,3 @@ def _gradient_table(rows: "Sequence[GradientRow]") -> FittedTable:
             f"{min(cosines):.3f}–{max(cosines):.3f}" if cosines else "",
         )
     return FittedTable(table)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)

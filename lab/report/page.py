@@ -146,15 +146,6 @@ def table_html(head: Sequence[str], rows: Iterable[Sequence[str]], *, num_text_c
     return f'<div class="scroll"><table><thead>{line("th", head)}</thead><tbody>{body}</tbody></table></div>'
 
 
-def duration(seconds: float) -> str:
-    """Return seconds in words: `9.5 s`, `3 min 05 s`, `2 h 10 min`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
-
-
 def _script_json(value: Any) -> str:
     """Return JSON that cannot close the script element around it."""
     return msgspec.json.encode(value).decode().replace("<", "\\u003c")

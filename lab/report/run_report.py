@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from offbeat.common.formats import duration
 from offbeat.common.records.rows import LedgerSums
 from offbeat.common.records.run_folder import CONFIG_FILE
 from offbeat.common.records.writer import ROWS_FILE, read_rows
@@ -27,7 +28,7 @@ from offbeat.lab.drift import (
 from offbeat.lab.ended_run import state_without_end
 from offbeat.lab.history import LagDrift, RunHistory, TurnDrift, fold_rows
 from offbeat.lab.report import run_plots, staleness_plots
-from offbeat.lab.report.page import Figures, KeyFigure, duration, head, page_html, section, table_html, tiles, write_page
+from offbeat.lab.report.page import Figures, KeyFigure, head, page_html, section, table_html, tiles, write_page
 from offbeat.lab.report.sections import evaluation_samples_section, evaluation_section, health_section, samples_section
 from offbeat.lab.run_settings import RunSettings, read_settings
 from offbeat.learner.diagnostics.length_bias import MAX_P, MIN_EFFECT, MIN_SHARE

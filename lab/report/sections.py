@@ -3,10 +3,11 @@
 import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from offbeat.common.formats import duration
 from offbeat.common.records.rows import EvalRow, EvalSampleRow, EventRow, SampleRow
 from offbeat.lab.history import RunHistory
 from offbeat.lab.report.figures import ACTOR_COLORS, Plot, Trace, line_trace, step_layout
-from offbeat.lab.report.page import Figures, duration, section, table_html
+from offbeat.lab.report.page import Figures, section, table_html
 from offbeat.lab.samples import printable
 from offbeat.learner.diagnostics.health import troubles
 from offbeat.learner.diagnostics.sample_rows import MAX_TEXT, shorten

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import msgspec
 
+from offbeat.common.formats import duration, number
 from offbeat.common.processes import durable_files
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import resolved_toml
-from offbeat.lab.report.page import Figures, KeyFigure, duration, head, page_html, section, table_html, tiles, write_page
+from offbeat.lab.report.page import Figures, KeyFigure, head, page_html, section, table_html, tiles, write_page
 from offbeat.lab.report.run_report import REPORT_FILE
 from offbeat.lab.sweep import plots as sweep_plots
 from offbeat.lab.sweep.estimates import CONFIDENCE, Comparison, Estimate
@@ -286,12 +287,12 @@ def _runs(summary: Summary) -> str:
             _run_link(run),
             f'<span class="mark {_STATE_TONES[run.state]}">{run.state if run.state != "new" else "not begun"}</span>',
             f"{run.measures.num_steps:,}",
-            _number(run.measures.final_reward, ".3f"),
-            _number(run.measures.held_out_reward, ".3f"),
+            number(run.measures.final_reward, ".3f"),
+            number(run.measures.held_out_reward, ".3f"),
             f"{run.measures.train_s:,.1f}",
-            _number(run.to_margin.seconds, ",.1f"),
-            _number(run.to_reference.seconds, ",.1f"),
-            _number(run.measures.lag_mean, ".2f"),
+            number(run.to_margin.seconds, ",.1f"),
+            number(run.to_reference.seconds, ",.1f"),
+            number(run.measures.lag_mean, ".2f"),
             html.escape(", ".join(f"{reason} {count:,}" for reason, count in run.measures.dropped.items()) or "–"),
         )
         for run in summary.runs
@@ -351,7 +352,3 @@ def _reach(seconds: Estimate | None, num_seeds: int, value: Value) -> str:
         return f"{num_seeds} of {value.num_finished}" if value.num_finished else "–"
     some = "" if num_seeds == value.num_finished else f" ({num_seeds} of {value.num_finished})"
     return _estimate(seconds, ",.1f") + some
-
-
-def _number(number: float | None, form: str) -> str:
-    return "–" if number is None else f"{number:{form}}"

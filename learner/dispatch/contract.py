@@ -1,11 +1,12 @@
 """The conditions under which an actor may work for a run."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from offbeat.common.errors import SettingError
+from offbeat.common.formats import listed
 from offbeat.common.settings.config import Config
 from offbeat.learner.dispatch.handout import Kit
 from offbeat.learner.leases.groups import ExpertLimits
@@ -95,9 +96,9 @@ def objection(contract: Contract, hello: Hello) -> str | None:
     ]
     objections: list[str] = []
     if model:
-        objections.append(f"actor and learner differ in {_listed(model)}: give both the same model.path contents")
+        objections.append(f"actor and learner differ in {listed(model)}: give both the same model.path contents")
     if settings:
-        objections.append(f"actor and learner differ in {_listed(settings)}: give both the same config")
+        objections.append(f"actor and learner differ in {listed(settings)}: give both the same config")
     if contract.has_images and not engine.takes_images:
         objections.append(
             "the prompts of this run have images, and the actor takes none: give it the learner's task.image_field and release "
@@ -132,15 +133,10 @@ def source_objection(contract: Contract, hello: Hello, others: Iterable[Hello]) 
     if not unlike:
         return None
     return (
-        f"the actor's code of {contract.reward} is not that of {witness}: {_listed(unlike)}. Give the actor the same files, on "
+        f"the actor's code of {contract.reward} is not that of {witness}: {listed(unlike)}. Give the actor the same files, on "
         "its import path (PYTHONPATH, or the folder that it is started in). To change the code of a run, stop it, change it "
         "everywhere, and resume"
     )
-
-
-def _listed(parts: Sequence[str]) -> str:
-    """Return `a`, `a and b` or `a, b and c`."""
-    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
 def differences(contract: Contract, hello: Hello) -> list[str]:

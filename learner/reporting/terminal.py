@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from offbeat.common.formats import duration, number
 from offbeat.common.records.logs import console as shared_console
 from offbeat.common.records.rows import ActorRow, CommitRow, EvalRow, EventRow, FinalRow, Row, StepRow
 from offbeat.learner.diagnostics.health import update_troubles
@@ -113,10 +114,10 @@ class Progress:
                 return self._add_step(row)
             case EvalRow():
                 self._evaluation = row
-                parts = [f"pass@{k} {_number(share)}" for k, share in row.pass_at.items() if k != "1"]
-                parts += [f"{name} {_number(reward)}" for name, reward in row.sets.items()]
-                parts += [f"{name} {_number(number)}" for name, number in row.numbers.items()]
-                return f"evaluation at version {row.policy_version}: {', '.join([f'reward {_number(row.reward)}', *parts])}"
+                parts = [f"pass@{k} {number(share)}" for k, share in row.pass_at.items() if k != "1"]
+                parts += [f"{name} {number(reward)}" for name, reward in row.sets.items()]
+                parts += [f"{name} {number(value)}" for name, value in row.numbers.items()]
+                return f"evaluation at version {row.policy_version}: {', '.join([f'reward {number(row.reward)}', *parts])}"
             case ActorRow():
                 self._actor(row.actor).add_stats(row)
             case CommitRow():
@@ -140,7 +141,7 @@ class Progress:
         if not due:
             return None
         self._last_plain_line = self._clock()
-        return f"step {row.policy_version}/{self._num_steps}  reward {_number(reward)}  " + "  ".join(
+        return f"step {row.policy_version}/{self._num_steps}  reward {number(reward)}  " + "  ".join(
             (self._drift_text(), self._rates_text(), self._learner_text())
         )
 
@@ -153,8 +154,8 @@ class Progress:
         if not self._steps:
             return "–"
         row = self._steps[-1]
-        lag = f"lag {_number(row.number('lag/mean'), '.1f')} (max {_number(row.number('lag/max'), '.0f')})"
-        clipped, norm = _number(row.number("clip/fraction"), ".1%"), _number(row.number("loss/grad_norm"), ".3g")
+        lag = f"lag {number(row.number('lag/mean'), '.1f')} (max {number(row.number('lag/max'), '.0f')})"
+        clipped, norm = number(row.number("clip/fraction"), ".1%"), number(row.number("loss/grad_norm"), ".3g")
         return f"{lag}  clipped {clipped}  grad norm {norm}"
 
     def _rates_text(self) -> str:
@@ -165,13 +166,13 @@ class Progress:
 
     def _buffer_text(self) -> str:
         row = self._steps[-1] if self._steps else None
-        ready, in_flight = (_number(row and row.number(name), ".0f") for name in ("buffer/ready", "buffer/in_flight"))
+        ready, in_flight = (number(row and row.number(name), ".0f") for name in ("buffer/ready", "buffer/in_flight"))
         return f"{ready} groups ready, {in_flight} in flight"
 
     def _learner_text(self) -> str:
         """Return the shares of the learner's time in the recent steps, and how long ago the last step was if that is long."""
         if not self._steps:
-            return f"waits for the first rollouts, {_duration(self._clock() - self._started)}"
+            return f"waits for the first rollouts, {duration(self._clock() - self._started)}"
         total = self._sum("time/step_s")
         spent = {words: self._sum(name) for name, words in _LEARNER_WORK.items()}
         shares = [
@@ -181,7 +182,7 @@ class Progress:
         ]
         quiet_s = self._clock() - self._steps[-1].time
         if quiet_s > max(5.0, 3 * total / len(self._steps)):
-            shares.append(f"no step for {_duration(quiet_s)}")
+            shares.append(f"no step for {duration(quiet_s)}")
         return ", ".join(shares)
 
     def _sum(self, name: str) -> float:
@@ -190,12 +191,12 @@ class Progress:
 
     def _end_line(self, exc_type: type[BaseException] | None) -> str:
         version = self._steps[-1].policy_version if self._steps else 0
-        reward = _number(self._rewards[-1] if self._rewards else None)
+        reward = number(self._rewards[-1] if self._rewards else None)
         wall_s, outcome = self._clock() - self._started, f"failed ({exc_type.__name__})" if exc_type else "ended"
         if self._final is not None:
             wall_s, outcome = self._final.wall_s, self._final.outcome
             version = self._final.policy_version
-        return f"{outcome}: step {version}/{self._num_steps}, reward {reward}, {_duration(wall_s)}"
+        return f"{outcome}: step {version}/{self._num_steps}, reward {reward}, {duration(wall_s)}"
 
     # The live display
 
@@ -203,7 +204,7 @@ class Progress:
         version = self._steps[-1].policy_version if self._steps else 0
         elapsed_s = self._clock() - self._started
         recent = [row.number("time/step_s") or 0.0 for row in self._steps]
-        remaining = f", {_duration(sum(recent) / len(recent) * (self._num_steps - version))} left" if recent else ""
+        remaining = f", {duration(sum(recent) / len(recent) * (self._num_steps - version))} left" if recent else ""
         bar = Table.grid(padding=(0, 2), expand=True)
         bar.add_column()
         bar.add_column(ratio=1)
@@ -211,16 +212,16 @@ class Progress:
         bar.add_row(
             Text(f"step {version}/{self._num_steps}", style="bold"),
             ProgressBar(total=self._num_steps, completed=version),
-            Text(f"{_duration(elapsed_s)}{remaining}", style="dim"),
+            Text(f"{duration(elapsed_s)}{remaining}", style="dim"),
         )
         return bar
 
     def _figures(self) -> Table:
         figures = Table.grid(padding=(0, 2))
-        reward = Text(_number(self._rewards[-1] if self._rewards else None), style="bold green")
+        reward = Text(number(self._rewards[-1] if self._rewards else None), style="bold green")
         reward.append(f"  {sparkline(self._rewards, SPARKLINE_CELLS)}", style="green")
         if self._evaluation is not None:
-            held_out = f"  held-out {_number(self._evaluation.reward)}"
+            held_out = f"  held-out {number(self._evaluation.reward)}"
             reward.append(f"{held_out} at {self._evaluation.policy_version}", style="cyan")
         figures.add_row(Text("reward", style="dim"), reward)
         figures.add_row(Text("drift", style="dim"), Text(self._drift_text()))
@@ -293,7 +294,7 @@ class _ActorLine:
             return self.status, "dim" if self.status == "left" else "bold red"
         quiet_s = now - self._stats[-1].time if self._stats else 0.0
         if quiet_s > 5.0:
-            return f"silent for {_duration(quiet_s)}", "yellow"
+            return f"silent for {duration(quiet_s)}", "yellow"
         if len(self._stats) < 2:
             return "starts", "dim"
         before, after = self._stats[-2].seconds, self._stats[-1].seconds
@@ -312,15 +313,3 @@ def sparkline(values: list[float], num_cells: int) -> str:
     low, high = min(cells), max(cells)
     blocks = "▁▂▃▄▅▆▇█"
     return "".join(blocks[round((cell - low) / (high - low) * 7) if high > low else 0] for cell in cells)
-
-
-def _number(value: float | None, spec: str = ".3f") -> str:
-    return "–" if value is None else format(value, spec)
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(int(max(seconds, 0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

@@ -32,7 +32,7 @@ def test_report_shows_members_sums_and_what_the_run_waits_for() -> None:
     text = shown(REPORT)
     for wanted in (
         "step 7 of 100",
-        "1:02:03",
+        "1 h 02 min",
         "training step 8 for 2.5 s",
         "3 groups ready, 5 being generated",
         "epoch 1 (25%)",
@@ -62,7 +62,7 @@ def test_report_shows_reward_lag_bound_time_left_and_health() -> None:
     vitals = Vitals(reward=0.4125, lag_mean=1.25, lag_max=3, bound=4, step_s=2.0, health=("All cut [red]. Raise it.",))
     text = shown(msgspec.structs.replace(REPORT, vitals=vitals))
     # 93 steps of 2 s are left.
-    assert "reward 0.412   lag 1.2, largest 3, bound 4   2.0 s a step, 0:03:06 left" in text
+    assert "reward 0.412   lag 1.2, largest 3, bound 4   2.0 s a step, 3 min 06 s left" in text
     assert "! All cut [red]. Raise it." in text, "it is text, not markup"
     assert "no step yet" in shown(REPORT)
     vitals = msgspec.structs.replace(vitals, reward_by_task={"sums": 0.5, "letters": 0.25}, share_by_task={"sums": 0.125})

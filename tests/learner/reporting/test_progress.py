@@ -102,7 +102,7 @@ def test_display_shows_every_actor_with_version_rate_and_state():
     ]
     assert "500 tok/s generated" in rendered(progress), "the lost actor's rate is not counted"
     clock.now += 7
-    assert "silent for 7 s" in rendered(progress)
+    assert "silent for 7.0 s" in rendered(progress)
 
 
 def test_restarted_actor_has_no_negative_rate():
@@ -144,7 +144,7 @@ def test_stalled_learner_says_for_how_long():
     assert "waits for the first rollouts" in rendered(progress)
     progress.add(step_row(1, clock.now))
     clock.now += 65
-    assert "no step for 1 min 5 s" in rendered(progress)
+    assert "no step for 1 min 05 s" in rendered(progress)
 
 
 def test_actor_name_with_brackets_is_not_markup():
@@ -178,7 +178,7 @@ def test_end_line_of_a_run_that_raised_names_the_error(caplog: pytest.LogCapture
     ):
         progress.add(step_row(3, 1000.0))
         raise KeyError("x")
-    assert caplog.records[-1].message == "failed (KeyError): step 3/10, reward 0.300, 0 s"
+    assert caplog.records[-1].message == "failed (KeyError): step 3/10, reward 0.300, 0.0 s"
 
 
 def test_rows_of_two_threads_may_be_shown_while_the_display_is_drawn():
@@ -239,7 +239,7 @@ def test_log_lines_do_not_tear_the_live_display():
     assert without_time == [
         "INFO     learner  actor a1 joined",
         "printed by user code",
-        "INFO     learner  ended: step 4/10, reward 0.500, 1 s",
+        "INFO     learner  ended: step 4/10, reward 0.500, 1.2 s",
     ]
 
 
