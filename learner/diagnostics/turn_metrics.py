@@ -33,7 +33,7 @@ def turn_metrics(groups: Sequence[Group], policy_version: int, table: Tensor) ->
     if all(rollout.num_turns == 1 for rollout in rollouts):
         return {}
     buckets = np.concatenate([turn_buckets(rollout) for rollout in rollouts])
-    lags = np.concatenate([_token_lags(rollout, policy_version) for rollout in rollouts])
+    lags = np.concatenate([token_lags(rollout, policy_version) for rollout in rollouts])
     num_tokens = np.bincount(buckets, minlength=len(TURN_BUCKETS))
     lag_sums = np.bincount(buckets, weights=lags, minlength=len(TURN_BUCKETS))
     k3_sums = table[:, list(K3_OF_TURNS)].sum(dim=0).tolist()
@@ -46,7 +46,8 @@ def turn_metrics(groups: Sequence[Group], policy_version: int, table: Tensor) ->
     return metrics
 
 
-def _token_lags(rollout: Rollout, policy_version: int) -> NDArray[np.int64]:
+def token_lags(rollout: Rollout, policy_version: int) -> NDArray[np.int64]:
+    """Return the optimizer steps from each token's policy version to `policy_version`, at least 0, `[num_tokens]`."""
     starts = [segment.first_token for segment in rollout.segments]
     lags = [max(0, policy_version - segment.policy_version) for segment in rollout.segments]
     return np.repeat(lags, np.diff([*starts, len(rollout.token_ids)]))

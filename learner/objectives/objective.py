@@ -40,7 +40,7 @@ class PolicyLogprobs(NamedTuple):
     proximal: Tensor | None
     """Under pi_old, recomputed or interpolated; None with the anchors `behavior` and `group`."""
     group: Tensor | None = None
-    """`group_likelihood.group_logprob` for every token; None but with the anchor `group`."""
+    """`anchors.group_logprob` for every token; None but with the anchor `group`."""
 
     @property
     def anchor(self) -> Tensor:

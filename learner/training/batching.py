@@ -2,22 +2,23 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 from torch import Tensor
 
 from offbeat.common.models.images import ImageFile
-from offbeat.learner.diagnostics.turn_metrics import turn_buckets
+from offbeat.learner.diagnostics.turn_metrics import token_lags, turn_buckets
 from offbeat.learner.leases.groups import EngineExperts, Group, Rollout
 from offbeat.learner.objectives.anchors import group_logprob
 from offbeat.learner.policy.images import ImagePacker
 from offbeat.learner.policy.packing import Pack, TokenIds, Turns, num_inputs, pack
 
 
-class Row(NamedTuple):
+class TrainingRow(NamedTuple):
     """One completion of an optimizer step."""
 
     group: int
@@ -38,7 +39,7 @@ class Row(NamedTuple):
     images: tuple[ImageFile, ...] = ()
     """The images of its prompt."""
     group_logprob: float = 0.0
-    """`objectives.group_likelihood.group_logprob` of its group."""
+    """`objectives.anchors.group_logprob` of its group."""
     experts: EngineExperts | None = None
     """The engine's experts of its group; None unless they are replayed."""
     first_expert: int = 0
@@ -71,11 +72,11 @@ class MicroBatch(NamedTuple):
     groups: Tensor
     """`[rows]` int64: index of each row's group in the step."""
     group_logprobs: Tensor
-    """`[rows]` float32: `objectives.group_likelihood.group_logprob` of each row's group."""
+    """`[rows]` float32: `objectives.anchors.group_logprob` of each row's group."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on `device`."""
-        return MicroBatch(self.pack.to(device), *(tensor.to(device) for tensor in self[1:]))
+        return MicroBatch(**{name: value.to(device) for name, value in self._asdict().items()})
 
 
 def make_rows(
@@ -85,12 +86,12 @@ def make_rows(
     *,
     policy_version: int,
     weigh_by_tokens: bool = False,
-) -> list[Row]:
+) -> list[TrainingRow]:
     """Return all completions of `groups`, in order; `rewards`: `[num_groups, group_size]`, `advantages` likewise.
 
     With `weigh_by_tokens` the weight of a group is divided by its sampled tokens: see `objectives.aggregation`.
     """
-    rows: list[Row] = []
+    rows: list[TrainingRow] = []
     for index, (group, of_group, scored) in enumerate(zip(groups, rewards.tolist(), advantages, strict=True)):
         lag, weight = group.policy_lag(policy_version), group.weight
         if weigh_by_tokens:
@@ -98,13 +99,27 @@ def make_rows(
         likely = group_logprob([rollout.behavior_logprobs for rollout in group.rollouts])
         first_expert = len(group.prompt_token_ids)
         for rollout, reward, advantage in zip(group.rollouts, of_group, scored, strict=True):
-            of_group_alone = (weight, lag, policy_version, group.images, likely, group.experts)
-            rows.append(Row(index, group.prompt_token_ids, rollout, reward, advantage, *of_group_alone, first_expert))
+            rows.append(
+                TrainingRow(
+                    group=index,
+                    prompt_token_ids=group.prompt_token_ids,
+                    rollout=rollout,
+                    reward=reward,
+                    advantage=advantage,
+                    weight=weight,
+                    policy_lag=lag,
+                    policy_version=policy_version,
+                    images=group.images,
+                    group_logprob=likely,
+                    experts=group.experts,
+                    first_expert=first_expert,
+                )
+            )
             first_expert += len(rollout.token_ids) - 1
     return rows
 
 
-def assign_rows(rows: Sequence[Row], *, micro_batch_tokens: int, world_size: int) -> list[list[list[Row]]]:
+def assign_rows(rows: Sequence[TrainingRow], *, micro_batch_tokens: int, world_size: int) -> list[list[list[TrainingRow]]]:
     """Assign every row to a rank and a micro-batch, `[rank][micro_batch][row]`; the result is the same on every rank.
 
     Ranks that share their packs count as one.
@@ -116,7 +131,7 @@ def assign_rows(rows: Sequence[Row], *, micro_batch_tokens: int, world_size: int
     """
     share = math.ceil(sum(len(row.prompt_token_ids) + _num_inputs([row]) for row in rows) / world_size)
     pieces = sorted(_split(rows, min(micro_batch_tokens, share)), key=_num_tokens, reverse=True)
-    of_rank: list[list[list[Row]]] = [[] for _ in range(world_size)]
+    of_rank: list[list[list[TrainingRow]]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
     for piece in pieces:
         rank = loads.index(min(loads))
@@ -127,9 +142,9 @@ def assign_rows(rows: Sequence[Row], *, micro_batch_tokens: int, world_size: int
     return [micro_batches + [[]] * (num_micro_batches - len(micro_batches)) for micro_batches in assigned]
 
 
-def _split(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+def _split(rows: Sequence[TrainingRow], max_tokens: int) -> list[list[TrainingRow]]:
     """Split rows into pieces of one group each, of at most `max_tokens` or of one row."""
-    pieces: list[list[Row]] = []
+    pieces: list[list[TrainingRow]] = []
     num_tokens = 0
     for row in rows:
         num_tokens += _num_inputs([row])
@@ -141,9 +156,9 @@ def _split(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
     return pieces
 
 
-def _fill(pieces: Sequence[list[Row]], max_tokens: int) -> list[list[Row]]:
+def _fill(pieces: Sequence[list[TrainingRow]], max_tokens: int) -> list[list[TrainingRow]]:
     """Put each piece into the first micro-batch with room for it; a micro-batch has at most `max_tokens`, or one piece."""
-    micro_batches: list[list[Row]] = []
+    micro_batches: list[list[TrainingRow]] = []
     loads: list[int] = []
     groups: list[set[int]] = []
     for piece in pieces:
@@ -162,12 +177,12 @@ def _fill(pieces: Sequence[list[Row]], max_tokens: int) -> list[list[Row]]:
     return [sorted(micro_batch, key=lambda row: row.group) for micro_batch in micro_batches]
 
 
-def _num_tokens(piece: Sequence[Row]) -> int:
+def _num_tokens(piece: Sequence[TrainingRow]) -> int:
     """Count the inputs of the model for rows of one group, their prompt once."""
     return len(piece[0].prompt_token_ids) + _num_inputs(piece)
 
 
-def _num_inputs(rows: Sequence[Row]) -> int:
+def _num_inputs(rows: Sequence[TrainingRow]) -> int:
     """Count the inputs of the model for these rows' completions."""
     return sum(num_inputs(_tokens(row.rollout)) for row in rows)
 
@@ -179,7 +194,7 @@ def _tokens(rollout: Rollout) -> TokenIds | Turns:
     return Turns(rollout.token_ids, rollout.context_ids, turns)
 
 
-def _experts(groups: Iterable[Sequence[Row]]) -> Tensor | None:
+def _experts(groups: Iterable[Sequence[TrainingRow]]) -> Tensor | None:
     """Return the engine's experts of each input of a pack, uint8 `[num_inputs, layers, top_k]`; None where rows have none."""
     parts: list[NDArray[np.uint8]] = []
     for rows in groups:
@@ -191,12 +206,12 @@ def _experts(groups: Iterable[Sequence[Row]]) -> Tensor | None:
     return torch.from_numpy(np.concatenate(parts)) if parts else None
 
 
-def collate(rows: Sequence[Row], images: ImagePacker | None = None) -> MicroBatch:
+def collate(rows: Sequence[TrainingRow], images: ImagePacker | None = None) -> MicroBatch:
     """Return the tensors of one micro-batch whose rows of a group are neighbors; without rows it adds nothing to the loss.
 
     With `images`, the images of the rows' prompts are read and packed.
     """
-    by_group: dict[int, list[Row]] = {}
+    by_group: dict[int, list[TrainingRow]] = {}
     for row in rows:
         by_group.setdefault(row.group, []).append(row)
     packed = pack(
@@ -205,32 +220,26 @@ def collate(rows: Sequence[Row], images: ImagePacker | None = None) -> MicroBatc
     packed = packed._replace(experts=_experts(by_group.values()))
     if images is not None:
         packed = images.add(packed, [of_group[0].images for of_group in by_group.values()])
-    shape = (len(rows), max([1, *packed.lengths]))
-    completion_mask = np.zeros(shape, dtype=np.bool_)
-    behavior_logprobs = np.zeros(shape, dtype=np.float32)
-    advantages = np.zeros(shape, dtype=np.float32)
-    token_lags = np.zeros(shape, dtype=np.int64)
-    of_turns = np.zeros(shape, dtype=np.int64)
-    for index, row in enumerate(rows):
-        completion_mask[index, : packed.lengths[index]] = True
-        behavior_logprobs[index, : packed.lengths[index]] = row.rollout.behavior_logprobs
-        advantages[index, : packed.lengths[index]] = row.advantage
-        for segment in row.rollout.segments:
-            lag = max(0, row.policy_version - segment.policy_version)
-            token_lags[index, segment.first_token : packed.lengths[index]] = lag
-        # All tokens of a single turn are in the first bucket.
-        if row.rollout.num_turns > 1:
-            of_turns[index, : packed.lengths[index]] = turn_buckets(row.rollout)
+    by_token = partial(_padded, lengths=packed.lengths)
+    floats, integers = partial(torch.tensor, dtype=torch.float32), partial(torch.tensor, dtype=torch.int64)
     return MicroBatch(
-        packed,
-        torch.from_numpy(completion_mask),
-        torch.from_numpy(behavior_logprobs),
-        torch.tensor([row.reward for row in rows], dtype=torch.float32),
-        torch.from_numpy(advantages),
-        torch.tensor([row.weight for row in rows], dtype=torch.float32),
-        torch.tensor([row.policy_lag for row in rows], dtype=torch.int64),
-        torch.from_numpy(token_lags),
-        torch.from_numpy(of_turns),
-        torch.tensor([row.group for row in rows], dtype=torch.int64),
-        torch.tensor([row.group_logprob for row in rows], dtype=torch.float32),
+        pack=packed,
+        completion_mask=by_token([True] * len(rows), np.bool_),
+        behavior_logprobs=by_token([row.rollout.behavior_logprobs for row in rows], np.float32),
+        rewards=floats([row.reward for row in rows]),
+        advantages=by_token([row.advantage for row in rows], np.float32),
+        weights=floats([row.weight for row in rows]),
+        policy_lags=integers([row.policy_lag for row in rows]),
+        token_lags=by_token([token_lags(row.rollout, row.policy_version) for row in rows], np.int64),
+        turn_buckets=by_token([turn_buckets(row.rollout) for row in rows], np.int64),
+        groups=integers([row.group for row in rows]),
+        group_logprobs=floats([row.group_logprob for row in rows]),
     )
+
+
+def _padded(of_rows: Sequence[ArrayLike], dtype: DTypeLike, *, lengths: Sequence[int]) -> Tensor:
+    """Return `[rows, tokens]` from each row's values, one per token or one for all, padded on the right with 0."""
+    padded = np.zeros((len(lengths), max([1, *lengths])), dtype)
+    for row, length, values in zip(padded, lengths, of_rows, strict=True):
+        row[:length] = values
+    return torch.from_numpy(padded)

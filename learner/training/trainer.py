@@ -50,7 +50,7 @@ from offbeat.learner.policy.saving import gather_policy, write_policy
 from offbeat.learner.policy.sequence_parallel import join_sequence_group
 from offbeat.learner.policy.snapshots import write_snapshot
 from offbeat.learner.policy.zero import deepspeed_config, discard_gradients, full_gradients, full_shape, make_engine
-from offbeat.learner.training.batching import MicroBatch, Row, assign_rows, collate, make_rows
+from offbeat.learner.training.batching import MicroBatch, TrainingRow, assign_rows, collate, make_rows
 from offbeat.learner.training.checkpoints import put_in_place
 from offbeat.learner.training.micro_batch_loss import TermSums, compute_loss
 from offbeat.learner.training.preparation import (
@@ -85,7 +85,7 @@ class TrainingStep(NamedTuple):
     """The inputs of one optimizer step."""
 
     groups: Sequence[Group]
-    rows: Sequence[Row]
+    rows: Sequence[TrainingRow]
     """All completions of the groups."""
     micro_batches: Sequence[PreparedMicroBatch]
     """This rank's share of the rows."""
@@ -151,7 +151,7 @@ class Trainer:
                 f"train_batch got {len(groups)} groups; train.groups_per_step * train.steps_per_batch = {per_step * num_steps}"
             )
         by_step = [groups[start : start + per_step] for start in range(0, len(groups), per_step)]
-        rows: list[list[Row]] = []
+        rows: list[list[TrainingRow]] = []
         for index, of_step in enumerate(by_step):
             of_rows, running = self._make_rows(of_step, self.policy_version + index, self._adaptive.rewards)
             rows.append(of_rows)
@@ -264,7 +264,7 @@ class Trainer:
 
     def _make_rows(
         self, groups: Sequence[Group], policy_version: int, running: RunningMoments
-    ) -> tuple[list[Row], RunningMoments]:
+    ) -> tuple[list[TrainingRow], RunningMoments]:
         """Return the completions of one optimizer step with shaped rewards, and the reward moments to continue with."""
         shaped = shape_rewards(
             np.array([[rollout.reward for rollout in group.rollouts] for group in groups]),
@@ -277,7 +277,7 @@ class Trainer:
         rows = make_rows(groups, shaped.rewards, advantages, policy_version=policy_version, weigh_by_tokens=is_prompt_mean)
         return rows, shaped.running
 
-    def _prepare(self, rows: Sequence[Row]) -> list[PreparedMicroBatch]:
+    def _prepare(self, rows: Sequence[TrainingRow]) -> list[PreparedMicroBatch]:
         """Return this rank's micro-batches of one optimizer step."""
         share, num_shares = self.rank // self._num_alike, self.world_size // self._num_alike
         assigned = assign_rows(rows, micro_batch_tokens=self._train.micro_batch_tokens, world_size=num_shares)

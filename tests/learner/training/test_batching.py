@@ -5,21 +5,23 @@ from hypothesis import strategies as st
 
 from offbeat.common.settings.learning_sections import AdvantageSection
 from offbeat.learner.leases.groups import EngineExperts, Group, Rollout
-from offbeat.learner.training.batching import Row, assign_rows, collate, make_rows
+from offbeat.learner.training.batching import TrainingRow, assign_rows, collate, make_rows
 from offbeat.learner.training.preparation import completion_advantages, resolve_advantage
 from offbeat.protocols.payload import Segment, Turn, encode_experts
 
 
-def make_row(num_prompt_tokens: int, num_completion_tokens: int, *, group: int = 0, advantage: float = 1.0) -> Row:
+def make_row(num_prompt_tokens: int, num_completion_tokens: int, *, group: int = 0, advantage: float = 1.0) -> TrainingRow:
     """Return a row with `num_prompt_tokens + num_completion_tokens - 1` inputs of the model."""
     prompt = np.arange(1, 1 + num_prompt_tokens, dtype=np.int32)
     completion = np.arange(101, 101 + num_completion_tokens, dtype=np.int32)
     logprobs = -np.arange(1, 1 + num_completion_tokens, dtype=np.float32)
     rollout = Rollout(completion, logprobs, 0.0, "stop", (Segment(0, 0),))
-    return Row(group, prompt, rollout, reward=2 * advantage, advantage=advantage, weight=0.5, policy_lag=3, policy_version=9)
+    return TrainingRow(
+        group, prompt, rollout, reward=2 * advantage, advantage=advantage, weight=0.5, policy_lag=3, policy_version=9
+    )
 
 
-def num_inputs(micro_batch: list[Row]) -> int:
+def num_inputs(micro_batch: list[TrainingRow]) -> int:
     return len(collate(micro_batch).pack.token_ids) if micro_batch else 0
 
 
@@ -141,7 +143,7 @@ rows_of_groups = st.lists(
 )
 
 
-def as_rows(groups: list[tuple[int, list[int]]]) -> list[Row]:
+def as_rows(groups: list[tuple[int, list[int]]]) -> list[TrainingRow]:
     """Return rows whose advantage is their number."""
     rows = [make_row(prompt, length, group=group) for group, (prompt, lengths) in enumerate(groups) for length in lengths]
     return [row._replace(advantage=float(number)) for number, row in enumerate(rows)]

@@ -10,7 +10,7 @@ from offbeat.common.settings.learning_sections import AdvantageSection
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.objectives.losses import ppo_clip
 from offbeat.learner.policy.process_group import join_process_group
-from offbeat.learner.training.batching import MicroBatch, Row, collate, make_rows
+from offbeat.learner.training.batching import MicroBatch, TrainingRow, collate, make_rows
 from offbeat.learner.training.preparation import (
     AdvantageRule,
     FrozenOutputs,
@@ -29,10 +29,10 @@ REFERENCE = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, -2.0, 0.0]])
 def micro_batch() -> MicroBatch:
     """Return completions of 3 and 2 tokens with rewards 4 and -2, advantages 1 and -1, behavior log-probs -1.5."""
 
-    def row(length: int, reward: float, advantage: float) -> Row:
+    def row(length: int, reward: float, advantage: float) -> TrainingRow:
         ids = np.ones(length, dtype=np.int32)
         rollout = Rollout(ids, np.full(length, -1.5, dtype=np.float32), reward, "stop", (Segment(0, 0),))
-        return Row(0, ids[:1], rollout, reward, advantage, 1.0, 0, 0)
+        return TrainingRow(0, ids[:1], rollout, reward, advantage, 1.0, 0, 0)
 
     return collate([row(3, 4.0, 1.0), row(2, -2.0, -1.0)])
 
