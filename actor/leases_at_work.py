@@ -8,7 +8,7 @@ import numpy as np
 
 from offbeat.actor.engines.engine import Engine
 from offbeat.actor.outbox import Outbox
-from offbeat.actor.rewards.runner import UnavailableRewards
+from offbeat.actor.rewards.retries import UnavailableRewards
 from offbeat.actor.sampling import Play, Played
 from offbeat.common.errors import one_line
 from offbeat.common.models.images import ImageError, ImagePatches, ImageReader, hash_image
@@ -136,7 +136,7 @@ class Jobs:
         self._return([waiting.lease.lease_id for waiting in self._waiting])
 
     def reward_trouble(self) -> UnavailableRewards | None:
-        """Return the state of rewards that cannot be had; None while all can be had."""
+        """Return which rewards are unavailable; None while none is."""
         return self._play.trouble()
 
     def environment_counts(self) -> dict[str, float]:

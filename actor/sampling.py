@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from offbeat.actor.engines.engine import Completion
-from offbeat.actor.rewards.runner import UnavailableRewards
-from offbeat.actor.rewards.values import Reward
+from offbeat.actor.rewards.functions import Reward
+from offbeat.actor.rewards.retries import UnavailableRewards
 from offbeat.common.models.images import ImagePatches
 from offbeat.protocols.messages import Lease
 
@@ -57,7 +57,7 @@ class Play(Protocol):
         ...
 
     def trouble(self) -> UnavailableRewards | None:
-        """Return the state of rewards that cannot be had; None while all can be had."""
+        """Return which rewards are unavailable; None while none is."""
         ...
 
     @property

@@ -25,7 +25,7 @@ from offbeat.actor.judges.client import counts_of_judge, handed_to_processes
 from offbeat.actor.leases_at_work import Jobs
 from offbeat.actor.live.page import ActorPage, serving
 from offbeat.actor.outbox import Outbox
-from offbeat.actor.rewards.attempts import limits_of
+from offbeat.actor.rewards.calling import limits_of
 from offbeat.actor.rewards.runner import RewardRunner
 from offbeat.actor.single_turns import SingleTurns
 from offbeat.actor.weights.updates import WeightUpdates
@@ -387,7 +387,7 @@ class ActorService:
         trouble = self._jobs.reward_trouble()
         if trouble is None:
             return None
-        return RewardTrouble(waiting_s=time.monotonic() - trouble.since, problem=trouble.problem, lease_ids=trouble.keys)
+        return RewardTrouble(waiting_s=time.monotonic() - trouble.since, problem=trouble.problem, lease_ids=trouble.lease_ids)
 
     def _leave(self) -> None:
         """Take no more leases, and hand over as soon as those at work are finished or their time is over."""

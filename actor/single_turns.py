@@ -9,7 +9,8 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from offbeat.actor.engines.engine import Completion, Engine
-from offbeat.actor.rewards.runner import Rewarded, RewardRunner, UnavailableRewards
+from offbeat.actor.rewards.retries import UnavailableRewards
+from offbeat.actor.rewards.runner import Rewarded, RewardRunner
 from offbeat.actor.rewards.samples import Sample
 from offbeat.actor.sampling import Played, PlayFailure
 from offbeat.common.models.images import ImagePatches

@@ -7,15 +7,22 @@ turn 4
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
 from offbeat.actor.engines.engine import Completion
 from offbeat.actor.environments.messages import PROMPT
-from offbeat.actor.environments.retries import Member
 from offbeat.protocols.payload import Segment, Turn
+
+
+class Member(NamedTuple):
+    """One episode of a group, over all its attempts."""
+
+    lease_id: int
+    number: int
+    """In the group."""
 
 
 @dataclass

@@ -5,18 +5,22 @@
     Ended from every member of a group -> `Played`
 
 Only this side writes the tokens of an episode; history is never tokenized again. An episode that waits for its function holds
-nothing in the engine. One that fails for a cause that may pass, or whose worker dies, is played again from its prompt.
+nothing in the engine.
+
+An episode that ran out of time or lost its process is played again from its prompt at once, `environment.max_retries` times.
+One whose judge or tool is down is played again with back-off for `task.reward_retry_s`, as rewards are (`rewards/retries.py`),
+and its group keeps its place meanwhile.
 """
 
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, assert_never
 
 from offbeat.actor.engines.engine import Completion, Engine
-from offbeat.actor.environments.episode import Episode, EpisodeTurn
+from offbeat.actor.environments.episode import Episode, EpisodeTurn, Member
 from offbeat.actor.environments.messages import (
     Cancel,
     Ended,
@@ -29,10 +33,9 @@ from offbeat.actor.environments.messages import (
     Withdraw,
     digest_of,
 )
-from offbeat.actor.environments.retries import Member, Retries
 from offbeat.actor.environments.workers import Workers
-from offbeat.actor.rewards.runner import UnavailableRewards
-from offbeat.actor.rewards.values import Reward
+from offbeat.actor.rewards.functions import Reward
+from offbeat.actor.rewards.retries import Retries, UnavailableRewards
 from offbeat.actor.sampling import Played, PlayFailure
 from offbeat.common.models.images import ImagePatches
 from offbeat.common.settings.config import EnvironmentSection
@@ -55,6 +58,10 @@ class _Lease:
     cached_at: int | None = None
     """Weights under which the group's first turn was sampled, as `Engine.num_loads`; its later turns start on the cache of that
     time. None before it, and where nothing of older weights may be used."""
+    num_begun: Counter[int] = field(default_factory=Counter)
+    """Attempts at each episode, by its number in the group."""
+    num_lost: Counter[int] = field(default_factory=Counter)
+    """Attempts that ran out of time or lost their process."""
     ended: dict[int, tuple[Completion, Reward]] = field(default_factory=dict)
 
 
@@ -93,7 +100,7 @@ class Episodes:
         self._max_episode_tokens = max_episode_tokens
         self._keeps_kv = keeps_kv
         self._clock = clock
-        self._retries = Retries(max_lost=limits.max_retries, retry_s=retry_s)
+        self._retries: Retries[Member] = Retries("episodes", retry_s, lambda member: member.lease_id)
         self._leases: dict[int, _Lease] = {}
         self._episodes: dict[str, Episode] = {}
         self._requests: dict[str, tuple[Episode, int]] = {}
@@ -144,7 +151,7 @@ class Episodes:
     def cancel(self, lease_id: int) -> None:
         of_lease = self._leases.pop(lease_id, None)
         for index in range(of_lease.lease.group_size if of_lease is not None else 0):
-            self._retries.end(Member(lease_id, index))
+            self._retries.forget(Member(lease_id, index))
         for episode in [one for one in self._episodes.values() if one.member.lease_id == lease_id]:
             self._forget(episode)
             self._close(episode.name, _Closing(self._clock(), None))
@@ -170,7 +177,8 @@ class Episodes:
     def _play(self, member: Member) -> None:
         of_lease = self._leases[member.lease_id]
         now = self._clock()
-        episode = Episode(member, self._retries.begin(member), of_lease.prompt_token_ids, now, now)
+        episode = Episode(member, of_lease.num_begun[member.number], of_lease.prompt_token_ids, now, now)
+        of_lease.num_begun[member.number] += 1
         self._episodes[episode.name] = episode
         self._counts["begun"] += 1
         lease = of_lease.lease
@@ -282,9 +290,12 @@ class Episodes:
             return
         self._forget(episode)
         self._counts["again_unavailable"] += 1
-        over = self._retries.put_off(episode.member, message.detail, self._clock())
-        if over is not None:
-            self._fail(episode.member.lease_id, "environment_unavailable", f"{message.detail}; {over}")
+        now = self._clock()
+        failures = self._retries.fail(episode.member, message.detail, now)
+        if failures.again_at is None:
+            num_begun = self._leases[episode.member.lease_id].num_begun[episode.member.number]
+            detail = f"{message.detail}; played {num_begun} times in {now - failures.since:.0f} s"
+            self._fail(episode.member.lease_id, "environment_unavailable", detail)
 
     def _take_death(self, name: str, detail: str) -> None:
         """Take note that the process of an episode is gone."""
@@ -303,11 +314,12 @@ class Episodes:
     def _play_again(self, member: Member, reason: Reason, detail: str) -> None:
         """Begin an episode anew; fail its lease when it was begun too often."""
         self._counts["again_timeout" if reason == "environment_timeout" else "again_lost"] += 1
-        over = self._retries.lose(member)
-        if over is None:
+        of_lease = self._leases[member.lease_id]
+        of_lease.num_lost[member.number] += 1
+        if of_lease.num_lost[member.number] <= self._limits.max_retries:
             self._play(member)
         else:
-            self._fail(member.lease_id, reason, f"{detail}; {over}")
+            self._fail(member.lease_id, reason, f"{detail}; played {of_lease.num_begun[member.number]} times")
 
     def _fail(self, lease_id: int, reason: Reason, detail: str) -> None:
         self.cancel(lease_id)

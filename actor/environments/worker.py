@@ -39,8 +39,8 @@ from offbeat.actor.environments.messages import (
 )
 from offbeat.actor.environments.tool_calls import TurnParser
 from offbeat.actor.rewards.failures import failure_of, file_of
+from offbeat.actor.rewards.functions import reward_of
 from offbeat.actor.rewards.guard import guard_session
-from offbeat.actor.rewards.values import reward_of
 from offbeat.common.errors import SettingError
 from offbeat.common.models.folders import load_tokenizer
 from offbeat.common.processes.environment import prepare_environment

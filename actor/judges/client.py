@@ -14,7 +14,7 @@ import struct
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,7 +25,7 @@ import msgspec
 from offbeat.actor.judges.answer_cache import AnswerCache
 from offbeat.actor.judges.verdicts import JudgeError, Prompt, Verdict
 from offbeat.actor.rewards.failures import TRANSIENT_STATUS
-from offbeat.actor.rewards.runner import back_off_s
+from offbeat.actor.rewards.retries import Failures, RateLimiter
 from offbeat.actor.rewards.samples import RewardUnavailable
 from offbeat.common.errors import SettingError, one_line
 from offbeat.common.setting_text import MASK
@@ -34,67 +34,52 @@ from offbeat.protocols.text import plain
 
 COUNTS = ("requests", "failed", "cached", "tokens", "seconds")
 """Requests that were sent, unusable answers and missing ones, answers from the cache, tokens, seconds of all requests."""
-_NEXT, _PAUSED, _FIRST_COUNT = 0, 1, 2
-_FORMAT = struct.Struct(f"<{_FIRST_COUNT + len(COUNTS)}d")
+NUM_OF_RATE = 2
+"""Numbers in the shared file that are those of a `RateLimiter`; the counts follow."""
+_FORMAT = struct.Struct(f"<{NUM_OF_RATE + len(COUNTS)}d")
 
 
 class SharedNumbers:
     """A small file, mapped into each process and locked for each change. The lock of a process that dies is released."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Open the file, which `create` has made; `clock` must be the same in all processes."""
+    def __init__(self, path: Path) -> None:
+        """Open the file, which `create` has made."""
         self._file: BinaryIO = path.open("r+b")
         self._map = mmap.mmap(self._file.fileno(), _FORMAT.size)
-        self._clock = clock
 
     @staticmethod
     def create(path: Path) -> None:
         """Make the file."""
         path.write_bytes(bytes(_FORMAT.size))
 
-    def take_turn(self, interval_s: float, longest_wait_s: float) -> float | None:
-        """Reserve the next moment for a request, and return the seconds until then.
-
-        Moments are at least `interval_s` apart and not within a pause. Reserve none and return None when the wait would exceed
-        `longest_wait_s`.
-        """
-        numbers = self._locked()
-        try:
-            now = self._clock()
-            starts_at = max(now, numbers[_NEXT], numbers[_PAUSED])
-            if starts_at > now + longest_wait_s:
-                return None
-            numbers[_NEXT] = starts_at + interval_s
-            return starts_at - now
-        finally:
-            self._store(numbers)
-
-    def pause(self, seconds: float) -> None:
-        """Let no request start for some time, as the judge has asked."""
-        numbers = self._locked()
-        numbers[_PAUSED] = max(numbers[_PAUSED], self._clock() + seconds)
-        self._store(numbers)
+    @contextmanager
+    def of_rate(self) -> Iterator[list[float]]:
+        """Return a context with the numbers of a `RateLimiter` that all processes share."""
+        with self._locked() as numbers:
+            rate = numbers[:NUM_OF_RATE]
+            yield rate
+            numbers[:NUM_OF_RATE] = rate
 
     def add(self, **counts: float) -> None:
         """Add to some of `COUNTS`."""
-        numbers = self._locked()
-        for name, number in counts.items():
-            numbers[_FIRST_COUNT + COUNTS.index(name)] += number
-        self._store(numbers)
+        with self._locked() as numbers:
+            for name, number in counts.items():
+                numbers[NUM_OF_RATE + COUNTS.index(name)] += number
 
     def counts(self) -> dict[str, float]:
         """Return `COUNTS` by name."""
-        numbers = self._locked()
-        self._store(numbers)
-        return dict(zip(COUNTS, numbers[_FIRST_COUNT:], strict=True))
+        with self._locked() as numbers:
+            return dict(zip(COUNTS, numbers[NUM_OF_RATE:], strict=True))
 
-    def _locked(self) -> list[float]:
+    @contextmanager
+    def _locked(self) -> Iterator[list[float]]:
         fcntl.flock(self._file, fcntl.LOCK_EX)
-        return list(_FORMAT.unpack_from(self._map))
-
-    def _store(self, numbers: list[float]) -> None:
-        _FORMAT.pack_into(self._map, 0, *numbers)
-        fcntl.flock(self._file, fcntl.LOCK_UN)
+        try:
+            numbers = list(_FORMAT.unpack_from(self._map))
+            yield numbers
+            _FORMAT.pack_into(self._map, 0, *numbers)
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
 VARIABLE = "OFFBEAT_JUDGE"
@@ -200,7 +185,7 @@ class JudgeClient:
         self._http = httpx2.AsyncClient(limits=limits, headers=self._headers, timeout=settings.timeout_s)
         self._cache = AnswerCache(Path(settings.cache).expanduser(), settings.cache_mb << 20) if settings.cache else None
         per_minute = settings.requests_per_minute
-        self._interval_s = 0.0 if per_minute is None else 60.0 / per_minute
+        self._rate = RateLimiter(None if per_minute is None else per_minute / 60.0, numbers.of_rate)
 
     async def ask(self, prompt: Prompt, pattern: str | None, options: Mapping[str, Any]) -> Verdict:
         """Return the judge's answer, from the cache or the server; see `asking.judge`."""
@@ -222,7 +207,8 @@ class JudgeClient:
 
     async def _try(self, body: bytes, pattern: str | None) -> Verdict:
         """Send a request until it has a usable answer. Raise `RewardUnavailable` or `JudgeError`."""
-        num_tokens = num_failed = 0
+        num_tokens = 0
+        failures = Failures()
         while True:
             try:
                 text, used = await self._in_turn(body)
@@ -232,17 +218,19 @@ class JudgeClient:
                     raise _Unusable(f"its answer has no score after {pattern!r}: {text[:SHOWN_CHARACTERS]!r}")
                 return verdict._replace(num_tokens=num_tokens)
             except _Unusable as error:
-                num_failed += 1
+                now = time.monotonic()
+                failures.add(plain(str(error)), now)
                 self._numbers.add(failed=1)
-                if num_failed > self._settings.max_retries:
-                    raise RewardUnavailable(f"the judge {self._settings.url}: {plain(str(error))}") from error
-                if error.retry_after_s is None:
-                    await asyncio.sleep(back_off_s(num_failed))
+                if failures.num > self._settings.max_retries:
+                    raise RewardUnavailable(f"the judge {self._settings.url}: {failures.problem}") from error
+                # Where the server has said when to come back, the next turn is no earlier.
+                if error.retry_after_s is None and failures.again_at is not None:
+                    await asyncio.sleep(failures.again_at - now)
 
     async def _in_turn(self, body: bytes) -> tuple[str, int]:
         """Send a request when it may be sent; return the text and the tokens of its answer."""
         async with self._slots:
-            wait_s = self._numbers.take_turn(self._interval_s, self._settings.timeout_s / 2)
+            wait_s = self._rate.take_turn(longest_wait_s=self._settings.timeout_s / 2)
             if wait_s is None:
                 # Not a failed request: other calls have taken the turns, or the server has asked for a long pause.
                 why = "no turn soon under judge.requests_per_minute, or the server has asked to wait"
@@ -271,7 +259,7 @@ class JudgeClient:
         if response.status_code in TRANSIENT_STATUS or response.status_code >= 500:
             retry_after_s = _retry_after_s(response.headers.get("Retry-After", ""))
             if retry_after_s is not None:
-                self._numbers.pause(retry_after_s)
+                self._rate.pause(retry_after_s)
             raise _Unusable(f"HTTP {response.status_code} {self._shown(content)}", retry_after_s)
         if response.status_code != 200:
             raise JudgeError(f"the judge {self._settings.url}: HTTP {response.status_code} {self._shown(content)}")

@@ -1,9 +1,9 @@
 """The rewards of groups, computed beside the actor's loop. A call that fails in passing is tried again within a time limit.
 
-    submit(group) -> calls of the function (`reward_backends`) -> all rewarded        -> `Rewarded`
-                         ^ back-off <- some cannot be had now -> `trouble`
-                                       a mistake in the function                      -> `RewardFailure` at once
-                                       not to be had for `task.reward_retry_s`        -> `RewardFailure`
+    submit(group) -> calls of the function (`calling.py`) -> all rewarded                          -> `Rewarded`
+                         ^ back-off <- some are unavailable -> `trouble`
+                                       a mistake in the function                           -> `RewardFailure` at once
+                                       unavailable for longer than `task.reward_retry_s`   -> `RewardFailure`
 
 Completions that have their reward keep it while the others of their group are tried again.
 """
@@ -11,20 +11,17 @@ Completions that have their reward keep it while the others of their group are t
 import asyncio
 import logging
 import queue
-import random
 import threading
 import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
-from offbeat.actor.rewards.attempts import Attempts, MistakeError, RewardLimits
-from offbeat.actor.rewards.backends import Backend, EventLoop, WorkerProcesses
-from offbeat.actor.rewards.breaker import Breaker
+from offbeat.actor.rewards.calling import MistakeError, RewardCalls, RewardLimits
 from offbeat.actor.rewards.failures import Failure
-from offbeat.actor.rewards.functions import load_reward
+from offbeat.actor.rewards.functions import Reward
+from offbeat.actor.rewards.retries import Retries, UnavailableRewards
 from offbeat.actor.rewards.samples import Sample
-from offbeat.actor.rewards.values import Reward
 from offbeat.common.errors import ServiceError, one_line
 
 logger = logging.getLogger(__name__)
@@ -63,8 +60,6 @@ class Pulse:
         return True
 
 
-FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
-"""Bounds of the time before a failed call is tried again; the time doubles with each attempt."""
 MAX_KILLED_ATTEMPTS = 3
 """Attempts at a group in which its process had to be killed; each keeps a process busy for the whole time limit."""
 BLOCKED_LOOP_GRACE_S = 1.0
@@ -90,25 +85,6 @@ class RewardFailure(NamedTuple):
     """One line: exception, message, file and line."""
 
 
-class UnavailableRewards(NamedTuple):
-    """Rewards that cannot be had at the moment and are tried again."""
-
-    since: float
-    """Time of the first failure of the group that waits longest, on `time.monotonic`."""
-    problem: str
-    """The newest failure; one line."""
-    keys: tuple[int, ...]
-    """The groups that wait."""
-
-
-class _Waiting(NamedTuple):
-    """A group of which an attempt failed; it will be tried again."""
-
-    key: int
-    since: float
-    problem: str
-
-
 class RewardRunner:
     """Computes rewards of groups on an event loop of its own, beside the thread that submits them.
 
@@ -120,27 +96,20 @@ class RewardRunner:
 
         `weights` are those of the named parts of a reward: `task.reward_weights`.
         """
-        reward = load_reward(path)
+        self._calls = RewardCalls(path, weights or {}, limits)
         self._limits = limits
         self._tasks: dict[int, Future[None]] = {}
         """Groups that `poll` has not returned."""
-        self._waiting: dict[int, _Waiting] = {}
-        self._news: queue.SimpleQueue[Rewarded | RewardFailure | _Waiting] = queue.SimpleQueue()
-        """Results and troubles, on their way from the loop's thread to the one that submits."""
-        self._breaker = Breaker()
+        self._ended: queue.SimpleQueue[Rewarded | RewardFailure] = queue.SimpleQueue()
+        """Results on their way from the loop's thread to the one that submits."""
+        self._retries: Retries[int] = Retries("rewards", limits.retry_s, lambda key: key)
         self._has_shown_mistake = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="rewards", daemon=True)
         self._thread.start()
         self._pulse = Pulse(limits.timeout_s + BLOCKED_LOOP_GRACE_S)
-        self._backend: Backend = (
-            EventLoop(reward, weights or {}, timeout_s=limits.timeout_s, concurrency=limits.concurrency)
-            if reward.is_async
-            else WorkerProcesses(path, weights or {}, num_workers=limits.num_workers, timeout_s=limits.timeout_s)
-        )
-        self._attempts = Attempts(reward, self._backend, limits)
         self._in_loop(self._pulse.beat())
-        self._in_loop(self._attempts.run_batches())
+        self._in_loop(self._calls.run_batches())
 
     @property
     def num_pending(self) -> int:
@@ -150,7 +119,7 @@ class RewardRunner:
     @property
     def is_failing(self) -> bool:
         """True while most attempts at rewards fail for causes that may pass."""
-        return self._breaker.is_open
+        return self._retries.is_failing
 
     def submit(self, key: int, samples: Sequence[Sample]) -> None:
         """Start the rewards of a group; `key` names it in the results of `poll`."""
@@ -161,36 +130,29 @@ class RewardRunner:
         if not self._thread.is_alive():
             raise ServiceError("the thread of the rewards has ended; its traceback is above")
         outcomes: list[Rewarded | RewardFailure] = []
-        while not self._news.empty():
-            news = self._news.get()
-            if isinstance(news, _Waiting):
-                self._note_trouble(news)
-            else:
-                if isinstance(news, Rewarded):
-                    self._breaker.succeed(time.monotonic())
-                outcomes.append(news)
-        if self._pulse.is_blocked(time.monotonic()) and isinstance(self._backend, EventLoop):
+        while not self._ended.empty():
+            outcomes.append(self._ended.get())
+        if self._pulse.is_blocked(time.monotonic()) and self._calls.is_async:
             detail = f"no result {self._limits.timeout_s:g} s after the start: an async reward must not make blocking calls"
             outcomes += [RewardFailure(key, "reward_timeout", detail) for key in self._tasks]
-        return [outcome for outcome in outcomes if self._end(outcome.key)]
+            for task in self._tasks.values():
+                task.cancel()
+        return [outcome for outcome in outcomes if self._tasks.pop(outcome.key, None) is not None]
 
     def cancel(self, key: int) -> None:
         """Forget a group, if it is here; it is not tried again."""
-        task = self._tasks.get(key)
+        task = self._tasks.pop(key, None)
         if task is not None:
             task.cancel()
-            self._end(key)
+            self._retries.forget(key)
 
     def trouble(self) -> UnavailableRewards | None:
-        """Return the state of rewards that cannot be had; None while all can be had."""
-        if not self._waiting:
-            return None
-        waiting = list(self._waiting.values())
-        return UnavailableRewards(min(group.since for group in waiting), waiting[-1].problem, tuple(self._waiting))
+        """Return which rewards are unavailable; None while none is."""
+        return self._retries.trouble()
 
     def close(self) -> None:
         """End all rewards and their processes."""
-        self._backend.close()
+        self._calls.close()
         self._in_loop(_cancel_others()).add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
         # A loop that a reward blocks does not stop; its thread ends with the process.
         self._thread.join(BLOCKED_LOOP_GRACE_S)
@@ -199,23 +161,6 @@ class RewardRunner:
 
     def _in_loop(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def _end(self, key: int) -> bool:
-        """Forget a group; return False when it is not here."""
-        if self._waiting.pop(key, None) is not None and not self._waiting:
-            logger.info("no group waits for its reward any more")
-        return self._tasks.pop(key, None) is not None
-
-    def _note_trouble(self, waiting: _Waiting) -> None:
-        if waiting.key not in self._tasks:
-            return
-        self._breaker.fail(time.monotonic())
-        if not self._waiting:
-            limit = f"tried again with back-off for {self._limits.retry_s:g} s (task.reward_retry_s)"
-            logger.warning("the reward cannot be had; %s: %s", limit, waiting.problem)
-        # Move it to the end: `trouble` tells the problem of the last one.
-        self._waiting.pop(waiting.key, None)
-        self._waiting[waiting.key] = waiting
 
     # In the loop's thread
 
@@ -230,18 +175,20 @@ class RewardRunner:
                 return
 
     async def _reward(self, key: int, samples: tuple[Sample, ...]) -> None:
+        # `poll` passes it over unless the function itself has raised `CancelledError`.
+        result: Rewarded | RewardFailure = RewardFailure(key, "reward_error", "cancelled")
         try:
-            self._news.put(await self._outcome(key, samples))
+            result = await self._outcome(key, samples)
         except MistakeError as error:
             self._show_first(error.failure)
-            self._news.put(RewardFailure(key, "reward_error", error.failure.detail))
-        except asyncio.CancelledError:
-            # `poll` passes it over unless the function itself has raised it.
-            self._news.put(RewardFailure(key, "reward_error", "cancelled"))
-            raise
+            result = RewardFailure(key, "reward_error", error.failure.detail)
         except Exception as error:
             logger.exception("the rewards of a group failed")
-            self._news.put(RewardFailure(key, "reward_error", one_line(error)))
+            result = RewardFailure(key, "reward_error", one_line(error))
+        finally:
+            # Also of a group that was cancelled while its attempt failed.
+            self._retries.forget(key)
+            self._ended.put(result)
 
     def _show_first(self, failure: Failure) -> None:
         """Log the whole traceback of the first mistake."""
@@ -253,34 +200,23 @@ class RewardRunner:
     async def _outcome(self, key: int, samples: tuple[Sample, ...]) -> Rewarded | RewardFailure:
         """Try until every sample has its reward, or the time is over. Raises `MistakeError`."""
         rewards: dict[int, Reward] = {}
-        since: float | None = None
         num_attempts = num_killed = 0
         while True:
             left = [index for index in range(len(samples)) if index not in rewards]
-            outcomes = await self._attempts.make([samples[index] for index in left], key, is_first=not num_attempts)
+            outcomes = await self._calls.make([samples[index] for index in left], key, is_first=not num_attempts)
             rewards |= {index: outcome for index, outcome in zip(left, outcomes, strict=True) if isinstance(outcome, Reward)}
             failure = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)
-            if failure is None:
-                return Rewarded(key, tuple(rewards[index] for index in range(len(samples))))
             now = time.monotonic()
-            since = now if since is None else since
+            if failure is None:
+                self._retries.succeed(key, now)
+                return Rewarded(key, tuple(rewards[index] for index in range(len(samples))))
             num_attempts += 1
             num_killed += failure.was_killed
-            delay_s = back_off_s(num_attempts)
-            if now + delay_s > since + self._limits.retry_s or num_killed >= MAX_KILLED_ATTEMPTS:
-                detail = f"{failure.detail}; tried {num_attempts} times in {now - since:.0f} s"
+            failures = self._retries.fail(key, failure.detail, now)
+            if failures.again_at is None or num_killed >= MAX_KILLED_ATTEMPTS:
+                detail = f"{failure.detail}; tried {num_attempts} times in {now - failures.since:.0f} s"
                 return RewardFailure(key, "reward_timeout" if failure.is_timeout else "reward_unavailable", detail)
-            self._news.put(_Waiting(key, since, failure.detail))
-            await asyncio.sleep(delay_s)
-
-
-def back_off_s(num_attempts: int) -> float:
-    """Return the seconds to wait after this many failed attempts: doubled each time, half of it at random.
-
-    Without chance, all groups that a short outage met would come back in the same moment.
-    """
-    longest_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(num_attempts - 1, 30))
-    return longest_s * random.uniform(0.5, 1.0)
+            await asyncio.sleep(failures.again_at - now)
 
 
 async def _cancel_others() -> None:

@@ -14,9 +14,10 @@ from offbeat.actor.contact import ActorIdentity
 from offbeat.actor.engines.engine import CacheUse, Completion, Score
 from offbeat.actor.leases_at_work import Jobs
 from offbeat.actor.outbox import Outbox
-from offbeat.actor.rewards.runner import Rewarded, RewardFailure, RewardRunner, UnavailableRewards
+from offbeat.actor.rewards.functions import Reward
+from offbeat.actor.rewards.retries import UnavailableRewards
+from offbeat.actor.rewards.runner import Rewarded, RewardFailure, RewardRunner
 from offbeat.actor.rewards.samples import Sample
-from offbeat.actor.rewards.values import Reward
 from offbeat.actor.service import ActorService
 from offbeat.actor.single_turns import SingleTurns
 from offbeat.common.models.images import ImagePatches

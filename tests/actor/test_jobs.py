@@ -6,7 +6,7 @@ import pytest
 from offbeat.actor.engines.engine import Completion
 from offbeat.actor.judges.client import handed_to_processes
 from offbeat.actor.leases_at_work import as_group
-from offbeat.actor.rewards.values import Reward
+from offbeat.actor.rewards.functions import Reward
 from offbeat.actor.sampling import Played
 from offbeat.common.settings.config import Config, JudgeSection
 from offbeat.protocols.messages import Ack, ActorHeartbeat, Cancel, Credit, GroupDone, Hello, LeaseFailed, SayHello

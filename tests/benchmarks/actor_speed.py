@@ -139,7 +139,7 @@ def run_actor(connection: Connection, folder: str, workload: Workload, address: 
     from offbeat.actor.engines.choice import make_engine
     from offbeat.actor.leases_at_work import Jobs
     from offbeat.actor.outbox import Outbox
-    from offbeat.actor.rewards.attempts import limits_of
+    from offbeat.actor.rewards.calling import limits_of
     from offbeat.actor.rewards.runner import RewardRunner
     from offbeat.actor.service import ActorService
     from offbeat.actor.single_turns import SingleTurns

@@ -117,7 +117,7 @@ def act(connection: Connection) -> None:
     from offbeat.actor.contact import ActorIdentity
     from offbeat.actor.leases_at_work import Jobs
     from offbeat.actor.outbox import Outbox
-    from offbeat.actor.rewards.attempts import limits_of
+    from offbeat.actor.rewards.calling import limits_of
     from offbeat.actor.rewards.runner import RewardRunner
     from offbeat.actor.service import ActorService
     from offbeat.actor.single_turns import SingleTurns

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from offbeat.actor.environments.chat import Chat, NoRoom
 from offbeat.actor.environments.functions import load_environment
+from offbeat.actor.rewards.functions import reward_of
 from offbeat.actor.rewards.samples import RewardUnavailable
-from offbeat.actor.rewards.values import reward_of
 
 ENVIRONMENT = f"{__name__}:play"
 """This environment, as `task.environment` names it."""

@@ -40,7 +40,7 @@ def make_scene(judge: Judge | None, meanwhile: Callable[[], None]) -> Scene:
 
 
 def test_judge_is_down_for_a_while_and_costs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offbeat.actor.rewards.runner.FIRST_DELAY_S", 0.05)
+    monkeypatch.setattr("offbeat.actor.rewards.retries.FIRST_DELAY_S", 0.05)
     judge = Judge("127.0.0.1")
     monkeypatch.setenv(URL_VARIABLE, judge.url)
     runner = RewardRunner(REWARD, make_limits(retry_s=20.0))
@@ -49,7 +49,7 @@ def test_judge_is_down_for_a_while_and_costs_no_group(monkeypatch: pytest.Monkey
         for key in range(4):
             runner.submit(key, samples(["7", "8"], {"answer": 7}))
         deadline = time.monotonic() + 10
-        while (trouble := runner.trouble()) is None or len(trouble.keys) < 4:
+        while (trouble := runner.trouble()) is None or len(trouble.lease_ids) < 4:
             assert time.monotonic() < deadline
             assert runner.poll() == []
 

@@ -304,7 +304,7 @@ def test_episode_whose_tool_is_down_keeps_its_place_and_is_played_again_when_it_
         game.poll()
     trouble = game.episodes.trouble()
     assert trouble is not None
-    assert (trouble.since, trouble.problem, trouble.keys) == (0.0, "judge down", (7,))
+    assert (trouble.since, trouble.problem, trouble.lease_ids) == (0.0, "judge down", (7,))
     game.poll(sample("7/0/4"))
     game.sampled("7/0/4", 1, [6])
     (played,) = game.poll(ended("7/0/4"))

@@ -13,7 +13,7 @@ import offbeat
 from offbeat import JudgeError, RewardUnavailable, Verdict, judge, judge_sync
 from offbeat.actor.judges import client
 from offbeat.actor.judges.client import counts_of_judge, handed_to_processes, verdict_of
-from offbeat.actor.rewards import runner as rewards
+from offbeat.actor.rewards import retries
 from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import Config, JudgeSection
 from tests.actor.judges.fake_judge import Answer, FakeJudge, serving
@@ -21,8 +21,8 @@ from tests.actor.judges.fake_judge import Answer, FakeJudge, serving
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewards, "FIRST_DELAY_S", 0.002)
-    monkeypatch.setattr(rewards, "LONGEST_DELAY_S", 0.01)
+    monkeypatch.setattr(retries, "FIRST_DELAY_S", 0.002)
+    monkeypatch.setattr(retries, "LONGEST_DELAY_S", 0.01)
 
 
 def config_of(fake: FakeJudge, **settings: Any) -> Config:

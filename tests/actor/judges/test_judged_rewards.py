@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.actor.judges.client import counts_of_judge, handed_to_processes
-from offbeat.actor.rewards import runner as rewards
+from offbeat.actor.rewards import retries
 from offbeat.actor.rewards.runner import RewardRunner
 from offbeat.common.settings.config import Config, JudgeSection
 from tests.actor.judges.fake_judge import Answer, serving
@@ -25,7 +25,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "my_judged.py").write_text(code)
     before = Path.cwd(), list(sys.path)
     os.chdir(tmp_path)
-    monkeypatch.setattr(rewards, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(retries, "FIRST_DELAY_S", 0.01)
     yield "my_judged"
     os.chdir(before[0])
     sys.path[:] = before[1]

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from offbeat.actor.rewards.attempts import RewardLimits
+from offbeat.actor.rewards.calling import RewardLimits
+from offbeat.actor.rewards.functions import Reward
 from offbeat.actor.rewards.runner import Rewarded, RewardFailure, RewardRunner
 from offbeat.actor.rewards.samples import Sample
-from offbeat.actor.rewards.values import Reward
 
 
 def make_limits(

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from offbeat.actor.rewards.failures import Failure
-from offbeat.actor.rewards.functions import RewardFunction, exact_match, load_reward, math_answer
+from offbeat.actor.rewards.functions import Reward, RewardFunction, exact_match, load_reward, math_answer, reward_of, rewards_of
 from offbeat.actor.rewards.samples import RewardUnavailable
-from offbeat.actor.rewards.values import Reward, reward_of, rewards_of
 from offbeat.common.errors import SettingError
 from tests.actor.rewards.reward_harness import samples
 

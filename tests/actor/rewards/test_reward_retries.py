@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from offbeat.actor.rewards import runner as rewards_module
-from offbeat.actor.rewards.attempts import Pace
-from offbeat.actor.rewards.runner import RewardFailure, RewardRunner, back_off_s
+from offbeat.actor.rewards import retries
+from offbeat.actor.rewards.runner import RewardFailure, RewardRunner
 from offbeat.actor.rewards.samples import RewardUnavailable
 from tests.actor.rewards.reward_harness import make_limits, rewarded, samples, wait
 
@@ -25,8 +24,8 @@ MakeRunner = Callable[..., RewardRunner]
 @pytest.fixture
 def run_reward(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRunner]:
     """Return a function that makes a runner of an async reward function; failed calls are tried again after milliseconds."""
-    monkeypatch.setattr(rewards_module, "FIRST_DELAY_S", 0.002)
-    monkeypatch.setattr(rewards_module, "LONGEST_DELAY_S", 0.02)
+    monkeypatch.setattr(retries, "FIRST_DELAY_S", 0.002)
+    monkeypatch.setattr(retries, "LONGEST_DELAY_S", 0.02)
     runners: list[RewardRunner] = []
 
     def make(
@@ -178,7 +177,7 @@ def test_trouble_names_the_groups_that_wait_and_ends_with_them(run_reward: MakeR
     runner.submit(3, samples(["a"]))
     deadline = time.monotonic() + 10
     done = []
-    while (trouble := runner.trouble()) is None or set(trouble.keys) != {1, 3}:
+    while (trouble := runner.trouble()) is None or set(trouble.lease_ids) != {1, 3}:
         assert time.monotonic() < deadline
         done += runner.poll()
     assert trouble.problem.startswith("TimeoutError: no answer (")
@@ -234,31 +233,6 @@ def test_calls_at_the_same_time_stay_within_their_bound(run_reward: MakeRunner) 
         runner.submit(key, samples(["a"] * 5))
     assert len(wait(runner)) == 4
     assert most == 3
-
-
-def test_calls_are_spaced_to_keep_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        waited.append(seconds)
-
-    async def take_turns() -> None:
-        pace = Pace(4.0)
-        for num_calls in (1, 1, 8, 1):
-            await pace.turn(num_calls)
-        await Pace(None).turn(5)
-
-    monkeypatch.setattr(asyncio, "sleep", sleep)
-    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
-    asyncio.run(take_turns())
-    assert waited == [0.0, 0.25, 0.5, 2.5]
-
-
-def test_back_off_doubles_up_to_its_bound_and_half_of_it_is_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("random.uniform", lambda low, high: high)
-    assert [back_off_s(attempt) for attempt in (1, 2, 3, 6, 7, 1000)] == [0.5, 1.0, 2.0, 16.0, 30.0, 30.0]
-    monkeypatch.setattr("random.uniform", lambda low, high: low)
-    assert [back_off_s(attempt) for attempt in (1, 2, 1000)] == [0.25, 0.5, 15.0]
 
 
 def test_samples_of_several_groups_share_a_call_while_the_others_are_busy(run_reward: MakeRunner) -> None:

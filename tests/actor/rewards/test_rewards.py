@@ -248,6 +248,15 @@ def test_completions_beside_one_that_hung_once_are_all_rewarded(make_runner, tmp
     assert wait(runner) == {1: rewarded(1, 1.0, 4.0, 2.0)}
 
 
+def test_a_reward_that_hangs_every_time_keeps_a_process_busy_for_three_attempts_only(make_runner, monkeypatch):
+    monkeypatch.setattr("offbeat.actor.rewards.retries.FIRST_DELAY_S", 0.01)
+    runner = make_runner("sleeps", timeout_s=0.2, retry_s=600.0)
+    outcome = failure(runner, "fast", "slow")
+    assert outcome.reason == "reward_timeout"
+    assert "; tried 3 times in " in outcome.detail
+    assert runner.trouble() is None
+
+
 def test_a_reward_that_ends_its_process_fails_alone(make_runner):
     runner = make_runner("exits")
     assert failure(runner, "exit").detail.startswith("SystemExit: 3")
@@ -337,7 +346,7 @@ def test_workers_do_not_outlive_a_killed_actor(module, number):
     """Workers inside a call that holds the interpreter end too."""
     script = textwrap.dedent("""
         import time
-        from offbeat.actor.rewards.attempts import RewardLimits
+        from offbeat.actor.rewards.calling import RewardLimits
         from offbeat.actor.rewards.runner import RewardRunner
         from offbeat.actor.rewards.samples import Sample
         if __name__ == "__main__":

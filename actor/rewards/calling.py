@@ -1,0 +1,300 @@
+"""Calls of a reward function: divided by its form, batched, held to a rate, and isolated; each ends at its time limit.
+
+    RewardCalls.make(group)
+        -> by form: one call for the group, one for each completion, or `Batches` of any groups
+        -> `at_rate`: calls per second
+        -> `WorkerProcesses` (plain functions, killed at the time limit) or `on_event_loop` (async functions)
+        -> RewardFunction -> `Reward` or `Failure` for each sample
+
+`runner.py` tries again what may succeed later.
+"""
+
+import asyncio
+import functools
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from pebble import CONSTS, ProcessExpired, ProcessFuture, ProcessPool
+
+from offbeat.actor.rewards.failures import Failure
+from offbeat.actor.rewards.functions import Outcome, RewardFunction, load_reward
+from offbeat.actor.rewards.guard import guard_session
+from offbeat.actor.rewards.retries import RateLimiter
+from offbeat.actor.rewards.samples import Sample
+from offbeat.common.errors import one_line
+from offbeat.common.processes.shutdown import die_with_parent
+from offbeat.common.settings.config import Config
+
+logger = logging.getLogger(__name__)
+
+Call = Callable[[Sequence[Sample]], Awaitable[list[Outcome]]]
+"""A call of a reward function: returns the outcome of each sample, in order, and ends at the time limit."""
+
+
+class RewardLimits(NamedTuple):
+    """The bounds that a config sets to calls of the reward function."""
+
+    timeout_s: float
+    """Longest time of one call, in seconds; for a plain function of one completion, of the calls for a group."""
+    retry_s: float
+    """Seconds for which a group whose reward is unavailable is tried again."""
+    num_workers: int
+    """Processes for a plain function."""
+    concurrency: int
+    """Calls of an async function at the same time."""
+    calls_per_s: float | None
+    """Calls that may be started in a second; None for no bound."""
+    batch_size: int
+    """Completions in one call of a function that takes them of any prompts."""
+
+
+def limits_of(config: Config) -> RewardLimits:
+    """Return the limits that the settings name."""
+    task, actor = config.task, config.actor
+    return RewardLimits(
+        timeout_s=task.reward_timeout_s,
+        retry_s=task.reward_retry_s,
+        num_workers=actor.reward_workers,
+        concurrency=actor.reward_concurrency,
+        calls_per_s=actor.reward_calls_per_s,
+        batch_size=actor.reward_batch_size,
+    )
+
+
+class MistakeError(Exception):
+    """The reward function has a mistake; no further attempt would help."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.detail)
+        self.failure = failure
+
+
+class RewardCalls:
+    """Divides the samples of a group into calls of the reward function, by its form."""
+
+    def __init__(self, path: str, weights: Mapping[str, float], limits: RewardLimits) -> None:
+        """Load the reward that `path` names. Raise `SettingError` if there is none."""
+        self._reward = reward = load_reward(path)
+        self._processes = (
+            None
+            if reward.is_async
+            else WorkerProcesses(path, weights, num_workers=limits.num_workers, timeout_s=limits.timeout_s)
+        )
+        call = (
+            on_event_loop(reward, weights, timeout_s=limits.timeout_s, concurrency=limits.concurrency)
+            if self._processes is None
+            else self._processes.call
+        )
+        self._call = at_rate(call, RateLimiter(limits.calls_per_s), reward.num_calls)
+        num_slots = limits.concurrency if reward.is_async else limits.num_workers
+        self._batches = Batches(self._call, batch_size=limits.batch_size, num_slots=num_slots)
+
+    @property
+    def is_async(self) -> bool:
+        """True when the function runs on the event loop of the calls, and may block it."""
+        return self._reward.is_async
+
+    async def run_batches(self) -> None:
+        """Serve the calls that rewards of several groups share."""
+        if self._reward.form == "samples":
+            await self._batches.run()
+
+    async def make(self, samples: Sequence[Sample], key: int, *, is_first: bool) -> list[Outcome]:
+        """Return the outcome of each sample, in order; raise `MistakeError` as soon as one shows a mistake."""
+        if self._reward.form == "samples":
+            calls = [self._batches.outcome(key, sample) for sample in samples]
+        elif self._reward.form == "group":
+            return _without_mistakes(await self._call(samples))
+        elif is_first and not self._reward.is_async:
+            # One trip to a process for all: a cheap reward takes less time than the trip.
+            return _without_mistakes(await self._call(samples))
+        else:
+            # Call each sample apart, so that a call that never ends fails no other sample.
+            calls = [self._call([sample]) for sample in samples]
+        tasks = [asyncio.ensure_future(_checked(call)) for call in calls]
+        try:
+            return [outcome for outcomes in await asyncio.gather(*tasks) for outcome in outcomes]
+        finally:
+            # When one has failed, the others still run.
+            for task in tasks:
+                task.cancel()
+
+    def close(self) -> None:
+        """End the processes of the function."""
+        if self._processes is not None:
+            self._processes.close()
+
+
+async def _checked(call: Awaitable[list[Outcome]]) -> list[Outcome]:
+    return _without_mistakes(await call)
+
+
+def _without_mistakes(outcomes: list[Outcome]) -> list[Outcome]:
+    """Return the outcomes, or raise `MistakeError` for the first that no further attempt would change."""
+    for outcome in outcomes:
+        if isinstance(outcome, Failure) and not outcome.is_transient:
+            raise MistakeError(outcome)
+    return outcomes
+
+
+class _Item(NamedTuple):
+    key: int
+    """The group."""
+    sample: Sample
+    outcome: asyncio.Future[Outcome]
+
+
+class Batches:
+    """Collects samples while all calls that may run at once are busy, and then calls with those that wait."""
+
+    def __init__(self, call: Call, *, batch_size: int, num_slots: int) -> None:
+        """`batch_size` bounds the samples of one call, `num_slots` the calls at once."""
+        self._call = call
+        self._batch_size = batch_size
+        self._num_slots = num_slots
+        self._queue: asyncio.Queue[_Item] = asyncio.Queue()
+
+    async def run(self) -> None:
+        """Serve the queue until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._num_slots):
+                group.create_task(self._serve())
+
+    async def outcome(self, key: int, sample: Sample) -> list[Outcome]:
+        """Return the outcome of one sample of group `key`, in a list, when a call with it has ended."""
+        item = _Item(key, sample, asyncio.get_running_loop().create_future())
+        self._queue.put_nowait(item)
+        return [await item.outcome]
+
+    async def _serve(self) -> None:
+        while True:
+            items = [await self._queue.get()]
+            while len(items) < self._batch_size and not self._queue.empty():
+                items.append(self._queue.get_nowait())
+            # Samples of groups that were cancelled meanwhile need no reward.
+            items = [item for item in items if not item.outcome.done()]
+            if items:
+                await self._answer(items)
+
+    async def _answer(self, items: list[_Item]) -> None:
+        outcomes = await self._call([item.sample for item in items])
+        keys = dict.fromkeys(item.key for item in items)
+        has_mistake = any(isinstance(outcome, Failure) and not outcome.is_transient for outcome in outcomes)
+        if has_mistake and len(keys) > 1:
+            # Only the group whose completion brings the function down is to fail.
+            for key in keys:
+                await self._answer([item for item in items if item.key == key])
+            return
+        for item, outcome in zip(items, outcomes, strict=True):
+            if not item.outcome.done():
+                item.outcome.set_result(outcome)
+
+
+def at_rate(call: Call, limiter: RateLimiter, num_calls: Callable[[Sequence[Sample]], int]) -> Call:
+    """Return a call that waits for its turn first; `num_calls` counts the calls of the function that some samples need."""
+
+    async def wait_and_call(samples: Sequence[Sample]) -> list[Outcome]:
+        wait_s = limiter.take_turn(num_calls(samples))
+        if wait_s:
+            await asyncio.sleep(wait_s)
+        return await call(samples)
+
+    return wait_and_call
+
+
+def on_event_loop(reward: RewardFunction, weights: Mapping[str, float], *, timeout_s: float, concurrency: int) -> Call:
+    """Return calls of an async function on the event loop of their caller, so many of them at once."""
+    slots = asyncio.Semaphore(concurrency)
+
+    async def call(samples: Sequence[Sample]) -> list[Outcome]:
+        async with slots:
+            try:
+                # The time runs from here: a call that waits for its turn is not late.
+                async with asyncio.timeout(timeout_s):
+                    return await reward.outcomes_async(samples, weights)
+            except TimeoutError:
+                return [timed_out(timeout_s, was_killed=False)] * len(samples)
+
+    return call
+
+
+class WorkerProcesses:
+    """Runs a plain function in processes that are killed at the time limit."""
+
+    def __init__(self, path: str, weights: Mapping[str, float], *, num_workers: int, timeout_s: float) -> None:
+        self._num_workers = num_workers
+        self._path = path
+        self._weights = dict(weights)
+        self._timeout_s = timeout_s
+        # Pebble sends SIGTERM first, which workers survive, and SIGKILL this much later.
+        CONSTS.term_timeout = 0.0
+        self._pool = self._make_pool()
+
+    async def call(self, samples: Sequence[Sample]) -> list[Outcome]:
+        """Return the outcome of each sample, in order."""
+        try:
+            # Shielded: to cancel the call would kill its process, which other groups wait for.
+            return await asyncio.shield(asyncio.wrap_future(self._start(samples)))
+        except TimeoutError:
+            failure = timed_out(self._timeout_s, was_killed=True)
+        except ProcessExpired as error:
+            failure = Failure(False, f"the reward ended its process, exit code {error.exitcode}")
+        except asyncio.CancelledError:
+            raise
+        # What cannot be sent to the process or back is the user's: a row, or an exception's argument. An interrupt is caught,
+        # too: raised in this thread, it would end the rewards of all groups.
+        except BaseException as error:  # noqa: BLE001
+            failure = Failure(False, one_line(error))
+        return [failure] * len(samples)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.stop()
+        self._pool.join()
+
+    def _start(self, samples: Sequence[Sample]) -> ProcessFuture:
+        # A worker that dies while it is idle breaks pebble's pool for good.
+        if not self._pool.active:
+            logger.warning("the reward processes died; starting new ones")
+            self._pool = self._make_pool()
+        return self._pool.schedule(_outcomes, (self._path, tuple(samples), self._weights), timeout=self._timeout_s)
+
+    def _make_pool(self) -> ProcessPool:
+        # Spawned: a fork of a process that runs an engine's threads can hang.
+        pool = ProcessPool(
+            self._num_workers,
+            initializer=_prepare_worker,
+            initargs=(os.getpid(),),
+            context=multiprocessing.get_context("spawn"),
+        )
+        # Starts the workers, and imports the function before the first group's time runs.
+        pool.schedule(_load_once, (self._path,))
+        return pool
+
+
+def _prepare_worker(parent_pid: int) -> None:
+    die_with_parent(parent_pid)
+    guard_session()
+    # A scheduler that takes a machine away sends SIGTERM to every process, and a leaving actor still needs this one. A handler,
+    # not SIG_IGN: programs that the reward starts would inherit that.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+
+
+@functools.cache
+def _load_once(path: str) -> RewardFunction:
+    return load_reward(path)
+
+
+def _outcomes(path: str, samples: tuple[Sample, ...], weights: Mapping[str, float]) -> list[Outcome]:
+    """Return the outcome of each sample, one after another. Runs in a worker."""
+    return _load_once(path).outcomes(samples, weights)
+
+
+def timed_out(timeout_s: float, *, was_killed: bool) -> Failure:
+    """Return the failure of a call that was ended at its time limit."""
+    detail = f"it took longer than task.reward_timeout_s = {timeout_s:g}"
+    return Failure(is_transient=True, detail=detail, is_timeout=True, was_killed=was_killed)
