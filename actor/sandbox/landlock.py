@@ -6,12 +6,14 @@ every call that would reach the network or another process. Its folder is a real
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import logging
 import os
 import secrets
 import stat
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +34,10 @@ from offbeat.actor.sandbox.seccomp import seccomp_filter
 
 logger = logging.getLogger(__name__)
 
+PREFIX = "offbeat-sandbox-"
+"""Names of programs' folders begin with it."""
+NEW_S = 60.0
+"""Seconds for which a folder without a lock is left alone."""
 _READ = ("/dev/zero", "/dev/random", "/dev/urandom")
 _WRITE = ("/dev/null",)
 
@@ -45,7 +51,8 @@ class Landlock:
     def launch(self, folders: Sequence[str]) -> Iterator[Launch]:
         if not confine.landlock_version():
             raise OSError("the kernel has no Landlock: it came with Linux 5.13, and can be switched off")
-        folder = tempfile.mkdtemp(prefix="offbeat-sandbox-")
+        folder = tempfile.mkdtemp(prefix=PREFIX)
+        lock = _try_lock(folder)
 
         def arguments(pid: int) -> Mapping[str, Any]:
             read = [*visible_paths(), *_READ, *folders]
@@ -56,6 +63,33 @@ class Landlock:
             yield Launch([*INTERPRETER, str(INSIDE)], (), folder, arguments, lambda pid: _usage(pid, folder))
         finally:
             _remove(folder)
+            if lock is not None:
+                os.close(lock)
+
+
+def sweep_folders() -> None:
+    """Delete the folders of programs whose actor or worker was killed: no living process has locked them."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            status = folder.lstat()
+            # One that is new may be locked in a moment. In a folder of another user, or open to others, nothing is safe.
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+            if is_own and status.st_mtime < time.time() - NEW_S and (lock := _try_lock(str(folder))) is not None:
+                try:
+                    _remove(str(folder))
+                finally:
+                    os.close(lock)
+
+
+def _try_lock(folder: str) -> int | None:
+    """Lock a folder until the returned descriptor is closed, or this process dies; return None where another has."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _remove(folder: str) -> None:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from offbeat.actor.rewards.samples import RewardUnavailable
 from offbeat.actor.sandbox.bubblewrap import Bubblewrap, find_bubblewrap
-from offbeat.actor.sandbox.landlock import Landlock
+from offbeat.actor.sandbox.landlock import Landlock, sweep_folders
 from offbeat.actor.sandbox.launch import Backend
 from offbeat.actor.sandbox.program import MEMORY_MB, TIMEOUT_S, Result
 from offbeat.actor.sandbox.running import run_program
@@ -110,6 +110,7 @@ class Local:
         reasons = [] if self.backend == "landlock" or find_bubblewrap() else ["bubblewrap is not installed"]
         if not is_known_machine():
             raise NoSandboxError(_cure(["this is no Linux on x86_64 or aarch64"]))
+        sweep_folders()
         for backend in self._candidates():
             try:
                 result = self._run(backend, "print('works')", "", {}, TIMEOUT_S, MEMORY_MB, threading.Event())

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.actor.sandbox import Local, Result, run_sync, use
+from offbeat.actor.sandbox import Local, Result, confine, run_sync, use
+from offbeat.actor.sandbox.landlock import Landlock
 from offbeat.common.processes import process_table as processes
 
 
@@ -178,6 +180,27 @@ def test_folders_that_a_program_nests_are_gone_when_it_ends(
     result = run(box, code, timeout_s=30.0)
     assert result.exit_code != 0 and not result.is_timeout, "it is ended by a limit"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not confine.landlock_version(), reason="the kernel has no Landlock")
+def test_folders_of_killed_workers_are_gone_at_the_next_start_and_those_in_use_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    box = Local("landlock")
+    with Landlock().launch(()) as in_use:
+        asks = f"import os, tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
+        asks += "from offbeat.actor.sandbox.landlock import Landlock\n"
+        asks += "with Landlock().launch(()) as launch: os.kill(os.getpid(), 9)"
+        assert subprocess.run([sys.executable, "-c", asks], check=False).returncode == -signal.SIGKILL
+        assert len(list(tmp_path.iterdir())) == 2
+        box.check()
+        assert len(list(tmp_path.iterdir())) == 2, "a new folder may be locked in a moment"
+        for folder in tmp_path.iterdir():
+            (folder / "left").mkdir()
+            os.utime(folder, (0, 0))
+        Local("landlock").check()
+        assert [str(folder) for folder in tmp_path.iterdir()] == [in_use.folder]
 
 
 def test_time_of_a_program_does_not_include_the_start_of_its_sandbox(box: Local) -> None:
