@@ -44,7 +44,7 @@ class Check(NamedTuple):
     """The evidence that was checked, with numbers."""
 
 
-class Life(msgspec.Struct):
+class AuditedLease(msgspec.Struct):
     """The course of one lease, as the log tells it."""
 
     turn: Turn
@@ -92,7 +92,7 @@ class LogAudit:
         """`is_whole`: True when the log begins where the run began, and nothing was deleted."""
         self._is_whole = is_whole
         self._lost = lost
-        self.leases: dict[int, Life] = {}
+        self.leases: dict[int, AuditedLease] = {}
         self.batches: list[Trained] = []
         """Batches that are in the weights. A restart from an older checkpoint removes the batches after it."""
         self.turns: dict[Turn, list[int]] = {}
@@ -194,7 +194,7 @@ class LogAudit:
         self._waiting.pop(turn, None)
         self._overtaken.pop(turn, None)
         previous.append(event.lease_id)
-        self.leases[event.lease_id] = Life(turn, event.actor)
+        self.leases[event.lease_id] = AuditedLease(turn, event.actor)
 
     def _accept(self, event: Accepted) -> None:
         life = self._open(event.lease_id, "accepted")
@@ -230,7 +230,7 @@ class LogAudit:
                 self._flaw(self.training_flaws, lease_id, "trained without having been accepted")
             life.end, life.is_final = "trained", True
 
-    def _open(self, lease_id: int, what: str) -> Life | None:
+    def _open(self, lease_id: int, what: str) -> AuditedLease | None:
         """Return the lease that `what` happened to, None for an unknown one; record a flaw where it had already ended."""
         life = self.leases.get(lease_id)
         if life is None:

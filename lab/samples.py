@@ -1,6 +1,6 @@
 """`offbeat samples`: the prompts and completions that a run was trained on, read from its rollout log."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -14,11 +14,12 @@ from offbeat.common.records.rows import EvalSampleRow
 from offbeat.common.records.run_folder import LOG, read_run_config
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.common.settings.config import Config
+from offbeat.lab.lease_history import LeaseHistories, LeaseHistory
 from offbeat.learner.diagnostics.sample_rows import shorten, written
-from offbeat.learner.leases.events import Accepted, Granted, Started, Trained
+from offbeat.learner.leases.events import Accepted
 from offbeat.learner.leases.groups import unpack
 from offbeat.learner.leases.log_reading import read_log, read_record
-from offbeat.learner.leases.log_records import Position, Record
+from offbeat.learner.leases.log_records import Position
 from offbeat.learner.leases.prompts import Prompt, load_prompts
 from offbeat.protocols.text import plain
 
@@ -27,7 +28,7 @@ MAX_TEXT = 2000
 """Longest text that is printed without `--full`, in characters."""
 
 
-class Request(NamedTuple):
+class SamplesRequest(NamedTuple):
     """The trained groups to show."""
 
     order: Order = "newest"
@@ -40,7 +41,7 @@ class Request(NamedTuple):
     """Completions to show of each group: the best ones first; for the order `worst`, the worst ones first."""
 
 
-class Completion(msgspec.Struct, frozen=True):
+class SampledCompletion(msgspec.Struct, frozen=True):
     """One completion of a group."""
 
     reward: float
@@ -65,23 +66,10 @@ class SampledGroup(msgspec.Struct, frozen=True):
     actor: str
     prompt: str | None
     """None where the data does not have the prompt any more, or another one under its id."""
-    completions: tuple[Completion, ...]
+    completions: tuple[SampledCompletion, ...]
 
 
-class TrainedGroup(NamedTuple):
-    """A trained group as the log tells of it, without its arrays."""
-
-    step: int
-    policy_lag: int
-    lease_id: int
-    prompt_id: int | None
-    actor: str
-    rewards: tuple[float, ...]
-    position: Position
-    """The record of its `Accepted` event."""
-
-
-def read_samples(run: Path, request: Request) -> list[SampledGroup]:
+def read_samples(run: Path, request: SamplesRequest) -> list[SampledGroup]:
     """Return the groups that are asked for; raise `SettingError` for a run without a log, model or such groups."""
     config = read_run_config(run)
     folder = run / LOG
@@ -91,49 +79,20 @@ def read_samples(run: Path, request: Request) -> list[SampledGroup]:
         )
         cure = "Its report shows some samples: offbeat report RUN. Runs with log.enabled=true keep all completions."
         raise SettingError("RUN", str(run), problem, cure)
-    chosen = choose(trained_groups(read_log(folder), config.train.groups_per_step), request)
+    leases, positions = LeaseHistories(), dict[int, Position]()
+    for record in read_log(folder):
+        leases.take(record.event)
+        if isinstance(record.event, Accepted):
+            positions[record.event.lease_id] = record.position
+    chosen = choose(list(leases.trained_groups()), request)
     if not chosen:
         cure = "Ask for a step or prompt that was trained on; the log keeps log.retain_mb of the newest groups."
         raise SettingError("RUN", str(run), "its log has no trained group of that kind", cure)
     decode, prompts = _open_texts(config)
-    return list(_decoded(folder, chosen, decode, prompts, request))
+    return list(_decoded(folder, chosen, positions, decode, prompts, request))
 
 
-def trained_groups(records: Iterable[Record], groups_per_step: int) -> list[TrainedGroup]:
-    """Return the groups whose optimizer steps are in the weights, in the order of training."""
-    prompt_ids: dict[int, int] = {}
-    accepted: dict[int, tuple[Accepted, Position]] = {}
-    batches: list[Trained] = []
-    for record in records:
-        match record.event:
-            case Started(policy_version=version):
-                # Steps after the checkpoint that a learner began from are undone.
-                while batches and batches[-1].policy_version + batches[-1].num_steps > version:
-                    batches.pop()
-            case Granted() as event:
-                prompt_ids[event.lease_id] = event.prompt_id
-            case Accepted() as event:
-                accepted[event.lease_id] = event, record.position
-            case Trained() as event:
-                batches.append(event)
-            case _:
-                pass
-    return [
-        _trained(batch.policy_version + index // groups_per_step, *accepted[lease_id], prompt_ids.get(lease_id))
-        for batch in batches
-        for index, lease_id in enumerate(batch.lease_ids)
-        if lease_id in accepted
-    ]
-
-
-def _trained(version: int, accepted: Accepted, position: Position, prompt_id: int | None) -> TrainedGroup:
-    """Return the group that the step after `version` trained on."""
-    oldest = min(segment.policy_version for completion in accepted.completions for segment in completion.segments)
-    rewards = tuple(completion.reward for completion in accepted.completions)
-    return TrainedGroup(version + 1, max(0, version - oldest), accepted.lease_id, prompt_id, accepted.actor, rewards, position)
-
-
-def choose(groups: Sequence[TrainedGroup], request: Request) -> list[TrainedGroup]:
+def choose(groups: Sequence[LeaseHistory], request: SamplesRequest) -> list[LeaseHistory]:
     """Return the groups to show, the last trained first among equals.
 
     The best group is the one with the best completion, the worst one that with the worst.
@@ -196,20 +155,22 @@ def _open_texts(config: Config) -> tuple[Callable[[Sequence[int]], str], dict[in
 
 def _decoded(
     folder: Path,
-    chosen: Sequence[TrainedGroup],
+    chosen: Sequence[LeaseHistory],
+    positions: Mapping[int, Position],
     decode: Callable[[Sequence[int]], str],
     prompts: Mapping[int, Prompt],
-    request: Request,
+    request: SamplesRequest,
 ) -> Iterator[SampledGroup]:
     for group in chosen:
-        record = read_record(folder, group.position)
+        record = read_record(folder, positions[group.lease_id])
         # A live run may have deleted the segment meanwhile.
         if record is None or not isinstance(record.event, Accepted):
             continue
+        assert group.step is not None and group.policy_lag is not None
         rollouts = unpack(record.event.completions, record.arrays)
         mean = sum(group.rewards) / len(group.rewards)
         completions = [
-            Completion(
+            SampledCompletion(
                 rollout.reward,
                 rollout.reward - mean,
                 rollout.finish_reason,
@@ -233,7 +194,7 @@ def _decoded(
         )
 
 
-def read_evaluation_samples(run: Path, request: Request) -> list[EvalSampleRow]:
+def read_evaluation_samples(run: Path, request: SamplesRequest) -> list[EvalSampleRow]:
     """Return at most `num_groups` samples of the run's evaluations; raise `SettingError` where there are none to return.
 
     `request.step` is the policy version that was evaluated. The newest evaluation comes first among equals.

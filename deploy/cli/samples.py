@@ -7,7 +7,7 @@ import typer
 
 from offbeat.common.errors import SettingError
 from offbeat.deploy.cli.arguments import RunFolder
-from offbeat.lab.samples import Request, print_evaluation_samples, print_samples, read_evaluation_samples, read_samples
+from offbeat.lab.samples import SamplesRequest, print_evaluation_samples, print_samples, read_evaluation_samples, read_samples
 from offbeat.lab.terminal import stdout_console
 
 
@@ -28,7 +28,7 @@ def command(
     """Show prompts and completions that a run was trained on, or evaluated with, the newest first; the run may be going on."""
     if worst and best:
         raise SettingError("--worst", "", "it contradicts --best", "Give one of them.")
-    request = Request("worst" if worst else "best" if best else "newest", step, prompt, groups, completions)
+    request = SamplesRequest("worst" if worst else "best" if best else "newest", step, prompt, groups, completions)
     if evaluation:
         samples = read_evaluation_samples(run, request)
         if as_json:

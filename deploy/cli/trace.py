@@ -1,4 +1,4 @@
-"""`offbeat trace`: the lives of a run's groups."""
+"""`offbeat trace`: the lease histories of a run as a trace."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,8 +7,7 @@ import typer
 
 from offbeat.common.errors import SettingError
 from offbeat.deploy.cli.arguments import RunFolder
-from offbeat.lab.tracing.otlp import send_trace
-from offbeat.lab.tracing.run_trace import TRACE_FILE, Request, read_trace, write_trace
+from offbeat.lab.tracing import TRACE_FILE, TraceRequest, read_trace, send_trace, write_trace
 
 
 def command(
@@ -21,10 +20,10 @@ def command(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="File to write; RUN/trace.json where it is left out.")] = None,
 ) -> None:
-    """Write the lives of groups as a trace for ui.perfetto.dev: each one's wait, generation, reward, queue and training."""
+    """Write the history of groups as a trace for ui.perfetto.dev: wait, generation, reward, queue and training of each."""
     if lease is not None and step is not None:
         raise SettingError("--lease", lease, "it contradicts --step", "Give one of them.")
-    trace = read_trace(run, Request(lease, step, slowest))
+    trace = read_trace(run, TraceRequest(lease, step, slowest))
     if otlp is not None:
         typer.echo(f"{send_trace(trace, otlp)} spans sent to {otlp}")
         return

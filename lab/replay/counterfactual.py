@@ -30,6 +30,7 @@ import numpy as np
 
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import replace_settings
+from offbeat.lab.lease_history import LeaseHistories
 from offbeat.learner.leases.evaluation import Evaluations, Round
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned
 from offbeat.learner.leases.groups import Group, Rollout, unpack
@@ -154,15 +155,12 @@ def read_recording(records: Iterable[Record]) -> Recording:
 def recorded_ends(recording: Recording, config: Config) -> LeaseEnds:
     """Return the ends of the leases that the log tells of; `config` measures lags and decides nothing."""
     policy = StalenessPolicy(config.staleness, config.train)
+    leases = LeaseHistories(recording.events)
     arrived: dict[int, Group] = {}
-    trainings: list[TrainedBatch] = []
-    batches: list[TrainedBatch] = []
+    trained: dict[Trained, TrainedBatch] = {}
     admitted, dropped, expired = [], [], []
     for index, event in enumerate(recording.events):
         match event:
-            case Started():
-                while batches and batches[-1].policy_version + policy.batch_steps > event.policy_version:
-                    batches.pop()
             case Granted():
                 admitted.append(event.lease_id)
             case Accepted():
@@ -173,11 +171,13 @@ def recorded_ends(recording: Recording, config: Config) -> LeaseEnds:
                 expired.append(event.lease_id)
             case Trained():
                 groups = [arrived[lease_id] for lease_id in event.lease_ids]
-                trainings.append(_batch(policy, groups, event.policy_version, event.at))
-                batches.append(trainings[-1])
+                trained[event] = _batch(policy, groups, event.policy_version, event.at)
             case Tuned():
                 config = replace_settings(config, event.settings)
                 policy.bounds = config.staleness
+            case _:
+                pass
+    batches = [trained[batch] for batch in leases.batches]
     num_trained = sum(len(batch.groups) for batch in batches)
     return LeaseEnds(
         num_recorded=len(admitted),
@@ -185,7 +185,7 @@ def recorded_ends(recording: Recording, config: Config) -> LeaseEnds:
         arrived=list(arrived),
         dropped=dropped,
         expired=expired,
-        trainings=trainings,
+        trainings=list(trained.values()),
         batches=batches,
         num_older=0,
         num_left=len(admitted) - len(dropped) - len(expired) - num_trained,

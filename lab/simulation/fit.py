@@ -6,6 +6,7 @@ process takes, or, if its actors were always full, how much each group slows the
 synchronous).
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +20,9 @@ from offbeat.common.errors import SettingError
 from offbeat.common.records.run_folder import LOG
 from offbeat.common.records.writer import ROWS_FILE, read_rows
 from offbeat.lab.history import RunHistory, fold_rows
+from offbeat.lab.lease_history import LeaseHistories, LeaseHistory
 from offbeat.lab.simulation.timings import Timings
-from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
+from offbeat.learner.leases.events import LeaseEvent, Started
 from offbeat.learner.leases.log_reading import read_log
 
 Floats = NDArray[np.float64]
@@ -45,33 +47,6 @@ class Fit(NamedTuple):
     num_steps: int
     turns_per_episode: float | None = None
     """Mean turns of the model in an episode; None without an environment."""
-
-
-@dataclass
-class Generation:
-    """A lease from its grant to its end, in seconds since the epoch."""
-
-    actor: str
-    granted_at: float
-    ended_at: float = 0.0
-    """Time at which the learner had the group, or gave it up."""
-    generate_s: float = 0.0
-    lengths: tuple[int, ...] = ()
-    """Tokens of each completion; empty for a lease that brought no group."""
-    num_turns: int = 0
-    """Turns of all its episodes; 0 without an environment."""
-    environment_s: float = 0.0
-    """The longest time that an episode of the group waited for its environment."""
-
-    @property
-    def answered_at(self) -> float:
-        """Time at which the group was complete if it began with the grant; the time after it counts as hand-off."""
-        return min(self.ended_at, self.granted_at + self.generate_s) if self.lengths else self.ended_at
-
-    @property
-    def generated_at(self) -> float:
-        """Time of the group's last token if it waited for its environment afterwards, as it does in the simulation."""
-        return max(self.granted_at, self.answered_at - self.environment_s) if self.environment_s else self.answered_at
 
 
 class Stall(NamedTuple):
@@ -99,8 +74,8 @@ class LearnerBatch(NamedTuple):
 class RunTimes:
     """The times of a run."""
 
-    generations: list[Generation] = field(default_factory=list)
-    """Leases in the order in which they ended."""
+    leases: list[LeaseHistory] = field(default_factory=list)
+    """Leases that have ended, in the order of their ends."""
     batches: list[LearnerBatch] = field(default_factory=list)
     stalls: dict[str, list[Stall]] = field(default_factory=dict)
     """Spans in which new weights kept an actor from sampling, by actor."""
@@ -120,15 +95,34 @@ class RunTimes:
         return self.steady_batches[0].selected_at if self.batches else 0.0
 
     @property
-    def steady_generations(self) -> list[Generation]:
+    def steady_groups(self) -> list[LeaseHistory]:
         """Groups that were leased after the warm-up and had no evaluation leases beside them."""
         return [
-            one
-            for one in self.generations
-            if one.lengths
-            and one.granted_at >= self.steady_since
-            and not any(begin < one.ended_at and one.granted_at < end for begin, end in self.evaluations)
+            lease
+            for lease in self.leases
+            if lease.accepted is not None
+            and lease.granted_at >= self.steady_since
+            and not any(begin < ended_at(lease) and lease.granted_at < end for begin, end in self.evaluations)
         ]
+
+
+def ended_at(lease: LeaseHistory) -> float:
+    """Return the time at which the learner had the group, or gave it up."""
+    end = lease.accepted or lease.over
+    assert end is not None
+    return end.at
+
+
+def answered_at(lease: LeaseHistory) -> float:
+    """Return the time at which the group was complete if it began with the grant; the time after it counts as hand-off."""
+    generate_s = math.inf if lease.accepted is None else lease.accepted.generate_s
+    return min(ended_at(lease), lease.granted_at + generate_s)
+
+
+def generated_at(lease: LeaseHistory) -> float:
+    """Return the time of the last token if the group waited for its environment afterwards, as in the simulation."""
+    waited_s = lease.environment_s
+    return max(lease.granted_at, answered_at(lease) - waited_s) if waited_s else answered_at(lease)
 
 
 def fit(runs: Sequence[Path], cores: int | None) -> Fit:
@@ -144,12 +138,12 @@ def fit(runs: Sequence[Path], cores: int | None) -> Fit:
             problem = f"it has no {ROWS_FILE}, or no rollout log"
             raise SettingError("--fit", str(run), problem, "Name the folder of a run that had log.enabled = true.")
         run_times = read_times(fold_rows(read_rows(rows_file)), (record.event for record in read_log(log)))
-        num_batches, num_groups = len(run_times.steady_batches), len(run_times.steady_generations)
+        num_batches, num_groups = len(run_times.steady_batches), len(run_times.steady_groups)
         if num_batches < MIN_BATCHES or num_groups < MIN_GROUPS:
             problem = f"after its first tenth it has {num_batches} batches and {num_groups} groups"
             raise SettingError("--fit", str(run), problem, f"Name a longer run: {MIN_BATCHES} and {MIN_GROUPS} are needed.")
         all_times.append(run_times)
-    sizes = sorted({len(one.lengths) for run_times in all_times for one in run_times.steady_generations})
+    sizes = sorted({len(group.lengths) for run_times in all_times for group in run_times.steady_groups})
     if len(sizes) > 1:
         runs_text = ", ".join(map(str, runs))
         raise SettingError("--fit", runs_text, f"their groups have {sizes} completions", "Fit runs of one rollout.group_size.")
@@ -158,29 +152,14 @@ def fit(runs: Sequence[Path], cores: int | None) -> Fit:
 
 def read_times(history: RunHistory, events: Iterable[LeaseEvent]) -> RunTimes:
     """Read the times of the run's last learner process: a restart may have undone the steps of those before."""
-    run_times = RunTimes()
-    open_leases: dict[int, Generation] = {}
-    trained: dict[int, Trained] = {}
+    leases = LeaseHistories()
     for event in events:
-        match event:
-            case Started():
-                open_leases, trained, run_times.generations = {}, {}, []
-            case Granted():
-                open_leases[event.lease_id] = Generation(event.actor, event.at)
-            case Accepted() if event.lease_id in open_leases:
-                generation = open_leases.pop(event.lease_id)
-                generation.ended_at, generation.generate_s = event.at, event.generate_s
-                generation.lengths = tuple(completion.num_tokens for completion in event.completions)
-                generation.environment_s = max(completion.environment_s for completion in event.completions)
-                if generation.environment_s or any(completion.turns for completion in event.completions):
-                    generation.num_turns = sum(max(1, len(completion.turns)) for completion in event.completions)
-                run_times.generations.append(generation)
-            case Dropped() | Expired() if event.lease_id in open_leases:
-                generation = open_leases.pop(event.lease_id)
-                generation.ended_at = event.at
-                run_times.generations.append(generation)
-            case Trained():
-                trained[event.policy_version + event.num_steps] = event
+        if isinstance(event, Started):
+            leases = LeaseHistories()
+        leases.take(event)
+    ended = (lease for lease in leases.by_lease.values() if lease.granted and (lease.accepted or lease.over))
+    run_times = RunTimes(sorted(ended, key=ended_at))
+    trained = {batch.policy_version + batch.num_steps: batch for batch in leases.batches}
     for row in history.steps:
         version = row.policy_version
         if version in trained:
@@ -206,7 +185,7 @@ def read_times(history: RunHistory, events: Iterable[LeaseEvent]) -> RunTimes:
 def fit_times(all_times: Sequence[RunTimes], cores: int | None) -> Fit:
     """Fit timings to the times of these runs."""
     load = _load(all_times, cores) if len(all_times) > 1 else 1.0
-    parts = [_measure(run_times, Work(run_times, load, cores)) for run_times in all_times]
+    parts = [_measure(run_times, BusyTime(run_times, load, cores)) for run_times in all_times]
     lengths = np.concatenate([part.lengths for part in parts])
     start_s, token_s, crowding = alone(
         np.concatenate([part.generated_s for part in parts]),
@@ -263,7 +242,7 @@ class Track(NamedTuple):
     """False while new weights keep the actor from sampling."""
 
 
-class Work:
+class BusyTime:
     """A run's time as work: while busy processes outnumber the cores, work passes more slowly than time."""
 
     def __init__(self, run_times: RunTimes, load: float, cores: int | None) -> None:
@@ -314,14 +293,14 @@ class _Parts(NamedTuple):
     check_s: Floats
 
 
-def _measure(run_times: RunTimes, work: Work) -> _Parts:
-    generations, batches = run_times.steady_generations, run_times.steady_batches
+def _measure(run_times: RunTimes, work: BusyTime) -> _Parts:
+    groups, batches = run_times.steady_groups, run_times.steady_batches
     num_steps = np.array([batch.num_steps for batch in batches])
     stalls = [stall for stalls in run_times.stalls.values() for stall in stalls if stall.arrived_at >= run_times.steady_since]
-    generated_s, crowd = np.zeros(len(generations)), np.zeros(len(generations))
+    generated_s, crowd = np.zeros(len(groups)), np.zeros(len(groups))
     for actor, track in work.tracks.items():
-        mine = [index for index, one in enumerate(generations) if one.actor == actor]
-        spans = np.array([(generations[index].granted_at, generations[index].generated_at) for index in mine]).reshape(-1, 2)
+        mine = [index for index, group in enumerate(groups) if group.actor == actor]
+        spans = np.array([(groups[index].granted_at, generated_at(groups[index])) for index in mine]).reshape(-1, 2)
         clock = work.until(track.times)
         for of_all, rate in ((generated_s, track.is_sampling), (crowd, track.is_sampling * track.num_running)):
             until = np.interp(spans, track.times, _integral(rate, clock))
@@ -329,12 +308,12 @@ def _measure(run_times: RunTimes, work: Work) -> _Parts:
     # A group that seems to have been generated within a stall has no measurable time.
     is_told = generated_s > 0
     return _Parts(
-        lengths=np.array([one.lengths for one in generations], dtype=np.float64)[is_told],
+        lengths=np.array([group.lengths for group in groups], dtype=np.float64)[is_told],
         generated_s=generated_s[is_told],
         mean_running=crowd[is_told] / generated_s[is_told],
-        environment_s=work.during([(one.generated_at, one.answered_at) for one in generations])[is_told],
-        num_turns=np.array([one.num_turns for one in generations], dtype=np.float64)[is_told],
-        handoff_s=work.during([(one.answered_at, one.ended_at) for one in generations]),
+        environment_s=work.during([(generated_at(group), answered_at(group)) for group in groups])[is_told],
+        num_turns=np.array([group.num_turns for group in groups], dtype=np.float64)[is_told],
+        handoff_s=work.during([(answered_at(group), ended_at(group)) for group in groups]),
         train_s=work.during([(batch.selected_at, batch.trained_at) for batch in batches]) / num_steps,
         rest_s=work.during([(batch.trained_at, batch.rested_at) for batch in batches]),
         sync_s=_sync_s(run_times, work),
@@ -343,7 +322,7 @@ def _measure(run_times: RunTimes, work: Work) -> _Parts:
     )
 
 
-def _sync_s(run_times: RunTimes, work: Work) -> Floats:
+def _sync_s(run_times: RunTimes, work: BusyTime) -> Floats:
     """Return the transfer of every version, from the end of its step or of the transfer before it, until the actors have it."""
     sync_s = []
     before = 0.0
@@ -364,7 +343,7 @@ def _load(all_times: Sequence[RunTimes], cores: int | None) -> float:
         return 1.0
 
     def unevenness(load: float) -> float:
-        steps = np.concatenate([_measure(run_times, Work(run_times, load, cores)).train_s for run_times in all_times])
+        steps = np.concatenate([_measure(run_times, BusyTime(run_times, load, cores)).train_s for run_times in all_times])
         return float(steps.std() / steps.mean())
 
     return min(LOADS, key=unevenness)
@@ -372,8 +351,8 @@ def _load(all_times: Sequence[RunTimes], cores: int | None) -> float:
 
 def _tracks(run_times: RunTimes) -> Mapping[str, Track]:
     changes: dict[str, list[tuple[float, int, int]]] = {}
-    for one in run_times.generations:
-        changes.setdefault(one.actor, []).extend([(one.granted_at, 1, 0), (one.generated_at, -1, 0)])
+    for lease in run_times.leases:
+        changes.setdefault(lease.actor, []).extend([(lease.granted_at, 1, 0), (generated_at(lease), -1, 0)])
     for actor, stalls in run_times.stalls.items():
         for stall in stalls:
             changes.setdefault(actor, []).extend([(stall.arrived_at, 0, 1), (stall.checked_at, 0, -1)])

@@ -12,7 +12,7 @@ from offbeat.common.errors import SettingError
 from offbeat.common.records.rows import EvalSampleRow
 from offbeat.common.records.writer import MetricsWriter
 from offbeat.deploy.cli.main import make_app
-from offbeat.lab.samples import Request, print_evaluation_samples, read_evaluation_samples
+from offbeat.lab.samples import SamplesRequest, print_evaluation_samples, read_evaluation_samples
 
 
 def sample(version: int, prompt_id: int, reward: float, completion: str = "ab") -> EvalSampleRow:
@@ -35,29 +35,29 @@ def run_with(folder: Path, *samples: EvalSampleRow) -> Path:
     return folder
 
 
-def chosen(run: Path, request: Request) -> list[tuple[int, int]]:
+def chosen(run: Path, request: SamplesRequest) -> list[tuple[int, int]]:
     return [(row.policy_version, row.prompt_id) for row in read_evaluation_samples(run, request)]
 
 
 def test_samples_are_chosen_by_order_version_and_prompt(tmp_path: Path) -> None:
     run = run_with(tmp_path, sample(0, 0, 0.5), sample(0, 4, 0.0), sample(10, 4, 0.25), sample(10, 0, 1.0))
-    assert chosen(run, Request()) == [(10, 0), (10, 4), (0, 0), (0, 4)]
-    assert chosen(run, Request(order="best", num_groups=2)) == [(10, 0), (0, 0)]
-    assert chosen(run, Request(order="worst", num_groups=2)) == [(0, 4), (10, 4)]
-    assert chosen(run, Request(step=0)) == [(0, 0), (0, 4)]
-    assert chosen(run, Request(prompt_id=4)) == [(10, 4), (0, 4)]
+    assert chosen(run, SamplesRequest()) == [(10, 0), (10, 4), (0, 0), (0, 4)]
+    assert chosen(run, SamplesRequest(order="best", num_groups=2)) == [(10, 0), (0, 0)]
+    assert chosen(run, SamplesRequest(order="worst", num_groups=2)) == [(0, 4), (10, 4)]
+    assert chosen(run, SamplesRequest(step=0)) == [(0, 0), (0, 4)]
+    assert chosen(run, SamplesRequest(prompt_id=4)) == [(10, 4), (0, 4)]
 
 
 def test_version_that_was_evaluated_again_after_a_restart_is_listed_once(tmp_path: Path) -> None:
     run = run_with(tmp_path, sample(10, 0, 0.0, "first"), sample(10, 0, 1.0, "again"))
-    assert [row.completion for row in read_evaluation_samples(run, Request())] == ["again"]
+    assert [row.completion for row in read_evaluation_samples(run, SamplesRequest())] == ["again"]
 
 
 def test_run_without_such_samples_says_how_to_have_some(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"it has no metrics\.jsonl"):
-        read_evaluation_samples(tmp_path, Request())
+        read_evaluation_samples(tmp_path, SamplesRequest())
     with pytest.raises(SettingError, match=r"evaluation\.interval"):
-        read_evaluation_samples(run_with(tmp_path, sample(0, 0, 0.0)), Request(step=7))
+        read_evaluation_samples(run_with(tmp_path, sample(0, 0, 0.0)), SamplesRequest(step=7))
 
 
 def test_text_of_a_model_is_printed_as_data() -> None:

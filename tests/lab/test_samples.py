@@ -12,15 +12,15 @@ from offbeat.common.errors import SettingError
 from offbeat.common.settings.config import Config, ModelSection, RunSection, TaskSection
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.common.settings.loading import load, resolved_toml
+from offbeat.lab.lease_history import LeaseHistories, LeaseHistory
 from offbeat.lab.samples import (
-    Completion,
-    Request,
+    SampledCompletion,
     SampledGroup,
+    SamplesRequest,
     choose,
     print_samples,
     printable,
     read_samples,
-    trained_groups,
 )
 from offbeat.learner.leases.events import Accepted, Granted, Started, Trained
 from offbeat.learner.leases.log_reading import read_log
@@ -95,8 +95,12 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def steps_and_leases(run: Run) -> list[tuple[int, int, int]]:
-    return [(group.step, group.lease_id, group.policy_lag) for group in trained_groups(read_log(run.folder / "log"), 1)]
+def trained_groups(run: Run) -> list[LeaseHistory]:
+    return list(LeaseHistories(record.event for record in read_log(run.folder / "log")).trained_groups())
+
+
+def steps_and_leases(run: Run) -> list[tuple[int | None, int, int | None]]:
+    return [(group.step, group.lease_id, group.policy_lag) for group in trained_groups(run)]
 
 
 def test_each_group_has_the_step_and_the_lag_that_it_was_trained_with(run: Run) -> None:
@@ -112,33 +116,33 @@ def test_steps_that_a_restart_undid_are_not_shown(run: Run) -> None:
 
 @pytest.mark.slow
 def test_groups_are_decoded_with_their_prompt_best_completion_first(run: Run) -> None:
-    (group,) = read_samples(run.folder, Request(step=3))
+    (group,) = read_samples(run.folder, SamplesRequest(step=3))
     assert (group.prompt_id, group.prompt, group.actor) == (2, "45", "a")
     assert group.completions == (
-        Completion(reward=0.5, above_mean=0.75, finish_reason="length", num_tokens=3, text="aab"),
-        Completion(reward=-1.0, above_mean=-0.75, finish_reason="stop", num_tokens=2, text="aa"),
+        SampledCompletion(reward=0.5, above_mean=0.75, finish_reason="length", num_tokens=3, text="aab"),
+        SampledCompletion(reward=-1.0, above_mean=-0.75, finish_reason="stop", num_tokens=2, text="aa"),
     )
-    (worst,) = read_samples(run.folder, Request(order="worst", num_groups=1, num_completions=1))
+    (worst,) = read_samples(run.folder, SamplesRequest(order="worst", num_groups=1, num_completions=1))
     assert (worst.lease_id, worst.completions[0].reward) == (2, -1.0)
 
 
 def test_groups_are_chosen_by_order_step_and_prompt(run: Run) -> None:
-    groups = trained_groups(read_log(run.folder / "log"), 1)
+    groups = trained_groups(run)
 
-    def lease_ids(request: Request) -> list[int]:
+    def lease_ids(request: SamplesRequest) -> list[int]:
         return [group.lease_id for group in choose(groups, request)]
 
-    assert lease_ids(Request()) == [3, 2, 1, 0]
-    assert lease_ids(Request(order="best")) == [0, 2, 1, 3]
-    assert lease_ids(Request(order="worst")) == [2, 3, 0, 1]
-    assert lease_ids(Request(prompt_id=1)) == [1]
-    assert lease_ids(Request(num_groups=1)) == [3]
+    assert lease_ids(SamplesRequest()) == [3, 2, 1, 0]
+    assert lease_ids(SamplesRequest(order="best")) == [0, 2, 1, 3]
+    assert lease_ids(SamplesRequest(order="worst")) == [2, 3, 0, 1]
+    assert lease_ids(SamplesRequest(prompt_id=1)) == [1]
+    assert lease_ids(SamplesRequest(num_groups=1)) == [3]
 
 
 @pytest.mark.slow
 def test_completions_are_shown_when_the_data_is_gone(run: Run) -> None:
     (run.folder / "data.jsonl").unlink()
-    (group,) = read_samples(run.folder, Request(step=1))
+    (group,) = read_samples(run.folder, SamplesRequest(step=1))
     assert group.prompt is None and group.completions[0].text == "aab"
 
 
@@ -153,23 +157,23 @@ def test_prompt_that_the_data_has_no_more_under_its_id_is_not_shown(run: Run) ->
     run.group(4, (1.0, 1.0), 4, prompt_hash=before[0].content_hash)
     run.group(5, (1.0, 1.0), 4, prompt_hash=before[0].content_hash)
     run.log.append(trained(4, 4, 5))
-    assert [group.prompt for group in read_samples(run.folder, Request(num_groups=2))] == [None, "01"]
+    assert [group.prompt for group in read_samples(run.folder, SamplesRequest(num_groups=2))] == [None, "01"]
 
 
 def test_run_without_a_log_says_that_there_is_nothing_to_read(tmp_path: Path) -> None:
     text = resolved_toml(Config(model=ModelSection(path="model"), task=TaskSection(train_data="d.jsonl")))
     (tmp_path / "config.toml").write_text(text.replace("[log]\nenabled = true", "[log]\nenabled = false"))
     with pytest.raises(SettingError, match=r"no rollout log, so there is nothing to read.*log.enabled=true"):
-        read_samples(tmp_path, Request())
+        read_samples(tmp_path, SamplesRequest())
 
 
 def test_step_that_was_not_trained_is_refused(run: Run) -> None:
     with pytest.raises(SettingError, match="no trained group of that kind"):
-        read_samples(run.folder, Request(step=9))
+        read_samples(run.folder, SamplesRequest(step=9))
 
 
 def test_text_of_a_model_is_printed_as_data() -> None:
-    completion = Completion(1.0, 0.5, "stop", 3, "[bold]a[/bold] \x1b[31mred\x07 \u202e\nnext [link=file:///x]y[/link]")
+    completion = SampledCompletion(1.0, 0.5, "stop", 3, "[bold]a[/bold] \x1b[31mred\x07 \u202e\nnext [link=file:///x]y[/link]")
     output = io.StringIO()
     console = Console(file=output, width=200, force_terminal=True, color_system=None)
     print_samples(console, [SampledGroup(1, 0, 0, 0, "ac\x1b[2Jtor", "[red]prompt[/red]", (completion,))])

@@ -10,15 +10,18 @@ import pytest
 from offbeat.common.errors import SettingError
 from offbeat.common.records.rows import ActorRow, CommitRow, EvalRow, StepRow
 from offbeat.lab.history import fold_rows
+from offbeat.lab.lease_history import LeaseHistory
 from offbeat.lab.simulation.fit import (
-    Generation,
+    BusyTime,
     LearnerBatch,
     RunTimes,
     Stall,
-    Work,
     alone,
+    answered_at,
+    ended_at,
     fit,
     fit_times,
+    generated_at,
     read_times,
 )
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
@@ -32,6 +35,20 @@ def granted(lease_id: int, at: float, actor: str = "a") -> Granted:
 def accepted(lease_id: int, at: float, lengths: Sequence[int], generate_s: float) -> Accepted:
     completions = tuple(CompletionMeta(length, "stop", 0.0, (Segment(0, 0),)) for length in lengths)
     return Accepted(at=at, lease_id=lease_id, actor="a", completions=completions, generate_s=generate_s, policy_version=0)
+
+
+def with_episodes(event: Accepted | None, episodes: Sequence[tuple[float, int]]) -> Accepted:
+    """The group of an environment: seconds of waiting and recorded turns of each episode."""
+    assert event is not None
+    completions = tuple(
+        msgspec.structs.replace(completion, environment_s=environment_s, turns=(Turn(0, 1),) * num_turns)
+        for completion, (environment_s, num_turns) in zip(event.completions, episodes, strict=True)
+    )
+    return msgspec.structs.replace(event, completions=completions)
+
+
+def group(actor: str, granted_at: float, ended_at: float, generate_s: float, lengths: Sequence[int]) -> LeaseHistory:
+    return LeaseHistory(0, granted(0, granted_at, actor), accepted(0, ended_at, lengths, generate_s))
 
 
 def trained(policy_version: int, at: float, num_steps: int = 1) -> Trained:
@@ -76,10 +93,11 @@ def test_recording_has_what_the_log_and_the_rows_say() -> None:
         EvalRow(time=30.0, policy_version=2, reward=0.5, length=1.0, num_completions=1, num_failed=0),
     ]
     run_times = read_times(fold_rows(rows), events)
-    assert run_times.generations == [
-        Generation("a", 10.0, 15.0, 4.0, (3, 7)),
-        Generation("a", 11.0, 16.0),
-    ]
+    group, expired = run_times.leases
+    assert (group.actor, group.granted_at, group.lengths) == ("a", 10.0, (3, 7))
+    assert (answered_at(group), ended_at(group)) == (14.0, 15.0)
+    assert (expired.actor, expired.granted_at, expired.lengths) == ("a", 11.0, ())
+    assert answered_at(expired) == ended_at(expired) == 16.0
     # Both steps took 2 seconds besides the wait; the row of the second is the batch's.
     assert run_times.batches == [LearnerBatch(2, 2, 20.5 - 4.0, 20.0, 20.5)]
     assert run_times.stalls == {"a": [Stall(20.5, 21.0, 21.25)]}
@@ -88,16 +106,10 @@ def test_recording_has_what_the_log_and_the_rows_say() -> None:
 
 
 def test_episodes_of_a_group_have_turns_and_the_longest_wait() -> None:
-    event = accepted(0, 15.0, (3, 7), generate_s=4.0)
-    first, second = event.completions
-    episodes = (
-        msgspec.structs.replace(first, environment_s=1.0),
-        msgspec.structs.replace(second, environment_s=2.5, turns=(Turn(0, 3), Turn(1, 4))),
-    )
-    played = msgspec.structs.replace(event, completions=episodes)
-    (generation,) = read_times(fold_rows([]), [STARTED, granted(0, 10.0), played]).generations
-    assert (generation.num_turns, generation.environment_s) == (3, 2.5)
-    assert (generation.generated_at, generation.answered_at) == (11.5, 14.0)
+    played = with_episodes(accepted(0, 15.0, (3, 7), generate_s=4.0), ((1.0, 0), (2.5, 2)))
+    (group,) = read_times(fold_rows([]), [STARTED, granted(0, 10.0), played]).leases
+    assert (group.num_turns, group.environment_s) == (3, 2.5)
+    assert (generated_at(group), answered_at(group)) == (11.5, 14.0)
 
 
 def test_only_the_last_learner_process_is_read() -> None:
@@ -114,17 +126,17 @@ def test_only_the_last_learner_process_is_read() -> None:
     ]
     rows = [StepRow(time=3.5, policy_version=1, metrics={"time/step_s": 1.0, "time/wait_rollouts_s": 0.0})]
     run_times = read_times(fold_rows(rows), events)
-    assert run_times.generations == [Generation("a", 9.0, 11.0, 1.5, (4,))]
+    assert [(lease.lease_id, lease.granted_at, lease.lengths) for lease in run_times.leases] == [(5, 9.0, (4,))]
     assert run_times.batches == []
 
 
 def test_warm_up_and_company_of_evaluation_are_left_out() -> None:
     batches = [LearnerBatch(version, 1, 10.0 * version, 10.0 * version + 5, 10.0 * version + 6) for version in range(1, 21)]
-    generations = [Generation("a", float(at), at + 4.0, 4.0, (1,)) for at in (5, 29, 31, 50, 60)]
-    run_times = RunTimes(generations, batches, evaluations=[(52.0, 53.0)])
+    groups = [group("a", float(at), at + 4.0, 4.0, (1,)) for at in (5, 29, 31, 50, 60)]
+    run_times = RunTimes(groups, batches, evaluations=[(52.0, 53.0)])
     # A tenth of the batches is two; the third began at 30.
     assert run_times.steady_since == 30.0
-    assert [one.granted_at for one in run_times.steady_generations] == [31.0, 60.0]
+    assert [steady.granted_at for steady in run_times.steady_groups] == [31.0, 60.0]
 
 
 # Work
@@ -133,22 +145,24 @@ def test_warm_up_and_company_of_evaluation_are_left_out() -> None:
 def test_work_goes_slowly_while_more_processes_are_busy_than_there_are_cores() -> None:
     # Actor a generates from 0 to 10, b from 4 to 8; the learner is busy from 6 to 12.
     run_times = RunTimes(
-        [Generation("b", 4.0, 8.0, 4.0, (1,)), Generation("a", 0.0, 10.0, 10.0, (1,))],
+        [group("b", 4.0, 8.0, 4.0, (1,)), group("a", 0.0, 10.0, 10.0, (1,))],
         [LearnerBatch(1, 1, 6.0, 11.0, 12.0)],
     )
     spans = [(0.0, 4.0), (4.0, 6.0), (6.0, 8.0), (8.0, 10.0), (10.0, 12.0)]
-    on_two = Work(run_times, 1.0, 2).during(spans).tolist()
+    on_two = BusyTime(run_times, 1.0, 2).during(spans).tolist()
     assert on_two == pytest.approx([4.0, 2.0, 2 * 2 / 3, 2.0, 2.0])
-    heavy = Work(run_times, 1.5, 2).during(spans).tolist()
+    heavy = BusyTime(run_times, 1.5, 2).during(spans).tolist()
     assert heavy == pytest.approx([4.0, 2 * 2 / 3, 2 * 2 / 4.5, 2 * 2 / 3, 2.0])
-    assert Work(run_times, 1.5, None).during(spans).tolist() == pytest.approx([4.0, 2.0, 2.0, 2.0, 2.0])
+    assert BusyTime(run_times, 1.5, None).during(spans).tolist() == pytest.approx([4.0, 2.0, 2.0, 2.0, 2.0])
 
 
 def test_actor_that_swaps_weights_is_busy_though_it_generates_nothing() -> None:
     run_times = RunTimes(
-        [Generation("a", 0.0, 4.0, 4.0, (1,))], [LearnerBatch(1, 1, 6.0, 11.0, 12.0)], stalls={"a": [Stall(8.0, 9.0, 10.0)]}
+        [group("a", 0.0, 4.0, 4.0, (1,))], [LearnerBatch(1, 1, 6.0, 11.0, 12.0)], stalls={"a": [Stall(8.0, 9.0, 10.0)]}
     )
-    assert Work(run_times, 1.0, 1).during([(6.0, 8.0), (8.0, 10.0), (10.0, 12.0)]).tolist() == pytest.approx([2.0, 1.0, 2.0])
+    assert BusyTime(run_times, 1.0, 1).during([(6.0, 8.0), (8.0, 10.0), (10.0, 12.0)]).tolist() == pytest.approx(
+        [2.0, 1.0, 2.0]
+    )
 
 
 # Fitting
@@ -181,7 +195,7 @@ def recorded(*, num_actors: int, overlaps: bool, train_s: float, slots: int = 1,
         run_times.batches.append(batch)
         for actor in range(num_actors):
             for _ in range(slots):
-                run_times.generations.append(Generation(f"actor-{actor}", begin, begin + alone_s + 1, alone_s, (2, 4)))
+                run_times.leases.append(group(f"actor-{actor}", begin, begin + alone_s + 1, alone_s, (2, 4)))
         run_times.arrivals[version] = [batch.trained_at + 3.0]
     return run_times
 
@@ -202,8 +216,8 @@ def test_timings_are_those_of_the_run() -> None:
 
 def test_wait_for_the_environment_is_told_from_generation_and_hand_off() -> None:
     run_times = recorded(num_actors=3, overlaps=False, train_s=6.0, alone_s=7.0)
-    for one in run_times.generations:
-        one.environment_s, one.num_turns = 3.0, 5
+    for lease in run_times.leases:
+        lease.accepted = with_episodes(lease.accepted, ((3.0, 2), (1.0, 3)))
     found = fit_times([run_times], cores=None)
     assert np.unique(found.timings.completions_s, axis=0) == pytest.approx(np.array([[2.0, 4.0]]))
     assert found.timings.environment_s == pytest.approx(np.full(51, 3.0))
@@ -238,9 +252,7 @@ def test_company_is_counted_where_it_slows_generation_down() -> None:
     run_times = recorded(num_actors=1, overlaps=False, train_s=2.0, alone_s=4.0)
     # A second actor with three groups at once: twice as slow, and stopped for 2 of 10 seconds.
     crowded = recorded(num_actors=1, overlaps=False, train_s=2.0, slots=3, alone_s=10.0)
-    for generation in crowded.generations:
-        generation.actor = "actor-1"
-    run_times.generations += crowded.generations
+    run_times.leases += [group("actor-1", lease.granted_at, ended_at(lease), 10.0, (2, 4)) for lease in crowded.leases]
     run_times.stalls["actor-1"] = [
         Stall(100.0 * version + 1, 100.0 * version + 3, 100.0 * version + 3) for version in range(1, 21)
     ]

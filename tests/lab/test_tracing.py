@@ -14,9 +14,17 @@ from offbeat.common.records.writer import MetricsWriter
 from offbeat.common.settings.config import Config, RunSection
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.common.settings.loading import resolved_toml
-from offbeat.lab.tracing.lives import choose, life_span, read_lives
-from offbeat.lab.tracing.run_trace import Request, read_trace, trace_file, write_trace
-from offbeat.lab.tracing.spans import Process, Span
+from offbeat.lab.lease_history import LeaseHistories
+from offbeat.lab.tracing import (
+    TraceProcess,
+    TraceRequest,
+    TraceSpan,
+    choose,
+    lease_span,
+    read_trace,
+    trace_file,
+    write_trace,
+)
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.payload import CompletionMeta, Segment, Turn
@@ -52,7 +60,7 @@ def trained(version: int, *lease_ids: int, selected_at: float, at: float, num_st
     )
 
 
-def stages(span: Span) -> list[tuple[str, float, float]]:
+def stages(span: TraceSpan) -> list[tuple[str, float, float]]:
     return [(child.name, child.start, child.end) for child in span.children]
 
 
@@ -63,8 +71,8 @@ def test_stages_of_a_trained_group_lie_between_its_stamps() -> None:
         accepted(5, at=20.0, generate_s=6.0, reward_s=1.0),
         trained(5, 9, 5, selected_at=23.0, at=25.0, num_steps=2),
     ]
-    lives = read_lives(events, groups_per_step=1)
-    span = life_span(lives.by_lease[5])
+    leases = LeaseHistories(events)
+    span = lease_span(leases.by_lease[5])
     assert (span.name, span.start, span.end) == ("lease 5", 10.0, 25.0)
     assert stages(span) == [
         ("wait", 10.0, 13.0),
@@ -97,7 +105,7 @@ def test_stages_of_a_trained_group_lie_between_its_stamps() -> None:
     ids=["granted", "expired", "accepted", "dropped"],
 )
 def test_other_ends(events: list[LeaseEvent], expected: list[tuple[str, float, float]], outcome: str) -> None:
-    span = life_span(read_lives([granted(5, at=10.0), *events], 1).by_lease[5])
+    span = lease_span(LeaseHistories([granted(5, at=10.0), *events]).by_lease[5])
     assert stages(span) == expected
     assert span.attributes["outcome"] == outcome
     assert span.attributes.get("reason") == {"expired": "late", "dropped": "stale"}.get(outcome)
@@ -111,20 +119,20 @@ def test_steps_that_a_restart_undid_are_not_shown() -> None:
         started(version=0, at=9.0),
         trained(0, 1, selected_at=10.0, at=11.0),
     ]
-    assert life_span(read_lives(events[:4], 1).by_lease[1]).attributes["outcome"] == "in flight"
-    lives = read_lives(events, 1)
-    assert stages(life_span(lives.by_lease[1]))[-2:] == [("queue", 1.0, 10.0), ("train", 10.0, 11.0)]
-    assert [batch.at for batch in lives.batches] == [11.0]
+    assert lease_span(LeaseHistories(events[:4]).by_lease[1]).attributes["outcome"] == "in flight"
+    leases = LeaseHistories(events)
+    assert stages(lease_span(leases.by_lease[1]))[-2:] == [("queue", 1.0, 10.0), ("train", 10.0, 11.0)]
+    assert [batch.at for batch in leases.batches] == [11.0]
 
 
 def test_groups_are_chosen_by_lease_step_or_duration() -> None:
     events: list[LeaseEvent] = []
     for lease_id, ended in ((1, 5.0), (2, 9.0), (3, 7.0)):
         events += [granted(lease_id, at=float(lease_id)), trained(lease_id, lease_id, selected_at=4.0, at=ended)]
-    lives = read_lives([*events, granted(4, at=4.0)], 1)
+    leases = LeaseHistories([*events, granted(4, at=4.0)])
 
     def chosen(lease: int | None = None, step: int | None = None, slowest: int = 20) -> list[int]:
-        return [life.granted.lease_id for life in choose(lives, lease=lease, step=step, slowest=slowest)]
+        return [history.lease_id for history in choose(leases, lease=lease, step=step, slowest=slowest)]
 
     assert chosen(lease=4) == [4]
     assert chosen(step=3) == [2]
@@ -169,11 +177,11 @@ def test_whatever_the_clocks_say_no_stage_is_negative_and_all_nest(stamps: list[
     for lease_id, (grant, accept, select, train, generate_s, reward_s) in enumerate(stamps):
         events += [granted(lease_id, grant), accepted(lease_id, accept, generate_s, reward_s)]
         events += [trained(lease_id, lease_id, selected_at=select, at=train)]
-    spans = [life_span(life) for life in read_lives(events, 1).by_lease.values()]
+    spans = [lease_span(lease) for lease in LeaseHistories(events).by_lease.values()]
     for span in spans:
         edges = [span.start, *(edge for child in span.children for edge in (child.start, child.end)), span.end]
         assert edges == sorted(edges)
-    complete = importer_checks(trace_file([Process("a", tuple(spans))]))
+    complete = importer_checks(trace_file([TraceProcess("a", tuple(spans))]))
     assert len(complete) == sum(1 + len(span.children) for span in spans)
 
 
@@ -198,7 +206,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_file_shows_the_learners_work_beside_the_groups(run: Path) -> None:
-    trace = read_trace(run, Request(lease=None, step=1, slowest=20))
+    trace = read_trace(run, TraceRequest(lease=None, step=1, slowest=20))
     found = {process.name: [(one.name, one.start, one.end) for one in process.spans] for process in trace.processes}
     assert found == {
         "learner": [("wait for rollouts", 102.0, 110.0), ("step 1", 110.0, 112.0)],
@@ -217,4 +225,4 @@ def test_file_shows_the_learners_work_beside_the_groups(run: Path) -> None:
 def test_run_without_a_log_is_a_mistake(run: Path) -> None:
     (run / "log").rename(run / "moved")
     with pytest.raises(SettingError, match="no rollout log"):
-        read_trace(run, Request(None, None, 20))
+        read_trace(run, TraceRequest(None, None, 20))

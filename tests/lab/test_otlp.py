@@ -8,14 +8,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from offbeat.common.errors import SettingError
-from offbeat.lab.tracing.otlp import send_trace
-from offbeat.lab.tracing.run_trace import Trace
-from offbeat.lab.tracing.spans import Process, Span
+from offbeat.lab.tracing import Trace, TraceProcess, TraceSpan, send_trace
 
 service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 
-LEASE = Span("lease 1", 1.7e9, 1.7e9 + 2, {"lease": 1, "actor": "a"}, (Span("wait", 1.7e9, 1.7e9 + 2, {}),))
-TRACE = Trace("the-run", (Process("learner", (Span("step 1", 1.7e9, 1.7e9 + 1),)), Process("a", (LEASE,))))
+LEASE = TraceSpan("lease 1", 1.7e9, 1.7e9 + 2, {"lease": 1, "actor": "a"}, (TraceSpan("wait", 1.7e9, 1.7e9 + 2, {}),))
+TRACE = Trace("the-run", (TraceProcess("learner", (TraceSpan("step 1", 1.7e9, 1.7e9 + 1),)), TraceProcess("a", (LEASE,))))
 
 
 class Collector(HTTPServer):

@@ -1,1 +1,0 @@
-"""Traces of a run: the lives of its groups, and the learner's work beside them."""
