@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from offbeat.actor.kit_receiver import KitReceiver, write_files
+from offbeat.actor.join_receiver import JoinReceiver, write_files
 from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.settings.config import Config, HubSection
 from offbeat.common.settings.hub_keys import keys_of_peer
@@ -19,7 +19,7 @@ from offbeat.common.settings.loading import load, load_text
 from offbeat.protocols.addresses import address_file, is_loopback
 from offbeat.protocols.channels import Link
 from offbeat.protocols.keys import KeyFileError, read_key_pair
-from offbeat.protocols.message_parts import RunKit
+from offbeat.protocols.message_parts import JoinSettings
 from offbeat.protocols.text import as_name
 
 logger = logging.getLogger(__name__)
@@ -51,11 +51,11 @@ def joined(meeting: Meeting, overrides: Sequence[str]) -> Iterator[Config]:
     name = load(None, overrides).actor.name or _own_name(meeting.key)
     overrides = [*overrides, *meeting.overrides(name)]
     own = load(None, overrides)
-    kit = _receive(own.hub, name, own.actor.connect_timeout_s)
+    received = _receive(own.hub, name, own.actor.connect_timeout_s)
     with tempfile.TemporaryDirectory(prefix="offbeat-model-") as folder:
-        write_files(kit, Path(folder))
-        logger.info("received the run's settings and %d files of the model from %s", len(kit.files), meeting.address)
-        yield _settings(kit, [*overrides, f"model.path={folder}"])
+        write_files(received, Path(folder))
+        logger.info("received the run's settings and %d files of the model from %s", len(received.files), meeting.address)
+        yield _settings(received, [*overrides, f"model.path={folder}"])
 
 
 def _check(meeting: Meeting) -> None:
@@ -81,23 +81,23 @@ def _own_name(key: str) -> str:
     return owner.name.replace("*", process)
 
 
-def _receive(hub: HubSection, name: str, patience_s: float) -> RunKit:
+def _receive(hub: HubSection, name: str, patience_s: float) -> JoinSettings:
     keys = keys_of_peer(hub, name)
     identity = f"{name}/join-{uuid.uuid4().hex}".encode()
     limit = hub.max_message_mb << 20
     logger.info("asking the learner at %s for its run", hub.address)
     with Link(hub.address, identity=identity, max_message_bytes=limit, key=keys.key, learner_key=keys.learner_key) as link:
-        return KitReceiver(link, hub.address, patience_s=patience_s).receive()
+        return JoinReceiver(link, hub.address, patience_s=patience_s).receive()
 
 
-def _settings(kit: RunKit, overrides: Sequence[str]) -> Config:
+def _settings(received: JoinSettings, overrides: Sequence[str]) -> Config:
     software = importlib.metadata.version("offbeat")
     try:
-        return load_text(kit.settings, overrides)
+        return load_text(received.settings, overrides)
     except SettingError as error:
-        if kit.software == software:
+        if received.software == software:
             raise
         raise ServiceError(
-            f"the settings of the run are not those of this release ({error}): the learner has offbeat {kit.software}, here is "
-            f"{software}. Install the same release"
+            f"the settings of the run are not those of this release ({error}): the learner has offbeat {received.software}, "
+            f"here is {software}. Install the same release"
         ) from error

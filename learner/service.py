@@ -15,11 +15,13 @@ from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.rows import EventRow, FinalRow, LedgerSums, Recorder
 from offbeat.common.records.run_folder import MODEL
 from offbeat.common.settings.config import Config
-from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.curriculum import Curriculum
 from offbeat.learner.diagnostics.own_evaluation import EvaluationNumbers
+from offbeat.learner.diagnostics.routing_metrics import RoutingComparison
+from offbeat.learner.dispatch.canary import Canary
 from offbeat.learner.dispatch.dispatcher import Dispatcher
-from offbeat.learner.dispatch.failures import RunFailedError
+from offbeat.learner.dispatch.run_state import RunFailedError
+from offbeat.learner.hub import ActorLink
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.reporting.step_rows import StepRows
@@ -27,7 +29,6 @@ from offbeat.learner.restart.resume import Checkpoints
 from offbeat.learner.restart.run_identity import software_versions
 from offbeat.learner.training.checkpoints import CheckpointFailedError
 from offbeat.learner.training.ranks import RankedTrainer
-from offbeat.learner.weights.canary import Canary
 from offbeat.learner.weights.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class TrainingLoop:
         dispatcher: Dispatcher,
         publisher: WeightPublisher,
         canary: Canary,
+        routing: RoutingComparison,
         checkpoints: Checkpoints,
         step_rows: StepRows,
         wake_hub: Callable[[], None],
@@ -61,6 +63,7 @@ class TrainingLoop:
         self._dispatcher = dispatcher
         self._publisher = publisher
         self._canary = canary
+        self._routing = routing
         self._checkpoints = checkpoints
         self._step_rows = step_rows
         self._wake_hub = wake_hub
@@ -190,7 +193,8 @@ class TrainingLoop:
             waited = time.monotonic()
             self._trainer.snapshot(buffer)
             score = self._trainer.score(self._canary.token_ids.tolist())
-            self._canary.add(version, score.logprobs, score.routing)
+            self._canary.add(version, score.logprobs)
+            self._routing.add(version, score.routing)
             self._publisher.publish(version)
             self._dispatcher.publish(version, last=last)
         self._wake_hub()

@@ -71,7 +71,7 @@ FileName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.(json
 _encoder = msgspec.msgpack.Encoder()
 
 
-class RunKit(msgspec.Struct, frozen=True):
+class JoinSettings(msgspec.Struct, frozen=True):
     """Everything that an actor is started with. A newer release may add fields."""
 
     software: Label
@@ -82,28 +82,30 @@ class RunKit(msgspec.Struct, frozen=True):
     """Contents of the model's small files, by name: config, tokenizer, chat template, image processor."""
 
 
-class RunKitError(ValueError):
-    """Bytes that are no kit; the text says why."""
+class JoinSettingsError(ValueError):
+    """Bytes that are no join settings; the text says why."""
 
 
-_decoder = msgspec.msgpack.Decoder(RunKit)
+_decoder = msgspec.msgpack.Decoder(JoinSettings)
 
 
-def encode_kit(kit: RunKit) -> bytes:
-    """Return the kit as bytes; raise `RunKitError` for one that no actor would take."""
-    content = _encoder.encode(kit)
+def encode_join_settings(settings: JoinSettings) -> bytes:
+    """Return join settings as bytes; raise `JoinSettingsError` where no actor would take them."""
+    content = _encoder.encode(settings)
     if len(content) > MAX_PARTS * PART_BYTES:
-        raise RunKitError(f"the model's small files have {len(content) >> 20} MB, more than {MAX_PARTS * PART_BYTES >> 20}")
-    decode_kit(content)
+        raise JoinSettingsError(
+            f"the model's small files have {len(content) >> 20} MB, more than {MAX_PARTS * PART_BYTES >> 20}"
+        )
+    decode_join_settings(content)
     return content
 
 
-def decode_kit(content: bytes | bytearray) -> RunKit:
-    """Return the kit in these bytes, with all names and sizes checked."""
+def decode_join_settings(content: bytes | bytearray) -> JoinSettings:
+    """Return the join settings in these bytes, with all names and sizes checked."""
     try:
         return _decoder.decode(content)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RunKitError(f"malformed: {error}") from error
+        raise JoinSettingsError(f"malformed: {error}") from error
 
 
 class ModelHashes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -232,7 +232,9 @@ class ChunkRequest(Message, frozen=True):
 
 
 class RunRequest(Message, frozen=True):
-    """An actor without settings and model asks for a part of the run's kit (`protocols.message_parts`); no hello precedes it.
+    """Asks for a part of the join settings (`protocols.message_parts`), for an actor without settings and model.
+
+    No hello precedes it.
 
     Since minor version 8, like `RunPart`. An older learner does not answer.
     """
@@ -410,7 +412,7 @@ class RunPart(Message, frozen=True):
     index: Natural
     num_parts: Annotated[int, Meta(ge=1, le=MAX_PARTS)]
     digest: Label
-    """SHA-256 of the whole kit, hexadecimal: parts of two kits do not mix."""
+    """SHA-256 of all join settings, hexadecimal: parts of two do not mix."""
 
 
 class LearnerHeartbeat(Message, frozen=True):

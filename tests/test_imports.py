@@ -59,6 +59,8 @@ ALLOWED = {
     "learner/dispatch": {"learner/leases", "learner/diagnostics", "common/*", "common", "protocols"},
     "learner/reporting": {
         "learner",
+        "learner/reporting/page",
+        "learner/reporting/trackers",
         "learner/leases",
         "learner/dispatch",
         "learner/diagnostics",
@@ -107,7 +109,7 @@ ALLOWED = {
         "protocols",
     },
     "deploy/operating": {"lab", "common/*", "common", "protocols"},
-    "deploy/checks": {"deploy/local/devices", "actor", "actor/*", "learner/*", "common/*", "common", "protocols"},
+    "deploy/checks": {"deploy/local/devices", "actor", "actor/*", "learner", "learner/*", "common/*", "common", "protocols"},
     "deploy/study": {"deploy/*", "deploy", "lab/study", "actor/rewards", "learner/*", "common/*", "common"},
     "deploy/sweep": {
         "deploy/*",
@@ -319,14 +321,10 @@ SLIVERS = {
     "deploy/local/quickstart/lookup.py": "one task among its kind",
     "deploy/local/wanted.py": "the wanted number of actors; the launcher is at its size",
     "learner/diagnostics/gradient_direction.py": "a measurement that the trainer, at its size, only calls",
-    "learner/dispatch/judge_budget.py": "what all actors ask the judge, one account",
-    "learner/hub_address.py": "writes the file that actors read",
     "learner/policy/compiling.py": "imports torch's compiler, where it is asked for",
-    "learner/reporting/health_watch.py": "rows on their way to the health rules",
     "learner/reporting/trackers/mlflow_tracker.py": "imports MLflow, an extra",
     "learner/reporting/trackers/trackio_tracker.py": "imports trackio, an extra",
     "learner/reporting/trackers/wandb_tracker.py": "imports W&B, an extra",
-    "learner/run_kit.py": "reads the model's files for actors that join",
 }
 """Files of at most `SLIVER_LINES` with one importer, and why each is no part of it."""
 

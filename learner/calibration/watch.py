@@ -3,8 +3,10 @@
 import logging
 
 import numpy as np
+import torch
 
 from offbeat.common.records.rows import EngineRow, EventRow, Recorder, StepRow
+from offbeat.common.settings.config import Config
 from offbeat.common.settings.corrections import fill_bounds, parse_corrections, write_corrections
 from offbeat.common.settings.learning_sections import LossSection
 from offbeat.common.settings.objectives import DEFAULTS
@@ -20,12 +22,14 @@ from offbeat.learner.calibration.calibration import (
     LearnerNumerics,
     changes,
     engine_numerics,
+    learner_numerics,
 )
 from offbeat.learner.calibration.noise_by_sign import allowed_difference
 from offbeat.learner.calibration.noise_floor import NOISE_CLIP_SHARE, Differences, recommend_band
 from offbeat.learner.objectives.bands import ClipBand
 from offbeat.learner.objectives.correction_rules import AnyCorrection, CorrectionRule
 from offbeat.learner.objectives.objective import Objective, resolve_objective
+from offbeat.protocols.message_parts import ModelHashes
 from offbeat.protocols.messages import Hello
 
 logger = logging.getLogger(__name__)
@@ -140,3 +144,16 @@ class CalibrationWatch:
         detail += "; ".join(changed) + ". Run `offbeat calibrate` again."
         logger.warning(detail)
         self._record(EventRow(event="calibration_mismatch", detail=detail, actor=actor))
+
+
+def watch_calibration(
+    config: Config, calibration: Calibration | None, hashes: ModelHashes, device: torch.device, record: Recorder
+) -> CalibrationWatch:
+    """Warn of a learner and of bounds that do not suit the calibration; return the watch over actors and first steps.
+
+    `hashes` are the learner's model's, `device` is where it trains.
+    """
+    watch = CalibrationWatch(calibration, record)
+    watch.check_learner(learner_numerics(config, hashes, device))
+    watch.check_bounds(config.loss, max_new_tokens=config.rollout.max_new_tokens)
+    return watch

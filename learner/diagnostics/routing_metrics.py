@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offbeat.common.models.routing import Routing
+from offbeat.common.records.rows import Recorder, RoutingRow
 from offbeat.learner.diagnostics.lag_buckets import lag_bucket
 
 MARGIN_PERCENTILES = (5, 25, 50)
@@ -132,3 +133,31 @@ def _tensor(experts: NDArray) -> Tensor:
 
 def _named(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
     return {f"routing/{prefix}{name}": value for name, value in metrics.items()}
+
+
+class RoutingComparison:
+    """Records how the routing of the canary changes between versions, and how the engines' differs from the learner's."""
+
+    def __init__(self, interval: int, publish_interval: int, record: Recorder) -> None:
+        """`interval` is in optimizer steps, 0 for no rows; a version is published every `publish_interval` steps."""
+        self._interval = interval
+        self._publish_interval = publish_interval
+        self._record = record
+        self._history = RoutingHistory()
+
+    def add(self, policy_version: int, routing: Routing | None) -> None:
+        """Keep the learner's routing under a version, newer than those before; None for a dense model."""
+        if routing is None or not self._interval:
+            return
+        self._history.add(policy_version, routing)
+        if self._is_due(policy_version):
+            self._record(RoutingRow(policy_version=policy_version, metrics=self._history.metrics()))
+
+    def compare(self, actor: str, policy_version: int, experts: NDArray) -> None:
+        """Record how an engine's routing, `experts` `[tokens, layers, top_k]`, differs from the learner's."""
+        if self._is_due(policy_version) and (metrics := self._history.engine_metrics(policy_version, experts)):
+            self._record(RoutingRow(actor=actor, policy_version=policy_version, metrics=metrics))
+
+    def _is_due(self, policy_version: int) -> bool:
+        """Return whether this is the first version published in its interval."""
+        return self._interval > 0 and policy_version % self._interval < self._publish_interval

@@ -4,17 +4,14 @@ from collections.abc import Sequence
 
 from offbeat.common.records.rows import EventRow, Recorder
 from offbeat.common.settings.config import Config, max_episode_tokens
-from offbeat.learner.dispatch.evaluation_leases import EvaluationLeases
-from offbeat.learner.dispatch.failures import Failures
 from offbeat.learner.dispatch.group_buffer import GroupBuffer
-from offbeat.learner.dispatch.lease_desk import LeaseDesk
-from offbeat.learner.dispatch.rejections import Rejections
-from offbeat.learner.dispatch.reports import RepeatedEvents, report
+from offbeat.learner.dispatch.lease_desk import EvaluationLeases, LeaseDesk
+from offbeat.learner.dispatch.reports import Rejections, RepeatedEvents, report
 from offbeat.learner.dispatch.roster import Member
+from offbeat.learner.dispatch.run_state import Failures, Versions
 from offbeat.learner.dispatch.send_queue import SendQueue
-from offbeat.learner.dispatch.versions import Versions
 from offbeat.learner.leases.groups import ExpertLimits, Limits, expert_flaw, flaw
-from offbeat.learner.leases.rollout_log import LogFullError
+from offbeat.learner.leases.log_records import LogFullError
 from offbeat.protocols.messages import Ack, GroupDone, LeaseFailed
 from offbeat.protocols.wire import Frame
 

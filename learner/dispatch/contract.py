@@ -1,5 +1,8 @@
-"""The conditions under which an actor may work for a run."""
+"""The conditions under which an actor may work for a run, and the settings for actors that bring none."""
 
+import hashlib
+import importlib.metadata
+import random
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -8,15 +11,62 @@ import numpy as np
 from offbeat.common.errors import SettingError
 from offbeat.common.formats import listed
 from offbeat.common.settings.config import Config
-from offbeat.learner.dispatch.handout import Kit
+from offbeat.common.settings.loading import weighted_reward
+from offbeat.common.user_code.sources import hash_sources
+from offbeat.learner.dispatch.send_queue import SendQueue
 from offbeat.learner.leases.groups import ExpertLimits
-from offbeat.protocols.message_parts import ModelHashes
-from offbeat.protocols.messages import Hello, TensorSpec
+from offbeat.protocols.message_parts import PART_BYTES, ModelHashes
+from offbeat.protocols.messages import Hello, Refused, RunPart, TensorSpec
 from offbeat.protocols.payload import MAX_EXPERTS
 
 if TYPE_CHECKING:
     # It imports torch, which the hub's thread does without.
     from offbeat.common.models.routing import Routing
+
+MAX_SERVINGS = 4
+
+"""A peer may ask for each part this many times on average."""
+
+MAX_PEERS = 4096
+
+"""Peers whose requests are counted; one that is forgotten begins anew."""
+
+
+class JoinPayload(NamedTuple):
+    """The run for actors that bring neither settings nor model."""
+
+    content: bytes = b""
+    """An encoded `protocols.message_parts.JoinSettings`; empty where there is none."""
+    obstacle: str = "this learner hands out no run"
+    """The reason why there is none, with the cure."""
+
+
+class JoinServer:
+    """Answers requests for parts of the join settings. The dispatcher's lock guards it."""
+
+    def __init__(self, payload: JoinPayload, send_queue: SendQueue) -> None:
+        self._payload = payload
+        self._send_queue = send_queue
+        self._digest = hashlib.sha256(payload.content).hexdigest()
+        self._num_parts = -(-len(payload.content) // PART_BYTES)
+        self._num_served: dict[bytes, int] = {}
+        """Parts that each peer was sent, oldest peer first: a peer that asks and does not read would fill the memory."""
+
+    def answer(self, peer: bytes, index: int) -> None:
+        """Send a peer this part, or the reason why it gets none."""
+        if not self._num_parts:
+            self._send_queue.send(peer, Refused(reason=self._payload.obstacle))
+            return
+        num_served = self._num_served.get(peer, 0)
+        if index >= self._num_parts or num_served >= MAX_SERVINGS * self._num_parts:
+            reason = f"the run has {self._num_parts} parts, and {num_served} were sent: start the actor anew"
+            self._send_queue.send(peer, Refused(reason=reason))
+            return
+        self._num_served[peer] = num_served + 1
+        if len(self._num_served) > MAX_PEERS:
+            del self._num_served[next(iter(self._num_served))]
+        part = np.frombuffer(self._payload.content, np.uint8, offset=index * PART_BYTES)[:PART_BYTES]
+        self._send_queue.send(peer, RunPart(index=index, num_parts=self._num_parts, digest=self._digest), part)
 
 
 class Contract(NamedTuple):
@@ -49,8 +99,45 @@ class Contract(NamedTuple):
     """True where prompts have images (`task.image_field`)."""
     sources: Mapping[str, str] = {}
     """`common.user_code.sources.hash_sources` of the function that judges completions; empty where the learner lacks it."""
-    kit: Kit = Kit()
+    join_payload: JoinPayload = JoinPayload()
     """The run for actors that bring neither settings nor model."""
+
+
+def make_contract(
+    config: Config,
+    *,
+    run_id: str,
+    hashes: ModelHashes,
+    vocabulary_size: int,
+    layout: tuple[TensorSpec, ...],
+    canary_token_ids: np.ndarray,
+    join_payload: JoinPayload,
+    routing: "Routing | None",
+    max_peers: int | None,
+) -> Contract:
+    """Return the contract of this learner process; `routing` is one of the run's model, None for a dense model.
+
+    Raises `SettingError` as `expert_limits` does.
+    """
+    return Contract(
+        run_id=run_id,
+        learner_incarnation=random.SystemRandom().getrandbits(62),
+        layout=layout,
+        canary_token_ids=canary_token_ids,
+        dtype=config.model.dtype,
+        hashes=hashes,
+        max_length=config.task.max_prompt_tokens + config.rollout.max_new_tokens,
+        vocabulary_size=vocabulary_size,
+        temperature=config.rollout.temperature,
+        reward=weighted_reward(config.task),
+        software=importlib.metadata.version("offbeat"),
+        max_message_bytes=config.hub.max_message_mb << 20,
+        max_peers=max_peers,
+        experts=expert_limits(config, routing),
+        has_images=bool(config.task.image_field),
+        sources=hash_sources(config.task.environment or config.task.reward),
+        join_payload=join_payload,
+    )
 
 
 def expert_limits(config: Config, routing: "Routing | None") -> ExpertLimits | None:

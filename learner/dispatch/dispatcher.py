@@ -13,25 +13,35 @@ The hub's thread calls `handle` and `tick`, and sends what `take_outgoing` retur
 `finish_batch` and `publish`. Every public method takes the lock.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import assert_never
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, assert_never
+
+import numpy as np
 
 from offbeat.common.errors import SettingError
+from offbeat.common.records.rows import Recorder
 from offbeat.common.settings.config import Config
-from offbeat.learner.dispatch.fleet_meter import FleetMeter, FleetUse
-from offbeat.learner.dispatch.listeners import Listeners
-from offbeat.learner.dispatch.live_settings import CREDIT_LIMIT, record_change
-from offbeat.learner.dispatch.parts import Parts
-from offbeat.learner.dispatch.quarantine import reason_to_dismiss
-from offbeat.learner.dispatch.roster import Member, MemberMessage, Mismatch
-from offbeat.learner.dispatch.send_queue import Outgoing
+from offbeat.learner.dispatch.answers import Answers, GroupCheck
+from offbeat.learner.dispatch.canary import Canary
+from offbeat.learner.dispatch.contract import Contract, JoinServer
+from offbeat.learner.dispatch.group_buffer import GroupBuffer
+from offbeat.learner.dispatch.lease_desk import EvaluationLeases, FinishEvaluation, LeaseDesk
+from offbeat.learner.dispatch.live_settings import CREDIT_LIMIT, LiveSettings, record_change
+from offbeat.learner.dispatch.quarantine import Quarantine, reason_to_dismiss
+from offbeat.learner.dispatch.roster import Member, MemberMessage, Mismatch, Roster
+from offbeat.learner.dispatch.run_state import Failures, Versions, within_budget
+from offbeat.learner.dispatch.send_queue import Outgoing, SendQueue
+from offbeat.learner.dispatch.status import FleetMeter, FleetUse, Status
+from offbeat.learner.dispatch.watchdog import Watchdog
 from offbeat.learner.leases.events import Started, Tuned, Weighed
 from offbeat.learner.leases.groups import Group
-from offbeat.learner.leases.ledger import LedgerCounts
-from offbeat.learner.leases.log_records import Position
-from offbeat.learner.leases.recovery import DispatcherState
-from offbeat.learner.leases.rollout_log import LogFullError
-from offbeat.learner.leases.task_results import TaskResults, task_results
+from offbeat.learner.leases.journal import DispatcherState, LeaseJournal
+from offbeat.learner.leases.ledger import LedgerCounts, TaskResults, task_results
+from offbeat.learner.leases.log_records import LogFullError, Position
+from offbeat.learner.leases.prompts import Prompts
+from offbeat.learner.leases.scheduler import RolloutScheduler
 from offbeat.protocols.keys import NO_KEYS, Sender
 from offbeat.protocols.messages import (
     ActorHeartbeat,
@@ -57,39 +67,88 @@ from offbeat.protocols.messages import (
     StatusReport,
     StatusRequest,
     Stop,
+    Vitals,
     WeightsCommitted,
     WeightsStaged,
 )
-from offbeat.protocols.text import plain
 from offbeat.protocols.wire import Frame, WireError, logprobs, routed_experts
+
+
+class Listeners(NamedTuple):
+    """Functions of the rest of the learner. The hub's thread calls them while it holds the dispatcher's lock."""
+
+    joined: Callable[[bytes], None]
+    """Takes the address of an actor that has joined."""
+    introduced: Callable[[Hello], None]
+    """Takes the hello of an actor that has joined."""
+    weights: Callable[[str, WeightsStaged | WeightsCommitted], None]
+    """Takes an actor's name and its answer to an update of the weights."""
+    distrusted: Callable[[bytes, str, str], None]
+    """Takes address and name of an actor whose weights are not the ones it reports, and the reason."""
+    routed: Callable[[str, int, np.ndarray], None]
+    """Takes name, policy version and an actor's routing of the canary: int32 experts `[num_tokens - 1, num_layers, top_k]`."""
+    evaluated: FinishEvaluation | None = None
+    """Records a finished evaluation; None records its row as it is."""
+    vitals: Callable[[], Vitals] = Vitals
+    """Returns the newest step in short, and the health rules that are broken."""
+    weight_problems: Callable[[], list[str]] = list
+    """Returns problems of the transfer of weights, for the operator."""
+    advice: Callable[[], list[str]] = list
+    """Returns what the run needs instead of more actors."""
+    hub_rejections: Callable[[], dict[str, int]] = dict
+    """Returns the number of messages that the hub has rejected, by reason."""
 
 
 class Dispatcher:
     """Owns the lock, the way of a message, the order of a tick, and the outgoing messages."""
 
-    def __init__(self, parts: Parts, listeners: Listeners) -> None:
-        self._lock = parts.progress
-        self._contract = parts.contract
-        self._settings = parts.settings
-        self._journal = parts.journal
-        self._versions = parts.versions
-        self._record = parts.record
-        self._send_queue = parts.send_queue
-        self._failures = parts.failures
-        self._evaluations = parts.evaluations
-        self._roster = parts.roster
-        self._desk = parts.desk
-        self._buffer = parts.buffer
-        self._answers = parts.answers
-        self._quarantine = parts.quarantine
-        self._watchdog = parts.watchdog
-        self._status = parts.status
-        self._handout = parts.handout
+    def __init__(
+        self,
+        contract: Contract,
+        settings: LiveSettings,
+        prompts: Prompts,
+        journal: LeaseJournal,
+        versions: Versions,
+        canary: Canary,
+        listeners: Listeners,
+        record: Recorder,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Make the parts, each after those that it uses; `clock` gives seconds, as `now` does in every message and tick."""
+        config, rollout, now = settings.config, settings.config.rollout, clock()
+        self._lock = threading.Condition()
+        """Notified when a batch may be complete, a round of evaluation has ended, an actor has left, or the run fails."""
+        wake = self._lock.notify_all
+        self._contract = contract
+        self._settings = settings
+        self._journal = journal
+        self._versions = versions
+        self._canary = canary
         self._listeners = listeners
-        self._clock = parts.clock
-        self._ticked_at = parts.clock()
-        self._fleet = FleetMeter(parts.roster, parts.desk, self._ticked_at)
+        self._record = record
+        self._clock = clock
+        self._ticked_at = now
         self._stop_reason: str | None = None
+        queue = self._send_queue = SendQueue()
+        self._join_server = JoinServer(contract.join_payload, queue)
+        failures = self._failures = Failures(rollout.max_lease_attempts, config.train.max_failed_leases, wake)
+        evaluations = EvaluationLeases(config.evaluation, rollout, prompts, record, listeners.evaluated, wake)
+        self._evaluations = evaluations
+        scheduler = RolloutScheduler(settings.staleness, evaluations.rounds, journal.ledger)
+        roster = self._roster = Roster(contract, config.hub, versions, queue, within_budget(config, failures, record))
+        claims_until = now + config.hub.dead_after_s
+        desk = LeaseDesk(rollout, prompts.train, journal, scheduler, evaluations, queue, record, claims_until)
+        self._desk = desk
+        drop_equal = config.loss.zero_variance == "drop"
+        buffer = self._buffer = GroupBuffer(
+            prompts.train, journal, scheduler, versions, failures, record, wake, drop_zero_variance=drop_equal
+        )
+        check = GroupCheck(config, contract.vocabulary_size, contract.experts, versions)
+        self._answers = Answers(check, desk, buffer, evaluations, failures, roster.rejections, queue, record)
+        self._quarantine = Quarantine(roster, desk, buffer, failures, settings, record)
+        self._watchdog = Watchdog(settings, roster, desk, journal, versions, evaluations, failures, record)
+        self._status = Status(contract.run_id, settings, roster, desk, journal, self._watchdog, versions, now)
+        self._fleet = FleetMeter(roster, desk, now)
 
     # The training thread
 
@@ -291,7 +350,7 @@ class Dispatcher:
                 case RunRequest():
                     if self._may_speak(peer, sender):
                         self._tell_end(peer)
-                        self._handout.answer(peer, message.index)
+                        self._join_server.answer(peer, message.index)
                 case _:
                     if self._may_speak(peer, sender):
                         self._hear(peer, message, arrays, now)
@@ -299,9 +358,7 @@ class Dispatcher:
     def refuse(self, peer: bytes, error: WireError, sender: Sender = NO_KEYS) -> None:
         """Refuse bytes that are no message of ours."""
         with self._lock:
-            member = self._roster.find(peer)
-            stranger = sender.name if sender.role else plain(peer.decode(errors="replace"), 64)
-            self._roster.reject(peer, stranger if member is None else member.name, str(error))
+            self._roster.reject(peer, self._roster.name_of(peer, sender), str(error))
 
     def count_rejected(self, name: str, reason: str) -> None:
         """Count a message that was refused elsewhere and needs no answer."""
@@ -386,7 +443,9 @@ class Dispatcher:
         if member is None:
             member = self._roster.add(peer, hello, sender, now)
             self._desk.claim(member, now)
-            self._listeners.joined(peer, hello)
+            self._canary.joined(hello.actor)
+            self._listeners.joined(peer)
+            self._listeners.introduced(hello)
             self._roster.report_joined(member)
         elif member.is_repeated(hello, now):
             return
@@ -426,13 +485,13 @@ class Dispatcher:
                 else:
                     self._listeners.distrusted(peer, member.name, lie)
             case CanaryScored():
-                verdict = self._listeners.canary(member.name, message.policy_version, logprobs(arrays[0]).copy())
+                verdict = self._canary.judge(member.name, message.policy_version, logprobs(arrays[0]).copy())
                 if verdict is not None:
                     self.judge_canary(
                         member.name, message.policy_version, verdict.flaw, verdict.agrees_with, is_certain=verdict.is_certain
                     )
             case FilesScored():
-                self._listeners.files_scored(member.name, logprobs(arrays[0]).copy())
+                self._canary.measure_floor(member.name, logprobs(arrays[0]).copy())
             case CanaryRouted():
                 self._listeners.routed(member.name, message.policy_version, routed_experts(message, arrays[0]))
             case ChunkRequest():

@@ -6,23 +6,90 @@ grant -> [actor generates] -> release (answered)
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from offbeat.common.records.rows import EventRow, Recorder
-from offbeat.common.settings.config import RolloutSection
-from offbeat.learner.dispatch.evaluation_leases import EvaluationLeases
-from offbeat.learner.dispatch.offers import Offer
+from offbeat.common.records.rows import EvalRow, EventRow, Recorder
+from offbeat.common.settings.config import EvaluationSection, RolloutSection
+from offbeat.learner.diagnostics.sample_rows import EvaluationSampleRows
 from offbeat.learner.dispatch.reports import report
 from offbeat.learner.dispatch.roster import LeaseTurns, Member, Roster
-from offbeat.learner.dispatch.send_queue import SendQueue
-from offbeat.learner.leases.evaluation import Round
+from offbeat.learner.dispatch.send_queue import Offer, SendQueue
+from offbeat.learner.leases.evaluation import Evaluations, Round
 from offbeat.learner.leases.events import Dropped, Expired, Granted
-from offbeat.learner.leases.groups import Group
+from offbeat.learner.leases.groups import Group, Rollout, unpack
 from offbeat.learner.leases.journal import LeaseJournal
-from offbeat.learner.leases.prompts import Prompt
-from offbeat.learner.leases.rollout_log import LogFullError
+from offbeat.learner.leases.log_records import LogFullError
+from offbeat.learner.leases.prompts import Prompt, Prompts
 from offbeat.learner.leases.scheduler import RolloutScheduler
-from offbeat.protocols.messages import Cancel, Sampling
+from offbeat.protocols.messages import Cancel, GroupDone, Sampling
+from offbeat.protocols.wire import Frame
+
+FinishEvaluation = Callable[[EvalRow, Mapping[int, tuple[Rollout, ...]]], None]
+
+"""Records the row of a finished evaluation, now or later; takes its completions by prompt."""
+
+
+class EvaluationLeases:
+    """Owns the evaluation rounds and the leases in them, which are in no ledger and no log."""
+
+    def __init__(
+        self,
+        evaluation: EvaluationSection,
+        rollout: RolloutSection,
+        prompts: Prompts,
+        record: Recorder,
+        finish: FinishEvaluation | None,
+        wake: Callable[[], None],
+    ) -> None:
+        """`wake` is called when a round ends: somebody may wait for that. `finish` None records the row as it is."""
+        self.group_size = evaluation.group_size
+        self._pass_reward = evaluation.pass_reward
+        self._sets = [prompt.data_set for prompt in prompts.evaluation]
+        num_prompts = min(evaluation.num_prompts * len(set(self._sets)), len(prompts.evaluation))
+        self.rounds = Evaluations(
+            interval=evaluation.interval, num_prompts=num_prompts, max_attempts=rollout.max_lease_attempts
+        )
+        self._samples = EvaluationSampleRows(num_prompts, prompts.decode, record)
+        self.num_answered = 0
+        """Leases whose completions have arrived."""
+        self._sampling = Sampling(max_new_tokens=rollout.max_new_tokens, temperature=evaluation.temperature)
+        self._prompts = prompts.evaluation
+        self._finish = finish or (lambda row, rollouts: record(row))
+        self._wake = wake
+
+    def offer(self, round_: Round, lease_id: int) -> Offer:
+        """Take the next prompt of a round, and return the lease to send for it."""
+        prompt = self._prompts[round_.next_prompt(lease_id)]
+        return Offer(lease_id, prompt, self.group_size, self._sampling, round_.policy_version, is_evaluation=True)
+
+    def holds(self, lease_id: int) -> bool:
+        """Return whether this is an evaluation lease that has not ended."""
+        return self.rounds.current is not None and self.rounds.current.holds(lease_id)
+
+    def accept(self, actor: str, done: GroupDone, arrays: Sequence[Frame]) -> None:
+        """Take the completions of a held-out prompt into the round."""
+        self.num_answered += 1
+        current = self._current()
+        rollouts = unpack(done.completions, arrays)
+        prompt = self._prompts[current.complete(done.lease_id, rollouts)]
+        self._samples.record(prompt, rollouts[0], current.policy_version)
+
+    def fail(self, lease_id: int, reason: str) -> None:
+        """End a lease that brought nothing usable; its prompt gets another try, up to `rollout.max_lease_attempts`."""
+        self._current().fail(lease_id)
+
+    def end_round(self) -> None:
+        """Record the current round and end it, if all of its leases have ended."""
+        current = self.rounds.current
+        if current is None or not current.is_finished:
+            return
+        self.rounds.end()
+        self._finish(current.row(self._sets, self._pass_reward), current.rollouts)
+        self._wake()
+
+    def _current(self) -> Round:
+        assert self.rounds.current is not None, "the lease is of no round"
+        return self.rounds.current
 
 
 class LeaseDesk:

@@ -10,12 +10,12 @@ actor.
 from collections.abc import Sequence
 
 from offbeat.common.records.rows import EventRow, Recorder
-from offbeat.learner.dispatch.failures import Failures, RunFailedError
 from offbeat.learner.dispatch.group_buffer import GroupBuffer
 from offbeat.learner.dispatch.lease_desk import LeaseDesk
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.dispatch.reports import report
 from offbeat.learner.dispatch.roster import Member, Mismatch, Roster
+from offbeat.learner.dispatch.run_state import Failures, RunFailedError
 
 MAX_MISMATCHES = 4
 """Wrong comparisons in a row of every actor after which the run ends."""

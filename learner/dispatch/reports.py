@@ -1,4 +1,4 @@
-"""Events told twice: to people in the program's log, and as rows of metrics.jsonl."""
+"""Events that go to the program's log and to metrics.jsonl, and counts of repeated ones: texts, rejected messages."""
 
 import logging
 from collections import Counter
@@ -6,6 +6,7 @@ from collections import Counter
 from offbeat.common.records.rows import EventRow, Recorder
 
 logger = logging.getLogger(__name__)
+
 
 # A lost actor, or a new version, brings one such event for each of its leases.
 _FREQUENT = ("lease_expired", "lease_aborted")
@@ -46,3 +47,30 @@ class RepeatedEvents:
 def _log(row: EventRow, level: int) -> None:
     about = (row.rule, row.actor, row.peer, row.lease_id, row.after_s)
     logger.log(level, "%s: %s", " ".join([row.event, *(str(value) for value in about if value is not None)]), row.detail)
+
+
+MAX_ENTRIES = 1000
+
+"""Pairs of sender and reason that are counted apart; further ones share one count, since senders choose their names."""
+
+OTHERS = "others"
+
+
+class Rejections:
+    """Refusals since the start of this process."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def count(self, sender: str, reason: str) -> bool:
+        """Count a refusal. Return True for the first, tenth, hundredth... of its kind, which is worth a line."""
+        key = f"{sender[:64]}: {reason[:80]}"
+        if key not in self._counts and len(self._counts) >= MAX_ENTRIES:
+            key = OTHERS
+        self._counts[key] += 1
+        number = self._counts[key]
+        return number == 10 ** (len(str(number)) - 1)
+
+    def counts(self) -> dict[str, int]:
+        """Return the counts by `sender: reason`."""
+        return dict(self._counts)

@@ -12,10 +12,9 @@ import msgspec
 from offbeat.common.records.rows import ActorRow, CommitRow, EventRow, Recorder
 from offbeat.common.settings.config import HubSection
 from offbeat.learner.dispatch.contract import Contract, differences, objection, source_objection
-from offbeat.learner.dispatch.rejections import Rejections
-from offbeat.learner.dispatch.reports import report
+from offbeat.learner.dispatch.reports import Rejections, report
+from offbeat.learner.dispatch.run_state import Versions
 from offbeat.learner.dispatch.send_queue import SendQueue
-from offbeat.learner.dispatch.versions import Versions
 from offbeat.protocols.keys import Sender
 from offbeat.protocols.messages import (
     ActorHeartbeat,
@@ -36,6 +35,7 @@ from offbeat.protocols.messages import (
     WeightsStaged,
     Welcome,
 )
+from offbeat.protocols.text import plain
 
 MemberMessage = (
     Credit
@@ -193,6 +193,13 @@ class Roster:
     def find(self, peer: bytes) -> Member | None:
         """Return the member at an address."""
         return self._by_peer.get(peer)
+
+    def name_of(self, peer: bytes, sender: Sender) -> str:
+        """Return the name by which to report a peer: a member's, else its key's, else the readable part of its address."""
+        member = self.find(peer)
+        if member is not None:
+            return member.name
+        return sender.name if sender.role else plain(peer.decode(errors="replace"), 64)
 
     def named(self, name: str) -> Member | None:
         """Return the live member of that name."""

@@ -1,10 +1,14 @@
-"""The queue of messages that the dispatcher wants sent; the hub's thread empties it."""
+"""Messages that wait to be sent: the dispatcher's queue, which the hub's thread empties, and leases without an actor yet."""
 
 from collections import deque
 from typing import NamedTuple
 
-from offbeat.protocols.channels import Array
-from offbeat.protocols.messages import LearnerMessage
+import numpy as np
+
+from offbeat.learner.leases.prompts import Prompt
+from offbeat.protocols.messages import LearnerMessage, Lease, Sampling
+from offbeat.protocols.payload import ImageReference
+from offbeat.protocols.wire import Array
 
 
 class Outgoing(NamedTuple):
@@ -30,3 +34,37 @@ class SendQueue:
         outgoing = list(self._queue)
         self._queue.clear()
         return outgoing
+
+
+class Offer(NamedTuple):
+    """One group to generate, under a fresh lease id."""
+
+    lease_id: int
+    prompt: Prompt
+    group_size: int
+    sampling: Sampling
+    min_policy_version: int
+    """The actor must not start under older weights."""
+    is_evaluation: bool = False
+
+    def lease(self, timeout_s: float) -> Lease:
+        """Return the message to send beside `arrays`."""
+        return Lease(
+            lease_id=self.lease_id,
+            prompt_id=self.prompt.prompt_id,
+            group_size=self.group_size,
+            sampling=self.sampling,
+            min_policy_version=self.min_policy_version,
+            timeout_s=timeout_s,
+            prompt=self.prompt.text,
+            row=self.prompt.row,
+            is_evaluation=self.is_evaluation,
+            images=tuple(ImageReference(image.num_bytes, image.hash) for image in self.prompt.images),
+        )
+
+    def arrays(self) -> tuple[Array, ...]:
+        """Return the prompt's token ids, and with images the bytes of their files; raise `ServiceError` for a changed file."""
+        if not self.prompt.images:
+            return (self.prompt.token_ids,)
+        files = b"".join(image.read() for image in self.prompt.images)
+        return self.prompt.token_ids, np.frombuffer(files, dtype=np.uint8)

@@ -5,14 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from offbeat.common.records.rows import EventRow, Recorder
-from offbeat.learner.dispatch.evaluation_leases import EvaluationLeases
-from offbeat.learner.dispatch.failures import Failures, RunFailedError
-from offbeat.learner.dispatch.lease_desk import LeaseDesk
+from offbeat.learner.dispatch.lease_desk import EvaluationLeases, LeaseDesk
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.dispatch.quarantine import doubt_of_learner
 from offbeat.learner.dispatch.reports import report
 from offbeat.learner.dispatch.roster import Member, Roster, described
-from offbeat.learner.dispatch.versions import Versions
+from offbeat.learner.dispatch.run_state import Failures, RunFailedError, Versions
 from offbeat.learner.leases.journal import LeaseJournal
 
 LATE_S = 45.0

@@ -9,13 +9,28 @@ import time
 from collections.abc import Callable, Sequence
 from typing import assert_never
 
+import msgspec
+
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, LeaseEvent, Started, Trained, Tuned, Weighed
 from offbeat.learner.leases.groups import Group
-from offbeat.learner.leases.ledger import Ledger
-from offbeat.learner.leases.log_records import Position
-from offbeat.learner.leases.prompt_stream import PromptStream
-from offbeat.learner.leases.rollout_log import LogFullError, RolloutLog
+from offbeat.learner.leases.ledger import Ledger, LedgerState
+from offbeat.learner.leases.log_records import LogFullError, Position
+from offbeat.learner.leases.prompt_stream import PromptStream, StreamState
+from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.wire import Frame
+
+
+class DispatcherState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The dispatcher in a checkpoint; the rollout log has what happened after it."""
+
+    stream: StreamState
+    ledger: LedgerState
+    log_end: Position | None
+    """End of the log; None for a run without a log."""
+    newest_version: int
+    """The newest policy version made, by this learner process or one before it."""
+    tuned: dict[str, Tuned] = {}
+    """The last event that changed each setting while the run went on."""
 
 
 class LeaseJournal:

@@ -41,6 +41,10 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(LeaseEvent)
 
 
+class LogFullError(OSError):
+    """The disk has no space for the record; the log is as it was before."""
+
+
 class Position(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True, array_like=True):
     """A place in the log; ordered as the history is."""
 

@@ -18,8 +18,7 @@ from offbeat.common.settings.config import TaskSection
 from offbeat.common.settings.eval_sets import eval_sets, eval_setting
 from offbeat.common.user_code.tools import with_tools
 from offbeat.learner.leases.data_rows import DataRow, read_rows
-from offbeat.learner.leases.rendering import render
-from offbeat.learner.leases.row_images import Rendered, image_folder, render_with_images
+from offbeat.learner.leases.rendering import Rendered, image_folder, render, render_with_images
 from offbeat.protocols.fields import MAX_PARTS, PART_NAME
 
 if TYPE_CHECKING:
@@ -55,6 +54,15 @@ class Prompt(NamedTuple):
         """A 64-bit hash of the row, of the tokens that it became, of its weight, and of its images."""
         content = b"%b%b%r" % (self.row.encode(), self.token_ids.tobytes(), self.weight)
         return xxhash.xxh3_64_intdigest(content + b"".join(b"%r" % image.hash for image in self.images))
+
+
+class Prompts(NamedTuple):
+    """The prompts of a run, each at the index that is its `prompt_id`, and the text of its tokens."""
+
+    train: Sequence[Prompt]
+    evaluation: Sequence[Prompt]
+    decode: Callable[[Sequence[int]], str]
+    """Returns the text of token ids, with special tokens. The hub's thread and the training thread call it."""
 
 
 class LoadedPrompts(NamedTuple):

@@ -18,35 +18,20 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, assert_never
 
-import msgspec
-
 from offbeat.common.errors import ServiceError, SettingError
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, Started, Trained, Tuned, Weighed
 from offbeat.learner.leases.groups import Group, make_group
-from offbeat.learner.leases.journal import apply_event
-from offbeat.learner.leases.ledger import Ledger, LedgerState
+from offbeat.learner.leases.journal import DispatcherState, apply_event
+from offbeat.learner.leases.ledger import Ledger
 from offbeat.learner.leases.log_reading import Gap
 from offbeat.learner.leases.log_records import Position, Record
-from offbeat.learner.leases.prompt_stream import PromptStream, StreamState, Turn
+from offbeat.learner.leases.prompt_stream import PromptStream, Turn
 from offbeat.learner.leases.prompts import Prompt
 
 logger = logging.getLogger(__name__)
 
 LOST = "log_damaged"
 """Reason for the end of a lease whose own end was lost with a part of the log."""
-
-
-class DispatcherState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The dispatcher in a checkpoint; the rollout log has what happened after it."""
-
-    stream: StreamState
-    ledger: LedgerState
-    log_end: Position | None
-    """End of the log; None for a run without a log."""
-    newest_version: int
-    """The newest policy version made, by this learner process or one before it."""
-    tuned: dict[str, Tuned] = {}
-    """The last event that changed each setting while the run went on."""
 
 
 class RecoveryError(ServiceError):

@@ -30,7 +30,7 @@ from offbeat.common.processes.descriptors import patiently
 from offbeat.common.processes.durable_files import sync
 from offbeat.learner.leases.events import LeaseEvent
 from offbeat.learner.leases.log_reading import find_end, segment_numbers, segment_path
-from offbeat.learner.leases.log_records import HEADER_BYTES, Buffer, Position, encode_record, segment_header
+from offbeat.learner.leases.log_records import HEADER_BYTES, Buffer, LogFullError, Position, encode_record, segment_header
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +41,6 @@ LOOK_S = 1.0
 
 # A limit on file sizes raises EFBIG.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
-
-class LogFullError(OSError):
-    """The disk has no space for the record; the log is as it was before."""
 
 
 class LogInUseError(ServiceError):

@@ -13,12 +13,12 @@ from offbeat.learner.calibration.watch import CalibrationWatch
 from offbeat.learner.curriculum import Curriculum
 from offbeat.learner.diagnostics.sample_rows import SampleRows
 from offbeat.learner.dispatch.dispatcher import Dispatcher
-from offbeat.learner.dispatch.fleet_meter import FleetUse
 from offbeat.learner.dispatch.reports import report
+from offbeat.learner.dispatch.status import FleetUse
 from offbeat.learner.leases.auto_bound import AutoBound
 from offbeat.learner.leases.demand import Decision, Demand, Use
 from offbeat.learner.leases.groups import Group
-from offbeat.learner.leases.rollout_log import LogFullError
+from offbeat.learner.leases.log_records import LogFullError
 from offbeat.learner.leases.staleness import StalenessPolicy
 
 logger = logging.getLogger(__name__)

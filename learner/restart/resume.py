@@ -6,26 +6,34 @@ checkpoint (model, optimizer, ServiceState) + log records after it -> the run as
 import logging
 import math
 import time
+import uuid
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from offbeat.common.errors import SettingError
 from offbeat.common.processes.descriptors import patiently
+from offbeat.common.processes.durable_files import replace
 from offbeat.common.records.rows import EvalRow, EventRow, Recorder, Row, StepRow, decode_row
-from offbeat.common.records.run_folder import CHECKPOINTS, LOG
+from offbeat.common.records.run_folder import CHECKPOINTS, CONFIG_FILE, LOG, check_run_folder, set_aside_failed_start
 from offbeat.common.records.writer import ROWS_FILE
-from offbeat.common.settings.config import LogSection
+from offbeat.common.settings.checks import least_staleness
+from offbeat.common.settings.config import Config, LogSection, RunSection
+from offbeat.common.settings.loading import resolved_toml
 from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.live_settings import LiveSettings
+from offbeat.learner.dispatch.run_state import Versions
 from offbeat.learner.leases.auto_bound import AutoBound, Noise
+from offbeat.learner.leases.journal import DispatcherState, LeaseJournal
 from offbeat.learner.leases.ledger import needed_position
 from offbeat.learner.leases.log_reading import find_run_ids, read_history, read_record
-from offbeat.learner.leases.log_records import Position
+from offbeat.learner.leases.log_records import LogFullError, Position
 from offbeat.learner.leases.prompts import Prompt
-from offbeat.learner.leases.recovery import DispatcherState, Recovered, recover
-from offbeat.learner.leases.rollout_log import LogFullError, RolloutLog
+from offbeat.learner.leases.recovery import Recovered, recover
+from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.restart.run_identity import (
     Change,
     PromptHashes,
@@ -33,6 +41,8 @@ from offbeat.learner.restart.run_identity import (
     read_identity,
     read_prompt_hashes,
     require_same_run,
+    tell_changes,
+    write_identity,
 )
 from offbeat.learner.training import checkpoints
 from offbeat.learner.training.ranks import RankedTrainer
@@ -106,6 +116,97 @@ class Checkpoints:
         if state.dispatcher.log_end is not None:
             self._dispatcher.prune_log(patiently(lambda: needed_by_oldest(self._root, self._keep)))
         logger.info("checkpoint %s", folder)
+
+
+class OpenedFolder(NamedTuple):
+    """The run's folder, ready for this process."""
+
+    identity: RunIdentity
+    """With the run's id."""
+    damaged: list[str]
+    """A line about each checkpoint that was set aside."""
+    changes: list[Change]
+    """Differences to the run that is resumed, which it may have."""
+
+    def report(self, record: Recorder) -> None:
+        """Log and record what was found."""
+        tell_damaged(self.damaged, record)
+        tell_changes(self.changes, record)
+
+
+def open_folder(config: Config, identity: RunIdentity, prompt_hashes: PromptHashes) -> OpenedFolder:
+    """Prepare the run's folder, which is locked: find the run's id, set damaged checkpoints aside, write config and identity.
+
+    Raises `SettingError` as `prepare_folder` does.
+    """
+    folder = Path(config.run.dir)
+    run_id = (find_run_id(folder) if config.run.resume else None) or uuid.uuid4().hex[:12]
+    identity = msgspec.structs.replace(identity, run_id=run_id)
+    damaged = set_damaged_aside(folder, run_id) if config.run.resume else []
+    return OpenedFolder(identity, damaged, prepare_folder(config, identity, prompt_hashes))
+
+
+def prepare_folder(config: Config, identity: RunIdentity, prompt_hashes: PromptHashes) -> list[Change]:
+    """Write config and identity to the run's folder, which is locked; return what differs from the run that is resumed.
+
+    Before a new run, sets aside what a failed start left there. Raises `SettingError`, and changes nothing, for a folder that
+    cannot be used so, and for a difference that a resumed run may not have.
+    """
+    folder = Path(config.run.dir)
+    # Checked again now that no other learner can be at work there.
+    check_run_folder(config.run)
+    if config.run.resume:
+        require_own_log(folder, identity.run_id)
+    may_append = config.task.appended_data == "allow"
+    changes = check_identity(folder, identity, prompt_hashes, may_append=may_append) if config.run.resume else []
+    if not config.run.resume and (aside := set_aside_failed_start(folder)) is not None:
+        logger.info("an earlier start made no step: its files are in %s", aside)
+    replace(folder / CONFIG_FILE, resolved_toml(config).encode())
+    write_identity(folder, identity, prompt_hashes)
+    return changes
+
+
+class RunState(NamedTuple):
+    """The run as the learner process before this one left it, or at its beginning."""
+
+    journal: LeaseJournal
+    versions: Versions
+    settings: LiveSettings
+    auto_bound: AutoBound
+    log: RolloutLog | None
+    actor_hours: float
+    """The sum of the actors' time so far, in hours."""
+
+
+def restore(config: Config, trainer: RankedTrainer, prompts: Sequence[Prompt], record: Recorder) -> RunState:
+    """Bring trainer, leases and settings to where the run stands; begin it without `run.resume`."""
+    folder, has_log = Path(config.run.dir), config.log.enabled
+    state = load_checkpoint(folder, trainer, has_log=has_log) if config.run.resume else None
+    log = open_log(folder, config.log, state)
+    may_append = config.task.appended_data == "allow"
+    recovered = recover_run(folder, state, prompts, config.run.seed, has_log=has_log, may_append=may_append)
+    if config.run.resume:
+        tell_resumed(recovered, trainer.policy_version, record)
+    settings = LiveSettings(config, recovered.tuned)
+    tell_kept_settings(settings, folder, record)
+    return RunState(
+        journal=LeaseJournal(log, recovered.ledger, recovered.stream),
+        versions=Versions(trainer.policy_version, recovered.newest_version),
+        settings=settings,
+        auto_bound=AutoBound(least_staleness(config), state.noise if state else None),
+        log=log,
+        actor_hours=last_actor_hours(folder) if config.run.resume else 0.0,
+    )
+
+
+def mirroring(run: RunSection, record: Recorder) -> AbstractContextManager[object]:
+    """Return the mirror of the run's folder, to be entered; it does nothing without `run.mirror`."""
+    if not run.mirror:
+        return nullcontext()
+    # fsspec is slow to import.
+    from offbeat.learner.restart.mirror import open_mirror
+
+    return open_mirror(Path(run.dir), run.mirror, record, resume=bool(run.resume))
 
 
 def noting_evaluations(run_folder: Path, record: Recorder) -> Recorder:

@@ -2,6 +2,13 @@
 
 from typing import Literal, NamedTuple
 
+import torch
+
+from offbeat.common.errors import SettingError
+from offbeat.common.settings.config import Config
+from offbeat.common.weights.nccl_group import gpu_uuid
+from offbeat.protocols.addresses import host_of
+
 
 class LearnerGpu(NamedTuple):
     """The GPU of the learner's rank 0."""
@@ -33,3 +40,24 @@ class Transport(NamedTuple):
     """Offer differences between versions to actors that pull."""
     gpu: LearnerGpu | None = None
     """None when the learner trains on a CPU; no backend is `nccl` then."""
+
+
+def resolve_transport(config: Config, device: torch.device, host: str) -> Transport:
+    """Return the transport of a learner that trains on this device, and that actors reach at `host`."""
+    weights = config.weights
+    if weights.backend == "nccl" and device.type != "cuda":
+        problem = "the learner trains on a CPU, and NCCL needs a GPU"
+        raise SettingError("weights.backend", "nccl", problem, 'Set weights.backend="auto".')
+    gpu = LearnerGpu(device.index, gpu_uuid(device.index)) if device.type == "cuda" else None
+    return Transport(
+        host=host,
+        listen_on=host_of(config.hub.bind or config.hub.address),
+        backend=weights.backend if weights.backend != "auto" else "gloo" if gpu is None else "nccl",
+        port=weights.port,
+        timeout_s=weights.timeout_s,
+        bucket_bytes=weights.bucket_mb << 20,
+        chunk_bytes=weights.chunk_mb << 20,
+        max_pulls=weights.max_pulls,
+        delta=weights.delta,
+        gpu=gpu,
+    )

@@ -14,11 +14,11 @@ from offbeat.common.errors import ServiceError, SettingError
 from offbeat.common.settings.config import Config, RolloutSection
 from offbeat.common.settings.loading import resolved_toml
 from offbeat.deploy.local.keygen import make_keys
-from offbeat.learner.dispatch.handout import Handout, Kit
+from offbeat.learner.dispatch.contract import JoinPayload, JoinServer
 from offbeat.learner.dispatch.send_queue import SendQueue
 from offbeat.protocols.channels import Hub, Received
 from offbeat.protocols.keys import AllowList, KeyPair, read_key_pair
-from offbeat.protocols.message_parts import RunKit, encode_kit
+from offbeat.protocols.message_parts import JoinSettings, encode_join_settings
 from offbeat.protocols.messages import RunRequest
 from offbeat.protocols.wire import WireError
 from tests.actor.served_hub import served
@@ -27,16 +27,16 @@ PROCESS = f"{socket.gethostname()}-{os.getpid()}"
 
 
 @contextmanager
-def serving(kit: RunKit, key: KeyPair | None = None, allowed: AllowList | None = None) -> Iterator[str]:
-    """Run a hub that hands out this kit; yield its address."""
+def serving(settings: JoinSettings, key: KeyPair | None = None, allowed: AllowList | None = None) -> Iterator[str]:
+    """Run a hub that sends these join settings; yield its address."""
     hub = Hub("tcp://127.0.0.1:0", max_message_bytes=1 << 20, key=key, allowed=allowed)
     queue = SendQueue()
-    handout = Handout(Kit(encode_kit(kit)), queue)
+    server = JoinServer(JoinPayload(encode_join_settings(settings)), queue)
 
     def handle(received: Received) -> None:
         assert not isinstance(received.packet, WireError)
         if isinstance(received.packet.message, RunRequest):
-            handout.answer(received.peer, received.packet.message.index)
+            server.answer(received.peer, received.packet.message.index)
         for one in queue.take():
             hub.send(one.peer, one.message, *one.arrays)
 
@@ -74,7 +74,7 @@ def test_settings_are_the_learners_with_the_command_lines_over_them(
     file = keys / f"{key.removesuffix('-*')}.key" if key else None
     own, allowed = (read_key_pair(keys / "learner.key"), AllowList(keys / "allowed_keys")) if key else (None, None)
     settings = resolved_toml(Config(rollout=RolloutSection(temperature=0.7)))
-    with serving(RunKit("0.1.0", settings, {"config.json": b"{}"}), own, allowed) as address:
+    with serving(JoinSettings("0.1.0", settings, {"config.json": b"{}"}), own, allowed) as address:
         meeting = Meeting(address, str(file or ""), str(keys / "learner.pub") if key else "")
         with joined(meeting, [*overrides, "reward_workers=3"]) as config:
             assert config.actor.name == name
@@ -87,6 +87,6 @@ def test_settings_are_the_learners_with_the_command_lines_over_them(
 
 @pytest.mark.parametrize(("software", "kind"), [("99.0", ServiceError), ("", SettingError)], ids=["another release", "same"])
 def test_setting_of_another_release_is_told_from_a_mistake(software: str, kind: type[Exception]) -> None:
-    kit = RunKit(software or importlib.metadata.version("offbeat"), "[rollout]\nfrom_tomorrow = 1\n", {})
-    with serving(kit) as address, pytest.raises(kind, match="from_tomorrow"), joined(Meeting(address, "", ""), []):
+    settings = JoinSettings(software or importlib.metadata.version("offbeat"), "[rollout]\nfrom_tomorrow = 1\n", {})
+    with serving(settings) as address, pytest.raises(kind, match="from_tomorrow"), joined(Meeting(address, "", ""), []):
         pass

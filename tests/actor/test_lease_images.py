@@ -7,7 +7,7 @@ import pytest
 
 from offbeat.actor.leases_at_work import read_images
 from offbeat.common.models.images import ImageError, ImageFile, ImageReader, hash_image
-from offbeat.learner.dispatch.offers import Offer
+from offbeat.learner.dispatch.send_queue import Offer
 from offbeat.learner.leases.prompts import Prompt
 from offbeat.protocols.messages import Lease, Sampling
 from offbeat.protocols.payload import ImageReference

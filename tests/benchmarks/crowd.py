@@ -31,7 +31,7 @@ import zmq
 from offbeat.common.processes.descriptors import raise_limit
 from offbeat.common.records.rows import EventRow, Row
 from offbeat.common.settings.config import HubSection, LogSection
-from offbeat.learner.dispatch.hub_thread import HubThread
+from offbeat.learner.hub import HubThread
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.messages import (
     Ack,

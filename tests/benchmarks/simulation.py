@@ -50,9 +50,8 @@ from offbeat.common.settings.config import (
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.common.settings.loading import load, resolved_toml
 from offbeat.lab.simulation.predict import Source, fitted_times, simulate_batches
-from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.dispatch.dispatcher import Dispatcher
-from offbeat.learner.dispatch.hub_thread import HubThread
+from offbeat.learner.hub import ActorLink, HubThread
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.channels import Hub
 from tests.benchmarks.measuring import print_table, processes, receive_from

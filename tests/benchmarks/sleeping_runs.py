@@ -18,9 +18,8 @@ from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.rows import GroupRow, Row, WeightsRow
 from offbeat.common.settings.config import ActorSection, Config, HubSection
 from offbeat.common.weights.flat import make_layout
-from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.dispatch.dispatcher import Dispatcher
-from offbeat.learner.dispatch.hub_thread import HubThread
+from offbeat.learner.hub import ActorLink, HubThread
 from offbeat.protocols.channels import Hub, Link
 from tests.benchmarks.measuring import (
     Cost,

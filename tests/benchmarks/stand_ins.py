@@ -13,16 +13,15 @@ from offbeat.common.records.rows import Recorder
 from offbeat.common.settings.config import Config, HubSection, RolloutSection, StalenessSection, TaskSection
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.common.weights.flat import WeightBuffer
+from offbeat.learner.dispatch.canary import Canary
 from offbeat.learner.dispatch.contract import Contract
-from offbeat.learner.dispatch.dispatcher import Dispatcher
-from offbeat.learner.dispatch.listeners import Listeners
+from offbeat.learner.dispatch.dispatcher import Dispatcher, Listeners
 from offbeat.learner.dispatch.live_settings import LiveSettings
-from offbeat.learner.dispatch.parts import Prompts, make_parts
-from offbeat.learner.dispatch.versions import Versions
+from offbeat.learner.dispatch.run_state import Versions
 from offbeat.learner.leases.journal import LeaseJournal
 from offbeat.learner.leases.ledger import Ledger
 from offbeat.learner.leases.prompt_stream import PromptStream
-from offbeat.learner.leases.prompts import Prompt
+from offbeat.learner.leases.prompts import Prompt, Prompts
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.transport import Transport
@@ -165,24 +164,29 @@ def make_dispatcher(
         software="0",
         max_message_bytes=HubSection().max_message_mb << 20,
     )
-    parts = make_parts(
+    canary = Canary(
+        CANARY,
+        dtype=ENGINE.dtype,
+        file_logprobs=np.zeros(len(CANARY) - 1, np.float32),
+        tolerance=lambda: None,
+        record=record,
+    )
+    return Dispatcher(
         contract,
         LiveSettings(config, {}),
-        Prompts(prompts, evaluation=()),
-        str,
+        Prompts(prompts, evaluation=(), decode=str),
         LeaseJournal(log, Ledger(), PromptStream(NUM_PROMPTS, seed=0)),
         Versions(current=0, newest=0),
+        canary,
+        Listeners(
+            joined=on_join,
+            introduced=lambda hello: None,
+            weights=on_weights,
+            distrusted=lambda peer, actor, why: None,
+            routed=lambda actor, version, experts: None,
+        ),
         record,
     )
-    listeners = Listeners(
-        joined=lambda peer, hello: on_join(peer),
-        weights=on_weights,
-        canary=lambda actor, policy_version, logprobs: None,
-        files_scored=lambda actor, logprobs: None,
-        routed=lambda actor, policy_version, experts: None,
-        distrusted=lambda peer, actor, why: None,
-    )
-    return Dispatcher(parts, listeners)
 
 
 def make_publisher(layout: tuple[TensorSpec, ...], *, num_actors: int, max_staleness: int, record: Recorder) -> WeightPublisher:

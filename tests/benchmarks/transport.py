@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from offbeat.learner.dispatch.hub_thread import HubThread
+from offbeat.learner.hub import HubThread
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.wire import MAGIC
 from tests.benchmarks.measuring import print_table, processes, receive_from, spread

@@ -15,7 +15,7 @@ import zmq
 from offbeat.common.records.rows import Recorder
 from offbeat.common.settings.config import LogSection
 from offbeat.learner.dispatch.dispatcher import Dispatcher
-from offbeat.learner.dispatch.hub_thread import HubThread
+from offbeat.learner.hub import HubThread
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.channels import RECEIVE_QUEUE_MESSAGES, SEND_QUEUE_MESSAGES, Hub
 from offbeat.protocols.keys import AllowList, KeyPair, make_key_pair, public_text

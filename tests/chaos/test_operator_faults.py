@@ -10,9 +10,9 @@ import pytest
 from offbeat.common.settings.config import Config
 from offbeat.common.settings.loading import resolved_toml
 from offbeat.deploy.operating import link as questions
-from offbeat.learner.dispatch.failures import RunFailedError
+from offbeat.learner.dispatch.canary import Canary
 from offbeat.learner.dispatch.quarantine import MAX_MISMATCHES
-from offbeat.learner.weights.canary import Canary
+from offbeat.learner.dispatch.run_state import RunFailedError
 from offbeat.protocols.messages import LiveSettingsReport, LiveSettingsRequest
 from tests.chaos.changes import IMPOSSIBLE
 from tests.chaos.faults import Attempt, Scene, commit
@@ -93,17 +93,15 @@ class Doubted:
     def __init__(self) -> None:
         self.desk = Desk()
         self.actors = [Actor(self.desk, name).join(capacity=2) for name in ("a", "b")]
-        settings = self.desk.parts.settings
+        settings = self.desk.settings
         self.canary = Canary(
             np.array([1, 2, 2, 1], np.int32),
             dtype="float32",
             file_logprobs=np.array([-1.0, -2.0, -3.0], np.float32),
             tolerance=lambda: settings.config.weights.canary_tolerance,
-            routing_interval=0,
-            publish_interval=1,
             record=self.desk.rows.append,
         )
-        self.canary.add(0, np.array([-1.0, -2.0, -3.0], np.float32), None)
+        self.canary.add(0, np.array([-1.0, -2.0, -3.0], np.float32))
 
     def compare(self) -> None:
         for actor in self.actors:

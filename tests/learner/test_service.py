@@ -15,12 +15,13 @@ from offbeat.common.records.rows import EvalRow, Recorder, Row, row_fields
 from offbeat.common.settings.config import Config, ModelSection, RolloutSection, RunSection, TaskSection, WeightsSection
 from offbeat.common.settings.learning_sections import TrainSection
 from offbeat.learner import service
-from offbeat.learner.actor_link import ActorLink
 from offbeat.learner.diagnostics.own_evaluation import EvaluatedCompletion, EvaluationNumbers
+from offbeat.learner.diagnostics.routing_metrics import RoutingComparison
+from offbeat.learner.dispatch.canary import Canary
 from offbeat.learner.dispatch.dispatcher import Dispatcher
-from offbeat.learner.dispatch.failures import RunFailedError
-from offbeat.learner.dispatch.fleet_meter import FleetUse
-from offbeat.learner.dispatch.hub_thread import HubThread
+from offbeat.learner.dispatch.run_state import RunFailedError
+from offbeat.learner.dispatch.status import FleetUse
+from offbeat.learner.hub import ActorLink, HubThread
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.ledger import LedgerCounts
 from offbeat.learner.leases.rollout_log import RolloutLog
@@ -28,7 +29,6 @@ from offbeat.learner.reporting.step_rows import StepRows
 from offbeat.learner.restart.resume import Checkpoints
 from offbeat.learner.service import WAIT_S, Learner, TrainingLoop
 from offbeat.learner.training.ranks import RankedTrainer
-from offbeat.learner.weights.canary import Canary
 from offbeat.learner.weights.publisher import WeightPublisher
 from offbeat.learner.weights.standings import Recipient
 
@@ -268,8 +268,6 @@ class Bench:
             dtype="float32",
             file_logprobs=np.zeros(1, np.float32),
             tolerance=lambda: None,
-            routing_interval=0,
-            publish_interval=1,
             record=self.record,
         )
         publisher = cast(WeightPublisher, FakePublisher(self.clock, self.calls, canary))
@@ -279,6 +277,7 @@ class Bench:
             dispatcher=cast(Dispatcher, self.dispatcher),
             publisher=publisher,
             canary=canary,
+            routing=RoutingComparison(0, 1, lambda row: None),
             checkpoints=cast(Checkpoints, FakeCheckpoints(self.clock, self.calls, self.trainer)),
             step_rows=cast(StepRows, self.step_rows),
             wake_hub=lambda: None,

@@ -13,12 +13,16 @@ from offbeat.common.errors import SettingError
 from offbeat.common.processes.shutdown import StopRequest
 from offbeat.common.records.rows import FinalRow, Row
 from offbeat.common.settings.config import Config, HubSection, ModelSection, RunSection, TaskSection, WeightsSection
-from offbeat.learner import wiring
-from offbeat.learner.hub_address import tell_address
+from offbeat.learner.hub import publish_address
+from offbeat.learner.inputs import load_inputs
 from offbeat.learner.leases.events import Weighed
 from offbeat.learner.leases.log_reading import read_log
+from offbeat.learner.reporting.outlets import HealthWatch
+from offbeat.learner.restart.resume import prepare_folder
 from offbeat.learner.restart.run_identity import RunIdentity, read_identity
-from offbeat.learner.wiring import _load_inputs, _transport, open_learner, prepare_folder
+from offbeat.learner.weights import transport as transports
+from offbeat.learner.weights.transport import resolve_transport
+from offbeat.learner.wiring import open_learner
 from offbeat.protocols.addresses import find_address
 from offbeat.protocols.channels import Hub
 
@@ -43,20 +47,20 @@ def config_with(*, run_dir: str = "run", **weights: str | int) -> Config:
 def test_collective_runs_where_the_learner_trains_unless_the_setting_says_otherwise(
     backend: str, device: str, resolved: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wiring, "gpu_uuid", lambda number: f"GPU-{number}")
-    transport = _transport(config_with(backend=backend), torch.device(device), "learner")
+    monkeypatch.setattr(transports, "gpu_uuid", lambda number: f"GPU-{number}")
+    transport = resolve_transport(config_with(backend=backend), torch.device(device), "learner")
     assert (transport.backend, transport.gpu) == (resolved, (2, "GPU-2") if device == "cuda:2" else None)
 
 
 def test_nccl_is_refused_for_a_learner_on_a_cpu() -> None:
     with pytest.raises(SettingError, match=r'weights\.backend.*"nccl".*trains on a CPU'):
-        _transport(config_with(backend="nccl"), torch.device("cpu"), "learner")
+        resolve_transport(config_with(backend="nccl"), torch.device("cpu"), "learner")
 
 
 def test_sizes_of_transfers_are_in_bytes_and_hosts_without_ports() -> None:
-    transport = _transport(config_with(bucket_mb=3, chunk_mb=5, max_pulls=7, port=9), torch.device("cpu"), "learner")
+    transport = resolve_transport(config_with(bucket_mb=3, chunk_mb=5, max_pulls=7, port=9), torch.device("cpu"), "learner")
     assert not transport.delta
-    assert _transport(config_with(backend="pull", delta=True), torch.device("cpu"), "learner").delta
+    assert resolve_transport(config_with(backend="pull", delta=True), torch.device("cpu"), "learner").delta
     assert (transport.bucket_bytes, transport.chunk_bytes) == (3 << 20, 5 << 20)
     assert (transport.max_pulls, transport.port, transport.timeout_s) == (7, 9, 60.0)
     assert (transport.host, transport.listen_on) == ("learner", "0.0.0.0")
@@ -65,11 +69,11 @@ def test_sizes_of_transfers_are_in_bytes_and_hosts_without_ports() -> None:
 def test_learner_writes_the_address_that_it_bound_where_actors_look_for_it(tmp_path: Path) -> None:
     file = tmp_path / "hub.address"
     file.write_text("tcp://198.18.0.1:5700 is a longer text than what follows")
-    assert tell_address(f"file:{file}", "tcp://127.0.0.1:5702") == "tcp://127.0.0.1:5702"
+    assert publish_address(f"file:{file}", "tcp://127.0.0.1:5702") == "127.0.0.1"
     assert find_address(f"file:{file}") == "tcp://127.0.0.1:5702"
-    assert tell_address("tcp://learner:5700", "tcp://0.0.0.0:5700") == "tcp://learner:5700"
+    assert publish_address("tcp://learner:5700", "tcp://0.0.0.0:5700") == "learner"
     with pytest.raises(SettingError, match=r"hub\.address.*nowhere.*cannot be written"):
-        tell_address(f"file:{tmp_path}/nowhere/hub.address", "tcp://127.0.0.1:5702")
+        publish_address(f"file:{tmp_path}/nowhere/hub.address", "tcp://127.0.0.1:5702")
 
 
 def test_folder_of_a_run_holds_the_resolved_config(tmp_path: Path) -> None:
@@ -119,12 +123,12 @@ def test_learner_is_made_of_its_parts_and_ends_in_order_when_it_is_stopped_at_on
         return Hub("tcp://127.0.0.1:*", max_message_bytes=1 << 20)
 
     (tmp_path / "run").mkdir()
-    inputs = _load_inputs(config)
+    inputs = load_inputs(config)
     prepare_folder(config, inputs.identity, inputs.prompt_hashes)
     stop = StopRequest()
     stop._event.set()
     with open_hub() as hub:
-        learner = open_learner(config, inputs, hub, open_hub, rows.append, time.monotonic(), host="127.0.0.1")
+        learner = open_learner(config, inputs, hub, HealthWatch(rows.append), time.monotonic(), host="127.0.0.1")
         assert not any(isinstance(row, FinalRow) for row in rows), "nothing runs yet"
         assert learner.run(stop) == "stopped"
     (final,) = [row for row in rows if isinstance(row, FinalRow)]

@@ -22,10 +22,10 @@ from offbeat.lab.replay.counterfactual import (
 )
 from offbeat.learner.dispatch.quarantine import MAX_MISMATCHES
 from offbeat.learner.leases.groups import Group
+from offbeat.learner.leases.journal import DispatcherState
 from offbeat.learner.leases.log_reading import read_log, read_record
-from offbeat.learner.leases.log_records import Position
-from offbeat.learner.leases.recovery import DispatcherState, recover
-from offbeat.learner.leases.rollout_log import LogFullError
+from offbeat.learner.leases.log_records import LogFullError, Position
+from offbeat.learner.leases.recovery import recover
 from offbeat.protocols.messages import Cancel, GroupDone, Lease, LeaseFailed
 from offbeat.protocols.payload import CompletionMeta, Segment
 from tests.lab.replay.test_counterfactual import adds_up, lease_ids, make_config
@@ -138,13 +138,13 @@ class Play:
                 lease_id = worker.jobs.popitem()[0]
                 worker.say(LeaseFailed(lease_id=lease_id, reason="returned" if pick % 2 else "reward_error"))
             case "distrust" if self.training is None:
-                member = self.desk.parts.roster.named(worker.name)
+                member = self.desk.roster.named(worker.name)
                 # One more would end the run.
                 is_last = member is not None and len(member.mismatches) == MAX_MISMATCHES - 1
                 flaw = "wrong" if pick % 2 and not is_last else None
                 self.desk.dispatcher.judge_canary(worker.name, worker.version, flaw)
             case "tune":
-                least = self.desk.parts.settings.staleness.batch_steps - 1
+                least = self.desk.settings.staleness.batch_steps - 1
                 self.desk.dispatcher.tune({"staleness.max_staleness": str(least + pick % 4)}, "me")
             case "save" if self.training is None:
                 self.saved = (self.version, msgspec.msgpack.encode(self.desk.dispatcher.state()))

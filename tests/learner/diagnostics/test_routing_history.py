@@ -1,9 +1,12 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from offbeat.common.models.routing import Routing
-from offbeat.learner.diagnostics.routing_metrics import RoutingHistory
+from offbeat.common.records.rows import row_fields
+from offbeat.learner.diagnostics.routing_metrics import RoutingComparison, RoutingHistory
 
 
 def routing(*experts: int) -> Routing:
@@ -96,3 +99,39 @@ def test_an_engine_that_sent_another_shape_is_not_compared(shape: tuple[int, int
 def test_ids_that_no_expert_has_are_a_difference_and_no_error() -> None:
     experts = np.array([-(2**31), -1, 10, 2**31 - 1], np.int32)[:, None, None]
     assert history((0, routing(1, 2, 3, 4))).engine_metrics(0, experts)["routing/engine_overlap"] == 0.0
+
+
+def comparing(interval: int, *, publish_interval: int = 1) -> tuple[list[dict[str, Any]], RoutingComparison]:
+    """Return a comparison and the rows that it records."""
+    rows: list[dict[str, Any]] = []
+    return rows, RoutingComparison(interval, publish_interval, lambda row: rows.append(row_fields(row)))
+
+
+def routing_of(*experts: int) -> Routing:
+    """Return the routing of one layer that sends each token to one of four experts."""
+    chosen = torch.tensor(experts).reshape(-1, 1, 1)
+    return Routing(chosen, torch.ones(len(experts), 1), num_experts=4)
+
+
+def test_routing_is_compared_under_the_first_version_published_in_each_interval() -> None:
+    rows, comparison = comparing(10, publish_interval=3)
+    for version in (9, 12, 15, 18, 21):
+        comparison.add(version, routing_of(0, 1, 2))
+        comparison.compare("a", version, np.array([[[0]], [[1]], [[3]]], np.int32))
+    assert [(row["policy_version"], row.get("actor")) for row in rows] == [(12, None), (12, "a"), (21, None), (21, "a")]
+    assert {row["kind"] for row in rows} == {"routing"}
+
+
+def test_routing_of_an_engine_with_another_shape_is_left_out() -> None:
+    rows, comparison = comparing(1)
+    comparison.add(1, routing_of(0, 1, 2))
+    comparison.compare("a", 1, np.zeros((2, 1, 1), np.int32))
+    assert [row.get("actor") for row in rows] == [None]
+
+
+@pytest.mark.parametrize("routing", [None, routing_of(0, 1, 2)])
+def test_without_routers_or_interval_no_routing_is_recorded(routing: Routing | None) -> None:
+    rows, comparison = comparing(0 if routing else 1)
+    comparison.add(1, routing)
+    comparison.compare("a", 1, np.zeros((3, 1, 1), np.int32))
+    assert rows == []

@@ -19,23 +19,22 @@ from offbeat.common.settings.config import (
 )
 from offbeat.common.settings.learning_sections import LossSection, TrainSection
 from offbeat.common.settings.loading import replace_settings
+from offbeat.learner.dispatch.canary import Canary, CanaryVerdict
 from offbeat.learner.dispatch.contract import Contract
-from offbeat.learner.dispatch.dispatcher import Dispatcher
-from offbeat.learner.dispatch.listeners import CanaryVerdict, Listeners
+from offbeat.learner.dispatch.dispatcher import Dispatcher, Listeners
 from offbeat.learner.dispatch.live_settings import LiveSettings
-from offbeat.learner.dispatch.parts import Prompts, make_parts
+from offbeat.learner.dispatch.run_state import Versions
 from offbeat.learner.dispatch.send_queue import Outgoing
-from offbeat.learner.dispatch.versions import Versions
 from offbeat.learner.leases.events import LeaseEvent
 from offbeat.learner.leases.groups import Group, Rollout
 from offbeat.learner.leases.journal import LeaseJournal
 from offbeat.learner.leases.ledger import Ledger
 from offbeat.learner.leases.log_reading import read_log
-from offbeat.learner.leases.log_records import Position, Record
+from offbeat.learner.leases.log_records import LogFullError, Position, Record
 from offbeat.learner.leases.prompt_stream import PromptStream
-from offbeat.learner.leases.prompts import Prompt
+from offbeat.learner.leases.prompts import Prompt, Prompts
 from offbeat.learner.leases.recovery import Recovered
-from offbeat.learner.leases.rollout_log import LogFullError, RolloutLog
+from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.keys import NO_KEYS, Sender
 from offbeat.protocols.message_parts import EngineInfo, ModelHashes
 from offbeat.protocols.messages import (
@@ -191,6 +190,22 @@ class Actor:
         return ack
 
 
+class ScriptedCanary(Canary):
+    """Notes every score and answers with the desk's verdict."""
+
+    def __init__(self, desk: "Desk") -> None:
+        self._desk = desk
+
+    def joined(self, actor: str) -> None: ...
+
+    def judge(self, actor: str, policy_version: int, logprobs: np.ndarray) -> CanaryVerdict | None:
+        self._desk.canaries.append((actor, policy_version, logprobs.tolist()))
+        return self._desk.verdict
+
+    def measure_floor(self, actor: str, logprobs: np.ndarray) -> None:
+        self._desk.file_scores.append((actor, logprobs.tolist()))
+
+
 class Desk:
     """A dispatcher with its clock, its outgoing messages and its rows."""
 
@@ -227,33 +242,38 @@ class Desk:
         self.stream = recovered.stream
         self.versions = Versions(policy_version, recovered.newest_version)
         self.journal = LeaseJournal(log, recovered.ledger, recovered.stream, lambda: self.now - 993.0)
-        self.parts = make_parts(
+        self.dispatcher = Dispatcher(
             contract,
             LiveSettings(with_settings(config, *settings), recovered.tuned),
-            Prompts(make_prompts(num_prompts, "train", tasks), make_prompts(num_eval_prompts, "held-out")),
-            lambda token_ids: " ".join(map(str, token_ids)),
+            Prompts(
+                make_prompts(num_prompts, "train", tasks),
+                make_prompts(num_eval_prompts, "held-out"),
+                lambda token_ids: " ".join(map(str, token_ids)),
+            ),
             self.journal,
             self.versions,
+            ScriptedCanary(self),
+            Listeners(
+                joined=self.joined.append,
+                introduced=lambda hello: None,
+                weights=lambda actor, message: self.weights.append((actor, message)),
+                distrusted=lambda peer, actor, why: self.distrusted.append((peer, actor, why)),
+                routed=lambda actor, version, experts: self.routings.append((actor, version, experts.tolist())),
+                evaluated=self._finish_evaluation,
+                weight_problems=lambda: self.weight_problems,
+            ),
             self.rows.append,
             lambda: self.now,
-            self._finish_evaluation,
         )
-        listeners = Listeners(
-            joined=lambda peer, hello: self.joined.append(peer),
-            weights=lambda actor, message: self.weights.append((actor, message)),
-            canary=self._judge,
-            files_scored=lambda actor, logprobs: self.file_scores.append((actor, logprobs.tolist())),
-            routed=lambda actor, version, experts: self.routings.append((actor, version, experts.tolist())),
-            distrusted=lambda peer, actor, why: self.distrusted.append((peer, actor, why)),
-            weight_problems=lambda: self.weight_problems,
-        )
-        self.dispatcher = Dispatcher(self.parts, listeners)
+        # Tests look at these; nothing else outside of the dispatcher does.
+        self.settings = self.dispatcher._settings
+        self.roster = self.dispatcher._roster
+        self.lease_desk = self.dispatcher._desk
+        self.evaluations = self.dispatcher._evaluations
+        self.watchdog = self.dispatcher._watchdog
+        self.failures = self.dispatcher._failures
         if is_published:
             self.dispatcher.publish(policy_version)
-
-    def _judge(self, actor: str, version: int, logprobs: np.ndarray) -> CanaryVerdict | None:
-        self.canaries.append((actor, version, logprobs.tolist()))
-        return self.verdict
 
     def _finish_evaluation(self, row: EvalRow, rollouts: Mapping[int, tuple[Rollout, ...]]) -> None:
         self.rows.append(row)
@@ -276,7 +296,7 @@ class Desk:
         self.dispatcher.tick(self.now)
         counts = self.dispatcher.counts()
         assert counts.adds_up, counts
-        desk, roster = self.parts.desk, self.parts.roster
+        desk, roster = self.lease_desk, self.roster
         assert {member.name for member in desk.with_room(roster)} == {
             member.name for member in roster if member.takes_leases and member.free > 0
         }

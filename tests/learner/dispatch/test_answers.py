@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offbeat.learner.dispatch.failures import RunFailedError
+from offbeat.learner.dispatch.run_state import RunFailedError
 from offbeat.learner.leases.groups import ExpertLimits
 from offbeat.protocols.messages import Ack, GroupDone, LeaseFailed
 from offbeat.protocols.payload import CompletionMeta, ExpertsMeta, Segment, encode_experts

@@ -1,6 +1,6 @@
 """The status report, and the line that says what a run waits for."""
 
-from offbeat.learner.dispatch.failures import RunFailedError
+from offbeat.learner.dispatch.run_state import RunFailedError
 from offbeat.learner.dispatch.send_queue import Outgoing
 from offbeat.protocols.messages import (
     ActorStats,

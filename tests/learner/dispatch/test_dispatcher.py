@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from offbeat.common.records.rows import CommitRow
+from offbeat.learner.dispatch.canary import CanaryVerdict
 from offbeat.learner.dispatch.send_queue import Outgoing
 from offbeat.learner.leases.groups import Group
 from offbeat.learner.leases.prompt_stream import Turn
-from offbeat.learner.weights.canary import Verdict
 from offbeat.protocols.keys import Sender
 from offbeat.protocols.messages import (
     ActorHeartbeat,
@@ -94,10 +94,10 @@ def test_weights_and_canary_messages_reach_their_parts_by_the_actors_name() -> N
 @pytest.mark.parametrize("is_certain", [True, False])
 def test_verdict_that_the_next_version_may_overturn_moves_no_good_version(is_certain: bool) -> None:
     desk = Desk(policy_version=3)
-    desk.verdict = Verdict(None, is_certain=is_certain)
+    desk.verdict = CanaryVerdict(None, is_certain=is_certain)
     actor = Actor(desk, "a").join(capacity=1, policy_version=3)
     actor.say(CanaryScored(policy_version=3), np.array([-1.0], np.float32))
-    (member,) = desk.parts.roster
+    (member,) = desk.roster
     assert member.good_version == (3 if is_certain else None)
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from offbeat.learner.dispatch.quarantine import MAX_MISMATCHES
+from offbeat.learner.leases.journal import DispatcherState
 from offbeat.learner.leases.prompt_stream import PromptStream, Turn
-from offbeat.learner.leases.recovery import DispatcherState
 from offbeat.protocols.messages import Goodbye, GroupDone, Lease, LeaseFailed
 from offbeat.protocols.payload import CompletionMeta, Segment
 from tests.learner.dispatch.dispatch_desk import DEAD_AFTER_S, LEASE_TIMEOUT_S, NUM_PROMPTS, Actor, Desk
@@ -76,7 +76,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(index=ACTORS, is_wrong=st.booleans())
     def judge_canary(self, index: int, is_wrong: bool) -> None:
-        member = self.desk.parts.roster.named(self.actors[index].name)
+        member = self.desk.roster.named(self.actors[index].name)
         # One more would end the run.
         is_last = member is not None and len(member.mismatches) == MAX_MISMATCHES - 1
         flaw = "wrong" if is_wrong and not is_last else None
@@ -100,7 +100,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(index=ACTORS)
     def answer_all_that_is_held(self, index: int) -> None:
         actor = self.actors[index]
-        member = self.desk.parts.roster.find(actor.peer)
+        member = self.desk.roster.find(actor.peer)
         for lease_id in sorted(member.lease_ids if member is not None else ()):
             completions = (CompletionMeta(1, "stop", 1.0, (Segment(self.version, 0),)),) * 2
             actor.say(
@@ -136,10 +136,10 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_holds_what_is_not_open(self) -> None:
-        held = sorted(lease_id for member in self.desk.parts.roster for lease_id in member.lease_ids)
+        held = sorted(lease_id for member in self.desk.roster for lease_id in member.lease_ids)
         generating = [lease.lease_id for lease in self.desk.ledger.generating()]
-        evaluated = [lease_id for lease_id in self.leases if self.desk.parts.evaluations.holds(lease_id)]
-        assert held == sorted({*generating, *evaluated}) == sorted(self.desk.parts.desk.deadlines)
+        evaluated = [lease_id for lease_id in self.leases if self.desk.evaluations.holds(lease_id)]
+        assert held == sorted({*generating, *evaluated}) == sorted(self.desk.lease_desk.deadlines)
 
     @invariant()
     def state_survives_a_checkpoint(self) -> None:

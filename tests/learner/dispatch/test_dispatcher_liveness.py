@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from offbeat.learner.dispatch.failures import RunFailedError
+from offbeat.learner.dispatch.run_state import RunFailedError
 from offbeat.learner.dispatch.send_queue import Outgoing
 from offbeat.learner.dispatch.watchdog import CAUSES
 from offbeat.protocols.messages import Goodbye, Lease, LeaseFailed, Stop
@@ -87,7 +87,7 @@ class Liveness(RuleBasedStateMachine):
 
     @invariant()
     def reason_of_a_wait_is_always_known(self) -> None:
-        late = self.desk.parts.watchdog.cause()
+        late = self.desk.watchdog.cause()
         assert late.name in CAUSES
         assert late.detail
 
@@ -99,7 +99,7 @@ class Liveness(RuleBasedStateMachine):
             if self.failure is not None or self.num_batches > before:
                 break
             self._look()
-            names.append(self.desk.parts.watchdog.cause().name)
+            names.append(self.desk.watchdog.cause().name)
         assert self.failure is not None or self.num_batches > before, f"neither a batch nor an end: {names[-3:]}"
         # Leases are granted in the tick that follows what makes room for them.
         assert "granting, granting, granting" not in ", ".join(names)
@@ -128,7 +128,7 @@ class Liveness(RuleBasedStateMachine):
             self.num_batches += 1
 
     def _act(self, actor: Actor, habits: Habits) -> None:
-        member = self.desk.parts.roster.find(actor.peer)
+        member = self.desk.roster.find(actor.peer)
         actor.credit(actor.capacity)
         if member is None:
             actor.hello()
@@ -142,7 +142,7 @@ class Liveness(RuleBasedStateMachine):
             if habits.fails:
                 actor.say(LeaseFailed(lease_id=lease_id, reason="reward_error"))
             elif habits.answers:
-                rewards = (1.0,) if self.desk.parts.evaluations.holds(lease_id) else (0.0, 1.0)
+                rewards = (1.0,) if self.desk.evaluations.holds(lease_id) else (0.0, 1.0)
                 actor.send_group(lease_id, rewards=rewards, policy_version=version)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from offbeat.learner.dispatch.failures import Failures, RunFailedError
+from offbeat.learner.dispatch.run_state import Failures, RunFailedError
 
 
 def make(max_lease_attempts: int = 3, max_failed_leases: int = 3) -> tuple[Failures, list[str]]:

@@ -9,8 +9,8 @@ from offbeat.common.records.rows import EpochRow
 from offbeat.learner.leases.events import Accepted, Expired, Granted, Started, Trained
 from offbeat.learner.leases.ledger import needed_position
 from offbeat.learner.leases.log_reading import read_log
-from offbeat.learner.leases.log_records import Position
-from offbeat.learner.leases.rollout_log import LogFullError, RolloutLog
+from offbeat.learner.leases.log_records import LogFullError, Position
+from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.messages import Ack, Cancel, Goodbye, Lease, LeaseFailed
 from offbeat.protocols.payload import CompletionMeta, Segment
 from offbeat.protocols.wire import token_ids

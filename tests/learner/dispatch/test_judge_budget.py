@@ -7,8 +7,7 @@ import pytest
 
 from offbeat.common.records.rows import ActorRow, Row, encode_row
 from offbeat.common.settings.config import Config, JudgeSection, RunSection
-from offbeat.learner.dispatch.failures import Failures, RunFailedError
-from offbeat.learner.dispatch.judge_budget import within_budget
+from offbeat.learner.dispatch.run_state import Failures, RunFailedError, within_budget
 from offbeat.protocols.messages import ActorHeartbeat, ActorStats
 from tests.learner.dispatch.dispatch_desk import Actor, Desk
 

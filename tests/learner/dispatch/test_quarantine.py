@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.learner.dispatch.failures import RunFailedError
 from offbeat.learner.dispatch.quarantine import MAX_MISMATCHES, MAX_QUARANTINES, RECENT
+from offbeat.learner.dispatch.run_state import RunFailedError
 from offbeat.protocols.messages import Cancel, Goodbye, Lease, Refused, Welcome
 from tests.learner.dispatch.dispatch_desk import Actor, Desk
 

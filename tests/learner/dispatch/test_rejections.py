@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.learner.dispatch.rejections import MAX_ENTRIES, OTHERS, Rejections
+from offbeat.learner.dispatch.reports import MAX_ENTRIES, OTHERS, Rejections
 
 
 def test_refusals_are_counted_by_sender_and_reason() -> None:

@@ -60,7 +60,7 @@ def test_lease_of_another_actor_gets_no_time() -> None:
     desk.tick(LEASE_TIMEOUT_S - 1, actor, other)
     beat(other, lease.lease_id, waiting_s=20.0)
     desk.tick(2.0, actor, other)
-    assert lease.lease_id not in desk.parts.desk.deadlines
+    assert lease.lease_id not in desk.lease_desk.deadlines
 
 
 def test_operator_is_told_of_rewards_that_fail_for_long_and_of_their_return() -> None:
@@ -124,7 +124,7 @@ def test_failed_lease_that_ends_the_run_names_the_cure_for_its_reason() -> None:
     actor = Actor(desk, "a").join(capacity=1)
     (lease,) = actor.leases()
     actor.say(LeaseFailed(lease_id=lease.lease_id, reason="reward_unavailable", detail=DOWN))
-    assert "raise task.reward_retry_s" in str(desk.parts.failures.error)
+    assert "raise task.reward_retry_s" in str(desk.failures.error)
 
 
 @pytest.mark.parametrize(("value", "outcome"), [(0.5, "accepted"), (float("nan"), "rejected"), (float("inf"), "rejected")])

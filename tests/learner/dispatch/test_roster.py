@@ -319,7 +319,7 @@ def test_actor_beyond_the_limit_on_open_files_is_refused_by_name_with_the_cure()
 def test_silent_members_are_those_not_heard_for_too_long(heard: list[tuple[int, float]]) -> None:
     """Each step lets time pass and hears a member, or a new one in the place of one that was silent."""
     desk = Desk()
-    roster, last_heard = desk.parts.roster, dict[bytes, float]()
+    roster, last_heard = desk.roster, dict[bytes, float]()
     for index, seconds in heard:
         desk.now += seconds
         silent = {member.peer: silent_s for member, silent_s in roster.silent(desk.now)}

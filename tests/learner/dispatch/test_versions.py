@@ -1,6 +1,6 @@
 """The learner's policy versions, after a learner process that died with weights that no checkpoint holds."""
 
-from offbeat.learner.dispatch.versions import Versions
+from offbeat.learner.dispatch.run_state import Versions
 from tests.learner.dispatch.dispatch_desk import Actor, Desk, make_recovered
 
 

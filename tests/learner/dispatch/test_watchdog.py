@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from offbeat.learner.dispatch.failures import RunFailedError
+from offbeat.learner.dispatch.run_state import RunFailedError
 from offbeat.learner.dispatch.send_queue import Outgoing
 from offbeat.learner.dispatch.watchdog import CAUSES, LATE_S
 from offbeat.protocols.messages import ActorHeartbeat, ActorStats, Goodbye, Lease, LeaseFailed, RewardTrouble, Stop
@@ -27,8 +27,8 @@ def told(desk: Desk) -> list[str | None]:
 
 def full_disk(desk: Desk) -> list[Actor]:
     actor = Actor(desk, "a").join(capacity=2)
-    desk.parts.desk.look_for_room = lambda now: None
-    desk.parts.desk.is_log_full = True
+    desk.lease_desk.look_for_room = lambda now: None
+    desk.lease_desk.is_log_full = True
     return [actor]
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from offbeat.learner.leases.events import LeaseEvent
-from offbeat.learner.leases.log_records import Position
-from offbeat.learner.leases.rollout_log import LogFullError, RolloutLog
+from offbeat.learner.leases.log_records import LogFullError, Position
+from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.messages import (
     Ack,
     ActorMessage,

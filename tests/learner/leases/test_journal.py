@@ -10,8 +10,8 @@ from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, L
 from offbeat.learner.leases.groups import Group, make_group
 from offbeat.learner.leases.journal import LeaseJournal
 from offbeat.learner.leases.ledger import Ledger
+from offbeat.learner.leases.log_records import LogFullError
 from offbeat.learner.leases.prompt_stream import PromptStream, Turn
-from offbeat.learner.leases.rollout_log import LogFullError
 from offbeat.protocols.payload import CompletionMeta, Segment
 from tests.learner.dispatch.dispatch_desk import WillingLog, make_prompts
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from offbeat.common.errors import SettingError
-from offbeat.learner.leases.own_curriculum import OwnCurriculum
-from offbeat.learner.leases.task_results import GroupRewards, TaskResults
+from offbeat.learner.curriculum import OwnCurriculum
+from offbeat.learner.leases.ledger import GroupRewards, TaskResults
 
 RESULTS = {"sums": TaskResults(3, 1.0, 2, (GroupRewards(0.5, 0.0, 1.0),)), "sorting": TaskResults(4, 0.5)}
 

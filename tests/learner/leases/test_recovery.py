@@ -10,12 +10,13 @@ import pytest
 
 from offbeat.common.errors import SettingError
 from offbeat.learner.leases.events import Accepted, Dropped, Expired, Granted, Started, Trained, Tuned
+from offbeat.learner.leases.journal import DispatcherState
 from offbeat.learner.leases.ledger import UNSEEN_LEASES, needed_position
 from offbeat.learner.leases.log_reading import read_history, read_log, read_record
 from offbeat.learner.leases.log_records import Position, Record
 from offbeat.learner.leases.prompt_stream import PromptStream, Turn
 from offbeat.learner.leases.prompts import Prompt
-from offbeat.learner.leases.recovery import DispatcherState, Recovered, RecoveryError, recover
+from offbeat.learner.leases.recovery import Recovered, RecoveryError, recover
 from offbeat.learner.leases.rollout_log import RolloutLog
 from offbeat.protocols.payload import CompletionMeta, Segment
 from tests.learner.dispatch.dispatch_desk import NUM_PROMPTS as DESK_PROMPTS

@@ -12,12 +12,12 @@ from offbeat.learner.calibration.watch import CalibrationWatch
 from offbeat.learner.curriculum import Curriculum
 from offbeat.learner.diagnostics.sample_rows import SampleRows
 from offbeat.learner.dispatch.dispatcher import Dispatcher
-from offbeat.learner.dispatch.fleet_meter import FleetUse
+from offbeat.learner.dispatch.status import FleetUse
 from offbeat.learner.leases import demand
 from offbeat.learner.leases.auto_bound import AutoBound, Decision
 from offbeat.learner.leases.demand import Demand, Use
 from offbeat.learner.leases.groups import Group, LagOf
-from offbeat.learner.leases.rollout_log import LogFullError
+from offbeat.learner.leases.log_records import LogFullError
 from offbeat.learner.reporting.step_rows import StepRows
 
 FIRST = {"lag/max": 0.0, "ratio/first": 1e-3, "clip/fraction": 0.25, "kl/behavior_policy_k3": 2e-4}

@@ -21,12 +21,11 @@ from offbeat.learner.dispatch.dispatcher import Dispatcher
 from offbeat.learner.dispatch.live_settings import LiveSettings
 from offbeat.learner.leases.auto_bound import AutoBound, Noise
 from offbeat.learner.leases.events import Started, Tuned
+from offbeat.learner.leases.journal import DispatcherState
 from offbeat.learner.leases.ledger import LedgerCounts, LedgerState, SavedLease
-from offbeat.learner.leases.log_records import Position
+from offbeat.learner.leases.log_records import LogFullError, Position
 from offbeat.learner.leases.prompt_stream import StreamState, Turn
 from offbeat.learner.leases.prompts import Prompt
-from offbeat.learner.leases.recovery import DispatcherState
-from offbeat.learner.leases.rollout_log import LogFullError
 from offbeat.learner.restart import resume
 from offbeat.learner.restart.resume import Checkpoints, ServiceState
 from offbeat.learner.restart.run_identity import Change, RunIdentity, write_identity

@@ -1,4 +1,4 @@
-"""The kit has what an actor needs, and neither secrets nor paths of the learner's machine."""
+"""Join settings have what an actor needs, and neither secrets nor paths of the learner's machine."""
 
 import json
 import re
@@ -22,9 +22,9 @@ from offbeat.common.settings.config import (
 )
 from offbeat.common.settings.loading import explanations, load_text, refuse_masked
 from offbeat.common.weights.flat import make_layout
+from offbeat.learner.inputs import OF_THIS_MACHINE, make_join_payload, without_this_machine
 from offbeat.learner.policy.lora import base_shapes
-from offbeat.learner.run_kit import OF_THIS_MACHINE, make_kit, without_this_machine
-from offbeat.protocols.message_parts import decode_kit
+from offbeat.protocols.message_parts import decode_join_settings
 from offbeat.protocols.messages import TensorSpec
 
 CONFIG = Config(
@@ -47,23 +47,23 @@ def test_actor_gets_the_small_files_and_the_settings_without_secrets_and_paths(t
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     (folder / "modeling.py").write_text("import os")
     (folder / "notes.json").write_text("{}")
-    kit = decode_kit(make_kit(CONFIG, folder, layout_of(folder)).content)
+    received = decode_join_settings(make_join_payload(CONFIG, folder, layout_of(folder)).content)
     there = {path.name for path in tiny_model.iterdir() if not any(path.match(pattern) for pattern in WEIGHT_FILES)}
-    assert set(kit.files) == there
+    assert set(received.files) == there
     (tmp_path / "copy").mkdir()
-    for name, content in kit.files.items():
+    for name, content in received.files.items():
         (tmp_path / "copy" / name).write_bytes(content)
     assert hash_model(tmp_path / "copy") == hash_model(tiny_model)
     for secret in ("sk-1", "hf-1", "/models", "/data", "/keys", "/cache", "10.0.0.1"):
-        assert secret not in kit.settings
-    config = load_text(kit.settings)
+        assert secret not in received.settings
+    config = load_text(received.settings)
     assert (config.rollout.temperature, config.task.reward, config.hub.heartbeat_s) == (0.7, "mine:digits", 0.5)
     assert config.judge.key_env == "JUDGE_KEY", "a name, which the actor's machine gives a value"
     with pytest.raises(SettingError, match=r"actor\.engine_options.*masked.*actor\.engine_options\.NAME=VALUE"):
         refuse_masked(config)
     with pytest.raises(SettingError, match=r"judge\.options"):
-        refuse_masked(load_text(kit.settings, ["actor.engine_options={}"]))
-    refuse_masked(load_text(kit.settings, ["actor.engine_options.hf_token=hf-2", "judge.options.api_key=sk-2"]))
+        refuse_masked(load_text(received.settings, ["actor.engine_options={}"]))
+    refuse_masked(load_text(received.settings, ["actor.engine_options.hf_token=hf-2", "judge.options.api_key=sk-2"]))
 
 
 def test_every_setting_that_names_a_file_of_a_machine_is_kept_back() -> None:
@@ -75,12 +75,12 @@ def test_every_setting_that_names_a_file_of_a_machine_is_kept_back() -> None:
 def test_model_that_files_make_and_its_config_does_not_is_not_handed_out(tiny_untied_model: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_untied_model, tmp_path / "model")
     layout = layout_of(folder)
-    assert make_kit(CONFIG, folder, layout).content
+    assert make_join_payload(CONFIG, folder, layout).content
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    kit = make_kit(CONFIG, folder, layout)
-    assert not kit.content
-    assert "differ in lm_head.weight. Give the actor the model's folder and the settings" in kit.obstacle
+    received = make_join_payload(CONFIG, folder, layout)
+    assert not received.content
+    assert "differ in lm_head.weight. Give the actor the model's folder and the settings" in received.obstacle
 
 
 def test_model_with_tensors_that_updates_do_not_bring_is_not_handed_out(
@@ -94,4 +94,4 @@ def test_model_with_tensors_that_updates_do_not_bring_is_not_handed_out(
         return model
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_config", with_buffer)
-    assert "the model has bias, a tensor that its files bring" in make_kit(CONFIG, tiny_model, layout).obstacle
+    assert "the model has bias, a tensor that its files bring" in make_join_payload(CONFIG, tiny_model, layout).obstacle

@@ -1,10 +1,10 @@
-"""The run's kit is handed out in parts to whoever may be an actor."""
+"""Join settings are sent in parts to any peer that may be an actor."""
 
 import hashlib
 
 import pytest
 
-from offbeat.learner.dispatch.handout import MAX_PEERS, MAX_SERVINGS, Handout, Kit
+from offbeat.learner.dispatch.contract import MAX_PEERS, MAX_SERVINGS, JoinPayload, JoinServer
 from offbeat.learner.dispatch.send_queue import SendQueue
 from offbeat.protocols.keys import Sender
 from offbeat.protocols.message_parts import PART_BYTES
@@ -20,9 +20,9 @@ def parts_of(queue: SendQueue) -> list[tuple[RunPart, bytes]]:
 
 def test_parts_are_the_kit_and_carry_its_digest() -> None:
     queue = SendQueue()
-    handout = Handout(Kit(CONTENT), queue)
+    server = JoinServer(JoinPayload(CONTENT), queue)
     for index in (0, 1):
-        handout.answer(b"a", index)
+        server.answer(b"a", index)
     digest = hashlib.sha256(CONTENT).hexdigest()
     assert parts_of(queue) == [
         (RunPart(index=0, num_parts=2, digest=digest), CONTENT[:PART_BYTES]),
@@ -32,31 +32,31 @@ def test_parts_are_the_kit_and_carry_its_digest() -> None:
 
 def test_part_that_is_not_there_and_a_flood_of_requests_are_refused_to_that_peer_alone() -> None:
     queue = SendQueue()
-    handout = Handout(Kit(CONTENT), queue)
-    handout.answer(b"a", 2)
+    server = JoinServer(JoinPayload(CONTENT), queue)
+    server.answer(b"a", 2)
     (refused,) = (one.message for one in queue.take())
     assert isinstance(refused, Refused)
     for _ in range(2 * MAX_SERVINGS + 3):
-        handout.answer(b"a", 0)
+        server.answer(b"a", 0)
     assert len(parts_of(queue)) == 2 * MAX_SERVINGS
-    handout.answer(b"b", 0)
+    server.answer(b"b", 0)
     assert len(parts_of(queue)) == 1
     for number in range(MAX_PEERS):
-        handout.answer(str(number).encode(), 0)
+        server.answer(str(number).encode(), 0)
     queue.take()
-    handout.answer(b"a", 0)
+    server.answer(b"a", 0)
     assert len(parts_of(queue)) == 1, "forgotten among many, it begins anew"
 
 
 def test_learner_without_a_kit_says_why() -> None:
     queue = SendQueue()
-    Handout(Kit(b"", "the model has buffers"), queue).answer(b"a", 0)
+    JoinServer(JoinPayload(b"", "the model has buffers"), queue).answer(b"a", 0)
     assert [one.message for one in queue.take()] == [Refused(reason="the model has buffers")]
 
 
 @pytest.mark.parametrize(("role", "kind"), [(None, RunPart), ("actor", RunPart), ("operator", Refused)])
 def test_strangers_get_the_run_but_operators_do_not(role, kind) -> None:
-    desk = Desk(contract=CONTRACT._replace(kit=Kit(CONTENT)))
+    desk = Desk(contract=CONTRACT._replace(join_payload=JoinPayload(CONTENT)))
     stranger = Actor(desk, "a", sender=Sender("a", role) if role else Sender())
     stranger.say(RunRequest(index=1))
     assert len(stranger.heard(kind)) == 1
@@ -64,7 +64,7 @@ def test_strangers_get_the_run_but_operators_do_not(role, kind) -> None:
 
 
 def test_run_that_is_over_is_said_first() -> None:
-    desk = Desk(contract=CONTRACT._replace(kit=Kit(CONTENT)))
+    desk = Desk(contract=CONTRACT._replace(join_payload=JoinPayload(CONTENT)))
     desk.dispatcher.stop("finished")
     Actor(desk, "a").say(RunRequest(index=0))
     assert isinstance(desk.dispatcher.take_outgoing()[0].message, Stop)

@@ -1,6 +1,6 @@
 """The canary's operating characteristic: engines with noise alone, and engines with wrong weights and the same noise.
 
-    python -m tests.learner.weights.canary_trials     # the tables of docs/reliability.md; 1 minute
+    python -m tests.learner.dispatch.canary_trials     # the tables of docs/reliability.md; 1 minute
 
 Noise is drawn per token and update, of the sizes that are published for engines against learners. Wrong weights are those of
 real networks (small Qwen3s whose logits spread as a trained model's do), in float32; the noise is added to their log-probs.
@@ -17,7 +17,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from offbeat.learner.weights.canary import Canary, canary_token_ids
+from offbeat.learner.dispatch.canary import Canary, canary_token_ids
 
 Noise = Callable[[Generator, int], NDArray[np.float64]]
 LEARNING_RATE = 1e-2
@@ -190,8 +190,6 @@ class Trial:
             dtype=engine.dtype,
             file_logprobs=files.astype(np.float32),
             tolerance=lambda: None,
-            routing_interval=0,
-            publish_interval=1,
             record=lambda row: None,
         )
         if sends_floor:
@@ -204,7 +202,7 @@ class Trial:
     def is_wrong(self, learner: NDArray[np.float64], engine: NDArray[np.float64]) -> bool:
         """Return whether the actor is quarantined for its score of the next version."""
         self._version += 1
-        self._canary.add(self._version, learner.astype(np.float32), None)
+        self._canary.add(self._version, learner.astype(np.float32))
         verdict = self._canary.judge("a", self._version, self._noisy(engine))
         assert verdict is not None
         return verdict.flaw is not None

@@ -2,7 +2,7 @@
 
 from offbeat.common.records.rows import EventRow, Row, StepRow
 from offbeat.learner.diagnostics.health import CLEAR_STEPS
-from offbeat.learner.reporting.health_watch import NUM_RECENT_STEPS, HealthWatch
+from offbeat.learner.reporting.outlets import NUM_RECENT_STEPS, HealthWatch
 from offbeat.protocols.messages import Vitals
 
 

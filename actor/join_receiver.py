@@ -1,6 +1,6 @@
 """Asks a learner for its run: settings and the model's small files, for an actor that has neither.
 
-RunRequest 0 -> RunPart 0 of n -> RunRequest 1 -> ... -> RunPart n - 1 -> digest -> kit
+RunRequest 0 -> RunPart 0 of n -> RunRequest 1 -> ... -> RunPart n - 1 -> digest -> join settings
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from pathlib import Path
 from offbeat.actor.contact import LOG_WAITING_INTERVAL_S, RefusedError
 from offbeat.common.errors import ServiceError
 from offbeat.protocols.channels import Link
-from offbeat.protocols.message_parts import PART_BYTES, RunKit, RunKitError, decode_kit
+from offbeat.protocols.message_parts import PART_BYTES, JoinSettings, JoinSettingsError, decode_join_settings
 from offbeat.protocols.messages import Credit, LearnerMessage, Refused, RunPart, RunRequest, SayHello, Stop
 from offbeat.protocols.wire import Frame, UnknownMessageError, VersionError
 
@@ -29,8 +29,8 @@ class RunOverError(ServiceError):
     """The run is over: there is nothing to join."""
 
 
-class KitReceiver:
-    """One conversation with the hub, which ends with the kit."""
+class JoinReceiver:
+    """One conversation with the hub, which ends with the join settings."""
 
     def __init__(self, link: Link, address: str, *, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """Give up after `patience_s` in which the learner sent nothing of use; 0: wait forever."""
@@ -47,11 +47,11 @@ class KitReceiver:
         self._is_asked = False
         """True while a request is on its way, as far as is known."""
 
-    def receive(self) -> RunKit:
-        """Return the run's kit, checked.
+    def receive(self) -> JoinSettings:
+        """Return the join settings of the run, checked.
 
         Consumes: parts. Waits for: the next one, looking every `LOOK_S`. Unblocked by: it, or `patience_s`. Raises
-        `RefusedError` where the learner has no kit for this actor or does not answer, `RunOverError` after the run.
+        `RefusedError` where the learner has no join settings for this actor or does not answer, `RunOverError` after the run.
         """
         logged_at = self._clock()
         while len(self._parts) != self._num_parts:
@@ -68,8 +68,8 @@ class KitReceiver:
         if hashlib.sha256(content).hexdigest() != self._digest:
             raise RefusedError(f"the learner at {self._address}: its run did not arrive as it was sent: start the actor again")
         try:
-            return decode_kit(content)
-        except RunKitError as error:
+            return decode_join_settings(content)
+        except JoinSettingsError as error:
             raise RefusedError(f"the learner at {self._address}: what it sent is no run: {error}") from error
 
     def _ask(self) -> None:
@@ -133,7 +133,7 @@ class KitReceiver:
         return f"the learner at {self._address} did not answer for {now - self._moved_at:.0f} s{progress}: {reason}"
 
 
-def write_files(kit: RunKit, folder: Path) -> None:
+def write_files(received: JoinSettings, folder: Path) -> None:
     """Write the model's small files to a folder. Their names have been checked."""
-    for name, content in kit.files.items():
+    for name, content in received.files.items():
         (folder / name).write_bytes(content)

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from offbeat.actor.contact import RefusedError
-from offbeat.actor.kit_receiver import KitReceiver, RunOverError, write_files
+from offbeat.actor.join_receiver import JoinReceiver, RunOverError, write_files
 from offbeat.protocols.channels import Hub, Link, Received
-from offbeat.protocols.message_parts import RunKit, encode_kit
+from offbeat.protocols.message_parts import JoinSettings, encode_join_settings
 from offbeat.protocols.messages import Credit, LearnerMessage, Refused, RunPart, RunRequest, SayHello, Stop
 from offbeat.protocols.wire import Array, FromActor
 from tests.actor.served_hub import served
 
 LIMIT = 1 << 20
 FILES = {"config.json": b"{}", "tokenizer.json": bytes(100)}
-CONTENT = encode_kit(RunKit("0.1.0", "[run]\n", FILES))
+CONTENT = encode_join_settings(JoinSettings("0.1.0", "[run]\n", FILES))
 PIECE = 50
 
 Answer = tuple[LearnerMessage, *tuple[Array, ...]]
@@ -45,9 +45,9 @@ def learner_that(answer: Callable[[RunRequest | Credit], list[Answer]]) -> Itera
         yield address
 
 
-def receive(address: str, patience_s: float = 20.0) -> RunKit:
+def receive(address: str, patience_s: float = 20.0) -> JoinSettings:
     with Link(address, identity=b"a", max_message_bytes=LIMIT) as link:
-        return KitReceiver(link, address, patience_s=patience_s).receive()
+        return JoinReceiver(link, address, patience_s=patience_s).receive()
 
 
 def current(message: RunRequest | Credit) -> list[Answer]:
@@ -64,10 +64,10 @@ def test_kit_arrives_in_parts_and_its_files_are_written(tmp_path: Path) -> None:
         return current(message)
 
     with learner_that(answer) as address:
-        kit = receive(address)
-    assert (kit.software, kit.settings, kit.files) == ("0.1.0", "[run]\n", FILES)
+        received = receive(address)
+    assert (received.software, received.settings, received.files) == ("0.1.0", "[run]\n", FILES)
     assert asked == list(range(-(-len(CONTENT) // PIECE)))
-    write_files(kit, tmp_path)
+    write_files(received, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == FILES
 
 
@@ -77,7 +77,7 @@ def test_answers_that_come_twice_or_late_do_no_harm() -> None:
 
 
 def test_learner_that_restarts_with_other_settings_is_asked_from_the_beginning() -> None:
-    other = encode_kit(RunKit("0.1.0", "[run]\nseed = 1\n", FILES))
+    other = encode_join_settings(JoinSettings("0.1.0", "[run]\nseed = 1\n", FILES))
     is_restarted = False
 
     def answer(message: RunRequest | Credit) -> list[Answer]:
@@ -104,7 +104,7 @@ def older(message: RunRequest | Credit) -> list[Answer]:
             "did not arrive as it was sent",
             id="damage",
         ),
-        pytest.param(lambda _: [part(0, b"no kit")], "what it sent is no run: malformed", id="rubbish"),
+        pytest.param(lambda _: [part(0, b"no settings")], "what it sent is no run: malformed", id="rubbish"),
     ],
 )
 def test_learner_without_a_run_ends_the_actor_with_the_reason(

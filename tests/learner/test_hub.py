@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 
 from offbeat.learner.dispatch.dispatcher import Dispatcher
-from offbeat.learner.dispatch.hub_thread import RECEIVE_S, HubThread
 from offbeat.learner.dispatch.send_queue import Outgoing
+from offbeat.learner.hub import RECEIVE_S, HubThread
 from offbeat.protocols import connection_limits as flood_guard
 from offbeat.protocols.channels import Hub, Link, Received
 from offbeat.protocols.messages import Ack, Goodbye, LearnerMessage, Refused

@@ -1,7 +1,7 @@
 """The canary: one fixed sequence of tokens that shows whether an actor samples with the weights that it reports.
 
 training thread: add(version, the learner's log-probs)
-hub's thread:    joined(actor), measure_floor(actor, log-probs under the model's files), judge(version, log-probs) -> Verdict
+hub's thread:    joined(actor), measure_floor(actor, log-probs under the model's files), judge(version, log-probs)
 
 A token must miss twice to count, because numerics strike single tokens hard, and wrong weights strike again. The sequence is
 the beginning of the prompts, then the same tokens in reverse order, so that each token is predicted in two contexts: it counts
@@ -13,22 +13,20 @@ confirmed by the same token under the next version; meanwhile the actor's last g
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.common.models.routing import Routing
-from offbeat.common.records.rows import CanaryRow, EventRow, Recorder, RoutingRow
-from offbeat.learner.diagnostics.routing_metrics import RoutingHistory
+from offbeat.common.records.rows import CanaryRow, EventRow, Recorder
 
 HIGH = 0.95
-"""Share of the tokens whose difference is at most `Difference.high`."""
+"""Share of the tokens whose difference is at most `CanaryDifference.high`."""
 FACTOR = 4.0
 """Multiple of the floor from which on a difference is wrong."""
 
 
-class Difference(NamedTuple):
+class CanaryDifference(NamedTuple):
     """Statistics of the differences `d_t` of tokens `t`, in nats; also their floor and their limits."""
 
     mean: float
@@ -39,26 +37,26 @@ class Difference(NamedTuple):
     """`max d_t`. Large where a single token is off, as with one wrong row of the vocabulary."""
 
 
-LEAST = {"float32": Difference(5e-5, 2e-4, 1e-3), "bfloat16": Difference(0.01, 0.05, 0.6)}
+LEAST = {"float32": CanaryDifference(5e-5, 2e-4, 1e-3), "bfloat16": CanaryDifference(0.01, 0.05, 0.6)}
 """Limits of an engine without noise, by the dtype of the weights. A small or lucky floor does not lower them."""
-MOST = {"float32": Difference(3e-3, 8e-3, 3e-2), "bfloat16": Difference(0.2, 0.5, 4.0)}
+MOST = {"float32": CanaryDifference(3e-3, 8e-3, 3e-2), "bfloat16": CanaryDifference(0.2, 0.5, 4.0)}
 """Limits that no floor raises, by the dtype of the weights. They hold for quantized engines and mixtures of experts too."""
 
 
-def measure(differences: NDArray[np.floating]) -> Difference:
+def measure(differences: NDArray[np.floating]) -> CanaryDifference:
     """Return the statistics of finite differences `[tokens]`, at least one, none of them negative."""
     ordered = np.sort(differences)
     high = ordered[math.ceil(HIGH * len(ordered)) - 1]
-    return Difference(float(ordered.mean()), float(high), float(ordered[-1]))
+    return CanaryDifference(float(ordered.mean()), float(high), float(ordered[-1]))
 
 
-def limits_of(floor: Difference, dtype: str) -> Difference:
+def limits_of(floor: CanaryDifference, dtype: str) -> CanaryDifference:
     """Return `min(MOST, max(LEAST, FACTOR * floor))`, statistic by statistic."""
     bounds = zip(floor, LEAST[dtype], MOST[dtype], strict=True)
-    return Difference(*(min(most, max(least, FACTOR * measured)) for measured, least, most in bounds))
+    return CanaryDifference(*(min(most, max(least, FACTOR * measured)) for measured, least, most in bounds))
 
 
-def excess_of(difference: Difference, limits: Difference) -> float:
+def excess_of(difference: CanaryDifference, limits: CanaryDifference) -> float:
     """Return the largest ratio of a statistic to its limit: above 1, numerics do not explain the difference."""
     return max(measured / limit for measured, limit in zip(difference, limits, strict=True))
 
@@ -71,7 +69,7 @@ MAX_ACTORS = 4096
 """Actors that are remembered; one that is forgotten gets another floor at its next comparison."""
 
 
-class Verdict(NamedTuple):
+class CanaryVerdict(NamedTuple):
     """The judgement on an actor's log-probs of the canary."""
 
     flaw: str | None
@@ -94,7 +92,7 @@ class _Scored(NamedTuple):
 class _Known:
     """The record of one actor since it joined."""
 
-    floor: Difference | None = None
+    floor: CanaryDifference | None = None
     """Its difference to the learner under weights that both surely have; the largest one since then."""
     latest: _Scored | None = None
     before: _Scored | None = None
@@ -117,8 +115,6 @@ class Canary:
         dtype: str,
         file_logprobs: NDArray[np.float32],
         tolerance: Callable[[], float | None],
-        routing_interval: int,
-        publish_interval: int,
         record: Recorder,
     ) -> None:
         """
@@ -128,38 +124,26 @@ class Canary:
             file_logprobs: The learner's log-probs of the canary under the model's files, `[tokens - 1]`, in nats.
             tolerance: Returns the largest difference of a log-prob that is no flaw, in nats, or None where the measured noise
                 decides; it may change during the run.
-            routing_interval: Optimizer steps between two comparisons of routing; 0: none.
-            publish_interval: Optimizer steps between two published versions.
             record: Writes a metrics row.
         """
         self.token_ids = token_ids
         self._dtype = dtype
         self._file_logprobs = file_logprobs
         self._tolerance = tolerance
-        self._routing_interval = routing_interval
-        self._publish_interval = publish_interval
         self._record = record
         self._logprobs: dict[int, NDArray[np.float32]] = {}
         self._known: dict[str, _Known] = {}
         """The actors, by name."""
         self._wrong: dict[str, NDArray[np.float32]] = {}
         """Wrong log-probs of the newest version, by actor."""
-        self._routings = RoutingHistory()
 
-    def add(self, policy_version: int, logprobs: NDArray[np.float32], routing: Routing | None) -> None:
-        """Keep the learner's own score of a version, newer than those before: `logprobs` `[tokens - 1]`, in nats.
-
-        `routing` is None for a dense model.
-        """
+    def add(self, policy_version: int, logprobs: NDArray[np.float32]) -> None:
+        """Keep the learner's own score of a version, newer than those before: `logprobs` `[tokens - 1]`, in nats."""
         self._logprobs[policy_version] = logprobs
         # Replaced, not cleared: the hub's thread may be comparing.
         self._wrong = {}
         if len(self._logprobs) > CANARY_VERSIONS:
             del self._logprobs[next(iter(self._logprobs))]
-        if routing is not None and self._routing_interval:
-            self._routings.add(policy_version, routing)
-            if self._is_routing_due(policy_version):
-                self._record(RoutingRow(policy_version=policy_version, metrics=self._routings.metrics()))
 
     def joined(self, actor: str) -> None:
         """Forget what is known of an actor: a new process may have taken its name."""
@@ -173,7 +157,7 @@ class Canary:
         if logprobs.shape == self._file_logprobs.shape and _are_finite(self._file_logprobs, logprobs):
             self._take_floor(actor, np.abs(self._file_logprobs - logprobs), "under the model's files")
 
-    def judge(self, actor: str, policy_version: int, logprobs: NDArray[np.float32]) -> Verdict | None:
+    def judge(self, actor: str, policy_version: int, logprobs: NDArray[np.float32]) -> CanaryVerdict | None:
         """Compare an actor's log-probs with the learner's; None when those of this version are not kept.
 
         An actor without a floor is held to `MOST`, and what it is within that becomes its floor.
@@ -182,11 +166,13 @@ class Canary:
         if expected is None:
             return None
         if expected.shape != logprobs.shape:
-            return Verdict(f"it scored {len(logprobs)} tokens of the canary, not {len(expected)}, at version {policy_version}")
+            return CanaryVerdict(
+                f"it scored {len(logprobs)} tokens of the canary, not {len(expected)}, at version {policy_version}"
+            )
         if not _are_finite(expected, logprobs):
             self._record(CanaryRow(actor=actor, policy_version=policy_version, max_abs_diff=np.nan))
             theirs, ours = (np.count_nonzero(~np.isfinite(scored)) for scored in (logprobs, expected))
-            return Verdict(
+            return CanaryVerdict(
                 f"log-probs of the canary are not finite at version {policy_version}: {theirs} of its {len(logprobs)}, "
                 f"{ours} of the learner's"
             )
@@ -213,9 +199,9 @@ class Canary:
             if is_certain and known.floor is not None:
                 # One comparison may have missed the tail of the noise; `MOST` bounds its growth.
                 known.floor = known.floor._replace(largest=max(known.floor.largest, whole.largest))
-            return Verdict(None, is_certain=is_certain)
+            return CanaryVerdict(None, is_certain=is_certain)
         flaw = f"its log-probs of the canary differ at version {policy_version} by {self._extent(whole, confirmed, limits)}"
-        return Verdict(flaw, self._compare_wrong(actor, policy_version, logprobs, limits))
+        return CanaryVerdict(flaw, self._compare_wrong(actor, policy_version, logprobs, limits))
 
     def _know(self, actor: str) -> _Known:
         known = self._known.setdefault(actor, _Known())
@@ -223,7 +209,7 @@ class Canary:
             del self._known[next(iter(self._known))]
         return known
 
-    def _limits(self, known: _Known) -> Difference:
+    def _limits(self, known: _Known) -> CanaryDifference:
         return MOST[self._dtype] if known.floor is None else limits_of(known.floor, self._dtype)
 
     def _take_floor(self, actor: str, differences: NDArray[np.float32], when: str) -> None:
@@ -244,7 +230,7 @@ class Canary:
         )
         self._record(EventRow(event="engine_noise", detail=detail, actor=actor))
 
-    def _extent(self, whole: Difference, confirmed: Difference, limits: Difference) -> str:
+    def _extent(self, whole: CanaryDifference, confirmed: CanaryDifference, limits: CanaryDifference) -> str:
         tolerance = self._tolerance()
         if tolerance is not None:
             return f"{whole.largest:.2g} (tolerance {tolerance:g})"
@@ -253,13 +239,13 @@ class Canary:
             f"(limits {limits.mean:.2g}, {limits.high:.2g} and {limits.largest:.2g})"
         )
 
-    def _is_right(self, whole: Difference, excess: float) -> bool:
+    def _is_right(self, whole: CanaryDifference, excess: float) -> bool:
         """Return whether the setting, or else the limits, allow a difference."""
         tolerance = self._tolerance()
         return excess <= 1 if tolerance is None else whole.largest <= tolerance
 
     def _compare_wrong(
-        self, actor: str, policy_version: int, logprobs: NDArray[np.float32], limits: Difference
+        self, actor: str, policy_version: int, logprobs: NDArray[np.float32], limits: CanaryDifference
     ) -> tuple[str, ...]:
         """Return the other actors with the same wrong log-probs of the newest version, and remember these."""
         wrong = self._wrong
@@ -273,21 +259,8 @@ class Canary:
 
         return tuple(sorted(name for name, others in wrong.items() if name != actor and is_alike(others)))
 
-    def compare_routing(self, actor: str, policy_version: int, experts: NDArray[Any]) -> None:
-        """Record how an engine's routing of the canary, `experts` `[tokens, layers, top_k]`, differs from the learner's."""
-        if not self._is_routing_due(policy_version):
-            return
-        metrics = self._routings.engine_metrics(policy_version, experts)
-        if metrics:
-            self._record(RoutingRow(actor=actor, policy_version=policy_version, metrics=metrics))
 
-    def _is_routing_due(self, policy_version: int) -> bool:
-        """Return whether this is the first version published in its interval."""
-        interval = self._routing_interval
-        return interval > 0 and policy_version % interval < self._publish_interval
-
-
-def _confirmed(differences: NDArray[np.float32], before: _Scored | None) -> Difference:
+def _confirmed(differences: NDArray[np.float32], before: _Scored | None) -> CanaryDifference:
     """Return the statistics of the differences that a second comparison confirms, in nats.
 
     `d_t` of a token is the smaller of its differences in both contexts; the largest is also of tokens that were as far off in

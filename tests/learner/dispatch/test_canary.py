@@ -1,16 +1,14 @@
-"""The judgement on engines: an actor's log-probs and routing of the canary against the learner's own."""
+"""The judgement on engines: an actor's log-probs of the canary against the learner's own."""
 
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
-from offbeat.common.models.routing import Routing
 from offbeat.common.records.rows import row_fields
-from offbeat.learner.weights import canary as canary_module
-from offbeat.learner.weights.canary import CANARY_VERSIONS, Canary, Verdict, canary_token_ids
+from offbeat.learner.dispatch import canary as canary_module
+from offbeat.learner.dispatch.canary import CANARY_VERSIONS, Canary, CanaryVerdict, canary_token_ids
 
 LOGPROBS = np.array([-1.0, -2.0, -3.0], np.float32)
 """A canary of four tokens: one token in two contexts, then one in a single context, which does not count."""
@@ -26,8 +24,6 @@ class Bench:
         *,
         dtype: str = "float32",
         token_ids: NDArray[np.int32] = TOKEN_IDS,
-        routing_interval: int = 0,
-        publish_interval: int = 1,
     ) -> None:
         self.rows: list[dict[str, Any]] = []
         self.tolerance = tolerance
@@ -36,18 +32,16 @@ class Bench:
             dtype=dtype,
             file_logprobs=np.zeros(len(token_ids) - 1, np.float32),
             tolerance=lambda: self.tolerance,
-            routing_interval=routing_interval,
-            publish_interval=publish_interval,
             record=lambda row: self.rows.append(row_fields(row)),
         )
 
     def rows_of(self, kind: str) -> list[dict[str, Any]]:
         return [row for row in self.rows if row["kind"] == kind]
 
-    def judge(self, *difference: float, actor: str = "a", version: int = 0) -> Verdict:
+    def judge(self, *difference: float, actor: str = "a", version: int = 0) -> CanaryVerdict:
         """Judge an actor that differs so from a learner whose log-probs are all zero, which float32 does not round."""
         if version not in self.canary._logprobs:
-            self.canary.add(version, np.zeros(len(difference), np.float32), None)
+            self.canary.add(version, np.zeros(len(difference), np.float32))
         verdict = self.canary.judge(actor, version, np.array(difference, np.float32))
         assert verdict is not None
         return verdict
@@ -130,10 +124,10 @@ def test_token_that_misses_in_one_context_under_two_versions_in_a_row_is_wrong()
     assert (again.flaw, again.is_certain) == (None, False), "the same weights have the same noise"
     assert bench.judge(0.0, 0.0, -0.9, version=1).flaw is not None
     assert bench.judge(0.0, 0.0, 0.7, version=1).flaw is not None, "pulling the same weights again did not help"
-    assert bench.judge(0.0, 0.0, 0.1, version=1) == Verdict(None), "it did"
+    assert bench.judge(0.0, 0.0, 0.1, version=1) == CanaryVerdict(None), "it did"
     assert bench.judge(0.0, 0.0, 0.7, version=2).flaw is None
     assert bench.judge(0.7, 0.0, 0.0, version=3).flaw is None, "another token"
-    assert bench.judge(0.0, 0.0, 0.0, version=4) == Verdict(None)
+    assert bench.judge(0.0, 0.0, 0.0, version=4) == CanaryVerdict(None)
     assert bench.judge(0.7, 0.0, 0.0, version=5).flaw is None, "not in a row"
     bench.canary.joined("a")
     floor_of(bench, 0.0, 0.0, 0.0)
@@ -172,14 +166,14 @@ def test_flaw_gives_the_confirmed_differences_and_their_limits() -> None:
 @pytest.mark.parametrize("tolerance", [None, 0.5])
 def test_one_log_prob_that_is_no_number_is_wrong_at_once(value: float, tolerance: float | None) -> None:
     bench = Bench(tolerance)
-    bench.canary.add(3, LOGPROBS, None)
+    bench.canary.add(3, LOGPROBS)
     verdict = bench.canary.judge("a", 3, np.array([-1.0, value, -3.0], np.float32))
     assert verdict is not None
     assert verdict.flaw == "log-probs of the canary are not finite at version 3: 1 of its 3, 0 of the learner's"
     (row,) = bench.rows
     assert np.isnan(row["max_abs_diff"])
     # The same infinity on both sides is no agreement.
-    bench.canary.add(4, np.array([-1.0, value, -3.0], np.float32), None)
+    bench.canary.add(4, np.array([-1.0, value, -3.0], np.float32))
     verdict = bench.canary.judge("a", 4, np.array([-1.0, value, -3.0], np.float32))
     assert verdict is not None
     assert verdict.flaw is not None
@@ -188,7 +182,7 @@ def test_one_log_prob_that_is_no_number_is_wrong_at_once(value: float, tolerance
 @pytest.mark.parametrize("num_tokens", [0, 2, 4])
 def test_engine_that_scores_another_number_of_tokens_is_wrong_at_once(num_tokens: int) -> None:
     bench = Bench()
-    bench.canary.add(0, LOGPROBS, None)
+    bench.canary.add(0, LOGPROBS)
     verdict = bench.canary.judge("a", 0, np.full(num_tokens, -1.0, np.float32))
     assert verdict is not None
     assert verdict.flaw == f"it scored {num_tokens} tokens of the canary, not 3, at version 0"
@@ -286,7 +280,7 @@ def test_wrong_engines_that_agree_with_each_other_are_named_until_one_is_right_o
     bench = Bench(tolerance)
     for actor in "abc":
         floor_of(bench, 0.0, 0.0, 0.0, actor=actor)
-    bench.canary.add(7, np.zeros(3, np.float32), None)
+    bench.canary.add(7, np.zeros(3, np.float32))
 
     def judge(actor: str, version: int, value: float) -> tuple[str, ...]:
         return bench.judge(*[value] * 3, actor=actor, version=version).agrees_with
@@ -297,7 +291,7 @@ def test_wrong_engines_that_agree_with_each_other_are_named_until_one_is_right_o
     assert judge("a", 7, 0.5) == ("b",)
     assert judge("b", 7, 0.0) == (), "right"
     assert judge("a", 7, 0.5) == ()
-    bench.canary.add(8, np.zeros(3, np.float32), None)
+    bench.canary.add(8, np.zeros(3, np.float32))
     assert judge("b", 8, 0.5) == (), "what a said is of an older version"
     assert judge("a", 7, 0.5) == (), "an answer about an older version is compared with none"
 
@@ -307,8 +301,8 @@ def test_wrong_engines_that_agree_with_each_other_are_named_until_one_is_right_o
 
 def test_engine_is_compared_with_the_version_that_it_reports() -> None:
     bench = Bench()
-    bench.canary.add(0, LOGPROBS, None)
-    bench.canary.add(1, LOGPROBS - 1, None)
+    bench.canary.add(0, LOGPROBS)
+    bench.canary.add(1, LOGPROBS - 1)
     verdicts = [bench.canary.judge("a", version, LOGPROBS - 1) for version in (0, 1)]
     assert [verdict is not None and verdict.flaw is None for verdict in verdicts] == [False, True]
 
@@ -317,7 +311,7 @@ def test_version_that_is_not_kept_is_not_judged() -> None:
     bench = Bench()
     # Every third version is published.
     for version in range(0, 3 * (CANARY_VERSIONS + 2), 3):
-        bench.canary.add(version, LOGPROBS, None)
+        bench.canary.add(version, LOGPROBS)
     assert bench.canary.judge("a", 3, LOGPROBS) is None
     assert bench.canary.judge("a", 7, LOGPROBS) is None
     assert bench.rows == []
@@ -325,36 +319,6 @@ def test_version_that_is_not_kept_is_not_judged() -> None:
     assert oldest is not None
     assert oldest.flaw is None
     assert len(bench.canary._logprobs) == CANARY_VERSIONS
-
-
-def routing_of(*experts: int) -> Routing:
-    """Return the routing of one layer that sends each token to one of four experts."""
-    chosen = torch.tensor(experts).reshape(-1, 1, 1)
-    return Routing(chosen, torch.ones(len(experts), 1), num_experts=4)
-
-
-def test_routing_is_compared_under_the_first_version_published_in_each_interval() -> None:
-    bench = Bench(routing_interval=10, publish_interval=3)
-    for version in (9, 12, 15, 18, 21):
-        bench.canary.add(version, LOGPROBS, routing_of(0, 1, 2))
-        bench.canary.compare_routing("a", version, np.array([[[0]], [[1]], [[3]]], np.int32))
-    assert [(row["policy_version"], row.get("actor")) for row in bench.rows] == [(12, None), (12, "a"), (21, None), (21, "a")]
-    assert {row["kind"] for row in bench.rows} == {"routing"}
-
-
-def test_routing_of_an_engine_with_another_shape_is_left_out() -> None:
-    bench = Bench(routing_interval=1)
-    bench.canary.add(1, LOGPROBS, routing_of(0, 1, 2))
-    bench.canary.compare_routing("a", 1, np.zeros((2, 1, 1), np.int32))
-    assert [row.get("actor") for row in bench.rows] == [None]
-
-
-@pytest.mark.parametrize("routing", [None, routing_of(0, 1, 2)])
-def test_without_routers_or_interval_no_routing_is_recorded(routing: Routing | None) -> None:
-    bench = Bench(routing_interval=0 if routing else 1)
-    bench.canary.add(1, LOGPROBS, routing)
-    bench.canary.compare_routing("a", 1, np.zeros((3, 1, 1), np.int32))
-    assert bench.rows == []
 
 
 def test_canary_is_the_beginning_of_the_prompts_and_the_same_in_reverse() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.learner.weights.canary_trials import ENGINES, Case, Engine, Trial, cases
+from tests.learner.dispatch.canary_trials import ENGINES, Case, Engine, Trial, cases
 
 RIGHT = np.zeros(2 * 64 - 1)
 

@@ -1,0 +1,228 @@
+"""The connection to actors: the sockets that are bound, the thread that serves the hub, and the link for other threads.
+
+actors <-> Hub <-> HubThread <-> Dispatcher <- ActorLink <- weight publisher, live page, the end of the run
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from offbeat.common.errors import SettingError
+from offbeat.common.processes.durable_files import replace
+from offbeat.common.settings.config import Config
+from offbeat.common.settings.hub_keys import keys_of_learner
+from offbeat.learner.dispatch.dispatcher import Dispatcher
+from offbeat.learner.leases.ledger import LedgerCounts
+from offbeat.learner.weights.standings import Recipient
+from offbeat.protocols.addresses import address_file, host_of, reachable
+from offbeat.protocols.channels import Hub
+from offbeat.protocols.connection_limits import FILES_PER_PEER
+from offbeat.protocols.messages import Ack, LearnerMessage, Refused, StatusReport
+from offbeat.protocols.wire import UnknownMessageError, WireError
+
+logger = logging.getLogger(__name__)
+
+
+REBIND_S = 60.0
+
+"""Seconds for which a learner that resumes tries to bind a hub address that another process has taken."""
+
+CHUNK_REQUEST_BYTES = 4096
+
+"""Longest message to the weight server."""
+
+
+def open_hub(config: Config) -> Hub:
+    """Bind the hub; raise `SettingError` where that cannot be done."""
+    keys = keys_of_learner(config.hub)
+    return Hub(
+        config.hub.bind or config.hub.address,
+        max_message_bytes=config.hub.max_message_mb << 20,
+        key=keys.key,
+        allowed=keys.allowed,
+        # A restart finds actors waiting at the address, and whatever took it meanwhile may leave.
+        patience_s=REBIND_S if config.run.resume else 0.0,
+    )
+
+
+def open_weight_hub(config: Config) -> Hub:
+    """Bind the socket at which actors pull weights, on the hub's interface."""
+    keys = keys_of_learner(config.hub)
+    interface = (config.hub.bind or config.hub.address).rpartition(":")[0]
+    address = f"{interface}:{config.weights.pull_port or '*'}"
+    return Hub(address, max_message_bytes=CHUNK_REQUEST_BYTES, key=keys.key, allowed=keys.allowed)
+
+
+def publish_address(setting: str, bound: str) -> str:
+    """Return the host at which actors reach the learner, after writing the address into a file that `hub.address` names."""
+    file = address_file(setting)
+    if file is None:
+        return host_of(setting)
+    address = reachable(bound)
+    try:
+        replace(file, f"{address}\n".encode())
+    except OSError as error:
+        problem = f"the file cannot be written ({error.strerror})"
+        raise SettingError(
+            "hub.address", setting, problem, "Name a file in a folder that exists and all machines see."
+        ) from error
+    logger.info("actors find the hub at %s, as %s says", address, file)
+    return host_of(address)
+
+
+def max_peers(config: Config, hub: Hub) -> int:
+    """Return how many actors the limit on open files leaves room for; warn when `hub.max_actors` are more."""
+    if hub.max_peers < config.hub.max_actors:
+        logger.warning(
+            "this process may open too few files for hub.max_actors = %d: %d actors at most can join. Raise the limit of this "
+            "machine (ulimit -Hn) to %d, or lower the setting",
+            *(config.hub.max_actors, hub.max_peers, FILES_PER_PEER * config.hub.max_actors),
+        )
+    return hub.max_peers
+
+
+def hub_rejections(hub: Hub) -> dict[str, int]:
+    """Return how many connections and messages the hub rejected, by reason; for the hub's thread."""
+    connections = {
+        "connections without an allowed key": hub.num_refused,
+        "connections that said nothing, closed to make room": hub.num_closed,
+    }
+    return dict(hub.num_dropped) | {what: number for what, number in connections.items() if number}
+
+
+TICK_S = 0.05
+
+
+"""Longest time between two ticks of the dispatcher."""
+
+
+RECEIVE_S = 0.01
+
+
+"""Longest time of receiving between two ticks: acknowledgements and leases wait for the tick, however many messages do."""
+
+
+class HubThread:
+    """Serves the hub until it is closed.
+
+    Consumes: actors' messages. Waits for: a message, `wake`, `TICK_S`. Produces: the messages of the dispatcher's send queue.
+    """
+
+    def __init__(self, hub: Hub, dispatcher: Dispatcher, clock: Callable[[], float] = time.monotonic) -> None:
+        self._hub = hub
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Let the thread look at once for messages to send."""
+        self._hub.wake()
+
+    def close(self) -> None:
+        """Send what is queued and stop serving; the hub itself stays open."""
+        self._is_closed = True
+        self._hub.wake()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            is_last_round = False
+            while not is_last_round:
+                # Read before the round: what was queued before `close` is still sent.
+                is_last_round = self._is_closed
+                self._hub.wait(TICK_S)
+                self._receive()
+                self._dispatcher.tick(self._clock())
+                self._send()
+        except BaseException as error:  # noqa: BLE001  a dead hub must raise in the training thread
+            self._dispatcher.fail(error)
+
+    def _receive(self) -> None:
+        end = self._clock() + RECEIVE_S
+        while (now := self._clock()) < end:
+            received = self._hub.receive()
+            if received is None:
+                return
+            match received.packet:
+                case UnknownMessageError() as error:
+                    # The message is of a newer minor version, whose sender needs no answer.
+                    self._dispatcher.count_rejected(received.sender.name, str(error))
+                case WireError() as error:
+                    self._dispatcher.refuse(received.peer, error, received.sender)
+                case packet:
+                    self._dispatcher.handle(received.peer, *packet, now=now, sender=received.sender)
+
+    def _send(self) -> None:
+        for outgoing in self._dispatcher.take_outgoing():
+            self._note_verdict(outgoing.peer, outgoing.message)
+            if not self._hub.send(outgoing.peer, outgoing.message, *outgoing.arrays):
+                self._dispatcher.unreachable(outgoing)
+
+    def _note_verdict(self, peer: bytes, message: LearnerMessage) -> None:
+        """Let the hub mute a peer whose messages are all rejected."""
+        match message:
+            case Ack(outcome="accepted"):
+                self._hub.note_accepted(peer)
+            case Ack() | Refused():
+                self._hub.note_rejected(peer)
+
+
+class ActorLink:
+    """The dispatcher and the thread that serves it."""
+
+    def __init__(self, dispatcher: Dispatcher, hub_thread: HubThread, leave_timeout_s: float) -> None:
+        """Wait up to `leave_timeout_s`, at the end, for actors to say goodbye."""
+        self._dispatcher = dispatcher
+        self._hub_thread = hub_thread
+        self._leave_timeout_s = leave_timeout_s
+
+    def start(self) -> None:
+        """Mark in the log that this process takes over, and begin to serve actors."""
+        self._dispatcher.begin()
+        self._hub_thread.start()
+
+    def recipients(self) -> list[Recipient]:
+        """Return the live actors, with the versions that they committed."""
+        return [Recipient(*member) for member in self._dispatcher.members()]
+
+    def post(self, peer: bytes, message: LearnerMessage) -> None:
+        """Send a message to the actor at this address, soon."""
+        self._dispatcher.post(peer, message)
+        self._hub_thread.wake()
+
+    def status(self) -> StatusReport:
+        """Return the state of the run, as `offbeat status` shows it."""
+        return self._dispatcher.status_report()
+
+    def silence_s(self) -> float:
+        """Return the seconds since the hub's thread last turned."""
+        return self._dispatcher.silence_s()
+
+    def fail(self, error: BaseException) -> None:
+        """Make the training thread raise this."""
+        self._dispatcher.fail(error)
+
+    def close(self, reason: str) -> LedgerCounts:
+        """Tell every actor that the run is over and why, stop serving, and return what became of the leases."""
+        self._dismiss(reason)
+        return self.pause()
+
+    def pause(self) -> LedgerCounts:
+        """Stop serving, and return what became of the leases; the actors keep theirs, and look for the next learner."""
+        self._hub_thread.close()
+        return self._dispatcher.counts()
+
+    def _dismiss(self, reason: str) -> None:
+        self._dispatcher.stop(reason)
+        self._hub_thread.wake()
+        # Messages that an actor has not read when the connection closes are lost; it would wait for a learner that is gone.
+        if not self._dispatcher.wait_left(self._leave_timeout_s):
+            names = [recipient.name for recipient in self.recipients()]
+            logger.warning("actors that did not leave within %g s: %s", self._leave_timeout_s, names)

@@ -1,0 +1,134 @@
+"""The files that a run reads and never changes, and what of them is sent to actors that join without settings and model."""
+
+import importlib.metadata
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from msgspec.structs import replace
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from offbeat.common.models.folders import hash_model, load_tokenizer, resolve_model, small_files
+from offbeat.common.settings.config import Config, LaunchSection
+from offbeat.common.settings.loading import resolved_toml, setting_value
+from offbeat.learner.calibration.calibration import Calibration, load_calibration
+from offbeat.learner.curriculum import OwnCurriculum
+from offbeat.learner.diagnostics.own_evaluation import OwnEvaluation, load_evaluation
+from offbeat.learner.diagnostics.sample_rows import Decode
+from offbeat.learner.dispatch.contract import JoinPayload
+from offbeat.learner.leases.prompts import MUCH_LEFT_OUT, Prompt, Prompts, load_held_out, load_prompts
+from offbeat.learner.restart.run_identity import PromptHashes, RunIdentity, hash_prompts, make_identity
+from offbeat.protocols.message_parts import JoinSettings, JoinSettingsError, ModelHashes, encode_join_settings
+from offbeat.protocols.messages import TensorSpec
+
+logger = logging.getLogger(__name__)
+
+
+class Inputs(NamedTuple):
+    """Everything that `load_inputs` reads."""
+
+    identity: RunIdentity
+    """The run's, still without its id."""
+    prompt_hashes: PromptHashes
+    """The hashes of the training prompts."""
+    prompts: Prompts
+    model: Path
+    """The folder of `model.path`."""
+    decode_plain: Decode
+    """Returns text without special tokens."""
+    own_evaluation: OwnEvaluation | None
+    own_curriculum: OwnCurriculum | None
+    hashes: ModelHashes
+    vocabulary_size: int
+    calibration: Calibration | None
+
+
+def load_inputs(config: Config) -> Inputs:
+    """Read the files that the settings name; raise `SettingError` where one cannot be used."""
+    task = config.task
+    model = resolve_model(config.model.path)
+    hashes = hash_model(model)
+    tokenizer = load_tokenizer(model)
+    calibration = load_calibration(config.loss.noise_floor) if config.loss.noise_floor else None
+    train = _load_prompts(config, task.train_data, task.train_split, "task.train_data", tokenizer)
+    held_out = load_held_out(
+        task,
+        config.evaluation.num_prompts,
+        lambda setting, source: _load_prompts(config, source, task.eval_split, setting, tokenizer),
+    )
+    prompt_hashes = hash_prompts(train)
+    return Inputs(
+        identity=make_identity(config, hashes, prompt_hashes, hash_prompts(held_out)),
+        prompt_hashes=prompt_hashes,
+        model=model,
+        prompts=Prompts(train, held_out, tokenizer.decode),
+        decode_plain=partial(tokenizer.decode, skip_special_tokens=True),
+        own_evaluation=load_evaluation(config.evaluation.function) if config.evaluation.function else None,
+        own_curriculum=OwnCurriculum(task.curriculum) if task.curriculum else None,
+        hashes=hashes,
+        vocabulary_size=AutoConfig.from_pretrained(model).get_text_config().vocab_size,
+        calibration=calibration,
+    )
+
+
+def _load_prompts(config: Config, source: str, split: str, setting: str, tokenizer: Any) -> list[Prompt]:
+    loaded = load_prompts(source, split, config.task, tokenizer, setting=setting)
+    if loaded.num_dropped:
+        level = logging.WARNING if loaded.share_dropped > MUCH_LEFT_OUT else logging.INFO
+        logger.log(level, "%s: %s", setting, loaded.dropped_text())
+    return loaded.prompts
+
+
+OF_THIS_MACHINE = (
+    *("run.dir", "run.resume", "run.mirror", "model.path", "task.train_data", "task.eval_data", "judge.cache", "kl.reference"),
+    *("loss.noise_floor", "hub.address", "hub.bind", "hub.key", "hub.learner_key", "hub.allowed_keys", "train.deepspeed"),
+    *("metrics.bind", "metrics.wandb_project", "metrics.mlflow_experiment", "metrics.trackio_project", "metrics.callback"),
+    "actor.name",
+    *(f"launch.{name}" for name in LaunchSection.__struct_fields__),
+)
+
+"""Settings that are not handed out: paths, addresses, devices and processes of the learner's machine. An actor has its own, or
+none."""
+
+
+def make_join_payload(config: Config, model: Path, layout: tuple[TensorSpec, ...]) -> JoinPayload:
+    """Return the run for `offbeat actor --join`, or why there is none; `model` is the folder of `model.path`."""
+    obstacle = _obstacle(model, layout, has_images=bool(config.task.image_field))
+    if obstacle is None:
+        settings = JoinSettings(
+            importlib.metadata.version("offbeat"), resolved_toml(without_this_machine(config)), small_files(model)
+        )
+        try:
+            return JoinPayload(encode_join_settings(settings))
+        except JoinSettingsError as error:
+            obstacle = str(error)
+    logger.info("no actor can join without the model's folder: %s", obstacle)
+    return JoinPayload(b"", f"{obstacle}. Give the actor the model's folder and the settings: offbeat actor run.toml")
+
+
+def without_this_machine(config: Config) -> Config:
+    """Return the settings with the defaults of those in `OF_THIS_MACHINE`."""
+    plain = Config()
+    values: dict[str, dict[str, object]] = {}
+    for setting in OF_THIS_MACHINE:
+        section, _, key = setting.partition(".")
+        values.setdefault(section, {})[key] = setting_value(plain, setting)
+    return replace(config, **{section: replace(getattr(config, section), **keys) for section, keys in values.items()})
+
+
+def _obstacle(model: Path, layout: tuple[TensorSpec, ...], *, has_images: bool) -> str | None:
+    """Return why the model's config and the weights of an update do not make the whole model; None where they do."""
+    kind = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+    with torch.device("meta"):
+        made = kind.from_config(AutoConfig.from_pretrained(model))
+    state = made.state_dict().keys()
+    buffers = [name for name, _ in made.named_buffers() if name in state]
+    if buffers:
+        return f"the model has {buffers[0]}, a tensor that its files bring and updates do not"
+    unlike = {name for name, _ in made.named_parameters()} ^ {spec.name for spec in layout}
+    if unlike:
+        # For example an output head that is tied in the config, and not in the files.
+        return f"the model's files and its config differ in {min(unlike)}"
+    return None

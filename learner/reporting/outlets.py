@@ -1,0 +1,132 @@
+"""Everything to which the learner's rows go: files, terminal, live page, trackers, the user's callback, health rules."""
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from offbeat.common.processes.shutdown import StopRequest
+from offbeat.common.records.logs import log_to_file
+from offbeat.common.records.rows import EventRow, Recorder, Row, StepRow
+from offbeat.common.records.run_folder import PROGRAM_LOGS
+from offbeat.common.records.step_metrics import TASK_REWARDS, TASK_SHARES
+from offbeat.common.records.writer import MetricsWriter
+from offbeat.common.settings.config import Config
+from offbeat.common.user_code.callback import Callback
+from offbeat.learner.diagnostics.health import Health, update_troubles
+from offbeat.learner.dispatch.reports import report
+from offbeat.learner.hub import ActorLink
+from offbeat.learner.reporting.page.live_page import LivePage, serving
+from offbeat.learner.reporting.terminal import Progress
+from offbeat.learner.reporting.trackers.tracking import tracking
+from offbeat.protocols.messages import Vitals
+
+NUM_RECENT_STEPS = 10
+"""Steps over which the duration of a step is a mean."""
+
+
+class Outlets(NamedTuple):
+    """The open outlets. `health.record` takes a row to all of them."""
+
+    health: "HealthWatch"
+    progress: Progress
+    page: LivePage | None
+    callback: Callback | None
+
+    def wait_loaded(self) -> None:
+        """Wait for the import of the user's callback; raise `SettingError` when it cannot be imported."""
+        if self.callback is not None:
+            self.callback.wait_loaded()
+
+    @contextmanager
+    def showing(self, config: Config, link: ActorLink) -> Iterator[None]:
+        """Show the run in the terminal, and on the live page with the link's status."""
+        with ExitStack() as stack:
+            if self.page is not None:
+                routes = self.page.routes(link.status, link.silence_s)
+                stack.enter_context(serving(routes, config.metrics.bind, Path(config.run.dir)))
+            stack.enter_context(self.progress)
+            yield
+
+
+@contextmanager
+def open_outlets(config: Config, stop: StopRequest) -> Iterator[Outlets]:
+    """Open what the settings ask for, in the main thread; the run's folder is there."""
+    folder = Path(config.run.dir)
+    log_to_file(folder / PROGRAM_LOGS / "learner.log", "learner")
+    with ExitStack() as stack:
+        metrics = stack.enter_context(MetricsWriter(folder, tensorboard=config.metrics.tensorboard))
+        progress = Progress(config.train.num_steps)
+        page = LivePage(folder.resolve().name) if config.metrics.bind else None
+        if page is not None:
+            page.add_former(folder)
+        path = config.metrics.callback
+        callback = stack.enter_context(Callback(path, folder / PROGRAM_LOGS / "callback.log", stop.ask)) if path else None
+        takers = [progress.add, *(taker.add for taker in (page, callback) if taker is not None)]
+
+        def record(row: Row) -> None:
+            row = metrics.write(row)
+            for take in takers:
+                take(row)
+
+        takers.append(stack.enter_context(tracking(config, record)))
+        yield Outlets(HealthWatch(record), progress, page, callback)
+
+
+class HealthWatch:
+    """Passes rows on, and watches the steps and the health events among them. Any thread may call it."""
+
+    def __init__(self, record: Recorder) -> None:
+        """`record` takes every row to where rows are kept."""
+        self._record = record
+        self._lock = threading.Lock()
+        """Never held while a row is recorded."""
+        self._health = Health()
+        self._steps: deque[StepRow] = deque(maxlen=NUM_RECENT_STEPS)
+        self._troubles: dict[str, str] = {}
+
+    def record(self, row: Row) -> None:
+        """Record a row, and after a step the events of the health rules that begin or cease to hold."""
+        self._record(row)
+        events: list[EventRow] = []
+        with self._lock:
+            match row:
+                case StepRow():
+                    self._steps.append(row)
+                    events = self._health.take(row)
+                case EventRow():
+                    update_troubles(self._troubles, row)
+                case _:
+                    pass
+        for event in events:
+            report(self.record, event)
+
+    def vitals(self) -> Vitals:
+        """Return the newest step in short, and what is not well, for the operator."""
+        with self._lock:
+            steps, health = list(self._steps), tuple(self._troubles.values())
+        if not steps:
+            return Vitals(health=health)
+        step = steps[-1]
+        seconds = [step_s for one in steps if (step_s := one.number("time/step_s")) is not None]
+        return Vitals(
+            reward=step.number("reward/mean"),
+            lag_mean=step.number("lag/mean"),
+            lag_max=step.number("lag/max"),
+            bound=step.number("staleness/bound"),
+            step_s=sum(seconds) / len(seconds) if seconds else None,
+            reward_by_task=_by_task(step, TASK_REWARDS),
+            share_by_task=_by_task(step, TASK_SHARES),
+            health=health,
+        )
+
+
+def _by_task(step: StepRow, prefix: str) -> dict[str, float]:
+    """Return the step's metric of each task, by the task's name."""
+    return {
+        name.removeprefix(prefix): number
+        for name in step.metrics
+        if name.startswith(prefix) and (number := step.number(name)) is not None
+    }
