@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.common.errors import SettingError
+from offbeat.common.models.images import MARKER, MAX_PROMPT_BYTES, SETTING, ImageError, ImageFile, ImageReader, hash_image
 from offbeat.common.settings.config import TaskSection
+from offbeat.common.user_code.functions import is_function
 from offbeat.learner.leases.data_rows import DataRow
+from offbeat.protocols.payload import MAX_IMAGES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-from offbeat.common.models.images import MARKER, MAX_PROMPT_BYTES, SETTING, ImageError, ImageFile, ImageReader, hash_image
-from offbeat.common.user_code.functions import is_function
-from offbeat.protocols.payload import MAX_IMAGES
 
 Message = dict[str, Any]
 
